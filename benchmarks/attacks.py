@@ -1,10 +1,11 @@
-"""How long a light client waits for its first token while another one attacks the server.
+"""Measure how long a light client waits for its first token while another client attacks.
 
     python benchmarks/attacks.py [--url http://localhost:8000] [--seconds 10]
 
-Without --url a server with the built-in model is started. For each attack the light client's
-median time to first token under attack is set against the one that it had alone, just before; the
-aim is at most 2. The attacker is one process that repeats its request as soon as it is answered.
+Without --url a server with the built-in model is started. For each attack, the light client's
+median time to first token under attack is compared with its time alone, just before; the target is
+a ratio of at most 2. The attacker is one process that repeats its request as soon as it is
+answered.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
 def body(**fields: object) -> bytes:
-    """The JSON of a small request with some other fields."""
+    """Return the JSON of a small request with some other fields."""
     return msgspec.json.encode({"prompt": "x", "max_tokens": 2, **fields})
 
 
@@ -53,7 +54,7 @@ ATTACKS: dict[str, tuple[str, Callable[[], bytes]]] = {
 
 @contextlib.contextmanager
 def server() -> Iterator[str]:
-    """A server with the built-in model; its address."""
+    """Start a server with the built-in model; yield its address."""
     process = subprocess.Popen(
         [sys.executable, "-m", "octavo", "serve", "--host", "127.0.0.1", "--port", "0"],
         stderr=subprocess.PIPE,
@@ -76,7 +77,7 @@ def server() -> Iterator[str]:
 
 
 def first_token_times(url: str, seconds: float) -> list[float]:
-    """Seconds to the first token of one small request after the other."""
+    """Return the seconds to the first token of successive small requests."""
     times = []
     end = time.monotonic() + seconds
     with httpx.Client(base_url=url, timeout=120) as client:
@@ -96,7 +97,7 @@ JSON = {"Content-Type": "application/json"}
 
 
 def attack(url: str, path: str, data: bytes) -> None:
-    """Sends the same request again and again."""
+    """Send the same request repeatedly."""
     with httpx.Client(base_url=url, timeout=600) as client:
         while True:
             with contextlib.suppress(httpx.HTTPError):
@@ -104,7 +105,7 @@ def attack(url: str, path: str, data: bytes) -> None:
 
 
 def main() -> None:
-    """Prints a line for each attack."""
+    """Print a line for each attack."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--url", help="a running server")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
@@ -116,7 +117,7 @@ def main() -> None:
         for name, (path, make) in ATTACKS.items():
             data = make()
             alone = statistics.median(first_token_times(url, options.seconds))
-            # A process of its own, which shares no lock with the light client.
+            # A separate process, which shares no lock with the light client.
             attacker = spawn.Process(target=attack, args=(url, path, data), daemon=True)
             attacker.start()
             time.sleep(1.0)

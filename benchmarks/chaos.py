@@ -1,16 +1,18 @@
-"""Kills a server's processes under load, again and again, and looks whether any stream shows it.
+"""Kill a server's processes under load repeatedly, and check that no stream is affected.
 
     python benchmarks/chaos.py --kills 1000 [--layout nodes-tp2] [--model FOLDER] [--seed 0]
 
-A server is started; each of some mixed requests (greedy and sampled, n = 4, logprobs, prompt
-logprobs, penalties, stop texts, bad words, grammars, chats, beams) is answered once undisturbed.
-Then they are asked together, over and over, while processes of the layout die at random moments,
-any but those that hold clients' connections, and what starts them: engine cores, workers, warm
-spares, the headless node, the coordinator of several front ends. SIGKILL, SIGSEGV, SIGSTOP (found
-by `--progress-timeout`, or sooner; nobody continues what was stopped) and a limit on the memory.
-A node that died is started again, as an init system would. Every answer is held
-against the undisturbed one, byte for byte; and when all is over no process, descriptor or file of
-the server may be left. Exit status 1: something was lost, changed or left.
+The script starts a server, or a router with two servers. It sends each of some mixed requests
+(greedy and sampled, n = 4, logprobs, prompt logprobs, penalties, stop texts, bad words, grammars,
+chats, beams) once, undisturbed. Then it sends them together, repeatedly, while processes of the
+layout die at random moments: engine cores, workers, warm spares, the headless node, the coordinator
+of several front ends, a router's servers, actors of Ray. Kinds of processes take turns. Processes
+with clients' connections, and their parents, are spared. The causes are SIGKILL, SIGSEGV, SIGSTOP
+(detected by `--progress-timeout`, or sooner; stopped processes are not continued) and a limit on
+the memory. A node that died is started again, as by an init system. Every answer is compared with
+the undisturbed one, byte for byte. At the end no process, descriptor or file of the server may be
+left. Each kill prints a line when it happens, and one when all streams continue. Exit status 1:
+something was lost, changed or left.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ import httpx
 import psutil
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-ROLES = ("core", "worker", "spare", "node", "coordinator")
+ROLES = ("core", "worker", "spare", "node", "coordinator", "server", "actor")
 KINDS = ("SIGKILL", "SIGSEGV", "SIGSTOP", "memory")
 PROGRESS_TIMEOUT = 1.0
 LAYOUTS = {
@@ -53,24 +55,33 @@ LAYOUTS = {
     "nodes-tp2": ["-tp", "2", "-dp", "2", "--data-parallel-size-local", "1"],
     "front-ends": ["-asc", "2", "-dp", "2"],
     "front-ends-tp2": ["-asc", "2", "-tp", "2"],
+    "elastic": ["-dp", "2", "--enable-elastic-ep", "--enable-admin"],
+    "ray-tp2": ["-tp", "2", "--distributed-executor-backend", "ray", "--num-threads", "1"],
+    "router": ["--replicas", "2", "--health-check-interval", "0.2"],
+    "router-ray": ["--replicas", "2", "--backend", "ray", "--num-threads", "1"],
 }
-"""Flags of each; with engines on nodes there is one, with the second engine."""
+"""Flags of each layout; with engines on nodes there is one node, with the second engine."""
 _MODULES = {
     "octavo.engine.core_process": "core",
     "octavo.executor.worker_process": "worker",
     "octavo.server.coordinator_process": "coordinator",
+    "serve": "server",
 }
+# What the titles of Ray's actors begin with.
+_ACTORS = {"ray::WorkerActor": "worker", "ray::ServerActor": "actor"}
+# Numbers of engines in the layout "elastic", in turn; it ends with the last one.
+_SIZES = (3, 1, 2)
 # In the environment of all processes of a run.
 _MARK = "OCTAVO_CHAOS_RUN"
-# Longer than this no stream is silent, and nothing that was stopped is left alone.
+# No stream may be silent for longer, and no stopped process may exist for longer.
 _SILENT_SECONDS = 120.0
-# Of a node's deaths: it takes eight seconds to find that one is stopped.
+# Share of SIGKILL among a node's deaths: detecting a stopped node takes eight seconds.
 _NODE_KILLED = 0.8
-# Spares begin within that time after their engine has.
+# Time after an engine's start in which its spares start.
 _REST_SECONDS = 2.0
-# How long a limit on its memory gets to end a process, before it is ended otherwise.
+# Time for a memory limit to end a process, before it is killed.
 _MEMORY_SECONDS = 1.0
-# From that age on, a process has the system end it with its parent, also while it is stopped.
+# Age from which the system ends a process with its parent, even while it is stopped.
 _BOUND_SECONDS = 2.0
 _SCHEMA = {
     "type": "object",
@@ -78,12 +89,12 @@ _SCHEMA = {
     "required": ["name", "age"],
 }
 TEXT = "Once upon a time there was a little dog who found a big red ball in the park"
-# What tells two askings of the same apart.
+# Fields that differ between equal answers.
 _OWN = ("id", "created")
 
 
 def requests(count: int, max_tokens: int) -> list[tuple[str, dict[str, Any]]]:
-    """Paths and bodies of mixed requests, the same ones each time."""
+    """Return paths and bodies of mixed requests, the same ones each time."""
     rng = random.Random(0)
     words = TEXT.split()
     kinds: list[dict[str, Any]] = [
@@ -119,15 +130,15 @@ def requests(count: int, max_tokens: int) -> list[tuple[str, dict[str, Any]]]:
 
 @dataclass
 class Answer:
-    """What a request got, however it was cut into events."""
+    """Answer to a request, independent of its division into events."""
 
     choices: dict[int, dict[str, Any]] = field(default_factory=dict)
     first: dict[str, Any] = field(default_factory=dict)
-    """What came once."""
+    """Fields of the first event."""
     error: str | None = None
 
     def add(self, event: dict[str, Any]) -> None:
-        """Takes in an event of the stream, or the whole answer."""
+        """Add an event of the stream, or the whole answer."""
         if "error" in event:
             self.error = json.dumps(event["error"])
         for choice in event.get("choices", ()):
@@ -138,7 +149,7 @@ class Answer:
 
 
 def _join(held: dict[str, Any], new: dict[str, Any]) -> None:
-    """Appends texts and lists, at any depth."""
+    """Append texts and lists, at any depth."""
     for name, value in new.items():
         before = held.get(name)
         if isinstance(value, dict):
@@ -152,22 +163,22 @@ def _join(held: dict[str, Any], new: dict[str, Any]) -> None:
 
 
 class Load:
-    """Asks requests of a server, and notes when something came."""
+    """Client that sends requests to a server, and records the times of events."""
 
     def __init__(self, url: str) -> None:
         self._client = httpx.AsyncClient(
             base_url=url, timeout=600, limits=httpx.Limits(max_connections=None)
         )
         self.heard: dict[int, float] = {}
-        """When each stream in flight brought something last."""
+        """Time of the latest event of each stream in flight."""
         self._count = 0
 
     async def close(self) -> None:
-        """Closes its connections."""
+        """Close its connections."""
         await self._client.aclose()
 
     async def ask(self, path: str, body: dict[str, Any]) -> Answer:
-        """The answer to one request."""
+        """Return the answer to one request."""
         answer = Answer()
         self._count = number = self._count + 1
         try:
@@ -185,19 +196,25 @@ class Load:
             self.heard.pop(number, None)
         return answer
 
+    async def scale(self, size: int) -> str:
+        """Has the server run so many engines; returns what it says to that."""
+        body = {"new_data_parallel_size": size}
+        answer = await self._client.post("/scale_elastic_ep", json=body)
+        return f"{answer.status_code} {answer.text}"
+
     async def ask_all(self, asked: list[tuple[str, dict[str, Any]]]) -> list[Answer]:
-        """The answers to all, asked at once."""
+        """Return the answers to concurrent requests."""
         return await asyncio.gather(*(self.ask(path, body) for path, body in asked))
 
 
 class Site:
-    """A server with all its processes.
+    """Server with all its processes.
 
     Args:
-        model: the folder; None: the built-in one.
+        model: the folder; None: the built-in model.
         layout: one of `LAYOUTS`.
-        flags: more of `octavo serve`.
-        folder: for logs and the cluster's key.
+        flags: more flags of `octavo serve`.
+        folder: folder for logs and the cluster's key.
     """
 
     def __init__(self, model: str | None, layout: str, flags: list[str], folder: Path) -> None:
@@ -206,8 +223,10 @@ class Site:
         self._temporary = folder / "tmp"
         self._temporary.mkdir()
         self._files = self._all_files()
-        common = [*([model] if model else []), *LAYOUTS[layout], *flags]
-        common += ["--progress-timeout", str(PROGRESS_TIMEOUT)]
+        common = [*([model] if model else []), *LAYOUTS[layout]]
+        if "--progress-timeout" not in flags:
+            common += ["--progress-timeout", str(PROGRESS_TIMEOUT)]
+        common += flags
         if layout.startswith("nodes"):
             key = folder / "key"
             key.write_bytes(os.urandom(32).hex().encode())
@@ -221,46 +240,49 @@ class Site:
         self._head_flags += ["--max-engine-restarts", "1000000"]
         self._head_flags += ["--no-enable-prompt-tokens-details"]
         self._has_node = layout.startswith("nodes")
+        self.is_elastic = layout == "elastic"
+        self._command = "router" if layout.startswith("router") else "serve"
         self._node: subprocess.Popen[bytes] | None = None
         self._of_node: list[psutil.Process] = []
         self.log, self._node_log = folder / "server.log", folder / "node.log"
         self.left: list[str] = []
-        """What there is of it after its end: processes and files."""
+        """Processes and files that are left after its end."""
 
     def __enter__(self) -> Site:
         self.server = self._start(self._head_flags, self.log)
         try:
             if self._has_node:
                 self.start_node()
-            found, text = None, ""
-            while found is None or " ready: " not in text:
+            found = None
+            while found is None:
                 if self.server.poll() is not None:
                     raise RuntimeError(f"the server did not start: {self.log.read_text()}")
                 time.sleep(0.01)
-                text = self.log.read_text()
-                found = re.search(r"listening on (\S+)", text)
+                found = re.search(r"listening on (\S+)", self.log.read_text())
+            self.url = found[1]
+            """The server's address."""
+            self.settle()
         except BaseException:
             self._end()
             raise
-        self.url = found[1]
-        """The server's address."""
         return self
 
     def __exit__(self, *error: object) -> None:
         self._end()
 
     def _start(self, flags: list[str], log: Path) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "octavo", "serve", *flags]
+        command = [sys.executable, "-m", "octavo", self._command, *flags]
         environment = {**os.environ, "NO_COLOR": "1", _MARK: self._mark}
-        environment["TMPDIR"] = str(self._temporary)
+        environment["TMPDIR"] = environment["RAY_TMPDIR"] = str(self._temporary)
+        environment.pop("RAY_ADDRESS", None)  # another's cluster
         with log.open("ab") as out:
             return subprocess.Popen(command, stdout=out, stderr=out, env=environment)
 
     def start_node(self) -> None:
-        """Starts the node, also in the place of one that is dead or stopped.
+        """Start the node, or replace a dead or stopped one.
 
-        As an init system does, it ends what is stopped of it: what was stopped after the node had
-        died sees nobody's death.
+        Like an init system, this kills the node's stopped processes: a process that was stopped
+        after the node's death cannot notice the death.
         """
         if self._node is not None:
             self._node.kill()
@@ -272,7 +294,7 @@ class Site:
         self._node = self._start(self._node_flags, self._node_log)
 
     def processes(self) -> list[tuple[str, psutil.Process]]:
-        """All but the front end, and what they are: core, worker, spare, node."""
+        """Return (role, process) of all processes except the front end or the router."""
         found: list[tuple[str, psutil.Process]] = []
         if self._node is not None and self._node.poll() is None:
             node = psutil.Process(self._node.pid)
@@ -282,7 +304,7 @@ class Site:
             spares: set[int] = set()
             for child in root.children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):  # it ends meanwhile
-                    role = next((_MODULES[w] for w in child.cmdline() if w in _MODULES), None)
+                    role = _role(child.cmdline())
                     if role is None or child.status() == psutil.STATUS_ZOMBIE:
                         continue
                     if (role == "core" and not _talks(child)) or child.ppid() in spares:
@@ -292,20 +314,25 @@ class Site:
         return found
 
     def settle(self) -> Counter[str]:
-        """Waits until all engines are there, and what was stopped is gone; counts the processes.
+        """Wait until all engines are up, and stopped processes are gone; count the processes.
 
         Raises:
-            RuntimeError: they do not come.
+            RuntimeError: the engines do not come up.
         """
 
         def settled() -> bool:
-            return _get(self.url, "/ready") == "ready" and _get(self.url, "/health") == "ok"
+            if _get(self.url, "/ready") != "ready" or _get(self.url, "/health") != "ok":
+                return False
+            if self._command == "serve":
+                return True
+            servers = httpx.get(self.url, timeout=60).json()["servers"]
+            return all(server["ready"] for server in servers)
 
         _wait(settled, lambda: f"the engines: {_get(self.url, '/health')}")
         return Counter(role for role, _ in self.processes())
 
     def at_rest(self) -> Counter[str]:
-        """Waits until no process has come for a while, spares included; counts them."""
+        """Wait until no process has started for a while, including spares; count them."""
         counts, since = self.settle(), time.monotonic()
         while time.monotonic() - since < _REST_SECONDS:
             time.sleep(0.1)
@@ -315,11 +342,11 @@ class Site:
 
     @property
     def logs(self) -> list[Path]:
-        """Of the server, and of its node if it has one."""
+        """Logs of the server, and of its node if it has one."""
         return [path for path in (self.log, self._node_log) if path.exists()]
 
     def num_descriptors(self) -> int:
-        """Of the front end."""
+        """Return the number of descriptors of the front end."""
         return int(psutil.Process(self.server.pid).num_fds())
 
     def _all_files(self) -> set[str]:
@@ -332,7 +359,7 @@ class Site:
                     yield f"{process.pid} {process.status()} {' '.join(process.cmdline())}"
 
     def _end(self) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):  # what is left is told
+        with contextlib.suppress(subprocess.TimeoutExpired):  # remaining processes are reported
             self.server.send_signal(signal.SIGINT)
             self.server.wait(30)
             if self._node is not None:
@@ -346,8 +373,14 @@ class Site:
             process.wait()
 
 
+def _role(words: list[str]) -> str | None:
+    """What a process is by its command line; None: nothing that is to die."""
+    by_title = (role for title, role in _ACTORS.items() if words and words[0].startswith(title))
+    return next(by_title, next((_MODULES[word] for word in words if word in _MODULES), None))
+
+
 def _talks(core: psutil.Process) -> bool:
-    """Whether it has been told what to do: a spare one has no address."""
+    """Return True if a core is in use: a spare one has no address."""
     return any(it.laddr for it in core.net_connections(kind="all"))
 
 
@@ -365,17 +398,17 @@ def _wait(condition: Callable[[], bool], what: Callable[[], str]) -> None:
 
 
 class Killer(threading.Thread):
-    """Ends processes of a server, one after another, or some at once.
+    """Thread that kills processes of a server, one after another or several at once.
 
     Args:
         site: the server.
-        load: what it is under.
-        kills: how many.
-        roles: of what, as `Site.processes` has them.
-        kinds: how, by turns at random.
-        at_once: the most that die together.
-        pause: seconds between, at most.
-        seed: of the random numbers.
+        load: the server's load.
+        kills: number of kills.
+        roles: roles of killed processes, as in `Site.processes`.
+        kinds: causes of death, chosen at random.
+        at_once: maximum number of simultaneous kills.
+        pause: maximum seconds between kills.
+        seed: seed of the random numbers.
     """
 
     def __init__(
@@ -391,16 +424,17 @@ class Killer(threading.Thread):
     ) -> None:
         super().__init__(daemon=True)
         self.done: Counter[tuple[str, str]] = Counter()
-        """By what died, and of what."""
+        """Number of kills by role and cause."""
         self.seconds: dict[tuple[str, str], list[tuple[float, float]]] = {}
-        """Likewise, where it died alone: from the kill until one and until all streams went on."""
+        """Seconds from single kills until one stream, and until all streams, continued."""
         self.failure: str | None = None
         self._site, self._load, self._rng = site, load, random.Random(seed)
         self._kills, self._roles, self._kinds = kills, roles, kinds
         self._at_once, self._pause = at_once, pause
+        self._begun = time.monotonic()
 
     def run(self) -> None:
-        """Kills until all is done."""
+        """Kill until the number of kills is reached."""
         try:
             while self.done.total() < self._kills:
                 self._strike()
@@ -409,24 +443,24 @@ class Killer(threading.Thread):
             self.failure = repr(error)
 
     def _strike(self) -> None:
-        """Ends some processes, and waits until every stream that was in flight has gone on."""
-        # Not before streams have brought something: deaths in a row without would be a request's.
+        """Kill some processes, and wait until every stream that was in flight has continued."""
+        # First wait for output: consecutive deaths without output would be attributed to a request.
         begun, load, rng = time.monotonic(), self._load, self._rng
         _wait(lambda: any(t > begun for t in load.heard.copy().values()), lambda: "no token came")
         time.sleep(rng.uniform(0.0, 0.3))
-        there = [it for it in self._site.processes() if it[0] in self._roles]
-        most = min(self._at_once, self._kills - self.done.total(), len(there))
-        victims = rng.sample(there, rng.randint(1, most)) if there else []
+        victims = self._draw()
         killed, in_flight = time.monotonic(), set(load.heard.copy())
         struck = [(role, self._kill(role, process), process) for role, process in victims]
         for role, kind, _ in struck:
             self.done[role, kind] += 1
+        names = ", ".join(f"{kind} of {role} {process.pid}" for role, kind, process in struck)
+        self.tell(f"{names or 'none there to kill'}; {len(in_flight)} streams")
         node = next((kind for role, kind, _ in struck if role == "node"), None)
-        if node is None:  # else its engines end with it
+        if node is None:  # otherwise its engines end with it
             self._wait_for_ends(struck)
         elif node != "SIGSTOP":
             self._site.start_node()
-        gone = time.monotonic() + 0.05  # what was on its way has come
+        gone = time.monotonic() + 0.05  # messages in transit have arrived
 
         def silent() -> list[int]:
             heard = load.heard.copy()
@@ -438,23 +472,43 @@ class Killer(threading.Thread):
         _wait(lambda: any(t > gone for t in load.heard.copy().values()), what)
         first = time.monotonic()
         _wait(lambda: not silent(), what)
+        self.tell(f"all go on after {time.monotonic() - killed:.1f} s")
         if len(struck) == 1:
             key = struck[0][:2]
             times = first - killed, time.monotonic() - killed
             self.seconds.setdefault(key, []).append(times)
-        if node == "SIGSTOP":  # only somebody on its machine can end it
+        if node == "SIGSTOP":  # it can only be killed on its machine
             self._site.start_node()
         self._wait_for_ends(struck)
 
+    def _draw(self) -> list[tuple[str, psutil.Process]]:
+        """Processes that are to die together: one of the role with the fewest deaths, and others.
+
+        By chance alone, a role of few processes may be left out.
+        """
+        there = [it for it in self._site.processes() if it[0] in self._roles]
+        if not there:
+            return []
+        self._rng.shuffle(there)
+        turns = Counter(role for role, _ in self.done.elements())
+        there.sort(key=lambda it: turns[it[0]])
+        most = min(self._at_once, self._kills - self.done.total(), len(there))
+        return [there[0], *self._rng.sample(there[1:], self._rng.randint(1, most) - 1)]
+
+    def tell(self, text: str) -> None:
+        """Print progress, also into a pipe at once."""
+        seconds = time.monotonic() - self._begun
+        print(f"{seconds:4.0f} s, kill {self.done.total()} of {self._kills}: {text}", flush=True)
+
     def _wait_for_ends(self, struck: list[tuple[str, str, psutil.Process]]) -> None:
-        """What was stopped is found and ended; but spares only when they are needed."""
+        """Wait until killed and stopped processes have ended, except for spares."""
         for role, kind, process in struck:
             if role != "spare":
                 what = f"{role} {process.pid} is there after {kind}"
                 _wait(lambda p=process: not _runs(p), lambda w=what: w)  # type: ignore[misc]
 
     def _kill(self, role: str, process: psutil.Process) -> str:
-        """Ends a process; returns how."""
+        """Kill a process; return the cause."""
         kind = self._rng.choice(self._kinds)
         if role == "node" and "SIGKILL" in self._kinds and self._rng.random() < _NODE_KILLED:
             kind = "SIGKILL"
@@ -480,7 +534,7 @@ def _runs(process: psutil.Process) -> bool:
 
 
 async def storm(site: Site, args: argparse.Namespace) -> tuple[list[str], int, Killer]:
-    """Asks while processes die; returns what was wrong, how many were answered, the killer."""
+    """Send requests while processes die; return errors, the number of answers, and the killer."""
     load = Load(site.url)
     asked = requests(args.streams, args.max_tokens)
     wanted = await load.ask_all(asked)
@@ -502,9 +556,19 @@ async def storm(site: Site, args: argparse.Namespace) -> tuple[list[str], int, K
             if answer != wanted[number]:
                 wrong.append(f"{path} {body}\n  is      {answer}\n  was     {wanted[number]}")
 
+    async def scale() -> None:
+        while killer.is_alive():
+            for size in _SIZES:
+                killer.tell(f"{size} engines: {await load.scale(size)}")
+        # A kill may have hit the engine that was to come.
+        killer.tell(f"{_SIZES[-1]} engines: {await load.scale(_SIZES[-1])}")
+
+    scaling = asyncio.create_task(scale()) if site.is_elastic else None
     tasks = [asyncio.create_task(repeat(number)) for number in range(len(asked))]
     while killer.is_alive():
         await asyncio.sleep(0.05)
+    if scaling is not None:
+        await scaling
     _, hanging = await asyncio.wait(tasks, timeout=_SILENT_SECONDS)
     for task in hanging:
         task.cancel()
@@ -518,18 +582,21 @@ async def storm(site: Site, args: argparse.Namespace) -> tuple[list[str], int, K
 
 
 def _same(before: Counter[str], now: Counter[str]) -> bool:
-    """Whether the processes are those of before; a spare one may still be missing."""
+    """Return True if the processes are those of before; a spare may still be missing."""
     return now["spare"] <= before["spare"] and all(
-        now[role] == before[role] for role in ("core", "worker", "node", "coordinator")
+        now[role] == before[role] for role in ROLES if role != "spare"
     )
 
 
 def run(args: argparse.Namespace, layout: str, folder: Path) -> bool:
-    """Runs the storm in a layout and prints what came of it; whether all was well."""
+    """Run the storm in a layout and print the results; return True if there were no errors."""
     started = time.monotonic()
     site = Site(args.model, layout, args.flags, folder)
     with site:
         before, descriptors = site.at_rest(), site.num_descriptors()
+        print(
+            f"{layout}: ready after {time.monotonic() - started:.0f} s: {dict(before)}", flush=True
+        )
         wrong, num_answers, killer = asyncio.run(storm(site, args))
         try:
             _wait(
@@ -567,7 +634,6 @@ def run(args: argparse.Namespace, layout: str, folder: Path) -> bool:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """What the command line says."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -586,13 +652,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the storm in each layout; returns the exit status."""
+    """Run the storm in each layout; return the exit status."""
     args, well = parse(argv), True
     for layout in args.layout:
-        with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+        with tempfile.TemporaryDirectory(prefix="ch-") as folder:  # Ray's sockets have long names
             well &= run(args, layout, Path(folder))
     return 0 if well else 1
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the server ends, too
     sys.exit(main())

@@ -1,15 +1,14 @@
-"""Octavo beside its peers: the same requests on the same weights, in turn, on this machine.
+"""Compare Octavo with its peers: same requests and weights, in turn, on this machine.
 
     python benchmarks/compare.py install --into FOLDER
     python benchmarks/compare.py run --models FOLDER/models --out results.json
     python benchmarks/compare.py report results.json
 
-`install` puts each peer into an environment of its own under FOLDER, makes the models (random
-weights, real shapes) where they are missing, and converts them as the peers need them. `run`
-measures the engines one after the other, each turn in a fresh process, and all over again
-(`--repeats`); the machine's own limits are measured in between. Every measurement is written to
-the results file at once; `--resume` goes on after an interruption. `report` prints the tables and
-writes them into docs/performance.md.
+`install` installs each peer in a separate environment under FOLDER, makes missing models (random
+weights, real shapes), and converts them as the peers need them. `run` measures the engines one
+after the other, each turn in a fresh process, and repeats this (`--repeats`); the machine's own
+limits are measured in between. Every measurement is written to the results file at once; `--resume`
+continues after an interruption. `report` prints the tables and writes them to docs/performance.md.
 
 With `run --before PYTHON`, the interpreter of an environment with another build of Octavo (a
 checkout of the commit that a change began from), that build is measured in turn with this one:
@@ -17,8 +16,8 @@ checkout of the commit that a change began from), that build is measured in turn
     python benchmarks/compare.py run --models FOLDER/models --out results.json \\
         --engines octavo --before OTHER/.venv/bin/python --workloads W1,W3,W7
 
-Workloads: W1 latency, W1q the same with int8 and int4 weights, W2 offline throughput, W3 serving,
-W4 shared prefix, W5 prefill, W6 start and memory, W7 toy model (the engine's own costs), W8
+Workloads: W1 latency, W1q latency with int8 and int4 weights, W2 offline throughput, W3 serving, W4
+shared prefix, W5 prefill, W6 start and memory, W7 toy model (the engine's own costs), W8
 speculative decoding.
 """
 
@@ -49,7 +48,7 @@ ENGINES = ("octavo", "vllm", "openvino", "llama", "transformers")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; returns the exit status: 0, 1 (failed), 130 (interrupted)."""
+    """Run a command; return the exit status: 0, 1 (failed), 130 (interrupted)."""
     args = _parser().parse_args(argv)
     signal.signal(signal.SIGTERM, interrupt)
     try:
@@ -58,12 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"compare: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("compare: interrupted; `run` goes on with --resume", file=sys.stderr)
+        print("compare: interrupted; continue with `run --resume`", file=sys.stderr)
         return 130
 
 
 def interrupt(number: int, frame: Any) -> None:
-    """Has a signal end the program as Ctrl-C does."""
+    """End the program on a signal as Ctrl-C does."""
     raise KeyboardInterrupt
 
 
@@ -92,9 +91,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--out", type=Path, required=True, metavar="FILE")
     run.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data" / "workloads")
-    run.add_argument("--quick", action="store_true", help="few, short requests: are drivers well?")
+    run.add_argument("--quick", action="store_true", help="few, short requests, to test drivers")
     run.add_argument("--skip-missing", action="store_true", help="leave out missing peers")
-    run.add_argument("--resume", action="store_true", help="go on with the results file")
+    run.add_argument("--resume", action="store_true", help="continue the results file")
     run.add_argument("--silence", type=float, default=900.0, metavar="S", help="give up after")
     run.set_defaults(command=_run)
 
@@ -107,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def names(text: str) -> list[str]:
-    """The names in `A,B`, each once."""
+    """Return the names in `A,B`, each once."""
     found = [name.strip() for name in text.split(",") if name.strip()]
     if not found:
         raise argparse.ArgumentTypeError("name at least one")
@@ -115,10 +114,10 @@ def names(text: str) -> list[str]:
 
 
 def peer_named(name: str) -> Peer:
-    """The driver of an engine.
+    """Return the driver of an engine.
 
     Raises:
-        CompareError: if there is none of that name.
+        CompareError: no engine has this name.
     """
     if name not in ENGINES:
         raise CompareError(f"There is no engine {name!r}; choose from {','.join(ENGINES)}.")
@@ -147,7 +146,7 @@ def _install(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     if args.repeats < 1:
-        raise CompareError(f"--repeats {args.repeats} measures nothing; give 1 or more.")
+        raise CompareError(f"--repeats {args.repeats} measures nothing; use 1 or more.")
     models = args.models.resolve()
     root = (args.peers or models.parent).resolve()
     peers = {name: peer_named(name) for name in args.engines}
@@ -196,10 +195,10 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def octavo_version(interpreter: str = sys.executable) -> dict[str, Any]:
-    """Version and last change of the Octavo that an interpreter imports.
+    """Return version and last change of the Octavo that an interpreter imports.
 
     Raises:
-        CompareError: if it cannot import it.
+        CompareError: the interpreter cannot import Octavo.
     """
     code = (
         "import importlib.metadata as m, octavo;"
@@ -224,7 +223,7 @@ def octavo_version(interpreter: str = sys.executable) -> dict[str, Any]:
 
 
 def note_of(group: Group, case: Case) -> dict[str, Any]:
-    """What the report has to know of a case, and a short hash of its requests."""
+    """Return the facts about a case for the report, and a short hash of its requests."""
     return {
         "kind": case.kind,
         "group": group.name,

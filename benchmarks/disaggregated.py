@@ -1,12 +1,12 @@
-"""Running streams among long prompts: prefill and decode servers against one server.
+"""Compare prefill and decode servers with one server: streams among long prompts.
 
     python benchmarks/disaggregated.py --model DIR [--seconds 60] [--repeat 3]
 
-Both have all cores: one server with a thread for each, or a router before one prefill and one
-decode server that share them. Each in turn gets the same load: --streams clients that ask for short
-prompts' answers one after the other, and long prompts (of random tokens) at moments of a Poisson
-process. It prints the time between tokens of the streams, the time to the first token of the long
-prompts, and what was answered altogether; then the ratios of the medians.
+Both variants use all cores: one server with a thread for each, or a router with one prefill and one
+decode server that share them. Each in turn has the same load: --streams clients that request
+answers to short prompts one after the other, and long prompts (of random tokens) at the times of a
+Poisson process. It prints the time between tokens of the streams, the time to the first token of
+the long prompts, and the total throughput; then the ratios of the medians.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ KINDS = {
 
 @dataclass
 class Seen:
-    """What clients saw."""
+    """Measurements of the clients."""
 
     gaps: list[float] = field(default_factory=list)
     """Seconds between tokens of the streams."""
     first: list[float] = field(default_factory=list)
     """Seconds to the first token of long prompts."""
     num_tokens: int = 0
-    """Of the streams."""
+    """Number of tokens of the streams."""
     num_long: int = 0
 
     def row(self, seconds: float) -> dict[str, float]:
-        """The figures of a run."""
+        """Return the figures of a run."""
         self.gaps.sort()
         return {
             "ITL p50 (ms)": 1e3 * self.gaps[len(self.gaps) // 2],
@@ -59,7 +59,7 @@ class Seen:
 
 
 async def ask(client: httpx.AsyncClient, prompt: list[int], max_tokens: int) -> list[float]:
-    """Moments at which tokens came."""
+    """Return the arrival times of tokens."""
     body = {
         "prompt": prompt,
         "max_tokens": max_tokens,
@@ -79,7 +79,7 @@ async def ask(client: httpx.AsyncClient, prompt: list[int], max_tokens: int) -> 
 
 
 async def load(url: str, args: argparse.Namespace) -> dict[str, float]:
-    """Has a server work for a while."""
+    """Run a load on a server for a while."""
     seen, rng = Seen(), random.Random(0)
     end = time.perf_counter() + args.seconds
 
@@ -112,7 +112,7 @@ async def load(url: str, args: argparse.Namespace) -> dict[str, float]:
 
 
 def run(words: list[str], args: argparse.Namespace) -> dict[str, float]:
-    """Starts a server, or a router with its own, and measures it."""
+    """Start a server, or a router with its own, and measure it."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "octavo", *words, "--model", args.model, "--port", str(port)]

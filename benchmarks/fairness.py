@@ -1,16 +1,16 @@
-"""How long one API key's requests wait for their first token while another key floods the server.
+"""Measure one API key's waits for first tokens while another key floods the server.
 
     python benchmarks/fairness.py [--seconds 30] [--flooders 32] [--flags "--max-num-seqs 32"]
 
 Starts a server with the built-in model, or another one by --flags, and two keys. The light key
-sends one prompt of --tokens now and then; the flood is --flooders long prompts at any time, none of
-which has a prefix in common with another. Each of the light key's times is taken alone first, then
-under the flood, and again with both under one key, which is what fairness is there to prevent. The
-aim is a ratio of at most 2 of the 99th percentiles.
+sends one prompt of --tokens at intervals; the flood consists of --flooders concurrent long prompts
+without common prefixes. Each of the light key's times is measured alone first, then under the
+flood, and again with both under one key, which fairness is meant to prevent. The target is a ratio
+of at most 2 of the 99th percentiles.
 
-Under the flood no request waits less than for the step that is being computed and the one that is
-scheduled behind it. So the step's budget decides how short a prompt may be and still see no more
-than twice its time alone: about four steps' worth, which is also what a key may save up.
+Under the flood each request waits at least for the step that is being computed and the one that is
+scheduled after it. So the step's budget determines the minimum length of a prompt for a ratio of
+two: about four steps' worth, which is also the amount that a key may save up.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FIRST_ID, NUM_IDS = 100, 150
 
 @contextlib.contextmanager
 def server(flags: list[str]) -> Iterator[str]:
-    """A server with two keys; its address."""
+    """Start a server with two keys; yield its address."""
     command = [sys.executable, "-m", "octavo", "serve", "--host", "127.0.0.1", "--port", "0"]
     process = subprocess.Popen(
         [*command, "--api-key", LIGHT, "--api-key", FLOOD, *flags],
@@ -65,17 +65,17 @@ def server(flags: list[str]) -> Iterator[str]:
 
 
 def prompt(chance: random.Random, length: int) -> list[int]:
-    """Token ids at random."""
+    """Return random token ids."""
     return [FIRST_ID + chance.randrange(NUM_IDS) for _ in range(length)]
 
 
 def headers(key: str) -> dict[str, str]:
-    """What shows a key."""
+    """Return the headers with a key."""
     return {"Authorization": f"Bearer {key}"}
 
 
 def first_token_times(url: str, key: str, length: int, seconds: float) -> list[float]:
-    """Seconds to the first token, of one request after the other with pauses between, in order."""
+    """Return the sorted seconds to the first token of successive requests with pauses."""
     chance = random.Random(1)
     times = []
     end = time.monotonic() + seconds
@@ -95,7 +95,7 @@ def first_token_times(url: str, key: str, length: int, seconds: float) -> list[f
 
 
 def flood(url: str, key: str, count: int, length: int) -> None:
-    """Keeps so many requests of so many tokens unanswered, for ever."""
+    """Keep `count` requests of `length` tokens in flight, forever."""
 
     async def one(client: httpx.AsyncClient, chance: random.Random) -> None:
         while True:
@@ -114,12 +114,12 @@ def flood(url: str, key: str, count: int, length: int) -> None:
 
 
 def percentile(times: list[float], share: float) -> float:
-    """Of sorted times, in milliseconds."""
+    """Return a percentile of sorted times, in milliseconds."""
     return times[min(len(times) - 1, int(share * len(times)))] * 1e3
 
 
 def show(name: str, times: list[float], alone: list[float]) -> float:
-    """Prints a line; returns the ratio of the 99th percentiles."""
+    """Print a line; return the ratio of the 99th percentiles."""
     ratio = percentile(times, 0.99) / percentile(alone, 0.99)
     print(
         f"{name:22}{len(times):8}{percentile(times, 0.5):10.1f}{percentile(times, 0.99):10.1f}"
@@ -130,7 +130,7 @@ def show(name: str, times: list[float], alone: list[float]) -> float:
 
 
 def main() -> int:
-    """Prints the three measurements; status 1 if the aim is missed."""
+    """Print the three measurements; return status 1 if the target is missed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seconds", type=float, default=30.0, help="of each measurement")
     parser.add_argument("--tokens", type=int, default=480, help="of the light key's prompts")

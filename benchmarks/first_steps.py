@@ -2,8 +2,8 @@
 
     python benchmarks/first_steps.py
 
-Every step runs real commands or asks a real server that it starts. A line says whether what came
-out is what a user needs to go on; the exit status is 1 if any is not.
+Every step runs real commands or uses a real server that it starts. A line reports if the output is
+what a user needs to continue; the exit status is 1 if any is not.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STEPS: list[tuple[str, Callable[[], str]]] = []
 
 
 def step(name: str) -> Callable[[Callable[[], str]], Callable[[], str]]:
-    """Add a step; its function returns what it saw, and raises AssertionError if that is wrong."""
+    """Add a step: a function that returns an observation, or raises AssertionError."""
 
     def add(function: Callable[[], str]) -> Callable[[], str]:
         STEPS.append((name, function))
@@ -42,10 +42,10 @@ def step(name: str) -> Callable[[Callable[[], str]], Callable[[], str]]:
 
 
 def octavo(*words: str, given: str | None = "") -> tuple[int, str]:
-    """Run a command; return its status and all that it printed.
+    """Run a command; return its status and its output.
 
     Args:
-        words: after `octavo`.
+        words: arguments of `octavo`.
         given: standard input.
     """
     done = subprocess.run(
@@ -65,7 +65,7 @@ def refused(*words: str, needed: str) -> str:
     """Run a command that must fail with a sentence; return that."""
     status, said = octavo(*words)
     line = said.strip().splitlines()[-1]
-    assert status != 0, f"it went on: {said[-200:]}"
+    assert status != 0, f"it did not fail: {said[-200:]}"
     assert re.search(needed, said), said[-300:]
     return line
 
@@ -77,7 +77,7 @@ def interrupt() -> str:
     if pid == 0:
         os.execve(sys.executable, [sys.executable, "-m", "octavo", "run"], ENVIRONMENT)
     said, end = "", time.monotonic() + 60
-    # What is typed once a text has come, in turn: a question, Ctrl-C during the answer, the end.
+    # Inputs after texts, in turn: a question, Ctrl-C during the answer, the end.
     typed = [
         (r"\S", b"tell me a story about a dog\r"),
         (r"story about", b"\x03"),
@@ -99,7 +99,7 @@ def interrupt() -> str:
 
 @step("flags stand anywhere")
 def flags_anywhere() -> str:
-    """`octavo run MODEL --max-tokens 4 TEXT`."""
+    """Run `octavo run MODEL --max-tokens 4 TEXT`."""
     status, said = octavo("run", "octavo/stories", "--max-tokens", "4", "Once upon a")
     assert status == 0, said
     return said.strip().splitlines()[0]
@@ -107,7 +107,7 @@ def flags_anywhere() -> str:
 
 @step("a base model continues the text, and says so")
 def base_model() -> str:
-    """A folder without a chat template."""
+    """Use a folder without a chat template."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "base"
         shutil.copytree(STORIES, folder)
@@ -124,7 +124,7 @@ def base_model() -> str:
 
 @step("a name that looks like a model or a file is no prompt")
 def no_prompt() -> str:
-    """Words that the built-in model must not continue."""
+    """Use words that the built-in model must not continue."""
     return " | ".join(
         [
             refused("run", "mistral", "hi there", needed="mistral"),
@@ -135,13 +135,13 @@ def no_prompt() -> str:
 
 @step("built-in names are suggested")
 def suggestion() -> str:
-    """A mistyped model."""
+    """Mistype a model."""
     return refused("run", "octavo/storys", "x y", needed="Did you mean octavo/stories")
 
 
 @step("mistyped flags get long suggestions that are alike, or none")
 def flags() -> str:
-    """`--task`, `--max-model-length`."""
+    """Mistype `--task`, `--max-model-length`."""
     first = refused("serve", "--task", "generate", needed="unknown flag --task")
     assert "-asc" not in first
     second = refused("serve", "--max-model-lenn", "5", needed="mean --max-model-len")
@@ -150,13 +150,13 @@ def flags() -> str:
 
 @step("errors on the command line name flags")
 def error_names() -> str:
-    """A value out of range."""
+    """Use a value out of range."""
     return refused("serve", "--max-model-len", "0", needed="--max-model-len=0")
 
 
 @step("octavo version, help, completion")
 def commands() -> str:
-    """Commands that users of other tools type."""
+    """Use commands that users of other tools know."""
     version = octavo("version")[1].strip()
     for words in (("help",), ("help", "serve"), ("completion", "bash"), ("completion", "zsh")):
         status, said = octavo(*words)
@@ -167,7 +167,7 @@ def commands() -> str:
 
 @step("each folder that is no model has a sentence of its own")
 def folders() -> str:
-    """Empty, an adapter, a GGUF file, a broken config.json, a Git-LFS pointer."""
+    """Use an empty folder, an adapter, a GGUF file, a broken config.json, a Git-LFS pointer."""
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
     cases = {
         "empty": {},
@@ -191,7 +191,7 @@ def folders() -> str:
 
 @step("simulate shows how long it will take")
 def simulate() -> str:
-    """A short simulation."""
+    """Show the help of a short simulation."""
     status, said = octavo("simulate", "octavo/stories", "--help")
     assert status == 0, said
     return "described in --help"
@@ -199,7 +199,7 @@ def simulate() -> str:
 
 @contextlib.contextmanager
 def server(*flags: str) -> Iterator[tuple[str, list[str]]]:
-    """A server of the built-in model: its address and the lines of its start."""
+    """Run a server of the built-in model; yield its address and the lines of its start."""
     words = ["serve", "octavo/stories", "--host", "127.0.0.1", "--port", "0", *flags]
     process = subprocess.Popen(
         [sys.executable, "-m", "octavo", *words],
@@ -224,7 +224,7 @@ def server(*flags: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def ask(url: str, path: str, status: int = 200, **fields: Any) -> Any:
-    """Send a request to a server; return what it answers."""
+    """Send a request to a server; return its answer."""
     answer = httpx.post(url + path, json=fields, timeout=120)
     assert answer.status_code == status, answer.text
     return answer.json()
@@ -242,7 +242,7 @@ PERSON = {
 
 @step("a start begins with loading and ends with ready; a server takes what clients send")
 def serve() -> str:
-    """The start's lines and fields that clients of other servers send."""
+    """Check the start's lines and fields that clients of other servers send."""
     seen = []
     with server() as (url, lines):
         assert "loading octavo/stories" in lines[0], lines
@@ -296,7 +296,7 @@ def serve() -> str:
 
 @step("a name of vLLM's that Octavo does not have gets one sentence")
 def compat() -> str:
-    """A script for vLLM that imports what there is not."""
+    """Run a script for vLLM that imports a missing name."""
     with tempfile.TemporaryDirectory() as name:
         script = Path(name) / "script.py"
         script.write_text("from vllm.distributed.nowhere import Something\n")
@@ -314,7 +314,7 @@ def compat() -> str:
 
 
 def main() -> int:
-    """Take all steps; return the exit status."""
+    """Run all steps; return the exit status."""
     failed = 0
     for name, function in STEPS:
         try:

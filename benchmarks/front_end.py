@@ -1,12 +1,12 @@
-"""What the front end alone can do: engines whose executor makes tokens at a given rate.
+"""Measure the front end alone: engines with executors that make tokens at a given rate.
 
     python benchmarks/front_end.py [--rates 25000 50000 100000] [--engines 4] [--requests 64]
 
-No model computes: each engine is real but for its executor, which gives every request of a step a
-token when their time has come. Prints, for each rate in tokens per second of all engines together,
-what came per second of the clock and per second of the front end's CPU time, and how old outputs
-were when they were taken in, in the first and in the last quarter: if they get older, the front
-end falls behind. To be run from the repository, with two cores or more for itself.
+No model computes: each engine is real except for its executor, which returns a token for every
+request of a step at its time. For each rate in tokens per second of all engines together, this
+prints the tokens per second of the clock and per second of the front end's CPU time, and the age of
+outputs when they are read, in the first and in the last quarter: if they get older, the front end
+is too slow. Run it from the repository, with at least two free cores.
 """
 
 from __future__ import annotations
@@ -38,33 +38,31 @@ from octavo.system.device import SWITCH_INTERVAL
 from octavo.worker.platform import Platform
 
 RATE = "OCTAVO_BENCH_RATE"
-"""Variable that tells an engine's executor how many tokens it makes a second."""
+"""Variable with the number of tokens that an engine's executor makes per second."""
 TOKEN = 5
 
 
 class PacedStep(Future[ModelRunnerOutput]):
-    """See `StepHandle`; and its result, which is there when its time has come."""
+    """Implementation of `StepHandle`, with a result that is available at its time."""
 
     def __init__(self, end: float, output: ModelRunnerOutput) -> None:
         super().__init__()
         self._end, self._output = end, output
 
     def drafts(self) -> dict[str, list[int]]:
-        """See `StepHandle`."""
         return {}
 
     def sample(self, grammar: GrammarOutput | None = None) -> Future[ModelRunnerOutput]:
-        """See `StepHandle`."""
         return self
 
     def result(self, timeout: float | None = None) -> ModelRunnerOutput:
-        """The result, at its time."""
+        """Wait for the result's time; return it."""
         time.sleep(max(0.0, self._end - time.monotonic()))
         return self._output
 
 
 class PacedExecutor(Executor):
-    """Makes tokens of nothing, so many a second."""
+    """Executor without a model that makes tokens at a given rate."""
 
     def __init__(self, setup: WorkerSetup, platform: Platform) -> None:
         self.max_in_flight = 2
@@ -72,7 +70,6 @@ class PacedExecutor(Executor):
         self._reader, self._free_at = BatchReader(), 0.0
 
     def execute(self, work: SchedulerOutput) -> PacedStep:
-        """See `Executor`."""
         _, sampled = self._reader.read(work)
         self._free_at = max(self._free_at, time.monotonic()) + sum(sampled) / self._rate
         output = ModelRunnerOutput(
@@ -82,11 +79,11 @@ class PacedExecutor(Executor):
         return PacedStep(self._free_at, output)
 
     def measure_memory(self) -> MemoryBudget:
-        """There is no model."""
+        """Raise NotImplementedError: there is no model."""
         raise NotImplementedError
 
     def initialize_kv_cache(self, kv_cache: KVCacheConfig) -> None:
-        """Nothing is kept."""
+        """Do nothing: there is no KV cache."""
 
     def collective_rpc(
         self,
@@ -95,15 +92,15 @@ class PacedExecutor(Executor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """There are no workers."""
+        """Return []: there are no workers."""
         return []
 
     def shutdown(self) -> None:
-        """See `Executor`."""
+        """Implement `Executor`."""
 
 
 async def measure(rate: float, engines: int, requests: int, seconds: float) -> None:
-    """Prints what a rate does."""
+    """Measure a rate, and print the results."""
     os.environ[RATE] = str(rate / engines)
     max_tokens = int(rate * seconds / (engines * requests))
     config = EngineConfig.from_kwargs(
@@ -152,7 +149,6 @@ async def measure(rate: float, engines: int, requests: int, seconds: float) -> N
 
 
 def main() -> None:
-    """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rates", type=float, nargs="+", default=[25e3, 50e3, 100e3, 150e3])
     parser.add_argument("--engines", type=int, default=4)

@@ -1,12 +1,12 @@
-"""Sends thousands of odd requests to every address of a real server; none may get a 5xx.
+"""Send thousands of odd requests to every address of a real server; none may cause a 5xx.
 
     python benchmarks/fuzz_api.py --requests 20000 [--seed 1] [--model MODEL]
 
-Requests are made by hypothesis from the server's own `/openapi.json`: bodies that fit it, bodies
-with wrong types, huge numbers and unknown fields, and bytes that are no JSON at all; odd methods,
-paths and headers. Meanwhile a well-behaved client asks the same question again and again and must
-always get the same answer. What fails is shrunk to the smallest request that does. At the end the
-engine must be idle.
+Requests are made by hypothesis from the server's own `/openapi.json`: valid bodies, bodies with
+wrong types, huge numbers and unknown fields, and bytes that are not JSON; odd methods, paths and
+headers. Meanwhile a well-behaved client repeats the same request and must always receive the same
+answer. A failing request is shrunk to the smallest one that fails. At the end the engine must be
+idle.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from octavo.server.openapi import OPERATIONS
 Json = dict[str, Any]
 ANSWER_TIMEOUT = 60.0
 """Seconds after which a request counts as never answered."""
-# Contexts and queues so small that a request which asks for all it can get is soon done.
+# Contexts and queues so small that even the largest possible request ends soon.
 FLAGS = (
     *("--max-model-len", "64", "--max-num-batched-tokens", "256", "--max-num-seqs", "32"),
     *("--max-num-queued-reqs", "48", "--max-request-bytes", "64K", "--max-logprobs", "-1"),
@@ -50,7 +50,7 @@ FLAGS = (
 
 @dataclass(frozen=True)
 class Request:
-    """One HTTP request; `operation` is the documented path that it is about."""
+    """HTTP request; `operation` is its documented path."""
 
     operation: str
     method: str
@@ -59,7 +59,7 @@ class Request:
     body: bytes
 
     def encode(self) -> bytes:
-        """What goes over the wire."""
+        """Return the bytes to send."""
         lines = [self.method.encode() + b" " + self.target + b" HTTP/1.1", b"Host: localhost"]
         lines += [name + b": " + value for name, value in self.headers]
         lines.append(b"Content-Length: %d" % len(self.body))
@@ -67,7 +67,7 @@ class Request:
 
 
 class FuzzError(AssertionError):
-    """A request got what no request may get."""
+    """Error: the answer to a request is not allowed."""
 
 
 # Making requests
@@ -92,7 +92,7 @@ _junk = st.recursive(
 )
 _ids = st.lists(st.integers(0, 400), max_size=8)
 _texts = st.text(max_size=12) | st.sampled_from(("Once upon a time", "hi", *_ODD_TEXTS))
-# Schemas that can be followed, and some that cannot.
+# Valid schemas, and some invalid ones.
 _SCHEMAS: tuple[Any, ...] = (
     *({}, True, False, {"type": "object"}, {"type": "string", "maxLength": 3}, {"const": None}),
     *({"type": "integer", "minimum": 3}, {"enum": ["a", 1]}, {"$ref": "#"}, {"pattern": "("}),
@@ -140,7 +140,7 @@ _tags = st.sampled_from(
         },
     )
 )
-# Values that mean something, so that requests get past the first check.
+# Meaningful values, so that requests pass the first checks.
 _HINTS: dict[str, st.SearchStrategy[Any]] = {
     "model": st.sampled_from(("fuzzed", None)),
     "prompt": _texts | _ids | st.lists(_texts, max_size=3) | st.lists(_ids, max_size=3),
@@ -189,7 +189,7 @@ _HINTS: dict[str, st.SearchStrategy[Any]] = {
 
 
 def _values(schema: Json, schemas: Json, name: str = "") -> st.SearchStrategy[Any]:
-    """Values of a JSON schema; now and then something else."""
+    """Return values of a JSON schema; sometimes other values."""
     fitting: st.SearchStrategy[Any]
     kind = schema.get("type")
     if name in _HINTS:
@@ -270,13 +270,13 @@ _EXTRA_HEADERS = (
 
 
 def requests(description: Json) -> st.SearchStrategy[Request]:
-    """Requests about the addresses of an OpenAPI description."""
+    """Return requests to the addresses of an OpenAPI description."""
     schemas = description["components"]["schemas"]
     operations = [
         (path, method.upper(), operation)
         for path, methods in description["paths"].items()
         for method, operation in methods.items()
-        # Addresses with a body have more to go wrong.
+        # Addresses with a body have more possible errors.
         for _ in range(12 if "requestBody" in operation else 1)
     ]
     bodies: dict[str, st.SearchStrategy[Any]] = {}
@@ -318,10 +318,10 @@ def requests(description: Json) -> st.SearchStrategy[Request]:
 
 
 def check(request: Request, status: int, headers: dict[str, str], body: bytes) -> None:
-    """Whether an answer is one that `/openapi.json` promises.
+    """Check an answer against `/openapi.json`.
 
     Raises:
-        FuzzError: it is not: a 5xx, an undeclared status, another shape.
+        FuzzError: a 5xx, an undeclared status, or another shape.
     """
 
     def fail(what: str) -> None:
@@ -369,14 +369,14 @@ def _check_events(chunk: Any, body: bytes, fail: Callable[[str], None]) -> None:
 
 
 class Connection:
-    """A connection that is opened again whenever the server has closed it."""
+    """Connection that is reopened whenever the server has closed it."""
 
     def __init__(self, port: int) -> None:
         self._port = port
         self._socket: socket.socket | None = None
 
     def send(self, request: Request) -> tuple[int, dict[str, str], bytes]:
-        """Sends a request; returns status, headers by small name, and body."""
+        """Send a request; return status, headers by lower-case name, and body."""
         for attempt in range(3):
             fresh = self._socket is None
             if self._socket is None:
@@ -402,7 +402,7 @@ class Connection:
         return response.status, headers, body
 
     def close(self) -> None:
-        """Closes it; the next request opens another one."""
+        """Close the connection; the next request opens another one."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -410,7 +410,7 @@ class Connection:
 
 @contextmanager
 def running_server(model: str | None, folder: Path) -> Iterator[tuple[int, Path]]:
-    """Runs `octavo serve`; yields its port and its log."""
+    """Run `octavo serve`; yield its port and its log."""
     log = folder / "server.log"
     command = [sys.executable, "-m", "octavo", "serve", *([model] if model else []), *FLAGS]
     command += ["--profiler-dir", str(folder)]
@@ -430,7 +430,7 @@ def running_server(model: str | None, folder: Path) -> Iterator[tuple[int, Path]
 
 
 def get(path: str) -> Request:
-    """A plain request."""
+    """Return a plain request."""
     return Request(path, "GET", path.encode(), (), b"")
 
 
@@ -444,7 +444,7 @@ HEALTHY = Request(
 
 
 def healthy_text(connection: Connection) -> str:
-    """What a well-behaved client is told; waits where the queue is full."""
+    """Return the answer to a well-behaved client; retry while the queue is full."""
     while True:
         status, _, body = connection.send(HEALTHY)
         if status == 200:
@@ -456,7 +456,7 @@ def healthy_text(connection: Connection) -> str:
 
 
 class Neighbour:
-    """A well-behaved client that asks the same again and again while others misbehave."""
+    """Well-behaved client that repeats a request while others misbehave."""
 
     def __init__(self, port: int, expected: str) -> None:
         self.num_answers = 0
@@ -478,7 +478,7 @@ class Neighbour:
             self.failure = error
 
     def end(self) -> None:
-        """Stops asking; raises what went wrong."""
+        """Stop the client; raise its error, if any."""
         self._ending.set()
         self._thread.join()
         if self.failure is not None:
@@ -491,7 +491,7 @@ def fuzz(
     num_requests: int,
     seed: int,
 ) -> collections.Counter[int]:
-    """Sends requests and checks the answers; returns how often each status came.
+    """Send requests and check the answers; return the number of each status.
 
     Raises:
         FuzzError: with the smallest request that fails.
@@ -517,7 +517,6 @@ def fuzz(
 
 
 def main() -> None:
-    """See the module."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=1)

@@ -1,4 +1,4 @@
-"""What gpu_check.sh runs: checks and measurements on a GPU, in one table."""
+"""Program of gpu_check.sh: checks and measurements on a GPU, in one table."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from gpu.kernels import measure_card, measure_kernels
 from gpu.models import measure_model
 
 LAST_START, LIMIT = 420.0, 455.0
-"""Seconds after which no part is started, and after which the one that runs is ended."""
+"""Seconds after which no part is started, and after which a running part is ended."""
 
 
 def parts(sizes: Sizes) -> dict[str, Callable[[Bench], None]]:
-    """All parts, in order; the first measures what others are compared with."""
+    """Return all parts, in order; the first measures the reference values."""
     return {
         "card": measure_card,
         "parity": check_parity,
@@ -37,7 +37,7 @@ def parts(sizes: Sizes) -> dict[str, Callable[[Bench], None]]:
 
 
 def run_part(part: str, make_gpu: Callable[[], Gpu], sizes: Sizes, folder: Path) -> None:
-    """Runs a part in this process; what goes wrong is a row."""
+    """Run a part in this process; an error becomes a row."""
     bench = Bench(make_gpu(), sizes, folder, part)
     try:
         parts(sizes)[part](bench)
@@ -47,14 +47,14 @@ def run_part(part: str, make_gpu: Callable[[], Gpu], sizes: Sizes, folder: Path)
 
 
 def check(child: Sequence[str], names: Sequence[str], out: Path | None = None) -> int:
-    """Runs each part in a process of its own and prints the table; returns 1 if a check failed.
+    """Run each part in a separate process and print the table; return 1 if a check failed.
 
-    A process that met an error of CUDA can do nothing more with the GPU; the other parts can.
+    After a CUDA error a process cannot use the GPU any more; the other parts still can.
 
     Args:
-        child: a command that runs a part, but for "--part NAME --folder FOLDER".
-        names: of the parts.
-        out: where to write the rows as JSON, after every part anew.
+        child: command that runs a part, without "--part NAME --folder FOLDER".
+        names: names of the parts.
+        out: file for the rows as JSON, rewritten after every part.
     """
     start = time.monotonic()
     rows: list[Row] = []
@@ -92,7 +92,7 @@ def check(child: Sequence[str], names: Sequence[str], out: Path | None = None) -
 
 
 def run_child(command: Sequence[str], limit: float) -> str | None:
-    """Runs a part; returns what became of it if it did not end well."""
+    """Run a part; return a description of its failure, if it failed."""
     try:
         status = subprocess.run(command, timeout=limit).returncode
     except subprocess.TimeoutExpired:
@@ -101,7 +101,7 @@ def run_child(command: Sequence[str], limit: float) -> str | None:
 
 
 def print_table(rows: Sequence[Row]) -> None:
-    """All rows for people."""
+    """Print all rows as a table."""
     verdicts = {None: "", True: "ok", False: "SHORT"}
     lines = [("what", "figure", "aim", "")]
     lines += [(row.what, row.figure, row.aim, verdicts[row.good]) for row in rows]
@@ -112,7 +112,7 @@ def print_table(rows: Sequence[Row]) -> None:
 
 
 def main() -> int:
-    """Runs all parts, or as their child process one."""
+    """Run all parts, or, in a child process, one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the rows as JSON")
     parser.add_argument("--quick", action="store_true", help="one model and few sizes")

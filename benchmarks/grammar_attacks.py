@@ -1,23 +1,23 @@
-"""What others notice while one client sends large grammars again and again.
+"""Measure effects on other clients while one client sends large grammars repeatedly.
 
     python -m benchmarks.grammar_attacks [--seconds 6] [--backends auto llguidance xgrammar]
         [--only TEXT] [--attackers 1]
 
-A server with the built-in model and two API keys is started. With one of them an attacker repeats
-a request with a grammar of `tests/structured_output/large_grammars.py`. With the other one a light
-client sends small requests, one after the other: plain ones, of which it takes the time to the
-first token, and ones with small grammars, each with another. The same has been measured without
-the attacker just before.
+A server with the built-in model and two API keys is started. With one of them an attacker repeats a
+request with a grammar of `tests/structured_output/large_grammars.py`. With the other one a light
+client sends small requests, one after the other: plain ones, to measure the time to the first
+token, and ones with small grammars, each with another. The same is measured without the attacker
+just before.
 
 A line for each grammar and backend:
-  attacker  its answers' statuses, and the time of the longest
+  attacker  its answers' statuses, and the longest time
   wait      the light client's median and longest wait for a first token, relative to those before
-  grammars  the same for the whole time of requests with small grammars
+  grammars  the same ratios for the whole time of requests with small grammars
   PSS       memory of all the server's processes at its peak, and the memory plan
-  the end   which aims are missed: the longest wait is at most twice that before, and so is the
+  the end   the missed targets: the longest wait is at most twice that before, and so is the
             median of small grammars; all statuses of the light client are 200; memory is within
             the plan; the attacker has an answer within 10 s, with a status below 500 or 503
-At the end, the status of each honest grammar, and what is missed in all.
+At the end, the status of each honest grammar, and all missed targets.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ from tests.structured_output.large_grammars import HONEST, LARGE
 
 ATTACKER, LIGHT = "attacker-" + "a" * 24, "light-" + "b" * 24
 MAX_RATIO, MAX_SECONDS = 2.0, 10.0
-# An attacker's answer that takes longer than this is not waited for.
+# Timeout of an attacker's answer.
 GIVE_UP_SECONDS = 60.0
 BACKENDS = ("auto", "llguidance", "xgrammar")
 Answer = tuple[int, float]
-"""A status, and seconds."""
+"""Status, and seconds."""
 
 
 @dataclass
 class Server:
-    """A server under attack."""
+    """Server under attack."""
 
     url: str
     process: subprocess.Popen[str]
@@ -180,7 +180,7 @@ def small_grammar(url: str, client: httpx.Client) -> Answer:
 
 @dataclass
 class Light:
-    """What the light client has seen."""
+    """Observations of the light client."""
 
     plain: list[Answer]
     small: list[Answer]
@@ -191,7 +191,7 @@ class Light:
 
 
 def be_light(url: str, seconds: float) -> Light:
-    """Be the light client for some seconds: two connections, one for each kind of request."""
+    """Run the light client for some seconds: two connections, one for each kind of request."""
     end = time.monotonic() + seconds
     light = Light([], [])
 
@@ -217,7 +217,7 @@ def be_light(url: str, seconds: float) -> Light:
 
 
 def attack(url: str, data: bytes, seconds: float, begun: Event, answers: Queue[Answer]) -> None:
-    """Send the same request again and again; the last one is waited for."""
+    """Repeat a request, and wait for the last answer."""
     with _client(ATTACKER) as client:
         begun.set()
         end = time.monotonic() + seconds
@@ -227,7 +227,7 @@ def attack(url: str, data: bytes, seconds: float, begun: Event, answers: Queue[A
 
 @dataclass
 class Result:
-    """What came of one grammar with one backend."""
+    """Result of one grammar with one backend."""
 
     answers: list[Answer]
     before: Light
@@ -237,7 +237,7 @@ class Result:
 
     @staticmethod
     def _ratios(before: list[Answer], under: list[Answer]) -> tuple[float, float]:
-        """Return how many times the median and the longest time have become."""
+        """Return the ratios of the median and of the longest time."""
         old, new = [seconds for _, seconds in before], [seconds for _, seconds in under]
         return statistics.median(new) / statistics.median(old), max(new) / max(old)
 
@@ -252,7 +252,7 @@ class Result:
         return self._ratios(self.before.small, self.under.small)
 
     def misses(self) -> list[str]:
-        """Return the aims that are missed."""
+        """Return the missed targets."""
         aims = {
             "wait": self.wait[1] <= MAX_RATIO,
             "grammars": self.grammars[0] <= MAX_RATIO,
@@ -276,10 +276,10 @@ class Result:
 
 
 class Watch:
-    """Watches the memory of a server, in a context.
+    """Context manager that watches the memory of a server.
 
     Attributes:
-        peak: most MiB at once.
+        peak: maximum MiB at one time.
     """
 
     def __init__(self, server: Server) -> None:
@@ -304,9 +304,9 @@ def measure(server: Server, data: bytes, seconds: float, attackers: int) -> Resu
     """Measure the light client alone, then with attackers."""
     spawn = multiprocessing.get_context("spawn")
     queue: Queue[Answer] = spawn.Queue()
-    with Watch(server):  # so that it costs the same
+    with Watch(server):  # for the same overhead
         before = be_light(server.url, seconds)
-    # Processes of their own, which share no lock with the light client.
+    # Separate processes, which share no lock with the light client.
     processes = []
     for _ in range(attackers):
         begun = spawn.Event()

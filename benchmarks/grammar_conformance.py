@@ -1,4 +1,4 @@
-"""What each grammar backend makes of JSON schemas: what it refuses, gets wrong, and how fast it is.
+"""Evaluate grammar backends on JSON schemas: rejections, errors, and speed.
 
     python benchmarks/grammar_conformance.py --suite FOLDER --functions FOLDER --schemas FOLDER
 
@@ -6,11 +6,11 @@
 one with the Berkeley function-calling data (`BFCL_*.json`, `answers_*.json`), `--schemas` one with
 schemas: plain ones, those of JSONSchemaBench (`json_schema`), or with tests (`schema`, `tests`).
 
-Each schema is compiled: functions as by default, others by their letter, so with additional
-properties. Instances, as compact and as spaced JSON, are fed to the grammar token by token: what is
-invalid and accepted is wrongly accepted, what is valid and accepted in neither form wrongly
-refused. Then random tokens that the mask allows are taken until the grammar ends: a text that
-`jsonschema` refuses was wrongly accepted, too. Prints a report in Markdown.
+Each schema is compiled: functions with the defaults, others literally, that is with additional
+properties. Instances, as compact and as spaced JSON, are fed to the grammar token by token. An
+accepted invalid instance is wrongly accepted; a valid instance that is accepted in neither form is
+wrongly refused. Then random tokens of the mask are appended until the grammar ends: a text that
+`jsonschema` rejects was wrongly accepted, too. Prints a report in Markdown.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ VALIDATORS: dict[str, Any] = {
     "draft2019-09": jsonschema.Draft201909Validator,
     "draft2020-12": jsonschema.Draft202012Validator,
 }
-# Walks: most tokens; how often one that closes something is taken if it may be.
+# Walks: maximum tokens; probability of choosing a closing token if one is allowed.
 WALK_TOKENS = 400
 CLOSING_SHARE = 0.4
 CLOSING = frozenset(b'"]},')
-# The types of Python that the function-calling data writes.
+# Python types in the function-calling data.
 FUNCTION_TYPES = {"dict": "object", "float": "number", "tuple": "array", "list": "array"}
 LATEST = "draft2020-12"
 EXAMPLES = 3
@@ -60,52 +60,52 @@ EXAMPLES = 3
 
 @dataclass(frozen=True)
 class Case:
-    """A schema and instances of which it is known whether they are valid."""
+    """Schema with instances of known validity."""
 
     group: str
-    """What it tests, such as a keyword."""
+    """Subject of the test, such as a keyword."""
     name: str
     schema: Any
     instances: Sequence[tuple[Any, bool]]
     draft: str
     formats: bool = False
-    """Whether formats are more than notes."""
+    """True if formats are more than annotations."""
     additional_properties: bool = True
-    """Whether properties may come that the schema does not name; else as by default."""
+    """True to allow properties that the schema does not name; False: the default."""
 
     def errors(self, value: Any) -> list[str] | None:
-        """The keywords that an instance violates, by `jsonschema`; None: it cannot tell."""
+        """Return the keywords that an instance violates, by `jsonschema`; None if that fails."""
         validator = VALIDATORS[self.draft]
         checker = validator.FORMAT_CHECKER if self.formats else None
         try:
             found = validator(self.schema, format_checker=checker).iter_errors(value)
             return sorted({str(error.validator) for error in found})
-        except Exception:  # a reference to nowhere, a pattern that is none, endless recursion
+        except Exception:  # a dangling reference, an invalid pattern, endless recursion
             return None
 
 
 @dataclass
 class Result:
-    """What one backend made of one set of cases."""
+    """Result of one backend for one set of cases."""
 
     schemas: int = 0
     refused: collections.Counter[str] = field(default_factory=collections.Counter)
-    """By group."""
+    """Number of rejected schemas by group."""
     reasons: dict[str, str] = field(default_factory=dict)
-    """An example for each of these."""
+    """Example of a reason for each group."""
     crashed: list[str] = field(default_factory=list)
     right: int = 0
-    """Instances."""
+    """Number of correctly judged instances."""
     wrongly_accepted: list[tuple[str, str]] = field(default_factory=list)
-    """(group or keyword, example)"""
+    """Tuples (group or keyword, example)."""
     wrongly_refused: list[tuple[str, str]] = field(default_factory=list)
     spaced_refused: int = 0
-    """Valid instances that were accepted as compact JSON only."""
+    """Number of valid instances that were accepted as compact JSON only."""
     walks: int = 0
     unfinished: int = 0
     bad_walks: list[tuple[str, str]] = field(default_factory=list)
     bad_masks: list[str] = field(default_factory=list)
-    """Where the mask allows what is not accepted."""
+    """Cases in which the mask allows a token that is not accepted."""
     compile_times: list[float] = field(default_factory=list)
     mask_times: list[float] = field(default_factory=list)
 
@@ -114,7 +114,7 @@ class Result:
 
 
 def read_suite(folder: Path) -> Iterator[Case]:
-    """The JSON-Schema-Test-Suite; of its optional part the formats."""
+    """Read the JSON-Schema-Test-Suite; of its optional part only the formats."""
     for draft in sorted(path for path in folder.iterdir() if path.name in VALIDATORS):
         for file in [*sorted(draft.glob("*.json")), *sorted(draft.glob("optional/format/*.json"))]:
             formats = file.parent != draft
@@ -132,9 +132,9 @@ def read_suite(folder: Path) -> Iterator[Case]:
 
 
 def _typed(case: Case) -> Iterator[Case]:
-    """A case once more for each type of its instances, where the schema itself names none.
+    """Repeat a case for each type of its instances, if the schema itself names none.
 
-    Backends refuse many keywords without a type, and would not be tried with them otherwise.
+    Backends reject many keywords without a type, and would not be tested with them otherwise.
     """
     schema = case.schema
     if not isinstance(schema, dict) or not schema.keys().isdisjoint(("type", "$ref", "enum")):
@@ -156,7 +156,7 @@ def _type_of(value: Any) -> str:
 
 
 def read_functions(folder: Path) -> Iterator[Case]:
-    """The functions' parameters, with the calls that are right."""
+    """Read the functions' parameters, with the correct calls."""
     for file in sorted(folder.glob("BFCL_*.json")):
         answers: dict[tuple[str, str], list[Any]] = collections.defaultdict(list)
         found = folder / f"answers_{file.stem.split('_', 2)[2]}.json"
@@ -175,12 +175,12 @@ def read_functions(folder: Path) -> Iterator[Case]:
 
 
 def _first(values: Any) -> Any:
-    """The first of the values that are right for each parameter; "" stands for none."""
+    """Return the first correct value of each parameter; "" means none."""
     return {name: found[0] for name, found in values.items() if found[0] != ""}
 
 
 def _json_types(schema: Any) -> Any:
-    """A schema with JSON's types instead of Python's."""
+    """Replace Python's types in a schema by JSON's."""
     if isinstance(schema, list):
         return [_json_types(item) for item in schema]
     if not isinstance(schema, dict):
@@ -195,7 +195,7 @@ def _json_types(schema: Any) -> Any:
 
 
 def read_schemas(folder: Path) -> Iterator[Case]:
-    """JSONSchemaBench and its like."""
+    """Read JSONSchemaBench and similar data."""
     for file in sorted([*folder.rglob("*.json"), *folder.rglob("*.jsonl")]):
         rows = _lines(file) if file.suffix == ".jsonl" else [json.loads(file.read_text())]
         for number, row in enumerate(rows):
@@ -226,13 +226,13 @@ def _lines(file: Path) -> Iterator[Any]:
 
 
 class Judge:
-    """Runs cases through one backend.
+    """Evaluation of cases with one backend.
 
     Args:
         backend: makes grammars.
-        vocabulary: the tokens that it makes them for.
-        walks: random answers for each schema.
-        seed: of these.
+        vocabulary: the tokens of the grammars.
+        walks: number of random answers for each schema.
+        seed: seed of the random answers.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class Judge:
         self._stops[vocabulary.stop_token_ids] = True
 
     def run(self, cases: Iterable[Case]) -> Result:
-        """Judges all cases."""
+        """Judge all cases."""
         result = Result()
         for case in cases:
             result.schemas += 1
@@ -292,7 +292,7 @@ class Judge:
     def _accepts(self, case: Case, compiled: CompiledGrammar, text: str, result: Result) -> bool:
         try:
             ids = self._vocabulary.encode(text)
-        except UnicodeEncodeError:  # half of a surrogate pair, which no answer can hold
+        except UnicodeEncodeError:  # half of a surrogate pair, which no answer can contain
             return False
         assert b"".join(self._vocabulary.token_bytes[i] for i in ids) == text.encode()
         grammar = compiled.start()
@@ -348,7 +348,7 @@ class Judge:
 
 
 def table(title: str, rows: Sequence[Sequence[object]], head: Sequence[str]) -> str:
-    """A table in Markdown."""
+    """Format a table in Markdown."""
     lines = [f"### {title}", "", "| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
     lines += ["| " + " | ".join(_cell(value) for value in row) + " |" for row in rows]
     return "\n".join(lines) + "\n"
@@ -359,7 +359,7 @@ def _cell(value: object) -> str:
 
 
 def percentiles(times: Sequence[float], unit: float) -> list[str]:
-    """p50, p90, p99 and the largest, in parts of a second."""
+    """Return p50, p90, p99 and the maximum, in units of `unit` seconds."""
     if not times:
         return ["-"] * 4
     found = [*np.percentile(times, (50, 90, 99)), max(times)]
@@ -367,10 +367,10 @@ def percentiles(times: Sequence[float], unit: float) -> list[str]:
 
 
 def report(results: dict[tuple[str, str], Result]) -> str:
-    """The whole report.
+    """Format the whole report.
 
     Args:
-        results: by set of cases and backend.
+        results: results by set of cases and backend.
     """
     counts, times, parts = [], [], []
     for (cases, backend), r in results.items():
@@ -416,13 +416,12 @@ def _by_group(found: Sequence[tuple[str, str]]) -> list[tuple[str, int, str]]:
 
 @dataclass(frozen=True)
 class Auto(GrammarBackend):
-    """The first backend that compiles a schema, as an engine takes it."""
+    """Backend that uses the first one that compiles a schema, like an engine."""
 
     backends: Sequence[GrammarBackend]
     name = "auto"
 
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
-        """See `GrammarBackend`."""
         messages = []
         for backend in self.backends:
             try:
@@ -433,7 +432,7 @@ class Auto(GrammarBackend):
 
 
 def make_backends(names: Sequence[str], model: str) -> tuple[Vocabulary, dict[str, GrammarBackend]]:
-    """A model's tokens, and backends for them."""
+    """Return a model's tokens, and backends for them."""
     from octavo.structured_output.llguidance_backend import LLGuidanceBackend
     from octavo.structured_output.vocabulary import Vocabulary
     from octavo.structured_output.xgrammar_backend import XGrammarBackend
@@ -451,7 +450,6 @@ def make_backends(names: Sequence[str], model: str) -> tuple[Vocabulary, dict[st
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """See the module."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--suite", type=Path, help="the JSON-Schema-Test-Suite's tests")
     parser.add_argument("--functions", type=Path, help="function-calling data")

@@ -1,11 +1,10 @@
-"""What structured output costs: the same number of tokens with and without grammars, in turn.
+"""Measure the cost of structured output: the same tokens with and without grammars, in turn.
 
     python benchmarks/grammar_cost.py MODEL --functions FOLDER
 
-`--functions` is a folder with the Berkeley function-calling data: each request follows the schema
-of another function's arguments. All requests run at once; those without a grammar have answers of
-the same lengths. Grammars are compiled before. Prints the median of the ratios of runs that
-followed each other.
+`--functions` is a folder with the Berkeley function-calling data: each request uses the schema of
+another function's arguments. All requests run at once; those without a grammar have answers of the
+same lengths. Grammars are compiled before. Prints the median of the ratios of successive runs.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ PROMPT = (
 
 
 def main() -> int:
-    """Measures, and prints a line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

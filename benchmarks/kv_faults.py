@@ -1,16 +1,16 @@
-"""Damages keys and values that are kept, or on their way, and looks whether any stream shows it.
+"""Damage stored or transferred keys and values, and check that no stream is affected.
 
     python benchmarks/kv_faults.py --faults 200 [--streams 16] [--model FOLDER] [--seed 0]
 
-Two servers: one computes prompts for the other (P2PConnector), and both keep blocks in a folder
-that they share; the other one keeps them in memory and in a file, too. Its KV cache is small, so
-that blocks come from all of these all the time. Streams are asked for over and over, by way of the
-first server or not, while at random moments bits flip in files and in the memory that is handed
-over, files are cut, removed or replaced, the disk is full, a server's engine is killed or stopped,
-prompts are computed that nobody fetches, descriptions of blocks are forged or come late, strangers
-talk to the port of the peers, clients go away and caches are reset. Every answer is held against
-one of a server that keeps nothing. At the end no block may be held, and no descriptor, process or
-file be left. Exit status 1: something was lost, changed or left.
+One of two servers computes prompts for the other (P2PConnector), and both store blocks in a folder
+that they share; the other one also stores them in memory and in a file. Its KV cache is small, so
+that blocks are loaded from all of these continually. Streams are requested repeatedly, with or
+without the first server. Meanwhile, at random times, bits flip in files and in transferred memory;
+files are truncated, removed or replaced; the disk is full; a server's engine is killed or stopped;
+computed prompts are never fetched; descriptions of blocks are forged or late; strangers connect to
+the port of the peers; clients disconnect; and caches are reset. Every answer is compared with that
+of a server that stores nothing. At the end no block may be held, and no descriptor, process or file
+may be left. Exit status 1: something was lost, changed or left.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ import httpx
 import psutil
 from chaos import COMPLETIONS, Answer, Load, Site, requests
 
-# Longer than blocks may take; a server that is stopped longer has lost its engine.
+# Limits of loads; a server that is stopped for longer has lost its engine.
 LOAD_TIMEOUT, RELEASE_TIMEOUT = 0.5, 1.0
 _MEMORY = 2**24
-# Blocks of the second server's KV cache: few more than its streams hold.
+# Blocks of the second server's KV cache: slightly more than its streams hold.
 _NUM_BLOCKS = 300
 _NUM_PROMPTS = 3
-"""For each stream."""
+"""Number of prompts of each stream."""
 _SILENT_SECONDS = 120.0
-# More than that much more memory at the end is growth.
+# Increase of memory at the end that counts as growth.
 _GROWTH = 2**28
 
 
@@ -57,7 +57,7 @@ def _config(*connectors: dict[str, Any]) -> list[str]:
 
 
 def _flags(folder: Path) -> tuple[list[str], list[str]]:
-    """Of the first and of the second server."""
+    """Return the flags of the first and of the second server."""
     shared = {
         "kv_connector": "SharedStorageConnector",
         "kv_connector_extra_config": {
@@ -84,13 +84,13 @@ def _flags(folder: Path) -> tuple[list[str], list[str]]:
 
 
 class Faults(threading.Thread):
-    """Does one thing after another that should harm nobody.
+    """Thread that causes harmless faults one after another.
 
     Args:
         sites: the first and the second server.
-        folder: with their files.
-        count: how many.
-        seed: of the random numbers.
+        folder: folder with their files.
+        count: number of faults.
+        seed: seed of the random numbers.
     """
 
     def __init__(self, sites: tuple[Site, Site], folder: Path, count: int, seed: int) -> None:
@@ -118,7 +118,7 @@ class Faults(threading.Thread):
         }
 
     def run(self) -> None:
-        """Goes on until all is done."""
+        """Cause faults until their number is reached."""
         try:
             kinds = list(self._kinds)
             while self.done.total() < self._count:
@@ -140,7 +140,7 @@ class Faults(threading.Thread):
     def _damage(self, change: Callable[[Path, random.Random], object]) -> bool:
         files = self._files()
         for path in self._rng.sample(files, min(len(files), 5)):
-            with contextlib.suppress(OSError):  # it has gone meanwhile
+            with contextlib.suppress(OSError):  # it may be gone meanwhile
                 change(path, self._rng)
         return bool(files)
 
@@ -282,15 +282,15 @@ def _flip(path: Path, rng: random.Random) -> None:
 def _cut(path: Path, rng: random.Random) -> None:
     size = path.stat().st_size
     os.truncate(path, rng.randrange(size + 1))
-    if path.suffix == ".kv":  # one engine's own: it would never be whole again
+    if path.suffix == ".kv":  # a single engine's file: it would never be repaired
         os.truncate(path, size)
 
 
 def bodies(streams: int, max_tokens: int) -> list[dict[str, Any]]:
-    """What is asked, the same each time: prompts of many blocks that begin alike by threes."""
+    """Return the requests, the same each time: prompts of many blocks, three of each beginning."""
     made = []
     for number, (path, body) in enumerate(requests(4 * streams * _NUM_PROMPTS, max_tokens)):
-        # Those to one answer: kv_transfer_params go with no other.
+        # Only requests with one answer: kv_transfer_params support no others.
         if path == COMPLETIONS and body.get("stream") and body.get("n", 1) == 1:
             begin = f"This is the beginning of story number {number // 3}. " * 8
             made.append(body | {"prompt": begin + body["prompt"]})
@@ -300,7 +300,7 @@ def bodies(streams: int, max_tokens: int) -> list[dict[str, Any]]:
 async def storm(
     sites: tuple[Site, Site], wanted: list[Answer], args: argparse.Namespace, folder: Path
 ) -> tuple[list[str], int, Faults]:
-    """Asks while faults happen; returns what was wrong, how many were answered, the faults."""
+    """Send requests during faults; return errors, the number of answers, and the faults."""
     asked = bodies(args.streams, args.max_tokens)
     first, second = Load(sites[0].url), Load(sites[1].url)
     faults = Faults(sites, folder, args.faults, args.seed)
@@ -341,7 +341,7 @@ async def storm(
 
 
 def _undisturbed(args: argparse.Namespace, flags: list[str], folder: Path) -> list[Answer]:
-    """What a server answers that keeps nothing."""
+    """Return the answers of a server that stores nothing."""
     folder.mkdir()
     with Site(args.model, "plain", flags, folder) as site:
 
@@ -367,14 +367,14 @@ def _metric(site: Site, name: str) -> float:
 
 
 def _use(site: Site) -> tuple[int, int]:
-    """Descriptors and resident bytes of a server's processes, spares left out."""
+    """Return descriptors and resident bytes of a server's processes, without spares."""
     there = [p for role, p in site.processes() if role != "spare"]
     there.append(psutil.Process(site.server.pid))
     return sum(p.num_fds() for p in there), sum(p.memory_info().rss for p in there)
 
 
 def _wait_until_idle(site: Site) -> str | None:
-    """Waits until nothing is held; returns what is, if that takes too long."""
+    """Wait until nothing is held; after a timeout return a description of the rest."""
     end = time.monotonic() + 20 * RELEASE_TIMEOUT
     while True:
         site.settle()
@@ -388,7 +388,7 @@ def _wait_until_idle(site: Site) -> str | None:
 
 
 def run(args: argparse.Namespace, folder: Path) -> bool:
-    """Runs the storm and prints what came of it; whether all was well."""
+    """Run the storm and print the results; return True if there were no errors."""
     started = time.monotonic()
     (files := folder / "files").mkdir()
     key = folder / "key"
@@ -414,7 +414,7 @@ def run(args: argparse.Namespace, folder: Path) -> bool:
             site.at_rest()
         for (fds, resident), site in zip(before, sites, strict=True):
             fds_now, resident_now = _use(site)
-            if fds_now > fds + 2 * args.streams:  # connections that are kept for a while
+            if fds_now > fds + 2 * args.streams:  # connections may stay open for a while
                 wrong.append(f"{fds} descriptors are {fds_now}")
             if resident_now > resident + _GROWTH:
                 wrong.append(f"{resident:,} resident bytes are {resident_now:,}")
@@ -442,7 +442,6 @@ def run(args: argparse.Namespace, folder: Path) -> bool:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """What the command line says."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -456,7 +455,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the storm; returns the exit status."""
+    """Run the storm; return the exit status."""
     args = parse(argv)
     with tempfile.TemporaryDirectory(prefix="kv-faults-") as folder:
         return 0 if run(args, Path(folder)) else 1

@@ -1,13 +1,13 @@
-"""What keys and values cost that come from elsewhere: against computing them, and on throughput.
+"""Measure the cost of loaded keys and values: against computing them, and on throughput.
 
     python benchmarks/kv_tiers.py --model DIR [--lengths 1024 8192] [--repeat 7]
 
-For each prompt length it prints the median time to the first token (ms) where the prompt is
-computed, known to the prefix cache, loaded from memory, from the file two seconds after a restart
-(the file in the page cache), and fetched from another engine over shared memory and over TCP; how
-many times faster than computing each is; and how fast the bytes came (GB/s: the bytes of the loaded
-blocks by the time beyond a hit) beside a plain copy of as many bytes. Then prompts per second with
-and without saving every prompt, in turns.
+For each prompt length it prints the median time to the first token (ms) of a prompt that is
+computed, in the prefix cache, loaded from memory, loaded from the file two seconds after a restart
+(the file in the page cache), and fetched from another engine over shared memory and over TCP; the
+speedup of each over computing; and the speed of the transfer (GB/s: the bytes of the loaded blocks
+by the time beyond a hit), next to a plain copy of the same size. Then prompts per second with and
+without saving every prompt, in turn.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def make_prompt(length: int) -> dict[str, list[int]]:
 
 
 def ask(llm: LLM, prompt: object, params: SamplingParams = ONE) -> tuple[float, object]:
-    """Seconds to the first token, and the output."""
+    """Return the seconds to the first token, and the output."""
     start = time.perf_counter()
     (output,) = llm.generate([prompt], params, use_tqdm=False)
     return time.perf_counter() - start, output
@@ -80,7 +80,7 @@ def connector(name: str, memory: int, folder: str | None = None, **config: objec
 
 def tiers(settings: dict, length: int, repeat: int, memory: int, folder: str) -> None:
     times: dict[str, float] = {}
-    # Room for two prompts: pages of memory are touched for the first time before what is timed.
+    # Room for two prompts, so that pages of memory are touched before the timed part.
     settings = settings | {"num_gpu_blocks_override": 2 * (length // 16) + 20}
     folder = str(Path(folder) / str(length))
     config = connector("OffloadingConnector", memory, folder)
@@ -103,7 +103,7 @@ def tiers(settings: dict, length: int, repeat: int, memory: int, folder: str) ->
     ask(llm, make_prompt(64))
     for path in Path(folder).iterdir():
         path.read_bytes()  # into the page cache
-    time.sleep(2)  # the engine takes the memory that the file's blocks will need
+    time.sleep(2)  # the engine allocates memory for the file's blocks
     for prompt in prompts[1:]:
         seconds, output = ask(llm, prompt)
         assert output.num_cached_tokens >= length - 16, "the file has lost it"

@@ -1,10 +1,10 @@
-"""How much KV memory is allocated and not used, at 90 % occupancy on a ShareGPT-like mix.
+"""Measure allocated but unused KV memory, at 90 % occupancy on a ShareGPT-like mix.
 
 Only the scheduler and the KV-cache bookkeeping run; no model. Requests have lognormal lengths with
 ShareGPT's means (161 prompt and 338 output tokens: Kwon et al., "Efficient Memory Management for
-Large Language Model Serving with PagedAttention", 2023, section 6.1), and arrive whenever less
-than 90 % of the blocks are in use. Waste is the share of slots in allocated blocks that hold no
-token's KV; prefixes are not shared, since sharing would make the figure look better.
+Large Language Model Serving with PagedAttention", 2023, section 6.1), and arrive whenever less than
+90 % of the blocks are in use. Waste is the share of slots in allocated blocks without a token's KV;
+prefixes are not shared, since sharing would improve the figure.
 
     python benchmarks/kv_waste.py [--block-size 16] [--steps 2000] [--seed 0]
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from octavo.config import SchedulerConfig
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
-from octavo.messages import CoreSamplingParams, EngineCoreRequest, ModelRunnerOutput
+from octavo.messages import CoreSamplingParams, EngineCoreRequest, ModelRunnerOutput, RequestOptions
 from octavo.models.cache import AttentionCache
 from octavo.request import Request
 from octavo.scheduler.scheduler import Scheduler
@@ -27,7 +27,7 @@ MEAN_PROMPT, MEAN_OUTPUT, SIGMA = 161.0, 338.0, 1.0
 MAX_MODEL_LEN = 2048
 KV_TOKENS = 65536
 OCCUPANCY = 0.9
-WARM_UP_STEPS = 1000  # until short and long requests have found their steady mix
+WARM_UP_STEPS = 1000  # until the mix of short and long requests is steady
 
 
 @dataclass
@@ -40,13 +40,13 @@ class Waste:
 
 
 def lognormal_length(rng: random.Random, mean: float, limit: int) -> int:
-    """A random length of at least 1 and at most `limit`."""
+    """Return a random length of at least 1 and at most `limit`."""
     length = rng.lognormvariate(math.log(mean) - SIGMA**2 / 2, SIGMA)
     return max(1, min(limit, round(length)))
 
 
 def measure(block_size: int = 16, num_steps: int = 2000, seed: int = 0) -> Waste:
-    """Runs `num_steps` steps at 90 % occupancy and measures the waste."""
+    """Run `num_steps` steps at 90 % occupancy and measure the waste."""
     rng = random.Random(seed)
     groups = make_kv_cache_groups([AttentionCache(1, 1)])
     scheduler = Scheduler(
@@ -59,13 +59,13 @@ def measure(block_size: int = 16, num_steps: int = 2000, seed: int = 0) -> Waste
     wasted = occupancy = running = 0.0
     arrivals = 0
     for step in range(WARM_UP_STEPS + num_steps):
-        # Blocks that the waiting requests are about to take count as taken.
+        # Blocks that waiting requests are about to use count as used.
         coming = sum(r.num_tokens for r in scheduler.waiting) / KV_TOKENS
         while manager.usage + coming < OCCUPANCY:
             prompt = [0] * lognormal_length(rng, MEAN_PROMPT, MAX_MODEL_LEN // 2)
             output = lognormal_length(rng, MEAN_OUTPUT, MAX_MODEL_LEN - len(prompt))
             params = CoreSamplingParams(max_tokens=output)
-            core = EngineCoreRequest(str(arrivals), prompt, params, float(arrivals))
+            core = EngineCoreRequest(str(arrivals), prompt, params, RequestOptions(float(arrivals)))
             scheduler.add_request(Request(core))
             arrivals += 1
             coming += len(prompt) / KV_TOKENS
@@ -83,7 +83,6 @@ def measure(block_size: int = 16, num_steps: int = 2000, seed: int = 0) -> Waste
 
 
 def main() -> None:
-    """Prints the figure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--steps", type=int, default=2000)

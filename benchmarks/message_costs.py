@@ -1,8 +1,8 @@
-"""What messages cost: the figures from which docs/scaling.md tells what limits how many engines.
+"""Measure the cost of messages, for the limits on the number of engines in docs/scaling.md.
 
 python benchmarks/message_costs.py
 
-Prints the median of each in microseconds. Nothing else should compute on the machine meanwhile.
+Prints the median of each in microseconds. No other program should compute on the machine.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from octavo.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
+    RequestOptions,
     SchedulerStats,
 )
 from octavo.models.hub import resolve_model
@@ -36,15 +37,15 @@ from octavo.sampling_params import SamplingParams
 from octavo.text.tokenizer import Tokenizer
 
 BATCH = 32
-"""Requests of a step."""
+"""Number of requests of a step."""
 BLOCK = 16
 PROMPT = 1024
-"""Tokens of a prompt that is routed."""
+"""Number of tokens of a routed prompt."""
 ENGINES = (1, 10, 100, 1000)
 
 
 def median_us(call: Callable[[], object], rounds: int) -> float:
-    """The median time of a call, in microseconds, after a tenth of the rounds to warm up."""
+    """Return the median time of a call in microseconds, after a tenth of the rounds to warm up."""
     times = []
     for _ in range(rounds + rounds // 10):
         started = time.perf_counter()
@@ -54,13 +55,13 @@ def median_us(call: Callable[[], object], rounds: int) -> float:
 
 
 def step(token: int = 5) -> EngineCoreOutputs:
-    """What an engine sends after a step that gave each of its requests a token."""
+    """Return an engine's outputs of a step with a token for each of its requests."""
     outputs = [EngineCoreOutput(str(number), [token]) for number in range(BATCH)]
     return EngineCoreOutputs(outputs, SchedulerStats(num_running_reqs=BATCH), time.time())
 
 
 def codec(rounds: int) -> dict[str, float]:
-    """Encoding and decoding a step's outputs."""
+    """Measure encoding and decoding a step's outputs."""
     encoder = msgspec.msgpack.Encoder()
     decoder = msgspec.msgpack.Decoder(EngineCoreOutputs)
     outputs, payload = step(), encoder.encode(step())
@@ -74,7 +75,7 @@ def codec(rounds: int) -> dict[str, float]:
 
 @contextmanager
 def echo(address: str, curve: bool) -> Iterator[zmq.Socket[bytes]]:
-    """A socket to a thread that sends back what it gets, by way of the system's sockets."""
+    """Yield a socket to a thread that echoes messages, by the system's sockets."""
     context = zmq.Context()
     server, client = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
     if curve:
@@ -100,7 +101,7 @@ def echo(address: str, curve: bool) -> Iterator[zmq.Socket[bytes]]:
 
 
 def round_trips(rounds: int) -> dict[str, float]:
-    """A step's outputs to another thread and back, by a Unix socket and encrypted by TCP."""
+    """Measure a step's outputs to a thread and back, by a Unix socket and by encrypted TCP."""
     payload = msgspec.msgpack.encode(step())
     found = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -120,7 +121,7 @@ def round_trips(rounds: int) -> dict[str, float]:
 
 
 def routing(rounds: int) -> dict[str, float]:
-    """Placing a request among engines, with prompts of which half share their first half."""
+    """Measure placing a request among engines; half of the prompts share their first half."""
     found = {}
     for size in ENGINES:
         rng = random.Random(0)
@@ -132,7 +133,9 @@ def routing(rounds: int) -> dict[str, float]:
             tail = [rng.randrange(50000) for _ in range(PROMPT // 2)]
             first = rng.choice(prefixes) if number % 2 else tail[::-1]
             requests.append(
-                EngineCoreRequest(str(number), [*first, *tail], CoreSamplingParams(), 0.0)
+                EngineCoreRequest(
+                    str(number), [*first, *tail], CoreSamplingParams(), RequestOptions(0.0)
+                )
             )
         coming = iter(requests)
 
@@ -146,12 +149,14 @@ def routing(rounds: int) -> dict[str, float]:
 
 
 def processing(rounds: int) -> dict[str, float]:
-    """What a token costs the front end: detokenizing, metrics and its output, without HTTP."""
+    """Measure the front end's cost of a token: detokenizing, metrics and output, without HTTP."""
     folder: Path = resolve_model("octavo/stories")
     tokenizer = Tokenizer.from_folder(folder)
     processor = OutputProcessor(tokenizer, EngineMetrics("m", 2**20))
     for number in range(BATCH):
-        request = EngineCoreRequest(str(number), [5, 6, 7], CoreSamplingParams(), time.time())
+        request = EngineCoreRequest(
+            str(number), [5, 6, 7], CoreSamplingParams(), RequestOptions(time.time())
+        )
         processor.add_request(request, SamplingParams(max_tokens=2**20, ignore_eos=True), "a b c")
     rng = random.Random(0)
 
@@ -162,7 +167,6 @@ def processing(rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=2000)
     rounds = parser.parse_args().rounds

@@ -1,9 +1,9 @@
-"""How long a message takes to two worker processes and back, by `octavo.executor.message_queue`.
+"""Measure round trips of messages to two workers, by `octavo.executor.message_queue`.
 
     python benchmarks/message_queue.py [--messages 5000] [--size 400] [--workers 2]
 
-A message goes to all workers, and the first one answers, as with steps. Once back to back, when the
-workers have not fallen asleep, and once with a pause of 2 ms before each message, when they have.
+A message is written to all workers, and the first one answers, as with steps: first back to back,
+while the workers stay awake, then with a pause of 2 ms before each message, so that they sleep.
 Needs a quiet machine with a core for each worker and one more.
 """
 
@@ -29,7 +29,7 @@ PAUSE_SECONDS = 2e-3
 
 
 def work(steps: QueueHandle, results: QueueHandle | None) -> None:
-    """What a worker does: answers every message with one of the same size; an empty one ends it."""
+    """Run a worker: answer every message with one of the same size, until an empty one."""
     reader = QueueReader(steps)
     writer = None if results is None else QueueWriter(results)
     while message := reader.read():
@@ -38,7 +38,7 @@ def work(steps: QueueHandle, results: QueueHandle | None) -> None:
 
 
 def measure(writer: QueueWriter, reader: QueueReader, message: bytes, count: int) -> None:
-    """Prints the times of round trips, back to back and with pauses."""
+    """Print the times of round trips, back to back and with pauses."""
     for name, pause in (("back to back", 0.0), ("with pauses", PAUSE_SECONDS)):
         times = []
         for _ in range(count):
@@ -53,7 +53,7 @@ def measure(writer: QueueWriter, reader: QueueReader, message: bytes, count: int
 
 
 def main() -> None:
-    """Starts the workers and measures."""
+    """Start the workers and measure."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--messages", type=int, default=5000)
     parser.add_argument("--size", type=int, default=400, help="bytes; about a step of 8 requests")
@@ -76,7 +76,7 @@ def main() -> None:
         stack.callback(writer.write, b"")
         message = bytes(args.size)
         writer.write(message)
-        reader.read(60.0)  # all is imported
+        reader.read(60.0)  # imports are complete
         measure(writer, reader, message, args.messages)
 
 

@@ -1,16 +1,16 @@
-"""Perplexity of a model on a text, with weights and KV cache as they are and quantized.
+"""Measure the perplexity of a model on a text, with original and quantized weights and KV cache.
 
-The text is cut into rows of `--context` tokens; each row is a prompt, and every token but its
-first counts. Prints the perplexity of each form of weights with each type of the cache, its ratio
-to the first, and the bytes of the weights and of the cache for each token.
+The text is cut into rows of `--context` tokens; each row is a prompt, and every token except its
+first counts. Prints the perplexity of each weight format with each type of the cache, its ratio to
+the first, and the bytes of the weights and of the cache for each token.
 
     python benchmarks/perplexity.py MODEL TEXT [--quantization none int8 int4] [--context 512]
         [--kv-cache-dtype auto fp8_e4m3 fp8_e5m2 int8] [--max-tokens 100000] [--dtype bfloat16]
         [--peers FOLDER]
 
-With `--peers FOLDER`, what `compare.py install --into FOLDER` filled, also prints what llama.cpp
-and OpenVINO make of the same token rows: bf16, int8 (q8_0) and int4 (q4_0), their ratios to their
-own bf16, the size of the files, and what the weights became there.
+With `--peers FOLDER`, the folder of `compare.py install --into FOLDER`, also prints the results of
+llama.cpp and OpenVINO for the same token rows: bf16, int8 (q8_0) and int4 (q4_0), their ratios to
+their own bf16, the size of the files, and the types of the converted weights.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from peers.likelihood import ENGINES, WEIGHTS, measure
 from octavo import LLM, SamplingParams
 from octavo.models.hub import resolve_model
 
-BATCH = 64  # prompts given to the engine together, so that their logprobs are let go in between
+BATCH = 64  # prompts per call of the engine, which limits the memory of logprobs
 
 
 def perplexity(llm: LLM, rows: list[list[int]]) -> float:
-    """exp of the mean negative log-likelihood of all tokens but each row's first."""
+    """Return exp of the mean negative log-likelihood of all tokens except each row's first."""
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
     total, count = 0.0, 0
     for at in range(0, len(rows), BATCH):
@@ -48,7 +48,7 @@ def perplexity(llm: LLM, rows: list[list[int]]) -> float:
 
 
 def make_rows(llm: LLM, text: str, context: int, max_tokens: int) -> list[list[int]]:
-    """Token rows; each begins with what the tokenizer puts first (a BOS token, or nothing)."""
+    """Make token rows; each begins with the tokenizer's first token (a BOS token, or nothing)."""
     tokenizer = llm.get_tokenizer()
     first = tokenizer.encode("")
     ids = tokenizer.encode(text, add_special_tokens=False)[:max_tokens]
@@ -58,7 +58,7 @@ def make_rows(llm: LLM, text: str, context: int, max_tokens: int) -> list[list[i
 
 
 def print_peers(root: Path, model: Path, rows: list[list[int]]) -> None:
-    """Prints a table of other engines; one without a figure says why."""
+    """Print a table of other engines; one without a figure shows the reason."""
     print(f"\n{'engine':10} {'weights':10} {'perplexity':>12} {'ratio':>8} {'MiB':>9}  weights are")
     for name in ENGINES:
         base = 0.0
@@ -80,7 +80,6 @@ def print_peers(root: Path, model: Path, rows: list[list[int]]) -> None:
 
 
 def main() -> None:
-    """Prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("text", type=Path)

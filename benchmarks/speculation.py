@@ -1,13 +1,13 @@
-"""What speculative decoding brings: the same answers with and without drafts, in turn.
+"""Measure the gain of speculative decoding: same answers with and without drafts, in turn.
 
     python benchmarks/speculation.py MODEL --draft '{"method": "ngram"}' \\
         --draft '{"method": "draft_model", "model": "octavo/stories-draft"}' --batch 1,16
 
 A process for each configuration holds the model; they take turns, one workload after the other, and
-the ratios are those of runs that followed each other. Workloads: `stories` go on with a story,
-greedily and at temperature 0.8; `repeats` goes on with a text that repeats itself. MODEL should
-write real text: the built-in model, or one that `training/widen.py` made larger. `suffix` finds in
-every turn but the first what it has answered to the same prompt before.
+the ratios are those of successive runs. Workloads: `stories` continue a story, greedily and at
+temperature 0.8; `repeats` continues a repetitive text. MODEL should write real text: the built-in
+model, or one that `training/widen.py` enlarged. `suffix` finds its earlier answer to the same
+prompt in every turn except the first.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ MAX_TOKENS = 96
 
 
 def main() -> int:
-    """Measures, and prints a table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -58,13 +57,13 @@ def main() -> int:
 
 
 def measure(engines: list[Engine], workload: str, batch: int, repeats: int) -> None:
-    """Runs a workload on all engines in turn; prints a line for each but the first."""
+    """Run a workload on all engines in turn; print a line for each except the first."""
     runs: list[list[dict[str, float]]] = [[] for _ in engines]
     for turn in range(repeats + 1):
         order = range(len(engines)) if turn % 2 else reversed(range(len(engines)))
         for i in order:
             run = engines[i].run(workload, batch)
-            if turn:  # the first one warms up, and has the number of drafts found
+            if turn:  # the first run warms up, and determines the number of drafts
                 runs[i].append(run)
     plain = runs[0]
     for engine, its in zip(engines[1:], runs[1:], strict=True):
@@ -83,12 +82,12 @@ def measure(engines: list[Engine], workload: str, batch: int, repeats: int) -> N
 
 
 class Engine:
-    """A process with the model.
+    """Process with the model.
 
     Args:
-        model: which.
+        model: the model.
         config: its `speculative_config`.
-        dtype: of the weights.
+        dtype: dtype of the weights.
     """
 
     def __init__(self, model: str, config: dict[str, Any] | None, dtype: str) -> None:
@@ -115,20 +114,20 @@ class Engine:
                 return json.loads(line)
 
     def run(self, workload: str, batch: int) -> dict[str, float]:
-        """One run: its seconds, tokens, drafts, and a digest of the answers."""
+        """Return the seconds, tokens, drafts, and a digest of the answers of one run."""
         self._in.write(json.dumps([workload, batch]) + "\n")
         self._in.flush()
         result: dict[str, float] = self._read()
         return result
 
     def close(self) -> None:
-        """Ends the process."""
+        """End the process."""
         self._in.close()
         self._process.wait()
 
 
 def serve(model: str, config: dict[str, Any] | None, dtype: str) -> None:
-    """What a child does: a run for each line."""
+    """Run a child process: one run for each line."""
     from octavo import LLM, SamplingParams
 
     with LLM(

@@ -1,12 +1,12 @@
-"""Octavo forced to each instruction set, beside llama.cpp built for the same one.
+"""Compare Octavo, limited to each instruction set, with llama.cpp built for the same one.
 
     python benchmarks/compare.py install --peers llama --into FOLDER
     python benchmarks/widths.py --models FOLDER/models --out widths.json
 
-Measures, as compare.py does and with its machinery: W1 latency at batch 1 and 8, W1q the same with
-int8 and int4 weights, W5 prefill of 2,048 tokens. Engines take turns, an instruction set's two one
-after the other. llama.cpp's kernels for an instruction set are built when they are missing, which
-takes about two minutes on two cores.
+Measures, with the code of compare.py: W1 latency at batch 1 and 8, W1q latency with int8 and int4
+weights, W5 prefill of 2,048 tokens. Engines take turns, the two of an instruction set one after the
+other. Missing kernels of llama.cpp for an instruction set are built first, which takes about two
+minutes on two cores.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WEIGHTS = ("bf16", "int8", "int4")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 (failed), 130 (interrupted)."""
+    """Run the command; return the exit status: 0, 1 (failed), 130 (interrupted)."""
     args = _parser().parse_args(argv)
     signal.signal(signal.SIGTERM, interrupt)
     try:
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"widths: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("widths: interrupted; goes on with --resume", file=sys.stderr)
+        print("widths: interrupted; continue with --resume", file=sys.stderr)
         return 130
 
 
@@ -58,8 +58,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--sizes", type=names, default=[SMALL], metavar="A,B", help=f"models [{SMALL}]")
     add("--repeats", type=int, default=3, metavar="N")
     add("--data", type=Path, default=ROOT.parent / "shared" / "data" / "workloads")
-    add("--quick", action="store_true", help="few, short requests: are drivers well?")
-    add("--resume", action="store_true", help="go on with the results file")
+    add("--quick", action="store_true", help="few, short requests, to test drivers")
+    add("--resume", action="store_true", help="continue the results file")
     add("--silence", type=float, default=900.0, metavar="S", help="give up after")
     return parser
 
@@ -106,10 +106,10 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def groups(model: str, data: Path, quick: bool) -> list[Group]:
-    """What is measured of a model: one group for each form of its weights.
+    """Return the groups of a model: one for each weight format.
 
     Raises:
-        CompareError: for a bad or an unknown workload.
+        CompareError: a workload is invalid or unknown.
     """
 
     def case(name: str, kind: str, file: str, iterations: int) -> Case:
@@ -132,7 +132,7 @@ def groups(model: str, data: Path, quick: bool) -> list[Group]:
 
 
 def table(data: dict[str, Any], isas: Sequence[str]) -> str:
-    """A line for each case and instruction set, Markdown; above 1 Octavo is ahead."""
+    """Format a line for each case and instruction set, Markdown; above 1 Octavo is ahead."""
     lines = ["| | | Octavo | llama.cpp | |", "| --- | --- | --- | --- | --- |"]
     for case, note in data["settings"]["cases"].items():
         metric = report.METRICS[note["kind"]][0]

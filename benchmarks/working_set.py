@@ -1,11 +1,11 @@
-"""A working set larger than the KV cache: hit rate and throughput with blocks kept in memory below.
+"""Measure a working set larger than the KV cache: hit rate and throughput with blocks in memory.
 
     python benchmarks/working_set.py --model DIR --trace mooncake_conversation.jsonl
 
 Requests of Mooncake's trace (Qin et al. 2024) in their order, scaled down: each of its blocks of
-512 tokens is one of --block tokens here, and outputs are as much shorter. The KV cache has room for
-a part of all the blocks that occur (--share); OffloadingConnector gets room for all of them. Both
-are run in turns; the hit rate is that of prompt tokens.
+512 tokens becomes one of --block tokens, and outputs are shortened by the same factor. The KV cache
+has room for a part of all the blocks that occur (--share); OffloadingConnector has room for all of
+them. Both run in turn; the hit rate is that of prompt tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TRACE_BLOCK = 512
 
 
 def read(path: str, count: int, block: int) -> tuple[list[list[int]], list[int], int]:
-    """Prompts, numbers of output tokens, and how many different blocks there are."""
+    """Return prompts, numbers of output tokens, and the number of different blocks."""
     prompts, lengths, blocks = [], [], {}
     with open(path, encoding="utf-8") as file:
         for line, _ in zip(file, range(count), strict=False):

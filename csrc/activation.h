@@ -1,13 +1,13 @@
-// Elementwise functions: every element goes through the same instructions, in a tail or not.
+// Elementwise functions: every element uses the same instructions, in a tail or not.
 #pragma once
 #include "norm.h"
 #include "vmath.h"
 
 OCTAVO_BEGIN
 
-constexpr int64_t kPiece = 1024;  // elements a task handles
+constexpr int64_t kPiece = 1024;  // elements of a task
 
-// Calls f with the activation of a gate.
+// Calls f with the activation function of a gate.
 template <class F>
 INLINE void with_gate(Gated kind, F f) {
   switch (kind) {

@@ -1,20 +1,21 @@
 // Causal attention over a paged KV cache, for prefill chunks and decode rows alike.
 //
-// The cache is [num_blocks][2][kv_heads][block_size * head_size]; blocks may lie further apart. A block's
-// values are kept as [block_size][head_size]; its keys are turned, [head_size][block_size], so that one
-// vector holds one dimension of W keys and a score needs no sum across lanes. bfloat16 keys keep two
-// dimensions side by side, [head_size / 2][block_size][2], for the dot product of AVX-512; the last one of
-// an odd number lies by itself, [block_size].
+// The cache is [num_blocks][2][kv_heads][block_size * head_size]; blocks may be further apart than
+// they are long. A block's values are stored as
+// [block_size][head_size]; its keys are transposed, [head_size][block_size], so that one vector
+// holds one dimension of W keys and a score needs no sum across lanes. bfloat16 keys interleave
+// pairs of dimensions, [head_size / 2][block_size][2], for the dot product of AVX-512. The last one
+// of an odd number is stored alone, [block_size].
 //
-// A row is one query head of one token. It walks the positions that it may see in tiles of kTile, cut
-// at absolute positions, with the online softmax of Milakov and Gimelshein (arXiv:1805.02867). Every
-// kSegment positions it begins anew; the segments are then folded together in their order (Dao et
-// al., "Flash-Decoding"), so that threads can share a long context. What a row computes depends on
-// tiles and segments only, not on the rows next to it: a decode row and the same row within a prefill
-// chunk give the same bits, whoever computes them.
+// A row is one query head of one token. It iterates over its visible positions in tiles of kTile,
+// cut at absolute positions, with the online softmax of Milakov and Gimelshein (arXiv:1805.02867).
+// Every kSegment positions it starts anew. The segments are then folded together in order (Dao et
+// al., "Flash-Decoding"), so that threads can share a long context. A row's result depends on tiles
+// and segments only, not on the other rows or the thread: a decode row and the same row within a
+// prefill chunk have the same bits.
 //
-// Where the processor has tile registers, bfloat16 goes through those (attention_tiles.h) at any number of
-// rows: other kernels for the two products and larger tiles, all else is the same.
+// If the processor has tile registers, bfloat16 uses them (attention_tiles.h) for any number of
+// rows. Only the kernels for the two products and the tile sizes differ.
 #pragma once
 #include "attention_tiles.h"
 #include "kv_format.h"
@@ -23,24 +24,25 @@
 
 OCTAVO_BEGIN
 
-// How many positions and rows of type T go together.
+// Numbers of positions and rows of type T that are processed together.
 template <class T>
 struct Extent {
-  // Key positions a softmax step takes; every block size divides it, or 128.
+  // Key positions of a softmax step; divides every block size, or 128.
   static constexpr int kTile = kOnTiles<T> ? kPositionsOnTiles : 64;
-  // Rows that walk the tiles together: full sets of 6 and of 4.
+  // Rows that share the tiles: full sets of 6 and of 4.
   static constexpr int kTileRows = kOnTiles<T> ? kRowsOnTiles : 36;
-  // Those of them that take a step together.
+  // Rows that share a softmax step.
   static constexpr int kStepRows = kOnTiles<T> ? kStepRowsOnTiles : kTileRows;
   // Rows up to which reading the cache takes longer than computing.
   static constexpr int kFewRows = kOnTiles<T> ? kStepRowsOnTiles : 12;
 };
-constexpr int kSegment = 512;  // positions whose sums are made by themselves, so that threads share
-constexpr int kSharedRows = 36;  // rows up to which they do
+constexpr int kSegment = 512;  // positions with separate sums, so that threads can share them
+constexpr int kSharedRows = 36;  // maximum number of rows for sharing segments
 constexpr int kFetchedEarly = 32;  // positions of a tile whose values are fetched during the softmax
 
-// How keys of storage type T meet a query. `Q`: what the query is read as; `kDims`: dimensions in one
-// step; `N`: keys in a vector, W or, for blocks smaller than W, half of it.
+// Multiplication of keys of storage type T by a query. `Q`: type that the query is read as;
+// `kDims`: dimensions of a step; `N`: keys in a vector, W or, for blocks smaller than W, half of
+// it.
 template <class T>
 struct Keys {
   using Q = float;
@@ -55,7 +57,7 @@ struct Keys {
   }
 };
 
-// A dimension of N keys that lies by itself.
+// Adds a dimension of N keys that is stored alone.
 template <int N, int R, int V, class Q>
 INLINE void add_dimension(vf (&acc)[R][V], const Q* q, int64_t q_stride, const bf16* const (&k)[V]) {
   UNROLL for (int j = 0; j < V; j++) {
@@ -100,11 +102,10 @@ struct Keys<bf16> {
   }
 };
 
-constexpr int kScoreRows = kRegisters == 32 ? 6 : 2;  // rows and key vectors at once: the registers again
+constexpr int kScoreRows = kRegisters == 32 ? 6 : 2;  // rows and key vectors at once: limited by registers
 constexpr int kScoreVectors = 4;
-// scores[R][...] = q . k for V vectors of N keys, the first one at position `at` of its block or, modulo
-// block_size, beyond it. `next`: the keys that come after these, to be fetched from memory meanwhile, or
-// null.
+// scores[R][...] = q . k for V vectors of N keys, the first one at position `at` of its block or,
+// modulo block_size, after it. `next`: the following keys, to be prefetched meanwhile, or null.
 template <class T, int N, int R>
 NOINLINE void score_kernel(const typename Keys<T>::Q* q, int64_t q_stride, const T* const* keys,
                            const T* const* next, int64_t at, int64_t block_size, int64_t head_size,
@@ -139,7 +140,7 @@ INLINE void score_kernels(int rows, const typename Keys<T>::Q* q, int64_t q_stri
     score_kernels<T, N, R - 1>(rows, q, q_stride, keys, next, at, block_size, head_size, scores);
 }
 
-// Probabilities that are kept as P: e^x for x <= 0, and two vectors of them to memory.
+// Probabilities stored as P: e^x for x <= 0, and a store of two vectors of them.
 template <class P>
 INLINE vf exponential(vf x) {
   return exp_or_zero(x);
@@ -149,7 +150,7 @@ INLINE void keep(P* p, vf low, vf high) {
   store(p, low), store(p + W, high);
 }
 #if defined(__AVX512BF16__)
-// Within 3e-6, a hundredth of what rounding to bfloat16 leaves; below 2^-126 zero, as exp_or_zero.
+// Error within 3e-6, a hundredth of the rounding to bfloat16; below 2^-126 zero, as exp_or_zero.
 template <>
 INLINE vf exponential<bf16>(vf x) {
   const __m512 power = (__m512)(x * 1.44269504f), least = _mm512_set1_ps(-126.0f);
@@ -166,8 +167,8 @@ INLINE void keep(bf16* p, vf low, vf high) {
 }
 #endif
 
-// How values of storage type T are summed. `P`: what the probabilities are kept as; `kStep`: positions
-// in one step; `kRows`: rows at once; `kDims`: an accumulator holds so many dimensions, W a vector.
+// Sum of values of storage type T. `P`: type of the probabilities; `kStep`: positions of a step;
+// `kRows`: rows at once; `kDims`: dimensions of an accumulator; a vector holds W.
 template <class T>
 struct Values {
   using P = float;
@@ -175,7 +176,7 @@ struct Values {
   static constexpr int kVectors = kRegisters == 32 ? 4 : 2;
 
   // acc[R][dims] += p[R][first..last) * v[first..last)[dims], V vectors, the last of `tail` lanes.
-  // `next`: the values that come after these, to be fetched from memory meanwhile, or null.
+  // `next`: the following values, to be prefetched meanwhile, or null.
   template <int R, int V>
   static NOINLINE void kernel(const P* p, const T* const* values, const T* const* next, int first,
                               int last, int64_t dim, int tail, float* acc, int64_t stride) {
@@ -208,7 +209,7 @@ struct Values {
     }
   }
 
-  // Positions [first, last) of one row.
+  // Adds positions [first, last) of one row.
   static void add_row(const P* p, const T* const* values, int first, int last, int64_t head_size,
                       float* acc, int64_t stride) {
     if (first < last) add<1>(p, values, nullptr, first, last, head_size, acc, stride);
@@ -220,8 +221,8 @@ struct Values {
 };
 
 #if defined(__AVX512BF16__)
-// Two positions in one dot product: pairs are made of two rows of values as they are read. That leaves
-// 32 dimensions in two vectors of every other four of them, until they are written.
+// One dot product sums two positions: two rows of values are paired as they are read. The result is
+// two vectors with alternating groups of four of 32 dimensions, until it is written.
 template <>
 struct Values<bf16> {
   using P = bf16;
@@ -238,7 +239,7 @@ struct Values<bf16> {
   }
   static INLINE __mmask32 lanes_of(int64_t n) { return n >= 32 ? ~0u : (1u << n) - 1; }
 
-  // Positions [first, last), both even, for C chunks of 32 dimensions.
+  // Adds positions [first, last), both even, for C chunks of 32 dimensions.
   template <int R, int C>
   static NOINLINE void kernel(const P* p, const bf16* const* values, const bf16* const* next,
                               int first, int last, int64_t dim, __mmask32 tail, float* acc,
@@ -282,7 +283,7 @@ struct Values<bf16> {
       kernel<R, 1>(p, values, next, first, last, d, lanes_of(head_size - d), acc, stride);
   }
 
-  // A pair of which the row sees one position: the other one is not read, it may hold anything.
+  // Adds a pair with one visible position: the other one may hold anything and is not read.
   static void add_half(const P* p, const bf16* value, int key, int64_t head_size, float* acc) {
     const __m512bh both =
         (__m512bh)_mm512_set1_epi32(load_raw<int>(p + key / kStep * kStep));
@@ -321,21 +322,22 @@ struct Values<bf16> {
 
 struct Row {
   int64_t token;
-  int first, last;  // what it sees of the current tile
+  int first, last;  // visible positions of the current tile
   int64_t position;
   float slope;
   float max, sum;  // of the current segment
 };
 
-// What a row has of some positions: exponentials relative to `max`, their sum, and the values' sum.
+// Result of a row for some positions, without the values: maximum, and sum of exponentials
+// relative to it.
 struct Partial {
   float max, sum;
 };
 
-// total += part, which comes after it
+// total += part, which follows it
 INLINE void fold(Partial& total, float* total_acc, const Partial& part, const float* acc,
                  int64_t acc_stride) {
-  if (part.max == -INFINITY) return;  // sees nothing there
+  if (part.max == -INFINITY) return;  // no visible position
   const float m = max(total.max, part.max);
   const float old = exp_or_zero(splat(total.max - m))[0];
   const float now = exp_or_zero(splat(part.max - m))[0];
@@ -344,7 +346,7 @@ INLINE void fold(Partial& total, float* total_acc, const Partial& part, const fl
     store(total_acc + d, fma(load(total_acc + d), splat(old), load(acc + d) * now));
 }
 
-// Rows of type T over a cache of type C, T itself or a byte.
+// Attention for rows of type T and a cache of type C, which is T or a byte.
 template <class T, class C>
 struct Attention {
   static constexpr int kTile = Extent<T>::kTile, kTileRows = Extent<T>::kTileRows;
@@ -355,9 +357,9 @@ struct Attention {
   static constexpr bool kBytes = !std::is_same_v<T, C>, kScales = kScaleBytes<C> > 0;
   const AttentionArgs& a;
   const int64_t group, acc_stride, kv_head_size, kv_block;
-  const int64_t query_stride;  // padded as acc_stride for tile registers
-  const int64_t span;  // neighbours among the positions of a tile
-  const int64_t key_stride;  // from the keys of one step of dimensions to the next, in those steps
+  const int64_t query_stride;  // for tile registers padded like acc_stride
+  const int64_t span;  // adjacent positions of a tile
+  const int64_t key_stride;  // distance of the keys of successive steps of dimensions, in steps
 
   explicit Attention(const AttentionArgs& args)
       : a(args),
@@ -369,19 +371,19 @@ struct Attention {
         span(min<int64_t>(kTile, a.block_size)),
         key_stride(kBytes ? span : a.block_size) {}
 
-  // Where the keys and values of a tile lie.
+  // Pointers to the keys and values of a tile.
   struct Tile {
     const T* keys[kTile / 4];
     const T* values[kTile];
   };
-  // The same for bytes: this head of the blocks that its spans lie in.
+  // Variant for bytes: this head of the blocks that contain the spans.
   struct Blocks {
     const C* heads[kTile / 8];
   };
   using Place = std::conditional_t<kBytes, Blocks, Tile>;
 
-  // A tile of bytes as numbers of type T: keys [kTile / span], each as a block of span positions has
-  // them; values [kTile][head_size].
+  // A tile of bytes as numbers of type T: keys [kTile / span], each stored like a block of span
+  // positions; values [kTile][head_size].
   struct Widened {
     T* keys;
     T* values;
@@ -391,12 +393,12 @@ struct Attention {
   };
   struct Nothing {};
 
-  // Some rows of a request's query_len * group for one KV head, and what they are computed in.
+  // Some rows of a request's query_len * group for one KV head, with their buffers.
   struct Task {
     int64_t request, kv_head, first_row;
     int count;
-    int64_t begin, end;  // positions that any of the rows sees
-    int64_t next_request, next_kv_head;  // what this thread is likely to do next; -1: nothing
+    int64_t begin, end;  // positions visible to any of the rows
+    int64_t next_request, next_kv_head;  // likely next task of this thread; -1: none
     Row rows[kTileRows];
     alignas(64) Q query[kTileRows * kMaxHeadSize];
     alignas(64) float scores[kStepRows * kTile];
@@ -446,15 +448,15 @@ struct Attention {
     }
   }
 
-  // Rows as they are computed: tile registers take 16 at a time.
+  // Number of rows that are computed: tile registers process 16 at a time.
   static int padded(int rows) { return kOnTiles<T> ? (rows + 15) / 16 * 16 : rows; }
 
   int64_t head_of(const Task& t, int row) const {
     return t.kv_head * group + (t.first_row + row) % group;
   }
 
-  // Of positions [begin, end) of the tile. Blocks that no row sees may not exist: their place is
-  // taken by one that does.
+  // Locates positions [begin, end) of the tile. Blocks without a visible position may not exist: a
+  // block with one replaces them.
   void locate(Tile& to, int64_t request, int64_t kv_head, int64_t tile, int64_t begin,
               int64_t end) const {
     const int32_t* blocks = a.block_table + request * a.block_table_stride;
@@ -480,7 +482,7 @@ struct Attention {
     }
   }
 
-  // The spans of a tile that overlap [begin, end).
+  // Widens the spans of a tile that overlap [begin, end).
   void widen_tile(Widened& to, const Blocks& here, const Blocks* next, int64_t tile, int64_t begin,
                   int64_t end) const {
     constexpr int dims = Keys<T>::kDims;
@@ -513,7 +515,7 @@ struct Attention {
     }
   }
 
-  // The tile after `tile`, of this task or of the next one; false if there is none.
+  // Locates the tile after `tile`, of this task or of the next one; returns false if none exists.
   bool locate_next(Place& to, const Task& t, int64_t tile) const {
     if (tile + kTile < t.end) {
       locate(to, t.request, t.kv_head, tile + kTile, tile + kTile, min(t.end, tile + 2 * kTile));
@@ -525,7 +527,7 @@ struct Attention {
     return true;
   }
 
-  // All rows over one segment, from nothing: leaves max and sum in the rows, values in acc.
+  // Computes one segment for all rows: leaves max and sum in the rows, values in acc.
   void walk_segment(Task& t, int64_t segment) const {
     for (int i = 0; i < t.count; i++) t.rows[i].max = -INFINITY, t.rows[i].sum = 0.0f;
     static_assert(kSegment % kTile == 0);
@@ -534,7 +536,7 @@ struct Attention {
     Place here, next;
     for (int64_t tile = begin / kTile * kTile; tile < end; tile += kTile) {
       locate(here, t.request, t.kv_head, tile, max(begin, tile), min(end, tile + kTile));
-      // Few rows are done with a tile before the next one has come: it is fetched meanwhile.
+      // Few rows finish a tile before the next one has arrived: prefetch it meanwhile.
       const bool ahead = t.count <= kFewRows && locate_next(next, t, tile);
       const int64_t from = max(begin, tile), to = min(end, tile + kTile);
       if constexpr (kBytes) {
@@ -546,7 +548,7 @@ struct Attention {
     }
   }
 
-  // Positions [begin, end) of a tile: all that any of the rows sees there.
+  // Computes positions [begin, end) of a tile: all that are visible to any of the rows.
   void walk_tile(Task& t, const Tile& here, const Tile* next, int64_t tile, int64_t begin,
                  int64_t end) const {
     for (int i = 0; i < t.count; i++) {
@@ -611,7 +613,7 @@ struct Attention {
     for (int at = 0; at < t.count; at += kStepRows) {
       const int rows = min(kStepRows, t.count - at);
       const int first = t.rows[at].first, last = t.rows[at + rows - 1].last;
-      if (first >= last) continue;  // none of them sees anything
+      if (first >= last) continue;  // no visible position
       const Q* q = t.query + at * query_stride;
       float* acc = t.acc + at * acc_stride;
       auto with_groups = [&](auto groups) {
@@ -636,8 +638,8 @@ struct Attention {
     }
   }
 
-  // Scores -> probabilities, of a step's rows from `at` on; what was summed before shrinks accordingly.
-  // In three passes over the rows, so that no row waits for the maximum and the sum of another.
+  // Turns scores into probabilities, for a step's rows from `at` on, and rescales the previous
+  // sums. Three passes over the rows, so that no row waits for the maximum and the sum of another.
   void softmax_rows(Task& t, int at, int count, const Tile* next, int64_t tile) const {
     constexpr int some = (kStepRows + W - 1) / W * W;
     alignas(64) float old_max[some] = {}, new_max[some] = {};
@@ -669,7 +671,7 @@ struct Attention {
 
   static constexpr int kTileVectors = kTile / W;
 
-  // v where the row sees a position of the tile, elsewhere `instead`.
+  // Selects v at visible positions of the tile, and `instead` elsewhere.
   static INLINE void hide(const Row& row, vf (&v)[kTileVectors], float instead) {
     for (int i = 0; i < kTileVectors; i++) {
       const vf key = lanes() + float(i * W);
@@ -679,8 +681,8 @@ struct Attention {
   }
   static bool sees_all(const Row& row) { return row.first == 0 && row.last == kTile; }
 
-  // Dot products -> logits, -inf where the row sees nothing; returns the largest.
-  // `wide`: where the scales of the positions lie, if they have any.
+  // Turns dot products into logits, -inf at invisible positions; returns the largest.
+  // `wide`: holds the scales of the positions, if any.
   template <class Wide>
   INLINE float finish_scores(const Row& row, const Wide& wide, int64_t tile, float* s) const {
     constexpr int V = kTileVectors;
@@ -701,7 +703,7 @@ struct Attention {
     return reduce_max(m);
   }
 
-  // Logits -> probabilities relative to the maximum; what was summed before shrinks by `old`.
+  // Turns logits into probabilities relative to the maximum; scales the previous sums by `old`.
   template <class Wide>
   INLINE void softmax_step(Row& row, const Wide& wide, const float* s, float old, P* probs,
                            float* acc) const {
@@ -719,8 +721,8 @@ struct Attention {
     for (int64_t d = 0; d < acc_stride; d += W) store(acc + d, load(acc + d) * old);
   }
 
-  // Adds the values for R rows together where they see the same positions, one by one elsewhere.
-  // Every row adds its own positions only, in ascending order.
+  // Adds the values for R rows together at positions visible to all of them, one by one elsewhere.
+  // Every row adds only its visible positions, in ascending order.
   template <int R>
   void add_values(Task& t, int rows, int at, const T* const* values, const T* const* next) const {
     if constexpr (R > 1)
@@ -751,7 +753,7 @@ struct Attention {
     Sums::write(acc, total.sum, out, a.head_size);
   }
 
-  // Rows from beginning to end.
+  // Computes rows completely.
   NOINLINE void run(int64_t request, int64_t kv_head, int64_t first_row, int count,
                     int64_t next_request, int64_t next_kv_head) const {
     Task t;
@@ -770,7 +772,7 @@ struct Attention {
     for (int i = 0; i < count; i++) write(t, i, total[i], acc + i * acc_stride);
   }
 
-  // One segment of some rows: into parts, [count] of {max, sum, acc[acc_stride]}.
+  // Computes one segment of some rows: into parts, [count] of {max, sum, acc[acc_stride]}.
   NOINLINE void run_segment(int64_t request, int64_t kv_head, int count, int64_t segment,
                             float* parts) const {
     Task t;
@@ -783,7 +785,7 @@ struct Attention {
     }
   }
 
-  // The rows whose segments lie in `parts`, `stride` floats apart.
+  // Folds and writes the rows with segments in `parts`, `stride` floats apart.
   void write_folded(int64_t request, int64_t kv_head, int count, const float* parts,
                     int64_t stride) const {
     Task t;
@@ -800,7 +802,7 @@ struct Attention {
   }
 };
 
-// Which tasks there are. Task i of request r: row tile i / kv_heads of KV head i % kv_heads.
+// List of tasks. Task i of request r: row tile i / kv_heads of KV head i % kv_heads.
 struct Tasks {
   const AttentionArgs& a;
   const int64_t group;
@@ -828,7 +830,7 @@ struct Tasks {
   }
 };
 
-// Few rows over long contexts: a task is a segment of them. `parts`: see run_segment.
+// For few rows over long contexts: a task is a segment of them. `parts`: see run_segment.
 template <class T, class C>
 void attend_by_segment(const AttentionArgs& a, const Tasks& tasks, int64_t longest) {
   const Attention<T, C> attention(a);
@@ -866,7 +868,7 @@ INLINE void attention_typed(const AttentionArgs& a, T, C) {
     return attend_by_segment<T, C>(a, tasks, longest);
   const Attention<T, C> attention(a);
   parallel_for(num_tasks, int64_t(tasks.cost), [&](int64_t i) {
-    const int64_t at = num_tasks - 1 - i;  // the last tiles of a prompt see most: they begin
+    const int64_t at = num_tasks - 1 - i;  // the last tiles of a prompt take longest: start with them
     const int64_t r = tasks.request_of(at), task = at - tasks.first[r];
     const int64_t first_row = task / a.kv_heads * kTileRows;
     const int64_t next = at > 0 ? tasks.request_of(at - 1) : -1;
@@ -905,7 +907,7 @@ INLINE void write_kv_typed(const WriteKvArgs& a, T, C) {
     const int64_t offset = slot % a.block_size;
     C* block = static_cast<C*>(a.kv_cache) + slot / a.block_size * a.kv_block_stride;
     C narrowed[kMaxHeadSize];
-    // What to copy for a head's numbers; its scale, if any, is put behind those of the block.
+    // Returns the source of a head's numbers; stores its scale, if any, after those of the block.
     auto prepare = [&](const T* from, [[maybe_unused]] C* head) -> const C* {
       if constexpr (std::is_same_v<T, C>) {
         return from;

@@ -1,28 +1,28 @@
-// Attention's two products on tile registers (tile.h), for bfloat16: scores of 16 or 32 rows with keys, and
-// probabilities times values. Keys are what a tile register wants as the cache has them, 16 pairs of
-// dimensions of 16 keys; only blocks of 8 and head sizes that are no multiple of 32 are copied. Values
-// are paired on the way in, once for all rows of a task.
+// Attention's two products on tile registers (tile.h), for bfloat16: scores of 16 or 32 rows with
+// keys, and probabilities times values. The cache stores keys as tile registers need them, 16 pairs
+// of dimensions of 16 keys. Only blocks of 8 and head sizes that are no multiple of 32 are copied.
+// Values are paired while they are copied, once for all rows of a task.
 //
-// Each sum is made in one order, whatever lies in the rows and columns beside it. A position that a row
-// does not see has probability zero there, which adds a zero if its value is finite; only the sign of
-// a sum that is zero itself depends on such, so writing takes that off. Where a value is not finite, and
-// not for all rows to see, each row is multiplied alone with what it sees.
+// Each sum has one order, whatever the adjacent rows and columns contain. A position that is
+// invisible to a row has probability zero, which adds a zero if its value is finite. This can only
+// change the sign of a sum that is zero, so writing removes the sign. If a value is not finite and
+// not visible to all rows, each row is multiplied alone with its visible positions.
 #pragma once
 #include "norm.h"
 #include "tile.h"
 
 OCTAVO_BEGIN
 
-// Whether attention of type T goes through tile registers: for a model always or never.
+// True if attention of type T uses tile registers: for a model always or never.
 template <class T>
 constexpr bool kOnTiles = false;
 
-constexpr int kPositionsOnTiles = 128;  // in one step of the softmax
-constexpr int kRowsOnTiles = 128;  // that values are paired for at once
-constexpr int kStepRowsOnTiles = 32;  // that share the tile registers
-constexpr int kFetchTo = 2;  // a tile more than what is worked on has room in the second cache
+constexpr int kPositionsOnTiles = 128;  // per step of the softmax
+constexpr int kRowsOnTiles = 128;  // rows that share paired values
+constexpr int kStepRowsOnTiles = 32;  // rows that share the tile registers
+constexpr int kFetchTo = 2;  // prefetch locality: L2 has room for one more tile
 
-// The products of type T.
+// Products of type T.
 template <class T>
 struct OnTiles;
 
@@ -30,7 +30,7 @@ template <int I>
 struct Index {
   static constexpr int value = I;
 };
-// f(Index<0>), ... f(Index<N - 1>)
+// Calls f(Index<0>), ... f(Index<N - 1>).
 template <int N, class F>
 INLINE void for_each_index(F f) {
   if constexpr (N > 0) {
@@ -43,8 +43,8 @@ INLINE void for_each_index(F f) {
 template <>
 constexpr bool kOnTiles<bf16> = true;
 
-// c[G * 16][V * 16] = or, with Add, += a[G * 16][32 * steps] * b. b(step, j): where 16 pairs along K of
-// the j-th 16 columns lie. Strides count elements. A stride of 0 makes 16 equal rows of one.
+// c[G * 16][V * 16] = or, with Add, += a[G * 16][32 * steps] * b. b(step, j): address of 16 pairs
+// along K of the j-th 16 columns. Strides count elements. A stride of 0 repeats one row 16 times.
 template <int G, int V, bool Add, class B>
 INLINE void tile_product(const bf16* a, int64_t a_stride, int64_t steps, B b, int64_t b_stride,
                          float* c, int64_t c_stride) {
@@ -86,15 +86,16 @@ struct OnTiles<bf16> {
   using P = bf16;
   static constexpr int kPositions = kPositionsOnTiles;
 
-  // The tile registers belong to a thread while it has such an object.
+  // The tile registers belong to a thread during the lifetime of this object.
   OnTiles() { configure_tiles(); }
   ~OnTiles() { release_tiles(); }
 
-  // Where keys and values of a tile are put that do not lie as they should. `width`: the head size, padded.
+  // Buffers for the keys and values of a tile that need another layout. `width`: the head size,
+  // padded.
   bf16* keys;  // [kPositions / 16][width / 2][16][2]
   bf16* values;  // [kPositions / 32][width / 16][16][16][2]; of 32 dimensions first the even ones
 
-  // The first n of 32 numbers; the others are zero.
+  // Loads the first n of 32 numbers; the others are zero.
   static INLINE vu row(const bf16* v, int64_t n) {
     if (n >= 32) return load_raw<vu>(v);
     vu some{};
@@ -103,7 +104,7 @@ struct OnTiles<bf16> {
   }
 
   static bool all_finite(const bf16* const* values, int first, int last, int64_t head_size) {
-    vu broken{};  // the highest bit of a half says so
+    vu broken{};  // the highest bit of a half marks it
     for (int key = first; key < last; key++)
       for (int64_t d = 0; d < head_size; d += 32)
         broken |= (row(values[key] + d, head_size - d) & 0x7f807f80u) + 0x00800080u;
@@ -112,8 +113,9 @@ struct OnTiles<bf16> {
     return (any & 0x80008000u) == 0;
   }
 
-  // N keys each: those that overlap positions [first, last). A last dimension of an odd number lies by
-  // itself in its block of `stride` positions, of which the first key is at 0 or, modulo that, beyond it.
+  // Copies blocks of N keys that overlap positions [first, last). A last dimension of an odd number
+  // is stored alone in its block of `stride` positions; its first key is at 0 or, modulo that,
+  // after it.
   template <int N>
   static NOINLINE void copy_keys(const bf16* const* keys, const bf16* const* next, int64_t stride,
                                  int first, int last, int64_t head_size, int64_t width, bf16* to) {
@@ -133,8 +135,8 @@ struct OnTiles<bf16> {
     }
   }
 
-  // Positions [first, last); up to the next multiples of 32 there is zero.
-  // `next`: the values that come after these, to be fetched from memory meanwhile, or null.
+  // Pairs the values of positions [first, last); pads with zero to multiples of 32.
+  // `next`: the following values, to be prefetched meanwhile, or null.
   static NOINLINE void pair_values(const bf16* const* values, const bf16* const* next, int first,
                                    int last, int64_t head_size, int64_t width, bf16* to) {
     alignas(64) static constexpr bf16 zeros[kMaxHeadSize] = {};
@@ -155,9 +157,10 @@ struct OnTiles<bf16> {
     }
   }
 
-  // scores[G * 16][kPositions] = q[G * 16][width] . keys, for the columns that overlap [first, last). Keys
-  // of 16 positions each; from a pair of their dimensions to the next it is `stride` pairs.
-  // `next`: the keys that come after these, to be fetched from memory meanwhile, or null.
+  // scores[G * 16][kPositions] = q[G * 16][width] . keys, for the columns that overlap [first,
+  // last). Keys of 16 positions each; successive pairs of their dimensions are `stride` pairs
+  // apart.
+  // `next`: the following keys, to be prefetched meanwhile, or null.
   template <int G>
   static NOINLINE void scores(const bf16* q, const bf16* const* keys, const bf16* const* next,
                               int64_t stride, int first, int last, int64_t width, float* scores) {
@@ -174,8 +177,8 @@ struct OnTiles<bf16> {
     }
   }
 
-  // acc[G * 16][width] += p[G * 16][kPositions] * values, for positions up to the next multiples of 32
-  // around [first, last); strides of 0 for one row alone.
+  // acc[G * 16][width] += p[G * 16][kPositions] * values, for positions [first, last) rounded out
+  // to multiples of 32; strides of 0 for one row alone.
   template <int G>
   static NOINLINE void add_values(const bf16* p, int64_t p_stride, const bf16* values, int first,
                                   int last, int64_t width, float* acc, int64_t acc_stride) {
@@ -193,7 +196,7 @@ struct OnTiles<bf16> {
     for (; d < width; d += 32) some(Index<2>{}, d);
   }
 
-  // Even and odd dimensions side by side again. + 0: no zero is negative.
+  // Interleaves even and odd dimensions. + 0: no zero is negative.
   static void write(const float* acc, float sum, bf16* out, int64_t head_size) {
     for (int64_t d = 0; d < head_size; d += 32) {
       const vu even = widen_bits(narrow((load(acc + d) + 0.0f) / sum, bf16{}));

@@ -30,7 +30,7 @@ void pause() {
 #endif
 }
 
-// The futexes are no private ones: those who wait are other processes.
+// The futexes are not private ones: other processes wait at them.
 void sleep_at(std::atomic<uint32_t>& word, uint32_t value, double seconds) {
 #if defined(__linux__)
   timespec time{time_t(seconds), long((seconds - double(time_t(seconds))) * 1e9)};
@@ -53,7 +53,7 @@ void wake(std::atomic<uint32_t>& word) {
 
 void break_group(SharedBarrier* barrier) {
   barrier->broken.store(1);
-  barrier->round.fetch_add(1);  // who is about to sleep does not
+  barrier->round.fetch_add(1);  // keeps waiting threads from going to sleep
   wake(barrier->round);
 }
 
@@ -116,7 +116,7 @@ void counter_wait(SharedCounter* counter, uint32_t value, const SharedBarrier& g
                        std::to_string(int64_t(timeout)) + " s");
     counter->sleeping.fetch_add(1);
     const uint32_t seen = counter->value.load();
-    // Not for long: who breaks the group does not know who waits here.
+    // Sleep only briefly: break_group does not wake the waiters of counters.
     if (!reached()) sleep_at(counter->value, seen, 0.1);
     counter->sleeping.fetch_sub(1);
   }

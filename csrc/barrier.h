@@ -1,4 +1,4 @@
-// Processes that compute one model together wait for each other in memory that they share.
+// Synchronization by shared memory of the processes that compute one model together.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -8,16 +8,16 @@
 
 namespace octavo {
 
-// The beginning of the shared memory, zeros at first; octavo/system/distributed.py knows its size.
+// Beginning of the shared memory, initially zero; octavo/system/distributed.py knows its size.
 struct SharedBarrier {
   alignas(64) std::atomic<uint32_t> arrived;
-  alignas(64) std::atomic<uint32_t> round;  // how often all have arrived; what sleepers wait at
+  alignas(64) std::atomic<uint32_t> round;  // number of completed rounds; sleepers wait at it
   alignas(64) std::atomic<uint32_t> sleeping;
-  alignas(64) std::atomic<uint32_t> broken;  // whether nobody is to wait any more
+  alignas(64) std::atomic<uint32_t> broken;  // 1: all waiting ends
 };
 static_assert(sizeof(SharedBarrier) == 256 && std::atomic<uint32_t>::is_always_lock_free);
 
-// One of the processes will not come.
+// Error: one of the processes will not arrive.
 struct GroupError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -32,27 +32,28 @@ struct BarrierArgs {
   Work work() const { return {0.0, 0.0}; }
 };
 
-// Waits until all ranks have arrived; what they wrote before is seen by all behind it. Throws
-// GroupError when the group is broken, and breaks it where the others take longer than the timeout.
+// Waits until all ranks have arrived; memory that they wrote before is then visible to all. Throws
+// GroupError if the group is broken, and breaks it if the others exceed the timeout.
 void shared_barrier(const BarrierArgs& a);
 
-// Ends all waiting, now and later.
+// Ends all present and future waiting.
 void break_group(SharedBarrier* barrier);
 
-// A number in shared memory that one process makes larger and others wait for; zeros at first.
+// Counter in shared memory that one process increases and others wait for; initially zero.
 struct SharedCounter {
   alignas(64) std::atomic<uint32_t> value;
   alignas(64) std::atomic<uint32_t> sleeping;
 };
 static_assert(sizeof(SharedCounter) == 128);
 
-// What was written before is seen by all who find that value. It may wrap around.
+// Memory written before is visible to all processes that read this value. It may wrap around.
 void counter_post(SharedCounter* counter, uint32_t value);
 
-// Whether the counter has come to a value.
+// Returns true if the counter has reached a value.
 bool counter_reached(const SharedCounter& counter, uint32_t value);
 
-// Waits for that. Throws GroupError when the group is broken, or after `timeout` seconds.
+// Waits until the counter has reached a value. Throws GroupError if the group is broken, or after
+// `timeout` seconds.
 void counter_wait(SharedCounter* counter, uint32_t value, const SharedBarrier& group,
                   double timeout);
 

@@ -68,9 +68,9 @@ extern const KernelTable table;
 }
 
 #if defined(__x86_64__)
-// Whether this process may use AMX: the processor has its products of bfloat16 and of bytes with tiles
-// of the usual size, the system saves them, and gives its permission, which holds for all threads.
-// Old kernels (before Linux 5.16), some virtual machines and sandboxes do not.
+// Returns true if this process may use AMX: the processor can multiply tiles of bfloat16 and of
+// bytes of the usual size, the system saves the tiles, and it grants permission, which holds for
+// all threads. Kernels before Linux 5.16, some virtual machines and sandboxes do not.
 static bool may_use_tiles() {
 #if defined(__linux__)
   unsigned a, b, c, d;
@@ -91,7 +91,7 @@ static bool may_use_tiles() {
 #endif
 
 #if defined(__x86_64__)
-// A variant that has products of bytes of its own; all else is `table`'s.
+// Makes a variant with its own products of bytes; all other kernels are `table`'s.
 static KernelTable with_bytes(KernelTable table, const char* isa,
                               void (*byte_product)(const LinearQArgs&)) {
   table.isa = isa;
@@ -100,8 +100,8 @@ static KernelTable with_bytes(KernelTable table, const char* isa,
 }
 #endif
 
-// Zen 5 reads 50 GB/s by any fetch, and a decode step of smollm2-135m gains 3 % by this one. On Intel it
-// has only the first cache's few line buffers to go to: 10 to 15 GB/s where others read 28.
+// Zen 5 reads 50 GB/s by any prefetch, and a decode step of smollm2-135m gains 3 % by this one. On
+// Intel this prefetch only uses the few line buffers of L1: 10 to 15 GB/s, while others read 28.
 #if defined(__x86_64__)
 static const bool past_caches = (__builtin_cpu_init(), __builtin_cpu_is("amd"));
 #else
@@ -122,7 +122,7 @@ static std::vector<const KernelTable*> find_available() {
   // Every processor with bfloat16 products has byte products (VNNI), too.
   const bool has_bf16 = has_avx512 && __builtin_cpu_supports("avx512bf16") &&
                         __builtin_cpu_supports("avx512vnni");
-  // CMakeLists.txt says which variants are built.
+  // CMakeLists.txt selects the variants.
 #if defined(OCTAVO_HAS_amx)
   if (has_bf16 && may_use_tiles() && amx::tiles_work()) found.push_back(&amx::table);
 #endif
@@ -183,7 +183,7 @@ static const KernelTable* find(const std::string& name) {
   return nullptr;
 }
 
-// At first the variant that OCTAVO_ISA names; without it, the best.
+// Returns the variant that OCTAVO_ISA names; if it is unset, the best.
 static const KernelTable* first_choice() {
   if (available().empty())
     throw std::invalid_argument(
@@ -248,14 +248,14 @@ void top_k(const TopKArgs& a) {
     auto before = [](const Entry& a, const Entry& b) {
       return a.first > b.first || (a.first == b.first && a.second < b.second);
     };
-    std::vector<Entry> heap;  // the worst of the k best on top
+    std::vector<Entry> heap;  // the smallest of the k largest on top
     heap.reserve(k);
     for (int64_t i = 0; i < a.dim; i++) {
       const float v = from[i] == from[i] ? from[i] : -__builtin_inff();
       if (int64_t(heap.size()) < k) {
         heap.emplace_back(v, i);
         std::push_heap(heap.begin(), heap.end(), before);
-      } else if (k > 0 && v > heap.front().first) {  // an equal one comes later: it loses
+      } else if (k > 0 && v > heap.front().first) {  // an equal number has a higher index: it loses
         std::pop_heap(heap.begin(), heap.end(), before);
         heap.back() = {v, i};
         std::push_heap(heap.begin(), heap.end(), before);

@@ -1,4 +1,4 @@
-// Which variant of the kernels runs.
+// Choice of the kernels' variant.
 #pragma once
 #include <string>
 #include <vector>
@@ -7,10 +7,10 @@
 
 namespace octavo {
 
-// The chosen variant: at first the one that the environment's OCTAVO_ISA names, or else the best that
-// this processor has. Throws std::invalid_argument if it has not what OCTAVO_ISA names.
+// The chosen variant: initially the one that the environment variable OCTAVO_ISA names, or else the
+// best for this processor. Throws std::invalid_argument if the processor lacks the named variant.
 const KernelTable& kernels();
-// Best first. The first call asks the system for what needs its permission.
+// Best first. The first call requests the permissions that variants need from the system.
 std::vector<std::string> available_isas();
 bool set_isa(const std::string& name);  // false: not available here
 

@@ -1,28 +1,29 @@
 // out = x * weight^T + bias with weights packed once.
 //
 // A packed weight is a list of panels of kPanel outputs (the last one padded with zeros). Within a
-// panel K runs slowest, so that a product streams through memory; bfloat16 keeps two steps of K side
-// by side, as the dot products of AVX-512 and ARM want them and as a shift and a mask can undo; there K
-// is padded with zeros to a multiple of 32, since tiles (gemm_tiles.h) read 32 at once:
+// panel K varies slowest, so that a product streams through memory. bfloat16 interleaves two steps
+// of K, for the dot products of AVX-512 and ARM; a shift and a mask separate them. Its K is padded
+// with zeros to a multiple of 32, since tiles (gemm_tiles.h) read 32 at once:
 //   float32, float16: [n / kPanel][k][kPanel]      bfloat16: [n / kPanel][padded k / 2][kPanel][2]
 //
-// Every output is accumulated in float32 along K from first to last, whatever m is. K is cut into
-// blocks for the caches only: the accumulators are put away and fetched again, which changes no bit.
+// Every output is accumulated in float32 along K from first to last, for every m. K is cut into
+// blocks for the caches only: storing and reloading the accumulators changes no bit.
 #pragma once
 #include "activation.h"
 
 OCTAVO_BEGIN
 
-constexpr int kVectors = 4;  // accumulators side by side
+constexpr int kVectors = 4;  // vectors of a panel
 constexpr int kPanel = kVectors * W;
-// Rows at once of a weight of type T: what the registers hold. Widening 16 bits takes some.
+// Rows at once of a weight of type T, limited by registers. Widening 16 bits uses some.
 template <class T>
 constexpr int kRows = kRegisters == 32 ? 6 : W == 8 && sizeof(T) == 4 ? 3 : 2;
-constexpr int kStreamed = 2;  // rows so few that weights go by as fast as memory gives them
+constexpr int kStreamed = 2;  // maximum number of rows that leave memory the bottleneck
 constexpr int kPastCachesAhead = 2048, kStreamAhead = 4096;  // bytes
-constexpr int kRowBlock = 96;  // rows of x that go through one panel together
+constexpr int kRowBlock = 96;  // rows of x that share one pass over a panel
 
-// How a panel of storage type T meets x. `A`: what x is read as; `kStep`: the steps of K in one go.
+// Multiplication of a panel of storage type T by x. `A`: type that x is read as; `kStep`: steps of
+// K at once.
 template <class T>
 struct Panel {
   using A = float;
@@ -54,7 +55,7 @@ struct Panel<bf16> {
   template <int R>
   static INLINE void step(vf (&acc)[R][kVectors], const float* x, int64_t stride, const bf16* w) {
     UNROLL for (int odd = 0; odd < 2; odd++)
-      UNROLL for (int j = 0; j < kVectors; j++) {  // outside, so that one vector of weights is held
+      UNROLL for (int j = 0; j < kVectors; j++) {  // outer loop, so that one vector of weights is live
         const vu pair = load_raw<vu>(w + 2 * j * W);
         const vf b = (vf)(odd ? pair & 0xffff0000u : pair << 16);
         UNROLL for (int i = 0; i < R; i++) acc[i][j] = fma(x[i * stride + odd], b, acc[i][j]);
@@ -75,15 +76,15 @@ constexpr int kLine = 64 / sizeof(T);  // numbers in a cache line
 template <class T>
 constexpr int kLines = kPanel * Panel<T>::kStep / kLine<T>;  // cache lines that a step reads
 template <class T>
-constexpr int kBlock = 16384 / (kPanel * sizeof(T));  // of K: a panel's part that stays in the cache
+constexpr int kBlock = 16384 / (kPanel * sizeof(T));  // steps of K that stay in the cache
 
-// Cache lines that are fetched in each step, and how long the caches are to keep them.
+// Number of cache lines prefetched in each step, and their locality.
 template <int Lines, int Locality>
 struct Fetch {
   static constexpr int lines = Lines, locality = Locality;
 };
 
-// c[R][kPanel] += x[R][k] * w[k][kPanel]; meanwhile F says what is fetched of the weights from `ahead`.
+// c[R][kPanel] += x[R][k] * w[k][kPanel]; meanwhile prefetches weights from `ahead` as F specifies.
 template <class T, int R, class F>
 void micro_kernel(const typename Panel<T>::A* x, int64_t stride, const T* w, int64_t k, float* c,
                   const T* ahead) {
@@ -99,7 +100,7 @@ void micro_kernel(const typename Panel<T>::A* x, int64_t stride, const T* w, int
     ahead += F::lines * kLine<T>;
     Panel<T>::template step<R>(acc, x + p, stride, w);
   }
-  if (p < k) {  // an odd last step: the weights have a zero there, x has nothing
+  if (p < k) {  // an odd last step: weights are padded with zero, x is not
     A rest[R][step] = {};
     for (int i = 0; i < R; i++) rest[i][0] = x[p + i * stride];
     Panel<T>::template step<R>(acc, rest[0], step, w);
@@ -115,11 +116,11 @@ INLINE void micro_kernels(int rows, const typename Panel<T>::A* x, int64_t strid
   if constexpr (R > 1) micro_kernels<T, F, R - 1>(rows, x, stride, w, k, c, ahead);
 }
 
-// c[rows][kPanel] = x[rows][k] * w[k][kPanel], block after block of K. A block stays in the first cache
-// for all rows; while they meet it, the next one is fetched, at the end `after`, if not null. So reading
-// a weight and computing with it go on at the same time, which matters most for 8 to 64 rows, where they
-// take about equally long. One or two rows use a weight once: where the processor can, it passes through
-// the caches without driving out what the rest of the engine has there.
+// c[rows][kPanel] = x[rows][k] * w[k][kPanel], block by block of K. A block stays in L1 for all
+// rows. Meanwhile the next one is prefetched, at the end `after`, if not null. So reading a weight
+// overlaps computing, which matters most for 8 to 64 rows, where both take about equally long. One
+// or two rows use a weight once: if the processor supports it, the weight bypasses the caches and
+// evicts nothing.
 template <class T>
 INLINE void panel_product(const typename Panel<T>::A* x, int64_t stride, const T* w, int64_t rows,
                           int64_t k, float* c, const T* after) {
@@ -135,7 +136,7 @@ INLINE void panel_product(const typename Panel<T>::A* x, int64_t stride, const T
         micro_kernels<T, decltype(fetched), kRows<T>>(n, x + i * stride + from, stride, block, depth,
                                                    c + i * kPanel, ahead);
       };
-      constexpr int half = kLines<T> > 1 ? kLines<T> / 2 : 1;  // fetched in a pass, if there are more
+      constexpr int half = kLines<T> > 1 ? kLines<T> / 2 : 1;  // prefetched in a pass, if there are several
       if (rows <= kStreamed) {
         ahead = block + (tuning.past_caches ? kPastCachesAhead : kStreamAhead) / sizeof(T);
         if (tuning.past_caches)
@@ -165,7 +166,7 @@ void write_rows(const float* c, const T* bias, O* out, int64_t stride, int64_t r
     }
 }
 
-// As write_rows, of act(gate) * up; all three are rounded to T, as apart from each other.
+// Writes act(gate) * up like write_rows; all three are rounded to T, as in separate kernels.
 template <class T>
 void write_gated(const float* gate, const float* up, const T* gate_bias, const T* up_bias, Gated kind,
                  T* out, int64_t stride, int64_t rows) {
@@ -179,7 +180,7 @@ void write_gated(const float* gate, const float* up, const T* gate_bias, const T
   });
 }
 
-// Writes sums of the panel at column col and, if gated, those of its other half.
+// Writes sums of the panel at column col and, if gated, of its other half.
 template <class T, class Args>
 INLINE void write_panel(const Args& a, T, const float* c, const float* up, int64_t col, void* out,
                         int64_t stride, int64_t rows) {
@@ -193,16 +194,16 @@ INLINE void write_panel(const Args& a, T, const float* c, const float* up, int64
   });
 }
 
-// Cuts a product into tasks of some rows and one panel of outputs: `product(first, rows, col, c, next)`
-// is to put rows first ... of this product times the panel at column col into c [rows][kPanel]; the panel
-// at column next comes after it, or is not known: -1. Row 0 is the row0-th row of out.
+// Cuts a product into tasks of some rows and one panel of outputs. `product(first, rows, col, c,
+// next)` stores rows first ... of this product times the panel at column col in c [rows][kPanel].
+// The panel at column next follows; -1: unknown. Row 0 is the row0-th row of out.
 template <class T, class Args, class F>
 INLINE void for_tiles(const Args& a, T t, int64_t row0, int64_t m, int64_t cost, F product) {
   const bool gated = a.gated != Gated::none;
   const int64_t half = a.n / 2, panels = ceil_div(gated ? half : a.n, kPanel);
-  // Narrow weights have too few panels to keep all threads busy to the end: fewer rows at once.
+  // Narrow weights have too few panels to keep all threads busy to the end: use fewer rows at once.
   const int64_t parts = ceil_div(8 * num_threads(), panels);
-  constexpr int64_t whole = 4 * kRows<float>;  // which other types' rows at once divide as well
+  constexpr int64_t whole = 4 * kRows<float>;  // divisible by the rows at once of all types
   const int64_t some = ceil_div(max<int64_t>(1, ceil_div(m, parts)), whole) * whole;
   const int64_t block = min<int64_t>(kRowBlock, some);
   parallel_for(panels * ceil_div(m, block), cost, [&](int64_t task, int64_t next_task) {
@@ -222,7 +223,7 @@ INLINE void for_tiles(const Args& a, T t, int64_t row0, int64_t m, int64_t cost,
   });
 }
 
-// Rows of x as they are needed: x itself, or float32 copies.
+// Multiplies rows of x, which is x itself or float32 copies.
 template <class A, class T>
 void linear_rows(const LinearArgs& a, const A* x, int64_t x_stride, int64_t row0, int64_t m) {
   const int64_t panels = ceil_div(a.n, kPanel);
@@ -242,7 +243,7 @@ INLINE void linear_typed(const LinearArgs& a, T) {
   if constexpr (std::is_same_v<T, typename Panel<T>::A>) {
     linear_rows<T, T>(a, x, a.x_stride, 0, a.m);
   } else {
-    // The processor has no product for T: float32 copies of the rows, some at a time.
+    // The processor cannot multiply T: copy some rows at a time to float32.
     constexpr int64_t some = 2 * kRowBlock;
     float* copy = static_cast<float*>(scratch(min(a.m, some) * a.k * sizeof(float)));
     for (int64_t row0 = 0; row0 < a.m; row0 += some) {
@@ -277,13 +278,13 @@ void linear(const LinearArgs& a) {
   });
 }
 
-// Through a tile of 128 steps of K, which the first cache holds: rows come in whole lines and leave in
-// whole lines.
+// Packs by a tile of 128 steps of K, which fits in L1: rows are read and written in whole cache
+// lines.
 template <class S, class T>
 INLINE void pack_typed(const PackArgs& a, S, T) {
   constexpr int step = Panel<T>::kStep, run = 128;
   struct Group {
-    T values[step];  // what stays side by side
+    T values[step];  // interleaved values
   };
   const int64_t panel_k = padded_k<T>(a.k);
   const int64_t end = a.row0 + a.rows;
@@ -292,7 +293,7 @@ INLINE void pack_typed(const PackArgs& a, S, T) {
     const int64_t col = (first + task) * kPanel;
     T* panel = static_cast<T*>(a.dst) + col * panel_k;
     const int64_t from = max(col, a.row0), to = min(col + kPanel, end);
-    const int64_t zeros = to == a.n ? col + kPanel : to;  // padding goes with the last row
+    const int64_t zeros = to == a.n ? col + kPanel : to;  // the last row writes the padding
     alignas(64) Group tile[kPanel][run / step] = {};
     for (int64_t k0 = 0; k0 < panel_k; k0 += run) {
       const int64_t depth = min<int64_t>(run, a.k - k0), whole = min<int64_t>(run, panel_k - k0);
@@ -318,7 +319,7 @@ void pack_weight(const PackArgs& a) {
   });
 }
 
-// Rows of a table, or of a packed weight: an embedding that is tied to the LM head needs no second copy.
+// Reads rows of a table or a packed weight: an embedding tied to the LM head needs no second copy.
 template <class T>
 INLINE void gather_typed(const GatherArgs& a, T) {
   constexpr int step = Panel<T>::kStep;

@@ -1,12 +1,14 @@
-// Products on tiles (tile.h): of bfloat16 for every number of rows, of bytes (quant.h) for more than a few.
+// Products on tiles (tile.h): of bfloat16 for every number of rows, of bytes (quant.h) for more
+// than a few.
 //
-// A weight is read as it lies: of the kPanel outputs of a panel a step of K, 32 bfloat16 or 64 bytes, is
-// four tiles side by side. Rows of x are copied into tiles: [groups of 16 rows][steps][16][64 bytes]. But
-// for the product itself the two types are alike, so sizes and addresses are in bytes here.
+// A weight is read in its packed layout: a step of K of a panel, 32 bfloat16 or 64 bytes of its
+// kPanel outputs, is four adjacent tiles. Rows of x are copied into tiles: [groups of 16
+// rows][steps][16][64 bytes]. Except for the product itself the two types are alike, so sizes and
+// addresses are in bytes here.
 //
-// A tile has 16 rows, always: those that x does not have are what the buffer happens to hold, and nobody
-// looks at their sums. So a row's sum is the same instructions on the same numbers, alone or not, and
-// blocks of K put sums away and fetch them again, which changes no bit.
+// A tile always has 16 rows. Rows beyond x contain arbitrary numbers, and their sums are ignored.
+// So a row's sum uses the same instructions on the same numbers, alone or not. Blocks of K store
+// and reload sums, which changes no bit.
 #pragma once
 #include "gemm.h"
 #include "tile.h"
@@ -15,20 +17,21 @@ OCTAVO_BEGIN
 
 constexpr int64_t kTileNbytes = kTileRows16 * kTileBytes;
 constexpr int64_t kPanelRow = kPanel * 4;  // bytes between the rows of a tile in a panel, and of sums
-constexpr int64_t kStepNbytes = kTileRows16 * kPanelRow;  // of a panel, a step of K; of sums of a group
+constexpr int64_t kStepNbytes = kTileRows16 * kPanelRow;  // of a step of K of a panel; of sums of a group
 
-// How a product is cut, as measured on Emerald Rapids (48 KB of first cache, 2 MB of second for a core).
-constexpr int64_t kPartNbytes = 1200000;  // of x, for all of K: they meet panels together and stay in L2
+// Sizes of the parts of a product, as measured on Emerald Rapids (48 KB of L1, 2 MB of L2 for a
+// core).
+constexpr int64_t kPartNbytes = 1200000;  // of a part of x, for all of K, which stays in L2
 constexpr int64_t kMostGroups = 64, kLeastGroups = 8;  // groups of 16 rows in such a part
-constexpr int64_t kDepth = 4;  // steps in a block of K: of a panel 16 KB, which stay in L1
-// Where K is so long (in bytes) that a part would have few rows, and there are many: a block of K of a
+constexpr int64_t kDepth = 4;  // steps in a block of K: 16 KB of a panel, which stay in L1
+// If K is so long (in bytes) that a part would have few rows, and there are many: a block of K of a
 // larger part stays in L2, with the sums of some panels.
 constexpr int64_t kLongK = 4800, kLongFrom = 128, kLongGroups = 16, kLongDepth = 8, kLongPanels = 8;
-constexpr int64_t kOwnFrom = 64;  // more rows than these may be cut into parts of the threads' own
-constexpr int64_t kPastCaches = 256;  // rows from which on out is written past the caches
+constexpr int64_t kOwnFrom = 64;  // more rows than these may be cut into parts of single threads
+constexpr int64_t kPastCaches = 256;  // minimum number of rows for writing out past the caches
 constexpr int64_t kTasks = 4;  // for each thread, if panels alone are too few
-constexpr int64_t kTogether = 2048;  // rows that are cut together: this bounds the memory that they take
-constexpr int64_t kFetchAhead = 4096;  // bytes, where weights are read once
+constexpr int64_t kTogether = 2048;  // maximum rows cut together, which bounds memory
+constexpr int64_t kFetchAhead = 4096;  // bytes, for weights that are read once
 constexpr int64_t kSumsNbytes = 2 * kMostGroups * kStepNbytes;  // of a part, at most: gate and up
 static_assert(kLongPanels * kLongGroups <= 2 * kMostGroups);
 
@@ -52,7 +55,7 @@ INLINE void fetch(const char*& ahead) {
   ahead += F::lines * 64;
 }
 
-// Sums c of two groups of rows and half a panel, two tiles wide; F is fetched in each step.
+// Sums c of two groups of rows and half a panel, two tiles wide; F is prefetched in each step.
 template <class Dot, class F>
 void two_by_two(const char* a, int64_t next_group, const char* b, int64_t steps, char* c, bool begin,
                 const char*& ahead) {
@@ -78,7 +81,7 @@ void two_by_two(const char* a, int64_t next_group, const char* b, int64_t steps,
   tile_store<2>(d, kPanelRow), tile_store<3>(d + kTileBytes, kPanelRow);
 }
 
-// Of one group and a whole panel.
+// Sums of one group and a whole panel.
 template <class Dot, class F>
 void one_by_four(const char* a, const char* b, int64_t steps, char* c, bool begin, const char*& ahead) {
   if (begin) {
@@ -103,13 +106,14 @@ void one_by_four(const char* a, const char* b, int64_t steps, char* c, bool begi
   tile_store<2>(c + 2 * kTileBytes, kPanelRow), tile_store<3>(c + 3 * kTileBytes, kPanelRow);
 }
 
-// c[groups * 16][kPanel] (+)= x * w for a block of K. Meanwhile the next one, at `ahead`, is fetched into
-// the second cache, spread over some passes, so that neither computing nor reading waits for the other.
+// c[groups * 16][kPanel] (+)= x * w for a block of K. Meanwhile the next one, at `ahead`, is
+// prefetched into L2, spread over some passes, so that neither computing nor reading waits for the
+// other.
 template <class Dot>
 INLINE void tile_block(const char* x, int64_t next_group, const char* w, int64_t steps, int64_t groups,
                        char* c, bool begin, const char* ahead) {
   constexpr int all = kStepNbytes / 64, locality = 2;
-  if (groups == 1) {  // what is read once is fetched as it goes by
+  if (groups == 1) {  // weights that are read once are prefetched in passing
     ahead = w + kFetchAhead;
     return one_by_four<Dot, Fetch<all, locality>>(x, w, steps, c, begin, ahead);
   }
@@ -138,10 +142,10 @@ INLINE void tile_block(const char* x, int64_t next_group, const char* w, int64_t
 }
 
 struct TileCut {
-  int64_t groups, part, parts;  // groups of 16 rows, how many are a part, and how many parts there are
+  int64_t groups, part, parts;  // groups of 16 rows, number of groups in a part, and of parts
   int64_t depth;  // steps in a block of K
-  int64_t set, sets;  // panels of out that a part meets together, and how many such sets there are
-  bool own;  // a thread takes whole parts, and makes their tiles where only it needs them
+  int64_t set, sets;  // panels of out that a part is multiplied by together; number of such sets
+  bool own;  // a thread processes whole parts, and makes their tiles only for itself
 };
 
 template <class Args>
@@ -162,7 +166,7 @@ INLINE TileCut cut_tiles(const Args& a, int64_t m, int64_t steps) {
             fits * group_nbytes <= kPartNbytes;
   if (cut.own) parts = ceil_div(parts, num_threads()) * num_threads();
   cut.part = ceil_div(cut.groups, parts);
-  if (cut.part < cut.groups && cut.part < fits) cut.part += cut.part % 2;  // groups go in pairs
+  if (cut.part < cut.groups && cut.part < fits) cut.part += cut.part % 2;  // groups are processed in pairs
   cut.parts = ceil_div(cut.groups, cut.part);
   const int64_t depth = m <= kTileRows16 ? steps : many_long ? kLongDepth : kDepth;
   cut.depth = ceil_div(steps, ceil_div(steps, depth));
@@ -177,7 +181,8 @@ INLINE void store_past_caches(char* to, const char* from) {  // 64 bytes
 #endif
 }
 
-// write_panel of rows first ... of m; many rows go past the caches, where whole lines are written.
+// Calls write_panel for rows first ... of m; many rows bypass the caches if whole lines are
+// written.
 template <class T, class Args>
 INLINE void write_part(const Args& a, T t, int64_t m, int64_t row0, int64_t rows, int64_t col,
                        const float* c, const float* up) {
@@ -195,9 +200,9 @@ INLINE void write_part(const Args& a, T t, int64_t m, int64_t row0, int64_t rows
   }
 }
 
-// The products of m rows and all panels: `tiles(part)` is where the first group of a part lies as tiles;
-// `finish(first, rows, col, c, up)` is to use the sums of rows first ... and the panel at column col, and
-// those of its other half if gated.
+// Multiplies m rows by all panels: `tiles(part)` returns the tiles of the first group of a part;
+// `finish(first, rows, col, c, up)` uses the sums of rows first ... and the panel at column col,
+// and those of its other half if gated.
 template <class Dot, class Args, class Tiles, class Finish>
 INLINE void tile_products(const Args& a, int64_t m, int64_t steps, const TileCut& cut, Tiles tiles,
                           Finish finish) {
@@ -229,7 +234,7 @@ INLINE void tile_products(const Args& a, int64_t m, int64_t steps, const TileCut
       finish(first * kTileRows16, rows, i * kPanel, c, gated ? c + sums_nbytes : nullptr);
   };
   const int64_t run = cut.own ? cut.sets : 1;  // tasks in a row
-  // Tiles do a vector's work for 16 rows at once
+  // Tiles compute 16 rows at once.
   const int64_t cost = ceil_div(a.n, kPanel) * kVectors * cut.groups * steps * 2 * kTileRows16;
   parallel_ranges(cut.parts * cut.sets / run, cost, [&](int64_t begin, int64_t end) {
     configure_tiles();
@@ -240,12 +245,12 @@ INLINE void tile_products(const Args& a, int64_t m, int64_t steps, const TileCut
     }
     release_tiles();
 #if defined(__AVX512F__)
-    _mm_sfence();  // what went past the caches is there before anybody is told
+    _mm_sfence();  // writes past the caches complete before other threads are notified
 #endif
   });
 }
 
-// The rows of a group as tiles. Beyond K are zeros, as in the weights: zero times NaN is NaN.
+// Makes tiles of a group's rows. Zeros follow K as in the weights: zero times NaN would be NaN.
 INLINE void make_tiles(const bf16* x, int64_t stride, int64_t rows, int64_t k, char* to) {
   constexpr int64_t step = kTileBytes / sizeof(bf16);
   for (int64_t r = 0; r < rows; r++, x += stride, to += kTileBytes) {
@@ -258,8 +263,8 @@ INLINE void make_tiles(const bf16* x, int64_t stride, int64_t rows, int64_t k, c
   }
 }
 
-// Shared tiles, those of threads' own, which are no more in all (cut_tiles gives each thread two parts or
-// more), and sums. Quantized rows (quant.h) take less than shared tiles do.
+// Bytes of shared tiles, of tiles of single threads, at most as many in all (cut_tiles assigns each
+// thread two parts or more), and of sums. Quantized rows (quant.h) need less than shared tiles.
 int64_t linear_scratch(int64_t rows, int64_t k, int64_t threads) {
   const int64_t row = padded_k<bf16>(k) * sizeof(bf16);
   const int64_t groups = ceil_div(min(rows, kTogether), kTileRows16), tiles = groups * kTileRows16 * row;

@@ -9,7 +9,7 @@
 
 namespace octavo {
 
-// Where arrays are, by name.
+// Addresses of arrays by name.
 struct Addresses {
   const std::map<std::string, uintptr_t>& by_name;
 
@@ -23,9 +23,9 @@ struct Addresses {
   Pointer operator[](const char* name) const { return {by_name.at(name)}; }
 };
 
-// Those arrays of a step that are gathered; StepTable in layers/step_table.py declares them all.
+// Arrays of a step that are gathered; StepTable in layers/step_table.py declares all arrays.
 struct StepArrays {
-  int64_t tokens, requests, samples;  // that there is room for
+  int64_t tokens, requests, samples;  // capacities
   int32_t* query_start_loc;
   int32_t* seq_lens;
   int64_t* logits_indices;
@@ -57,8 +57,8 @@ struct InputGatherer {
   // By request of the step
   const int64_t* rows;
   const int64_t* counts;  // tokens to compute, drafts included
-  const int64_t* num_drafts;  // tokens behind the known ones
-  int64_t* num_samples;  // written: rows of logits; 0: its known tokens are not all computed yet
+  const int64_t* num_drafts;  // tokens after the known ones
+  int64_t* num_samples;  // written: rows of logits; 0: some known tokens are not computed yet
 
   InputGatherer(int64_t max_num_seqs, int64_t max_model_len, int64_t groups, int64_t blocks,
                 int64_t block_size, const Addresses& at)
@@ -76,8 +76,8 @@ struct InputGatherer {
         num_drafts(at["num_drafts"]),
         num_samples(at["num_samples"]) {}
 
-  // Returns the rows of logits. Throws before it writes anything if a row does not exist, or tokens
-  // lie outside a row or do not fit the step.
+  // Returns the number of rows of logits. Throws before it writes anything if a row does not exist,
+  // or tokens are outside a row or exceed the step.
   int64_t run(int64_t num_reqs, const StepArrays& to) const {
     check(num_reqs, to);
     int64_t token = 0, sampled = 0;
@@ -105,7 +105,7 @@ struct InputGatherer {
   }
 
  private:
-  // One for each draft, and one for what comes behind the last of them.
+  // Counts one sample for each draft, and one after the last draft.
   int64_t samples_of(int64_t i) const {
     const int64_t end = num_computed_tokens[rows[i]] + counts[i];
     return end == num_tokens[rows[i]] + num_drafts[i] ? num_drafts[i] + 1 : 0;

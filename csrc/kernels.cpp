@@ -1,5 +1,6 @@
 // One variant: compiled once for each instruction set, with OCTAVO_ISA as its name. With
-// OCTAVO_BYTES_ONLY it has products of bytes only, and takes all else from another one (dispatch.cpp).
+// OCTAVO_BYTES_ONLY it only has products of bytes, and uses the other kernels of another variant
+// (dispatch.cpp).
 #include "quant.h"
 #if !defined(OCTAVO_BYTES_ONLY)
 #include "activation.h"
@@ -29,7 +30,7 @@ const KernelTable table = {
 #endif
 
 #if defined(__AMX_TILE__)
-// One product of each kind, of whole numbers, so that no order of sums makes a difference.
+// Tests one product of each kind, of whole numbers, so that the order of sums makes no difference.
 bool tiles_work() {
   constexpr int K = 64;
   alignas(64) int8_t a[16][K];  // rows of x

@@ -1,6 +1,7 @@
-// What every instruction-set variant of the kernels offers: plain structs of pointers and sizes,
-// and one table of functions. No torch, no Python: a recorded list of (function, arguments) is
-// replayed for steps of any size (plan.h), so every struct can be set to another number of rows.
+// Interface of every instruction-set variant of the kernels: plain structs of pointers and sizes,
+// and one table of functions. It needs neither torch nor Python: a recorded list of (function,
+// arguments) is replayed for steps of any size (plan.h), so the number of rows of every struct can
+// be set.
 //
 // Common rules. Strides count elements. Everything accumulates in float32. A result depends on its
 // own row only: never on the other rows of a call, on their number, or on the number of threads.
@@ -20,7 +21,7 @@ struct f16 {
   uint16_t bits;
 };
 
-// What a KV cache holds: numbers of the model's type, or bytes (kv_format.h).
+// Contents of a KV cache: numbers of the model's type, or bytes (kv_format.h).
 enum class CacheType : int { same = 0, e4m3 = 1, e5m2 = 2, int8 = 3 };
 struct e4m3 {
   uint8_t bits;
@@ -46,20 +47,20 @@ enum class Unary : int {
   clamp = 9
 };
 
-// What a recorded call is set to before it runs.
+// Size that a recorded call is set to before it runs.
 struct StepSize {
   int64_t rows;  // tokens, or rows of logits
   int64_t num_reqs;
 };
 
-// What a call moves and computes at least, for rooflines.
+// Minimum data moved and computed by a call, for rooflines.
 struct Work {
   double bytes, flops;
 };
 
 inline int64_t size_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
-// Bytes of a key or a value of one head of one token in the cache.
+// Returns the bytes of a key or a value of one head of one token in the cache.
 inline int64_t cached_size(CacheType cache, DType dtype, int64_t head_size) {
   if (cache == CacheType::same) return head_size * size_of(dtype);
   return head_size + (cache == CacheType::int8 ? 4 : 0);
@@ -69,7 +70,7 @@ struct PackArgs {
   const void* src;  // [rows, k]
   int64_t src_stride;
   void* dst;  // the whole packed weight
-  int64_t row0, rows;  // which of its n rows these are
+  int64_t row0, rows;  // range of its n rows
   int64_t n, k;
   DType src_dtype, dtype;
 };
@@ -93,14 +94,14 @@ struct LinearArgs {
   }
 };
 
-// How a quantized weight is written, see quant.h.
+// Encoding of a quantized weight, see quant.h.
 enum class QuantFormat : int { int8 = 0, int4_levels = 1, int4 = 2, int4_zeros = 3 };
 
 struct QuantizeArgs {
   const void* src;  // [rows, k]
   int64_t src_stride;
   void* dst;  // the whole packed weight
-  int64_t row0, rows;  // which of its n rows these are
+  int64_t row0, rows;  // range of its n rows
   int64_t n, k, group;
   QuantFormat format;  // int8 or int4_levels
   DType dtype;
@@ -235,8 +236,8 @@ struct SamplingRow {
   float temperature;  // 0: greedy
   float min_p;  // 0: all
   double top_p;  // 1: all
-  uint64_t seed;  // key of the random numbers,
-  uint32_t position, stream;  // and their counter's first half
+  uint64_t seed;  // key of the random numbers
+  uint32_t position, stream;  // first half of the random numbers' counter
   int64_t top_k;  // 0: all
 };
 
@@ -267,7 +268,7 @@ struct BitmaskArgs {
   int64_t x_stride, x_rows;
   const int32_t* bitmask;  // [rows, ceil(dim / 32)]; bit b of word w: keep the number at 32 w + b
   int64_t bitmask_stride;
-  const int64_t* indices;  // [rows]: for which row of x; one that x does not have is passed over
+  const int64_t* indices;  // [rows]: rows of x; indices beyond x are ignored
   int64_t rows, dim;
 
   void resize(const StepSize& size) { rows = size.rows; }
@@ -277,7 +278,7 @@ struct BitmaskArgs {
 struct GatherArgs {
   const void* table;  // [n, dim], or a packed weight of that shape
   int64_t table_stride, n;
-  const int64_t* ids;  // [rows]; one that is not in [0, n) gives a row of NaN
+  const int64_t* ids;  // [rows]; ids outside of [0, n) yield a row of NaN
   void* out;  // [rows, dim], dense
   int64_t rows, dim;
   bool packed;
@@ -297,7 +298,7 @@ struct AddArgs {
   Work work() const { return {double(size_of(dtype)) * rows * dim * 3, 0.0}; }
 };
 
-// What several ranks have computed of the same numbers, in one order whatever their speed.
+// Sum of the partial results of several ranks, always in the same order.
 struct SumPartsArgs {
   const float* x;  // [rows, parts, dim]
   const void* bias;  // [dim], may be null; added last
@@ -350,7 +351,7 @@ struct AttentionArgs {
 
   void resize(const StepSize& size) { num_reqs = size.num_reqs; }
   Work work() const {
-    double keys = 0, pairs = 0;  // positions read; (query, position) pairs that see each other
+    double keys = 0, pairs = 0;  // positions read; visible (query, position) pairs
     for (int64_t r = 0; r < num_reqs; r++) {
       const double query = query_start_loc[r + 1] - query_start_loc[r], length = seq_lens[r];
       const double seen = window ? (length < window + query ? length : window + query) : length;
@@ -371,7 +372,7 @@ struct KernelTable {
   void (*quantize_weight)(const QuantizeArgs&);
   void (*pack_quant)(const PackQuantArgs&);
   void (*linear_q)(const LinearQArgs&);
-  // Bytes that the threads' buffers for tiles of products take at most, of so many rows and inputs.
+  // Maximum bytes of the threads' buffers for tiles of products, for the given rows and inputs.
   int64_t (*linear_scratch)(int64_t rows, int64_t k, int64_t threads);
   void (*rms_norm)(const NormArgs&);
   void (*layer_norm)(const NormArgs&);
@@ -393,17 +394,18 @@ struct KernelTable {
 
 constexpr int kMaxHeadSize = 512;
 
-// Shared by the variants, compiled once for the plainest processor (dispatch.cpp).
+// Shared by the variants, compiled once for the baseline processor (dispatch.cpp).
 
-// What suits the machine; it decides how fast something is computed, never what. See
-// octavo/kernels/tuning.py, which sets it while no kernel runs.
+// Settings for the machine; they change the speed, never the results. octavo/kernels/tuning.py sets
+// them while no kernel runs.
 struct Tuning {
-  bool past_caches;  // weights that are used once are fetched past the caches (prefetchnta)
-  int64_t grain;     // vector operations worth sharing; five times as many are worth waking a thread
+  bool past_caches;  // prefetch weights that are used once past the caches (prefetchnta)
+  int64_t grain;     // vector operations worth sharing; five times this number is worth waking a thread
 };
 extern Tuning tuning;
 
-// A buffer of the calling thread, 64-byte aligned, kept for the next call; there are three of them.
+// Returns a buffer of the calling thread, 64-byte aligned, kept for the next call; each thread has
+// three.
 void* scratch(size_t bytes, int which = 0);
 
 void sort_descending(uint64_t* keys, int64_t count);

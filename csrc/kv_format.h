@@ -1,17 +1,18 @@
-// The 8-bit forms of a KV cache: how the numbers of one head of one token become bytes, and how bytes
-// become numbers of the model's type again.
+// 8-bit formats of a KV cache: conversion of the numbers of one head of one token to bytes, and of
+// bytes to numbers of the model's type.
 //
 // e4m3 and e5m2 (Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433) hold the
-// numbers themselves, to nearest, ties to even; what is beyond the largest finite one becomes that,
-// NaN stays NaN. int8 holds multiples of a scale that each head of each token has for itself, so that
-// what is cached never depends on other tokens; with a number that is not finite the scale is NaN.
-// Every type of a model holds the numbers of these formats exactly, the scale of int8 left aside.
+// numbers themselves, rounded to nearest, ties to even. Numbers beyond the largest finite one are
+// clamped to it; NaN stays NaN. int8 holds multiples of a scale for each head of each token, so
+// that cached numbers never depend on other tokens; if a number is not finite, the scale is NaN.
+// Every type of a model can represent the numbers of these formats exactly, except for the scale of
+// int8.
 #pragma once
 #include "quant.h"
 
 OCTAVO_BEGIN
 
-// Bytes of the scale of a head of a token; they lie behind the numbers of the block.
+// Bytes of the scale of a head of a token; the scales follow the numbers of the block.
 template <class C>
 constexpr int kScaleBytes = 0;
 template <>
@@ -19,8 +20,9 @@ constexpr int kScaleBytes<i8> = sizeof(float);
 
 // ---- to bytes ----
 
-// `M` bits of mantissa under those of the exponent; magnitudes above kLargest are NaN (and an infinity
-// that nothing here writes). int8 has subnormal numbers only: m * 2^(1 - kBias - M) = m.
+// `M`: bits of the mantissa, below those of the exponent. Magnitudes above kLargest are NaN (and an
+// infinity that this code never writes). int8 only has subnormal numbers: m * 2^(1 - kBias - M) =
+// m.
 template <class C>
 struct Format;
 template <>
@@ -42,7 +44,7 @@ template <class C>
 INLINE vi narrow_fp8(vf v) {
   constexpr int shift = 23 - Format<C>::M, bias = 127 - Format<C>::kBias;
   const vu u = (vu)v, a = u & 0x7fffffffu, most = (vu)splat(Format<C>::kMax), b = a < most ? a : most;
-  // As for f16 in simd.h: normal results by rounding the bits, subnormal ones by an addition.
+  // Like f16 in simd.h: round the bits of normal results; round subnormal ones by an addition.
   const vf magic = splat(float(1 << (24 - Format<C>::kBias - Format<C>::M)));
   const vu small = (vu)((vf)b + magic) - (vu)magic;
   const vu even = (b >> shift) & 1u;
@@ -51,7 +53,7 @@ INLINE vi narrow_fp8(vf v) {
   return (vi)((a > 0x7f800000u ? vu{} + 0x7fu : finite) | ((u >> 24) & 0x80u));
 }
 
-// x[n] -> to[n], the last vector padded; returns the scale.
+// Converts x[n] to to[n], the last vector padded; returns the scale.
 template <class T, class C>
 INLINE float narrow_head(const T* x, C* to, int64_t n) {
   for_lanes(n, [&](int64_t d, int count) {
@@ -72,7 +74,7 @@ INLINE float narrow_head(const T* x, i8* to, int64_t n) {
   return most <= 3.402823466e38f ? byte_scale(most) : NAN;
 }
 
-// ---- from bytes: by way of bfloat16, which holds each of them ----
+// ---- from bytes: by bfloat16, which can represent each of them ----
 
 constexpr int kWidened = 64;  // numbers at a time
 
@@ -80,7 +82,7 @@ typedef int8_t v2b __attribute__((vector_size(2 * W)));
 typedef int16_t v2h __attribute__((vector_size(4 * W)));
 
 INLINE v2h sign_extend(v2b b) {
-#if defined(__AVX512BW__)  // GCC 12 would take it in halves
+#if defined(__AVX512BW__)  // GCC 12 would split it in halves
   return (v2h)_mm512_cvtepi8_epi16((__m256i)b);
 #else
   return __builtin_convertvector(b, v2h);
@@ -88,7 +90,7 @@ INLINE v2h sign_extend(v2b b) {
 }
 
 #if defined(__AVX512BW__)
-// A format's magnitudes as bfloat16
+// Magnitudes of a format as bfloat16
 template <class C>
 struct Magnitudes {
   uint16_t bits[128];
@@ -124,9 +126,9 @@ INLINE void widen_some(bf16* to, const C* from) {
   }
 }
 #else
-// The bits of a bfloat16 are nearly the logarithm of the number, made of straight pieces from one power
-// of two to the next; so is a magnitude m of an FP8 format but for its subnormal numbers, where m is
-// the number itself. Their graph is concave: it is the least of the lines that the pieces lie on.
+// The bits of a bfloat16 are nearly the logarithm of the number: linear between powers of two. So
+// is a magnitude m of an FP8 format, except for subnormal numbers, where m is the number itself.
+// Their graph is concave, so it is the minimum of the lines of its pieces.
 template <class C>
 INLINE void widen_some(bf16* to, const C* from) {
   constexpr int M = Format<C>::M, kSmallest = 127 - Format<C>::kBias - M;
@@ -143,7 +145,7 @@ INLINE void widen_some(bf16* to, const C* from) {
   }
 }
 
-// Two numbers in a lane, as float32, of which the upper half says all.
+// Converts two numbers in a lane; the upper half of their float32 suffices.
 INLINE void widen_some(bf16* to, const i8* from) {
   UNROLL for (int i = 0; i < kWidened; i += 2 * W) {
     const vi b = (vi)sign_extend(load_raw<v2b>(from + i));
@@ -161,7 +163,7 @@ INLINE void widen_some(T* to, const C* from) {
   UNROLL for (int i = 0; i < kWidened; i += W) store(to + i, load(exact + i));
 }
 
-// from[n] -> to[n]. `next`: n bytes that are wanted after these, to be fetched from memory meanwhile, or
+// Converts from[n] to to[n]. `next`: n bytes that are needed next, to be prefetched meanwhile, or
 // null.
 template <class T, class C>
 NOINLINE void widen_all(T* to, const C* from, const C* next, int64_t n) {

@@ -9,19 +9,19 @@ namespace {
 
 typedef uint64_t vec __attribute__((vector_size(16)));
 constexpr size_t kVecs = 8, kStride = kVecs * sizeof(vec);
-constexpr int64_t kPiece = 1 << 18;  // bytes that a thread takes at once
+constexpr int64_t kPiece = 1 << 18;  // bytes of a thread's piece
 
 constexpr uint64_t kSpread = 0x9e3779b97f4a7c15u, kLow = 0xffffffffu;
 
-inline uint64_t mix(uint64_t x) {  // the finaliser of SplitMix64: every bit depends on all
+inline uint64_t mix(uint64_t x) {  // the finalizer of SplitMix64: every bit depends on all
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
   return x ^ (x >> 31);
 }
 
 // Copies and sums at the same time, in sixteen columns of 64 bits. A plain sum changes with every
-// number; in the other one a number's halves are multiplied, changed by a key of their place, so that
-// what makes up for a change elsewhere is not to be expected (as in XXH3).
+// number. The other sum multiplies a number's halves, changed by a key of their place, so that a
+// second change is unlikely to compensate a first (as in XXH3).
 template <bool Copy>
 uint64_t pass(const char* from, char* to, size_t nbytes, uint64_t seed) {
   vec first[kVecs] = {}, second[kVecs] = {}, key = {kSpread, 3 * kSpread};
@@ -50,7 +50,7 @@ uint64_t pass(const char* from, char* to, size_t nbytes, uint64_t seed) {
   return sum ? sum : 1;
 }
 
-// `one` does a chunk: its index among the page's, its bytes' offset, and its sum.
+// Calls `one` for each chunk: its index in the page, its bytes' offset, and its sum.
 template <class F>
 void each_chunk(const KvPages& p, int64_t page, F one) {
   const char* from = reinterpret_cast<const char*>(p.from[page]);

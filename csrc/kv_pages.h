@@ -1,11 +1,11 @@
-// Pages of the KV cache on their way to and from other memory, each with sums of what is in it.
+// Copies of pages of the KV cache to and from other memory, each with checksums.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 
 namespace octavo {
 
-// Equal pages of so many chunks, one after the other, each with a sum of its own.
+// Pages of equal size: consecutive chunks, each with a checksum.
 struct KvPages {
   const uint64_t* from;  // addresses [pages]
   const uint64_t* to;
@@ -14,14 +14,14 @@ struct KvPages {
   int64_t pages, chunks, chunk_nbytes;  // a chunk is a multiple of 8 bytes
 };
 
-// A number that depends on every bit, on its place and on the seed; never that of all zeros for a
-// sum that was not written (zero).
+// Returns a number that depends on every bit, its place and the seed; never zero, which marks a sum
+// that was not written.
 uint64_t chunk_sum(const char* data, size_t nbytes, uint64_t seed);
 
-// Copies pages and writes their sums, on the calling thread alone: others compute meanwhile.
+// Copies pages and writes their sums, on the calling thread alone: other threads compute meanwhile.
 void save_pages(const KvPages& p);
 
-// Copies pages back; bad [pages] is 1 where a sum is another one, and the copy is not to be used.
+// Copies pages back; sets bad [pages] to 1 where a sum does not match: do not use that copy.
 void load_pages(const KvPages& p, uint8_t* bad);
 
 }  // namespace octavo

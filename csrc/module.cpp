@@ -1,5 +1,6 @@
-// Python's way in: octavo._native. Tensors come as addresses (tensor.data_ptr()), so that no torch
-// header is needed; the callers in octavo/kernels and octavo/attention check shapes and types.
+// Python module octavo._native. Tensors are passed as addresses (tensor.data_ptr()), so that no
+// torch header is needed; the callers in octavo/kernels and octavo/attention check shapes and
+// types.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
@@ -43,7 +44,7 @@ Dim dim_of(const std::string& name) {
 
 thread_local Plan* recording = nullptr;
 
-// How many codes an enumeration has, from its first one on.
+// Number of codes of an enumeration.
 template <class E>
 constexpr int kCodes = 0;
 template <>
@@ -57,7 +58,7 @@ constexpr int kCodes<Unary> = 10;
 template <>
 constexpr int kCodes<Gated> = 4;
 
-// What Python gives for a member of an argument struct: addresses and codes as numbers.
+// Python value of a member of an argument struct: addresses and codes are numbers.
 template <class T>
 struct Given {
   using Type = std::conditional_t<std::is_pointer_v<T>, Address,
@@ -66,7 +67,7 @@ struct Given {
     if constexpr (std::is_pointer_v<T>) {
       return reinterpret_cast<T>(value);
     } else if constexpr (std::is_enum_v<T>) {
-      const int code = value + std::is_same_v<T, Gated>;  // whose first one is -1
+      const int code = value + std::is_same_v<T, Gated>;  // its first code is -1
       if (code < 0 || code >= kCodes<T>)
         throw nb::value_error((std::string(name) + ": unknown code " + std::to_string(value)).c_str());
       return static_cast<T>(value);
@@ -80,7 +81,7 @@ void refuse_recording(const char* name) {
   if (recording) throw std::runtime_error(std::string(name) + " cannot be recorded");
 }
 
-// Carries a call out, or notes it in the plan that records.
+// Runs a call, or adds it to the plan that records.
 template <class Args>
 void submit(const char* name, void (*kernel)(const Args&), const Args& args) {
   if constexpr (requires { args.work(); }) {
@@ -109,7 +110,7 @@ Keyword<Args, T> keyword(const char* name, T Args::*member) {
 }
 #define BY(name) keyword(#name, &Args::name)
 
-// A kernel as a function of keywords; members of its arguments that have none are zero.
+// Defines a kernel as a function of keywords; members of its arguments without a keyword are zero.
 template <class Args, class... T>
 void def_kernel(nb::module_& m, const char* name, void (*KernelTable::*kernel)(const Args&),
                 Keyword<Args, T>... keywords) {
@@ -123,7 +124,7 @@ void def_kernel(nb::module_& m, const char* name, void (*KernelTable::*kernel)(c
       nb::kw_only(), nb::arg(keywords.name)...);
 }
 
-// Gives the pages wholly inside a read-only mapping of a file back to the system.
+// Returns the pages wholly inside a read-only mapping of a file to the system.
 void release_pages(Address address, size_t nbytes) {
 #if defined(__linux__)
   const size_t page = size_t(sysconf(_SC_PAGESIZE));
@@ -134,7 +135,7 @@ void release_pages(Address address, size_t nbytes) {
 #endif
 }
 
-// Has the system hand out pages now that would be handed out when they are first written.
+// Has the system allocate pages now instead of on the first write.
 void touch_pages(Address address, size_t nbytes) {
 #if defined(MADV_POPULATE_WRITE)
   const size_t page = size_t(sysconf(_SC_PAGESIZE));
@@ -148,7 +149,7 @@ void touch_pages(Address address, size_t nbytes) {
 }  // namespace
 
 NB_MODULE(_native, m) {
-  available_isas();  // asks for permission to use tiles, before there are threads
+  available_isas();  // requests permission to use tiles before threads start
   m.def("isa", [] { return std::string(kernels().isa); });
   m.def("panel", [] { return kernels().panel; });
   m.def("available_isas", &available_isas);

@@ -1,6 +1,6 @@
-// ARM: the only file with its intrinsics, for what vector extensions have no word for. Included by
-// simd.h. Every 64-bit ARM processor has what `neon` is compiled for (fused multiply-add and conversion
-// of float16 included), `neon_dotprod` has SDOT besides, `neon_bf16` BFDOT and USDOT.
+// ARM: the only file with its intrinsics, for operations that vector extensions lack. Included by
+// simd.h. Every 64-bit ARM processor supports the target of `neon` (including fused multiply-add
+// and conversion of float16). `neon_dotprod` adds SDOT, `neon_bf16` BFDOT and USDOT.
 #pragma once
 #include <arm_neon.h>
 
@@ -8,7 +8,7 @@
 #define OCTAVO_DOT_BF16  // see dot_bf16 in simd.h
 #endif
 #if defined(__ARM_FEATURE_DOTPROD) && !defined(__ARM_FEATURE_MATMUL_INT8)
-#define OCTAVO_SIGNED_CODES  // neon_dot takes codes as signed bytes
+#define OCTAVO_SIGNED_CODES  // neon_dot reads codes as signed bytes
 #endif
 
 OCTAVO_BEGIN
@@ -30,7 +30,7 @@ INLINE vi neon_dot(vi acc, vu codes, vi x) {
 #elif defined(__ARM_FEATURE_DOTPROD)
   return (vi)vdotq_s32((int32x4_t)acc, (int8x16_t)codes, (int8x16_t)x);
 #else
-  // Bytes 0 and 2, then 1 and 3, as numbers of 16 bits, which hold 255 * -128
+  // Bytes 0 and 2, then 1 and 3, as 16-bit numbers, which can hold 255 * -128
   const int16x8_t even = (int16x8_t)(codes & 0x00ff00ffu), odd = (int16x8_t)((codes >> 8) & 0x00ff00ffu);
   const int16x8_t x_even = vshrq_n_s16(vshlq_n_s16((int16x8_t)x, 8), 8);
   const int16x8_t x_odd = vshrq_n_s16((int16x8_t)x, 8);
@@ -39,13 +39,13 @@ INLINE vi neon_dot(vi acc, vu codes, vi x) {
 #endif
 }
 
-// Byte for byte: the one of `table` that `index`, below 16, says
+// Byte by byte: the element of `table` at `index`, which is below 16
 INLINE vu neon_lookup(vu table, vu index) {
   return (vu)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)index);
 }
 
 #if defined(OCTAVO_DOT_BF16)
-// Rounds to odd and takes subnormal numbers for zero (unless FPCR.EBF is set, which nobody does).
+// Rounds to odd and treats subnormal numbers as zero (if FPCR.EBF is not set, as usual).
 INLINE vf neon_dot_bf16(vf acc, vu a, vu b) {
   return (vf)vbfdotq_f32((float32x4_t)acc, (bfloat16x8_t)a, (bfloat16x8_t)b);
 }

@@ -1,4 +1,4 @@
-// RMSNorm and LayerNorm, row by row, with Hugging Face's roundings.
+// RMSNorm and LayerNorm, row by row, rounded like Hugging Face.
 #pragma once
 #include "simd.h"
 
@@ -50,7 +50,7 @@ void rms_norm(const NormArgs& a) {
     const float scale = 1.0f / sqrtf(mean_square(from, a.dim) + a.eps);
     for_lanes(a.dim, [&](int64_t i, int n) {
       vf v = load(from + i, n) * scale, weight = load(w + i, n);
-      // Llama rounds before it multiplies, Gemma multiplies by (1 + weight) in float32
+      // Llama rounds, then multiplies; Gemma multiplies by (1 + weight) in float32
       v = a.weight_offset == 0.0f ? round_to(v, t) * weight : v * (weight + a.weight_offset);
       store(out + i, v, n);
     });

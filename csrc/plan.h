@@ -1,7 +1,7 @@
 // A step as a list of kernel calls, recorded once and run for steps of any size.
 //
-// While a plan records, calls are noted instead of carried out. They keep the addresses they were
-// given, so their tensors must stay where they are, and be large enough for the largest step.
+// While a plan records, calls are added to it instead of being run. They keep their addresses, so
+// their tensors must not move, and must be large enough for the largest step.
 #pragma once
 #include <array>
 #include <atomic>
@@ -17,12 +17,12 @@
 
 namespace octavo {
 
-// What the sizes of a step are called: the dimensions of layers/step_table.py that calls bind to.
+// Names of the sizes of a step: the dimensions of layers/step_table.py that calls bind to.
 enum class Dim : int { tokens, requests, samples };
 constexpr std::array<const char*, 3> kDims = {"tokens", "requests", "samples"};
 using StepSizes = std::array<int64_t, kDims.size()>;
 
-// Every so-many-th row, from one on.
+// Every `size`-th row, from row `index` on.
 struct RowShare {
   int64_t index = 0, size = 1;
   int64_t of(int64_t rows) const { return rows > index ? (rows - index - 1) / size + 1 : 0; }
@@ -35,10 +35,10 @@ struct Span {
   int64_t rows;
 };
 
-// What the kernels of this process did, while somebody wants to know.
+// Spans of the kernels of this process, recorded while profiling is on.
 struct Profile {
   std::atomic<bool> on = false;
-  std::mutex mutex;  // of spans: several engines may compute, and another thread takes them
+  std::mutex mutex;  // of spans: several engines may compute, and another thread reads them
   std::vector<Span> spans;
 };
 inline Profile profile;
@@ -74,10 +74,11 @@ class Plan {
   Plan() = default;
   Plan(const Plan&) = delete;
 
-  // The rows of the calls that are added from now on are as many as that dimension says.
+  // Binds the number of rows of the calls added from now on to a dimension.
   void bind(Dim rows) { rows_ = rows; }
 
-  // They are that share of these; the calls were given it of the largest step's.
+  // Restricts the rows of the calls added from now on to a share; the calls have that of the
+  // largest step.
   void share(RowShare part) { part_ = part; }
 
   template <class Args>
@@ -85,7 +86,7 @@ class Plan {
     calls_.push_back(std::make_unique<Call<Args>>(std::move(name), kernel, args, rows_, part_));
   }
 
-  // A run tells `progress`, when it is here, that so many layers are there.
+  // Adds a report to `progress` that this number of layers is done.
   void mark(StepProgress& progress, int32_t layers) {
     calls_.push_back(std::make_unique<Mark>(progress, layers));
   }

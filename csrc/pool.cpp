@@ -20,7 +20,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 // Longer than the pauses between the kernels of a step, far shorter than a time slice: a waiting
-// thread neither has to be woken for each kernel nor keeps its core from others.
+// thread neither needs a wake-up for each kernel nor occupies its core for long.
 std::atomic<int64_t> spin_time{50};  // in microseconds
 
 void pause() {
@@ -31,7 +31,7 @@ void pause() {
 #endif
 }
 
-// Waits until `ready`, but not longer than that.
+// Waits until `ready`, at most the spin time.
 template <class F>
 bool spin(F ready) {
   const auto end = Clock::now() + std::chrono::microseconds(spin_microseconds());
@@ -66,7 +66,7 @@ class Pool {
     while (work()) {
     }
     auto done = [&] { return unfinished_.load(std::memory_order_acquire) == 0; };
-    if (!spin(done))  // somebody was interrupted in the middle of a piece: leave it the core
+    if (!spin(done))  // a thread was interrupted in the middle of a piece: yield the core to it
       while (!done()) std::this_thread::yield();
   }
 
@@ -91,8 +91,9 @@ class Pool {
     int64_t n, chunk, chunks;
   };
 
-  // Takes a piece of the current job and does it; false if none is left. The ticket that was taken
-  // holds the number of its job: nobody can take a piece of one job and do it with another's body.
+  // Claims a piece of the current job and runs it; returns false if none is left. The claimed
+  // ticket holds the number of its job, so no thread can claim a piece of one job and run another's
+  // body.
   bool work() {
     uint64_t tickets = tickets_.load(std::memory_order_acquire);
     while (uint32_t(tickets) != 0) {
@@ -135,12 +136,12 @@ class Pool {
     for (int i = 1; i < n; i++) threads_.emplace_back([this] { serve(stop_); });
   }
 
-  alignas(64) std::atomic<uint64_t> tickets_{0};  // number of the job << 32 | pieces not yet taken
+  alignas(64) std::atomic<uint64_t> tickets_{0};  // number of the job << 32 | pieces not yet claimed
   alignas(64) std::atomic<int64_t> unfinished_{0};
   alignas(64) std::atomic<uint32_t> bell_{0};
   std::atomic<int> sleeping_{0};
   std::atomic<bool> stop_{false};
-  std::atomic<int> wanted_;  // number of threads asked for; 0: all cores
+  std::atomic<int> wanted_;  // configured number of threads; 0: all cores
   Job job_{};
   uint64_t number_ = 0;
   bool started_ = false;
@@ -153,7 +154,7 @@ std::atomic<int> cached_size{0};
 // Never destroyed: its threads end with the process.
 Pool*& instance() {
   static Pool* pool = [] {
-    // A forked process has none of the threads, and perhaps a lock that nobody will ever open.
+    // A forked process has none of the threads, and perhaps a lock that is never released.
     pthread_atfork(nullptr, nullptr, [] {
       instance() = new Pool(instance()->wanted());
       cached_size.store(0);

@@ -1,11 +1,11 @@
-// How far a step has come, for a thread that works beside it.
+// Progress of a step, for a thread that works concurrently.
 #pragma once
 #include <atomic>
 #include <cstdint>
 
 namespace octavo {
 
-// Counts the layers whose keys and values are in the cache. One thread computes, others may wait.
+// Number of layers with keys and values in the cache. One thread computes, others may wait.
 class StepProgress {
  public:
   void reset() { layers_.store(0, std::memory_order_relaxed); }
@@ -15,7 +15,7 @@ class StepProgress {
     layers_.notify_all();
   }
 
-  // Returns once there are so many.
+  // Waits until this number of layers is done.
   void wait(int32_t layers) const {
     int32_t now;
     while ((now = layers_.load(std::memory_order_acquire)) < layers) layers_.wait(now);

@@ -7,9 +7,9 @@
 //   int4         scale * (code - 8)          > float32 scale for each row of x and group. Over groups
 //   int4_zeros   scale * (code - zero)      /  sums are float32, from first to last, whatever m is.
 //
-// Packed in panels of kPanel outputs as in gemm.h, K in fours (one 32-bit lane holds four codes of one
-// output), and padded with zeros of x, which is exact:
-//   int8    [n / kPanel][padded k / 4][kPanel][4], and behind all panels the scales, float32 [n];
+// Packed in panels of kPanel outputs as in gemm.h, K in fours (one 32-bit lane holds four codes of
+// one output), and padded with zeros of x, which is exact:
+//   int8    [n / kPanel][padded k / 4][kPanel][4], and after all panels the scales, float32 [n];
 //           K is padded to a multiple of 64, since tiles (gemm_tiles.h) read 64 at once
 //   others  [n / kPanel][ceil(k / group)]{ codes [group / 8][kPanel][4], the first four of eight in
 //           the low halves of the bytes; float16 scales [kPanel]; int4_zeros: zeros [kPanel] }
@@ -23,7 +23,7 @@ OCTAVO_BEGIN
 
 constexpr int kQuad = 4;  // codes in a lane
 #if defined(__AVX512VNNI__) || (defined(OCTAVO_NEON) && defined(__ARM_FEATURE_DOTPROD))
-constexpr int kQuantRows8 = 6, kQuantRows4 = 6;  // rows at once: what the registers hold
+constexpr int kQuantRows8 = 6, kQuantRows4 = 6;  // rows at once, limited by registers
 #elif defined(__AVX512F__) || defined(OCTAVO_NEON)
 constexpr int kQuantRows8 = 4, kQuantRows4 = 4;
 #elif defined(__AVXVNNI__)
@@ -32,25 +32,25 @@ constexpr int kQuantRows8 = 2, kQuantRows4 = 4;
 constexpr int kQuantRows8 = 2, kQuantRows4 = 2;
 #endif
 #if defined(OCTAVO_SIGNED_CODES)
-constexpr int kCodeOffset = 128;  // what decode() takes from int8 and int4_levels to make them signed
+constexpr int kCodeOffset = 128;  // decode() subtracts it from int8 and int4_levels to make them signed
 #else
 constexpr int kCodeOffset = 0;
 #endif
-constexpr int64_t kQuantBlock8 = 2048;  // of K: a panel's part that stays in the cache
+constexpr int64_t kQuantBlock8 = 2048;  // steps of K of a panel that stay in the cache
 constexpr int64_t kQuantChunk = 4 * kRowBlock;  // rows of x quantized together
-// int8 goes on tiles for more rows than these, which one vector after the other does as fast as memory
-// gives the weights. 4 bits do not: a product of tiles takes as long for a group's 32 inputs as for 64,
-// and each group's sums would go through memory to be scaled.
+// int8 uses tiles for more rows than this; with fewer rows vectors are as fast as memory. 4 bits do
+// not use tiles: a product of tiles takes as long for a group's 32 inputs as for 64, and each
+// group's sums would go through memory to be scaled.
 constexpr int64_t kVectorRows = 4;
 
-// What the codes of int4_levels stand for: the 16 levels with the smallest squared error for groups of
-// 32 normal or somewhat heavier-tailed numbers whose largest is scaled to about the first level
-// (Lloyd, "Least squares quantization in PCM", alternated with the search for scales in quantize4);
-// zero is one of them. 7 % less error than 16 even steps.
+// Values of the codes of int4_levels: the 16 levels with the smallest squared error for groups of
+// 32 normal or somewhat heavier-tailed numbers with the largest scaled to about the first level
+// (Lloyd, "Least squares quantization in PCM", alternated with the search for scales in quantize4).
+// Zero is a level. The error is 7 % smaller than with 16 even steps.
 constexpr int8_t kLevels[16] = {-127, -101, -76, -58, -44, -31, -20, -10,
                                 0,    10,   20,  31,  43,  58,  74,  95};
-constexpr float kTiny = 1e-35f;  // less than this is zero: its inverse would overflow
-constexpr int kAhead = 4096;  // bytes between what is read and what is fetched, for few rows
+constexpr float kTiny = 1e-35f;  // smaller numbers count as zero: their inverse would overflow
+constexpr int kAhead = 4096;  // prefetch distance in bytes, for few rows
 
 typedef int8_t vb __attribute__((vector_size(W)));
 
@@ -62,9 +62,9 @@ INLINE vf to_float(vi v) {
 #endif
 }
 
-// To the nearest integer, even among equals, for magnitudes below 2^22.
+// Rounds to the nearest integer, ties to even, for magnitudes below 2^22.
 INLINE vi round_to_int(vf v) {
-  const vf magic = splat(12582912.0f);  // 1.5 * 2^23: in a sum with it the last bit counts ones
+  const vf magic = splat(12582912.0f);  // 1.5 * 2^23: the last bit of a sum with it has the value 1
   return (vi)(v + magic) - (vi)magic;
 }
 
@@ -96,15 +96,15 @@ INLINE vi multiply_small(vi a, vi b) {
 #endif
 }
 
-// acc + the products of four decoded codes (bytes, unsigned but for kCodeOffset) and four signed bytes in
-// each lane
+// acc + the products of four decoded codes (bytes, unsigned except for kCodeOffset) and four signed
+// bytes in each lane
 INLINE vi dot(vi acc, vu codes, vi x) {
 #if defined(__AVX512VNNI__)
   return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)codes, (__m512i)x);
 #elif defined(__AVXVNNI__) && !defined(__AVX512F__)
   return (vi)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)codes, (__m256i)x);
 #elif defined(__AVX512F__) || defined(__AVX2__)
-  // Bytes 0 and 2, then 1 and 3, as numbers of 16 bits: nothing can saturate
+  // Bytes 0 and 2, then 1 and 3, as 16-bit numbers: nothing can saturate
   typedef int16_t vs __attribute__((vector_size(4 * W)));
   vu even = codes & 0x00ff00ffu, odd = (codes >> 8) & 0x00ff00ffu;
   vs x_even = (vs)((vs)x << 8) >> 8, x_odd = (vs)x >> 8;
@@ -115,7 +115,7 @@ INLINE vi dot(vi acc, vu codes, vi x) {
   vu sum = (vu)_mm256_madd_epi16((__m256i)even, (__m256i)x_even) +
            (vu)_mm256_madd_epi16((__m256i)odd, (__m256i)x_odd);
 #endif
-  return (vi)((vu)acc + sum);  // unsigned, since it may wrap around on the way to the right result
+  return (vi)((vu)acc + sum);  // unsigned, since intermediate sums may wrap around
 #elif defined(OCTAVO_NEON)
   return neon_dot(acc, codes, x);
 #else
@@ -136,7 +136,7 @@ struct LevelBytes {
 };
 alignas(64) constexpr LevelBytes kLevelBytes;
 
-// Codes, one in a byte, to the bytes that dot() multiplies
+// Decodes codes, one per byte, to the bytes that dot() multiplies
 template <QuantFormat F>
 INLINE vu decode(vu codes) {
   if constexpr (F == QuantFormat::int8) {
@@ -165,8 +165,8 @@ struct QuantRows {
   float* scales;  // [rows][groups]: the scale, times `unit`
   int32_t* sums;  // [rows][groups]: the sum of q, times -zero
   int64_t stride, group, groups;
-  int zero;  // what all weights have as zero; 1 where each group has its own
-  float unit;  // one over what the levels of the weights are multiplied by
+  int zero;  // zero of all weights; 1 if each group has its own
+  float unit;  // inverse of the factor of the weights' levels
   bool tiled;
 
   int8_t* at(int64_t row, int64_t k) const {
@@ -179,7 +179,7 @@ struct QuantRows {
   }
 };
 
-// The largest magnitude; NaN if there is one.
+// Returns the largest magnitude; NaN if any number is NaN.
 template <class T>
 INLINE float largest(const T* x, int64_t count) {
   vi most = {};  // as bits, where NaN is above infinity
@@ -252,7 +252,7 @@ INLINE void dots8(int rows, const int8_t* x, int64_t stride, const uint8_t* w, i
 // K in a packed weight
 INLINE int64_t padded_k8(int64_t k) { return ceil_div(k, 64) * 64; }
 
-// The results of rows first ... and the panel at column col: out may be where the sums are.
+// Scales the results of rows first ... and the panel at column col: out may be sums.
 INLINE void scale8(const LinearQArgs& a, const QuantRows& x, int64_t first, int64_t rows, int64_t col,
                    const void* sums, float* out) {
   const char* scales = static_cast<const char*>(a.weight) +
@@ -266,7 +266,7 @@ INLINE void scale8(const LinearQArgs& a, const QuantRows& x, int64_t first, int6
     }
 }
 
-// Rows first ... first + rows of x times the panel at column col.
+// Multiplies rows first ... first + rows of x by the panel at column col.
 INLINE void panel8(const LinearQArgs& a, const QuantRows& x, int64_t first, int64_t rows, int64_t col,
                    float* out) {
   const int64_t quads = ceil_div(a.k, kQuad), block = kQuantBlock8 / kQuad;
@@ -282,7 +282,7 @@ INLINE void panel8(const LinearQArgs& a, const QuantRows& x, int64_t first, int6
 }
 
 #if defined(OCTAVO_TILES)
-// The product of m rows, from row row0 of out on; sums are whole numbers, so the bits are panel8's.
+// Multiplies m rows, from row row0 of out on; sums are whole numbers, so the bits equal panel8's.
 template <class T>
 INLINE void tiles8(const LinearQArgs& a, const QuantRows& x, T t, int64_t row0, int64_t m) {
   const int64_t steps = x.stride / kTileBytes;
@@ -331,7 +331,7 @@ void dots4(const LinearQArgs& a, const QuantRows& x, int64_t row, const uint8_t*
     }
 #pragma GCC unroll 4
     for (int64_t o = 0; o < octs; o++, p += kQuad * kPanel, q += 8) {
-      if (col == 0)  // the first to read the panel fetches all of it
+      if (col == 0)  // the first columns prefetch the whole panel
         UNROLL for (int j = 0; j < kQuad * kPanel; j += 64) __builtin_prefetch(p + kAhead + j);
       vu low[V], high[V];
       UNROLL for (int j = 0; j < V; j++) {
@@ -441,7 +441,7 @@ INLINE int64_t panel_nbytes(int64_t k, int64_t group, QuantFormat f) {
   return ceil_div(k, group) * group_nbytes(group, f);
 }
 
-// The rows of `a`, which lie in one panel. Padding goes with the last row of the weight.
+// Packs the rows of `a`, all in one panel. The last row of the weight writes the padding.
 void pack_rows(const PackQuantArgs& a) {
   const int64_t end = a.row0 + a.rows, col = a.row0 / kPanel * kPanel;
   const int64_t padded = end == a.n ? col + kPanel : end;
@@ -484,7 +484,7 @@ void pack_rows(const PackQuantArgs& a) {
   }
 }
 
-// f(first, rows): the rows row0 ... row0 + rows of a weight, cut where panels begin.
+// Calls f(first, rows) for the rows row0 ... row0 + rows of a weight, cut at the panels.
 template <class F>
 INLINE void for_panels(int64_t row0, int64_t rows, int64_t cost, F f) {
   const int64_t end = row0 + rows, first = row0 / kPanel;
@@ -514,7 +514,7 @@ constexpr int kMaxGroup = 128;
 
 INLINE vf vabs(vf v) { return (vf)((vi)v & 0x7fffffff); }
 
-// The level nearest to v, and its code
+// Returns the level nearest to v, and its code
 INLINE vf nearest_level(vf v) {
   vf level = splat(kLevels[0]);
   UNROLL for (int i = 1; i < 16; i++)
@@ -527,7 +527,7 @@ INLINE vi nearest_code(vf v) {
   return code;
 }
 
-// One scale for a row: its largest number becomes 127.
+// Quantizes a row with one scale: its largest number becomes 127.
 template <class T>
 INLINE void quantize8(const T* x, int64_t k, uint8_t* codes, float* scale) {
   const float most = largest(x, k);
@@ -540,12 +540,13 @@ INLINE void quantize8(const T* x, int64_t k, uint8_t* codes, float* scale) {
   *scale = byte_scale(most);
 }
 
-// Where the number of largest magnitude in a group goes, by the first level: the set of six with the
-// smallest error for the numbers that kLevels is made for, found one after the other.
+// Candidates for the target of a group's number of largest magnitude, in units of the first level:
+// the set of six with the smallest error for the numbers that kLevels is made for, found greedily.
 constexpr float kTries[] = {0.96f, 0.8f, 1.04f, 0.84f, -0.76f, 1.0f};
 
-// One scale for each group of `rows` <= W rows, a row in a lane: of those that kTries lead to, each
-// improved by least squares for its codes, the one with the smallest squared error.
+// Quantizes groups of `rows` <= W rows, a row in a lane, with one scale each. kTries yields
+// candidates, each improved by least squares for its codes; the one with the smallest squared error
+// wins.
 template <class T>
 INLINE void quantize4(const T* x, int64_t stride, int rows, int64_t k, int64_t group, uint8_t* codes,
                       float* scales) {
@@ -576,7 +577,7 @@ INLINE void quantize4(const T* x, int64_t stride, int rows, int64_t k, int64_t g
         vq += v[j] * q;
         qq += q * q;
       }
-      const vf gain = vq * vq / qq;  // by how much the squared error is less than that of zeros
+      const vf gain = vq * vq / qq;  // reduction of the squared error compared with zeros
       scale = gain > best ? vq / qq : scale;
       best = gain > best ? gain : best;
     }

@@ -9,7 +9,7 @@
 namespace octavo {
 namespace {
 
-typedef uint64_t vec __attribute__((vector_size(16)));  // what every processor of a kind loads at once
+typedef uint64_t vec __attribute__((vector_size(16)));  // load size of every processor of an architecture
 constexpr size_t kLine = 64, kAhead = 2048, kPart = 1 << 20;
 
 template <int Locality>

@@ -1,16 +1,16 @@
-// One token for each row of logits: the winner of an exponential race.
+// Sampling of one token for each row of logits: the winner of an exponential race.
 //
-// Token i of weight w arrives after -log(u) / w, u being its own random number in (0, 1); the first to
+// Token i of weight w arrives after -log(u) / w, u being its random number in (0, 1). The first to
 // arrive is drawn with a probability proportional to w (the Gumbel-max trick, without a second
-// logarithm: C. J. Maddison, D. Tarlow, T. Minka, "A* sampling", 2014, section 2). As each token keeps its
-// number, two distributions that are alike mostly draw the same token: what drafts it draws what the
-// target draws.
+// logarithm: C. J. Maddison, D. Tarlow, T. Minka, "A* sampling", 2014, section 2). As each token
+// keeps its number, two similar distributions mostly draw the same token: the draft model and the
+// target agree.
 //
-// A weight is floor(2^40 * exp((logit - max) / temperature)): whole numbers, so that their sums are exact
-// in any order. The filters are min-p, then top-k, then top-p of what is left; they rank tokens by value
-// descending, then by id ascending, and each keeps a beginning of that ranking. To find its end
-// without sorting the vocabulary, tokens are counted in buckets of logits first (a radix select of
-// one digit); only the bucket in which a filter ends is sorted.
+// A weight is floor(2^40 * exp((logit - max) / temperature)): whole numbers, so that their sums are
+// exact in any order. The filters are min-p, then top-k, then top-p of the rest. They rank tokens
+// by value descending, then by id ascending, and each keeps a prefix of that ranking. To find its
+// end without sorting the vocabulary, tokens are first counted in buckets of logits (a radix select
+// of one digit); only the bucket in which a filter ends is sorted.
 #pragma once
 #include "softmax.h"
 
@@ -19,11 +19,11 @@ OCTAVO_BEGIN
 constexpr int kBuckets = 1024;
 constexpr float kBucketsPerUnit = 32.0f;  // per unit of (max - logit) / temperature
 constexpr float kOne = 0x1p40f;
-constexpr float kSlack = 1.0001f;  // for what is rounded
+constexpr float kSlack = 1.0001f;  // allows for rounding
 
-constexpr int kGroup = 64;  // tokens whose random numbers are those of 16 neighbouring counters
+constexpr int kGroup = 64;  // tokens with the random numbers of 16 neighbouring counters
 
-// The maximum of a row; NaN if the row has one.
+// Returns the maximum of a row; NaN if the row has one.
 INLINE float row_max_or_nan(const float* x, int64_t dim) {
   vf m = splat(-INFINITY), nan{};
   for_lanes(dim, [&](int64_t i, int n) {
@@ -41,7 +41,7 @@ void row_max(const RowMaxArgs& a) {
   });
 }
 
-// What the bitmask has no bit for becomes -inf.
+// Sets numbers without a bit in the bitmask to -inf.
 void apply_bitmask(const BitmaskArgs& a) {
   vu bit;
   for (int i = 0; i < W; i++) bit[i] = 1u << i;
@@ -51,7 +51,7 @@ void apply_bitmask(const BitmaskArgs& a) {
     float* x = a.x + a.indices[row] * a.x_stride;
     for (int64_t from = 0; from < a.dim; from += 32) {
       const uint32_t kept = uint32_t(words[from / 32]);
-      if (kept == ~0u) continue;  // as most are, within a string
+      if (kept == ~0u) continue;  // common within a string
       for (int64_t i = from; i < min(from + 32, a.dim); i += W) {
         const int n = int(min<int64_t>(W, a.dim - i));
         store(x + i, (bit & kept >> (i - from)) != 0u ? load(x + i, n) : splat(-INFINITY), n);
@@ -60,7 +60,7 @@ void apply_bitmask(const BitmaskArgs& a) {
   });
 }
 
-// Value first, then the lower id: the greater key ranks first.
+// Orders by value, then by lower id: the greater key ranks first.
 INLINE uint64_t rank_key(float value, int64_t id) {
   const float plain = value + 0.0f;  // -0 ranks like 0
   uint32_t bits;
@@ -70,7 +70,7 @@ INLINE uint64_t rank_key(float value, int64_t id) {
 }
 INLINE int64_t id_of(uint64_t key) { return int64_t(uint32_t(~uint32_t(key))); }
 
-// The product of each lane with b, in two halves.
+// Multiplies each lane by b; returns two halves.
 INLINE void multiply(vu a, uint32_t b, vu& high, vu& low) {
   const vl even = multiply_even(a, b), odd = multiply_even((vu)((vl)a >> 32), b);
   low = (vu)((even & 0xFFFFFFFFull) | odd << 32);
@@ -90,7 +90,7 @@ class Choice {
       while (x_[i] != m) i++;
       return i;
     }
-    // 8 bytes a token for the keys of a bucket, 4 for the exponential, 2 for the bucket
+    // Per token 8 bytes for the keys of a bucket, 4 for the exponential, 2 for the bucket
     char* memory = static_cast<char*>(scratch(size_t(dim_ + kGroup) * 14));
     keys_ = reinterpret_cast<uint64_t*>(memory);
     probs_ = reinterpret_cast<float*>(memory + (dim_ + kGroup) * 8);
@@ -119,7 +119,7 @@ class Choice {
     });
   }
 
-  // Zero for the exponential of what top-k and top-p leave out.
+  // Sets the exponential of tokens that top-k or top-p excludes to zero.
   void filter() {
     memset(sums_, 0, sizeof sums_), memset(counts_, 0, sizeof counts_);
     for (int64_t i = 0; i < dim_; i++) sums_[bucket_[i]] += weight(i), counts_[bucket_[i]]++;
@@ -130,17 +130,17 @@ class Choice {
       if (!kept(i)) probs_[i] = 0.0f;
   }
 
-  // Few tokens need a logarithm: -log(u) is at least 1 - u, and most are too late even with that.
+  // Few tokens need a logarithm: -log(u) is at least 1 - u, and that is too late for most.
   int64_t first_to_arrive() {
     for (int64_t i = dim_; i % kGroup; i++) probs_[i] = 0.0f;
     double first = INFINITY;
-    // The most probable token arrives before -log of the least u.
+    // The most probable token arrives before -log of the smallest u.
     float bound = kSlack * 23.0f;
     int64_t token = -1;
     for (int64_t from = 0; from < dim_; from += kGroup) {
       vf most = load(probs_ + from);
       UNROLL for (int i = W; i < kGroup; i += W) most = vmax(most, load(probs_ + from + i));
-      if (!(reduce_max(most) * bound >= 0x1p-33f)) continue;  // 1 - u is not less
+      if (!(reduce_max(most) * bound >= 0x1p-33f)) continue;  // minimum of 1 - u
       UNROLL for (int lane = 0; lane < kGroup / 4; lane += W) {
         vu words[4];
         philox(uint32_t(from / 4 + lane), words);
@@ -165,7 +165,7 @@ class Choice {
     return token;
   }
 
-  // Philox4x32-10 (philox.h) for the counters (position, stream, block + lane, 0).
+  // Computes Philox4x32-10 (philox.h) for the counters (position, stream, block + lane, 0).
   INLINE void philox(uint32_t block, vu out[4]) const {
     vu c[4] = {vu{} + params_.position, vu{} + params_.stream, (vu)iota() + block, vu{}};
     uint32_t key[2] = {uint32_t(params_.seed), uint32_t(params_.seed >> 32)};
@@ -185,7 +185,7 @@ class Choice {
            (bucket_[i] == last_bucket_ && rank_key(x_[i], i) >= last_key_);
   }
 
-  // The kept tokens of bucket b in the order of their rank; returns how many.
+  // Sorts the kept tokens of bucket b by rank; returns their number.
   int64_t sort_bucket(int b) {
     int64_t count = 0;
     for (int64_t i = 0; i < dim_; i++)
@@ -194,7 +194,7 @@ class Choice {
     return count;
   }
 
-  // From now on bucket b ends with its first `count` keys.
+  // Ends bucket b after its first `count` keys.
   void end_in(int b, int64_t count) {
     last_bucket_ = b, last_key_ = keys_[count - 1];
     sums_[b] = 0;

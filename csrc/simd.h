@@ -1,8 +1,8 @@
-// Vectors of W float32 lanes for the instruction set this file is compiled for, through the vector
-// extensions of GCC and Clang; intrinsics only where those have no word for it.
+// Vectors of W float32 lanes for the target instruction set, by the vector extensions of GCC and
+// Clang; intrinsics only for operations that those lack.
 //
-// Order is a promise here: the build turns off contraction (-ffp-contract=off), so a multiply and an
-// add become one instruction only where fma() says so, alike in every loop and in every tail.
+// The order of operations is guaranteed: the build turns off contraction (-ffp-contract=off), so a
+// multiply and an add become one instruction only in fma(), alike in every loop and in every tail.
 #pragma once
 #include <cmath>
 #include <cstring>
@@ -14,8 +14,8 @@
 #include "kernels.h"
 #include "pool.h"
 
-// All names below are local to one variant: nothing compiled for AVX-512 may be picked by the linker
-// for a lesser processor. For the same reason the kernels use no templates of the standard library.
+// All names below are local to one variant: the linker must not use code compiled for AVX-512 for a
+// lesser processor. For the same reason the kernels use no templates of the standard library.
 #define OCTAVO_BEGIN           \
   namespace octavo {           \
   namespace OCTAVO_ISA {       \
@@ -72,7 +72,7 @@ INLINE T max(T a, T b) {
 }
 INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// a in every lane (adding -0 would lose the sign of a zero, subtracting +0 does not)
+// Sets every lane to a (adding -0 would lose the sign of a zero, subtracting +0 does not)
 INLINE vf splat(float a) { return a - vf{}; }
 INLINE vi splat_int(int32_t a) { return a - vi{}; }
 
@@ -89,7 +89,7 @@ INLINE vf fma(vf a, vf b, vf c) {
 }
 INLINE vf fma(float a, vf b, vf c) { return fma(splat(a), b, c); }
 
-// The larger of two, lane by lane; where either is NaN, b.
+// Returns the larger of two, lane by lane; b where either is NaN.
 INLINE vf vmax(vf a, vf b) {
 #if defined(__AVX512F__)
   return (vf)_mm512_max_ps((__m512)a, (__m512)b);
@@ -98,7 +98,7 @@ INLINE vf vmax(vf a, vf b) {
 #endif
 }
 
-// Products of the even lanes with b, each as wide as two lanes.
+// Multiplies the even lanes by b; each product is as wide as two lanes.
 INLINE vl multiply_even(vu a, uint32_t b) {
 #if defined(__AVX512F__)
   return (vl)_mm512_mul_epu32((__m512i)a, _mm512_set1_epi32(int(b)));
@@ -111,7 +111,7 @@ INLINE vl multiply_even(vu a, uint32_t b) {
 #endif
 }
 
-// Whether any lane of a comparison is true.
+// Returns true if any lane of a comparison is true.
 INLINE bool any(vi a) {
 #if defined(__AVX512F__)
   return _mm512_test_epi32_mask((__m512i)a, (__m512i)a) != 0;
@@ -136,7 +136,7 @@ INLINE vf lanes() {
   return v;
 }
 
-// Lanes folded in halves: one order for every sum in the engine.
+// Folds lanes in halves: every sum in the engine has this order.
 #if defined(__AVX2__)
 template <class F>
 INLINE float fold_halves(vf v, F f) {
@@ -179,7 +179,7 @@ INLINE float reduce_max(vf v) {
 // ---- bits of the 16-bit formats <-> float32, W at a time ----
 
 INLINE vu widen_bits(vh h) {
-#if defined(__AVX512F__)  // GCC 12 would take it in halves
+#if defined(__AVX512F__)  // GCC 12 would split it in halves
   return (vu)_mm512_cvtepu16_epi32((__m256i)h);
 #else
   return __builtin_convertvector(h, vu);
@@ -220,8 +220,8 @@ INLINE vh narrow(vf v, f16) {
   return neon_narrow(v, f16{});
 #else
   vu u = (vu)v, sign = (u >> 16) & 0x8000u, a = u & 0x7fffffffu;
-  // Normal results: round the mantissa in place. Subnormal ones: adding 0.5 puts the result's last
-  // bit at the last bit of the sum, so that the addition itself rounds.
+    // Normal results: round the mantissa in place. Subnormal ones: adding 0.5 aligns the result's
+    // last bit with the last bit of the sum, so that the addition rounds.
   vu normal = (a + 0xfffu + ((a >> 13) & 1u) - (112u << 23)) >> 13;
   vu small = (vu)((vf)a + 0.5f) - 0x3f000000u;
   vu r = a < 0x38800000u ? small : normal;
@@ -231,7 +231,7 @@ INLINE vh narrow(vf v, f16) {
 #endif
 }
 
-// acc + the products of two pairs of bfloat16 numbers in each lane, where the processor has that
+// acc + the products of two pairs of bfloat16 numbers in each lane, if the processor supports it
 #if defined(__AVX512BF16__)
 #define OCTAVO_DOT_BF16
 INLINE vf dot_bf16(vf acc, vu a, vu b) {
@@ -275,7 +275,7 @@ INLINE void store(T* p, vf v, int n) {
   for (int i = 0; i < n; i++) p[i] = a[i];
 }
 
-// v as it would be after a store as T and a load
+// Returns v rounded as by a store as T and a load
 INLINE vf round_to(vf v, float) { return v; }
 template <class T>
 INLINE vf round_to(vf v, T) {
@@ -292,9 +292,9 @@ INLINE void with_type(DType dtype, F f) {
   }
 }
 
-// f(begin, end) for pieces of [0, n) on the threads of the process. `cost` is about the number of vector
-// operations in all: a few microseconds' work is not worth sharing, and ten are not worth waking
-// another thread.
+// Calls f(begin, end) for pieces of [0, n) on the threads of the process. `cost` is the approximate
+// number of vector operations in all: a few microseconds' work is not worth sharing, and ten are
+// not worth waking another thread.
 template <class F>
 inline void parallel_ranges(int64_t n, int64_t cost, F f) {
   const int64_t threads = cost < tuning.grain ? 1 : min<int64_t>(n, num_threads());
@@ -305,8 +305,8 @@ inline void parallel_ranges(int64_t n, int64_t cost, F f) {
   run_parallel(n, max<int64_t>(1, n / (threads * 8)), cost >= 5 * tuning.grain, piece, &f);
 }
 
-// f(0) ... f(n - 1), likewise; f may take a second argument, which is what the same thread does next, or
-// -1 if that is not known.
+// Calls f(0) ... f(n - 1) like parallel_ranges. f may accept a second argument, the next index of
+// the same thread, or -1 if that is unknown.
 template <class F>
 inline void parallel_for(int64_t n, int64_t cost, F f) {
   parallel_ranges(n, cost, [&](int64_t begin, int64_t end) {

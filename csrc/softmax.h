@@ -1,11 +1,11 @@
-// What sampling needs of a row of float32 logits.
+// Row operations on float32 logits for sampling.
 #pragma once
 #include "norm.h"
 #include "vmath.h"
 
 OCTAVO_BEGIN
 
-INLINE float row_max(const float* x, int64_t dim) {  // NaN is passed over
+INLINE float row_max(const float* x, int64_t dim) {  // ignores NaN
   vf m = splat(-INFINITY);
   for_lanes(dim, [&](int64_t i, int n) {
     vf v = load(x + i, n);
@@ -42,7 +42,7 @@ void argmax(const ArgmaxArgs& a) {
     const float m = row_max(x, a.dim);
     int64_t i = 0;
     while (i < a.dim && x[i] != m) i++;
-    a.out[row] = i < a.dim ? i : 0;  // nothing but NaN
+    a.out[row] = i < a.dim ? i : 0;  // only NaN
   });
 }
 

@@ -1,6 +1,6 @@
-// The suffix automaton of sequences of tokens: every run of tokens that came in one of them is a way
-// from its start. (A. Blumer et al., "The smallest automaton recognizing the subwords of a text",
-// 1985, section 2; several sequences share one.) A token takes about 200 bytes at most.
+// The suffix automaton of sequences of tokens: every run of tokens in one of them is a path from
+// its start. (A. Blumer et al., "The smallest automaton recognizing the subwords of a text", 1985,
+// section 2; several sequences share one.) A token uses about 200 bytes at most.
 #pragma once
 #include <cstdint>
 #include <stdexcept>
@@ -20,7 +20,7 @@ class SuffixAutomaton {
                    states_.capacity() * sizeof(State) + history_.capacity() * sizeof(int32_t));
   }
 
-  // Takes in a sequence. No run goes from one into the next.
+  // Adds a sequence. No run extends from one sequence into the next.
   void add(const int32_t* tokens, int64_t count) {
     if (size() + count + 1 > kMostTokens) throw std::length_error("too many tokens");
     int32_t last = 0;
@@ -28,7 +28,7 @@ class SuffixAutomaton {
       if (tokens[i] < 0) throw std::out_of_range("a token is negative");
       history_.push_back(tokens[i]);
       last = extend(last, tokens[i]);
-      // Where runs came last; short ones come so often that some older place does as well.
+      // Store the last occurrence of runs; short ones are so frequent that an older place suffices.
       int32_t state = last;
       for (int hops = 0; state > 0 && hops < kUpdatedLinks; hops++, state = states_[state].link)
         states_[state].end = int32_t(history_.size());
@@ -36,8 +36,8 @@ class SuffixAutomaton {
     history_.push_back(kSeparator);
   }
 
-  // The longest run at the end of `tokens` that is known, and can be continued.
-  // Returns its length and up to `most` tokens that followed it.
+  // Finds the longest known run at the end of `tokens` that can be continued. Returns its length
+  // and up to `most` tokens that followed it.
   std::pair<int64_t, std::vector<int32_t>> match(const int32_t* tokens, int64_t count,
                                                  int64_t most) const {
     int32_t state = 0;
@@ -68,12 +68,12 @@ class SuffixAutomaton {
 
   struct State {
     int32_t length = 0;  // of the longest run that leads here
-    int32_t link = kNone;  // where its longest end leads that leads elsewhere
-    int32_t end = 0;  // in the history, behind the run
-    int32_t edges = kNone;  // the first one
+    int32_t link = kNone;  // state of its longest suffix that belongs to another state
+    int32_t end = 0;  // in the history, after the run
+    int32_t edges = kNone;  // first edge
   };
   struct Edge {
-    int32_t from, token, to, next;  // next: of the same state
+    int32_t from, token, to, next;  // next: next edge of the same state
   };
 
   std::vector<int32_t> slots_;  // open addressing: indices of edges
@@ -119,7 +119,7 @@ class SuffixAutomaton {
     return int32_t(states_.size()) - 1;
   }
 
-  // The state of the run that leads to `last`, and the token.
+  // Returns the state of the run of `last` followed by the token.
   int32_t extend(int32_t last, int32_t token) {
     const int32_t length = states_[last].length + 1, end = int32_t(history_.size());
     const int32_t known = find(last, token);
@@ -137,7 +137,7 @@ class SuffixAutomaton {
     return state;
   }
 
-  // Makes a state for those runs that lead to `whole` and are no longer than `length`.
+  // Makes a state for the runs of `whole` with at most `length` tokens.
   int32_t split(int32_t at, int32_t token, int32_t whole, int32_t length) {
     const int32_t part = add_state(length, states_[whole].link, states_[whole].end);
     for (int32_t edge = states_[whole].edges; edge != kNone; edge = edges_[edge].next)

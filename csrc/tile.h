@@ -1,10 +1,10 @@
-// The eight tile registers of AMX: 16 rows of 64 bytes each. A tile's number is a template argument,
-// since the instructions have it built in.
+// The eight tile registers of AMX: 16 rows of 64 bytes each. A tile's number is a template
+// argument, since it is encoded in the instructions.
 //
-// With OCTAVO_EMULATED_TILES the same in plain C++, exact to the bit, so that blocking and packing are
-// tested on machines without AMX. What TDPBF16PS does was found by comparing 3 million results: for 32
-// steps of K, one chain of fused multiply-adds over the even steps and one over the odd ones, each from
-// zero, then sum + (even + odd); what is subnormal is zero, going in and coming out.
+// OCTAVO_EMULATED_TILES emulates them in plain C++, exact to the bit, so that blocking and packing
+// can be tested on machines without AMX. The behavior of TDPBF16PS was found by comparing 3 million
+// results: for 32 steps of K, one chain of fused multiply-adds over the even steps and one over the
+// odd ones, each from zero, then sum + (even + odd). Subnormal inputs and results are zero.
 #pragma once
 #include "simd.h"
 
@@ -20,7 +20,7 @@ struct Tile {
 };
 inline thread_local Tile emulated_tiles[8];
 
-// Before a thread's first tile operation in a parallel region, and after its last.
+// Call before a thread's first tile operation in a parallel region, and after its last.
 inline void configure_tiles() {}
 inline void release_tiles() {}
 
@@ -74,7 +74,7 @@ inline void tile_dot_i8u8() {
   const Tile &a = emulated_tiles[A], &b = emulated_tiles[B];
   for (int m = 0; m < 16; m++)
     for (int n = 0; n < 16; n++) {
-      uint32_t sum;  // unsigned, since it may wrap around on the way to the right result
+      uint32_t sum;  // unsigned, since intermediate sums may wrap around
       memcpy(&sum, emulated_tiles[C].bytes[m] + 4 * n, sizeof sum);
       for (int k = 0; k < 64; k++)
         sum += uint32_t(int8_t(a.bytes[m][k]) * b.bytes[k / 4][4 * n + k % 4]);
@@ -84,8 +84,8 @@ inline void tile_dot_i8u8() {
 
 #elif defined(__AMX_TILE__)
 
-// Before a thread's first tile operation in a parallel region, and after its last: the state of a
-// thread that sleeps with tiles in use is 8 KB more to save. All tiles are whole ones, always.
+// Call before a thread's first tile operation in a parallel region, and after its last: tiles in
+// use add 8 KB to the saved state of a sleeping thread. All tiles are always whole ones.
 inline void configure_tiles() {
   struct alignas(64) {
     uint8_t palette = 1, start = 0, reserved[14] = {};
@@ -93,13 +93,13 @@ inline void configure_tiles() {
     uint8_t rows[16] = {};
   } config;
   for (int i = 0; i < 8; i++) config.row_bytes[i] = kTileBytes, config.rows[i] = kTileRows16;
-  // GCC 12's _tile_loadconfig says that it reads 8 bytes: the rest could be left out
+  // GCC 12's _tile_loadconfig declares a read of 8 bytes: the rest could be optimized away
   asm volatile("ldtilecfg %0" ::"m"(config));
 }
 inline void release_tiles() { asm volatile("tilerelease"); }
 
-// Written out, because GCC's intrinsics are macros that put their argument's text into the register's
-// name. "memory": what vectors stored is to be there before tiles read it, and the other way round.
+// Inline assembly, because GCC's intrinsics are macros that paste their argument's text into the
+// register's name. "memory": vector stores complete before tiles read them, and vice versa.
 template <int D>
 INLINE void tile_zero() {
   asm volatile("tilezero %%tmm%c0" ::"i"(D));

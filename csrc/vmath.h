@@ -29,7 +29,7 @@ INLINE vf clamp(vf x, float low, float high) {
 INLINE vf power_of_two(vi n) { return (vf)((n + 127) << 23); }  // -127 < n < 128
 
 INLINE vf exp(vf x) {
-  x = clamp(x, -105.0f, 89.0f);  // beyond: zero and infinity all the same
+  x = clamp(x, -105.0f, 89.0f);  // beyond this the result is zero or infinity
 #if defined(__AVX512F__)
   vf whole = (vf)_mm512_roundscale_ps((__m512)(x * 1.44269504f), _MM_FROUND_TO_NEAREST_INT);
 #else
@@ -51,10 +51,10 @@ INLINE vf exp(vf x) {
 #endif
 }
 
-// e^x where that is a normal number, else zero: on many processors an instruction with a subnormal result
-// takes as long as a hundred others. NaN stays NaN.
+// e^x if that is a normal number, else zero: on many processors an instruction with a subnormal
+// result takes as long as a hundred others. NaN stays NaN.
 INLINE vf exp_or_zero(vf x) {
-  const float least = -0x1.5d589ep+6f;  // the last one whose exponential is not below 2^-126
+  const float least = -0x1.5d589ep+6f;  // the smallest x with an exponential of at least 2^-126
   const vf e = exp(vmax(splat(least), x));
   return x < least ? vf{} : e;
 }

@@ -1,4 +1,4 @@
-"""Writes the documents of this folder that follow from the code: `python docs/generate.py`."""
+"""Generator of the documents that are derived from the code: `python docs/generate.py`."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ from octavo.server.structured_outputs import StructuredOutputsBody
 
 HERE = Path(__file__).parent
 ADDRESS = "http://localhost:8000"
-_NOTE = "<!-- Written by docs/generate.py; a test compares them. -->"
+_NOTE = "<!-- Written by docs/generate.py; a test checks it. -->"
 
 
 def settings() -> str:
-    """docs/settings.md: every setting."""
+    """Return docs/settings.md, with every setting."""
     parts = [
         "# Settings",
         _NOTE,
         "Every setting is a flag of `octavo serve`, `octavo run` and the benchmarks, and an"
-        " argument of `LLM(...)`; those of the HTTP server are flags of `octavo serve` only. Flags"
-        " may be written with underscores. A switch that is on (True in Python) is turned off by"
-        " `--no-...`. Sizes are bytes: 4096, 512M, 1.5G.",
+        " argument of `LLM(...)`. Settings of the HTTP server are flags of `octavo serve` only."
+        " Flags may be written with underscores. `--no-...` turns off a switch that is on (True in"
+        " Python). Sizes are in bytes: 4096, 512M, 1.5G.",
     ]
     for name, section in get_type_hints(EngineConfig).items():
         parts += [f"## {name.capitalize()}", section.__doc__ or ""]
@@ -66,14 +66,14 @@ def settings() -> str:
         parts.append(_table(("Flag", "Argument of LLM", "Default", "Meaning"), rows))
     parts += [
         "### speculative_config",
-        'A JSON object on the command line (`--speculative-config \'{"method": "ngram"}\'`), a'
+        'A JSON object on the command line (`--speculative-config \'{"method": "ngram"}\'`), or a'
         " dict in Python.",
         _table(("Key", "Meaning"), _attributes(SpeculativeConfig)),
         "### kv_events_config",
-        "Likewise; see [caching](scaling.md#kv-events).",
+        "A JSON object or a dict; see [caching](scaling.md#kv-events).",
         _table(("Key", "Meaning"), _attributes(KVEventsConfig)),
         "### kv_transfer_config",
-        "Likewise; see [KV connectors](kv_connectors.md).",
+        "A JSON object or a dict; see [KV connectors](kv_connectors.md).",
         _table(("Key", "Meaning"), _attributes(KVTransferConfig)),
         "## Server",
         ServerConfig.__doc__ or "",
@@ -82,7 +82,7 @@ def settings() -> str:
             [(f"`{f.flag}`", _default(f), _meaning(f)) for f in section_fields(ServerConfig)],
         ),
         "## Router",
-        "`octavo router` ([docs/deploy.md](deploy.md)) has these flags beside those of a server.",
+        "Flags of `octavo router` ([docs/deploy.md](deploy.md)), in addition to those of a server.",
         _table(
             ("Flag", "Default", "Meaning"),
             [(f"`{f.flag}`", _default(f), _meaning(f)) for f in section_fields(RouterConfig)],
@@ -92,21 +92,22 @@ def settings() -> str:
 
 
 def api() -> str:
-    """docs/api.md: every route and every field of a request."""
+    """Return docs/api.md, with every route and every field of a request."""
     parts = [
         "# API",
         _NOTE,
-        "The server speaks OpenAI's API, with vLLM's additions. `/docs` shows it in a browser,"
-        " `/openapi.json` has the answers, too. Below, `client` is:",
+        "The server provides OpenAI's API with vLLM's additions. `/docs` shows it in a browser;"
+        " `/openapi.json` also describes the answers. The examples use this `client`:",
         _code(
             "python",
             "from openai import OpenAI\n\n"
             f'client = OpenAI(base_url="{ADDRESS}/v1", api_key="none")',
         ),
-        "With `--api-key`, give that key to the client, and `-H 'Authorization: Bearer KEY'` to"
-        " `curl`. A field that is null counts as not given. A field that other servers know and"
-        " this one cannot honour is refused; one that nobody knows is named in the header"
-        " `X-Octavo-Ignored-Fields`, or refused with `--strict-fields`.",
+        "If the server has an API key (`--api-key`), pass the key to the client, and"
+        " `-H 'Authorization: Bearer KEY'` to `curl`. A field with the value null counts as not"
+        " given. The server rejects fields of other servers that it does not support. It lists"
+        " unknown fields in the header `X-Octavo-Ignored-Fields`, or rejects them with"
+        " `--strict-fields`.",
     ]
     for route in _routes():
         (method,) = route.methods - {"HEAD"}
@@ -114,16 +115,16 @@ def api() -> str:
         parts += [_code("sh", curl_line(route)), _code("python", openai_line(route))]
         body = OPERATIONS[route.path].body
         if body is InvocationBody:
-            parts.append("The fields of a chat, or of a completion.")
+            parts.append("Fields of a chat or of a completion.")
         elif body is not None:
             rows = _fields(body, ())
             if issubclass(body, GenerationBody):
                 rows = _fields(body, GenerationBody.model_fields)
-                parts.append("These fields, and those of [both](#fields-of-both):")
+                parts.append("These fields and the [fields of both](#fields-of-both):")
             parts.append(_table(("Field", "Type", "Meaning"), rows))
     parts += [
         "## Fields of both",
-        "`/v1/completions` and `/v1/chat/completions` take:",
+        "Fields of `/v1/completions` and `/v1/chat/completions`:",
         _table(
             ("Field", "Type", "Meaning"),
             _fields(GenerationBody, StructuredOutputsBody.model_fields)
@@ -137,7 +138,7 @@ def api() -> str:
 
 
 DOCUMENTS: dict[str, Callable[[], str]] = {"settings.md": settings, "api.md": api}
-"""What makes each file of this folder."""
+"""Functions that generate the files of this folder."""
 
 _EXAMPLES: dict[type[BaseModel], dict[str, Any]] = {
     InvocationBody: {"messages": [{"role": "user", "content": "Hello!"}]},
@@ -155,11 +156,11 @@ _CLIENT_METHODS = {
     "/v1/completions": "completions.create",
     "/v1/chat/completions": "chat.completions.create",
 }
-"""Routes that OpenAI's client has a method for."""
+"""Methods of OpenAI's client by route."""
 
 
 def curl_line(route: APIRoute) -> str:
-    """How `curl` asks a route."""
+    """Return a `curl` command that requests a route."""
     url = ADDRESS + _address(route.path)
     if "GET" in route.methods:
         return f"curl {url}"
@@ -169,7 +170,7 @@ def curl_line(route: APIRoute) -> str:
 
 
 def openai_line(route: APIRoute) -> str:
-    """How OpenAI's client asks a route."""
+    """Return code that requests a route with OpenAI's client."""
     operation = OPERATIONS[route.path]
     given = {} if operation.body is None else _EXAMPLES[operation.body]
     method = _CLIENT_METHODS.get(route.path)
@@ -178,14 +179,14 @@ def openai_line(route: APIRoute) -> str:
         if "{" in route.path:
             arguments.append(json.dumps(BUILTIN_MODEL))
         line = f"client.{method}({', '.join(arguments)})"
-        if len(line) > 100:  # as ruff formats the code in documents
+        if len(line) > 100:  # as ruff formats it
             line = f"client.{method}(\n    {', '.join(arguments)}\n)"
         return line
     verb = "get" if "GET" in route.methods else "post"
     kind = "str" if operation.answer is None else "object"
     body = f", body={json.dumps(given)}" if given else ""
     line = f'client.{verb}("{ADDRESS}{_address(route.path)}", cast_to={kind}{body})'
-    if len(line) > 100:  # likewise
+    if len(line) > 100:  # as ruff formats it
         inner = line[line.index("(") + 1 : -1].replace(", cast_to", ",\n    cast_to")
         line = f"client.{verb}(\n    {inner.replace(', body', f',{chr(10)}    body')},\n)"
     return line
@@ -196,7 +197,7 @@ def _routes() -> Iterator[APIRoute]:
         raise AssertionError("no engine is started")
 
     app = build_app(ServerState(ServerConfig(), EngineConfig(), never))
-    found: dict[str, APIRoute] = {}  # of each address, what is asked first: GET before POST
+    found: dict[str, APIRoute] = {}  # the first route of each address: GET before POST
     for route in app.routes:
         if isinstance(route, APIRoute):
             found.setdefault(route.path, route)
@@ -204,7 +205,7 @@ def _routes() -> Iterator[APIRoute]:
 
 
 def _inner_bodies() -> dict[str, type[Body]]:
-    """The objects inside the bodies, by name."""
+    """Return the classes of objects in the bodies by name."""
     found: dict[str, type[Body]] = {}
     todo = [operation.body for operation in OPERATIONS.values()]
     while todo:
@@ -229,10 +230,10 @@ def _fields(body: type[Body], without: Iterable[str]) -> list[tuple[str, str, st
 
 
 def _type(schema: dict[str, Any]) -> str:
-    """A JSON schema in words."""
+    """Return a description of a JSON schema's type."""
     if "anyOf" in schema:
         kinds = {_type(part) for part in schema["anyOf"] if part.get("type") != "null"}
-        return " or ".join(sorted(kinds))  # typing may give back an equal union in another order
+        return " or ".join(sorted(kinds))  # typing may return equal unions in different orders
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return f"[{name}](#{name.lower()})"
@@ -258,7 +259,7 @@ def _meaning(field: ConfigField) -> str:
 
 
 def _attributes(kind: type) -> list[tuple[str, str]]:
-    """The attributes of a class with the text below each."""
+    """Return the attributes of a class with the docstring below each."""
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(definition, ast.ClassDef)
     rows: list[tuple[str, str]] = []
@@ -298,14 +299,14 @@ def _page(parts: Iterable[str]) -> str:
 
 
 def _filled(part: str) -> str:
-    """Prose in lines of at most 100 characters; all else as it is."""
+    """Wrap prose at 100 characters; leave other text unchanged."""
     if part.startswith(("#", "|", "```", "<")):
         return part
     return textwrap.fill(part, 100, break_long_words=False, break_on_hyphens=False)
 
 
 def main() -> None:
-    """Writes them all."""
+    """Write all documents."""
     for name, make in DOCUMENTS.items():
         (HERE / name).write_text(make(), encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""Lists vLLM's names for docs/vllm_names.txt. Run it where vLLM is installed, with its Python:
+"""Lister of vLLM's names for docs/vllm_names.txt. Run it with the Python that has vLLM:
 
 python docs/list_vllm_names.py > docs/vllm_names.txt
 """
@@ -13,14 +13,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-# Servers of other kinds than the one that answers a client.
+# Servers that do not answer clients.
 _OTHER_SERVERS = ("cli/", "launchers/dp_supervisor.py")
-# FastAPI and the instrumentator make these.
+# Routes that FastAPI and the instrumentator add.
 _MADE = {"GET /docs", "GET /metrics", "GET /openapi.json", "GET /redoc"}
 
 
 def main() -> None:
-    """Prints every section: a line for each name, with its short forms."""
+    """Print every section, with one line for each name and its short forms."""
     spec = find_spec("vllm")
     if spec is None or spec.origin is None:
         raise SystemExit("vLLM is not installed here")
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def print_section(title: str, names: Any) -> None:
-    """Prints a heading, and the names in their order."""
+    """Print a heading and the sorted names."""
     print(f"# {title}")
     for name in sorted(set(names)):
         print(name)
@@ -63,7 +63,7 @@ def _flags() -> Iterator[list[str]]:
     for action in module.make_arg_parser(parser_type())._actions:
         words = [word for word in action.option_strings if not word.startswith("--no-")]
         if words and action.dest != "help":
-            # The name first, then second names, then short ones. -O is not in the parser's table.
+            # The name first, then alternative names, then short ones. The parser does not list -O.
             name = "--" + action.dest.replace("_", "-")
             short = ["-O"] if name == "--optimization-level" else []
             yield sorted(words, key=lambda word: (word != name, word[1] != "-", word)) + short
@@ -86,7 +86,7 @@ def _fields(module: str, models: list[str]) -> set[str]:
 
 def _parameters(module: str, name: str) -> list[str]:
     parameters = inspect.signature(getattr(importlib.import_module(module), name)).parameters
-    # What vLLM fills in itself is no parameter.
+    # Exclude attributes that vLLM itself sets.
     return [p for p in parameters if p[0] != "_" and p != "output_text_buffer_length"]
 
 

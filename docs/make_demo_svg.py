@@ -1,4 +1,4 @@
-"""Renders the output of `make demo` as docs/demo.svg, the picture in the README."""
+"""Renderer of the output of `make demo` as docs/demo.svg, the picture in the README."""
 
 import io
 import subprocess
@@ -11,7 +11,7 @@ HERE = Path(__file__).parent
 
 
 def main() -> None:
-    """Runs the demo and writes the picture."""
+    """Run the demo and write the picture."""
     demo = subprocess.run(
         [sys.executable, HERE.parent / "examples" / "demo.py"],
         check=True,

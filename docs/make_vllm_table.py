@@ -1,7 +1,7 @@
-"""Writes docs/vllm.md: every name of vLLM's, and what Octavo makes of it.
+"""Generator of docs/vllm.md: every name of vLLM's, with its equivalent in Octavo.
 
-The names come from docs/vllm_names.txt, which docs/list_vllm_names.py wrote where vLLM 0.32 was
-installed; what becomes of them from the code, and of metrics that are not here from this file.
+docs/vllm_names.txt holds the names; docs/list_vllm_names.py wrote it with vLLM 0.32. The
+equivalents are derived from the code; this file describes the metrics that Octavo lacks.
 
     python docs/make_vllm_table.py
 """
@@ -38,26 +38,25 @@ BEGIN, END = "<!-- examples: begin -->", "<!-- examples: end -->"
 
 HEAD = """# Coming from vLLM
 
-`octavo serve` takes the command line of `vllm serve`, and `LLM(...)` the arguments of vLLM's. What
-Octavo has goes by the same name. A setting or field that it does not have is accepted as long as
-its value asks for nothing, and otherwise refused with what to use instead: nothing is silently
-dropped. This page has every name of vLLM 0.32's flags, arguments, request fields, routes and
-metrics; `docs/make_vllm_table.py` writes it from the code.
+`octavo serve` accepts the command line of `vllm serve`, and `LLM(...)` the arguments of vLLM's.
+Supported settings and fields have the same names. An unsupported one is accepted if its value has
+no effect; otherwise Octavo rejects it and names an alternative, so that nothing is silently
+dropped. This page lists all flags, arguments, request fields, routes and metrics of vLLM 0.32;
+`docs/make_vllm_table.py` generates it from the code.
 
-- Flags may be written with `_` for `-`; each is given once.
-- Numbers: `4k` is 4,000, `4K` is 4,096, and so on with `m`, `g` and `t`; `--max-model-len auto` is
-  what fits the memory.
-- JSON may be given in parts: `--speculative-config.method ngram`, `-sc.method=ngram`;
-  `--flag.key+ a,b` adds to a list.
-- `--config FILE` reads a YAML file whose keys are the names of flags; flags win over it.
+- Flags may be written with `_` for `-`; each flag may appear once.
+- Numbers: `4k` is 4,000, `4K` is 4,096, and the same with `m`, `g` and `t`; `--max-model-len auto`
+  is the maximum that fits in memory.
+- JSON may be split: `--speculative-config.method ngram`, `-sc.method=ngram`; `--flag.key+ a,b` adds
+  to a list.
+- `--config FILE` reads a YAML file with the names of flags as keys; flags override it.
 
 ## Scripts
 
-`python -m octavo.compat.vllm script.py` runs a script without a change. A part of vLLM that
-Octavo does not have ends it with one sentence that says what that part is and what to use. To make
-a script Octavo's own,
-write `octavo` where it imports from `vllm`; modules inside of that become (what was started with
-`python -m vllm.entrypoints.openai.api_server` is `octavo serve`):
+`python -m octavo.compat.vllm script.py` runs a script unchanged. If the script uses a part of vLLM
+that Octavo lacks, it fails with one sentence that describes the part and an alternative. To convert
+a script to Octavo, import from `octavo` instead of `vllm`, with the modules of this table; `octavo
+serve` replaces `python -m vllm.entrypoints.openai.api_server`.
 
 | vLLM's module | Octavo's |
 | --- | --- |
@@ -71,12 +70,12 @@ write `octavo` where it imports from `vllm`; modules inside of that become (what
 | `vllm.distributed` | `octavo.compat.vllm` |
 | `vllm.utils.argparse_utils` | `octavo.compat.vllm` |
 
-Logits processors that were written for vLLM (`vllm.v1.sample.logits_processor`) run without a
-change, given as `LLM(logits_processors=[...])` or `--logits-processors module:Class`. Each request
-has an object of the class for itself, whose batch is that request alone, at index 0: so answers do
-not depend on what else is computed. A class must be importable by its name where the engine runs in
-a process of its own. Of the parameters it sees numbers, penalties, seed and `extra_args`, but no
-texts. With speculative decoding they work, too.
+Logits processors for vLLM (`vllm.v1.sample.logits_processor`) run unchanged, as
+`LLM(logits_processors=[...])` or `--logits-processors module:Class`. Each request has its own
+object of the class, with a batch of only that request at index 0, so that answers do not depend on
+other requests. If the engine runs in a separate process, the class must be importable by its name.
+The class sees the request's numbers, penalties, seed and `extra_args`, but no texts. Logits
+processors also work with speculative decoding.
 
 ## Examples
 
@@ -84,42 +83,42 @@ texts. With speculative decoding they work, too.
 
 
 _NO_OFFLOADING = (
-    "external_prefix_cache_hits, kv_failed_loads and kv_expired_reqs tell of KV connectors"
+    "use external_prefix_cache_hits, kv_failed_loads and kv_expired_reqs for KV connectors"
 )
 ABSENT_METRICS = {
-    "corrupted_requests": "a request whose logits are not finite fails: request_success counts it "
-    'as finished_reason="error"',
-    "diffusion_": "no diffusion model can be loaded here",
-    "estimated_": "octavo bench latency says how near the machine's limits a step is",
+    "corrupted_requests": "requests with logits that are not finite fail; request_success counts "
+    'them with finished_reason="error"',
+    "diffusion_": "diffusion models are not supported",
+    "estimated_": "use octavo bench latency to compare steps with the machine's limits",
     "hf3fs_": _NO_OFFLOADING,
     "hisparse_": _NO_OFFLOADING,
-    "kv_block_": "with kv_cache_metrics only, which is refused",
+    "kv_block_": "it needs kv_cache_metrics, which is not supported",
     "kv_offload_": _NO_OFFLOADING,
-    "lora_requests_info": "models with adapters cannot be served yet",
-    "mm_cache_": "models take text only here",
+    "lora_requests_info": "adapters are not supported yet",
+    "mm_cache_": "models accept text only",
     "mooncake_": _NO_OFFLOADING,
     "nixl_": _NO_OFFLOADING,
     "num_requests_kv_fetch_by_stage": _NO_OFFLOADING,
-    "rl_weight_update_": "weights stay as they are while the engine is awake",
+    "rl_weight_update_": "weights do not change while the engine is awake",
     "simple_kv_offload_": _NO_OFFLOADING,
-    "sleep_mode_": "engine_sleep_state says whether the engine sleeps",
+    "sleep_mode_": "use engine_sleep_state",
     "tool_call_parser_invocations_total": "tool calls are not parsed from answers yet",
     "watermark_requests": "answers are not watermarked",
     "websocket_": "the API is HTTP only",
 }
-"""Why Octavo has not the metrics of these names; of a name that ends with _, those it begins."""
+"""Reasons by the name of the metric that Octavo lacks; a name that ends with _ is a prefix."""
 
 
 PARTLY = {
-    (ChatBody, "tools"): "the same with `tool_choice` none; else refused: calls of tools are not "
-    "read from answers yet",
-    (ChatBody, "tool_choice"): "`none`; else refused: use response_format to ask for JSON",
+    (ChatBody, "tools"): "the same with `tool_choice` none; otherwise rejected: tool calls are "
+    "not parsed from answers yet",
+    (ChatBody, "tool_choice"): "`none`; otherwise rejected: use response_format to request JSON",
 }
-"""Fields of which some values are refused."""
+"""Fields with some rejected values."""
 
 
 def document() -> str:
-    """The whole text of docs/vllm.md."""
+    """Return the whole text of docs/vllm.md."""
     lines = [HEAD + _examples(), "", *_variables()]
     sections = names()
     for title, status in STATUS.items():
@@ -135,13 +134,13 @@ def document() -> str:
 
 
 def _examples() -> str:
-    """What `python -m benchmarks.conformance.examples` wrote, as it is."""
+    """Return the unchanged output of `python -m benchmarks.conformance.examples`."""
     text = (FOLDER / "vllm.md").read_text()
     return text[text.index(BEGIN) : text.index(END) + len(END)]
 
 
 def names() -> dict[str, list[list[str]]]:
-    """The names in docs/vllm_names.txt by section, each with its other forms."""
+    """Return the names in docs/vllm_names.txt by section, each with its other forms."""
     sections: dict[str, list[list[str]]] = {}
     for line in (FOLDER / "vllm_names.txt").read_text().splitlines():
         if line.startswith("# "):
@@ -156,9 +155,9 @@ def _variables() -> list[str]:
     lines = [
         "## Environment variables",
         "",
-        "Every command and `LLM(...)` read them; arguments, flags and the file win over them.",
-        "`OCTAVO_API_KEY` and `VLLM_API_KEY` are API keys. Any other `VLLM_` variable that vLLM",
-        "would heed is named in a warning.",
+        "Every command and `LLM(...)` read these variables; arguments, flags and the file override",
+        "them. `OCTAVO_API_KEY` and `VLLM_API_KEY` are API keys. A warning lists ignored `VLLM_`",
+        "variables.",
         "",
         "| variable | or | setting | value |",
         "| --- | --- | --- | --- |",
@@ -169,10 +168,10 @@ def _variables() -> list[str]:
 
 
 def flag_status(words: list[str]) -> str:
-    """What Octavo makes of a flag.
+    """Return Octavo's equivalent of a flag.
 
     Raises:
-        LookupError: it is not known, or known twice.
+        LookupError: the flag is unknown, or known twice.
     """
     name = words[0].removeprefix("--").replace("-", "_")
     own = {f.name for f in [*config_fields(), *section_fields(ServerConfig)]} | {"config"}
@@ -181,9 +180,7 @@ def flag_status(words: list[str]) -> str:
         if missing:
             raise LookupError(f"octavo serve does not know {', '.join(missing)}")
     if name in own and name in FOREIGN:
-        raise LookupError(
-            f"{name} is Octavo's own by now: take it out of octavo/compat/settings.py"
-        )
+        raise LookupError(f"{name} is Octavo's own now: remove it from octavo/compat/settings.py")
     if name in own:
         return "the same"
     if name in OFFLOADING:
@@ -193,11 +190,11 @@ def flag_status(words: list[str]) -> str:
     if name in SECTIONS:
         key, setting, harmless = SECTIONS[name]
         allowed = "".join(f", `{k}` may be `{str(v).lower()}`" for k, v in harmless.items())
-        return f"`{key}` is `{setting}`{allowed}; other keys are refused"
+        return f"`{key}` is `{setting}`{allowed}; other keys are rejected"
     if name in RENAMED:
         return f"`{RENAMED[name]}`"
     if name not in FOREIGN:
-        raise LookupError(f"{name} is unknown: put it into octavo/compat/settings.py")
+        raise LookupError(f"{name} is unknown: add it to octavo/compat/settings.py")
     setting = FOREIGN[name]
     if setting.harmless is None:
         return f"any value is accepted: {setting.why}"
@@ -205,14 +202,14 @@ def flag_status(words: list[str]) -> str:
         values = ["on" if value else "off" for value in setting.harmless]
     else:
         values = [f"`{v}`" for v in setting.harmless if v not in (None, "", [], {})]
-    return f"{', '.join(values)}; else refused: {setting.why}".removeprefix("; else ")
+    return f"{', '.join(values)}; otherwise rejected: {setting.why}".removeprefix("; otherwise ")
 
 
 def field_status(body: type[Body], words: list[str]) -> str:
-    """What Octavo makes of a field of a request's body.
+    """Return Octavo's equivalent of a field of a request's body.
 
     Raises:
-        LookupError: it is not known.
+        LookupError: the field is unknown.
     """
     (name,) = words
     if (body, name) in PARTLY:
@@ -220,22 +217,22 @@ def field_status(body: type[Body], words: list[str]) -> str:
     if name in {field.alias or key for key, field in body.model_fields.items()}:
         return "the same"
     if name in NO_EFFECT:
-        return "any value is accepted: it has no effect here"
+        return "any value is accepted: it has no effect"
     if name not in body.unsupported:
-        raise LookupError(f"{name} is unknown: put it into octavo/compat/request_fields.py")
+        raise LookupError(f"{name} is unknown: add it to octavo/compat/request_fields.py")
     instead = f"use {INSTEAD[name]}" if name in INSTEAD else "leave it out"
     return _unless(body.unsupported[name], instead)
 
 
 def parameter_status(kind: Any, refused: Any, words: list[str]) -> str:
-    """What Octavo makes of a parameter of one of vLLM's classes.
+    """Return Octavo's equivalent of a parameter of one of vLLM's classes.
 
     Raises:
-        LookupError: it is not known.
+        LookupError: the parameter is unknown.
     """
     (name,) = words
     if name not in kind.__struct_fields__:
-        raise LookupError(f"{kind.__name__} has no {name}: put it into octavo/sampling_params.py")
+        raise LookupError(f"{kind.__name__} has no {name}: add it to octavo/sampling_params.py")
     if name not in refused:
         return "the same"
     harmless, instead = refused[name]
@@ -243,23 +240,25 @@ def parameter_status(kind: Any, refused: Any, words: list[str]) -> str:
 
 
 def route_status(words: list[str]) -> str:
-    """What Octavo makes of a route.
+    """Return Octavo's equivalent of a route.
 
     Raises:
-        LookupError: it is not known, or there is one that has a reason not to be.
+        LookupError: the route is unknown, or exists although a reason says that it does not.
     """
     (route,) = words
     reason = elsewhere(route.split()[1])
     if (route in _routes()) == (reason is not None):
-        raise LookupError(f"{route}: put it either into the application or into known_routes.py")
+        raise LookupError(
+            f"{route}: add it either to the application or to octavo/compat/routes.py"
+        )
     return "the same" if reason is None else f"none: {reason}"
 
 
 def metric_status(words: list[str]) -> str:
-    """What Octavo makes of a metric, whose name is without the prefix.
+    """Return Octavo's equivalent of a metric, given by its name without the prefix.
 
     Raises:
-        LookupError: it is not known, or there is one that has a reason not to be.
+        LookupError: the metric is unknown, or exists although a reason says that it does not.
     """
     (name,) = words
     reasons = [
@@ -269,14 +268,14 @@ def metric_status(words: list[str]) -> str:
     ]
     if (name in _metrics()) + len(reasons) != 1:
         raise LookupError(
-            f"{name}: put it either into octavo/observability/metrics.py or into {__file__}"
+            f"{name}: add it either to octavo/observability/metrics.py or to {__file__}"
         )
     return f"none: {reasons[0]}" if reasons else "the same"
 
 
 def _unless(harmless: Any, instead: str) -> str:
     values = [f"`{str(v).lower()}`" for v in harmless if v not in (None, "", [], {})]
-    return f"{', '.join(values)}; else refused: {instead}".removeprefix("; else ")
+    return f"{', '.join(values)}; otherwise rejected: {instead}".removeprefix("; otherwise ")
 
 
 @cache
@@ -315,15 +314,15 @@ STATUS: dict[str, Callable[[list[str]], str]] = {
     "routes": route_status,
     "metrics": metric_status,
 }
-"""How each section's names are looked up."""
+"""Functions that return the equivalent of a name, by section."""
 
 NOTES = {
-    "routes": "One that is not here answers 404 with the reason.",
-    "metrics": "They begin with `octavo:`, or with `vllm:` under `--metrics-prefix vllm`; the\n"
-    "endings `_total`, `_bucket` and so on are left out. Those of HTTP itself, `http_*`, are not\n"
-    "counted: a proxy or the access log has them.",
+    "routes": "The server answers requests to unsupported routes with 404 and the reason.",
+    "metrics": "Names begin with `octavo:`, or with `vllm:` with `--metrics-prefix vllm`. The\n"
+    "table omits suffixes such as `_total` and `_bucket`. Octavo has no metrics of HTTP itself\n"
+    "(`http_*`); use a proxy or the access log.",
 }
-"""What stands before a section's table."""
+"""Texts before the tables, by section."""
 
 if __name__ == "__main__":
     (FOLDER / "vllm.md").write_text(document())

@@ -22,7 +22,7 @@ from octavo.config import EngineConfig
 from octavo.executor.uniproc import UniProcExecutor
 from octavo.kv_cache.groups import KVCacheConfig
 from octavo.kv_cache.hashing import make_block_hasher
-from octavo.messages import CoreSamplingParams, EngineCoreRequest
+from octavo.messages import CoreSamplingParams, EngineCoreRequest, RequestOptions
 from octavo.models.hub import resolve_folders
 from octavo.models.registry import read_spec
 from octavo.models.spec import ModelSpec
@@ -94,7 +94,7 @@ def make_request(
             max_tokens=MAX_TOKENS,
             all_stop_token_ids=frozenset(spec.eos_token_ids),
         ),
-        arrival_time=clock.now(),
+        options=RequestOptions(arrival_time=clock.now()),
     )
     # The hasher gives each full block of tokens the hash by which other requests find it.
     return Request(core_request, make_block_hasher(block_size))

@@ -1,7 +1,7 @@
-"""The native kernels; see csrc/kernels.h. Tensors are passed by address (`data_ptr()`); 0: none.
+"""Native kernels; see csrc/kernels.h. Tensors are passed by address (`data_ptr()`); 0 means none.
 
-Functions of keywords only are kernels, and a `Plan` can record them, but for those that pack
-weights: these and `philox_uniforms` raise RuntimeError while one records.
+Functions with keyword-only parameters are kernels. A `Plan` can record them, except those that pack
+weights. The packing functions and `philox_uniforms` raise RuntimeError while a plan records.
 """
 
 from collections.abc import Callable
@@ -25,37 +25,39 @@ class InputGatherer:
     def run(self, num_reqs: int, to: StepArrays, /) -> int: ...
 
 class SuffixAutomaton:
-    """Sequences of tokens, and how each run of tokens in them went on; see
-    csrc/suffix_automaton.h."""
+    """Index of the continuations of token sequences; see csrc/suffix_automaton.h."""
 
     def __init__(self) -> None: ...
     def __len__(self) -> int:
-        """Tokens, and one for each sequence."""
+        """Return the number of tokens plus one for each sequence."""
 
     @property
     def nbytes(self) -> int: ...
     def add(self, tokens: int, count: int, /) -> None:
-        """Takes in a sequence: int32 [count], none negative."""
+        """Add a sequence: int32 [count], without negative numbers."""
 
     def match(self, tokens: int, count: int, most: int, /) -> tuple[int, list[int]]:
-        """How long the longest known run at the end of `tokens` (int32 [count]) is that went on,
-        and up to `most` tokens that followed it."""
+        """Find the longest suffix of `tokens` (int32 [count]) that a known sequence continues.
+
+        Returns:
+            The length of the suffix, and up to `most` tokens that followed it.
+        """
 
 class Plan:
-    """A list of recorded kernel calls; see csrc/plan.h."""
+    """Recorded list of kernel calls; see csrc/plan.h."""
 
     def __init__(self) -> None: ...
     def begin(self) -> None:
-        """Has the calling thread's kernel calls noted here, not carried out."""
+        """Start to record the kernel calls of the calling thread instead of running them."""
 
     def end(self) -> None:
-        """Ends `begin`."""
+        """Stop recording."""
 
     def bind(self, rows: str, /) -> None:
-        """Has the rows of calls from now on counted by that dimension of `StepSize`."""
+        """Set the dimension of `StepSize` that counts the rows of the next recorded calls."""
 
     def run(self, tokens: int, requests: int, samples: int, /) -> None:
-        """Carries the calls out for a step of that size; those of no rows are left out."""
+        """Run the recorded calls for a step of the given size, except those without rows."""
 
     def __len__(self) -> int: ...
 
@@ -67,59 +69,68 @@ def record_call(function: Callable[[int, int], object], /) -> None:
     """
 
 class StepProgress:
-    """How many layers of a step have their keys and values in the cache; see csrc/progress.h."""
+    """Number of layers of a step with keys and values in the cache; see csrc/progress.h."""
 
     def __init__(self) -> None: ...
     def reset(self) -> None:
-        """Another step begins."""
+        """Start another step."""
 
     def reach(self, layers: int, /) -> None:
-        """So many are there; while a plan records, whenever it comes here."""
+        """Report that `layers` layers are done; while a plan records, record this call."""
 
     def wait(self, layers: int, /) -> None:
-        """Returns once there are so many."""
+        """Wait until `layers` layers are done."""
 
 def share_rows(index: int, size: int, /) -> None:
-    """If a plan records: has calls from now on run for every `size`-th row of those that `bind`
-    counts, from `index` on; (0, 1): for all."""
+    """Restrict the next recorded calls to every `size`-th row, from row `index` on.
+
+    The rows are those that `bind` counts; (0, 1) means all. Without a recording plan this does
+    nothing.
+    """
 
 def set_profiling(on: bool, /) -> None:
-    """Has every kernel call of the process noted."""
+    """Enable or disable the recording of a span for each kernel call of the process."""
 
 def take_spans() -> list[tuple[str, float, float, float, float, int]]:
-    """(name, start, end, bytes, flops, rows) of the calls since last time; times as
-    `time.monotonic`."""
+    """Return (name, start, end, bytes, flops, rows) of each call since the last time.
+
+    Times are those of `time.monotonic`.
+    """
 
 def tuning() -> tuple[bool, int, int]:
-    """Whether weights are fetched past the caches, microseconds that a thread waits awake, vector
-    operations that are worth sharing; see octavo/kernels/tuning.py."""
+    """Return the values that `set_tuning` sets; see octavo/kernels/tuning.py.
+
+    Returns:
+        True if kernels fetch weights past the caches, the microseconds that an idle thread spins,
+        and the number of vector operations that are worth sharing.
+    """
 
 def set_tuning(past_caches: bool, spin_us: int, grain: int, /) -> None:
-    """Sets these while no kernel runs."""
+    """Set the tuning; no kernel may run."""
 
 def release_pages(address: int, nbytes: int, /) -> None: ...
 def touch_pages(address: int, nbytes: int, /) -> None:
-    """Has the system hand out the pages of mapped memory, which keep what they hold."""
+    """Have the system allocate the pages of mapped memory; their contents are kept."""
 
 def read_memory(address: int, nbytes: int, locality: int, /) -> int:
-    """The exclusive or of the 64-bit numbers there, read by all threads; see csrc/read_memory.h."""
+    """Return the XOR of a buffer's 64-bit words, read by all threads; see csrc/read_memory.h."""
 
 def chunk_sum(data: int, nbytes: int, seed: int, /) -> int:
-    """A checksum of bytes at an address; never 0."""
+    """Return a checksum of the bytes at an address; never 0."""
 
 def save_pages(
     *, from_: int, to: int, sums: int, seeds: int, pages: int, chunks: int, chunk_nbytes: int
 ) -> None:
-    """Copies pages on this thread, and writes a sum for each of their chunks; see csrc/kv_pages.h.
+    """Copy pages on this thread, and write a checksum for each chunk; see csrc/kv_pages.h.
 
     Args:
-        from_: uint64 [pages], addresses.
-        to: likewise.
-        sums: likewise, of uint64 [chunks].
-        seeds: uint64 [pages]
-        pages: how many.
-        chunks: in each of them.
-        chunk_nbytes: a multiple of 8.
+        from_: addresses of the sources: uint64 [pages].
+        to: addresses of the copies: uint64 [pages].
+        sums: addresses of the checksums of each page: uint64 [pages], each of uint64 [chunks].
+        seeds: uint64 [pages].
+        pages: number of pages.
+        chunks: number of chunks in a page.
+        chunk_nbytes: bytes of a chunk, a multiple of 8.
     """
 
 def load_pages(
@@ -133,24 +144,24 @@ def load_pages(
     chunk_nbytes: int,
     bad: int,
 ) -> None:
-    """Copies pages back; bad, uint8 [pages], is 1 where a sum is another one."""
+    """Copy pages back; set bad, uint8 [pages], to 1 where a checksum does not match."""
 
 class GroupError(RuntimeError):
-    """A process of a group has failed, or did not come to a barrier in time."""
+    """Error raised when a process of a group fails or does not reach a barrier in time."""
 
 def shared_barrier(*, barrier: int, ranks: int, timeout: float) -> None:
-    """Waits for the other processes; see csrc/barrier.h. Seconds."""
+    """Wait at a barrier for the other processes, at most `timeout` seconds; see csrc/barrier.h."""
 
 def break_group(barrier: int, /) -> None:
-    """Ends all waiting at a barrier, now and later."""
+    """End all present and future waiting at a barrier."""
 
 def group_broken(barrier: int, /) -> bool: ...
 def counter_post(counter: int, value: int, /) -> None:
-    """Sets a counter in shared memory, a number of 32 bits; see csrc/barrier.h."""
+    """Set a 32-bit counter in shared memory; see csrc/barrier.h."""
 
 def counter_reached(counter: int, value: int, /) -> bool: ...
 def counter_wait(*, counter: int, value: int, barrier: int, timeout: float) -> None:
-    """Waits until a counter has come to a value, unless the barrier's group breaks. Seconds."""
+    """Wait until a counter reaches a value or the barrier's group breaks; `timeout` in seconds."""
 
 def isa() -> str: ...
 def panel() -> int: ...

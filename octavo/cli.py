@@ -1,7 +1,8 @@
-"""The command line: `octavo serve | run | chat | complete | list | pull | run-batch | bench ...`.
+"""Command line: `octavo serve | run | chat | complete | list | pull | run-batch | bench ...`.
 
-Flags are generated from the config, so every setting has one. What a command needs is imported
-when it runs: `octavo --version` and the client commands start at once, the server has no torch.
+Flags are generated from the config, so every setting has a flag. Each command imports its modules
+when it runs, so that `octavo --version` and the client commands start fast, and the server's
+process does not import torch.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from octavo.terminal.screen import note, print_error, write
 
 _BENCHMARKS = {
     "latency": (
-        "latency of one batch of requests, and where the time goes",
+        "measure the latency of one batch of requests, and the share of each kernel",
         """\
 examples:
   octavo bench latency --batch-size 1
@@ -55,7 +56,7 @@ examples:
 """,
     ),
     "throughput": (
-        "requests and tokens per second on a data set, offline",
+        "measure offline requests and tokens per second on a data set",
         """\
 examples:
   octavo bench throughput --num-prompts 100
@@ -63,19 +64,19 @@ examples:
 """,
     ),
     "serve": (
-        "load test of an OpenAI-compatible server",
+        "run a load test of an OpenAI-compatible server",
         """\
 examples (start a server first, for example with octavo serve):
   octavo bench serve --num-prompts 100
   octavo bench serve --request-rate 4 --goodput ttft:200 tpot:50
   octavo bench serve --base-url http://host:8000 --save-result --plot run.png
 
-latencies, in ms: ttft, time to the first token; tpot, time per token after it;
+latencies, in ms: ttft, time to the first token; tpot, time per later token;
 itl, time between outputs; e2el, time of the whole answer
 """,
     ),
     "startup": (
-        "time from process start to the first token, and memory used",
+        "measure the time from process start to the first token, and the memory used",
         """\
 examples:
   octavo bench startup
@@ -100,11 +101,11 @@ examples:
 """,
     ),
 }
-"""Modules of octavo.bench with `add_arguments` and `run`: what each does, and examples."""
+"""Help text and examples of each module of octavo.bench with `add_arguments` and `run`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; returns its status: 0, 1 (failed), 2 (wrong usage), 130 (interrupted)."""
+    """Run a command and return its status: 0, 1 (failed), 2 (wrong usage), 130 (interrupted)."""
     arguments = _dashes(sys.argv[1:] if argv is None else argv)
     chosen: argparse.ArgumentParser | None = None
     is_running = False
@@ -131,39 +132,45 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except RuntimeError as error:
-        # Python may lose a lock that it waits for on Ctrl-C, and then fails to release it.
+        # On Ctrl-C Python may lose a lock that it waits for, and then fail to release it.
         if isinstance(error.__context__, KeyboardInterrupt):
             return 130
         raise
     except BrokenPipeError:
-        # The reader of our output has gone; nothing more may be written to it.
+        # The reader has closed the pipe; prevent further writes to it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OctavoError as error:
         message = str(error)
-        # What the parser itself found has the flags' names already.
+        # Messages of the parser already contain the flags' names.
         if is_running and chosen is not None and isinstance(error, ConfigError):
             message = name_flags(message, chosen)
         print_error(message)
         return 2 if isinstance(error, ConfigError) else 1
 
 
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Puts each name of a flag on its own line where one line does not hold them all."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        names = super()._format_action_invocation(action)
+        return names if len(names) + 2 <= self._width else names.replace(", ", ",\n  ")
+
+
 class _Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are `ConfigError` and whose flags are given once."""
+    """Argument parser that raises `ConfigError` and rejects repeated flags."""
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(
-            allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs
-        )
+        super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **kwargs)
         self.register("action", None, StoreOnce)
 
     words: str | None = None
-    """Destination of positional arguments that may stand anywhere between flags."""
+    """Destination of positional arguments that are accepted anywhere between flags."""
 
     def parse_known_args(  # type: ignore[override]  # argparse has overloads
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse as argparse does, which by itself takes the words before the next flag only."""
+        """Parse the arguments; argparse itself accepts words only up to the next flag."""
         if self.words is None:
             return super().parse_known_args(args, namespace)
         given = list(args or ())
@@ -175,12 +182,12 @@ class _Parser(argparse.ArgumentParser):
         return parsed, flags
 
     def error(self, message: str) -> NoReturn:
-        """Raises the error, with where the help is."""
+        """Raise ConfigError with the message and the command for help."""
         raise ConfigError(f"{_reworded(message)} (see {self.prog} --help)")
 
 
 def _reworded(message: str) -> str:
-    """What argparse says, shorter: "--dtype 'foo' is not allowed; choose one of auto, ..."."""
+    """Shorten argparse's message: "--dtype 'foo' is not allowed; choose one of auto, ..."."""
     if found := re.fullmatch(r"argument (\S+): invalid choice: (.*) \(choose from (.*)\)", message):
         choices = [choice.strip("'") for choice in found[3].split(", ")]
         near = difflib.get_close_matches(found[2].strip("'"), choices, n=1)
@@ -201,16 +208,16 @@ def _reworded(message: str) -> str:
 
 
 def _flag(names: str) -> str:
-    """The long form out of "-q/--quantization"."""
+    """Return the long form from "-q/--quantization"."""
     return names.rpartition("/")[2]
 
 
 def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """The parser of all commands.
+    """Return the parser of all commands.
 
     Args:
-        arguments: what it is to parse. A benchmark's flags are there only if it is named, as they
-            come with its module.
+        arguments: command line to parse. The parser has the flags of a benchmark only if the
+            command line names it, because they require importing its module.
     """
     parser = _Parser(prog="octavo", description="LLM inference and serving.", epilog=_FIRST_STEPS)
     parser.add_argument("-v", "--version", action="version", version=f"octavo {__version__}")
@@ -231,7 +238,7 @@ def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
 
     router = commands.add_parser(
         "router",
-        help="one address for several servers, which it may start itself",
+        help="serve several servers at one address, and optionally start them",
         usage="%(prog)s [MODEL] [flags]",
         epilog=_ROUTER_EXAMPLES,
     )
@@ -265,20 +272,20 @@ def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
 
     replay = commands.add_parser(
         "replay",
-        help="run the requests of a recording again, and say what differs",
+        help="repeat the requests of a recording, and report differences",
         usage="%(prog)s FILE [flags]",
         epilog=_REPLAY_EXAMPLES,
     )
-    replay.add_argument("file", metavar="FILE", help="What octavo serve --record has written.")
+    replay.add_argument("file", metavar="FILE", help="Recording of octavo serve --record.")
     replay.add_argument(
         "--free",
         action="store_true",
-        help="Send all requests at once, not each at the step at which it arrived.",
+        help="Send all requests at once instead of each at its step of arrival.",
     )
     replay.add_argument(
         "--allow-other-model",
         action="store_true",
-        help="Replay even if the model is not the recorded one.",
+        help="Replay even if the model differs from the recorded one.",
     )
     add_engine_settings(replay)
     replay.set_defaults(command=_replay)
@@ -296,7 +303,7 @@ def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
 
     simulate = commands.add_parser(
         "simulate",
-        help="how the engine would serve a load, in virtual time",
+        help="simulate how the engine serves a load, in virtual time",
         usage="%(prog)s [MODEL] [flags]",
         epilog=_SIMULATE_EXAMPLES,
     )
@@ -305,7 +312,7 @@ def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
 
     completion = commands.add_parser(
         "completion",
-        help="print a script with which a shell completes commands and flags",
+        help="print a shell script that completes commands and flags",
         epilog=_COMPLETION_EXAMPLES,
     )
     completion.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS) + ".")
@@ -324,14 +331,14 @@ def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
 
 
 def _describe(commands: argparse._SubParsersAction[Any]) -> None:
-    """Has the help page of each command begin with what the list of commands says of it."""
+    """Use the help text of each command in the list as the first line of its help page."""
     for listed in commands._choices_actions:
         assert listed.help is not None
         commands.choices[listed.dest].description = listed.help[0].upper() + listed.help[1:] + "."
 
 
 def _add_benchmarks(bench: argparse.ArgumentParser, named: str | None) -> list[_Parser]:
-    """Adds the benchmarks; the named one gets its flags, and its parser is returned."""
+    """Add the benchmarks, with flags only for the named one; return its parser in a list."""
     bench.set_defaults(command=None)
     commands = bench.add_subparsers(
         title="benchmarks", metavar="BENCHMARK", required=True, parser_class=_Parser
@@ -348,7 +355,7 @@ def _add_benchmarks(bench: argparse.ArgumentParser, named: str | None) -> list[_
 
 
 def _add_module(parser: argparse.ArgumentParser, name: str) -> None:
-    """Has a command do what a module with `add_arguments` and `run` does."""
+    """Add the flags of a module with `add_arguments` and `run` to a command that runs it."""
     module = importlib.import_module(name)
     module.add_arguments(parser)
     parser.set_defaults(command=_bench, run=module.run)
@@ -372,7 +379,7 @@ examples:
   octavo serve --host 127.0.0.1 --port 8080 --speculative-config.method ngram
   octavo serve --config settings.yaml
 
-vLLM's other flags are recognised too: docs/vllm.md says what happens to each.
+vLLM's other flags are also recognized: docs/vllm.md describes each of them.
 """
 _ROUTER_EXAMPLES = """\
 examples:
@@ -381,8 +388,8 @@ examples:
   octavo router Qwen/Qwen3-0.6B --prefill 1 --decode 1
   octavo router --replicas 1 --min-replicas 1 --max-replicas 4
 
-flags of octavo serve are for the servers that it starts; those that say how HTTP is served (--port,
---api-key, --ssl-keyfile ...) are for the router itself: docs/deploy.md
+flags of octavo serve apply to the servers that the router starts; flags of the HTTP server (--port,
+--api-key, --ssl-keyfile ...) apply to the router itself: docs/deploy.md
 """
 _BATCH_EXAMPLES = """\
 example:
@@ -400,8 +407,8 @@ examples (record first: octavo serve --record run.rec):
   octavo replay run.rec --max-num-batched-tokens 64 --no-enable-prefix-caching
   octavo replay run.rec --free --dtype bfloat16
 
-The settings are the recorded ones; flags replace them. The status is 1 if any answer differs, and
-2 if the recording cannot be replayed.
+Flags override the recorded settings. The exit status is 1 if any answer differs, and 2 if the
+recording cannot be replayed.
 """
 
 _SIMULATE_EXAMPLES = """\
@@ -409,11 +416,11 @@ examples:
   octavo simulate --request-rate 4 --num-prompts 1000 --save-step-times times.json
   octavo simulate --step-times times.json --trace azure.csv --plot day.png
   octavo simulate --step-times times.json --request-rate 2 --slo ttft_p99:2000,tpot_p99:100
-  octavo simulate --step-times run.rec --request-rate 2    with what octavo serve --record wrote
+  octavo simulate --step-times run.rec --request-rate 2    with a recording of octavo serve --record
   octavo simulate --request-rate 4 --num-prompts 100 --check
 
-Scheduler, KV-cache blocks and requests are real; the model is a function that says how long a
-step takes. Without --step-times it is measured first, on the model itself.
+Scheduler, KV-cache blocks and requests are real; a function for the time of a step replaces the
+model. Without --step-times, the command first measures step times with the model.
 """
 
 _COMPLETION_EXAMPLES = """\
@@ -427,7 +434,7 @@ _MODEL_HELP = f"Folder or hub id of a model; default: the built-in one ({BUILTIN
 
 
 def _dashes(argv: Sequence[str]) -> list[str]:
-    """Lets flags be written with underscores, as vLLM does: --max_model_len."""
+    """Replace underscores in flags by dashes, as vLLM does: --max_model_len."""
     words = list(argv)
     for i, word in enumerate(words):
         if word == "--":
@@ -442,7 +449,7 @@ def _unknown_argument(word: str, flags: list[str]) -> str:
     name = word.partition("=")[0]
     if not word.startswith("-"):
         return f"unexpected argument {word!r}"
-    # A short flag is like any other, and the dashes are like all long ones'.
+    # Short flags are too similar to each other, and all long ones share the dashes.
     long = [flag[2:] for flag in flags if flag.startswith("--")]
     near = difflib.get_close_matches(name.lstrip("-"), long, n=1, cutoff=0.8)
     return f"unknown flag {name}" + (f"; did you mean --{near[0]}?" if near else "")
@@ -452,11 +459,11 @@ def _unknown_argument(word: str, flags: list[str]) -> str:
 
 
 def _server_configs(args: argparse.Namespace, **server: Any) -> tuple[ServerConfig, EngineConfig]:
-    """What the environment, a file and the flags say, the later ones first.
+    """Return the settings of the environment, the file and the flags; later ones override.
 
     Args:
-        args: the flags, and what the file says.
-        **server: settings of the server that are as they are.
+        args: parsed flags, including the settings of the file.
+        **server: default settings of the server.
     """
     if names := unknown_variables():
         note(
@@ -479,8 +486,8 @@ def _serve(args: argparse.Namespace) -> int:
 
     from octavo.fleet.core_launcher import CoreProcess
 
-    # It imports torch while the web framework is imported here. With several front ends the engine
-    # is another process' child.
+    # The engine imports torch while this process imports the web framework. With several front
+    # ends another process starts the engine.
     alone = server_config.api_server_count == 1
     process = CoreProcess(warm=engine_config) if alone else None
     try:
@@ -518,7 +525,7 @@ def _route(args: argparse.Namespace) -> int:
 
 
 def _batch_fields() -> list[ConfigField]:
-    """The server's settings that have a meaning without one."""
+    """Return the server's settings that also apply without a server."""
     names = (
         "chat_template",
         "response_role",
@@ -557,7 +564,7 @@ def _replay(args: argparse.Namespace) -> int:
         )
     except OctavoError as error:
         print_error(str(error))
-        return 2  # 1 tells of differences
+        return 2  # 1 means differences
 
 
 # collect-env
@@ -578,7 +585,7 @@ def _collect_env(args: argparse.Namespace) -> int:
 def _complete(args: argparse.Namespace) -> int:
     parsers: dict[tuple[str, ...], argparse.ArgumentParser] = {}
     for name in _subparsers(build_parser()):
-        # The flags of these commands come with their modules.
+        # The flags of these commands require their modules.
         parsers[(name,)] = _subparsers(build_parser([name]))[name]
     for name in _BENCHMARKS:
         bench = _subparsers(build_parser(["bench", name]))["bench"]
@@ -603,6 +610,6 @@ def _version(args: argparse.Namespace) -> int:
 
 def _bench(args: argparse.Namespace) -> int:
     run = args.run
-    del args.run, args.command, args.parser  # not of the benchmark
+    del args.run, args.command, args.parser  # not arguments of the benchmark
     result = run(args)
     return 130 if result.get("interrupted") else 0

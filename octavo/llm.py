@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 import msgspec
 from tqdm import tqdm
 
-from octavo.compat.call_arguments import apply_tokenization, refuse_adapter
+from octavo.compat.call_arguments import apply_tokenization, refuse_unsupported
 from octavo.config import BUILTIN_MODEL, EngineConfig, ModelConfig
 from octavo.config.engine_args import EngineArgs, engine_settings
 from octavo.errors import OctavoError, RequestError, UnsupportedError
@@ -141,14 +141,9 @@ class LLM:
         Raises:
             RequestError: if a prompt or parameter is bad; nothing has been generated then.
         """
+        refuse_unsupported(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
         starts = self._starts(
-            _as_list(prompts),
-            sampling_params,
-            True,
-            lora_request,
-            priority,
-            tokenization_kwargs,
-            mm_processor_kwargs,
+            _as_list(prompts), sampling_params, True, priority, tokenization_kwargs
         )
         return self._run(starts, use_tqdm=use_tqdm)
 
@@ -179,14 +174,9 @@ class LLM:
         Raises:
             RequestError: if a prompt or parameter is bad; nothing has been handed in then.
         """
+        refuse_unsupported(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
         starts = self._starts(
-            _as_list(prompts),
-            sampling_params,
-            True,
-            lora_request,
-            priority,
-            tokenization_kwargs,
-            mm_processor_kwargs,
+            _as_list(prompts), sampling_params, True, priority, tokenization_kwargs
         )
         return self._enqueue(starts)
 
@@ -302,24 +292,20 @@ class LLM:
         Raises:
             RequestError: if a conversation or parameter is bad.
         """
+        refuse_unsupported(
+            lora_request=lora_request,
+            mm_processor_kwargs=mm_processor_kwargs,
+            chat_template_content_format=chat_template_content_format,
+        )
         prompts = self._render_chats(
             messages,
-            chat_template_content_format,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
         )
-        starts = self._starts(
-            prompts,
-            sampling_params,
-            False,
-            lora_request,
-            None,
-            tokenization_kwargs,
-            mm_processor_kwargs,
-        )
+        starts = self._starts(prompts, sampling_params, False, None, tokenization_kwargs)
         return self._run(starts, use_tqdm=use_tqdm)
 
     def enqueue_chat(
@@ -339,24 +325,20 @@ class LLM:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
         """Hands in conversations without computing anything; see `enqueue` and `chat`."""
+        refuse_unsupported(
+            lora_request=lora_request,
+            mm_processor_kwargs=mm_processor_kwargs,
+            chat_template_content_format=chat_template_content_format,
+        )
         prompts = self._render_chats(
             messages,
-            chat_template_content_format,
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
         )
-        starts = self._starts(
-            prompts,
-            sampling_params,
-            False,
-            lora_request,
-            priority,
-            tokenization_kwargs,
-            mm_processor_kwargs,
-        )
+        starts = self._starts(prompts, sampling_params, False, priority, tokenization_kwargs)
         return self._enqueue(starts)
 
     def encode(self, *_: object, **__: object) -> NoReturn:
@@ -565,16 +547,9 @@ class LLM:
     def _render_chats(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        content_format: str,
         **options: Any,
     ) -> list[Prompt]:
-        """The prompts of one conversation or of several."""
-        if content_format != "auto":
-            raise UnsupportedError(
-                f"chat_template_content_format={content_format!r} is not supported; leave it out: "
-                "each template gets what it can handle.",
-                "chat_template_content_format",
-            )
+        """Return the prompts of one conversation or of several."""
         if isinstance(messages, str) or not isinstance(messages, Sequence):
             raise RequestError(
                 f"messages is a {type(messages).__name__}; give a list of messages, "
@@ -591,18 +566,10 @@ class LLM:
         prompts: Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         add_special_tokens: bool,
-        lora_request: Sequence[None] | None,
         priority: Sequence[int] | None,
         tokenization_kwargs: Mapping[str, Any] | None,
-        mm_processor_kwargs: Mapping[str, Any] | None,
     ) -> list[Callable[[], str]]:
-        """What starts the requests of a batch, one each."""
-        refuse_adapter(lora_request)
-        if mm_processor_kwargs:
-            raise UnsupportedError(
-                "mm_processor_kwargs is not supported: models take text only here.",
-                "mm_processor_kwargs",
-            )
+        """Return a call for each request of a batch that starts it."""
         params = self._params_for(prompts, sampling_params)
         if priority is not None:
             if len(priority) != len(prompts):

@@ -63,6 +63,8 @@ class GrammarSpec(msgspec.Struct, array_like=True, frozen=True):
     """Whether JSON may have white space between its parts."""
     additional_properties: bool = False
     """Whether JSON may have properties and items that its schema neither names nor forbids."""
+    strict: bool = False
+    """Refuse a schema with a `format` that cannot be enforced, instead of leaving it out."""
 
 
 class CoreSamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
@@ -87,7 +89,6 @@ class CoreSamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=T
     logprob_token_ids: bytes | None = None
     """Token ids int32 [logprobs]: these, not the most probable ones."""
     prompt_logprobs: int | None = None
-    priority: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     """Those that the request brought."""
     all_stop_token_ids: frozenset[int] = frozenset()
@@ -136,6 +137,43 @@ class PromptEmbeds(msgspec.Struct, array_like=True, frozen=True):
         return memoryview(self.data)[start * self.row_nbytes : stop * self.row_nbytes]
 
 
+class RequestOptions(msgspec.Struct, array_like=True, frozen=True):
+    """The envelope of a request: its properties besides the prompt and the sampling parameters.
+
+    The server or the public method of an engine makes it; `InputProcessor.process` adds what the
+    prompt and the parameters say. From there the same object goes to the scheduler.
+    """
+
+    arrival_time: float
+    tenant: str | None = None
+    """The sender of the request. Tenants share tokens fairly, see `scheduler/fairness.py`."""
+    priority: int = 0
+    """Rank with `scheduling_policy=priority`: smaller is served earlier."""
+    deadline: float | None = None
+    """Time at which the request ends with an error."""
+    first_token_deadline: float | None = None
+    """Time at which the request ends with an error if it has no token yet."""
+    turn: int = 0
+    """Number of prompts before it in the same call; see `scheduler/queue.py`."""
+    cache_salt: str | None = None
+    """Scope of the prefix cache: only requests with the same salt share blocks."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """Parameters for the KV connector."""
+    flow: int | None = None
+    """Class of the client's address. Without tenants, flows share tokens fairly."""
+
+    @property
+    def share(self) -> str | int | None:
+        """The tenant, or else the flow: tokens are shared fairly between shares."""
+        return self.flow if self.tenant is None else self.tenant
+
+    @property
+    def due(self) -> float:
+        """The earlier one of the deadlines; infinite if there is no deadline."""
+        first = math.inf if self.first_token_deadline is None else self.first_token_deadline
+        return first if self.deadline is None else min(self.deadline, first)
+
+
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     """A prompt as the front end hands it to the engine core: checked and tokenised.
 
@@ -145,15 +183,9 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     request_id: str
     prompt_token_ids: list[int]
     sampling_params: CoreSamplingParams
-    arrival_time: float
-    cache_salt: str | None = None
-    """Scope of the prefix cache: only requests with the same salt share blocks."""
-    deadline: float | None = None
-    """When the request is ended with an error."""
+    options: RequestOptions
     n: int = 1
     """Answers."""
-    turn: int = 0
-    """How many prompts came before it in the same call; see `scheduler/queue.py`."""
     output_token_ids: list[int] = []
     """Output that the request has already: it goes on behind it, as if it had made it here. None
     of these tokens ends it; they count against `max_tokens` and `min_tokens`."""
@@ -161,15 +193,9 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     """Prompt logprobs that it has already."""
     prompt_embeds: PromptEmbeds | None = None
     """In place of the first tokens of the prompt, whose ids are 0 and mean nothing."""
-    first_token_deadline: float | None = None
-    """When the request is ended with an error, unless it has its first token."""
-    tenant: str | None = None
-    """Who asks: tokens are shared fairly between tenants, see `scheduler/fairness.py`."""
     answers: dict[int, list[int]] | None = None
     """With n > 1, of a request that goes on: those of its answers that are still to be made, by
     their index, with their `output_token_ids`. None: all, from the start."""
-    kv_transfer_params: dict[str, Any] | None = None
-    """What the KV connector is told of it."""
 
     @property
     def known_token_ids(self) -> list[int]:
@@ -177,12 +203,6 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
         if self.prompt_embeds is None:
             return self.prompt_token_ids
         return self.prompt_token_ids[self.prompt_embeds.num_tokens :]
-
-    @property
-    def due(self) -> float:
-        """The earlier one of its deadlines; infinite if it has none."""
-        limits = (self.deadline, self.first_token_deadline)
-        return min((limit for limit in limits if limit is not None), default=math.inf)
 
     @property
     def indices(self) -> Iterable[int]:
@@ -215,7 +235,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
                 prompt_logprobs=params.prompt_logprobs if index == 0 else None,
             ),
             n=1,
-            turn=self.turn + index,
+            options=replace(self.options, turn=self.options.turn + index),
             answers=None,
         )
 

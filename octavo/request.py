@@ -69,18 +69,12 @@ class Request:
         "__weakref__",
         "_block_hasher",
         "all_token_ids",
-        "arrival_time",
         "block_hashes",
-        "cache_salt",
         "cache_scope",
         "competes",
-        "deadline",
-        "due",
         "error",
         "error_kind",
         "first_scheduled_time",
-        "first_token_deadline",
-        "kv_transfer_params",
         "leader",
         "max_tokens",
         "num_cached_tokens",
@@ -93,7 +87,7 @@ class Request:
         "num_prompt_logprobs",
         "num_prompt_tokens",
         "num_spec_in_flight",
-        "priority",
+        "options",
         "prompt_embeds",
         "queue_key",
         "request_id",
@@ -101,8 +95,6 @@ class Request:
         "status",
         "stop_reason",
         "stop_token_ids",
-        "tenant",
-        "turn",
     )
 
     def __init__(
@@ -116,20 +108,12 @@ class Request:
         params = core_request.sampling_params
         self.request_id = core_request.request_id
         self.sampling_params: CoreSamplingParams = params
-        self.arrival_time = core_request.arrival_time
-        self.priority = params.priority
-        self.turn = core_request.turn
-        self.tenant = core_request.tenant
-        self.deadline = core_request.deadline
-        self.first_token_deadline = core_request.first_token_deadline
-        self.due = core_request.due
-        self.cache_salt = core_request.cache_salt
+        self.options = core_request.options
         self.cache_scope = cache_scope
         self.leader = leader
         self.num_prompt_tokens = len(core_request.prompt_token_ids)
         self.all_token_ids = core_request.prompt_token_ids + core_request.output_token_ids
         self.prompt_embeds = core_request.prompt_embeds
-        self.kv_transfer_params = core_request.kv_transfer_params
         self.max_tokens = params.max_tokens
         self.stop_token_ids = params.all_stop_token_ids
 
@@ -158,7 +142,7 @@ class Request:
         self.competes = False
         """Whether it has not been computed up to its last token yet, not even once."""
 
-        self.queue_key: QueueKey = (self.priority, self.turn, 0)
+        self.queue_key: QueueKey = (self.options.priority, self.options.turn, 0)
         """Order of service, best first; the scheduler sets it by its policy on arrival."""
         self.num_prompt_logprobs = core_request.num_prompt_logprobs
         """Prompt logprobs handed out so far (a resumed request computes them again)."""
@@ -180,11 +164,10 @@ class Request:
 
     @property
     def next_deadline(self) -> float:
-        """When the request is ended if nothing happens; infinite: never."""
-        first = self.first_token_deadline
-        if first is None or self.num_output_tokens:
-            return math.inf if self.deadline is None else self.deadline
-        return first if self.deadline is None else min(first, self.deadline)
+        """The time at which the request ends if nothing happens; infinite: never."""
+        if not self.num_output_tokens:
+            return self.options.due
+        return math.inf if self.options.deadline is None else self.options.deadline
 
     @property
     def skip_reading_prefix_cache(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import importlib.util
 import json
 import numbers
 from collections.abc import Mapping, Sized
@@ -136,9 +137,11 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
     """Tags whose insides follow schemas, in xgrammar's notation: JSON or its text, then text."""
     backend: GrammarBackendName = "auto"
     """Who compiles it; auto: the engine chooses. vLLM's "guidance" is llguidance."""
+    strict: bool = False
+    """Refuse a JSON schema with a `format` that cannot be enforced, instead of leaving it out."""
 
     def __post_init__(self) -> None:
-        for name in ("json_object", "disable_any_whitespace"):
+        for name in ("json_object", "disable_any_whitespace", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(
                     f"{name}={_show(getattr(self, name))} is not true or false.", name
@@ -159,6 +162,12 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
                 "backend",
             )
         self.backend = cast(GrammarBackendName, _GRAMMAR_BACKENDS[backend])
+        if self.backend != "auto" and importlib.util.find_spec(self.backend) is None:
+            raise RequestError(
+                f"backend={_show(backend)} needs the package {self.backend}, which is not "
+                f"installed: install it (`pip install {self.backend}`), or leave backend out.",
+                "backend",
+            )
         _refuse_unsupported(self, REFUSED_STRUCTURED_OUTPUTS)
         if self.json is not None:
             self.json = _json_text(

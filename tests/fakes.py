@@ -23,7 +23,6 @@ from octavo.kv_connector.base import KVConnectorBase
 from octavo.messages import (
     CoreSamplingParams,
     EngineCoreOutput,
-    EngineCoreRequest,
     FinishReason,
     GrammarOutput,
     LogprobsLists,
@@ -36,7 +35,7 @@ from octavo.plan.memory import MemoryBudget
 from octavo.request import Request
 from octavo.scheduler.observer import SchedulerObserver
 from octavo.scheduler.scheduler import Scheduler
-from tests.params import core_params, pack_logprobs
+from tests.params import core_params, core_request, pack_logprobs
 from tests.state_cache import StateCache
 
 VOCAB = 50
@@ -461,6 +460,7 @@ class FakeEngine:
         deadline: float | None = None,
         first_token_deadline: float | None = None,
         tenant: str | None = None,
+        priority: int = 0,
         salt: str | None = None,
         hashed: bool = True,
         stop: Sequence[int] = (),
@@ -475,11 +475,12 @@ class FakeEngine:
         """
         self._arrivals += 1
         sampling = core_params(**{"max_tokens": 8, "all_stop_token_ids": list(stop)} | params)
-        core = EngineCoreRequest(
-            request_id=request_id,
-            prompt_token_ids=list(prompt),
-            sampling_params=sampling,
+        core = core_request(
+            request_id,
+            prompt,
+            sampling,
             arrival_time=self._arrivals,
+            priority=priority,
             cache_salt=salt,
             deadline=deadline,
             turn=turn,

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from octavo.frontend.core_params import make_core_params
-from octavo.messages import CoreSamplingParams, LogprobsLists
+from octavo.messages import (
+    CoreSamplingParams,
+    EngineCoreRequest,
+    LogprobsLists,
+    RequestOptions,
+)
+from octavo.request import Request
 from octavo.sampling_params import SamplingParams
 
 
@@ -32,6 +40,24 @@ class Params(SamplingParams, kw_only=True):
 def core_params(vocab_size: int = 100, **fields: object) -> CoreSamplingParams:
     """The same from the fields of `Params`."""
     return Params(**fields).core(vocab_size)
+
+
+def core_request(
+    request_id: str,
+    token_ids: Sequence[int],
+    params: CoreSamplingParams,
+    arrival_time: float = 0.0,
+    **fields: Any,
+) -> EngineCoreRequest:
+    """Return a request as the engine core gets it; `fields` are its own and its options'."""
+    names = fields.keys() & set(RequestOptions.__struct_fields__)
+    options = RequestOptions(arrival_time, **{name: fields.pop(name) for name in names})
+    return EngineCoreRequest(request_id, list(token_ids), params, options, **fields)
+
+
+def set_options(request: EngineCoreRequest | Request, **changes: object) -> None:
+    """Give a request other options."""
+    request.options = msgspec.structs.replace(request.options, **changes)
 
 
 def pack_logprobs(

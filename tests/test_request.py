@@ -5,9 +5,9 @@ import weakref
 import msgspec
 
 from octavo.kv_cache.hashing import make_block_hasher
-from octavo.messages import CoreSamplingParams, EngineCoreRequest
+from octavo.messages import CoreSamplingParams, EngineCoreRequest, RequestOptions
 from octavo.request import fan_out
-from tests.params import core_params
+from tests.params import core_params, core_request
 
 PROMPT = list(range(20))
 HASHER = make_block_hasher(8)
@@ -23,13 +23,14 @@ LONG = core_params(
 
 
 def make(n, request_id="r", params=LONG, caching=True, **fields):
-    request = EngineCoreRequest(request_id, PROMPT, params, 1.5, n=n, **fields)
+    request = core_request(request_id, PROMPT, params, 1.5, n=n, **fields)
     return list(fan_out(request, HASHER, enable_prefix_caching=caching))
 
 
 def test_one():
     [request] = make(1, cache_salt="k", deadline=9.0)
-    assert (request.request_id, request.deadline, request.cache_salt) == ("r", 9.0, "k")
+    assert request.request_id == "r"
+    assert request.options == RequestOptions(1.5, deadline=9.0, cache_salt="k")
     assert request.sampling_params is LONG
     assert len(request.block_hashes) == 2
     [alone] = make(1, caching=False)
@@ -47,10 +48,10 @@ def test_several():
     children = make(3, cache_salt="k")
     assert [c.request_id for c in children] == ["0_r", "1_r", "2_r"]
     assert [c.sampling_params.seed for c in children] == [5, 6, 7]
-    assert [c.turn for c in children] == [0, 1, 2]
-    assert [c.turn for c in make(2, turn=8)] == [8, 9]
+    assert [c.options.turn for c in children] == [0, 1, 2]
+    assert [c.options.turn for c in make(2, turn=8)] == [8, 9]
     assert [c.sampling_params.prompt_logprobs for c in children] == [2, None, None]
-    assert {(c.cache_salt, c.cache_scope) for c in children} == {("k", None)}
+    assert {(c.options.cache_salt, c.cache_scope) for c in children} == {("k", None)}
     assert all(c.block_hashes == make(1, cache_salt="k")[0].block_hashes for c in children)
     # What one of them generates is its own.
     children[0].append_output_token_ids([7] * 8)
@@ -59,7 +60,7 @@ def test_several():
 
 
 def test_siblings_share_what_is_long():
-    packed = msgspec.msgpack.encode(EngineCoreRequest("r", PROMPT, LONG, 0.0, n=64))
+    packed = msgspec.msgpack.encode(core_request("r", PROMPT, LONG, n=64))
     assert len(packed) < 6000
     request = msgspec.msgpack.decode(packed, type=EngineCoreRequest)
     assert request.sampling_params == LONG
@@ -79,7 +80,7 @@ def test_siblings_share_blocks_without_prefix_caching():
     # Nobody's salt leads there, and theirs still counts.
     assert make(1, cache_salt="a")[0].block_hashes != hashes[0][0]
     salted = make(2, "a", caching=False, cache_salt="k")
-    assert {(c.cache_salt, c.cache_scope) for c in salted} == {("k", "a")}
+    assert {(c.options.cache_salt, c.cache_scope) for c in salted} == {("k", "a")}
     assert salted[0].block_hashes == salted[1].block_hashes != hashes[0][0]
 
 
@@ -95,12 +96,12 @@ def test_one_that_has_output_already():
 def test_answers_that_go_on_share_what_new_ones_do():
     params = core_params(max_tokens=50)
     tokens = {1: [7] * 9, 3: []}
-    request = EngineCoreRequest("r", PROMPT, params, 1.5, n=4, answers=tokens, tenant="a")
+    request = core_request("r", PROMPT, params, 1.5, n=4, answers=tokens, tenant="a")
     packed = msgspec.msgpack.encode(request)
     request = msgspec.msgpack.decode(packed, type=EngineCoreRequest)
     assert request.child_ids == ["1_r", "3_r"]
     for caching in (True, False):
-        new = list(fan_out(EngineCoreRequest("r", PROMPT, params, 1.5, n=4), HASHER))
+        new = list(fan_out(core_request("r", PROMPT, params, 1.5, n=4), HASHER))
         scope = None if caching else "r"
         resumed, fresh = fan_out(request, HASHER, enable_prefix_caching=caching)
         assert [resumed.request_id, fresh.request_id] == request.child_ids

@@ -455,6 +455,7 @@ def test_settings_of_structured_outputs():
     for name, value in [
         *(("backend", value) for value in ("outlines", "", None, 5, [])),
         *(("disable_any_whitespace", value) for value in (None, 1, "yes")),
+        *(("strict", value) for value in (None, 1, "yes")),
     ]:
         with pytest.raises(RequestError) as error:
             StructuredOutputsParams(**{"json": {}, name: value})
@@ -468,6 +469,14 @@ def test_settings_of_structured_outputs():
         with pytest.raises(UnsupportedError) as error:
             StructuredOutputsParams(**{"json": {}, name: value})
         assert error.value.param == name
+
+
+def test_a_backend_that_is_not_installed_is_refused(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(RequestError, match=r"^backend='guidance' needs the package") as error:
+        StructuredOutputsParams(regex="a", backend="guidance")
+    assert error.value.param == "backend"
+    StructuredOutputsParams(regex="a")
 
 
 def test_guided_decoding_is_the_older_name():

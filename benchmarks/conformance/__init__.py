@@ -2,9 +2,9 @@
 
     python -m benchmarks.conformance --out table.md
 
-fetches vLLM's source distribution with pip, takes the tests out of it, runs those that ask a
-server with an Octavo one behind them (`shim.py` stands in for their fixture), and prints a table:
-which pass, which ask for a feature that is not there yet and were refused with a sentence that
-says so, and which differ for another reason, one of those in `expected.toml`. A failure that is
-not in that file makes the exit status 1. None of vLLM's files are kept here.
+fetches vLLM's source distribution with pip, and runs those of its tests that use a server against
+Octavo (`shim.py` replaces their fixture). It prints a table of the tests that pass, those that need
+a missing feature and were rejected with a sentence that says so, and those that differ for another
+reason of `expected.toml`. A failure that is not in that file makes the exit status 1. None of
+vLLM's files are kept here.
 """

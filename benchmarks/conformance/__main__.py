@@ -22,14 +22,14 @@ from octavo.models.hub import resolve_model
 
 ROOT = Path(__file__).parents[2]
 EXPECTED = Path(__file__).with_name("expected.toml")
-# Of the tests those of the server that speaks OpenAI's API, and of what is around it.
+# Of the tests, those of the server with OpenAI's API, and of related parts.
 FOLDERS = ("openai", "serve", "launchers", "rl/state_transitions", "tool_parsers")
 _ASKS_SERVER = re.compile(r"Remote\w*Server|\bfrom \.+conftest import|Popen\(|client: \S*OpenAI\b")
 _FILE_SECONDS = 300
-# As many as the models of most tests have, so that their --max-model-len is possible.
+# As in most tests' models, so that their --max-model-len is possible.
 _POSITIONS = 40960
 
-# What `vllm` is while the tests run: a command, and a module that is started with -m.
+# Replacement of `vllm` while the tests run: a command, and a module that is started with -m.
 _COMMAND = """#!{python}
 import os, sys
 from benchmarks.conformance.shim import octavo_command
@@ -43,7 +43,7 @@ _MODULES = (
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Fetches, runs and reports; returns the exit status."""
+    """Fetch, run and report; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.conformance")
     parser.add_argument("--out", type=Path, help="file for the table; default: standard output")
     parser.add_argument("--sdist", type=Path, help="vLLM's source distribution, if it is here")
@@ -74,13 +74,13 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def prepare(work: Path, sdist: Path | None) -> None:
-    """Makes in `work` all that running a file of tests needs."""
+    """Prepare `work` for running a file of tests."""
     for name in ("logs", "results", "bin"):
         (work / name).mkdir(parents=True, exist_ok=True)
     if not (work / "src").exists():
         fetch.unpack_tests(sdist or fetch.fetch_sdist(work), work / "src")
     fetch.install_packages(work / "packages")
-    # Links to a checkout, which may be gone since.
+    # Links to a checkout, which may no longer exist.
     for name in ("hub", "model"):
         shutil.rmtree(work / name, ignore_errors=True)
     make_model(work / "model")
@@ -94,7 +94,7 @@ def prepare(work: Path, sdist: Path | None) -> None:
 
 
 def make_model(folder: Path) -> None:
-    """The built-in model, with more positions than it has learnt."""
+    """Copy the built-in model, with more positions than it was trained on."""
     folder.mkdir()
     lengths = {
         "config.json": "max_position_embeddings",
@@ -109,7 +109,7 @@ def make_model(folder: Path) -> None:
 
 
 def server_tests(src: Path) -> Iterator[str]:
-    """The files with tests that ask a server, in `src`."""
+    """Yield the files in `src` with tests that use a server."""
     for folder in FOLDERS:
         for file in sorted((src / "tests" / "entrypoints" / folder).rglob("test_*.py")):
             if _ASKS_SERVER.search(file.read_text()):
@@ -117,7 +117,7 @@ def server_tests(src: Path) -> Iterator[str]:
 
 
 def run(work: Path, file: str) -> list[report.Result]:
-    """Runs a file of tests in a process of its own, so that none can harm the others."""
+    """Run a file of tests in a separate process, so that no file affects others."""
     name = file.replace("/", ".").removesuffix(".py")
     results, output = work / "results" / f"{name}.jsonl", work / "logs" / f"{name}.txt"
     results.write_text("")

@@ -1,11 +1,11 @@
-"""Runs the examples of a checkout of vLLM on Octavo and says what becomes of each.
+"""Run the examples of a checkout of vLLM on Octavo and report the result of each.
 
     python -m benchmarks.conformance.examples CHECKOUT [--only PART] [--write]
 
-A tiny model stands in for every other. A script works, or ends in one sentence that says what
-Octavo does not have; the table of both goes to standard output, or with `--write` into
-docs/vllm.md. Scripts that ask a server ask one with the same model. The exit status is 1 if a
-script ended in a traceback.
+A tiny model replaces every other. A script works, or ends in one sentence that names the feature
+that Octavo lacks. The table of both is printed, or with `--write` written to docs/vllm.md. Scripts
+that use a server use one with the same model. The exit status is 1 if a script ended in a
+traceback.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SERVER_FLAGS = (
 )
 _NAME = re.compile(r"""["']([\w.-]+/[\w.-]+)["']""")
 
-# What is no use of a text model from Python, by patterns of paths.
+# Examples that a text model in Python cannot run, by patterns of paths.
 LEFT_OUT = {
     "applications/chatbot/*": "pages for people, of gradio and streamlit",
     "applications/rag/*": "needs a vector database",
@@ -79,23 +79,23 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     ),
     "ray_serving/elastic_ep/scale.py": ("--port", str(_PORT), "--new-dp-size", "2"),
 }
-# A script that waits for requests, and the one that asks it, whose outcome is that of both.
+# Scripts with another script's files as input, in one folder, and servers with their clients.
 AFTER = {
     "disaggregated/example_connector/decode_example.py": (
         "disaggregated/example_connector/prefill_example.py"
     ),
 }
-"""A script and the one whose files it reads, in one folder."""
+"""Scripts of servers with their clients; the result of a pair is that of both."""
 ASKED_BY = {"applications/api_server/server.py": "applications/api_server/client.py"}
 
 
 @dataclass(frozen=True)
 class Line:
-    """A script and what became of it."""
+    """Script with its result."""
 
     script: str
     outcome: str
-    """works, the sentence that it ended in, or `TRACEBACK` and its last line."""
+    """Either "works", the final sentence, or `TRACEBACK` and its last line."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -130,7 +130,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def scripts(examples: Path) -> Iterator[str]:
-    """The scripts that use a text model, by their paths in `examples`."""
+    """Yield the scripts that use a text model, by their paths in `examples`."""
     for file in sorted(examples.rglob("*.py")):
         name = str(file.relative_to(examples))
         if (
@@ -142,7 +142,7 @@ def scripts(examples: Path) -> Iterator[str]:
 
 
 def make_environment(work: Path) -> dict[str, str]:
-    """The variables that every process here gets."""
+    """Return the environment variables of every process."""
     variables = {
         "HF_HOME": str(work / "hub"),
         "HF_HUB_OFFLINE": "1",
@@ -157,7 +157,7 @@ def make_environment(work: Path) -> dict[str, str]:
 
 @contextmanager
 def serving(work: Path, environment: dict[str, str], examples: Path) -> Iterator[None]:
-    """A server for the scripts that ask one, under every name of a model that they use."""
+    """Run a server for the scripts that use one, with every model name that they use."""
     served = {"model"}
     for name in scripts(examples):
         served |= set(_NAME.findall((examples / name).read_text()))
@@ -192,7 +192,7 @@ def _wait_ready(process: subprocess.Popen[bytes], log: Path, url: str) -> None:
 def run(
     work: Path, environment: dict[str, str], examples: Path, name: str, folder: Path | None = None
 ) -> Line:
-    """Run a script in a process group and a folder of its own, unless one is given."""
+    """Run a script in a separate process group, in a new folder or the given one."""
     if folder is None:
         folder = work / "runs" / name
         folder.mkdir(parents=True)
@@ -235,17 +235,17 @@ def _start(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    with suppress(ProcessLookupError):  # it left nothing running
+    with suppress(ProcessLookupError):  # no process is left
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def outcome(status: int | None, output: str) -> str:
-    """What became of a script.
+    """Return the result of a script.
 
     Args:
         status: its exit status; None: it was stopped, because it did not end.
-        output: what it printed.
+        output: its output.
     """
     last = (output.strip().splitlines() or ["nothing was printed"])[-1][:300]
     if "Traceback (most recent call last)" in output:
@@ -259,7 +259,7 @@ def outcome(status: int | None, output: str) -> str:
 
 
 def version(checkout: Path) -> str:
-    """vLLM's version, from a source distribution's file; of a clone, its folder's name."""
+    """Return vLLM's version from a source distribution's file; for a clone, its folder's name."""
     information = checkout / "PKG-INFO"
     if information.exists():
         found = re.search(r"^Version: (\S+)$", information.read_text(), re.MULTILINE)
@@ -269,12 +269,12 @@ def version(checkout: Path) -> str:
 
 
 def table(lines: Sequence[Line], of_version: str) -> str:
-    """The lines as a table of Markdown, with a sentence of what is in it."""
+    """Format the lines as a Markdown table, with an introduction."""
     works = sum(line.outcome == "works" for line in lines)
     rows = [f"| `{line.script}` | {_cell(line.outcome)} |" for line in lines]
     head = (
         f"Of the {len(lines)} scripts under `examples/` of vLLM {of_version} that use a text "
-        f"model, {works} work with a tiny model in the place of theirs; each of the others ends in "
+        f"model, {works} work with a tiny model instead of theirs; each of the others ends in "
         "the sentence beside it. `python -m benchmarks.conformance.examples` has written this. "
         "Left out are " + _listed(LEFT_OUT) + "."
     )
@@ -293,7 +293,7 @@ def _cell(text: str) -> str:
 
 
 def write(document: Path, text: str) -> None:
-    """Put a text between the markers of a document."""
+    """Replace the text between the markers of a document."""
     before, rest = document.read_text().split(BEGIN)
     _, after = rest.split(END)
     document.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 VERSION = "0.33.0"
 
-# What the tests import and a development environment of Octavo has not.
+# Packages that the tests import and a development environment of Octavo lacks.
 PACKAGES = (
     "pytest-asyncio",
     "requests",
@@ -21,8 +21,8 @@ PACKAGES = (
     "soundfile",
 )
 
-# pip asks a source distribution for its metadata, even if it is only to be downloaded, and vLLM's
-# build would need another PyTorch for that. This stands in for the build.
+# pip queries the metadata of a source distribution, even for a download, and vLLM's build would
+# need another PyTorch for that. This replaces the build.
 _BACKEND = f"""
 from pathlib import Path
 
@@ -35,10 +35,10 @@ def prepare_metadata_for_build_wheel(folder, config_settings=None):
 
 
 def fetch_sdist(folder: Path) -> Path:
-    """Downloads the source distribution into `folder`, unless it is there; returns its file.
+    """Download the source distribution into `folder`, if it is missing; return its file.
 
     Raises:
-        subprocess.CalledProcessError: pip cannot get it; its output says why.
+        subprocess.CalledProcessError: pip failed; its output contains the cause.
     """
     sdist = folder / f"vllm-{VERSION}.tar.gz"
     if not sdist.exists():
@@ -52,7 +52,7 @@ def fetch_sdist(folder: Path) -> Path:
 
 
 def install_packages(folder: Path) -> None:
-    """Installs what the tests import into `folder`, unless it is there."""
+    """Install the packages that the tests import into `folder`, if they are missing."""
     done = folder / ".done"
     if not done.exists():
         _pip(["install", "--target", str(folder), *PACKAGES])
@@ -60,12 +60,12 @@ def install_packages(folder: Path) -> None:
 
 
 def unpack_tests(sdist: Path, folder: Path) -> None:
-    """Takes the tests out of the source distribution, and the chat templates of its examples.
+    """Extract the tests from the source distribution, and the chat templates of its examples.
 
-    Without the fixtures at their top and their server, in whose places `shim.py` steps.
+    The fixtures at their top and their server are omitted; `shim.py` replaces them.
 
     Raises:
-        tarfile.TarError, OSError: it cannot be read.
+        tarfile.TarError, OSError: the archive cannot be read.
     """
     with tarfile.open(sdist) as archive:
         for member in archive:

@@ -1,8 +1,9 @@
-"""Runs tests of vLLM's in this process: `python -m benchmarks.conformance.inside`.
+"""Run tests of vLLM's in this process: `python -m benchmarks.conformance.inside`.
 
     PACKAGES RESULTS TEST ...
 
-with what the tests import in the folder PACKAGES; a line of JSON for each goes to RESULTS.
+PACKAGES is the folder of the packages that the tests import; a line of JSON for each test is
+written to RESULTS.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _STARTS_SERVER = re.compile(r"Remote\w+Server\w*\(|Popen\(|getfixturevalue\(|sub
 
 
 class Recorder:
-    """Writes down what becomes of each test, and what Octavo refused in it."""
+    """Plug-in that records the result of each test, and Octavo's rejections in it."""
 
     def __init__(self, results: TextIO) -> None:
         self._results = results
@@ -39,13 +40,13 @@ class Recorder:
         return shim.HFRunner
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Leaves out tests that ask no server: they are about vLLM's Python code."""
+        """Skip tests without a server: they are about vLLM's Python code."""
         for item in items:
             if not any(_STARTS_SERVER.search(source) for source in _sources(item)):
-                item.add_marker(pytest.mark.skip(f"{shim.OWN_CODE}no server is asked"))
+                item.add_marker(pytest.mark.skip(f"{shim.OWN_CODE}no server is used"))
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """What is not overwritten by another result was not run to its end."""
+        """Record all tests as unfinished; later results overwrite that."""
         for item in session.items:
             self._write_line(item.nodeid, "failed", "not finished in time", [])
 
@@ -90,7 +91,7 @@ class Recorder:
 
 
 def _sources(item: Any) -> Iterator[str]:
-    """The source of a test and of all its fixtures."""
+    """Yield the source of a test and of all its fixtures."""
     yield inspect.getsource(item.function)
     for definitions in item._fixtureinfo.name2fixturedefs.values():
         for definition in definitions:
@@ -98,7 +99,7 @@ def _sources(item: Any) -> Iterator[str]:
 
 
 def main(packages: str, results: str, tests: list[str]) -> int:
-    sys.path.append(packages)  # after what the environment has
+    sys.path.append(packages)  # after the environment's packages
     shim.install()
     shim.watch_clients()
     for test in tests:

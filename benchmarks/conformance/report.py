@@ -1,4 +1,4 @@
-"""What came of the tests: classified by `expected.toml`, and as a table."""
+"""Results of the tests: classified by `expected.toml`, and as a table."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ _SAID_CHARS = 200
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one test."""
+    """Result of one test."""
 
     test: str
     outcome: str
-    """passed, failed or skipped."""
+    """Outcome: passed, failed or skipped."""
     message: str
-    """Why, as pytest has it."""
+    """Reason, as reported by pytest."""
     refusals: Sequence[str]
-    """What Octavo refused meanwhile."""
+    """Rejections by Octavo during the test."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """A reason why tests may fail, and patterns of their names."""
+    """Reason for expected failures, with patterns of test names."""
 
     kind: Literal["missing feature", "deviation"]
     reason: str
-    """What is missing, or how and why Octavo differs."""
+    """Missing feature, or the deviation and its reason."""
     tests: Sequence[str]
 
     def covers(self, test: str) -> bool:
-        """Whether it is a reason for this test."""
+        """Return True if the reason applies to this test."""
         return any(_matches(test, pattern) for pattern in self.tests)
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the table."""
+    """Line of the table."""
 
     test: str
     kind: Kind
@@ -55,7 +55,7 @@ class Line:
 
 
 def read_expected(path: Path) -> list[Expected]:
-    """The reasons in a file: `[[deviation]]` with `reason`, then `[[missing]]` with `feature`."""
+    """Read the reasons in a file: `[[deviation]]` and `[[missing]]` entries."""
     data = tomllib.loads(path.read_text())
     deviations = [
         Expected("deviation", entry["reason"], entry["tests"]) for entry in data["deviation"]
@@ -66,15 +66,15 @@ def read_expected(path: Path) -> list[Expected]:
 
 
 def read_results(path: Path) -> list[Result]:
-    """What `inside.py` wrote; of what it wrote about a test the last counts."""
+    """Read the output of `inside.py`; the last line about a test counts."""
     lines = [Result(**json.loads(line)) for line in path.read_text().splitlines()]
     return list({line.test: line for line in lines}.values())
 
 
 def classify(results: Iterable[Result], expected: Sequence[Expected]) -> list[Line]:
-    """What each test says of Octavo.
+    """Classify each test.
 
-    A feature counts as missing only where Octavo said so, in the test or when it was started.
+    A feature counts as missing only if Octavo reported that, in the test or at a start.
     """
     lines = []
     for result in results:
@@ -102,13 +102,13 @@ def _failed(result: Result, expected: Sequence[Expected]) -> Line:
         return Line(result.test, "deviation", reason.reason)
     if not result.refusals:
         return Line(
-            result.test, "UNEXPECTED", f"{reason.reason}, but not refused: {_short(result.message)}"
+            result.test, "UNEXPECTED", f"{reason.reason}, but accepted: {_short(result.message)}"
         )
     return Line(result.test, "missing feature", f"{reason.reason}: {_short(result.refusals[0])}")
 
 
 def unused(results: Sequence[Result], expected: Sequence[Expected]) -> list[str]:
-    """Patterns that no failing test has: they can go."""
+    """Return patterns without a failing test: they can be removed."""
     failed = [result.test for result in results if result.outcome == "failed"]
     return [
         pattern
@@ -119,20 +119,20 @@ def unused(results: Sequence[Result], expected: Sequence[Expected]) -> list[str]
 
 
 def _matches(test: str, pattern: str) -> bool:
-    """Like `fnmatchcase`, but brackets are brackets: names of tests have them."""
+    """Match like `fnmatchcase`, but without brackets as wildcards: names of tests contain them."""
     return fnmatchcase(test.replace("[", "("), pattern.replace("[", "("))
 
 
 def table(lines: Sequence[Line], version: str) -> str:
-    """The report in Markdown: counts, and a line for each test that asks a server."""
+    """Format the report in Markdown: counts, and a line for each test that uses a server."""
     counts = collections.Counter(line.kind for line in lines)
     text = [f"# vLLM {version}'s tests of its server, against Octavo", ""]
     text += ["| result | tests |", "| --- | ---: |"]
     text += [f"| {kind} | {counts[kind]} |" for kind in _KINDS]
     text += [
         "",
-        f"Another {counts['own code']} tests in these files ask no server, or use a part of vLLM's "
-        "own code, and say nothing of Octavo.",
+        f"Another {counts['own code']} tests in these files use no server, or use a part of vLLM's "
+        "own code, and do not test Octavo.",
         "",
         "| test | result | why |",
         "| --- | --- | --- |",

@@ -1,7 +1,7 @@
-"""What vLLM's tests import, as Octavo has it: the server fixture, and `vllm`'s modules.
+"""Octavo's replacements of the imports of vLLM's tests: the server fixture and `vllm`'s modules.
 
-A test that uses a piece of vLLM's own code, which nothing here stands in for, is skipped with a
-reason that begins with `OWN_CODE`.
+A test that uses a part of vLLM's own code without a replacement is skipped with a reason that
+begins with `OWN_CODE`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from octavo.compat import vllm as compat
 
 OWN_CODE = "vLLM's own code: "
 MODEL_VARIABLE = "CONFORMANCE_MODEL"
-"""Names the folder of the model that stands in for all others."""
+"""Variable with the folder of the model that replaces all others."""
 _COMMIT = "0" * 40
 
-# Features that the server of a whole file is started with, and that only some of its tests need:
-# where Octavo refuses the flag it is started without, and those tests are refused one by one.
+# Features that a whole file's server is started with, but only some of its tests need: if Octavo
+# rejects the flag, the server is started without it, and those tests are rejected one by one.
 OPTIONAL_FLAGS = frozenset(
     {
         "--enable-auto-tool-choice",
@@ -53,7 +53,7 @@ OPTIONAL_FLAGS = frozenset(
         "--tool-call-parser",
     }
 )
-# A share of a GPU's memory is another one of a machine's.
+# A share of a GPU's memory has no meaning on another machine.
 _LEFT_OUT = ("--gpu-memory-utilization",)
 _START_SECONDS = 60.0
 _STOP_SECONDS = 20.0
@@ -64,23 +64,23 @@ _IMAGE_URL = (
 )
 
 file_refusals: list[str] = []
-"""What Octavo said when a server of this file was started, and could not be with some flag."""
+"""Messages of Octavo about flags of this file's server that it rejected."""
 test_refusals: list[str] = []
-"""What it answered in this test with a status of 400 or more."""
+"""Answers in this test with a status of 400 or more."""
 
 
 class ServerError(Exception):
-    """Octavo did not start; the message is what it said."""
+    """Error: Octavo did not start; the message is its last one."""
 
 
 def offer_all(source: str) -> None:
-    """The same for all that a test's source names like a model."""
+    """Call `offer` for every name in a test's source with the form of a model."""
     for name in set(re.findall(r'"([\w.-]+/[\w.-]+)"', source)):
         offer(name)
 
 
 def offer(name: str) -> None:
-    """Puts the model that stands in for all others into the hub's cache under a name."""
+    """Add the replacement model to the hub's cache under a name."""
     folder = Path(os.environ["HF_HOME"], "hub", f"models--{name.replace('/', '--')}")
     if Path(name).is_dir() or name.count("/") != 1 or folder.exists():
         return
@@ -93,9 +93,9 @@ def offer(name: str) -> None:
 
 
 def octavo_command(words: Sequence[str]) -> list[str]:
-    """The command that does what `vllm` does with these words.
+    """Return the command that corresponds to `vllm` with these words.
 
-    Of a flag that is given twice the last counts.
+    The last of repeated flags counts.
     """
     options = _options(list(words))
     for name in (*options.get("", ())[1:], *options.get("--model", ())):
@@ -109,7 +109,7 @@ def octavo_command(words: Sequence[str]) -> list[str]:
 
 
 def _options(words: list[str]) -> dict[str, list[str]]:
-    """Words by the flag before them; those before all flags by ""."""
+    """Group words by the preceding flag; those before all flags by ""."""
     found: dict[str, list[str]] = {}
     flag = ""
     for word in words:
@@ -122,17 +122,17 @@ def _options(words: list[str]) -> dict[str, list[str]]:
 
 
 def _words(options: Mapping[str, list[str]]) -> list[str]:
-    """The reverse of `_options`."""
+    """Invert `_options`."""
     return [word for flag, values in options.items() for word in (flag, *values) if word]
 
 
 def _names(said: str, flag: str) -> bool:
-    """Whether a message is about a flag, or its setting."""
+    """Return True if a message is about a flag, or its setting."""
     return flag in said or re.search(rf"\b{flag[2:].replace('-', '_')}\b", said) is not None
 
 
 def open_port() -> int:
-    """A port that nobody listens at."""
+    """Return a port without a listener."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port: int = sock.getsockname()[1]
@@ -140,7 +140,7 @@ def open_port() -> int:
 
 
 class RemoteOpenAIServer:
-    """A server for a test: vLLM's fixture of this name, with Octavo behind it."""
+    """Server for a test: vLLM's fixture of this name, implemented by Octavo."""
 
     DUMMY_API_KEY = "token-abc123"
     show_hidden_metrics = False
@@ -175,7 +175,7 @@ class RemoteOpenAIServer:
             words = _words({f: v for f, v in _options(words).items() if f not in dropped})
 
     def _starts(self, command: list[str]) -> bool:
-        """Starts the server and waits until it is ready; False: it ended."""
+        """Start the server and wait until it is ready; return False if it ended."""
         self._log = Path(os.environ["CONFORMANCE_LOGS"], f"{time.time_ns()}.log")
         with self._log.open("wb") as log:
             log.write(f"$ {' '.join(command)}\n".encode())
@@ -189,7 +189,7 @@ class RemoteOpenAIServer:
         with httpx.Client(transport=transport) as client:
             while self.proc.poll() is None:
                 try:
-                    # Behind a proxy's path the same address without it answers, too.
+                    # With a proxy's path, the address without it works, too.
                     if client.get(self.url_for("ready")).status_code == 200:
                         return True
                 except httpx.TransportError:
@@ -203,7 +203,7 @@ class RemoteOpenAIServer:
         return False
 
     def _said(self) -> str:
-        """The last thing that the server said."""
+        """Return the server's last message."""
         text = self._log.read_text(errors="replace").strip()
         return text[-_TAIL_CHARS:].rpartition("error: ")[2]
 
@@ -253,7 +253,7 @@ class RemoteOpenAIServer:
 
 
 def note_answer(status: int, body: bytes) -> None:
-    """Keeps what Octavo refuses in this test."""
+    """Record a rejection of Octavo in this test."""
     try:
         said = json.loads(body)["error"]["message"]
     except (ValueError, KeyError, TypeError):
@@ -262,7 +262,7 @@ def note_answer(status: int, body: bytes) -> None:
 
 
 def watch_clients() -> None:
-    """Has the clients that the tests use tell `note_answer` what they are answered."""
+    """Have the tests' clients report their answers to `note_answer`."""
     import requests
 
     for name in ("httpx", "httpx2"):  # OpenAI's client has the one or the other
@@ -302,7 +302,7 @@ def _own_code(path: str) -> Any:
 
 
 class _Absent(type):
-    """A class of vLLM's that has no counterpart: it can be imported and named, but not used."""
+    """Class of vLLM's without a counterpart: it can be imported and named, but not used."""
 
     path: str
 
@@ -330,14 +330,14 @@ class _Absent(type):
 
 
 def absent(path: str) -> Any:
-    """A stand-in for vLLM's `path`; one that is an error may be waited for."""
+    """Return a replacement of vLLM's `path`; an exception can be used in except clauses."""
     is_error = path.endswith(("Error", "Exception"))
     bases = (Exception,) if is_error else ()
     return _Absent(path.rpartition(".")[2], bases, {"path": path})
 
 
 class LocalAssetServer:
-    """Pictures for tests that show them to a model."""
+    """Images for tests of models with vision."""
 
     def url_for(self, name: str) -> str:
         return _IMAGE_URL
@@ -347,7 +347,7 @@ class LocalAssetServer:
 
 
 class HFRunner:
-    """A model in transformers, of which tests want the embeddings of texts."""
+    """Model in transformers that computes the embeddings of texts."""
 
     def __init__(self, name: str) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -363,14 +363,14 @@ class HFRunner:
         pass
 
     def get_prompt_embeddings(self, prompts: Sequence[str]) -> list[Any]:
-        """For each prompt its embeddings, (tokens, hidden size)."""
+        """Return the embeddings of each prompt, (tokens, hidden size)."""
         embed = self._model.get_input_embeddings()
         ids = [self._tokenizer(prompt, return_tensors="pt").input_ids for prompt in prompts]
         return [embed(row).squeeze(0).detach() for row in ids]
 
 
 class _Asset:
-    """A recording that a test sends somewhere."""
+    """Recording that a test uses."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -383,7 +383,7 @@ class _Asset:
 
 
 class _Platform:
-    """`vllm.platforms.current_platform`: a CPU."""
+    """Replacement of `vllm.platforms.current_platform`: a CPU."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args: name == "is_cpu"
@@ -393,7 +393,7 @@ class _Platform:
 
 
 class _Hub:
-    """`hf_api()`: downloads nothing."""
+    """Replacement of `hf_api()` that downloads nothing."""
 
     def snapshot_download(self, *args: object, **options: object) -> str:
         return os.environ["CONFORMANCE_LOGS"]
@@ -417,7 +417,7 @@ def _tensor2base64(tensor: Any) -> str:
 
 
 def _no_change(*args: Any, **options: Any) -> Any:
-    """A decorator, with or without arguments, that changes nothing."""
+    """Decorate, with or without arguments, without a change."""
     if len(args) == 1 and callable(args[0]) and not options:
         return args[0]
     return lambda function: function
@@ -458,7 +458,7 @@ _STAND_INS: dict[str, dict[str, Any]] = {
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds modules of vLLM's that nothing else has: what stands in, and else `absent`."""
+    """Finder of vLLM's modules that are missing: replacements, or else `absent`."""
 
     def find_spec(self, name: str, path: object, target: object = None) -> Any:
         if name in _STAND_INS or name.startswith("vllm."):
@@ -474,21 +474,21 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _fill(module: ModuleType) -> None:
-    """What a module has not is `absent`."""
+    """Add `absent` for the missing names of a module."""
 
     def missing(name: str) -> Any:
         path = f"{module.__name__}.{name}"
         if name.startswith("__"):
             raise AttributeError(path)
         if path in _STAND_INS:
-            raise AttributeError(path)  # it is a module, and gets imported
+            raise AttributeError(path)  # a module, to be imported
         return absent(path)
 
     module.__dict__["__getattr__"] = missing
 
 
 def install() -> None:
-    """Makes `vllm` and the tests' own helpers what they are here, in this process."""
+    """Install the replacements of `vllm` and the tests' helpers in this process."""
     compat.install()
     for name, module in sys.modules.items():
         if name.partition(".")[0] == "vllm":

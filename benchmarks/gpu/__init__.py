@@ -1,1 +1,1 @@
-"""The parts of gpu_check.py: what is checked and measured on a GPU."""
+"""Parts of gpu_check.py: checks and measurements on a GPU."""

@@ -1,4 +1,4 @@
-"""What every part has: sizes, the card, a place for its rows."""
+"""Common code of the parts: sizes, the GPU, and the output of rows."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ LLAMA_3_8B: Shape = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large everything is that is run."""
+    """Sizes of all checks and measurements."""
 
     copy: int = 2**30
-    """Bytes."""
+    """Bytes of the copy."""
     product: int = 8192
 
     tiny: Shape = field(default_factory=lambda: TINY)
-    """The model of the checks."""
+    """Model of the checks."""
     prompts: tuple[int, ...] = (1, 7, 30, 64, 200, 513)
     answer: int = 32
     target: int = 700
@@ -73,14 +73,14 @@ class Sizes:
     gate: tuple[int, int] = (4096, 14336)
     sampling: tuple[int, int] = (64, 128256)
     heads: tuple[int, int, int] = (32, 8, 128)
-    """Query heads, KV heads, and their size."""
+    """Number of query heads, of KV heads, and their size."""
     written: int = 8192
-    """Tokens whose keys and values are written."""
+    """Number of tokens with written keys and values."""
     decode: tuple[tuple[int, int], ...] = ((1, 32768), (8, 16384), (64, 4096))
-    """Requests and their context."""
+    """Numbers of requests and their context."""
     decode_fp8: tuple[int, int] = (8, 16384)
     long_context: int = 16384
-    """From here on decode attention has an aim."""
+    """Minimum context for which decode attention has a target."""
     prefill: int = 8192
     linear: int = 4096
     linear_rows: tuple[int, ...] = (1, 64, 4096)
@@ -90,18 +90,18 @@ class Sizes:
     )
     batches: tuple[int, ...] = (1, 8, 64, 256)
     busy_batch: int = 64
-    """The batch at which the GPU should hardly ever be idle."""
+    """Batch at which the GPU should hardly ever be idle."""
     decode_prompt: int = 32
     settle: int = 8
     """Tokens that are decoded before the counted ones, 2 at least."""
     steps: int = 64
     repeats: int = 3
-    """Of what is timed from outside; the median counts."""
+    """Repeats of measurements by the host; the median counts."""
     prefills: tuple[int, ...] = (512, 4096, 16384)
     long_prefill: int = 4096
-    """From here on prefill has an aim."""
+    """Minimum length for which prefill has a target."""
     mix: int = 256
-    """Requests."""
+    """Number of requests."""
 
 
 FULL = Sizes()
@@ -117,7 +117,7 @@ QUICK = replace(
 
 @dataclass
 class Row:
-    """A line of the table; `good` is None where it is only a figure."""
+    """Line of the table; `good` is None for a figure without a target."""
 
     what: str
     figure: str
@@ -127,11 +127,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Card:
-    """What the card reached in this run.
+    """Limits of the GPU, as measured in this run.
 
     Attributes:
         name: its name.
-        bandwidth: bytes a second of a copy, those read and those written together.
+        bandwidth: bytes per second of a copy, read and written bytes together.
         peak: FLOP/s of a bfloat16 product.
     """
 
@@ -141,16 +141,16 @@ class Card:
 
 
 class Gpu:
-    """What the parts need a GPU for; the tests put a CPU in its place.
+    """Access of the parts to the GPU; tests replace it by a CPU.
 
     Attributes:
-        settings: of every engine.
+        settings: settings of every engine.
     """
 
     device = torch.device("cuda")
     settings: ClassVar[dict[str, Any]] = {"device": "cuda", "gpu_memory_utilization": 0.85}
     flush = 2**28
-    """Bytes that are read to drive everything else out of the caches."""
+    """Bytes that are read to evict everything else from the caches."""
     repeats = 15
 
     def __init__(self) -> None:
@@ -158,11 +158,11 @@ class Gpu:
         self._cycles = 2**21  # about 1 ms
 
     def name(self) -> str:
-        """The card's name."""
+        """Return the name of the GPU."""
         return torch.cuda.get_device_name()
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Median time of what `run` launches, its inputs not in the caches, launching not counted.
+        """Return the median time of the GPU work that `run` launches, with cold caches.
 
         `run` must not wait for the GPU.
         """
@@ -171,7 +171,7 @@ class Gpu:
         times: list[float] = []
         while len(times) < self.repeats:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            self._other.sum()  # reading, unlike writing, leaves nothing to be written back later
+            self._other.sum()  # reading, unlike writing, causes no later write-back
             torch.cuda._sleep(self._cycles)  # for as long as launching takes
             start.record()
             run()
@@ -186,12 +186,12 @@ class Gpu:
 
 
 class Bench:
-    """What a part gets: the GPU, the sizes, a place for its rows, the card's limits.
+    """Environment of a part: the GPU, the sizes, the output of rows, the GPU's limits.
 
     Args:
-        gpu: where to run.
-        sizes: how much.
-        folder: where rows go as they come, and where the card's limits are.
+        gpu: device to run on.
+        sizes: sizes of the measurements.
+        folder: folder for the rows and the GPU's limits.
         part: the part's name.
     """
 
@@ -200,14 +200,14 @@ class Bench:
         self._rows, self._card = folder / f"{part}.jsonl", folder / "card.json"
 
     def add(self, what: str, figure: str, aim: str = "", good: bool | None = None) -> None:
-        """Takes a row in and shows it."""
+        """Add a row and show it."""
         print(f"{what}: {figure}", flush=True)
         with self._rows.open("a") as file:
             file.write(json.dumps(asdict(Row(what, figure, aim, good))) + "\n")
 
     @property
     def card(self) -> Card:
-        """What the first part measured."""
+        """Limits that the first part measured."""
         if not self._card.exists():
             raise RuntimeError("the card's own limits were not measured")
         return Card(**json.loads(self._card.read_text()))

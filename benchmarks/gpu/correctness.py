@@ -1,4 +1,4 @@
-"""Tokens and logprobs: against transformers, and alone against among others."""
+"""Tokens and logprobs: compared with transformers, and alone with among others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from octavo.outputs import CompletionOutput
 
 
 def check_parity(bench: Bench) -> None:
-    """Greedy tokens and logprobs against transformers in float32, on random models."""
+    """Compare greedy tokens and logprobs with transformers in float32, on random models."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -41,7 +41,7 @@ def check_parity(bench: Bench) -> None:
                 max_num_batched_tokens=256,
             ) as llm:
                 answers = generate(llm, prompts, params)
-            # The truth, and how far transformers itself is from it in the model's own dtype.
+            # The reference, and the error of transformers itself in the model's own dtype.
             truth, theirs = (
                 transformers.LlamaForCausalLM.from_pretrained(folder, dtype=form).eval().to(device)
                 for form in (torch.float32, getattr(torch, dtype))
@@ -76,14 +76,14 @@ def check_parity(bench: Bench) -> None:
 
 
 def logprobs(model: Any, prompt: list[int], ids: list[int], device: torch.device) -> Tensor:
-    """Of all tokens where a transformers model was to choose each of `ids`: [len(ids), vocab]."""
+    """Return logprobs of all tokens at the choice of each of `ids`: [len(ids), vocab]."""
     with torch.inference_mode():
         logits: Tensor = model(torch.tensor([prompt + ids], device=device)).logits[0]
         return logits[len(prompt) - 1 : -1].float().log_softmax(-1).cpu()
 
 
 def check_invariance(bench: Bench) -> None:
-    """A request alone and among others, its prompt in chunks that the others move."""
+    """Compare a request alone and among others, which change the chunks of its prompt."""
     sizes, rng = bench.sizes, random.Random(1)
     vocab = sizes.tiny["vocab_size"]
     target = random_ids(sizes.target, seed=0, vocab=vocab)
@@ -119,5 +119,5 @@ def check_invariance(bench: Bench) -> None:
 
 
 def numbers(answer: CompletionOutput) -> list[dict[int, float]]:
-    """All logprobs of an answer."""
+    """Return all logprobs of an answer."""
     return [{t: entry.logprob for t, entry in step.items()} for step in answer.logprobs or []]

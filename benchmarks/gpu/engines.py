@@ -18,7 +18,7 @@ from octavo.outputs import CompletionOutput
 
 
 def random_ids(count: int, *, seed: int, vocab: int) -> list[int]:
-    """A prompt without special tokens."""
+    """Return a prompt without special tokens."""
     rng = random.Random(seed)
     return [rng.randrange(3, vocab) for _ in range(count)]
 
@@ -26,10 +26,10 @@ def random_ids(count: int, *, seed: int, vocab: int) -> list[int]:
 def generate(
     llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
 ) -> list[CompletionOutput]:
-    """The answer to each prompt.
+    """Return the answer to each prompt.
 
     Raises:
-        RuntimeError: one of them is not as long as it was asked for: its request failed.
+        RuntimeError: an answer is shorter than requested: its request failed.
     """
     asked = params if isinstance(params, list) else [params] * len(prompts)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], asked, use_tqdm=False)
@@ -44,16 +44,16 @@ def generate(
 
 
 def write_config(folder: str, shape: Shape) -> str:
-    """A model folder without weights."""
+    """Write a model folder without weights."""
     (Path(folder) / "config.json").write_text(json.dumps(LLAMA | shape))
     return folder
 
 
 @contextmanager
 def engine(bench: Bench, model: str, **settings: Any) -> Iterator[LLM]:
-    """An engine on the GPU, shut down afterwards."""
+    """Run an engine on the GPU."""
     gc.collect()
-    torch.cuda.empty_cache()  # what an engine before this one held
+    torch.cuda.empty_cache()  # memory of an earlier engine
     llm = LLM(
         model=model,
         skip_tokenizer_init=True,

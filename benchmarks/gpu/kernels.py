@@ -1,4 +1,4 @@
-"""The card by itself, and Octavo's kernels against its limits."""
+"""Limits of the GPU, and Octavo's kernels compared with them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from octavo.kernels.triton.ops import TritonOps
 
 
 def measure_card(bench: Bench) -> None:
-    """A large copy and a large product."""
+    """Measure a large copy and a large product."""
     gpu, sizes = bench.gpu, bench.sizes
     a = torch.zeros(sizes.copy, dtype=torch.uint8, device=gpu.device)
     b = torch.empty_like(a)
@@ -31,7 +31,7 @@ def measure_card(bench: Bench) -> None:
 
 
 def measure_kernels(bench: Bench) -> None:
-    """Bandwidth or FLOP/s of each kernel, as a share of the card's."""
+    """Measure bandwidth or FLOP/s of each kernel, as a share of the GPU's."""
     gpu, sizes, card = bench.gpu, bench.sizes, bench.card
     device = gpu.device
     ops = TritonOps()
@@ -105,7 +105,7 @@ def measure_kernels(bench: Bench) -> None:
 
 
 def write_kv(bench: Bench, memory: Callable[..., None]) -> None:
-    """Rotary embedding and the write into the cache, to slots in no order."""
+    """Measure the rotary embedding with the write to the cache, to slots in random order."""
     device, tokens = bench.gpu.device, bench.sizes.written
     heads, kv_heads, size = bench.sizes.heads
     backend = TritonAttention(device, tokens)
@@ -132,9 +132,12 @@ def write_kv(bench: Bench, memory: Callable[..., None]) -> None:
 def attention(
     bench: Bench, batch: int, length: int, query_len: int, dtype: torch.dtype
 ) -> tuple[int, Callable[[], None]]:
-    """Attention of the last `query_len` tokens of `batch` contexts; the cache's bytes, and a call.
+    """Make a call of attention for the last `query_len` tokens of `batch` contexts.
 
-    The blocks of the contexts are in no order.
+    The blocks of the contexts are in random order.
+
+    Returns:
+        The bytes of the cache, and the call.
     """
     device, page = bench.gpu.device, 16
     heads, kv_heads, size = bench.sizes.heads
@@ -162,10 +165,10 @@ def attention(
 
 
 def attention_flop(width: int, length: int) -> float:
-    """Of causal attention over a prompt: two products, of half the pairs of tokens each."""
+    """Return the FLOP of causal attention over a prompt: two products of half the token pairs."""
     return 2.0 * width * length**2
 
 
 def shown(shape: tuple[int, int]) -> str:
-    """A shape for people."""
+    """Format a shape."""
     return " x ".join(f"{n:,}" for n in shape)

@@ -18,7 +18,7 @@ from octavo import LLM, SamplingParams
 
 
 def measure_model(bench: Bench, name: str) -> None:
-    """Decode, with and without graphs, prefill, and a mix of requests; random weights."""
+    """Measure decode with and without graphs, prefill, and a mix of requests; random weights."""
     gpu, sizes, card = bench.gpu, bench.sizes, bench.card
     shape = LLAMA | sizes.models[name]
     start = time.perf_counter()
@@ -83,7 +83,7 @@ def measure_model(bench: Bench, name: str) -> None:
 
 
 def layer_elements(shape: Shape) -> int:
-    """Elements of the matrices of a layer."""
+    """Return the elements of the matrices of a layer."""
     hidden, heads = shape["hidden_size"], shape["num_attention_heads"]
     both = 2 * hidden * hidden  # queries and output
     kv = 2 * hidden * (hidden // heads) * shape["num_key_value_heads"]
@@ -91,9 +91,9 @@ def layer_elements(shape: Shape) -> int:
 
 
 def read_nbytes(shape: Shape) -> int:
-    """Bytes of bfloat16 weights that a step reads: all, but of the embeddings only some rows.
+    """Return the bytes of bfloat16 weights that a step reads: all, except most rows of embeddings.
 
-    Tied embeddings are the output's weight as well, and are counted as that.
+    Tied embeddings are the output's weight as well, and counted as such.
     """
     hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
     norms = (2 * layers + 1) * hidden
@@ -101,14 +101,14 @@ def read_nbytes(shape: Shape) -> int:
 
 
 def prefill_flop(shape: Shape, length: int) -> float:
-    """Of the matrix products and attention of a prompt; logits are those of the last token."""
+    """Return the FLOP of a prompt's matrix products and attention, with the last token's logits."""
     hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
     products = 2.0 * length * layers * layer_elements(shape) + 2.0 * hidden * shape["vocab_size"]
     return products + layers * attention_flop(hidden, length)
 
 
 def decode_seconds(llm: LLM, sizes: Sizes, batch: int) -> float:
-    """Time of a decode step: what some more tokens take."""
+    """Return the time of a decode step, from the time of additional tokens."""
     prompts = [[3 + (i + j) % 50 for j in range(sizes.decode_prompt)] for i in range(batch)]
 
     def seconds(count: int) -> float:
@@ -125,7 +125,7 @@ def decode_seconds(llm: LLM, sizes: Sizes, batch: int) -> float:
 
 
 def prefill_seconds(llm: LLM, sizes: Sizes, vocab: int, length: int) -> float:
-    """Time to the first token of prompts that share nothing; one more goes ahead."""
+    """Return the time to the first token of unrelated prompts, after a warm-up."""
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     times = []
     for seed in range(1 + sizes.repeats):
@@ -137,7 +137,7 @@ def prefill_seconds(llm: LLM, sizes: Sizes, vocab: int, length: int) -> float:
 
 
 def mix_tokens_a_second(llm: LLM, sizes: Sizes, vocab: int) -> float:
-    """Lengths as in ShareGPT conversations: log-normal, 220 in and 200 out on average."""
+    """Measure lengths as in ShareGPT conversations: log-normal, 220 in and 200 out on average."""
     rng = random.Random(0)
     room = llm.memory_plan.max_model_len // 2
 
@@ -155,15 +155,15 @@ def mix_tokens_a_second(llm: LLM, sizes: Sizes, vocab: int) -> float:
 
 
 def device_steps(llm: LLM) -> Any:
-    """What runs the steps of an engine, see octavo/worker/device_steps.py."""
+    """Return the object that runs the steps of an engine, see octavo/worker/device_steps.py."""
     return llm._client.core.executor._worker.runner.state.steps  # type: ignore[attr-defined]
 
 
 def last_step(llm: LLM, sizes: Sizes, batch: int) -> Callable[[], None]:
-    """Repeats the last decode step of `decode_seconds`: its graph, its inputs.
+    """Return a function that repeats the last decode step of `decode_seconds`: graph and inputs.
 
     Raises:
-        RuntimeError: something else has run since, and left inputs that fit no step of that size.
+        RuntimeError: another step has run since, with inputs that fit no step of that size.
     """
     captured = device_steps(llm)._graphs[batch]
     length = sizes.decode_prompt + sizes.settle - 1
@@ -176,7 +176,7 @@ def last_step(llm: LLM, sizes: Sizes, batch: int) -> Callable[[], None]:
 
 @contextmanager
 def graphs_off(llm: LLM) -> Iterator[None]:
-    """Steps run as with enforce_eager, in the very same engine."""
+    """Run steps as with enforce_eager, in the same engine."""
     steps = device_steps(llm)
     graphs, steps._graphs = steps._graphs, {}
     try:

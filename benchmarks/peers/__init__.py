@@ -1,1 +1,1 @@
-"""The engines that `benchmarks/compare.py` compares: how each is installed and driven."""
+"""Engines that `benchmarks/compare.py` compares: their installation and drivers."""

@@ -1,8 +1,8 @@
-"""What an engine under comparison is, and the loop that measures it in its own environment.
+"""Interface of a compared engine, and the loop that measures it in its own environment.
 
 An engine is measured in a fresh process: `python -m peers.NAME JOB OUT`, started in the engine's
-environment, reads the JSON file JOB and appends one JSON line to OUT for each measurement. The
-standard library is all that this file needs, so it runs in every environment.
+environment, reads the JSON file JOB and appends one JSON line to OUT for each measurement. This
+file only needs the standard library, so it runs in every environment.
 """
 
 from __future__ import annotations
@@ -24,42 +24,42 @@ TOKENS = (300, 20000)
 """Range of the token ids in the workloads of large models; `shifted` stays within it."""
 PREFILL = 2048
 NGRAM = "ngram"
-"""Drafting from what a request has said already."""
+"""Drafting from the previous tokens of a request."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One request: prompt, exact number of tokens to generate, and when it is sent."""
+    """Request: prompt, exact number of tokens to generate, and time of sending."""
 
     prompt_token_ids: list[int]
     max_tokens: int
     arrival_unit: float = 0.0
-    """Seconds after the start at a rate of one request a second."""
+    """Seconds after the start at a rate of one request per second."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """How an engine is started."""
+    """Parameters of an engine's start."""
 
     model: str
     """Folder of the checkpoint."""
     weights: str = "bf16"
-    """bf16, int8 or int4."""
+    """Format: bf16, int8 or int4."""
     kv_gib: int = 4
     """Size of the KV cache, GiB."""
     kv_tokens: int = 0
-    """The same in tokens of this model."""
+    """Size of the KV cache in tokens of this model."""
     max_num_seqs: int = 256
     max_model_len: int = 4096
     prefix_caching: bool = False
     draft: str = ""
-    """What drafts: nothing, `NGRAM`, or the folder of a draft model."""
+    """Source of drafts: nothing, `NGRAM`, or the folder of a draft model."""
     cores: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to measure.
+    """Case to measure.
 
     Kinds: latency (ms per output token and to the first), throughput (output tokens/s), prefill
     (prompt tokens/s), cold and cached (seconds for a shared prefix), serve (arrivals at a rate),
@@ -72,13 +72,13 @@ class Case:
     """Name of the workload."""
     iterations: int = 1
     rate: float | None = None
-    """Requests a second; None: all at once."""
+    """Requests per second; None: all at once."""
     rows: tuple[Row, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """When a request's first and last token came (s, `time.perf_counter`), and how many."""
+    """Times of a request's first and last token (s, `time.perf_counter`), and their number."""
 
     first: float
     last: float
@@ -87,24 +87,24 @@ class Answer:
 
 @dataclass(frozen=True)
 class Job:
-    """The work of one process."""
+    """Work of one process."""
 
     setup: Setup
     cases: tuple[Case, ...]
     done: tuple[tuple[str, int], ...] = ()
-    """Case and iteration of the measurements that are not wanted again."""
+    """Case and iteration of the measurements that need not be repeated."""
     spawned: float = 0.0
-    """When the process was started, `time.perf_counter` (one clock for all processes)."""
+    """Start time of the process, `time.perf_counter` (one clock for all processes)."""
     reader: tuple[str, ...] = ()
-    """Command that reads memory and prints what `best_reads` takes."""
+    """Command that reads memory and prints the input of `best_reads`."""
 
     def to_json(self) -> str:
-        """The job as a process reads it."""
+        """Return the job as JSON for a process."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: str) -> Job:
-        """The inverse of `to_json`."""
+        """Invert `to_json`."""
         plain = json.loads(text)
         setup = plain["setup"]
         cases = [
@@ -121,59 +121,59 @@ class Job:
 
 
 Generate = Callable[[Sequence[Row], bool], Sequence[Answer]]
-"""Answers all rows at once, greedily and past the end token. The flag: the times of the first and
-last token are wanted; without it an engine may collect its answers once, at the end."""
+"""Function that answers all rows at once, greedily and past the end token. If the flag is False, no
+token times are needed, and an engine may collect its answers once, at the end."""
 
 
 class Peer(ABC):
-    """An engine under comparison."""
+    """Engine under comparison."""
 
     name: str
-    """Its name on the command line, and of its folder."""
+    """Name on the command line, and of its folder."""
     title: str
-    """Its name in the tables."""
+    """Name in the tables."""
     drafts = False
-    """Measured with drafts as well."""
+    """True if it is also measured with drafts."""
     offline = True
-    """Measured through its Python API; if not, all that it does goes through its server."""
+    """True if it is measured by its Python API; False: only by its server."""
     ready_path = "/health"
-    """Address that answers 200 once the server takes requests."""
+    """Path that answers 200 once the server accepts requests."""
 
     @abstractmethod
     def install(self, root: Path, models: Path) -> None:
-        """Installs it under `root` and converts the models as it needs them."""
+        """Install the engine under `root` and convert the models as needed."""
 
     def refusal(self, setup: Setup, case: Case) -> str | None:
-        """Why it has no figure for a case, or None: it has."""
+        """Return why a case cannot be measured, or None if it can."""
         return None
 
     def python(self, root: Path) -> str:
-        """The interpreter of its environment."""
+        """Return the interpreter of its environment."""
         return str(root / self.name / "env" / "bin" / "python")
 
     def driver(self, root: Path) -> list[str]:
-        """The command that measures it through its Python API, but for job and output file."""
+        """Return the command that measures it by its Python API, without job and output file."""
         return [self.python(root), "-m", f"peers.{self.name}"]
 
     def environment(self, root: Path, setup: Setup) -> dict[str, str]:
-        """Environment variables of its best configuration."""
+        """Return the environment variables of its best configuration."""
         return {}
 
     def model(self, root: Path, setup: Setup) -> str:
-        """The file or folder that it loads."""
+        """Return the file or folder that it loads."""
         return setup.model
 
     def server(self, root: Path, setup: Setup, port: int) -> list[str]:
-        """The command that starts its OpenAI-compatible server."""
+        """Return the command that starts its OpenAI-compatible server."""
         raise NotImplementedError(self.name)
 
     def body(self, setup: Setup) -> dict[str, Any]:
-        """Further fields of a request to its server."""
+        """Return additional fields of a request to its server."""
         return {}
 
 
 def shifted(rows: Sequence[Row], by: int) -> list[Row]:
-    """The same lengths and the same sharing with other tokens: nothing of it is cached yet."""
+    """Replace the tokens but not the lengths and the sharing, so that no prefix is cached."""
     low, high = TOKENS
     return [
         replace(
@@ -187,7 +187,7 @@ def shifted(rows: Sequence[Row], by: int) -> list[Row]:
 
 
 def warm_up_rows(case: Case) -> list[Row]:
-    """What is run once before a case is measured."""
+    """Return the requests of a warm-up before a case is measured."""
     if case.kind == "prefill":
         return [case.rows[-1]]
     if case.kind in ("cold", "cached"):
@@ -196,7 +196,7 @@ def warm_up_rows(case: Case) -> list[Row]:
 
 
 def rows_of(case: Case, iteration: int) -> tuple[list[Row], list[Row]]:
-    """What runs before a measurement, untimed, and what is measured."""
+    """Return the untimed requests before a measurement, and the measured ones."""
     if case.kind == "prefill":
         return [], [case.rows[iteration % len(case.rows)]]
     if case.kind == "cold":
@@ -208,7 +208,7 @@ def rows_of(case: Case, iteration: int) -> tuple[list[Row], list[Row]]:
 
 
 def best_reads(output: str) -> tuple[str, dict[str, list[float]]]:
-    """Of lines `WAY BLOCK GB/S`: the way with the highest median, and its speeds by block."""
+    """Parse lines `WAY BLOCK GB/S`; return the fastest way, and its speeds by block."""
     ways: dict[str, dict[str, list[float]]] = {}
     for line in output.splitlines():
         way, block, speed = line.split()
@@ -222,10 +222,10 @@ def best_reads(output: str) -> tuple[str, dict[str, list[float]]]:
 
 
 class Bandwidth:
-    """What memory gives around a measurement that it bounds: one request at a time.
+    """Memory bandwidth around a measurement that it limits: one request at a time.
 
-    On a shared machine the bandwidth changes from one second to the next, by more than engines
-    differ. So it is read right before and right after, and counts where both agree.
+    On a shared machine the bandwidth changes within seconds, by more than engines differ. So it is
+    measured right before and right after, and used if both agree.
     """
 
     TOLERANCE = 0.1
@@ -238,13 +238,13 @@ class Bandwidth:
     def _now(self) -> float:
         if not self._reader:
             return 0.0
-        time.sleep(0.3)  # threads that wait in a loop for more work have gone to sleep
+        time.sleep(0.3)  # spinning threads have gone to sleep
         done = subprocess.run(self._reader, capture_output=True, text=True, check=True)
         _, blocks = best_reads(done.stdout)
         return statistics.median(speed for speeds in blocks.values() for speed in speeds)
 
     def metrics(self) -> dict[str, float]:
-        """`bandwidth_gb_s` around the measurement; nothing where it is not known."""
+        """Return `bandwidth_gb_s` around the measurement; empty if it is unknown."""
         before, after = self._before, self._now()
         if not self._reader or abs(after - before) > self.TOLERANCE * min(before, after):
             return {}
@@ -254,7 +254,7 @@ class Bandwidth:
 def metrics(
     case: Case, rows: Sequence[Row], answers: Sequence[Answer], begin: float, end: float
 ) -> dict[str, float]:
-    """The figures of one measurement; `wrong_tokens` counts requests of a wrong length."""
+    """Return the figures of one measurement; `wrong_tokens` counts requests of a wrong length."""
     seconds = end - begin
     wrong = sum(
         answer.num_tokens != row.max_tokens for row, answer in zip(rows, answers, strict=True)
@@ -273,7 +273,7 @@ def metrics(
 
 
 def tree_peak_mib(pid: int) -> float:
-    """Peak resident memory of a process and its living descendants, added up, MiB."""
+    """Return the sum of the peak resident memory of a process and its living descendants in MiB."""
     total = 0.0
     with contextlib.suppress(OSError):  # a process may end while it is looked at
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
@@ -286,7 +286,7 @@ def tree_peak_mib(pid: int) -> float:
 
 
 def drive(load: Callable[[Setup], Generate]) -> None:
-    """The main function of a process that measures an engine through its Python API."""
+    """Run the main function of a process that measures an engine by its Python API."""
     job_file, out_file = sys.argv[1:]
     job = Job.from_json(Path(job_file).read_text())
     with Path(out_file).open("a") as out:

@@ -1,4 +1,4 @@
-"""What is compared: the workloads, grouped by what one process of an engine can measure."""
+"""Compared workloads, grouped by the cases that one process of an engine can measure."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from peers.installing import CompareError
 
 TINY, SMALL, TOY = "tinyllama-1.1b", "smollm2-135m", "toy"
 STORIES = ("stories-1.1b", "stories-135m")
-"""The built-in model in the shapes of the first two (`training.widen`): they write real text,"""
+"""Built-in model in the shapes of the first two (`training.widen`), which writes real text."""
 DRAFT = "stories-draft"
-"""and this drafts for them."""
+"""Draft model of `STORIES`."""
 WORKLOADS = ("W1", "W1q", "W2", "W3", "W4", "W5", "W6", "W7", "W8")
 RATES = (2.0, 6.0)
 TTFT_LIMIT_MS, TPOT_LIMIT_MS = 2000.0, 100.0
-"""What the highest rate has to keep, both at p99."""
+"""Limits of the highest rate, both at p99."""
 LADDER = tuple(round(0.5 * 1.1**i, 2) for i in range(36))
-"""The rates the search tries, requests/s: 0.5 to 14, 10 % apart."""
+"""Rates of the search, requests/s: 0.5 to 14, 10 % apart."""
 QUICK_IN, QUICK_OUT = 256, 12
 BITS = {"bf16": 16.0, "int8": 8.0, "int4": 4.5}
 """Nominal bits of a weight; int4 with one 16-bit scale for 32 weights."""
@@ -40,15 +40,15 @@ class Group:
     prefix_caching: bool = False
     max_model_len: int = 4096
     draft: str = ""
-    """Nothing, `NGRAM`, or the name of a draft model."""
+    """Source of drafts: nothing, `NGRAM`, or the name of a draft model."""
     server: bool = False
-    """The engine's server is wanted, also of those that have a Python API."""
+    """True to use the engine's server, also for those with a Python API."""
 
     def setup(self, models: Path, cores: Sequence[int]) -> Setup:
-        """How the engines are started for it.
+        """Return the parameters of the engines' start.
 
         Raises:
-            CompareError: if there is no such model.
+            CompareError: the model does not exist.
         """
         folder = models / self.model
         return Setup(
@@ -65,21 +65,21 @@ class Group:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What a token costs on a model of Llama's shape."""
+    """Cost of a token on a model of Llama's shape."""
 
     kv_bytes: int
-    """Bytes of KV cache a token, bfloat16."""
+    """Bytes of KV cache per token, bfloat16."""
     weights: int
-    """Weights read for one token: all linear layers, the LM head included."""
+    """Number of weights read for one token: all linear layers, including the LM head."""
     prefill_flop: float
-    """FLOP a token of a prompt of 2,048: linear layers without LM head, causal attention."""
+    """FLOP per token of a prompt of 2,048: linear layers without LM head, causal attention."""
 
     @staticmethod
     def of(folder: Path) -> ModelSize:
-        """Reads a checkpoint's config.json.
+        """Read a checkpoint's config.json.
 
         Raises:
-            CompareError: if there is none.
+            CompareError: the file does not exist.
         """
         try:
             config: dict[str, Any] = json.loads((folder / "config.json").read_text())
@@ -102,15 +102,15 @@ class ModelSize:
 
 
 def groups(wanted: Sequence[str], data: Path, *, quick: bool) -> list[Group]:
-    """The groups of the wanted workloads.
+    """Return the groups of the selected workloads.
 
     Args:
         wanted: names such as W1.
         data: folder of the request sets.
-        quick: few and short requests, to see that the drivers work.
+        quick: use few and short requests, to test the drivers.
 
     Raises:
-        CompareError: for an unknown workload, or a bad file.
+        CompareError: a workload is unknown, or a file is invalid.
     """
     for name in wanted:
         if name not in WORKLOADS:
@@ -160,7 +160,7 @@ def groups(wanted: Sequence[str], data: Path, *, quick: bool) -> list[Group]:
         add("W4", f"{SMALL} shared prefix", SMALL, cases, prefix_caching=True)
     if "W6" in wanted:
         for model in (SMALL, TINY):
-            # Some short answers and a long prompt: what a process holds when it has worked.
+            # Some short answers and a long prompt: the memory of a process that has worked.
             rows = workloads.read(f"w1_b8_{model}", data)
             rows += tuple(replace(r, max_tokens=8) for r in workloads.read(f"w5_{model}", data)[:2])
             if quick:
@@ -187,7 +187,7 @@ def groups(wanted: Sequence[str], data: Path, *, quick: bool) -> list[Group]:
 
 
 def shorten(kind: str, rows: tuple[Row, ...]) -> tuple[Row, ...]:
-    """The small version of a workload that `--quick` runs: few requests, short ones."""
+    """Return the small version of a workload for `--quick`: few requests, short ones."""
     most = {"throughput": 8, "cold": 6, "cached": 6, "serve": 10, "search": 10, "prefill": 1}
     return tuple(
         replace(

@@ -1,9 +1,9 @@
-"""The HTTP client: sends a workload to an OpenAI-compatible server and times the streams.
+"""HTTP client that sends a workload to an OpenAI-compatible server and times the streams.
 
-It runs in a process of its own, the same for every server: `python -m peers.client JOB`, with a
-JSON file of `url`, `model`, `body`, `case`, `iterations`, `reader` and `out`. Lines are stamped as
-they arrive and parsed when all is over. It also tells its own share of a core (`client_cpu`) and
-how late it sent requests (`lag_ms_p99`): a client that is busy or late would measure itself.
+It runs in a separate process, the same for every server: `python -m peers.client JOB`, with a JSON
+file of `url`, `model`, `body`, `case`, `iterations`, `reader` and `out`. Lines are stamped as they
+arrive and parsed at the end. It also reports its own share of a core (`client_cpu`) and the delay
+of its requests (`lag_ms_p99`): a client that is busy or late would measure itself.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from peers.base import Answer, Bandwidth, Case, Row, metrics, rows_of, warm_up_r
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` percent of the values lie, interpolated linearly.
+    """Return the value below which `share` percent of the values are, interpolated linearly.
 
     Raises:
-        ValueError: if there are no values.
+        ValueError: there are no values.
     """
     if not values:
         raise ValueError("no values")
@@ -38,7 +38,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 class Stream:
-    """One request and what came back."""
+    """Request with its answer."""
 
     def __init__(self, row: Row) -> None:
         self.row = row
@@ -47,10 +47,10 @@ class Stream:
         self.lines: list[tuple[float, bytes]] = []
 
     def parse(self) -> tuple[Answer, list[float]]:
-        """First and last time and the exact number of tokens; the times of the pieces.
+        """Return the first and last time, the number of tokens, and the times of the pieces.
 
         Raises:
-            ValueError: if the server sent something else than a stream of completions.
+            ValueError: the server did not send a stream of completions.
         """
         times: list[float] = []
         usage = None
@@ -65,7 +65,7 @@ class Stream:
                 raise ValueError(f"the server streamed {data[:300]!r}")
             usage = chunk.get("usage") or usage
             choices = chunk.get("choices")
-            # The last piece may bring only the reason why it is the last.
+            # The last piece may only contain the finish reason.
             if choices and (choices[0].get("text") or choices[0].get("finish_reason") is None):
                 times.append(now)
         if not times or usage is None:
@@ -74,10 +74,10 @@ class Stream:
 
 
 async def send(client: httpx.AsyncClient, stream: Stream, body: dict[str, Any], due: float) -> None:
-    """Sends a request when it is due and collects its stream.
+    """Send a request when it is due and collect its stream.
 
     Raises:
-        ValueError: if the server does not answer 200.
+        ValueError: the server's status is not 200.
     """
     await asyncio.sleep(max(0.0, due - time.perf_counter()))
     stream.sent = time.perf_counter()
@@ -105,7 +105,7 @@ async def send(client: httpx.AsyncClient, stream: Stream, body: dict[str, Any], 
 async def replay(
     client: httpx.AsyncClient, body: dict[str, Any], rows: Sequence[Row], rate: float | None
 ) -> tuple[list[Stream], float, float]:
-    """Sends all rows, at their times for a rate or at once; returns streams, begin and end."""
+    """Send all rows, at their times for a rate or at once; return streams, begin and end."""
     streams = [Stream(row) for row in rows]
     begin = time.perf_counter()
     async with asyncio.TaskGroup() as group:
@@ -117,10 +117,10 @@ async def replay(
 
 
 def serving_metrics(streams: Sequence[Stream], begin: float, end: float) -> dict[str, float]:
-    """TTFT, TPOT and ITL of a replay, ms, and its output tokens/s.
+    """Return TTFT, TPOT and ITL of a replay in ms, and its output tokens/s.
 
     Raises:
-        ValueError: if a stream was not as it should be.
+        ValueError: a stream is invalid.
     """
     tokens = 0
     ttft: list[float] = []
@@ -142,8 +142,8 @@ def serving_metrics(streams: Sequence[Stream], begin: float, end: float) -> dict
 
 
 async def measure(job: dict[str, Any], case: Case) -> None:
-    """Warms up and measures a case, one JSON line for each iteration."""
-    # A connection for each request: llama-server closes idle ones, which a request must not meet.
+    """Warm up and measure a case, one JSON line for each iteration."""
+    # A connection for each request: llama-server closes idle ones, which no request must use.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=job["url"], timeout=900.0, limits=limits) as client:
         body = {"model": job["model"], **job["body"]}

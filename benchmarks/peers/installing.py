@@ -1,7 +1,7 @@
-"""What the installers share: environments, pip, log files, and the note of what is installed.
+"""Common code of the installers: environments, pip, log files, and the record of an installation.
 
-Each peer lives in a folder of its own, `FOLDER/NAME`. `installed.json` in it is written last, so
-a peer whose installation was cut short does not count as installed.
+Each peer has its own folder, `FOLDER/NAME`. `installed.json` in it is written last, so an
+interrupted installation does not count as installed.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-TORCH = "torch==2.13.0"  # named first in an environment: other specs bring the CUDA build
+TORCH = "torch==2.13.0"  # installed first: other specs would install the CUDA build
 MARKER = "installed.json"
 
 
 class CompareError(Exception):
-    """A comparison that cannot go on; the message says what to do."""
+    """Error that ends a comparison; the message contains the remedy."""
 
 
 def run(command: list[Any], log: Path, *, env: Mapping[str, str] | None = None) -> None:
-    """Runs a command with its output in `log`.
+    """Run a command with its output in `log`.
 
     Raises:
-        CompareError: with the end of the output, if the command fails.
+        CompareError: the command failed; the message contains the end of the output.
     """
     words = [str(word) for word in command]
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ def run(command: list[Any], log: Path, *, env: Mapping[str, str] | None = None) 
 
 
 def make_environment(folder: Path, log: Path) -> Path:
-    """Makes a virtual environment in `folder` if there is none; returns its interpreter."""
+    """Make a virtual environment in `folder` if it is missing; return its interpreter."""
     python = folder / "bin" / "python"
     if not python.exists():
         run([sys.executable, "-m", "venv", "--clear", folder], log)
@@ -59,12 +59,12 @@ def make_environment(folder: Path, log: Path) -> Path:
 
 
 def pip_install(python: Path, log: Path, *words: str | Path) -> None:
-    """Installs packages with an environment's own pip."""
+    """Install packages with an environment's own pip."""
     run([python, "-m", "pip", "install", "--quiet", *words], log)
 
 
 def versions(python: Path, *packages: str) -> dict[str, str]:
-    """The installed versions of packages in an environment."""
+    """Return the installed versions of packages in an environment."""
     code = (
         "import json, sys, importlib.metadata as m;"
         "print(json.dumps({name: m.version(name) for name in sys.argv[1:]}))"
@@ -76,17 +76,17 @@ def versions(python: Path, *packages: str) -> dict[str, str]:
 
 
 def size_mib(folder: Path) -> float:
-    """What a folder takes on the disk, MiB."""
+    """Return the size of a folder on the disk in MiB."""
     return sum(f.lstat().st_size for f in folder.rglob("*") if not f.is_dir()) / 2**20
 
 
 def write_marker(folder: Path, note: dict[str, Any]) -> None:
-    """Notes that a peer is installed, with its versions."""
+    """Record that a peer is installed, with its versions."""
     write_json(folder / MARKER, note)
 
 
 def read_marker(folder: Path) -> dict[str, Any] | None:
-    """What `write_marker` noted, or None: not installed."""
+    """Return the record of `write_marker`, or None if the peer is not installed."""
     try:
         note: dict[str, Any] = json.loads((folder / MARKER).read_text())
     except FileNotFoundError:
@@ -95,12 +95,12 @@ def read_marker(folder: Path) -> dict[str, Any] | None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes a JSON file as a whole."""
+    """Write a JSON file atomically."""
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file as a whole: a reader never sees half of it."""
+    """Write a file atomically: a reader never sees half of it."""
     new = path.with_name(path.name + ".new")
     with new.open("w") as file:
         file.write(text)
@@ -110,7 +110,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def need_tool(name: str) -> str:
-    """The path of a program: beside this interpreter, or on the PATH."""
+    """Return the path of a program next to this interpreter, or on the PATH."""
     path = shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if path is None:
         raise CompareError(f"{name} is not on this machine; install it (pip install {name}).")

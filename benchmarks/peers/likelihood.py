@@ -1,9 +1,9 @@
-"""Perplexity of token rows in other engines, with each form of weights they offer.
+"""Perplexity of token rows in other engines, with each of their weight formats.
 
-The checkpoint is converted as `compare.py install` does it, into a folder that is deleted
-afterwards. Each form of weights is then loaded by a process in the engine's environment,
-`python -m peers.likelihood NAME ROOT MODEL ROWS OUT`, which writes the sum of the negative
-log-likelihoods of all tokens but each row's first.
+The checkpoint is converted as by `compare.py install`, into a folder that is deleted afterwards.
+Each format is then loaded by a process in the engine's environment, `python -m peers.likelihood
+NAME ROOT MODEL ROWS OUT`, which writes the sum of the negative log-likelihoods of all tokens except
+each row's first.
 """
 
 from __future__ import annotations
@@ -29,27 +29,29 @@ if TYPE_CHECKING:
 WEIGHTS = ("bf16", "int8", "int4")
 ENGINES = ("llama", "openvino")
 Logits = Callable[[Sequence[int]], "np.ndarray"]
-"""Tokens of a row to float32 logits, [tokens, vocabulary]."""
+"""Function from the tokens of a row to float32 logits, [tokens, vocabulary]."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """What was found for one form of weights."""
+    """Result of one weight format."""
 
     perplexity: float
     mib: float
     """Size of the file with the weights, MiB."""
     note: str
-    """What the weights became, in parts of all."""
+    """Types of the converted weights, as shares of all."""
 
 
 def measure(
     name: str, root: Path, model: Path, weights: str, rows: list[list[int]], work: Path
 ) -> Figure:
-    """Perplexity of `rows` in an engine; `work` is an empty folder, kept between the forms.
+    """Measure the perplexity of `rows` in an engine.
+
+    `work` is an empty folder, which the formats share.
 
     Raises:
-        CompareError: if the engine is not installed, or refuses the model.
+        CompareError: the engine is not installed, or rejects the model.
     """
     if read_marker(root / name) is None:
         raise CompareError(
@@ -81,7 +83,7 @@ def measure(
 
 
 def llama_note(log: str) -> str:
-    """What llama-quantize made of the matrices, from its output."""
+    """Parse the types of the matrices from llama-quantize's output."""
     counts: Counter[str] = Counter()
     for shape, kind in re.findall(r"\[([ \d,]+)\], type = +\w+, converting to (\w+)", log):
         counts[kind] += math.prod(map(int, shape.split(",")))
@@ -90,13 +92,13 @@ def llama_note(log: str) -> str:
 
 
 def openvino_note(log: str) -> str:
-    """What the exporter made of the matrices, from the first column of its table."""
+    """Parse the types of the matrices from the first column of the exporter's table."""
     found = re.findall(r"^│ (\w+, [^│]*?) *│ (\d+%)", log, re.MULTILINE)
     return ", ".join(f"{part} {kind.replace(',', '')}" for kind, part in found)
 
 
 def negative_log_likelihood(logits: np.ndarray, row: Sequence[int]) -> float:
-    """Of all tokens of a row but its first, added up in float64; logits [tokens, vocabulary]."""
+    """Sum over all tokens of a row except its first, in float64; logits [tokens, vocabulary]."""
     import numpy as np
 
     scores = logits[: len(row) - 1].astype(np.float64)
@@ -108,7 +110,7 @@ def negative_log_likelihood(logits: np.ndarray, row: Sequence[int]) -> float:
 def _llama(root: Path, model: Path, context: int) -> Logits:
     import numpy as np
 
-    # The package's own __init__ imports what only its server and chat formats need.
+    # The package's own __init__ imports modules that only its server and chat formats need.
     package = types.ModuleType("llama_cpp")
     package.__path__ = [str(llama.bindings_folder(root) / "llama_cpp")]
     sys.modules["llama_cpp"] = package

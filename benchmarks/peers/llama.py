@@ -24,9 +24,9 @@ from peers.installing import (
 
 VERSION = "0.3.36"
 FORMATS = {"bf16": "bf16", "int8": "q8_0", "int4": "q4_0"}
-"""Our names of weight formats, and llama.cpp's."""
-# The pre-tokenizer of the random models is GPT-2's byte-level one; the converter knows published
-# tokenizers by a hash only and would refuse ours.
+"""Octavo's names of weight formats, and llama.cpp's."""
+# The pre-tokenizer of the random models is GPT-2's byte-level one; the converter identifies
+# tokenizers by the hashes of published ones and would reject this one.
 _CONVERT = """
 import sys
 from conversion.base import TextModel
@@ -37,7 +37,7 @@ main()
 
 
 SLOTS = 16
-"""Requests at once: more made it slower."""
+"""Number of concurrent requests: more made it slower."""
 _OPTIONS = {
     "CMAKE_BUILD_TYPE": "Release",
     "GGML_NATIVE": "ON",
@@ -65,13 +65,13 @@ ISAS: dict[str, tuple[str, ...]] = {
 
 
 class Llama(Peer):
-    """llama-server: its one engine with continuous batching.
+    """Peer llama-server: llama.cpp's engine with continuous batching.
 
     Args:
         isa: one of `ISAS`, for which its kernels are built; None: this machine.
 
     Raises:
-        CompareError: for an instruction set that it has no options for.
+        CompareError: the instruction set has no options.
     """
 
     name = "llama"
@@ -89,7 +89,7 @@ class Llama(Peer):
                 )
 
     def install(self, root: Path, models: Path) -> None:
-        """Builds llama-server, and converts the models (tinyllama to q8_0 and q4_0 too)."""
+        """Build llama-server, and convert the models (tinyllama to q8_0 and q4_0, too)."""
         folder = root / "llama"
         log = folder / "install.log"
         source = _download(root, log)
@@ -112,11 +112,10 @@ class Llama(Peer):
         write_marker(folder, note)
 
     def build_kernels(self, root: Path) -> None:
-        """Builds the kernels for the instruction set, where they are missing; the rest of the
-        engine is the installed one.
+        """Build missing kernels for the instruction set, for use in the installed engine.
 
         Raises:
-            CompareError: if that fails.
+            CompareError: the build failed.
         """
         assert self._isa is not None
         if self._kernels(root).exists():
@@ -129,25 +128,25 @@ class Llama(Peer):
         _build(source, build, {**_OPTIONS, **options, "GGML_NATIVE": "OFF"}, ["ggml-cpu"], log)
 
     def _kernels(self, root: Path) -> Path:
-        """The library with the kernels for the instruction set."""
+        """Return the library with the kernels for the instruction set."""
         return root / "llama" / f"build-{self._isa}" / "bin" / "libggml-cpu.so.0"
 
     def environment(self, root: Path, setup: Setup) -> dict[str, str]:
-        """The kernels for the instruction set, loaded in place of those of the same name."""
+        """Preload the kernels for the instruction set instead of those of the same name."""
         return {} if self._isa is None else {"LD_PRELOAD": str(self._kernels(root))}
 
     def refusal(self, setup: Setup, case: Case) -> str | None:
-        """All that it does goes through its server."""
+        """Reject offline starts: only its server is measured."""
         if case.kind == "start" and "offline" in case.name:
             return "measured through its server only"
         return None
 
     def model(self, root: Path, setup: Setup) -> str:
-        """The converted model."""
+        """Return the converted model."""
         return str(model_file(root, Path(setup.model).name, setup.weights))
 
     def server(self, root: Path, setup: Setup, port: int) -> list[str]:
-        """llama-server with a KV cache of the wanted size, shared out to the slots."""
+        """Return the command of llama-server with the KV cache's size divided among the slots."""
         tokens = min(setup.kv_tokens, SLOTS * setup.max_model_len)
         threads = str(len(setup.cores))
         command = [str(build_folder(root) / "bin" / "llama-server")]
@@ -163,27 +162,27 @@ class Llama(Peer):
         return command
 
     def body(self, setup: Setup) -> dict[str, Any]:
-        """Its own names of what other servers call max_tokens and prefix caching."""
+        """Return its own names of max_tokens and prefix caching."""
         return {"cache_prompt": setup.prefix_caching}
 
 
 def model_file(root: Path, model: str, weights: str) -> Path:
-    """Where the converted model lies."""
+    """Return the path of the converted model."""
     return root / "llama" / "gguf" / f"{model}-{FORMATS[weights]}.gguf"
 
 
 def bindings_folder(root: Path) -> Path:
-    """The sources of llama-cpp-python: its bindings, and llama.cpp's own sources."""
+    """Return the sources of llama-cpp-python: its bindings, and llama.cpp's own sources."""
     return root / "llama" / f"llama_cpp_python-{VERSION}"
 
 
 def build_folder(root: Path) -> Path:
-    """Where llama.cpp is built; libraries and programs are in `bin`."""
+    """Return the folder of llama.cpp's build; libraries and programs are in `bin`."""
     return root / "llama" / "build"
 
 
 def convert(root: Path, model: Path, file: Path, log: Path) -> None:
-    """Writes a checkpoint as a bf16 file of llama.cpp."""
+    """Convert a checkpoint to a bf16 file of llama.cpp."""
     python = root / "llama" / "env" / "bin" / "python"
     source = bindings_folder(root) / "vendor" / "llama.cpp"
     words = [model, "--outtype", "bf16", "--outfile", file]
@@ -191,12 +190,12 @@ def convert(root: Path, model: Path, file: Path, log: Path) -> None:
 
 
 def quantize(root: Path, plain: Path, weights: str, file: Path, log: Path) -> None:
-    """Writes what `convert` wrote with int8 or int4 weights."""
+    """Quantize a file of `convert` to int8 or int4 weights."""
     run([build_folder(root) / "bin" / "llama-quantize", plain, file, FORMATS[weights]], log)
 
 
 def make_model(root: Path, models: Path, model: str, weights: str, log: Path) -> None:
-    """Converts a model where that has not been done; int8 and int4 are made of bf16."""
+    """Convert a model if it is missing; int8 and int4 are made from bf16."""
     file = model_file(root, model, weights)
     if file.exists():
         return
@@ -210,7 +209,7 @@ def make_model(root: Path, models: Path, model: str, weights: str, log: Path) ->
 def _build(
     source: Path, build: Path, options: Mapping[str, str], targets: Sequence[str], log: Path
 ) -> None:
-    """Builds targets of llama.cpp."""
+    """Build targets of llama.cpp."""
     ninja = need_tool("ninja")
     cmake = [need_tool("cmake"), "-S", source, "-B", build, "-G", "Ninja"]
     flags = [f"-D{name}={value}" for name, value in options.items()]
@@ -219,12 +218,12 @@ def _build(
 
 
 def _part(path: Path) -> Path:
-    """The name under which a file is written until it is whole."""
+    """Return the name of a file while it is incomplete."""
     return path.with_name("part-" + path.name)
 
 
 def _download(root: Path, log: Path) -> Path:
-    """The folder of llama.cpp's sources, fetched if needed."""
+    """Return the folder of llama.cpp's sources, after downloading them if needed."""
     folder = root / "llama"
     bindings = bindings_folder(root)
     source = bindings / "vendor" / "llama.cpp"

@@ -1,12 +1,11 @@
-"""What the machine can do, measured: read bandwidth and bfloat16 matrix products; and what it is.
+"""Measured limits of the machine, read bandwidth and bfloat16 matrix products; and its description.
 
-`python -m peers.machine CORES FOLDER` prints one JSON line: `bandwidth_gb_s`, the median over
-repeated reads of several blocks of 256 MiB by one thread a core (C, compiled with the machine's own
-instruction set), in the best of several ways to fetch ahead, which `bandwidth_by` names; how fast a
-block is depends on where it lies, so they are allocated one by one and all held, and
-`bandwidth_low_gb_s` and `bandwidth_high_gb_s` are the medians of the slowest and the fastest block;
-and `peak_gflop_s`, a 2048 x 2048 x 2048 bfloat16 product, the better of torch's, which is oneDNN's,
-and Octavo's: `peak_by`.
+`python -m peers.machine CORES FOLDER` prints one JSON line. `bandwidth_gb_s` is the median over
+repeated reads of several blocks of 256 MiB by one thread per core (C, compiled for the machine's
+own instruction set), by the best of several prefetch methods, `bandwidth_by`. The speed of a block
+depends on its location, so blocks are allocated one by one and all held; `bandwidth_low_gb_s` and
+`bandwidth_high_gb_s` are the medians of the slowest and the fastest block. `peak_gflop_s` is a 2048
+x 2048 x 2048 bfloat16 product, the better of torch's, which is oneDNN's, and Octavo's: `peak_by`.
 """
 
 from __future__ import annotations
@@ -89,10 +88,10 @@ int main(int argc, char** argv) {
 
 
 def reader(folder: Path) -> Path:
-    """The program that measures the read bandwidth, compiled where this one is not there yet.
+    """Return the program that measures the read bandwidth, compiled if missing.
 
     Raises:
-        CompareError: if there is no C compiler or it fails.
+        CompareError: there is no C compiler or it fails.
     """
     program, source = folder / "bandwidth", folder / "bandwidth.c"
     if not program.exists() or source.read_text() != _SOURCE:
@@ -106,17 +105,17 @@ def reader(folder: Path) -> Path:
 
 
 def bandwidth(threads: int, folder: Path) -> dict[str, Any]:
-    """Read bandwidth, GB/s: the median of all reads, of the slowest and of the fastest block.
+    """Return the read bandwidth in GB/s: median of all reads, of the slowest and fastest block.
 
     Raises:
-        CompareError: if it cannot be measured.
+        CompareError: the bandwidth cannot be measured.
     """
     command = [str(reader(folder)), str(threads), str(BLOCKS), str(READS)]
     return summary(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 def summary(output: str) -> dict[str, Any]:
-    """The figures of what the C program printed: those of the best way to read."""
+    """Return the figures of the C program's output: those of the best method."""
     way, blocks = best_reads(output)
     medians = [statistics.median(speeds) for speeds in blocks.values()]
     return {
@@ -128,7 +127,7 @@ def summary(output: str) -> dict[str, Any]:
 
 
 def peak(threads: int) -> dict[str, Any]:
-    """GFLOP/s of a bfloat16 product, and whose it is."""
+    """Return GFLOP/s of a bfloat16 product, and its implementation."""
     from octavo.bench.machine import measure_peak
     from octavo.kernels.native import set_num_threads
 
@@ -138,10 +137,10 @@ def peak(threads: int) -> dict[str, Any]:
 
 
 def measure(threads: int, folder: Path) -> dict[str, Any]:
-    """Both figures, measured in a process of its own; `folder` keeps the compiled program.
+    """Measure both figures in a separate process; `folder` keeps the compiled program.
 
     Raises:
-        CompareError: if that fails.
+        CompareError: the measurement failed.
     """
     command = [sys.executable, "-m", "peers.machine", str(threads), str(folder)]
     done = subprocess.run(command, env=environment({}), capture_output=True, text=True, check=False)
@@ -152,12 +151,12 @@ def measure(threads: int, folder: Path) -> dict[str, Any]:
 
 
 def environment(more: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process that runs a module of this folder."""
+    """Return the environment of a process that runs a module of this folder."""
     return {**os.environ, "PYTHONPATH": str(BENCHMARKS), **more}
 
 
 def describe() -> dict[str, Any]:
-    """Processor, cores, memory, system."""
+    """Return processor, cores, memory, and system."""
     info = Path("/proc/cpuinfo").read_text().splitlines()
     first = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in info)}
     wanted = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8")

@@ -1,5 +1,7 @@
-"""The models of the comparison, bfloat16: random weights in the shapes of released models, and the
-built-in model in two of these shapes with its draft model, for speculative decoding.
+"""Models of the comparison, in bfloat16.
+
+These are random weights in the shapes of released models, and the built-in model in two of these
+shapes with its draft model, for speculative decoding.
 """
 
 from __future__ import annotations
@@ -50,10 +52,10 @@ _WIDENED = {"stories-1.1b": "tinyllama-1.1b", "stories-135m": "smollm2-135m"}
 
 
 def make_models(folder: Path) -> None:
-    """Makes the models that are missing in `folder`.
+    """Make the missing models in `folder`.
 
     Raises:
-        CompareError: if one is missing and transformers, which makes it, too.
+        CompareError: a model is missing, and so is transformers, which makes it.
     """
     _make_random(folder)
     draft = folder / "stories-draft"
@@ -68,7 +70,7 @@ def make_models(folder: Path) -> None:
 
 
 def _make_random(folder: Path) -> None:
-    """Those of random weights: seeded, and a tokenizer each."""
+    """Make the models of random weights: seeded, each with a tokenizer."""
     missing = [name for name in SHAPES if not (folder / name / "config.json").exists()]
     if not missing:
         return
@@ -95,7 +97,7 @@ def _make_random(folder: Path) -> None:
 
 
 def _make_tokenizer(folder: Path, size: int) -> None:
-    """A byte-level BPE tokenizer of exactly `size` tokens, trained on Python's own library."""
+    """Make a byte-level BPE tokenizer of exactly `size` tokens, trained on Python's own library."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

@@ -1,4 +1,4 @@
-"""Octavo itself, through its public API."""
+"""Octavo itself, by its public API."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from peers.base import NGRAM, Answer, Generate, Peer, Row, Setup, drive
 
 
 class Octavo(Peer):
-    """The project's own engine.
+    """Peer of the project's own engine.
 
     Args:
-        interpreter: of the environment with the build to measure.
+        interpreter: interpreter of the environment with the build to measure.
         isa: the instruction set to use; None: the best of this machine.
     """
 
@@ -31,22 +31,22 @@ class Octavo(Peer):
             self.name = f"octavo-{isa}"
 
     def install(self, root: Path, models: Path) -> None:
-        """It is installed already."""
+        """Do nothing: it is installed already."""
 
     def python(self, root: Path) -> str:
-        """The interpreter of that build."""
+        """Return the interpreter of the build."""
         return self._interpreter
 
     def driver(self, root: Path) -> list[str]:
-        """This file."""
+        """Return the command of this module."""
         return [self._interpreter, "-m", "peers.octavo"]
 
     def environment(self, root: Path, setup: Setup) -> dict[str, str]:
-        """The instruction set."""
+        """Set the instruction set."""
         return {} if self._isa is None else {"OCTAVO_ISA": self._isa}
 
     def server(self, root: Path, setup: Setup, port: int) -> list[str]:
-        """`octavo serve`."""
+        """Return the command of `octavo serve`."""
         command = [self._interpreter, "-m", "octavo", "serve", setup.model]
         command += ["--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
         for name, value in _settings(setup).items():

@@ -21,8 +21,8 @@ from peers.installing import (
 )
 
 VERSION = "2026.4.1"
-# optimum-cli knows no bf16, and without a format makes int8 of models over 10^9 parameters; a
-# config without quantization keeps the checkpoint's type.
+# optimum-cli does not support bf16, and without a format converts models over 10^9 parameters to
+# int8; a config without quantization keeps the checkpoint's type.
 _EXPORT = """
 import sys
 from optimum.exporters.openvino.__main__ import main_export
@@ -34,13 +34,13 @@ main_export(model, output, task=task, ov_config=OVConfig(dtype="bf16"), convert_
 
 
 class OpenVino(Peer):
-    """OpenVINO GenAI's continuous-batching pipeline."""
+    """Peer of OpenVINO GenAI's continuous-batching pipeline."""
 
     name = "openvino"
     title = "OpenVINO"
 
     def install(self, root: Path, models: Path) -> None:
-        """Installs the runtime, and an exporter beside it; exports the models."""
+        """Install the runtime and an exporter; export the models."""
         folder = root / "openvino"
         log = folder / "install.log"
         python = make_environment(folder / "env", log)
@@ -51,7 +51,7 @@ class OpenVino(Peer):
         pip_install(exporter, log, TORCH)
         tools = ("optimum-intel", "nncf", f"openvino=={VERSION}", "openvino-tokenizers")
         pip_install(exporter, log, TORCH, *tools)
-        # It comes along as a CUDA build that the CPU build of torch cannot load.
+        # pip installs it as a CUDA build that the CPU build of torch cannot load.
         run([exporter, "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision"], log)
         (folder / "models").mkdir(exist_ok=True)
         for model in sorted(path.name for path in models.iterdir() if path.is_dir()):
@@ -75,26 +75,26 @@ class OpenVino(Peer):
         write_marker(folder, note)
 
     def refusal(self, setup: Setup, case: Case) -> str | None:
-        """It is a library."""
+        """Reject cases of servers: it is a library."""
         if case.kind in ("serve", "search") or (case.kind == "start" and "server" in case.name):
             return "has no server in the package index"
         return None
 
     def model(self, root: Path, setup: Setup) -> str:
-        """The exported model."""
+        """Return the exported model."""
         return str(model_folder(root, Path(setup.model).name, setup.weights))
 
 
 def model_folder(root: Path, model: str, weights: str) -> Path:
-    """Where the exported model lies."""
+    """Return the path of the exported model."""
     return root / "openvino" / "models" / f"{model}-{weights}"
 
 
 def export(root: Path, model: Path, weights: str, target: Path, log: Path) -> None:
-    """Writes a checkpoint as OpenVINO reads it, with bf16, int8 or int4 weights.
+    """Export a checkpoint for OpenVINO, with bf16, int8 or int4 weights.
 
-    int4 is groups of 128. A matrix that cannot have them gets smaller groups, down to 32, and
-    where that is impossible too, int8: by itself the exporter would refuse the model.
+    int4 has groups of 128. A matrix that does not support them has smaller groups, down to 32, or
+    else int8: by default the exporter would reject the model.
     """
     exporter = root / "openvino" / "export-env" / "bin" / "python"
     if weights == "bf16":
@@ -108,7 +108,7 @@ def export(root: Path, model: Path, weights: str, target: Path, log: Path) -> No
 
 
 def properties(num_threads: int) -> dict[str, Any]:
-    """How the CPU device is set up."""
+    """Return the properties of the CPU device."""
     return {
         "INFERENCE_NUM_THREADS": num_threads,
         "PERFORMANCE_HINT": "LATENCY",

@@ -26,7 +26,7 @@ TITLES = {
 
 @dataclass(frozen=True)
 class Metric:
-    """A line of a table: which figure, its unit, whether less is better."""
+    """Line of a table: its figure, unit, and True if less is better."""
 
     name: str
     label: str
@@ -88,13 +88,13 @@ class Spread:
 
     @staticmethod
     def of(values: Sequence[float]) -> Spread | None:
-        """None where there are no values."""
+        """Make the spread of values; return None if there are none."""
         if not values:
             return None
         return Spread(statistics.median(values), min(values), max(values), len(values))
 
     def show(self, digits: int, *, bold: bool = False) -> str:
-        """Such as `12.0 (11.4-12.5)`."""
+        """Format as `12.0 (11.4-12.5)`."""
         star = "**" if bold else ""
         text = f"{star}{self.median:,.{digits}f}{star}"
         if self.count > 1:
@@ -103,14 +103,14 @@ class Spread:
 
 
 def advantage(own: Spread, other: Spread, *, less: bool) -> float | None:
-    """How many times better the own median is; above 1 it is ahead. None: one of them is 0."""
+    """Return how many times better the own median is, or None if one of them is 0."""
     if not own.median or not other.median:
         return None
     return other.median / own.median if less else own.median / other.median
 
 
 def values(data: dict[str, Any], engine: str, case: str, metric: str) -> list[float]:
-    """The valid measurements of a figure, derived figures included."""
+    """Return the valid measurements of a figure, including derived figures."""
     note = data["settings"]["cases"][case]
     valid = [
         sample["metrics"]
@@ -137,7 +137,7 @@ def values(data: dict[str, Any], engine: str, case: str, metric: str) -> list[fl
 
 
 def highest_rates(data: dict[str, Any], engine: str, case: str) -> list[float]:
-    """The highest rate within the limits, of each turn."""
+    """Return the highest rate within the limits, of each turn."""
     by_turn: dict[int, list[float]] = {}
     for sample in data["samples"]:
         if (sample["engine"], sample["case"]) == (engine, case):
@@ -153,18 +153,18 @@ def highest_rates(data: dict[str, Any], engine: str, case: str) -> list[float]:
 
 
 def limits(data: dict[str, Any], name: str, group: str | None = None) -> Spread | None:
-    """What the machine could do: over the whole run, or whenever a group's turn began."""
+    """Return a limit of the machine: over the whole run, or in a group's turns."""
     chosen = [limit for limit in data["limits"] if group is None or limit["group"] == group]
     return Spread.of([limit[name] for limit in chosen])
 
 
 def _by(data: dict[str, Any], name: str) -> str:
-    """What gave a limit: the best of several ways, which need not be the same in every turn."""
+    """Return the methods with the best limit, which may differ between turns."""
     return ", ".join(dict.fromkeys(limit[name] for limit in data["limits"]))
 
 
 def tables(data: dict[str, Any]) -> str:
-    """All tables of a results file, Markdown."""
+    """Format all tables of a results file in Markdown."""
     parts = [_preface(data)]
     engines = [name for name in TITLES if name in data["versions"]]
     for workload, title in SECTIONS.items():
@@ -292,7 +292,7 @@ def _notes(data: dict[str, Any]) -> list[str]:
         workloads = ", ".join(dict.fromkeys(case.split()[0] for case in cases))
         notes.append(f"{TITLES[engine]} {reason} ({workloads}).")
     for failure in data["failures"]:
-        # Folders of the measuring machine have no place in a document.
+        # Remove folders of the measuring machine from the document.
         reason = re.sub(r"(/[\w.+-]+)+/", "", " ".join(failure["reason"].split()))[-200:]
         notes.append(f"{TITLES[failure['engine']]} failed at {failure['case']}: {reason}")
     for engine in data["versions"]:
@@ -320,10 +320,10 @@ def _notes(data: dict[str, Any]) -> list[str]:
 
 
 def write(text: str, path: Path) -> None:
-    """Puts the tables between the marks in a document.
+    """Write the tables between the marks in a document.
 
     Raises:
-        CompareError: if the document or its marks are missing.
+        CompareError: the document or its marks are missing.
     """
     try:
         old = path.read_text()

@@ -1,4 +1,4 @@
-"""The results file: written anew, as a whole, after every single measurement."""
+"""Results file, which is rewritten atomically after every measurement."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ FORMAT = 2
 
 
 class Results:
-    """Measurements and what they were made with.
+    """Measurements with their settings.
 
     A sample is `{engine, case, turn, iteration, metrics, time}`; a failure `{engine, case, turn,
-    reason}`; a limit `{group, turn, ...}` has what `machine.measure` found; an absence `{engine,
-    case, reason}` says why an engine has no figure for a case.
+    reason}`; a limit `{group, turn, ...}` with the results of `machine.measure`; an absence
+    `{engine, case, reason}` explains why an engine has no figure for a case.
 
     Args:
         path: the file.
-        settings: what must be the same for results to belong together.
-        resume: go on with the file if it exists.
+        settings: settings that must be equal for results to belong together.
+        resume: continue the file if it exists.
 
     Raises:
-        CompareError: if the file is there and was not to be, or is of another comparison.
+        CompareError: the file exists without `resume`, or is of another comparison.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any], *, resume: bool) -> None:
         self.path = path
         if path.exists():
             if not resume:
-                raise CompareError(f"{path} exists; go on with --resume, or give another --out.")
+                raise CompareError(f"{path} exists; continue with --resume, or use another --out.")
             self.data = load(path)
             self._merge(settings)
         else:
@@ -51,7 +51,7 @@ class Results:
             }
 
     def _merge(self, settings: dict[str, Any]) -> None:
-        """Adds settings; of those that are tables, entries may be new but not different."""
+        """Merge settings; tables may have new entries, but no changed ones."""
         for name, value in settings.items():
             old = self.data["settings"][name]
             if isinstance(value, dict):
@@ -63,14 +63,14 @@ class Results:
                 same = old == value
             if not same:
                 raise CompareError(
-                    f"{self.path} was measured with another {name}; give the same or another --out."
+                    f"{self.path} was measured with another {name}; use the same or another --out."
                 )
 
     def describe(self, machine: dict[str, Any], versions: dict[str, Any]) -> None:
-        """Notes the machine and the versions of the engines; another machine is refused.
+        """Record the machine and the versions of the engines.
 
         Raises:
-            CompareError: if earlier results come from another machine or another version.
+            CompareError: earlier results are from another machine or another version.
         """
         old_machine, old_versions = self.data["machine"], self.data["versions"]
         if old_machine and old_machine != machine:
@@ -79,7 +79,7 @@ class Results:
             if old_versions.get(engine, version) != version:
                 raise CompareError(
                     f"{self.path} holds figures of {engine} {old_versions[engine]}, and here is "
-                    f"{version}; give another --out."
+                    f"{version}; use another --out."
                 )
         self.data["machine"] = machine
         self.data["versions"] = {**old_versions, **versions}
@@ -87,7 +87,7 @@ class Results:
     def add_sample(
         self, engine: str, case: str, turn: int, iteration: int, metrics: dict[str, float]
     ) -> None:
-        """Keeps a measurement; a failure of the same case and turn is forgotten."""
+        """Add a measurement; remove a failure of the same case and turn."""
         self._forget_failure(engine, case, turn)
         self.data["samples"].append(
             {
@@ -102,7 +102,7 @@ class Results:
         self.save()
 
     def add_failure(self, engine: str, case: str, turn: int, reason: str) -> None:
-        """Keeps why a measurement failed, in place of an earlier reason."""
+        """Record why a measurement failed, replacing an earlier reason."""
         self._forget_failure(engine, case, turn)
         failure = {"engine": engine, "case": case, "turn": turn, "reason": reason}
         self.data["failures"].append(failure)
@@ -116,33 +116,33 @@ class Results:
         ]
 
     def add_absence(self, engine: str, case: str, reason: str) -> None:
-        """Keeps why an engine has no figure for a case."""
+        """Record why an engine has no figure for a case."""
         absence = {"engine": engine, "case": case, "reason": reason}
         if absence not in self.data["absences"]:
             self.data["absences"].append(absence)
             self.save()
 
     def add_limit(self, group: str, turn: int, figures: dict[str, Any]) -> None:
-        """Keeps what the machine could do before a group's turn."""
+        """Record the machine's limits before a group's turn."""
         self.data["limits"].append({"group": group, "turn": turn, **figures})
         self.save()
 
     def samples(self, engine: str, case: str, turn: int) -> Iterator[dict[str, Any]]:
-        """The measurements of a case in a turn."""
+        """Yield the measurements of a case in a turn."""
         for sample in self.data["samples"]:
             if (sample["engine"], sample["case"], sample["turn"]) == (engine, case, turn):
                 yield sample
 
     def save(self) -> None:
-        """Writes the file."""
+        """Write the file."""
         write_json(self.path, self.data)
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Reads a results file.
+    """Read a results file.
 
     Raises:
-        CompareError: if there is none, or it is no such file.
+        CompareError: the file does not exist, or is invalid.
     """
     try:
         data = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""Runs the turns: engine after engine, each in a fresh process, again and again."""
+"""Execution of the turns: engine after engine, each in a fresh process, repeatedly."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ QUICK_LADDER = (1.0, 4.0, 16.0)
 
 @dataclass(frozen=True)
 class Turn:
-    """One engine's turn at a group; engine None: the machine itself is measured."""
+    """Turn of an engine at a group; engine None: the machine itself is measured."""
 
     number: int
     group: Group
@@ -38,7 +38,7 @@ class Turn:
 
 
 def interleaved(groups: Sequence[Group], engines: Sequence[str], repeats: int) -> Iterator[Turn]:
-    """All turns: machine, A, B, C, D at the first group, then at the next, and all over again."""
+    """Yield all turns: machine, A, B, C, D at each group in order, and all repeated."""
     for number in range(repeats):
         for group in groups:
             for engine in (None, *engines):
@@ -46,7 +46,7 @@ def interleaved(groups: Sequence[Group], engines: Sequence[str], repeats: int) -
 
 
 def search_highest(ladder: Sequence[float], passes: Callable[[int], bool]) -> int | None:
-    """Index of the highest rate that passes, by bisection; None: not even the lowest does."""
+    """Return the index of the highest passing rate, by bisection; None if even the lowest fails."""
     low, high = -1, len(ladder)
     while high - low > 1:
         middle = (low + high) // 2
@@ -58,7 +58,7 @@ def search_highest(ladder: Sequence[float], passes: Callable[[int], bool]) -> in
 
 
 def within_limits(metrics: Mapping[str, float]) -> bool:
-    """Whether a replay kept the limits that the highest rate is searched for."""
+    """Return True if a replay kept the limits of the search for the highest rate."""
     return (
         metrics["ttft_ms_p99"] < TTFT_LIMIT_MS
         and metrics["tpot_ms_p99"] < TPOT_LIMIT_MS
@@ -67,17 +67,17 @@ def within_limits(metrics: Mapping[str, float]) -> bool:
 
 
 class Runner:
-    """Runs turns and keeps what they measure.
+    """Runner of turns that records their measurements.
 
     Args:
         peers: the engines by name.
         root: folder of the installed peers.
         models: folder of the checkpoints.
-        results: where measurements go.
+        results: destination of the measurements.
         logs: folder for job files and the engines' output.
         quick: search the highest rate among three.
         silence: seconds without a new measurement after which a process is ended.
-        measure_machine: what measures the machine's limits.
+        measure_machine: measures the machine's limits.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Runner:
         self.cores = sorted(os.sched_getaffinity(0))
 
     def run(self, groups: Sequence[Group], repeats: int) -> None:
-        """Runs all turns that are not done yet. A failure is kept, and the others go on."""
+        """Run all remaining turns. A failure is recorded, and the others continue."""
         turns = list(interleaved(groups, list(self.peers), repeats))
         with tqdm(turns, unit="turn", dynamic_ncols=True, disable=None) as bar:
             for turn in bar:
@@ -114,11 +114,11 @@ class Runner:
                     self._measure_engine(turn, self.peers[turn.engine])
 
     def reader(self) -> tuple[str, ...]:
-        """The command that measures the bandwidth around a measurement."""
+        """Return the command that measures the bandwidth around a measurement."""
         return (str(machine.reader(self.logs)), str(len(self.cores)), "2", "5")
 
     def todo(self, turn: Turn, peer: Peer, setup: Setup) -> list[Case]:
-        """The cases of a turn of which something is to be measured."""
+        """Return the cases of a turn with missing measurements."""
         cases = []
         for case in turn.group.cases:
             reason = peer.refusal(setup, case)
@@ -169,7 +169,7 @@ class Runner:
                 self.results.add_failure(peer.name, case.name, turn.number, str(error))
 
     def _take(self, turn: Turn, engine: str, lines: Sequence[str]) -> list[dict[str, float]]:
-        """Keeps the measurements that a process has written."""
+        """Record the measurements that a process has written."""
         taken = []
         for line in lines:
             event = json.loads(line)
@@ -211,7 +211,7 @@ class Runner:
         log: Path,
         out_file: Path,
     ) -> list[dict[str, float]]:
-        """Runs a process and keeps its measurements as it writes them; returns them."""
+        """Run a process and record its measurements as it writes them; return them."""
         taken: list[dict[str, float]] = []
         with _process(command, environment, log) as process, out_file.open() as out:
             heard, rest = time.monotonic(), ""
@@ -314,7 +314,7 @@ class Runner:
 def _process(
     command: Sequence[str], environment: dict[str, str], log: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in a group of its own, which is ended with all its children afterwards."""
+    """Run a process in a separate group, and end it with all its children."""
     with log.open("wb") as out:
         try:
             process = subprocess.Popen(
@@ -361,10 +361,10 @@ def _answers(url: str) -> bool:
 
 
 def _get(url: str, body: dict[str, Any] | None = None) -> Any:
-    """Asks a server for JSON.
+    """Request JSON from a server.
 
     Raises:
-        CompareError: if it does not answer so.
+        CompareError: the answer is not JSON.
     """
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
@@ -376,10 +376,10 @@ def _get(url: str, body: dict[str, Any] | None = None) -> Any:
 
 
 def _model_of(url: str) -> str:
-    """The model that a server serves.
+    """Return the model that a server serves.
 
     Raises:
-        CompareError: if it does not say so.
+        CompareError: the answer does not contain a model.
     """
     answer = _get(url + "/v1/models")
     try:

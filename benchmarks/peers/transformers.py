@@ -21,13 +21,13 @@ BATCH = 32
 
 
 class Transformers(Peer):
-    """transformers' `generate` with scaled-dot-product attention."""
+    """Peer of transformers' `generate` with scaled-dot-product attention."""
 
     name = "transformers"
     title = "transformers"
 
     def install(self, root: Path, models: Path) -> None:
-        """Installs it from the package index."""
+        """Install transformers from the package index."""
         folder = root / "transformers"
         log = folder / "install.log"
         python = make_environment(folder / "env", log)
@@ -42,7 +42,7 @@ class Transformers(Peer):
         write_marker(folder, note)
 
     def refusal(self, setup: Setup, case: Case) -> str | None:
-        """It is a library without a scheduler, a prefix cache or quantization for CPUs."""
+        """Reject cases that need a scheduler, a prefix cache or quantization for CPUs."""
         if case.kind in ("serve", "search") or (case.kind == "start" and "server" in case.name):
             return "has no continuous batching on a CPU"
         if case.kind in ("cold", "cached"):
@@ -57,7 +57,7 @@ def _load(setup: Setup) -> Generate:
     from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
     class Clock(StoppingCriteria):
-        """Notes when each token came; stops nothing."""
+        """Criteria that record the time of each token, and never stop."""
 
         def __init__(self) -> None:
             self.times: list[float] = []

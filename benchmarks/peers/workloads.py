@@ -1,17 +1,17 @@
-"""The request sets: read from a folder of JSON lines, or made from a seed where there is none.
+"""Request sets: read from a folder of JSON lines, or made from a seed without a folder.
 
-Each line holds `prompt_token_ids`, `max_tokens` and, for serving, `arrival_unit`. The recipe of
-the seeded ones, random tokens everywhere:
+Each line contains `prompt_token_ids`, `max_tokens` and, for serving, `arrival_unit`. The recipe of
+the seeded ones, which consist of random tokens:
 
 - w1_b1, w1_b8: 1 or 8 requests of 32 tokens, 128 out;
-- w2: 200 requests (smollm2-135m; 24 for tinyllama-1.1b), lognormal lengths of mean 200 in (sigma
-  1, at most 1,024; 256) and 180 out (sigma 0.9, at most 512; 128), at least 8;
+- w2: 200 requests (smollm2-135m; 24 for tinyllama-1.1b), lognormal lengths of mean 200 in (sigma 1,
+  at most 1,024; 256) and 180 out (sigma 0.9, at most 512; 128), at least 8;
 - w3: 100 requests of such lengths, at most 1,024 in and 128 out, Poisson arrivals;
 - w4: 48 requests of one shared prefix of 1,024 tokens and 32 of their own, 16 out;
 - w5: 5 prompts of 2,048 tokens, 1 out;
 - w7: 256 requests of 16 tokens, 128 out;
-- w8, never read from a folder: 1 or 16 requests that go on with a story, or with a text that
-  repeats itself, 96 out; tokens of the built-in model.
+- w8, never read from a folder: 1 or 16 requests that continue a story, or a repetitive text, 96
+  out; tokens of the built-in model.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ TEXTS = {
         "One day a bird found a shiny stone. The bird wanted to",
         "Mia was sad because her toy was broken. Her mom said",
     ),
-    # A model this small cannot copy a list; it goes on with these in the way they began.
+    # A model this small cannot copy a list; it continues these in the same pattern.
     "repeats": ("The dog ran. " * 20, "One, two, three, four, five. " * 12),
 }
-"""What W8 goes on with."""
+"""Beginnings of the texts of W8."""
 
 
 def read(name: str, folder: Path) -> tuple[Row, ...]:
-    """The requests of a workload.
+    """Read or make the requests of a workload.
 
     Raises:
-        CompareError: if its file is missing or a line of it is no request.
+        CompareError: the file is missing or a line of it is invalid.
     """
     if name.startswith("w8_") or not folder.is_dir():
         return make(name)
@@ -71,10 +71,10 @@ def read(name: str, folder: Path) -> tuple[Row, ...]:
 
 
 def make(name: str) -> tuple[Row, ...]:
-    """A workload from its name, by the recipe above.
+    """Make a workload from its name, by the recipe above.
 
     Raises:
-        CompareError: for an unknown name.
+        CompareError: the name is unknown.
     """
     kind, _, model = re.sub("^(w[18])_b", r"\1-b", name).partition("_")
     random_ = random.Random(name)

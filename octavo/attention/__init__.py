@@ -1,1 +1,1 @@
-"""Attention over a paged KV cache: the interface, a plain torch reference, and the CPU kernel."""
+"""Attention over a paged KV cache: the interface, a torch reference, and backends for devices."""

@@ -1,4 +1,4 @@
-"""The attention interface."""
+"""Attention interface."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ KV_CACHE_DTYPES = {
     "fp8_e5m2": torch.float8_e5m2,
     "int8": torch.int8,
 }
-"""Types of a cache of bytes, by their names in `CacheConfig.kv_cache_dtype`."""
+"""Types of an 8-bit cache, by their names in `CacheConfig.kv_cache_dtype`."""
 
 
 def cached_head_size(head_size: int, dtype: torch.dtype) -> int:
-    """Elements of a cache of type `dtype` that a key or value of one head of one token takes.
+    """Return the elements of a key or value of one head of one token in a cache of type `dtype`.
 
-    In int8 each of them has its own scale, 4 bytes.
+    In int8 each of them has its own scale of 4 bytes.
     """
     return head_size + 4 if dtype == torch.int8 else head_size
 
 
 @dataclass
 class AttentionMetadata:
-    """What one step computes, for one group of layers that share a block table.
+    """Input of attention in one step, for one group of layers that share a block table.
 
-    Filled by the model runner, a new one each step. Tensors live on the device. Tokens of one
-    request are neighbours: request r owns tokens [query_start_loc[r], query_start_loc[r + 1]).
+    The model runner makes a new one for each step. Tensors are on the device. The tokens of a
+    request are contiguous: request r owns tokens [query_start_loc[r], query_start_loc[r + 1]).
 
     Attributes:
         num_reqs: requests in the step (R).
         num_tokens: tokens in the step (T).
-        max_query_len: most tokens of one request.
+        max_query_len: largest number of tokens of a request.
         max_seq_len: longest context.
         query_start_loc: int32 [R + 1].
-        seq_lens: int32 [R], each request's context with this step's tokens: its i-th token of the
-            step has position seq_len - query_len + i.
+        seq_lens: int32 [R], each request's context including this step's tokens: its i-th token of
+            the step has position seq_len - query_len + i.
         block_table: int32 [R, at least the blocks of max_seq_len]; entries before a sliding window
             and beyond seq_len are not read.
-        slot_mapping: int64 [T], where each token's key and value go: block * block_size + offset;
-            -1: nowhere.
+        slot_mapping: int64 [T], slot of each token's key and value: block * block_size + offset;
+            tokens with -1 are not stored.
     """
 
     num_reqs: int
@@ -62,7 +62,7 @@ class AttentionMetadata:
 
     @cached_property
     def addresses(self) -> tuple[int, int, int, int]:
-        """Addresses of query_start_loc, seq_lens, block_table, and the last one's row stride."""
+        """Addresses of query_start_loc, seq_lens and block_table, and block_table's stride."""
         for tensor in (self.query_start_loc, self.seq_lens, self.block_table):
             assert tensor.dtype == torch.int32
             assert tensor.stride(-1) == 1
@@ -77,15 +77,15 @@ class AttentionMetadata:
 
 @dataclass(frozen=True, slots=True)
 class LargestAttention:
-    """What bounds the memory that attention takes.
+    """Limits of a step that bound the memory of attention.
 
     Attributes:
-        num_tokens: of the step.
+        num_tokens: tokens of the step.
         max_model_len: longest context.
         num_heads: query heads.
         num_kv_heads: heads of keys and values.
         head_size: elements of a head.
-        num_threads: that compute.
+        num_threads: number of computing threads.
     """
 
     num_tokens: int
@@ -98,14 +98,14 @@ class LargestAttention:
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """The rotary embedding of a step's queries and keys: see `Ops.rotary_embedding`.
+    """Rotary embedding of a step's queries and keys: see `Ops.rotary_embedding`.
 
     Attributes:
-        apply: the operation, for backends that have none of their own.
+        apply: the operation, for backends without a fused one.
         positions: int64 [T].
         query: [T, H, D], rotated in place.
         cos_sin_cache: float32 [positions, rotary_dim].
-        is_neox: which dimensions are pairs.
+        is_neox: layout of the pairs of dimensions.
     """
 
     apply: Callable[[Tensor, Tensor, Tensor, Tensor, bool], None]
@@ -115,7 +115,7 @@ class Rotary:
     is_neox: bool = True
 
     def __call__(self, key: Tensor) -> None:
-        """Rotates the queries and `key` [T, KVH, D] in place."""
+        """Rotate the queries and `key` [T, KVH, D] in place."""
         self.apply(self.positions, self.query, key, self.cos_sin_cache, self.is_neox)
 
 
@@ -123,13 +123,13 @@ class AttentionBackend(Protocol):
     """Causal attention over a paged KV cache.
 
     The cache of a layer is one dense tensor of `kv_cache_shape`, of the model's dtype or one of
-    `KV_CACHE_DTYPES`. Its first dimension counts blocks; how a block is laid out is the backend's
-    own business.
+    `KV_CACHE_DTYPES`. Its first dimension counts blocks; the layout of a block is private to the
+    backend.
 
-    A cache of bytes holds each number x of a key or value as: float8_e4m3fn or float8_e5m2, to
-    nearest, cut to the largest finite one, NaN kept; int8, round(x / s) of the head's own scale
-    s = max |x| / 127, float32, and all NaN if one of them is not finite. What is cached of a token
-    depends on that token alone.
+    An 8-bit cache stores each number x of a key or value as follows. float8_e4m3fn or float8_e5m2:
+    rounded to nearest, clamped to the largest finite number, NaN kept. int8: round(x / s) with the
+    head's scale s = max |x| / 127 in float32; all NaN if a number is not finite. The cached numbers
+    of a token depend on that token alone.
     """
 
     name: str
@@ -144,22 +144,22 @@ class AttentionBackend(Protocol):
         head_size: int,
         dtype: torch.dtype | None = None,
     ) -> tuple[int, ...]:
-        """Shape of one layer's cache, keys and values together.
+        """Return the shape of one layer's cache of keys and values.
 
         Args:
-            num_blocks: blocks.
+            num_blocks: number of blocks.
             block_size: tokens in a block.
             num_kv_heads: heads of keys and values.
             head_size: elements of a head.
-            dtype: of the cache, where it is one of `KV_CACHE_DTYPES`.
+            dtype: dtype of the cache if it is one of `KV_CACHE_DTYPES`.
 
         Raises:
-            ConfigError: for a block size or head size that the backend cannot do.
+            ConfigError: the backend does not support the block size or head size.
         """
         ...
 
     def scratch_nbytes(self, largest: LargestAttention) -> int:
-        """Most bytes that a step takes on the host beside the arguments of `forward`."""
+        """Return the maximum host memory of a step in bytes, besides the arguments of `forward`."""
         ...
 
     def write_kv(
@@ -170,10 +170,10 @@ class AttentionBackend(Protocol):
         slot_mapping: Tensor,
         rotary: Rotary | None = None,
     ) -> None:
-        """Stores keys and values [T, KVH, D] (any strides of tokens and heads) in their slots.
+        """Store keys and values [T, KVH, D] (any strides of tokens and heads) in their slots.
 
-        With `rotary`, queries and keys are rotated first. Afterwards the queries and what is in the
-        cache are rotated; what is in `key` is not defined.
+        With `rotary`, queries and keys are rotated first. Afterwards the queries and the cache are
+        rotated; the contents of `key` are undefined.
         """
         ...
 
@@ -189,18 +189,18 @@ class AttentionBackend(Protocol):
         logits_soft_cap: float | None = None,
         alibi_slopes: Tensor | None = None,
     ) -> None:
-        """Attends; this step's keys and values must have been written.
+        """Compute attention; this step's keys and values must be in the cache.
 
-        A token at position p sees positions max(0, p - sliding_window + 1) to p. The logit of a
-        position is soft_cap(scale * q.k) + slope * (position - p).
+        A token at position p attends to positions max(0, p - sliding_window + 1) to p. The logit of
+        a position is soft_cap(scale * q.k) + slope * (position - p).
 
         Args:
             query: [T, H, D]; head h reads KV head h * KVH // H.
             kv_cache: the layer's cache.
             metadata: the step.
             out: [T, H, D], written. Query and out may have any strides of tokens and heads.
-            scale: of the logits.
-            sliding_window: positions visible, the token's own included; None: all.
+            scale: factor of the logits.
+            sliding_window: number of visible positions, including the token's own; None: all.
             logits_soft_cap: cap * tanh(logit / cap); None: no cap (Gemma 2).
             alibi_slopes: float32 [H]; None: no bias (Press et al., "Train Short, Test Long").
         """
@@ -209,15 +209,15 @@ class AttentionBackend(Protocol):
     def copy_blocks(
         self, kv_caches: Sequence[Tensor], src_dst_pairs: Sequence[tuple[int, int]]
     ) -> None:
-        """Copies whole blocks within each cache; sources are read before anything is written."""
+        """Copy whole blocks within each cache; all sources are read before the first write."""
         ...
 
 
 def copy_blocks(kv_caches: Sequence[Tensor], src_dst_pairs: Sequence[tuple[int, int]]) -> None:
-    """`AttentionBackend.copy_blocks` for caches whose first dimension counts blocks."""
+    """Implement `AttentionBackend.copy_blocks` for caches with blocks as the first dimension."""
     if not src_dst_pairs:
         return
     src, dst = to_device(np.array(src_dst_pairs), kv_caches[0].device).unbind(1)
     for kv_cache in kv_caches:
-        blocks = kv_cache.view(torch.uint8)  # torch indexes no float8
+        blocks = kv_cache.view(torch.uint8)  # torch cannot index float8
         blocks[dst] = blocks[src]

@@ -19,7 +19,7 @@ from octavo.errors import ConfigError
 from octavo.kernels.native import DTYPE_CODES
 
 BLOCK_SIZES = (8, 16, 32, 64, 128)
-"""Block sizes that the kernel takes: they fit its tiles of 64 positions."""
+"""Block sizes that the kernel supports: they fit its tiles of 64 positions."""
 
 MAX_HEAD_SIZE = 512
 """Largest head size: kMaxHeadSize in csrc/kernels.h."""
@@ -27,11 +27,11 @@ MAX_HEAD_SIZE = 512
 # kSegment and kSharedRows in csrc/attention.h, and the widest 2 * W.
 _SEGMENT, _SHARED_ROWS, _LANES = 512, 36, 32
 
-# The largest kTileRows, kStepRows and kTile there.
+# Largest kTileRows, kStepRows and kTile of csrc/attention.h.
 _TILE_ROWS, _STEP_ROWS, _TILE = 128, 32, 128
 
 _CACHE_CODES = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2, torch.int8: 3}
-"""CacheType in csrc/kernels.h."""
+"""Codes of CacheType in csrc/kernels.h."""
 
 
 def _cache_code(kv_cache: Tensor, dtype: torch.dtype) -> int:
@@ -39,10 +39,10 @@ def _cache_code(kv_cache: Tensor, dtype: torch.dtype) -> int:
 
 
 class CPUAttention:
-    """`AttentionBackend` for the CPU; see there for meaning.
+    """Implementation of `AttentionBackend` for the CPU.
 
-    A token's result is the same bits whether it is decoded alone, in a batch, or in a chunk of any
-    size, and however many threads share the work.
+    A token's result has the same bits if it is decoded alone, in a batch, or in a chunk of any
+    size, and for any number of threads.
     """
 
     name = "cpu"
@@ -56,15 +56,17 @@ class CPUAttention:
         head_size: int,
         dtype: torch.dtype | None = None,
     ) -> tuple[int, ...]:
-        """[num_blocks, 2, num_kv_heads, block_size, head_size] by size; keys lie turned inside.
+        """Return [num_blocks, 2, num_kv_heads, block_size, head_size]; keys are stored transposed.
 
-        In int8 4 more bytes for each head: the scales, behind the numbers of a block.
+        In int8 each head has 4 more bytes: the scales follow the numbers of a block.
         """
         if block_size not in BLOCK_SIZES:
-            raise ConfigError(f"block_size={block_size}: attention on the CPU takes {BLOCK_SIZES}.")
+            raise ConfigError(
+                f"block_size={block_size}: attention on the CPU supports {BLOCK_SIZES}."
+            )
         if not 0 < head_size <= MAX_HEAD_SIZE:
             raise ConfigError(
-                f"head_size={head_size}: attention on the CPU takes up to {MAX_HEAD_SIZE}; use "
+                f"head_size={head_size}: attention on the CPU supports up to {MAX_HEAD_SIZE}; use "
                 "attention_backend=reference."
             )
         if dtype is not None:
@@ -72,13 +74,13 @@ class CPUAttention:
         return (num_blocks, 2, num_kv_heads, block_size, head_size)
 
     def scratch_nbytes(self, largest: LargestAttention) -> int:
-        """What each thread's task takes, and the segments of long contexts: see csrc/attention.h.
+        """Return the bytes of the threads' tasks and of the segments of long contexts.
 
-        Few rows are shared out by segments.
+        Threads share few rows by segments: see csrc/attention.h.
         """
         width = -(-largest.head_size // _LANES) * _LANES
         rows = _TILE_ROWS * width * (2 + 4 + 4)  # queries; sums of a segment and of all of them
-        tiles = 4 * _TILE * width * 2  # keys and values, widened from bytes and as AMX wants them
+        tiles = 4 * _TILE * width * 2  # keys and values, widened from bytes and in AMX layout
         step = _STEP_ROWS * _TILE * (4 + 2)  # scores and probabilities
         tasks = min(4 * largest.num_threads, largest.num_tokens * largest.num_kv_heads)
         segments = -(-largest.max_model_len // _SEGMENT)
@@ -93,7 +95,7 @@ class CPUAttention:
         slot_mapping: Tensor,
         rotary: Rotary | None = None,
     ) -> None:
-        """Puts each key across its block's turned layout, each value as it is."""
+        """Store each key in its block's transposed layout, each value unchanged."""
         if rotary is not None:
             rotary(key)
         tokens, kv_heads, head_size = key.shape
@@ -136,7 +138,7 @@ class CPUAttention:
         logits_soft_cap: float | None = None,
         alibi_slopes: Tensor | None = None,
     ) -> None:
-        """One call for prefill chunks and decode rows alike."""
+        """Run one kernel call for prefill chunks and decode rows."""
         _, heads, head_size = query.shape
         _, _, kv_heads, block_size, _ = kv_cache.shape
         assert query.shape == out.shape
@@ -181,5 +183,5 @@ class CPUAttention:
     def copy_blocks(
         self, kv_caches: Sequence[Tensor], src_dst_pairs: Sequence[tuple[int, int]]
     ) -> None:
-        """By indexing: the first dimension counts blocks."""
+        """Copy by indexing: the first dimension counts blocks."""
         copy_blocks(kv_caches, src_dst_pairs)

@@ -1,6 +1,6 @@
 """Attention by the FlashInfer package, for CUDA (Ye et al., "FlashInfer", MLSys 2025).
 
-Each step is planned on the host, so it waits for the device once and is not captured.
+The host plans each step, so a step waits for the device once and cannot be captured.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _WORKSPACE_NBYTES = 128 * 2**20
 
 
 class FlashInferAttention:
-    """`AttentionBackend` by FlashInfer; see there for meaning.
+    """Implementation of `AttentionBackend` by FlashInfer.
 
     Args:
-        device: where.
+        device: the CUDA device.
     """
 
     name = "flashinfer"
@@ -43,16 +43,16 @@ class FlashInferAttention:
         head_size: int,
         dtype: torch.dtype | None = None,
     ) -> tuple[int, ...]:
-        """[num_blocks, 2, block_size, num_kv_heads, head_size]: keys, then values."""
+        """Return [num_blocks, 2, block_size, num_kv_heads, head_size]: keys, then values."""
         if dtype is not None and dtype.itemsize == 1:
             raise ConfigError(
-                "kv_cache_dtype: attention_backend=flashinfer does not support a cache of bytes "
+                "kv_cache_dtype: attention_backend=flashinfer does not support an 8-bit cache "
                 "yet; use auto, or attention_backend=triton."
             )
         return (num_blocks, 2, block_size, num_kv_heads, head_size)
 
     def scratch_nbytes(self, largest: LargestAttention) -> int:
-        """None: what it takes is on the device, where it is measured."""
+        """Return 0: attention uses memory of the device, which is measured."""
         return 0
 
     def write_kv(
@@ -63,7 +63,7 @@ class FlashInferAttention:
         slot_mapping: Tensor,
         rotary: Rotary | None = None,
     ) -> None:
-        """As for Triton attention, whose cache has the same layout."""
+        """Store like Triton attention: its cache has the same layout."""
         write_rotated_kv(key, value, kv_cache, slot_mapping, rotary)
 
     def forward(
@@ -78,9 +78,9 @@ class FlashInferAttention:
         logits_soft_cap: float | None = None,
         alibi_slopes: Tensor | None = None,
     ) -> None:
-        """One call for prefill chunks and decode rows alike."""
+        """Run one call for prefill chunks and decode rows."""
         assert alibi_slopes is None, "refused by the model runner"
-        # Layers of a step that attend alike share a plan.
+        # Layers of a step with the same parameters share a plan.
         features = (scale, sliding_window, logits_soft_cap)
         if self._planned_for is not metadata or self._features != features:
             self._plan(query, kv_cache, metadata, *features)
@@ -121,5 +121,5 @@ class FlashInferAttention:
     def copy_blocks(
         self, kv_caches: Sequence[Tensor], src_dst_pairs: Sequence[tuple[int, int]]
     ) -> None:
-        """By indexing: the first dimension counts blocks."""
+        """Copy by indexing: the first dimension counts blocks."""
         copy_blocks(kv_caches, src_dst_pairs)

@@ -1,4 +1,4 @@
-"""Attention in plain torch: the truth in tests, and for devices without a kernel."""
+"""Attention in plain torch: the reference for tests, and for devices without a kernel."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from octavo.attention.base import (
 )
 from octavo.kernels.reference import to_bytes
 
-# Of float32 logits: as they come, without what is hidden, their exponentials, their shares.
+# Copies of float32 logits: raw, masked, exponentials, probabilities.
 _LOGITS_COPIES = 4
 
 
 def _to_cache(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """[..., head_size] as a cache of type `dtype` holds it, as bits where that type has 8."""
+    """Convert [..., head_size] to a cache of type `dtype`; types of 8 bits as raw bytes."""
     if dtype == torch.int8:
         wide = x.float()
         q, scale = to_bytes(wide)
@@ -42,12 +42,12 @@ def _from_cache(x: Tensor, dtype: torch.dtype, wide: torch.dtype) -> Tensor:
 
 
 def _cells(kv_cache: Tensor) -> Tensor:
-    """The cache as a type that torch can index."""
+    """View the cache as a type that torch can index."""
     return kv_cache.view(torch.int8) if kv_cache.dtype.itemsize == 1 else kv_cache
 
 
 class ReferenceAttention:
-    """`AttentionBackend` by torch, one request at a time; see there for meaning."""
+    """Implementation of `AttentionBackend` in torch, one request at a time."""
 
     name = "reference"
     pads_blocks = True
@@ -60,16 +60,16 @@ class ReferenceAttention:
         head_size: int,
         dtype: torch.dtype | None = None,
     ) -> tuple[int, ...]:
-        """[num_blocks, 2, block_size, num_kv_heads, head_size]: keys, then values.
+        """Return [num_blocks, 2, block_size, num_kv_heads, head_size]: keys, then values.
 
-        In int8 each head's scale follows it, 4 bytes.
+        In int8 each head is followed by its scale of 4 bytes.
         """
         if dtype is not None:
             head_size = cached_head_size(head_size, dtype)
         return (num_blocks, 2, block_size, num_kv_heads, head_size)
 
     def scratch_nbytes(self, largest: LargestAttention) -> int:
-        """One request's logits, some copies of them, and its keys and values for each head."""
+        """Return the bytes of a request's logits, their copies, and its keys and values."""
         length = largest.max_model_len
         rows = min(largest.num_tokens, length)
         logits = (4 * _LOGITS_COPIES * largest.num_heads + 16) * rows * length
@@ -84,7 +84,7 @@ class ReferenceAttention:
         slot_mapping: Tensor,
         rotary: Rotary | None = None,
     ) -> None:
-        """By indexing."""
+        """Store by indexing."""
         if rotary is not None:
             rotary(key)
         block_size = kv_cache.shape[2]
@@ -106,7 +106,7 @@ class ReferenceAttention:
         logits_soft_cap: float | None = None,
         alibi_slopes: Tensor | None = None,
     ) -> None:
-        """A full matrix of logits for each request, in float32 or better."""
+        """Compute the full matrix of logits of each request, in float32 or better."""
         wide = torch.promote_types(query.dtype, torch.float32)
         block_size, group = kv_cache.shape[2], query.shape[1] // kv_cache.shape[3]
         starts = metadata.query_start_loc.tolist()
@@ -139,5 +139,5 @@ class ReferenceAttention:
     def copy_blocks(
         self, kv_caches: Sequence[Tensor], src_dst_pairs: Sequence[tuple[int, int]]
     ) -> None:
-        """By indexing."""
+        """Copy by indexing."""
         copy_blocks(kv_caches, src_dst_pairs)

@@ -17,24 +17,24 @@ from octavo.kernels.triton.kv_write import write_kv
 from octavo.system.device import cuda_capability, cuda_cores
 
 MIN_SPLIT, MAX_SPLITS = 256, 256
-"""The KV is cut into splits of at least this many positions, and not into more than this many."""
+"""Minimum number of positions of a split of the KV, and maximum number of splits."""
 
 _FORMATS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 _MAX_HEAD_SIZE = 256
-# Rows of a program: for steps of decode rows only, where there are prefill chunks, and where these
-# find a card with enough shared memory.
+# Rows of a program: in steps of decode rows only, in steps with prefill chunks, and in the latter
+# on a GPU with enough shared memory.
 _DECODE_ROWS, _PREFILL_ROWS, _MORE_PREFILL_ROWS = 16, 64, 128
-_PROGRAMS_PER_CORE = 2  # so many fit a core of every card: all are under way at once
-_MIXED_PROGRAMS = 4  # in a step with prefill chunks, each of whose tiles has as many, most idle
-# For the results of splits that were shared out, for each core: 1 MiB. Steps that need more have
-# rows enough to fill the card.
+_PROGRAMS_PER_CORE = 2  # number that fits a core of every GPU: all run at once
+_MIXED_PROGRAMS = 4  # in a step with prefill chunks, where most programs are idle
+# Size per core of the results of shared splits: 1 MiB. Steps that need more have enough rows to
+# fill the GPU.
 _WORKSPACE_FLOATS = 2**18
 
 
 def write_rotated_kv(
     key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, rotary: Rotary | None
 ) -> None:
-    """`AttentionBackend.write_kv` for caches [blocks, 2, block_size, KVH, D]."""
+    """Implement `AttentionBackend.write_kv` for caches [blocks, 2, block_size, KVH, D]."""
     format = _FORMATS.get(kv_cache.dtype, 0)
     cells = kv_cache.view(torch.uint8) if format else kv_cache
     if rotary is None:
@@ -54,16 +54,16 @@ def write_rotated_kv(
 
 
 class TritonAttention:
-    """`AttentionBackend` for CUDA; see there for meaning.
+    """Implementation of `AttentionBackend` for CUDA.
 
     A row's result does not depend on the other rows of a step. With `batch_invariant` it does not
-    depend either on whether the step holds prefill chunks, and a token has the same bits decoded or
+    depend on the presence of prefill chunks either, and a token has the same bits decoded or
     prefilled.
 
     Args:
-        device: where.
-        max_model_len: longest context; sets where the KV is split.
-        batch_invariant: one tile for all steps.
+        device: the CUDA device.
+        max_model_len: longest context; determines the splits of the KV.
+        batch_invariant: True to use the same tile for all steps.
     """
 
     name = "triton"
@@ -79,7 +79,7 @@ class TritonAttention:
         self.cores = 4 if interpreted else cuda_cores(device)
         more = not (interpreted or batch_invariant) and cuda_capability(device) >= (8, 0)
         self.prefill_rows = _MORE_PREFILL_ROWS if more else _PREFILL_ROWS
-        self.upcast = interpreted  # Triton's interpreter has no product of bfloat16
+        self.upcast = interpreted  # Triton's interpreter cannot multiply bfloat16
         self._workspace = torch.empty(_WORKSPACE_FLOATS * self.cores, device=device)
 
     def kv_cache_shape(
@@ -90,10 +90,10 @@ class TritonAttention:
         head_size: int,
         dtype: torch.dtype | None = None,
     ) -> tuple[int, ...]:
-        """[num_blocks, 2, block_size, num_kv_heads, head_size]: keys, then values."""
+        """Return [num_blocks, 2, block_size, num_kv_heads, head_size]: keys, then values."""
         if head_size > _MAX_HEAD_SIZE:
             raise ConfigError(
-                f"head_size={head_size}: Triton attention takes up to {_MAX_HEAD_SIZE}; use "
+                f"head_size={head_size}: Triton attention supports up to {_MAX_HEAD_SIZE}; use "
                 "attention_backend=reference."
             )
         if dtype == torch.int8:
@@ -104,7 +104,7 @@ class TritonAttention:
         return (num_blocks, 2, block_size, num_kv_heads, head_size)
 
     def scratch_nbytes(self, largest: LargestAttention) -> int:
-        """None: what it takes is on the device, where it is measured."""
+        """Return 0: attention uses memory of the device, which is measured."""
         return 0
 
     def write_kv(
@@ -115,7 +115,7 @@ class TritonAttention:
         slot_mapping: Tensor,
         rotary: Rotary | None = None,
     ) -> None:
-        """One launch with the rotary embedding."""
+        """Store in one launch, together with the rotary embedding."""
         write_rotated_kv(key, value, kv_cache, slot_mapping, rotary)
 
     def forward(
@@ -130,14 +130,14 @@ class TritonAttention:
         logits_soft_cap: float | None = None,
         alibi_slopes: Tensor | None = None,
     ) -> None:
-        """One launch, and one more to merge splits where a decode row's were shared out."""
+        """Run one launch, and a second one if programs shared the splits of a decode row."""
         if metadata.num_tokens == 0:
             return
         format = _FORMATS.get(kv_cache.dtype, 0)
         max_splits = -(-metadata.max_seq_len // self.split)
         pairs = metadata.num_reqs * kv_cache.shape[3]
         programs = max(1, min(max_splits, _PROGRAMS_PER_CORE * self.cores // pairs))
-        if metadata.max_query_len > 1:  # tiles of prefill chunks are not shared out
+        if metadata.max_query_len > 1:  # programs do not share tiles of prefill chunks
             programs = 1 if metadata.num_reqs == 1 else min(programs, _MIXED_PROGRAMS)
         if splits_floats(query, metadata.num_reqs, max_splits) > len(self._workspace):
             programs = 1
@@ -166,5 +166,5 @@ class TritonAttention:
     def copy_blocks(
         self, kv_caches: Sequence[Tensor], src_dst_pairs: Sequence[tuple[int, int]]
     ) -> None:
-        """By indexing: the first dimension counts blocks."""
+        """Copy by indexing: the first dimension counts blocks."""
         copy_blocks(kv_caches, src_dst_pairs)

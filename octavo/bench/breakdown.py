@@ -1,4 +1,4 @@
-"""Where the time of a step goes: each kernel against the roofline, and the host around them."""
+"""Breakdown of the time of a step: each kernel against the roofline, and the host's parts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _HOST = {
 
 
 class KernelCall(NamedTuple):
-    """A call of a native kernel; times in seconds of `time.monotonic`."""
+    """Call of a native kernel; times in seconds of `time.monotonic`."""
 
     name: str
     begin: float
@@ -37,14 +37,14 @@ class KernelCall(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the engine.
+    """Step of the engine.
 
     Attributes:
-        begin: when its scheduling began, in seconds of `time.monotonic`.
-        end: when its output had been processed.
-        num_tokens: tokens computed.
-        is_prefill: some of them were prompt tokens.
-        calls: of kernels, in order.
+        begin: start of its scheduling, in seconds of `time.monotonic`.
+        end: end of processing its output.
+        num_tokens: number of computed tokens.
+        is_prefill: True if some of them were prompt tokens.
+        calls: calls of kernels, in order.
     """
 
     begin: float
@@ -55,16 +55,16 @@ class Step:
 
 
 class ProfiledLLM(LLM):
-    """An `LLM` that takes notes of each step.
+    """Variant of `LLM` that records each step.
 
-    Steps run one after the other (no async scheduling), so that each has its kernels and its host
-    time to itself.
+    Steps run one after the other (no async scheduling), so that each has its own kernel and host
+    time.
 
     Args:
         **kwargs: as for `LLM`; `async_scheduling` is set.
 
     Attributes:
-        steps: the notes; only of steps that computed something.
+        steps: recorded steps; only those that computed something.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -84,20 +84,20 @@ class ProfiledLLM(LLM):
 
 
 def _has_prompts(before: SchedulerStats, num_tokens: int) -> bool:
-    """Whether a step takes in prompts: some request waited, or has more than a token computed."""
+    """Return True if a step computes prompts: a request waited, or has several tokens computed."""
     return before.num_waiting_reqs > 0 or num_tokens > before.num_running_reqs
 
 
 def summarize_steps(steps: Sequence[Step], machine: Machine) -> dict[str, Any]:
-    """Means over steps.
+    """Compute means over steps.
 
     Returns:
         num_steps, tokens_per_step; step_ms, kernel_ms, host_ms (by part: `schedule` before the
         first kernel, `between` kernels of the forward pass, `sampling` from the last linear layer,
-        the LM head, to the last kernel, `output` after it); floor_ms, the least time that the
-        kernels' work could take; roofline, floor_ms / step_ms; kernels: for each name calls, ms,
-        share (of the step), bytes, flops (all for one step), gb_s, gflop_s and roofline (floor /
-        time), longest first.
+        the LM head, to the last kernel, `output` after it); floor_ms, the minimum time of the
+        kernels' work; roofline, floor_ms / step_ms; kernels: for each name calls, ms, share (of the
+        step), bytes, flops (all for one step), gb_s, gflop_s and roofline (floor / time), longest
+        first.
     """
     num = len(steps)
     by_name: dict[str, np.ndarray] = {}
@@ -145,7 +145,7 @@ def summarize_steps(steps: Sequence[Step], machine: Machine) -> dict[str, Any]:
 
 
 def print_steps(title: str, summary: dict[str, Any], console: Console | None = None) -> None:
-    """Prints what `summarize_steps` returned as a table."""
+    """Print a result of `summarize_steps` as a table."""
     rows: list[Sequence[object]] = [
         (
             kernel["name"],

@@ -1,9 +1,9 @@
-"""A streaming client of OpenAI-compatible servers that takes little time itself.
+"""Streaming client of OpenAI-compatible servers with a low overhead.
 
-It shares two cores with the server it measures, so it reads the sockets itself: an asyncio protocol
-around the httptools parser, which notes the time as soon as the loop hands it bytes. That takes a
-quarter of the processor time of an httpx stream, token for token. Each request has a connection of
-its own, as requests of different users have; connecting counts in its latency.
+It shares two cores with the measured server, so it reads the sockets itself: an asyncio protocol
+around the httptools parser, which records the time as soon as the loop delivers bytes. That needs a
+quarter of the processor time of an httpx stream, token for token. Each request has its own
+connection, like those of different users; its latency includes connecting.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from octavo.bench.datasets import BenchRequest
 from octavo.bench.metrics import RequestRecord
 from octavo.errors import ConfigError
 
-# More than any server sends in one event, or as an error.
+# Larger than any server's event or error message.
 _MAX_EVENT = 1 << 20
 
 
@@ -50,7 +50,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
-    """What a stream's event holds, as far as it is of interest."""
+    """Relevant fields of a stream's event."""
 
     choices: list[_Choice] = []
     usage: _Usage | None = None
@@ -61,17 +61,17 @@ _decode_chunk = msgspec.json.Decoder(_Chunk).decode
 
 
 class Client:
-    """Sends requests to one endpoint of one server.
+    """Client that sends requests to one endpoint of one server.
 
     Args:
-        base_url: such as http://localhost:8000.
-        model: name of the model to ask.
+        base_url: address such as http://localhost:8000.
+        model: name of the model.
         endpoint: path under `base_url`. If it ends in /chat/completions, prompts are sent as chats
-            of one message, which needs their text; else as completions, text where there is one.
-        api_key: sent as bearer token, if given.
-        timeout: longest time of a request, in seconds.
-        params: further fields of every request's body, such as temperature or ignore_eos.
-        keep_text: whether records keep the answers.
+            of one message, which needs their text; else as completions, as text if available.
+        api_key: bearer token, if given.
+        timeout: maximum time of a request, in seconds.
+        params: additional fields of every request's body, such as temperature or ignore_eos.
+        keep_text: True if records contain the answers.
 
     Raises:
         ConfigError: `base_url` is not an address.
@@ -113,14 +113,14 @@ class Client:
     async def send(
         self, request: BenchRequest, *, origin: float | None = None, scheduled_time: float = 0.0
     ) -> RequestRecord:
-        """Sends a request and reads its answer to the end.
+        """Send a request and read its answer to the end.
 
-        What goes wrong becomes the record's `error`; nothing is raised.
+        Failures are recorded in the record's `error`; none is raised.
 
         Args:
-            request: what to send.
-            origin: `time.perf_counter` at the time that the record's times count from; None: now.
-            scheduled_time: kept in the record.
+            request: the request.
+            origin: `time.perf_counter` at the origin of the record's times; None: now.
+            scheduled_time: value for the record.
         """
         data = self._encode(request)
         start = time.perf_counter()
@@ -177,17 +177,17 @@ class Client:
 
 
 def is_chat(endpoint: str) -> bool:
-    """Whether an endpoint takes messages rather than a prompt."""
+    """Return True if an endpoint expects messages rather than a prompt."""
     return endpoint.rstrip("/").endswith("/chat/completions")
 
 
 class _Stream(asyncio.Protocol):
-    """One connection with one request; also the parser's callbacks.
+    """Connection with one request; also the parser's callbacks.
 
     Attributes:
-        ended: done when the answer is over; holds None, or what went wrong.
+        ended: future of the end of the answer; contains None, or an error message.
         token_times: `time.perf_counter` at each arrival of tokens.
-        finish_time: the same for the finish reason, if it came without a token.
+        finish_time: `time.perf_counter` of the finish reason, if it arrived without a token.
         num_tokens: tokens counted by their arrivals, for servers that send no usage.
     """
 
@@ -211,14 +211,14 @@ class _Stream(asyncio.Protocol):
     # asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        cast(asyncio.WriteTransport, transport).write(self._request)  # uvloop's are no subclass
+        cast(asyncio.WriteTransport, transport).write(self._request)  # uvloop has no subclass
 
     def data_received(self, data: bytes) -> None:
         self._now = time.perf_counter()
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserCallbackError:
-            raise  # a fault of ours, not of the server
+            raise  # an error of this client, not of the server
         except httptools.HttpParserError:
             self._end(f"The answer is not HTTP: {data[:60]!r}.")
 
@@ -226,7 +226,7 @@ class _Stream(asyncio.Protocol):
         if self._status and not self._is_stream:
             self._refused()
         elif self._finished:
-            self._end(None)  # without [DONE], but whole
+            self._end(None)  # complete, but without [DONE]
         else:
             when = "in the middle of its answer" if self._status else "without an answer"
             self._end(f"The server closed the connection {when}.")
@@ -277,7 +277,7 @@ class _Stream(asyncio.Protocol):
             text = choice.delta.content or choice.delta.reasoning_content
             is_opening = choice.delta.role is not None
         finished = choice.finish_reason is not None
-        # A piece without text is a token whose text is not known yet, unless it only opens a chat
+        # A piece without text is a token with pending text, except if it only opens a chat
         # or ends an answer.
         if text or choice.token_ids or not (finished or is_opening):
             self.token_times.append(self._now)
@@ -308,5 +308,5 @@ class _Stream(asyncio.Protocol):
 
 
 def _message(error: Any) -> str:
-    """The text of an error object."""
+    """Return the text of an error object."""
     return str(error["message"] if isinstance(error, dict) and "message" in error else error)

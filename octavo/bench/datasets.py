@@ -1,6 +1,6 @@
-"""The requests of a benchmark: invented ones, texts, recorded workloads and timed traces.
+"""Requests of a benchmark: random ones, texts, recorded workloads and timed traces.
 
-Everything random comes from `--seed`: the same flags make the same requests.
+All randomness derives from `--seed`: the same flags make the same requests.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from octavo.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
-# ShareGPT conversations outside these limits are left out, as everybody's benchmark does.
+# Limits of ShareGPT conversations that are used, as in other benchmarks.
 _SHAREGPT_MIN_LEN = 4
 _SHAREGPT_MAX_PROMPT = 1024
 _SHAREGPT_MAX_TOTAL = 2048
 _MOONCAKE_BLOCK = 512
-# Of a prompt that a trace asks for; no model has such a context.
+# Maximum length of a trace's prompt; no model has such a context.
 _MOST_TOKENS = 2**24
 _MOST_DIGITS = 100
 _SONNET_TASK = "Pick as many lines as you can from these poem lines:\n"
@@ -36,14 +36,14 @@ _SONNET_TASK = "Pick as many lines as you can from these poem lines:\n"
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """One request of a data set.
+    """Request of a data set.
 
     Attributes:
         prompt_token_ids: the prompt as tokens; None only for texts loaded without a tokenizer.
-        prompt: the prompt as text; None where the data set has tokens only.
+        prompt: the prompt as text; None if the data set only has tokens.
         max_tokens: tokens to generate.
-        arrival: when to send it, in seconds since the start; None: the request rate decides.
-        prefix_len: how many of the first tokens are shared with other requests on purpose.
+        arrival: time to send it, in seconds since the start; None: the request rate decides.
+        prefix_len: number of first tokens that are intentionally shared with other requests.
     """
 
     prompt_token_ids: list[int] | None
@@ -54,7 +54,7 @@ class BenchRequest:
 
 
 def add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds vLLM's flags of data sets, and those of workload files and traces."""
+    """Add vLLM's flags of data sets, and those of workload files and traces."""
     group = parser.add_argument_group("data set")
     add = group.add_argument
     add(
@@ -78,8 +78,8 @@ def add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
         help="Send fewer requests rather than repeat those of a text data set.",
     )
     add("--disable-shuffle", action="store_true", help="Keep the order of a text data set.")
-    add("--input-len", type=int, metavar="N", help="Overrides the data set's own input length.")
-    add("--output-len", type=int, metavar="N", help="Overrides the data set's own output length.")
+    add("--input-len", type=int, metavar="N", help="Override the data set's input length.")
+    add("--output-len", type=int, metavar="N", help="Override the data set's output length.")
     for name, default, doc in _LENGTHS:
         shown = "" if default is None else f" [{default}]"
         add(f"--{name}", type=int, default=default, metavar="N", help=doc + shown)
@@ -112,15 +112,15 @@ _LENGTHS: tuple[tuple[str, int | None, str], ...] = (
 def load_dataset(
     args: argparse.Namespace, tokenizer: Tokenizer | None, vocab_size: int
 ) -> list[BenchRequest]:
-    """Makes the requests that the flags of `add_dataset_arguments` ask for.
+    """Make the requests selected by the flags of `add_dataset_arguments`.
 
-    `args.request_rate`, where there is one and it is finite, scales recorded arrivals: a workload
-    file's units are divided by it, a trace is replayed at that mean rate.
+    `args.request_rate`, if it exists and is finite, scales recorded arrivals: a workload file's
+    units are divided by it, a trace is replayed at that mean rate.
 
     Args:
         args: the flags.
-        tokenizer: of the model that is measured; text data sets need one.
-        vocab_size: invented tokens are below it.
+        tokenizer: tokenizer of the measured model; text data sets need one.
+        vocab_size: upper limit of random tokens.
 
     Raises:
         ConfigError: a flag is wrong or missing.
@@ -138,7 +138,7 @@ def load_dataset(
 
 
 class _Source:
-    """What every loader needs: flags that are checked, a random generator, tokens, lines."""
+    """Inputs of the loaders: checked flags, a random generator, tokens, lines."""
 
     def __init__(
         self, args: argparse.Namespace, tokenizer: Tokenizer | None, vocab_size: int
@@ -178,7 +178,7 @@ class _Source:
         return self._tokenizer
 
     def length(self, flag: str, least: int = 1) -> int:
-        """The value of a length flag; --input-len and --output-len come before it."""
+        """Return the value of a length flag; --input-len and --output-len override it."""
         name = flag
         for short in ("input-len", "output-len"):
             if flag.endswith(short) and getattr(self.args, short.replace("-", "_")) is not None:
@@ -189,7 +189,7 @@ class _Source:
         return value
 
     def tokens(self, count: int, rng: np.random.Generator | None = None) -> list[int]:
-        """Random tokens that are not special."""
+        """Return random tokens that are not special."""
         picks = (rng or self.rng).integers(len(self._ids), size=count)
         tokens: list[int] = self._ids[picks].tolist()
         return tokens
@@ -213,7 +213,7 @@ def _random(source: _Source) -> list[BenchRequest]:
 
 
 def _prefix_repetition(source: _Source) -> list[BenchRequest]:
-    """Equal numbers of prompts for each prefix, shuffled; the rest of the division is left out."""
+    """Make equal numbers of prompts for each prefix, shuffled."""
     num_prefixes = source.length("prefix-repetition-num-prefixes")
     prefix_len = source.length("prefix-repetition-prefix-len")
     suffix_len = source.length("prefix-repetition-suffix-len")
@@ -236,7 +236,7 @@ def _prefix_repetition(source: _Source) -> list[BenchRequest]:
 
 
 def _sharegpt(source: _Source) -> list[BenchRequest]:
-    """The first question of each conversation; as many tokens as its answer has."""
+    """Use the first question of each conversation; generate as many tokens as its answer has."""
     path, tokenizer = source.path, source.tokenizer
     fixed = source.args.output_len or source.args.sharegpt_output_len
     if fixed is not None and fixed < 1:
@@ -272,7 +272,7 @@ def _sharegpt(source: _Source) -> list[BenchRequest]:
 
 
 def _spec_bench(source: _Source) -> list[BenchRequest]:
-    """The first turn of each question of Spec-Bench (Xia et al. 2024)."""
+    """Use the first turn of each question of Spec-Bench (Xia et al. 2024)."""
     path, tokenizer, category = source.path, source.tokenizer, source.args.spec_bench_category
     max_tokens = source.length("spec-bench-output-len")
     prompts, categories = [], set()
@@ -294,7 +294,7 @@ def _spec_bench(source: _Source) -> list[BenchRequest]:
 
 
 def _sonnet(source: _Source) -> list[BenchRequest]:
-    """A task, the poem's first lines (the same in all prompts), then random lines of it."""
+    """Make prompts of a task, the poem's first lines (the same in all), and random lines of it."""
     path, tokenizer = source.path, source.tokenizer
     input_len = source.length("sonnet-input-len")
     prefix_len = source.length("sonnet-prefix-len", 0)
@@ -324,7 +324,7 @@ def _sonnet(source: _Source) -> list[BenchRequest]:
 
 
 def _workload(source: _Source) -> list[BenchRequest]:
-    """JSON lines of prompt_token_ids, max_tokens and perhaps arrival_unit (seconds x rate)."""
+    """Read JSON lines of prompt_token_ids, max_tokens and maybe arrival_unit (seconds x rate)."""
     requests, rate = [], source.request_rate
     for where, row in itertools.islice(_json_lines(source.path), source.args.num_prompts):
         ids = _field(row, "prompt_token_ids", list, where)
@@ -350,9 +350,9 @@ def _workload(source: _Source) -> list[BenchRequest]:
 
 
 def _azure(source: _Source) -> list[BenchRequest]:
-    """Azure's inference traces: CSV of TIMESTAMP, ContextTokens, GeneratedTokens.
+    """Read Azure's inference traces: CSV of TIMESTAMP, ContextTokens, GeneratedTokens.
 
-    They hold no text; the prompts are random tokens.
+    They contain no text; the prompts are random tokens.
     """
     path = source.path
     rows = csv.DictReader(_text(path).splitlines())
@@ -377,9 +377,9 @@ def _azure(source: _Source) -> list[BenchRequest]:
 
 
 def _mooncake(source: _Source) -> list[BenchRequest]:
-    """Mooncake's traces (Qin et al. 2024): timestamp in ms, lengths, ids of 512-token blocks.
+    """Read Mooncake's traces (Qin et al. 2024): timestamp in ms, lengths, ids of 512-token blocks.
 
-    Equal ids become equal tokens, so that prefixes are shared as they were.
+    Equal ids become equal tokens, so that prefixes are shared as in the original.
     """
     times, requests = [], []
     blocks: dict[int, list[int]] = {}
@@ -418,7 +418,7 @@ _LOADERS: dict[str, Callable[[_Source], list[BenchRequest]]] = {
 def _pick(
     source: _Source, items: list[T], make: Callable[[T], BenchRequest | None]
 ) -> list[BenchRequest]:
-    """As many requests as are asked for: shuffled, repeated if there are too few."""
+    """Make the configured number of requests: shuffled, and repeated if there are too few."""
     order = range(len(items)) if source.args.disable_shuffle else source.rng.permutation(len(items))
     made = filter(None, (make(items[i]) for i in order))
     requests = list(itertools.islice(made, source.num_prompts))
@@ -428,7 +428,7 @@ def _pick(
 
 
 def _timed(source: _Source, requests: list[BenchRequest], times: list[float]) -> list[BenchRequest]:
-    """Requests at their times after the first, or faster or slower for a finite request rate."""
+    """Schedule requests relative to the first, scaled to a finite request rate."""
     if not requests:
         return []
     first, span = min(times), max(times) - min(times)
@@ -461,11 +461,11 @@ def _csv_rows(rows: csv.DictReader[str], path: Path) -> Iterator[dict[str, str |
     try:
         yield from rows
     except csv.Error as error:
-        raise DatasetError(f"{path}, behind line {rows.line_num}: is not CSV: {error}") from None
+        raise DatasetError(f"{path}, after line {rows.line_num}: is not CSV: {error}") from None
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a file with one in each line, and where each is; empty lines are skipped."""
+    """Yield the objects of a file of JSON lines, with their locations; skip empty lines."""
     for number, line in enumerate(_read(path).splitlines(), 1):
         if not line.strip():
             continue
@@ -504,7 +504,7 @@ def _whole(row: dict[str, Any], name: str, where: str, least: int = 1) -> int:
 
 
 def _parse_whole(row: dict[str, str | None], name: str, where: str) -> int:
-    """Like `_whole`, of a CSV file's text."""
+    """Parse text of a CSV file like `_whole`."""
     text = row[name]
     is_number = text is not None and text.strip().isdecimal() and len(text) < _MOST_DIGITS
     value = int(text) if text is not None and is_number else text

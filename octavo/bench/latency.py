@@ -1,6 +1,6 @@
 """`octavo bench latency`: the time of one batch of equal requests, offline.
 
-With --breakdown: where the time of prefill and decode steps goes, against the roofline.
+With --breakdown: the time of the parts of prefill and decode steps, against the roofline.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from octavo.models.spec import ModelSpec
 
 _PERCENTILES = (10, 25, 50, 75, 90, 99)
-# A breakdown is of means over steps: a few batches have enough of them.
+# A breakdown consists of means over steps: a few batches have enough steps.
 _BREAKDOWN_ITERS = 3
 _PHASES = ("prefill", "decode")
 _MOST_POINTS = 3
-"""Kernels of a phase in a picture."""
+"""Maximum number of a phase's kernels in a plot."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds vLLM's flags, --breakdown, and those of the engine."""
+    """Add vLLM's flags, --breakdown, and those of the engine."""
     add = parser.add_argument_group("benchmark").add_argument
     add("--input-len", type=int, default=32, metavar="N", help="Tokens of a prompt [32].")
     add("--output-len", type=int, default=128, metavar="N", help="Tokens to generate [128].")
@@ -55,23 +55,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--breakdown", action="store_true", help="Show where a step's time goes.")
     add("--plot", metavar="FILE", help="Draw the breakdown's kernels under the roofline.")
     add_engine_settings(parser)
-    # The same prompts again would be found in the cache.
+    # Otherwise the cache would contain the repeated prompts.
     parser.set_defaults(enable_prefix_caching=False)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Runs the benchmark, prints its figures, and saves them if asked to.
+    """Run the benchmark, print its figures, and save them on request.
 
     Ctrl-C ends it early: the batches that have ended are counted, `interrupted` is true.
 
     Returns:
-        What `metadata` returns; avg_latency, latencies and percentiles of a batch in seconds
+        The result of `metadata`; avg_latency, latencies and percentiles of a batch in seconds
         (vLLM's names); mean_, median_, std_ and p99_ of ttft_ms and tpot_ms; output_throughput;
         interrupted; with --breakdown, `breakdown`: machine, prefill and decode, see
         `octavo.bench.breakdown.summarize_steps`; with --profile, `profile`: the trace's file.
 
     Raises:
-        ConfigError, ModelError: a flag, an engine setting or the model cannot be used.
+        ConfigError, ModelError: a flag, an engine setting or the model is unusable.
         BenchError: a batch failed, or the result cannot be saved.
     """
     result = benchmark(args)
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def benchmark(args: argparse.Namespace) -> dict[str, Any]:
-    """Runs the benchmark without printing or saving; see `run`."""
+    """Run the benchmark without printing or saving; see `run`."""
     from octavo.bench.offline import check_least, check_settings
     from octavo.llm import LLM
 
@@ -138,7 +138,7 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
 
 @contextmanager
 def _interruptible(result: dict[str, Any]) -> Iterator[None]:
-    """Ctrl-C ends the body only, and is noted: what was measured before is kept."""
+    """End only the body on Ctrl-C, and record that: earlier measurements are kept."""
     try:
         yield
     except KeyboardInterrupt:
@@ -148,11 +148,11 @@ def _interruptible(result: dict[str, Any]) -> Iterator[None]:
 def _measure(
     args: argparse.Namespace, llm: LLM, prompts: list[list[int]], params: SamplingParams
 ) -> dict[str, Any]:
-    """Times batches.
+    """Time batches.
 
     Raises:
-        BenchError: one failed.
-        KeyboardInterrupt: on Ctrl-C before the first batch has ended.
+        BenchError: a batch failed.
+        KeyboardInterrupt: Ctrl-C before the first batch has ended.
     """
     from octavo.bench.offline import finite, record_of
 
@@ -175,7 +175,7 @@ def _measure(
             raise
         interrupted = True
     tokens = sum(record.num_output_tokens for record in records)
-    # The answers to one prompt are one record: it has no time per token if there are several.
+    # The answers to one prompt are one record: with several it has no time per token.
     names = ("ttft", "tpot") if args.n == 1 else ("ttft",)
     return {
         **results.metadata(vars(args)),
@@ -196,7 +196,7 @@ def _breakdown(
     prompts: list[list[int]],
     params: SamplingParams,
 ) -> dict[str, Any]:
-    """Profiles some more batches in an engine of its own."""
+    """Profile additional batches in a separate engine."""
     from octavo import _native
     from octavo.bench.breakdown import ProfiledLLM, summarize_steps
     from octavo.bench.machine import measure_machine
@@ -213,7 +213,7 @@ def _breakdown(
                 llm.generate(prompts, params, use_tqdm=False)
         finally:
             _native.set_profiling(False)
-        # Others may have kept it busy the first time.
+        # Other processes may have used the machine the first time.
         machine = machine.best(measure_machine(dtype, llm.config.model.quantization))
     breakdown: dict[str, Any] = {"machine": asdict(machine)}
     for name in _PHASES:
@@ -230,7 +230,7 @@ def _plots() -> Any:
 
 
 def _points(breakdown: dict[str, Any]) -> list[dict[str, Any]]:
-    """The kernels that compute and take most of a step's time, for a picture of the roofline."""
+    """Return the computing kernels with most of a step's time, for a plot of the roofline."""
     return [
         {
             "name": f"{phase}: {kernel['name']}",
@@ -277,7 +277,7 @@ def _print(result: dict[str, Any]) -> None:
         if name in breakdown:
             print_steps(name, breakdown[name], console)
     line(
-        "Above 100 %: the data were in a cache, or others kept the machine busy when it was "
-        "measured. Steps ran one after the other here; with async scheduling (the default), "
-        "scheduling and output of one hide behind the kernels of another."
+        "Above 100 %: the data were in a cache, or other processes used the machine during the "
+        "measurement. Steps ran one after the other here; with async scheduling (the default), "
+        "scheduling and output of one overlap with the kernels of another."
     )

@@ -1,7 +1,7 @@
-"""What the machine can do: the roofline's roof.
+"""Limits of the machine: the roofline's roof.
 
-Each limit is the best that any of several ways reached, and not all of them are Octavo's own: a
-kernel that reads or multiplies badly must look bad, not lower the roof it is judged by.
+Each limit is the best result of several methods, and not all of them are Octavo's: a kernel that
+reads or multiplies slowly must look slow, not lower its own roof.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from octavo.kernels.native import NativeOps
 from octavo.quantization.base import get_quantization
 
 _READS = {"plain read": -1, "read nta": 0, "read t2": 1, "read t1": 2, "read t0": 3}
-"""Ways of `_native.read_memory`: without fetching ahead, and with x86's names of its kinds."""
+"""Localities for `_native.read_memory`: without prefetching, and with x86's kinds by name."""
 _LEAST_ROUNDS = 3
 _HOPELESS = 4.0
-"""A product that takes so many times as long as another one is not tried at full size."""
+"""Relative time above which a product is not measured at full size."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The limits of a kernel (Williams, Waterman and Patterson 2009, "Roofline").
+    """Limits of a kernel (Williams, Waterman and Patterson 2009, "Roofline").
 
     Attributes:
-        bandwidth: bytes a second that can be read from memory.
-        peak: floating-point operations a second of a matrix product.
-        dtype: of that product: a dtype's name, or "int8" or "int4".
-        bandwidth_by: how memory was read that fast.
-        peak_by: whose product it was: "Octavo" or "torch".
+        bandwidth: bytes per second that can be read from memory.
+        peak: floating-point operations per second of a matrix product.
+        dtype: type of that product: a dtype's name, or "int8" or "int4".
+        bandwidth_by: fastest method of reading.
+        peak_by: fastest implementation of the product: "Octavo" or "torch".
     """
 
     bandwidth: float
@@ -47,22 +47,22 @@ class Machine:
     peak_by: str
 
     def floor(self, nbytes: float, flops: float) -> float:
-        """The least time in seconds that this much work can take."""
+        """Return the minimum time of this amount of work in seconds."""
         return max(nbytes / self.bandwidth, flops / self.peak)
 
     def best(self, other: Machine) -> Machine:
-        """Of two measurements of a machine the better one of each limit."""
+        """Return the better of two measurements for each limit."""
         memory = max(self, other, key=attrgetter("bandwidth"))
         product = max(self, other, key=attrgetter("peak"))
         return replace(product, bandwidth=memory.bandwidth, bandwidth_by=memory.bandwidth_by)
 
 
 def measure_machine(dtype: str, quantization: str | None = None) -> Machine:
-    """Measures the machine with as many threads as kernels use now, for a few seconds.
+    """Measure the machine for a few seconds, with the current number of kernel threads.
 
     Args:
-        dtype: of the model: "float32", "float16" or "bfloat16".
-        quantization: form of the linear weights, as in `ModelConfig`.
+        dtype: dtype of the model: "float32", "float16" or "bfloat16".
+        quantization: format of the linear weights, as in `ModelConfig`.
     """
     bandwidth, bandwidth_by = measure_bandwidth()
     peak, peak_by = measure_peak(dtype, quantization)
@@ -70,13 +70,13 @@ def measure_machine(dtype: str, quantization: str | None = None) -> Machine:
 
 
 def measure_bandwidth(nbytes: int = 320 * 2**20, seconds: float = 2.0) -> tuple[float, str]:
-    """Bytes a second that can be read from memory, and how: the best of some plain reads.
+    """Return the bytes per second of reading memory, and the best of several methods.
 
     Args:
-        nbytes: how much is read at once, a multiple of 64; it should be far more than the caches.
-        seconds: how long to measure, about.
+        nbytes: bytes read at once, a multiple of 64; they should far exceed the caches.
+        seconds: approximate duration.
     """
-    memory = map_memory(nbytes).fill_(1)  # pages that nothing was written to are all one
+    memory = map_memory(nbytes).fill_(1)  # otherwise all pages would be one zero page
     ways: dict[str, Callable[[], object]] = {
         name: partial(_native.read_memory, memory.data_ptr(), nbytes, locality)
         for name, locality in _READS.items()
@@ -88,15 +88,15 @@ def measure_bandwidth(nbytes: int = 320 * 2**20, seconds: float = 2.0) -> tuple[
 def measure_peak(
     dtype: str, quantization: str | None = None, *, size: int = 2048, seconds: float = 2.0
 ) -> tuple[float, str]:
-    """Operations a second of a matrix product, and whose: the better of Octavo's and torch's.
+    """Return the operations per second of a matrix product, the better of Octavo's and torch's.
 
-    Torch's is oneDNN's or MKL's. For quantized weights it is that of 8-bit integers.
+    Torch's is oneDNN's or MKL's. For quantized weights the product is that of 8-bit integers.
 
     Args:
         dtype: see `measure_machine`.
-        quantization: see there.
-        size: the product has this many rows, inputs and outputs.
-        seconds: how long to measure, about.
+        quantization: see `measure_machine`.
+        size: number of rows, inputs and outputs of the product.
+        seconds: approximate duration.
     """
     ops = NativeOps()
     generator = torch.Generator().manual_seed(0)
@@ -114,7 +114,7 @@ def measure_peak(
             if form is not None:
                 codes = (x.float() * 32).clamp(-127, 127).to(torch.int8)
                 products["torch"] = lambda rows: torch._int_mm(codes[: len(rows)], codes.t())
-            # Torch has plain loops for what its libraries lack here: they could take a minute.
+            # Torch uses plain loops for products that its libraries lack: they could take a minute.
             some = x[: max(1, size // 8)]
             tried = {name: _seconds(partial(f, some)) for name, f in products.items()}
             ways: dict[str, Callable[[], object]] = {
@@ -129,10 +129,10 @@ def measure_peak(
 
 
 def _quickest(ways: dict[str, Callable[[], object]], seconds: float) -> tuple[str, float]:
-    """Of ways that take turns for some seconds: the quickest, and its seconds.
+    """Run several functions in turns for some seconds; return the fastest, and its seconds.
 
-    Of a way's times, the lower quartile counts. The least would be misleading: on a machine with
-    other users, memory is at times twice as fast as it is mostly.
+    The measure is the lower quartile of a function's times. The minimum would be misleading: on a
+    machine with other users, memory is sometimes twice as fast as usual.
     """
     taken: dict[str, list[float]] = {name: [] for name in ways}
     rounds, end = 0, time.perf_counter() + seconds
@@ -145,7 +145,7 @@ def _quickest(ways: dict[str, Callable[[], object]], seconds: float) -> tuple[st
 
 
 def _seconds(run: Callable[[], object]) -> float:
-    """Seconds of the second of two runs: meanwhile threads of what ran before go to sleep."""
+    """Time the second of two runs: meanwhile other threads go to sleep."""
     run()
     begin = time.perf_counter()
     run()

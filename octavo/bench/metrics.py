@@ -1,17 +1,17 @@
-"""What a benchmark measures about requests, under vLLM's names.
+"""Metrics of requests, under vLLM's names.
 
 Conventions:
 
 - TTFT: from sending a request to its first token.
 - TPOT: the mean time of a request's tokens after the first, (last - first) / (tokens - 1). A
-  request with fewer than two tokens has none and counts in no TPOT figure.
-- ITL: the time between two arrivals. The tokens of one event of a stream are one arrival: an ITL
-  is the pause that a reader sees, so it is neither divided among the event's tokens nor followed
-  by zeros. Where events hold several tokens, ITL is larger than TPOT.
+  request with fewer than two tokens has none and is not part of TPOT figures.
+- ITL: the time between two arrivals. The tokens of one event of a stream are one arrival: an ITL is
+  the pause that a reader sees, so it is neither divided among the event's tokens nor followed by
+  zeros. If events contain several tokens, ITL is larger than TPOT.
 - E2EL: from sending a request to its last token.
-- Latency runs from when a request was really sent; how late that was is the client's lag, which
-  `octavo.bench.serve` reports on its own.
-- Failed requests count in no latency and no throughput, only in `failed`.
+- Latency starts when a request is actually sent; its delay is the client's lag, which
+  `octavo.bench.serve` reports separately.
+- Failed requests are not part of latencies and throughputs, only of `failed`.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ LATENCIES = {
     "itl": ("ITL", "Inter-token Latency"),
     "e2el": ("E2EL", "End-to-end Latency"),
 }
-"""The latencies by their short names: abbreviation, title."""
+"""Latencies by their short names: abbreviation, title."""
 
 _WIDTH = 50
 
 
 @dataclass
 class RequestRecord:
-    """What happened to one request. All times are in seconds since the run began.
+    """Times and sizes of one request. All times are in seconds since the run began.
 
     Attributes:
         num_prompt_tokens: tokens of the prompt.
         num_output_tokens: tokens of the answer.
-        scheduled_time: when the request should have been sent.
-        start_time: when it was sent.
-        token_times: when its tokens arrived; the tokens of one event are one arrival.
-        error: why it failed; None if it did not.
+        scheduled_time: time at which the request should have been sent.
+        start_time: time at which it was sent.
+        token_times: arrivals of its tokens; the tokens of one event are one arrival.
+        error: cause of a failure, or None.
         text: the answer, if it was kept.
-        num_cached_tokens: prompt tokens that the server took from its prefix cache.
+        num_cached_tokens: prompt tokens from the server's prefix cache.
     """
 
     num_prompt_tokens: int
@@ -62,12 +62,12 @@ class RequestRecord:
 
     @property
     def end_time(self) -> float:
-        """When the last token came; the start if none did."""
+        """Arrival of the last token; the start without tokens."""
         return self.token_times[-1] if self.token_times else self.start_time
 
     @property
     def ttft(self) -> float:
-        """Time to the first token in seconds; NaN if there is none."""
+        """Time to the first token in seconds; NaN without tokens."""
         return self.token_times[0] - self.start_time if self.token_times else math.nan
 
     @property
@@ -84,21 +84,21 @@ class RequestRecord:
 
     @property
     def e2el(self) -> float:
-        """Time to the last token in seconds; NaN if there is none."""
+        """Time to the last token in seconds; NaN without tokens."""
         return self.token_times[-1] - self.start_time if self.token_times else math.nan
 
 
 def parse_goodput(value: str | Sequence[str]) -> dict[str, float]:
-    """Reads service levels.
+    """Parse service levels.
 
     Args:
         value: "ttft:200,tpot:50,e2el:5000", or vLLM's list of words "ttft:200" "tpot:50".
 
     Returns:
-        The longest time allowed in milliseconds by latency: ttft, tpot or e2el.
+        Time limits in milliseconds by latency: ttft, tpot or e2el.
 
     Raises:
-        ConfigError: a word is not of the form name:milliseconds.
+        ConfigError: a word does not have the form name:milliseconds.
     """
     text = value if isinstance(value, str) else " ".join(value)
     levels: dict[str, float] = {}
@@ -120,7 +120,7 @@ def parse_goodput(value: str | Sequence[str]) -> dict[str, float]:
 
 
 def is_good(record: RequestRecord, goodput: Mapping[str, float]) -> bool:
-    """Whether a request succeeded within its service levels (ms); no TPOT is a good TPOT."""
+    """Return True if a request succeeded within its service levels (ms); a missing TPOT is good."""
     if record.error is not None:
         return False
     times = {"ttft": record.ttft, "tpot": record.tpot, "e2el": record.e2el}
@@ -134,20 +134,20 @@ def summarize(
     percentiles: Sequence[float] = (99,),
     goodput: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
-    """The figures of a run.
+    """Compute the figures of a run.
 
     Args:
-        records: all requests, failed ones included.
-        duration: of the whole run, in seconds.
-        percentiles: of each latency, 0 to 100, interpolated linearly.
+        records: all requests, including failed ones.
+        duration: duration of the whole run, in seconds.
+        percentiles: percentiles of each latency, 0 to 100, interpolated linearly.
         goodput: service levels in ms, see `parse_goodput`.
 
     Returns:
         duration, completed, failed, total_input_tokens, total_output_tokens, request_throughput,
         output_throughput and total_token_throughput (per second), max_output_tokens_per_s (best of
         the whole seconds), max_concurrent_requests, cached_tokens; mean_, median_, std_ and p<N>_
-        of ttft_ms, tpot_ms, itl_ms and e2el_ms, NaN where nothing was measured; request_goodput
-        (good requests a second), only with `goodput`.
+        of ttft_ms, tpot_ms, itl_ms and e2el_ms, NaN without measurements; request_goodput (good
+        requests per second), only with `goodput`.
     """
     good = [r for r in records if r.error is None]
     num_input = sum(r.num_prompt_tokens for r in good)
@@ -194,14 +194,14 @@ def print_summary(
     title: str = "Serving Benchmark Result",
     console: Console | None = None,
 ) -> None:
-    """Prints figures in vLLM's layout.
+    """Print figures in vLLM's layout.
 
     Args:
-        summary: what `summarize` returned, and perhaps more. Lines whose figure is not there are
-            left out.
-        latencies: which of `LATENCIES` to show.
-        title: of the table.
-        console: where to; default: the terminal.
+        summary: result of `summarize`, optionally with more figures. Lines without a figure are
+            omitted.
+        latencies: latencies of `LATENCIES` to show.
+        title: title of the table.
+        console: destination; default: the terminal.
     """
     console = console or Console(highlight=False, soft_wrap=True)
 
@@ -244,7 +244,7 @@ def print_summary(
 
 
 def _most_tokens_in_a_second(records: Sequence[RequestRecord]) -> float:
-    """Tokens in the best whole second; arrivals of one record hold equal shares of its tokens."""
+    """Return the tokens of the best whole second; arrivals of a record share its tokens."""
     times = [t for r in records for t in r.token_times]
     if not times:
         return 0.0
@@ -254,7 +254,7 @@ def _most_tokens_in_a_second(records: Sequence[RequestRecord]) -> float:
 
 
 def _most_at_once(records: Sequence[RequestRecord]) -> int:
-    """Most requests that were under way at one moment; one that ends as another begins is not."""
+    """Return the maximum number of concurrent requests; ends precede starts."""
     changes = [(r.start_time, 1) for r in records] + [(r.end_time, -1) for r in records]
     most = now = 0
     for _, change in sorted(changes):

@@ -1,4 +1,4 @@
-"""What the benchmarks that hold the engine in their own process share."""
+"""Common code of the benchmarks that run the engine in their own process."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from octavo.plan.memory_plan import resolve_max_model_len
 
 
 class ObservedLLM(LLM):
-    """An `LLM` that tells of every answer as soon as it is complete.
+    """Variant of `LLM` that reports every answer as soon as it is complete.
 
-    What it told is not lost when a run is interrupted. `generate` gives all answers or none.
+    So an interrupted run loses no complete answers, while `generate` returns all answers or none.
 
     Args:
         on_output: called with each answer.
         **kwargs: as for `LLM`.
 
     Attributes:
-        kv_cache_usage_max: the largest share of KV blocks in use after a step, 0 to 1.
+        kv_cache_usage_max: maximum share of KV blocks in use after a step, 0 to 1.
     """
 
     def __init__(self, on_output: Callable[[RequestOutput], None], **kwargs: Any) -> None:
@@ -49,13 +49,13 @@ class ObservedLLM(LLM):
 
 
 def check_settings(args: argparse.Namespace) -> tuple[dict[str, Any], ModelSpec, int]:
-    """Checks the engine's settings before its weights are loaded.
+    """Check the engine's settings before its weights are loaded.
 
     Returns:
         The arguments for `LLM`, the model's spec, and the longest context in tokens.
 
     Raises:
-        ConfigError, ModelError: a setting or the model cannot be used.
+        ConfigError, ModelError: a setting or the model is unusable.
     """
     kwargs = engine_kwargs(args)
     config = EngineConfig.from_kwargs(**engine_settings(kwargs))
@@ -68,7 +68,7 @@ def check_settings(args: argparse.Namespace) -> tuple[dict[str, Any], ModelSpec,
 
 
 def check_least(args: argparse.Namespace, least: Mapping[str, int]) -> None:
-    """Raises ConfigError for a flag below the least value that it may have."""
+    """Raise ConfigError for a flag below its minimum value."""
     for name, value in least.items():
         if getattr(args, name) < value:
             flag = "--" + name.replace("_", "-")
@@ -76,10 +76,10 @@ def check_least(args: argparse.Namespace, least: Mapping[str, int]) -> None:
 
 
 def record_of(output: RequestOutput, origin: float) -> RequestRecord:
-    """An answer as a benchmark's record.
+    """Convert an answer to a benchmark's record.
 
-    Of its tokens' times, only the first and the last are known. With n > 1 answers the record is of
-    the request as a whole: all tokens, from the first of any answer to the last.
+    Only the times of the first and the last token are known. With n > 1 answers the record
+    describes the request as a whole: all tokens, from the first of any answer to the last.
 
     Args:
         output: the answer; complete.
@@ -101,7 +101,7 @@ def record_of(output: RequestOutput, origin: float) -> RequestRecord:
 
 
 def finite(figures: Mapping[str, float], *names: str) -> dict[str, float]:
-    """The figures whose name has one of these in it and that are numbers."""
+    """Return the figures with a name that contains one of `names`, without NaN."""
     return {
         key: value
         for key, value in figures.items()

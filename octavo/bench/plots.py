@@ -1,7 +1,7 @@
-"""Pictures of results, as PNG or SVG. matplotlib is imported when one is asked for.
+"""Plots of results, as PNG or SVG. matplotlib is imported on demand.
 
-Colours are those of Okabe and Ito ("Color Universal Design", 2008), which readers of every colour
-vision can tell apart; series differ in their markers, too.
+The colours are those of Okabe and Ito ("Color Universal Design", 2008), which readers of every
+colour vision can distinguish; series also differ in their markers.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _BLUE, _ORANGE, _GREEN, _RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 _COLOURS = (_BLUE, _ORANGE, _GREEN, "#CC79A7", _RED, "#56B4E9", "#000000")
 _MARKERS = "osD^vPX"
 _GREY = "#999999"
-# Where a text may stand beside its point, the best place first: right, up.
+# Positions of a text next to its point, the best first: (right, up).
 _DIRECTIONS = ((0, 1), (0, -1), (1, 0), (-1, 0), (1, 1), (-1, 1), (1, -1), (-1, -1))
 _ALIGN = {0: "center", 1: "left", -1: "right"}
 _VALIGN = {0: "center", 1: "bottom", -1: "top"}
 _FORMATS = (".png", ".svg")
 _MOST_LABEL = 60
-"""Letters of an entry of which two fit side by side."""
+"""Maximum letters of a legend entry with room for two next to each other."""
 
 
 def check(path: str | Path) -> None:
-    """Tells before a long run whether its picture could be drawn.
+    """Check before a long run that its plot can be drawn.
 
     Raises:
         BenchError: matplotlib is missing, or the file is neither PNG nor SVG.
@@ -50,7 +50,7 @@ def check(path: str | Path) -> None:
     if Path(path).suffix.lower() not in _FORMATS:
         raise BenchError(f"--plot {path}: must end in {' or '.join(_FORMATS)}.")
     try:
-        import matplotlib.figure  # noqa: F401  # is it there?
+        import matplotlib.figure  # noqa: F401  # check that it is installed
     except ImportError:
         raise BenchError(
             "Plots need matplotlib, which is not installed; install it with "
@@ -59,10 +59,10 @@ def check(path: str | Path) -> None:
 
 
 def requests(result: Mapping[str, Any], path: str | Path) -> None:
-    """Draw the timeline of a benchmark's requests, and how its latencies are distributed.
+    """Draw the timeline of a benchmark's requests, and the distributions of its latencies.
 
     Args:
-        result: of `octavo.bench.serve` or `throughput`, with each request's figures.
+        result: result of `octavo.bench.serve` or `throughput`, with each request's figures.
         path: file to write, PNG or SVG.
 
     Raises:
@@ -91,11 +91,11 @@ def requests(result: Mapping[str, Any], path: str | Path) -> None:
 
 
 def throughput_latency(runs: Sequence[Mapping[str, Any]], path: str | Path) -> None:
-    """Draws TTFT and TPOT (median, and the highest percentile there is) over throughput.
+    """Draw TTFT and TPOT (median, and the highest available percentile) over throughput.
 
     Args:
-        runs: of a sweep's summary; those with the same `label` make up a line, those without
-            `output_throughput` (failed ones) are left out.
+        runs: runs of a sweep's summary; those with the same `label` form a line, those without
+            `output_throughput` (failed ones) are omitted.
         path: file to write, PNG or SVG.
 
     Raises:
@@ -154,10 +154,10 @@ def throughput_latency(runs: Sequence[Mapping[str, Any]], path: str | Path) -> N
 
 
 def trials(result: Mapping[str, Any], path: str | Path) -> None:
-    """Draw a search's trials: what is maximised over each latency that has a limit.
+    """Draw a search's trials: the objective over each latency with a limit.
 
     Args:
-        result: of `octavo.bench.tune`.
+        result: result of `octavo.bench.tune`.
         path: file to write, PNG or SVG.
 
     Raises:
@@ -197,11 +197,11 @@ def trials(result: Mapping[str, Any], path: str | Path) -> None:
 def starts(
     measured: Sequence[Mapping[str, Any]], labels: Mapping[str, str], path: str | Path
 ) -> None:
-    """Draw when each start came to each of its moments, and the medians.
+    """Draw the times of each start's moments, and the medians.
 
     Args:
-        measured: of `octavo.bench.startup`.
-        labels: the moments in order, and what they are called.
+        measured: starts of `octavo.bench.startup`.
+        labels: the moments in order, with their labels.
         path: file to write, PNG or SVG.
 
     Raises:
@@ -232,16 +232,16 @@ def starts(
 def roofline(
     points: Sequence[Mapping[str, Any]], bandwidth: float, peak: float, path: str | Path
 ) -> None:
-    """Draws measured operations under the roof that memory and arithmetic set.
+    """Draw measured operations under the roof of memory and arithmetic.
 
     The model is that of Williams, Waterman and Patterson ("Roofline", 2009): an operation of
-    intensity I (operations a byte) reaches at most min(peak, I * bandwidth).
+    intensity I (operations per byte) reaches at most min(peak, I * bandwidth).
 
     Args:
-        points: dicts of name, flops (floating-point operations), bytes (moved) and seconds. What
-            does no arithmetic has no place here.
-        bandwidth: of the memory, in bytes a second, as measured; what a point reached counts, too.
-        peak: of the arithmetic, in floating-point operations a second, likewise.
+        points: dicts of name, flops (floating-point operations), bytes (moved) and seconds.
+            Operations without arithmetic are not allowed.
+        bandwidth: measured memory bandwidth in bytes per second; raised to that of the points.
+        peak: measured floating-point operations per second; raised to that of the points.
         path: file to write, PNG or SVG.
 
     Raises:
@@ -257,7 +257,7 @@ def roofline(
             _check_positive(f"{key} of {point.get('name')!r}", point.get(key))
     figure = _new_figure(10, 6)
     ax = figure.subplots()
-    # What a point has reached, the machine can do: no measurement of it says less.
+    # The machine can do at least what a point has reached.
     peak = max(peak, *(p["flops"] / p["seconds"] for p in points))
     bandwidth = max(bandwidth, *(p["bytes"] / p["seconds"] for p in points))
     ridge = peak / bandwidth
@@ -271,7 +271,7 @@ def roofline(
         f"memory {bandwidth / 1e9:.4g} GB/s; ridge at {ridge:.3g} FLOP/byte",
         (ridge, 0),
         xycoords=("data", "axes fraction"),
-        # Towards the side with more room, so that it is not cut off.
+        # On the side with more room, so that it is not cut off.
         xytext=(4, 6) if ridge**2 < left * right else (-4, 6),
         ha="left" if ridge**2 < left * right else "right",
         textcoords="offset points",
@@ -311,11 +311,11 @@ def roofline(
 
 
 def simulation(timeline: Timeline, records: Sequence[RequestRecord], path: str | Path) -> None:
-    """Draws a simulated engine over time: requests, KV cache, and the TTFT of who came when.
+    """Draw a simulated engine over time: requests, KV cache, and TTFT by arrival.
 
     Args:
-        timeline: of the engine.
-        records: of the requests.
+        timeline: load of the engine.
+        records: records of the requests.
         path: file to write, PNG or SVG.
 
     Raises:
@@ -350,12 +350,12 @@ def simulation(timeline: Timeline, records: Sequence[RequestRecord], path: str |
 
 
 def _time_unit(seconds: float) -> tuple[float, str]:
-    """What to count a span in: seconds of it, and its name."""
+    """Return the unit of a time span: its seconds and its name."""
     return (1.0, "s") if seconds < 600 else (60.0, "min") if seconds < 36000 else (3600.0, "h")
 
 
 def _timeline(ax: Axes, result: Mapping[str, Any]) -> None:
-    """A bar a request: waiting in the client, until the first token, until the last one."""
+    """Draw a bar for each request: waiting in the client, until the first token, until the last."""
     from matplotlib.ticker import MaxNLocator
 
     start = np.asarray(result["start_times"], np.float64)
@@ -365,7 +365,7 @@ def _timeline(ax: Axes, result: Mapping[str, Any]) -> None:
     order = np.argsort(scheduled, kind="stable")
     rows = np.empty(len(order))
     rows[order] = np.arange(len(order))
-    # As high as a row, with a hair of space between as long as there is room for one.
+    # As high as a row, with a small gap if there is room for one.
     height = ax.figure.bbox.height / ax.figure.dpi * 72 * 0.5
     pitch = height / max(len(order), 1)
     width = min(12.0, pitch * (0.8 if pitch > 3 else 1.2))
@@ -394,7 +394,7 @@ def _timeline(ax: Axes, result: Mapping[str, Any]) -> None:
 
 
 def _distribution(ax: Axes, name: str, milliseconds: np.ndarray) -> None:
-    """The cumulative distribution of a latency, its median and p99 marked."""
+    """Draw the cumulative distribution of a latency, and mark its median and p99."""
     from matplotlib.ticker import MaxNLocator
 
     short = LATENCIES[name][0]
@@ -419,8 +419,8 @@ def _distribution(ax: Axes, name: str, milliseconds: np.ndarray) -> None:
     left = ax.get_xlim()[0]
     for name, p, style in (("median", 50, "--"), ("p99", 99, ":")):
         value = float(np.percentile(values, p))
-        # Over the frame: the line lies on it if all requests took the same time, or a logarithmic
-        # axis cannot show the 0.
+        # Draw it over the frame: it is on the frame if all requests took the same time, or
+        # if a logarithmic axis cannot show the 0.
         label = f"{name} {_plain(value)} ms"
         ax.axvline(max(value, left), color=_RED, linestyle=style, label=label, zorder=3)
     ax.legend(
@@ -435,7 +435,7 @@ def _distribution(ax: Axes, name: str, milliseconds: np.ndarray) -> None:
 
 
 def _plain_numbers(axis: Axis, *, narrow: bool = False) -> None:
-    """Writes 0.5, 20 and 1,000 beside a logarithmic axis, as many as there is room for."""
+    """Label a logarithmic axis with numbers such as 0.5, 20 and 1,000, as far as they fit."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     most = 50 if narrow else 1000
@@ -451,12 +451,12 @@ def _plain_numbers(axis: Axis, *, narrow: bool = False) -> None:
 
 
 def _plain(value: float) -> str:
-    """Four digits, and all of those before the point: 0.3102, 39.76, 13,690."""
+    """Format four digits, or all before the point: 0.3102, 39.76, 13,690."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def _legend(ax: Axes) -> Legend | None:
-    """Put the legend above the axes, where no data are, unless it would name one thing only."""
+    """Put the legend above the axes, outside of the data, if it has more than one entry."""
     count = len(ax.get_legend_handles_labels()[0])
     if count < 2:
         return None
@@ -468,12 +468,12 @@ def _legend(ax: Axes) -> Legend | None:
 
 
 def _label_points(figure: Figure, points: Sequence[tuple[Axes, str, str, float, float]]) -> None:
-    """Write a text beside each point where it covers neither data nor another text.
+    """Write a text next to each point where it covers neither data nor another text.
 
-    A point that has no such place near by goes without.
+    A point without such a place near by has no text.
 
     Args:
-        figure: is complete but for this.
+        figure: complete except for the texts.
         points: axes, colour, text, x and y.
     """
     figure.draw_without_rendering()
@@ -511,7 +511,7 @@ def _holds(outer: Bbox, inner: Bbox) -> bool:
 
 
 def _decode_seconds(result: Mapping[str, Any]) -> np.ndarray:
-    """Of each request: from its first token to the last."""
+    """Return the time of each request from its first token to the last."""
     if "e2els" in result:
         difference: np.ndarray = _numbers(result["e2els"]) - _numbers(result["ttfts"])
         return difference
@@ -519,9 +519,9 @@ def _decode_seconds(result: Mapping[str, Any]) -> np.ndarray:
 
 
 def _latencies(result: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Milliseconds by latency, of the requests that succeeded."""
+    """Return milliseconds by latency, of the requests that succeeded."""
     ttfts, decode = _numbers(result["ttfts"]), _decode_seconds(result)
-    itls = result.get("itls", [[]] * len(ttfts))  # unknown where nothing was streamed
+    itls = result.get("itls", [[]] * len(ttfts))  # unknown without streaming
     lengths = np.asarray(result["output_lens"])
     good = np.asarray([e is None for e in result.get("errors", [None] * len(ttfts))], bool)
     long = good & (lengths > 1)
@@ -537,7 +537,7 @@ def _latencies(result: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _look(index: int) -> tuple[str, str]:
-    """Colour and marker of a series; 49 pairs before one comes again."""
+    """Return colour and marker of a series; the 49 pairs repeat."""
     count = len(_COLOURS)
     return _COLOURS[index % count], _MARKERS[(index + index // count) % count]
 
@@ -552,12 +552,12 @@ def _highest_percentile(run: Mapping[str, Any], name: str) -> str | None:
 
 
 def _number(value: Any) -> float:
-    """JSON's null is NaN."""
+    """Convert a number; JSON's null is NaN."""
     return math.nan if value is None else float(value)
 
 
 def _positive(value: Any) -> float:
-    """NaN in the place of what a logarithmic axis cannot show."""
+    """Convert a number; NaN if a logarithmic axis cannot show it."""
     number = _number(value)
     return number if number > 0 else math.nan
 
@@ -581,7 +581,7 @@ def _check_positive(name: str, value: Any) -> None:
 
 
 def _new_figure(width: float, height: float) -> Figure:
-    """An empty figure in inches; outside pyplot, so that no display or global state is touched."""
+    """Make an empty figure in inches, without pyplot's display and globals."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=120, layout="constrained")

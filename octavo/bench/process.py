@@ -1,4 +1,4 @@
-"""A server as a process of its own: started, waited for, always stopped."""
+"""Servers as separate processes: started, awaited, and always stopped."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _LOG_LINES = 10
 
 
 class Server:
-    """A server that was started by `running_server`.
+    """Server that was started by `running_server`.
 
     Attributes:
-        base_url: where it answers.
-        seconds: from its start to the first good answer of /health.
+        base_url: its address.
+        seconds: time from its start to the first successful answer of /health.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], base_url: str, log: Path) -> None:
@@ -37,13 +37,13 @@ class Server:
         self._log = log
 
     def check(self, grace: float = 0.0) -> None:
-        """Raises BenchError with the last lines of its log if the server ends within `grace` s."""
+        """Raise BenchError with the last lines of its log if the server ends within `grace` s."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             status = self._process.wait(grace)
             raise BenchError(self._complaint(f"ended with status {status}"))
 
     def wait(self, timeout: float) -> None:
-        """Waits until /health answers with 200.
+        """Wait until /health answers with 200.
 
         Raises:
             BenchError: the server ends, or is not healthy within `timeout` seconds.
@@ -66,14 +66,14 @@ class Server:
         self.seconds = time.monotonic() - begin
 
     def stop(self, grace: float) -> None:
-        """SIGTERM, then after `grace` seconds SIGKILL, to the process and its descendants."""
+        """Send SIGTERM, then after `grace` seconds SIGKILL, to the process and its descendants."""
         try:
             if self._process.poll() is None:
                 os.killpg(self._process.pid, signal.SIGTERM)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(grace)
         finally:
-            # Whatever is left of its group, and itself after a second Ctrl-C.
+            # Kill the rest of its group, and the process itself after a second Ctrl-C.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -94,23 +94,23 @@ def running_server(
     grace: float = 10.0,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Server]:
-    """Runs a server while the body runs.
+    """Run a server during the body.
 
-    It gets a process group of its own, so that Ctrl-C does not reach it before its requests have
-    ended, and so that all of it can be stopped. SIGTERM and SIGHUP count as Ctrl-C meanwhile:
-    they would leave it running otherwise.
+    It has a separate process group, so that Ctrl-C does not reach it before its requests have
+    ended, and so that all its processes can be stopped. SIGTERM and SIGHUP count as Ctrl-C
+    meanwhile: otherwise they would leave it running.
 
     Args:
         command: program and arguments.
-        base_url: where it will answer.
-        log: file for what it prints.
-        timeout: longest wait for its /health, in seconds.
+        base_url: its address.
+        log: file for its output.
+        timeout: maximum wait for its /health, in seconds.
         grace: time between SIGTERM and SIGKILL, in seconds.
         environment: its variables; None: this process'.
 
     Raises:
-        BenchError: it cannot be started, ends, does not become healthy, or something else answers
-            at the address.
+        BenchError: the server cannot be started, ends, does not become healthy, or another server
+            answers at the address.
     """
     _check_free(base_url)
     with contextlib.ExitStack() as stack:
@@ -135,14 +135,14 @@ def running_server(
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on now."""
+    """Return a port of this machine without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def _check_free(base_url: str) -> None:
-    """Raises BenchError if somebody listens there: the measurement would be of that server."""
+    """Raise BenchError if another server listens there: the measurement would be of that server."""
     parts = urlsplit(base_url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     with contextlib.suppress(OSError):

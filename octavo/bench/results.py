@@ -1,4 +1,4 @@
-"""Results: JSON files that are whole or not there, where they come from, tables, progress bars."""
+"""Results: JSON files that are written atomically, their metadata, tables, progress bars."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from octavo.errors import BenchError
 from octavo.system.device import cpu_model, num_cpus
 
 _LINE_INTERVAL = 15.0
-"""Seconds between lines of progress where there is no terminal."""
+"""Seconds between lines of progress without a terminal."""
 
 
 def save_json(path: str | Path, result: Mapping[str, Any]) -> None:
-    """Writes a result; NaN becomes null.
+    """Write a result; NaN becomes null.
 
     Raises:
         BenchError: see `save_bytes`.
@@ -37,15 +37,14 @@ def save_json(path: str | Path, result: Mapping[str, Any]) -> None:
 
 
 def counted(number: int, noun: str) -> str:
-    """ "1 request", "2 requests"."""
+    """Return "1 request", "2 requests"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def save_bytes(path: str | Path, data: bytes) -> None:
-    """Writes a file.
+    """Write a file atomically.
 
-    The file appears whole or not at all, whatever happens meanwhile: it is written under another
-    name in the same folder (which is made if need be) and renamed.
+    It is written under another name in the same folder (which is created if needed) and renamed.
 
     Raises:
         BenchError: the file cannot be written.
@@ -67,10 +66,10 @@ def save_bytes(path: str | Path, data: bytes) -> None:
 
 
 def check_writable(path: str | Path | None) -> None:
-    """Makes sure, before anything is measured, that `save_json` will be able to write a file.
+    """Check, before anything is measured, that `save_json` can write a file; None is always valid.
 
     Raises:
-        BenchError: it will not. None is no file, and always fine.
+        BenchError: the file cannot be written.
     """
     if path is None:
         return
@@ -78,7 +77,7 @@ def check_writable(path: str | Path | None) -> None:
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        # Folders that are missing are made when there is a result.
+        # Missing folders are created when there is a result.
         existing = next(folder for folder in path.absolute().parents if folder.exists())
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
@@ -86,10 +85,10 @@ def check_writable(path: str | Path | None) -> None:
 
 
 def metadata(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Where a result comes from: date (UTC), versions, processor, and the arguments.
+    """Return the origin of a result: date (UTC), versions, processor, and the arguments.
 
     Args:
-        arguments: such as `vars(args)`; what JSON cannot hold (functions) is left out.
+        arguments: such as `vars(args)`; values that JSON does not support (functions) are omitted.
     """
     torch = sys.modules.get("torch")
     return {
@@ -110,7 +109,7 @@ def progress(
     desc: str = "",
     disable: bool = False,
 ) -> tqdm[Any]:
-    """Return a progress bar on stderr; where that is no terminal it writes a line now and then."""
+    """Return a progress bar on stderr; without a terminal it writes a line at intervals."""
     if sys.stderr.isatty():
         return tqdm(iterable, total=total, desc=desc, disable=disable)
     return _ProgressLines(
@@ -126,7 +125,7 @@ def progress(
 
 
 class _ProgressLines(tqdm):  # type: ignore[type-arg]
-    """A progress bar for logs: whole lines, none of which is rewritten."""
+    """Progress bar for logs: writes whole lines, and rewrites none."""
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
         """Write a line."""
@@ -134,7 +133,7 @@ class _ProgressLines(tqdm):  # type: ignore[type-arg]
         self.fp.flush()
 
     def close(self) -> None:
-        """Write nothing more: the result comes."""
+        """Stop writing, before the result is printed."""
         self.disable = True
 
 
@@ -144,20 +143,20 @@ def print_table(
     rows: Iterable[Sequence[object]],
     console: Console | None = None,
 ) -> None:
-    """Prints a table; the first column is text, the others are numbers (floats: 4 digits)."""
+    """Print a table; the first column is text, the others are numbers (floats: 4 digits)."""
     table = Table(title=title)
     for i, column in enumerate(columns):
         table.add_column(column, justify="right" if i else "left", overflow="fold")
     for row in rows:
         table.add_row(*(escape(f"{v:.4g}" if isinstance(v, float) else str(v)) for v in row))
     if console is None:
-        # A file or a pipe has no edge.
+        # A file or a pipe has no width.
         console = Console(highlight=False, width=None if sys.stdout.isatty() else 1000)
     console.print(table)
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no infinity; "inf" is what vLLM writes."""
+    """Convert infinity, which JSON lacks, to "inf" as vLLM does."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

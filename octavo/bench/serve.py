@@ -1,8 +1,8 @@
-"""`octavo bench serve`: drives any OpenAI-compatible server and measures what its users see.
+"""`octavo bench serve`: drives any OpenAI-compatible server and measures latencies of its users.
 
 Requests arrive as a Poisson process (--request-rate), more or less bursty (--burstiness), at
-recorded times (timed traces), or as earlier ones end (--max-concurrency). What the client itself
-did late is measured too: its figures mean something only as long as it keeps up.
+recorded times (timed traces), or as earlier ones end (--max-concurrency). The client's own delays
+are measured too: the figures are only meaningful while it keeps up.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ _ENDPOINTS = {
     "openai-chat": "/v1/chat/completions",
     "vllm": "/v1/completions",
 }
-# Sampling parameters that servers may lack are sent only if they are given.
+# Sampling parameters that some servers lack are only sent if they are given.
 _SAMPLING = ("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty")
 _HEARTBEAT = 0.01
 _GAUGE_INTERVAL = 0.5
-# The client counts as the bottleneck when its loop runs this late (seconds, and as a share of the
-# median time between tokens), or when it is this busy (share of a core).
+# The client counts as the bottleneck if its loop runs this late (seconds, and as a share of the
+# median time between tokens), or if it is this busy (share of a core).
 _MAX_LAG = 0.005
 _MAX_LAG_SHARE = 0.1
 _MAX_CPU = 0.9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags, vLLM's where it has them."""
+    """Add the flags, with vLLM's names where it has them."""
     add_server_arguments(parser)
     add_load_arguments(parser)
     add = add_figure_arguments(parser)
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that name the server and how it is asked."""
+    """Add the flags of the server and its API."""
     add = parser.add_argument_group("server").add_argument
     add("--backend", choices=sorted(_ENDPOINTS), default="openai", help="Kind of API [openai].")
     add("--base-url", metavar="URL", help="Address of the server; overrides --host and --port.")
@@ -101,7 +101,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_load_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that say what is sent, and when."""
+    """Add the flags of the load: the requests and their times."""
     add_dataset_arguments(parser)
     add = parser.add_argument_group("load").add_argument
     add(
@@ -146,7 +146,7 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_figure_arguments(parser: argparse.ArgumentParser) -> Callable[..., argparse.Action]:
-    """Adds the flags that say what is counted and shown; returns what adds more of the group."""
+    """Add the flags of the metrics; return a function that adds more flags to the group."""
     add = parser.add_argument_group("results").add_argument
     add(
         "--percentile-metrics",
@@ -166,10 +166,10 @@ def add_figure_arguments(parser: argparse.ArgumentParser) -> Callable[..., argpa
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Refuses wrong flags before a server is asked.
+    """Reject wrong flags before a server is contacted.
 
     Raises:
-        ConfigError: naming the flag.
+        ConfigError: a flag is wrong; the message names it.
     """
     _percentiles(args.metric_percentiles)
     _latencies(args.percentile_metrics)
@@ -179,13 +179,13 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Runs the benchmark, prints its figures, and saves them if asked to.
+    """Run the benchmark, print its figures, and save them on request.
 
     Args:
         args: the flags of `add_arguments`.
 
     Returns:
-        See `benchmark`. With `interrupted` true, the caller should end as Ctrl-C does.
+        The result of `benchmark`. If `interrupted` is true, the caller should end as Ctrl-C does.
 
     Raises:
         ConfigError: a flag is wrong.
@@ -213,23 +213,22 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def server_url(args: argparse.Namespace) -> str:
-    """Address of the server that the flags name, without the /v1 that OpenAI's clients have."""
+    """Return the address of the flags' server, without the /v1 of OpenAI's clients."""
     url: str = args.base_url or f"http://{_in_url(args.host)}:{args.port}"
     return url.rstrip("/").removesuffix("/v1")
 
 
 def benchmark(args: argparse.Namespace) -> dict[str, Any]:
-    """Runs the benchmark without printing or saving anything.
+    """Run the benchmark without printing or saving anything.
 
     Ctrl-C ends it early: the requests that have ended are counted, `interrupted` is true.
 
     Returns:
-        What `summarize` and `metadata` return; num_prompts, model_id, request_rate and the like;
-        the server's own figures where it has /metrics (kv_cache_usage_max_perc,
+        The results of `summarize` and `metadata`; num_prompts, model_id, request_rate and the like;
+        the server's own figures if it has /metrics (kv_cache_usage_max_perc,
         prefix_cache_hit_rate_perc, num_preemptions, spec_decode_...); client_lag_p99_ms,
-        client_lag_max_ms, client_cpu_perc and client_bottleneck; `notes`, a list of texts that the
-        user should read; with --save-detailed or --plot, lists with an entry for each request
-        (vLLM's names).
+        client_lag_max_ms, client_cpu_perc and client_bottleneck; `notes`, a list of texts for the
+        user; with --save-detailed or --plot, lists with an entry for each request (vLLM's names).
 
     Raises:
         ConfigError, BenchError: see `run`.
@@ -305,16 +304,16 @@ async def run_serve(
     lag: ClientLag | None = None,
     on_record: Callable[[int, RequestRecord], None] | None = None,
 ) -> list[RequestRecord]:
-    """Sends requests at their times and waits for all answers.
+    """Send requests at their times and wait for all answers.
 
     Args:
-        requests: what to send; each `arrival`, where there is one, is when.
+        requests: the requests; an `arrival`, if given, is the time to send.
         client: sends them.
-        request_rate: of the others, in requests a second; inf: at once.
+        request_rate: rate of the other requests per second; inf: at once.
         burstiness: see `arrival_times`.
-        max_concurrency: most requests at once; the others wait in the client.
-        seed: of the arrivals.
-        lag: takes note of how late the client is.
+        max_concurrency: maximum number of requests in flight; the others wait in the client.
+        seed: seed of the arrivals.
+        lag: records the client's delays.
         on_record: called with the request's index and its record as soon as it has ended.
 
     Returns:
@@ -343,11 +342,11 @@ async def run_serve(
 def arrival_times(
     requests: Sequence[BenchRequest], request_rate: float, burstiness: float, seed: int
 ) -> list[float]:
-    """When to send each request, in seconds since the start.
+    """Return the time to send each request, in seconds since the start.
 
-    A request's own `arrival` decides where it has one. For the others, gaps are drawn from a gamma
+    A request's own `arrival` takes precedence. For the others, gaps are drawn from a gamma
     distribution of shape `burstiness` and mean 1 / `request_rate`, then scaled so that the last
-    request comes at number / rate: short runs offer the rate that was asked for, too.
+    request arrives at number / rate: so short runs have the configured rate, too.
     """
     if math.isinf(request_rate):
         drawn = np.zeros(len(requests))
@@ -362,14 +361,14 @@ def arrival_times(
 
 @dataclass
 class ClientLag:
-    """How late the client itself is; all times in seconds.
+    """Delays of the client itself; all times in seconds.
 
     Attributes:
-        late: how long after its time each request was sent (or queued for a slot); only of those
-            that were waited for, as being late does no harm when all are sent at once.
-        beats: how late the event loop woke up a task that sleeps 10 ms at a time: whatever holds
-            that up holds up the reading of tokens, too.
-        cpu: processor time that this process used while watched.
+        late: delay of sending each request (or queuing it for a slot); only of requests with a time
+            to wait for, as a delay is harmless when all are sent at once.
+        beats: delays of the event loop in waking a task that sleeps 10 ms at a time: they also
+            delay the reading of tokens.
+        cpu: processor time of this process while watched.
     """
 
     late: list[float] = field(default_factory=list)
@@ -378,7 +377,7 @@ class ClientLag:
 
     @contextlib.asynccontextmanager
     async def watch(self) -> Any:
-        """Measures while the body runs."""
+        """Measure during the body."""
         cpu = time.process_time()
         beating = asyncio.create_task(self._beat())
         try:
@@ -394,11 +393,11 @@ class ClientLag:
             self.beats.append(time.perf_counter() - begin - _HEARTBEAT)
 
     def summary(self, duration: float, median_itl_ms: float) -> dict[str, Any]:
-        """Lag in ms, load in % of a core, and whether the client was the bottleneck.
+        """Return the lag in ms, the load in % of a core, and client_bottleneck.
 
         Args:
-            duration: of the run, in seconds.
-            median_itl_ms: what the lag is compared with; NaN if there is none.
+            duration: duration of the run, in seconds.
+            median_itl_ms: reference value for the lag, or NaN.
         """
         beats = np.maximum(self.beats or [0.0], 0)
         late = np.maximum(self.late or [0.0], 0)
@@ -417,7 +416,7 @@ class ClientLag:
 
 
 class _Measurement:
-    """A run and what it collects, kept apart so that it outlives Ctrl-C."""
+    """Run and its results, kept in a separate object so that they survive Ctrl-C."""
 
     def __init__(
         self,
@@ -475,7 +474,7 @@ class _Measurement:
         await self.server.end()
 
     async def _check_server(self) -> None:
-        """One request of one token, too short to leave anything in a prefix cache."""
+        """Send a request of one token, too short to leave anything in a prefix cache."""
         first = self._requests[0]
         ids = None if first.prompt_token_ids is None else first.prompt_token_ids[:1]
         short = BenchRequest(ids, None if first.prompt is None else "a", 1)
@@ -491,9 +490,9 @@ class _Measurement:
 
 
 class ServerFigures:
-    """What a server says about itself under /metrics, before, during and after a run.
+    """Figures of a server from its /metrics, before, during and after a run.
 
-    Reads the names of Octavo and of vLLM. A server that has no such page has no figures.
+    Reads the names of Octavo and of vLLM. A server without such a page has no figures.
     """
 
     _COUNTERS = (
@@ -512,21 +511,21 @@ class ServerFigures:
         self._kv_usage_max: float | None = None
 
     async def begin(self) -> None:
-        """Reads the counters before the run."""
+        """Read the counters before the run."""
         self._before = await self._read()
 
     async def end(self) -> None:
-        """Reads the counters after the run."""
+        """Read the counters after the run."""
         self._after = await self._read()
 
     async def poll(self) -> None:
-        """Watches how full the KV cache gets, until cancelled."""
+        """Watch the usage of the KV cache, until cancelled."""
         while "kv_cache_usage_perc" in self._before:
             await asyncio.sleep(_GAUGE_INTERVAL)
             await self._read()
 
     def summary(self) -> dict[str, float]:
-        """The figures that the server has."""
+        """Return the figures that the server has."""
         change = {
             name: self._after[name] - self._before[name]
             for name in self._COUNTERS
@@ -547,7 +546,7 @@ class ServerFigures:
         return figures
 
     async def _read(self) -> dict[str, float]:
-        """Values by name without prefix, summed over labels; nothing if there is no such page."""
+        """Return values by name without prefix, summed over labels; nothing without such a page."""
         try:
             async with httpx.AsyncClient(timeout=10) as http:
                 response = await http.get(self._url)
@@ -572,10 +571,10 @@ def _parse_metrics(text: str) -> dict[str, float]:
 
 
 def _model_card(base_url: str, model: str | None, api_key: str | None) -> dict[str, Any]:
-    """The server's entry of the model (of its first one without a name) in /v1/models.
+    """Return the server's entry of the model (of its first one without a name) in /v1/models.
 
     Raises:
-        BenchError: no server answers there, or what it answers is not OpenAI's.
+        BenchError: no server answers there, or the answer is not OpenAI's.
     """
     url = f"{base_url}/v1/models"
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
@@ -588,7 +587,7 @@ def _model_card(base_url: str, model: str | None, api_key: str | None) -> dict[s
             "one with --base-url."
         ) from None
     if response.status_code == 401:
-        raise BenchError(f"{url} refuses the API key; give one with --api-key.")
+        raise BenchError(f"{url} rejects the API key; pass one with --api-key.")
     if response.status_code == 404 and model is not None:
         return {"id": model}  # a server without a list of models
     try:
@@ -625,7 +624,7 @@ def _load_requests(
 
 
 def _warmup(request: BenchRequest) -> BenchRequest:
-    """A request of the same size that leaves nothing of use in a prefix cache: back to front."""
+    """Reverse a request, so that it leaves nothing useful in a prefix cache."""
     ids, text = request.prompt_token_ids, request.prompt
     return BenchRequest(
         None if ids is None else ids[::-1], None if text is None else text[::-1], request.max_tokens
@@ -645,7 +644,7 @@ def _params(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check_load(args: argparse.Namespace) -> None:
-    """Raises ConfigError for flags out of range."""
+    """Raise ConfigError for flags out of range."""
     for name in ("request_rate", "burstiness", "request_timeout", "ready_check_timeout_sec"):
         if not getattr(args, name) > 0:
             flag = name.replace("_", "-")
@@ -679,7 +678,7 @@ def _in_url(host: str) -> str:
 
 
 def _allow_connections(count: int) -> None:
-    """Raises the limit of open files, as every request under way has a connection."""
+    """Raise the limit of open files, as every request in flight has a connection."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = count + 256
     if soft != resource.RLIM_INFINITY and soft < needed:
@@ -688,7 +687,7 @@ def _allow_connections(count: int) -> None:
 
 
 def _check_any(records: Iterable[RequestRecord]) -> None:
-    """Raises BenchError if no request succeeded."""
+    """Raise BenchError if no request succeeded."""
     errors = [r.error for r in records]
     if None not in errors:
         raise BenchError(
@@ -703,7 +702,7 @@ def _notes(
     args: argparse.Namespace,
     interrupted: bool,
 ) -> list[str]:
-    """What the user should know before trusting the figures."""
+    """Return notes for the user about the validity of the figures."""
     notes = []
     if interrupted:
         notes.append(
@@ -722,14 +721,14 @@ def _notes(
         )
         if short:
             notes.append(
-                f"{results.counted(short, 'answer')} came out shorter than asked for, despite "
+                f"{results.counted(short, 'answer')} came out shorter than requested, despite "
                 "--ignore-eos."
             )
     if lag["client_bottleneck"]:
         cause = (
             "it had too much to do; offer less load"
             if lag["client_cpu_perc"] > _MAX_CPU * 100
-            else "others held its core; give it one of its own"
+            else "other processes used its core; reserve one for it"
         )
         notes.append(
             f"The client was a bottleneck: {lag['client_lag_p99_ms']:.1f} ms late (p99; most "
@@ -740,7 +739,7 @@ def _notes(
 
 
 def _details(records: Sequence[RequestRecord]) -> dict[str, list[Any]]:
-    """vLLM's lists; times in seconds."""
+    """Return vLLM's lists; times in seconds."""
     return {
         "input_lens": [r.num_prompt_tokens for r in records],
         "output_lens": [r.num_output_tokens for r in records],
@@ -755,7 +754,7 @@ def _details(records: Sequence[RequestRecord]) -> dict[str, list[Any]]:
 
 
 def _filename(result: Mapping[str, Any]) -> str:
-    """vLLM's scheme: backend, rate, concurrency, model, date."""
+    """Name the file by vLLM's scheme: backend, rate, concurrency, model, date."""
     limit = result["max_concurrency"]
     concurrency = "" if limit is None else f"-concurrency{limit}"
     model = str(result["model_id"]).rstrip("/").rpartition("/")[2]

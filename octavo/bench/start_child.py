@@ -1,7 +1,7 @@
-"""The process whose start `octavo bench startup` times; it imports nothing else of octavo.bench.
+"""Process that `octavo bench startup` starts and times; it imports nothing else of octavo.bench.
 
 `python -m octavo.bench.start_child JSON` with the arguments for `LLM` prints one JSON line. Times
-are seconds of `time.monotonic`, which counts the same in every process.
+are seconds of `time.monotonic`, which is the same in every process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def resident_nbytes(pid: int | str) -> dict[str, int]:
-    """Memory of a process in bytes: rss and pss, as far as the system tells them."""
+    """Return the memory of a process in bytes: rss and pss, as far as the system reports them."""
     sizes: dict[str, int] = {}
     for name, path, field in (("rss", "status", "VmRSS:"), ("pss", "smaps_rollup", "Pss:")):
         with contextlib.suppress(OSError):
@@ -25,7 +25,7 @@ def resident_nbytes(pid: int | str) -> dict[str, int]:
 
 
 def main() -> None:
-    """Imports, loads, generates one token, and tells when each was done."""
+    """Import, load, generate one token, and print the time of each."""
     kwargs = json.loads(sys.argv[1])
     from octavo import LLM, SamplingParams
 

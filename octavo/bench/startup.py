@@ -1,4 +1,4 @@
-"""`octavo bench startup`: from process start to the first token, and the memory that it takes."""
+"""`octavo bench startup`: time from process start to the first token, and memory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _SIZES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags, the engine's among them."""
+    """Add the flags, including the engine's."""
     add = parser.add_argument_group("benchmark").add_argument
     add(
         "--repeats",
@@ -75,21 +75,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Runs the benchmark, prints its figures, and saves them if asked to.
+    """Run the benchmark, print its figures, and save them on request.
 
     Starts read packed weights from the weight cache; the first one may have to fill it.
 
     Ctrl-C ends it early: the starts that have ended are counted, `interrupted` is true.
 
     Returns:
-        What `metadata` returns; interrupted; `starts`: one entry for each process: kind ("offline"
-        or "server"), cache ("warm" or "cold"), seconds by moment since the process was made, and
+        The result of `metadata`; interrupted; `starts`: one entry for each process: kind ("offline"
+        or "server"), cache ("warm" or "cold"), seconds by moment since the process was started, and
         sizes in bytes: rss and pss once the model is loaded (of a server: all its processes), plan
-        and plan_but_kv_cache: what the memory plan has. The KV cache takes memory as it fills, so
-        rss should be below the latter.
+        and plan_but_kv_cache from the memory plan. The KV cache uses memory as it fills, so rss
+        should be below the latter.
 
     Raises:
-        ConfigError, ModelError: a flag, an engine setting or the model cannot be used.
+        ConfigError, ModelError: a flag, an engine setting or the model is unusable.
         BenchError: a process failed, or the result cannot be saved.
     """
     result = benchmark(args)
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def benchmark(args: argparse.Namespace) -> dict[str, Any]:
-    """Runs the benchmark without printing or saving; see `run`."""
+    """Run the benchmark without printing or saving; see `run`."""
     if args.repeats < 1:
         raise ConfigError(f"--repeats {args.repeats}: must be at least 1.")
     if not args.timeout > 0:
@@ -145,10 +145,10 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_offline(kwargs: Mapping[str, Any], timeout: float) -> dict[str, Any]:
-    """Seconds and bytes of one start of an `LLM` in a process of its own.
+    """Return seconds and bytes of one start of an `LLM` in a separate process.
 
     Raises:
-        BenchError: it failed; the message is its last word.
+        BenchError: the start failed; the message is the last line of its output.
     """
     command = [sys.executable, "-m", "octavo.bench.start_child"]
     command.append(msgspec.json.encode(kwargs).decode())
@@ -166,10 +166,10 @@ def measure_offline(kwargs: Mapping[str, Any], timeout: float) -> dict[str, Any]
 
 
 def measure_server(kwargs: Mapping[str, Any], timeout: float) -> dict[str, Any]:
-    """Seconds and bytes of one start of `octavo serve`, up to its first token over HTTP.
+    """Return seconds and bytes of one start of `octavo serve`, up to its first token over HTTP.
 
     Raises:
-        BenchError: it failed; the message is its last word.
+        BenchError: the start failed; the message is the last line of its output.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -198,7 +198,7 @@ def measure_server(kwargs: Mapping[str, Any], timeout: float) -> dict[str, Any]:
                 body = {"prompt": [0] * 8, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
                 answer = client.post("/v1/completions", json=body)
                 if answer.status_code != 200:
-                    raise BenchError(f"The server refuses a short request: {answer.text}")
+                    raise BenchError(f"The server rejects a short request: {answer.text}")
                 report["server_first_token"] = time.monotonic() - begin
         finally:
             process.send_signal(signal.SIGTERM)
@@ -211,7 +211,7 @@ def measure_server(kwargs: Mapping[str, Any], timeout: float) -> dict[str, Any]:
 
 
 def read_files(paths: Sequence[Path]) -> None:
-    """Has the system hold the files' contents in its cache."""
+    """Read files, so that the system has their contents in its cache."""
     for path in paths:
         with path.open("rb", buffering=0) as file:
             while file.read(_READ_CHUNK):
@@ -219,10 +219,10 @@ def read_files(paths: Sequence[Path]) -> None:
 
 
 def forget_files(paths: Sequence[Path]) -> None:
-    """Asks the system to drop the files' contents from its cache; it may know better."""
+    """Request that the system drop the files' contents from its cache; it may ignore that."""
     for path in paths:
         with path.open("rb") as file:
-            os.fsync(file.fileno())  # what is not on the disk yet cannot be dropped
+            os.fsync(file.fileno())  # unwritten pages cannot be dropped
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
@@ -233,7 +233,7 @@ def _answers(client: httpx.Client, path: str) -> bool:
 
 
 def _family(pid: int) -> list[int]:
-    """A process and all its descendants, by the kernel's list of children."""
+    """Return a process and all its descendants, by the kernel's list of children."""
     pids = [pid]
     for parent in pids:  # grows meanwhile
         for children in Path(f"/proc/{parent}/task").glob("*/children"):

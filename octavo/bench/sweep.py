@@ -1,8 +1,7 @@
 """`octavo bench sweep`: the serving benchmark over combinations of server and benchmark settings.
 
-Every run has a server of its own, because a prefix cache that has seen the prompts of an earlier
-run would answer another question. With a server that runs already (--base-url), its cache is
-emptied between runs where it can be.
+Every run has a fresh server, because the prompts of an earlier run in the prefix cache would
+falsify the result. The cache of a running server (--base-url) is emptied between runs if possible.
 """
 
 from __future__ import annotations
@@ -44,12 +43,12 @@ SUMMARY = "summary.json"
 # The search for the highest rate ends at this share of a rate, or of the burst's throughput.
 _RATE_TOLERANCE = 0.05
 _RATE_SPAN = 32
-# What passes from a server's last answer to the end of its process, in seconds.
+# Time from a server's last answer to the end of its process, in seconds.
 _DEATH = 1.0
 _SLO = re.compile(r"(ttft|tpot|itl|e2el)(?:_(?:p(\d+(?:\.\d+)?)|(mean|median)))?")
 # Flags of `octavo bench serve` that the sweep sets itself.
 _OWN = {"base_url", "plot", "result_dir", "result_filename", "save_result"}
-# Settings of a run that change no figure: a result is the same with others.
+# Settings of a run that change no figure: results with other values are the same.
 _COSMETIC = {"api_key", "disable_tqdm", "request_rate", "command", "flags"}
 
 
@@ -58,22 +57,22 @@ class Slos:
     """Service levels.
 
     Attributes:
-        limits: most milliseconds by key of a result, such as p99_ttft_ms.
+        limits: limits in milliseconds by key of a result, such as p99_ttft_ms.
     """
 
     limits: dict[str, float]
 
     @property
     def percentiles(self) -> list[str]:
-        """The percentiles that a result must hold for `excess`."""
+        """Percentiles that a result must contain for `excess`."""
         found = [re.match(r"p([\d.]+)_", key) for key in self.limits]
         return [match[1] for match in found if match]
 
     def excess(self, result: Mapping[str, Any]) -> float:
-        """By how much a result breaks its worst level, as a share of it; at most 0 if it keeps all.
+        """Return the largest relative excess of a result over its levels.
 
-        A request that failed breaks the levels: its user waited for nothing. What was not measured
-        (no TPOT of one token) breaks none.
+        A failed request violates the levels: its user waited in vain. Missing measurements (no TPOT
+        of one token) violate none.
         """
         shares = [
             value / limit - 1
@@ -86,13 +85,13 @@ class Slos:
 
 
 def parse_slos(text: str) -> Slos:
-    """Reads service levels such as "ttft_p99:2000,tpot_p99:100", in milliseconds.
+    """Parse service levels such as "ttft_p99:2000,tpot_p99:100", in milliseconds.
 
-    Each is a latency (ttft, tpot, itl, e2el), perhaps with _mean, _median or _p and a percentile
-    (default: _p99), and the most that is allowed.
+    Each consists of a latency (ttft, tpot, itl, e2el), optionally with _mean, _median or _p and a
+    percentile (default: _p99), and the limit.
 
     Raises:
-        BenchError: a part is not of that form.
+        BenchError: a part does not have that form.
     """
     limits: dict[str, float] = {}
     for word in text.replace(",", " ").split():
@@ -121,12 +120,12 @@ def parse_slos(text: str) -> Slos:
 
 @dataclass
 class Probe:
-    """What was measured at one rate.
+    """Measurement at one rate.
 
     Attributes:
-        rate: offered, in requests a second; inf is all at once.
+        rate: offered rate in requests per second; inf: all at once.
         excess: see `Slos.excess`.
-        throughput: achieved, in requests a second.
+        throughput: achieved rate in requests per second.
     """
 
     rate: float
@@ -137,19 +136,19 @@ class Probe:
 def find_max_rate(
     probe: Callable[[float], Probe], tolerance: float = _RATE_TOLERANCE
 ) -> list[Probe]:
-    """Bisects the highest rate within the service levels.
+    """Find the highest rate within the service levels by bisection.
 
-    First all requests at once: what the server then achieves is where the search begins. It goes
-    up by doubling while the levels are kept, then halves the interval between the highest rate that
-    kept them and the lowest that did not.
+    The first probe sends all requests at once: the achieved throughput is the start of the search.
+    The rate doubles while the levels are kept. Then the interval between the highest rate that kept
+    them and the lowest that did not is halved.
 
     Args:
         probe: measures at a rate.
-        tolerance: of the interval, as a share of its upper end, that is small enough.
+        tolerance: sufficient size of the interval, as a share of its upper end.
 
     Returns:
-        All that was measured. The answer is the highest rate with an excess of at most 0 (see
-        `best_probe`); none has if even 1/32 of that throughput is too much.
+        All measurements. The answer is the highest rate with an excess of at most 0 (see
+        `best_probe`); none exists if even 1/32 of that throughput is too much.
     """
     probes = [probe(math.inf)]
     if probes[0].excess <= 0:
@@ -171,17 +170,17 @@ def find_max_rate(
 
 
 def best_probe(probes: Sequence[Probe]) -> Probe | None:
-    """The one of the highest rate that kept the service levels."""
+    """Return the probe with the highest rate that kept the service levels."""
     return max((p for p in probes if p.excess <= 0), key=lambda p: p.rate, default=None)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags: those of `octavo bench serve` for all runs, and the sweep's own."""
+    """Add the flags: those of `octavo bench serve` for all runs, and the sweep's own."""
     add = parser.add_argument_group("sweep").add_argument
     add(
         "--serve-cmd",
         metavar="TEXT",
-        help="Command that starts the server; default: ask the one at --base-url.",
+        help="Command that starts the server; default: use the one at --base-url.",
     )
     add("--serve-params", metavar="FILE", help="JSON list of objects: flags of the server.")
     add("--bench-params", metavar="FILE", help="JSON list of objects: flags of the benchmark.")
@@ -216,10 +215,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Runs all combinations, prints and saves a summary.
+    """Run all combinations, print and save a summary.
 
-    A run that fails is recorded, and the others go on. Ctrl-C ends it early; what was measured is
-    saved, and --resume goes on from there.
+    A failed run is recorded, and the others continue. Ctrl-C ends the sweep early; the measurements
+    are saved, and --resume continues from there.
 
     Returns:
         metadata; `runs`, a list with label, serve_params, bench_params, run, request_rate, file and
@@ -253,7 +252,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     sweep.print_tables()
     console = Console(highlight=False, soft_wrap=True)
     if interrupted:
-        console.print("Interrupted; --resume goes on from here.", style="yellow")
+        console.print("Interrupted; --resume continues from here.", style="yellow")
     for note in sweep.notes:
         console.print(note, markup=False, style="yellow")
     console.print(f"Saved in {path}", markup=False)
@@ -271,7 +270,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 @dataclass
 class _Combination:
-    """A server and a benchmark. `probes` are those of --find-max-rate."""
+    """Combination of a server and a benchmark. `probes` are those of --find-max-rate."""
 
     serve_params: dict[str, Any]
     bench_params: dict[str, Any]
@@ -281,21 +280,21 @@ class _Combination:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What tells it from others, without the request rate."""
+        """Settings that distinguish it from others, without the request rate."""
         params = self.serve_params | self.bench_params
         return {k: v for k, v in params.items() if k != "request_rate"}
 
     @property
     def label(self) -> str:
-        """`settings` as text."""
+        """Text of `settings`."""
         return " ".join(f"{k}={v}" for k, v in self.settings.items()) or "default"
 
 
 class _Sweep:
-    """The combinations, and what was measured of them."""
+    """Combinations, with their measurements."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        """Raises BenchError, ConfigError: a flag or file is wrong."""
+        """Check the flags; raise BenchError or ConfigError if a flag or file is wrong."""
         self.runs: list[dict[str, Any]] = []
         self.notes: list[str] = []
         self.folder = Path(args.result_dir)
@@ -321,7 +320,7 @@ class _Sweep:
                 self.combinations.append(_Combination(serve_params, bench_params, words, own))
 
     def print_commands(self) -> None:
-        """Prints what would be run."""
+        """Print the commands without running them."""
         for combination in self.combinations:
             if combination.command is not None:
                 print(shlex.join(combination.command))
@@ -331,7 +330,7 @@ class _Sweep:
             print(f"octavo bench serve {words}")
 
     def measure(self) -> None:
-        """Fills `runs`; KeyboardInterrupt leaves what was measured."""
+        """Fill `runs`; after KeyboardInterrupt the measurements so far are in it."""
         total = len(self.combinations) * self._args.num_runs
         find = self._slos is not None
         with results.progress(
@@ -344,7 +343,7 @@ class _Sweep:
                     self._measure_at(combination, combination.args.request_rate, bar.update)
 
     def max_rates(self) -> list[dict[str, Any]]:
-        """The highest rates found so far; null where none keeps the service levels."""
+        """Return the highest rates found so far; null if none keeps the service levels."""
         found = []
         for combination in self.combinations:
             best = best_probe(combination.probes)
@@ -363,7 +362,7 @@ class _Sweep:
         return found
 
     def print_tables(self) -> None:
-        """Prints a row a combination and rate: medians over its runs."""
+        """Print a row for each combination and rate: medians over its runs."""
         tail = "p" + self._args.metric_percentiles.split(",")[-1].strip()
         settings = list(dict.fromkeys(k for c in self.combinations for k in c.settings))
         names = [n for n in LATENCIES if n in self._args.percentile_metrics.split(",")]
@@ -436,13 +435,13 @@ class _Sweep:
             combination.probes.append(found)
             return found
 
-        with contextlib.suppress(BenchError):  # which is recorded in the runs
+        with contextlib.suppress(BenchError):  # it is recorded in the runs
             find_max_rate(probe)
 
     def _measure_at(
         self, combination: _Combination, rate: float, done: Callable[[], object]
     ) -> list[dict[str, Any]]:
-        """All runs of a combination at a rate; failures are recorded."""
+        """Measure all runs of a combination at a rate; record failures."""
         measured = []
         for i in range(self._args.num_runs):
             name = _file_name(combination, rate, i)
@@ -493,7 +492,7 @@ class _Sweep:
 
 
 def measure_with(server: Server, args: argparse.Namespace) -> dict[str, Any]:
-    """`serve.benchmark` of a server that may end meanwhile: its log says more than its silence.
+    """Run `serve.benchmark` on a server; if the server ends meanwhile, report its log.
 
     Raises:
         BenchError: the server ended, or see `serve.benchmark`.
@@ -509,7 +508,7 @@ def measure_with(server: Server, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def empty_prefix_cache(base_url: str, api_key: str | None) -> str | None:
-    """Asks a running server to forget its cached prefixes; returns a note if it cannot."""
+    """Request that a running server forget its cached prefixes; return a note if it cannot."""
     environment = [*admin_keys_from_environment(), *api_keys_from_environment().values()]
     key = api_key or next(iter(environment), None)
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
@@ -531,10 +530,10 @@ def empty_prefix_cache(base_url: str, api_key: str | None) -> str | None:
 
 
 def bench_arguments(args: argparse.Namespace, params: Mapping[str, Any]) -> argparse.Namespace:
-    """The flags of a run: those given to all, and its own ones over them.
+    """Return the flags of a run: those given to all, overridden by its own.
 
     Args:
-        args: of `serve.add_arguments`.
+        args: flags of `serve.add_arguments`.
         params: values by name of a flag, without dashes.
 
     Raises:
@@ -560,7 +559,7 @@ def bench_arguments(args: argparse.Namespace, params: Mapping[str, Any]) -> argp
 
 
 def bench_flags(args: argparse.Namespace) -> list[str]:
-    """The words after `octavo bench serve` that say the same as `args`."""
+    """Return the words after `octavo bench serve` that correspond to `args`."""
     parser = argparse.ArgumentParser(add_help=False)
     serve.add_arguments(parser)
     words: list[str] = []
@@ -576,7 +575,7 @@ def bench_flags(args: argparse.Namespace) -> list[str]:
 def _without(
     command: Sequence[str], params: Container[str], known: Mapping[str, ConfigField]
 ) -> list[str]:
-    """A server's command without its own words for some settings: a flag is given once."""
+    """Remove some settings from a server's command, so that no flag is given twice."""
     left, skipped = list[str](), 0
     for word in command:
         name = word.partition("=")[0].removeprefix("--").replace("-", "_")
@@ -586,7 +585,7 @@ def _without(
             skipped = 0
             if field is not None and field.name in params:
                 if "=" not in word and field.type is not bool:
-                    # A list goes on up to the next flag.
+                    # A list continues up to the next flag.
                     skipped = len(command) if isinstance(field.default, list) else 1
                 continue
         elif skipped:
@@ -599,12 +598,12 @@ def _without(
 def server_flags(
     params: Mapping[str, Any], known: Mapping[str, ConfigField] | None, where: str
 ) -> list[str]:
-    """Turns settings into words of a command line: true is --x, false is --no-x.
+    """Convert settings to words of a command line: true is --x, false is --no-x.
 
     Args:
         params: values by name.
-        known: the settings that the server has, if that is known.
-        where: they come from, for errors.
+        known: the server's settings, if known.
+        where: origin of the settings, for errors.
 
     Raises:
         BenchError: a name is not known, or a value is an object or null.
@@ -630,12 +629,12 @@ def server_flags(
 
 class _BenchParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Raises BenchError."""
+        """Raise BenchError."""
         raise BenchError(f"--bench-params: {message}.")
 
 
 def _check_flags(args: argparse.Namespace) -> Slos | None:
-    """Raises BenchError for flags that are wrong or do not go together."""
+    """Raise BenchError for flags that are wrong or exclude each other."""
     if args.serve_cmd is None and args.base_url is None:
         raise BenchError(
             "No server is named; give its command with --serve-cmd 'octavo serve MODEL', or the "
@@ -690,7 +689,7 @@ def _bench_list(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _read_params(flag: str, path: str | None) -> list[dict[str, Any]]:
-    """A JSON list of objects; names with underscores. Without a file, one object without names."""
+    """Read a JSON list of objects; without a file, return one empty object."""
     if path is None:
         return [{}]
     try:
@@ -707,7 +706,7 @@ def _read_params(flag: str, path: str | None) -> list[dict[str, Any]]:
 
 
 def _server_fields(command: Sequence[str] | None) -> dict[str, ConfigField] | None:
-    """The settings of an Octavo server; None of a command that is something else."""
+    """Return the settings of an Octavo server; None for another command."""
     if command is None or "serve" not in command:
         return None
     program = command[: command.index("serve")]
@@ -727,7 +726,7 @@ def _words(flag: str, text: str) -> list[str]:
 
 
 def _address(args: argparse.Namespace, command: Sequence[str]) -> str:
-    """Where a server that is started answers: the port of its command, or else --port."""
+    """Return the address of a started server: the port of its command, or else --port."""
     port = str(args.port)
     for i, word in enumerate(command):
         name, equals, value = word.partition("=")
@@ -739,7 +738,7 @@ def _address(args: argparse.Namespace, command: Sequence[str]) -> str:
 
 
 def _plain_bench(args: argparse.Namespace) -> argparse.Namespace:
-    """The sweep's flags as those of a serving benchmark."""
+    """Convert the sweep's flags to those of a serving benchmark."""
     parser = argparse.ArgumentParser(add_help=False)
     serve.add_arguments(parser)
     plain = parser.parse_args([])
@@ -750,13 +749,13 @@ def _plain_bench(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def _with(percentiles: str, more: Sequence[str]) -> str:
-    """A list of percentiles and those of the service levels."""
+    """Add the percentiles of the service levels to a list."""
     words = [w.strip() for w in percentiles.split(",")]
     return ",".join([*words, *(p for p in more if p not in words)])
 
 
 def _file_name(combination: _Combination, rate: float, run_: int) -> str:
-    """Readable, and different for whatever changes the figures."""
+    """Make a readable name that differs for everything that changes the figures."""
     settings = {k: v for k, v in vars(combination.args).items() if k not in _COSMETIC}
     text = json.dumps([combination.command, settings, rate], default=str, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
@@ -765,7 +764,7 @@ def _file_name(combination: _Combination, rate: float, run_: int) -> str:
 
 
 def _read_result(path: Path) -> dict[str, Any] | None:
-    """An earlier result; None if there is none, or an interrupted one.
+    """Read an earlier result; return None if there is none, or an interrupted one.
 
     Raises:
         BenchError: the file is something else.
@@ -780,7 +779,7 @@ def _read_result(path: Path) -> dict[str, Any] | None:
 
 
 def _figures(result: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of a result, without lists and what the summary says once."""
+    """Return the numbers of a result, without lists and values of the whole summary."""
     left_out = {"date", "cpu", "num_cpus", "base_url", "request_rate"}
     return {
         k: v
@@ -797,7 +796,7 @@ def _median(runs: Sequence[Mapping[str, Any]], key: str) -> str:
 
 
 def shown_number(value: float) -> str:
-    """Three digits, or all before the point."""
+    """Format three digits, or all before the point."""
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
@@ -806,7 +805,7 @@ def _json_rate(rate: float) -> float | str:
 
 
 def _round(rate: float) -> float:
-    """Three digits: enough for a rate, and easy to repeat."""
+    """Round to three digits: enough for a rate, and easy to repeat."""
     return float(f"{rate:.3g}")
 
 

@@ -1,6 +1,6 @@
-"""`octavo bench throughput`: how fast a whole data set is answered, offline.
+"""`octavo bench throughput`: throughput of a whole data set, offline.
 
-All requests are there from the start; what arrives when, in timed data sets, counts for nothing.
+All requests arrive at the start; arrival times of timed data sets are ignored.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds vLLM's flags: of the benchmark, of data sets, and of the engine."""
+    """Add vLLM's flags: of the benchmark, of data sets, and of the engine."""
     add = parser.add_argument_group("benchmark").add_argument
     add("--n", type=int, default=1, metavar="N", help="Answers per prompt [1].")
     add("--disable-detokenize", action="store_true", help="Do not turn tokens into text.")
@@ -40,15 +40,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Runs the benchmark, prints its figures, and saves them if asked to.
+    """Run the benchmark, print its figures, and save them on request.
 
     Ctrl-C ends it early: the requests that have ended are counted, `interrupted` is true.
 
     Returns:
-        See `benchmark`.
+        The result of `benchmark`.
 
     Raises:
-        ConfigError, ModelError: a flag, an engine setting or the model cannot be used.
+        ConfigError, ModelError: a flag, an engine setting or the model is unusable.
         BenchError: there is no usable request, none succeeded, or the result cannot be saved.
     """
     result = benchmark(args)
@@ -62,15 +62,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def benchmark(args: argparse.Namespace) -> dict[str, Any]:
-    """Runs the benchmark without printing or saving anything.
+    """Run the benchmark without printing or saving anything.
 
     Returns:
-        What `metadata` returns; model_id; elapsed_time (s), num_requests, total_num_tokens,
-        requests_per_second and tokens_per_second (vLLM's names); the figures of `summarize` but for
-        those that need the times of all tokens; kv_cache_usage_max_perc,
-        prefix_cache_hit_rate_perc, num_preemptions; `notes`, texts that the user should read;
-        lists with an entry for each request, times in seconds: input_lens, output_lens,
-        cached_lens, start_times, ttfts, e2els, errors.
+        The result of `metadata`; model_id; elapsed_time (s), num_requests, total_num_tokens,
+        requests_per_second and tokens_per_second (vLLM's names); the figures of `summarize` except
+        for those that need the times of all tokens; kv_cache_usage_max_perc,
+        prefix_cache_hit_rate_perc, num_preemptions; `notes`, texts for the user; lists with an
+        entry for each request, times in seconds: input_lens, output_lens, cached_lens, start_times,
+        ttfts, e2els, errors.
 
     Raises:
         ConfigError, ModelError, BenchError: see `run`.
@@ -176,7 +176,7 @@ def _load_requests(
 
 
 def _summary(records: Sequence[RequestRecord], elapsed: float, n: int) -> dict[str, float]:
-    """The figures of `summarize` that the first and the last token of each request tell."""
+    """Return the figures of `summarize` that only need each request's first and last token."""
     unknown = ["_itl_ms", "max_output_tokens_per_s"] + (["_tpot_ms"] if n > 1 else [])
     return {
         key: value

@@ -1,4 +1,4 @@
-"""The load of an engine over time, for plots."""
+"""Load of an engine over time, for plots."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MOST_POINTS = 4000
 
 @dataclass
 class Timeline:
-    """The load of an engine over time; points are in the order of time.
+    """Load of an engine over time; points are in the order of time.
 
     Attributes:
         times: seconds since the start.
@@ -27,7 +27,7 @@ class Timeline:
     _gap: float = 0.0
 
     def note(self, now: float, stats: SchedulerStats) -> None:
-        """Add a point unless it is close to the last one; thin the points out when full."""
+        """Add a point, except close to the last one; thin the points out when full."""
         if self.times and now < self.times[-1] + self._gap:
             return
         self.times.append(now)

@@ -1,4 +1,4 @@
-"""`octavo bench tune`: which engine settings serve best within given service levels.
+"""`octavo bench tune`: search for the best engine settings within given service levels.
 
 The search is successive halving (Jamieson and Talwalkar, "Non-stochastic Best Arm Identification
 and Hyperparameter Optimization", AISTATS 2016): many configurations are tried with few requests,
@@ -45,9 +45,9 @@ SPACE: dict[str, tuple[Any, ...]] = {
     "max_num_seqs": (4, 8, 16, 32, 64, 128, 256),
     "long_prefill_token_threshold": (0, 64, 128, 256, 512, 1024),
 }
-"""The settings that are searched, and their values."""
+"""Values of the settings that are searched."""
 
-# Its prefix cache is emptied between runs, which not everybody may do.
+# Its prefix cache is emptied between runs, which needs an admin.
 _SERVE = (sys.executable, "-m", "octavo", "serve", "--enable-admin")
 _NUM_PROMPTS = 180
 _NUM_WARMUPS = 8
@@ -58,15 +58,15 @@ Config = Mapping[str, Any]
 
 @dataclass
 class Trial:
-    """A configuration and how it did.
+    """Configuration with its score.
 
     Attributes:
         config: engine settings by name; the others are the defaults.
         budget: number of requests.
-        score: higher is better: what is maximised where the service levels are kept, else the
-            negative share by which they are broken, minus infinity of a server that failed.
-        figures: what was measured.
-        error: why there is nothing.
+        score: higher is better: the objective if the service levels are kept, else minus their
+            relative excess, minus infinity for a failed server.
+        figures: measurements.
+        error: cause of a failure, or None.
     """
 
     config: Config
@@ -77,7 +77,7 @@ class Trial:
 
 
 def halving_budgets(num_configs: int, max_budget: int, eta: int) -> list[tuple[int, int]]:
-    """The rungs of successive halving: how many configurations, and the budget of each.
+    """Return the rungs of successive halving: numbers of configurations, and their budgets.
 
     The last rung has the whole budget and fewer than `eta` configurations; each one before has
     `eta` times the configurations and 1/`eta` of the budget, so all cost about the same.
@@ -98,16 +98,16 @@ def successive_halving(
     max_budget: int,
     eta: int = 3,
 ) -> list[Trial]:
-    """Finds a good configuration while spending little on bad ones.
+    """Find a good configuration while spending little on bad ones.
 
     Args:
-        configs: to choose from.
+        configs: the candidates.
         evaluate: tries one with a budget.
-        max_budget: of those that get to the end.
+        max_budget: budget of the last rung.
         eta: keep the best 1/eta of each rung.
 
     Returns:
-        The trials of the last rung, best first; of equals, the one that comes first in `configs`.
+        The trials of the last rung, best first; equals in the order of `configs`.
     """
     survivors = list(configs)
     trials: list[Trial] = []
@@ -124,17 +124,16 @@ def sample_configs(
     seed: int,
     is_valid: Callable[[Config], bool] = lambda config: True,
 ) -> list[dict[str, Any]]:
-    """Draws different configurations that cover each setting evenly.
+    """Draw different configurations that cover each setting evenly.
 
-    A Latin hypercube (McKay, Beckman and Conover 1979): each setting's values are dealt out
-    equally often, in an order of its own. Those that are not valid, or drawn twice, are replaced
-    by random ones.
+    A Latin hypercube (McKay, Beckman and Conover 1979): each setting's values occur equally often,
+    in an independent order. Invalid and repeated configurations are replaced by random ones.
 
     Args:
         space: values by setting.
-        count: how many; fewer come back only if there are no more.
-        seed: of the draw.
-        is_valid: says which are allowed.
+        count: number of configurations; fewer are returned only if there are no more.
+        seed: seed of the draw.
+        is_valid: returns True for allowed configurations.
     """
     rng = random.Random(seed)
     columns = []
@@ -153,7 +152,7 @@ def sample_configs(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags: those of the load as `octavo bench serve` has them, and the search's own."""
+    """Add the flags: those of the load of `octavo bench serve`, and the search's own."""
     parser.add_argument(
         "model",
         nargs="?",
@@ -204,21 +203,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--plot", metavar="FILE", help="Draw the trials as FILE.png or FILE.svg.")
     add("--disable-tqdm", action="store_true", help="No progress.")
     serve.add_load_arguments(parser)
-    parser.set_defaults(num_warmups=_NUM_WARMUPS)  # every server is fresh
+    parser.set_defaults(num_warmups=_NUM_WARMUPS)  # every server is new
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Searches, prints the trials and the command line to use, and saves them.
+    """Search, print the trials and the command line of the best one, and save them.
 
-    With --request-rate or --max-concurrency, the output throughput at that load is maximised;
-    without, what is achieved at the highest request rate that keeps the levels. --num-prompts is
-    the budget of the last rung.
+    With --request-rate or --max-concurrency, the objective is the output throughput at that load;
+    otherwise, it is the throughput at the highest request rate that keeps the levels. --num-prompts
+    is the budget of the last rung.
 
     The result is saved after each trial. Ctrl-C ends the search early.
 
     Returns:
         metadata; `objective`; `slo`; `trials` (see `Trial`); `winner` and `default`, trials with
-        the same, full budget, or None if it came to none; `keeps_slos`, whether the winner does;
+        the same, full budget, or None without such trials; `keeps_slos`, true if the winner does;
         `command`, the words to start the winner with; `interrupted`.
 
     Raises:
@@ -248,10 +247,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class _Search:
-    """The trials of a search, kept apart so that they outlive Ctrl-C."""
+    """Trials of a search, kept in a separate object so that they survive Ctrl-C."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        """Raises BenchError, ConfigError: a flag is wrong."""
+        """Check the flags; raise BenchError or ConfigError if one is wrong."""
         self.trials: list[Trial] = []
         self._args = args
         self._slos = parse_slos(args.slo)
@@ -264,7 +263,7 @@ class _Search:
         if not args.ready_timeout > 0:
             raise BenchError(f"--ready-timeout {args.ready_timeout:g}: must be above 0.")
         space = dict(SPACE)
-        if args.max_concurrency is not None:  # more rows than requests are as good as the default
+        if args.max_concurrency is not None:  # more rows than requests have no effect
             useful = (n for n in SPACE["max_num_seqs"] if n < args.max_concurrency)
             space["max_num_seqs"] = (*useful, _default("max_num_seqs"))
         if args.allow_quantization is not None:
@@ -286,23 +285,23 @@ class _Search:
 
     @property
     def objective(self) -> str:
-        """What is maximised."""
+        """Figure that is maximised."""
         return "request_throughput" if self._by_rate else "output_throughput"
 
     def run(self) -> None:
-        """Fills `trials`; KeyboardInterrupt leaves those that ended."""
+        """Fill `trials`; after KeyboardInterrupt it contains those that ended."""
         goal = "highest request rate" if self._by_rate else "most output tokens a second"
         self._console.print(
             f"{len(self._configs)} configurations, for the {goal} within {self._args.slo}: "
-            f"{self._num_trials} trials, each of a server of its own that gets "
+            f"{self._num_trials} trials, each of a separate server that receives "
             f"{self._least_budget} to {self._max_budget} requests"
-            f"{', at several rates' if self._by_rate else ''}. How long that takes, the first "
-            "trial tells.",
+            f"{', at several rates' if self._by_rate else ''}. The first trial "
+            "shows how long that takes.",
             markup=False,
         )
         began = time.monotonic()
         quiet = self._args.disable_tqdm
-        # Where there is no terminal, the lines about the trials are enough.
+        # Without a terminal, the lines about the trials are enough.
         disable = quiet or not sys.stderr.isatty()
         with results.progress(total=self._total, desc="Requests", disable=disable) as bar:
 
@@ -320,16 +319,16 @@ class _Search:
             last = successive_halving(
                 self._configs, evaluate, max_budget=self._max_budget, eta=self._args.eta
             )
-            if all(t.config for t in last):  # the default, to compare with
+            if all(t.config for t in last):  # add the default for comparison
                 bar.total = self._total + self._max_budget
                 evaluate({}, self._max_budget)
 
     def _progress(self, seconds: float, done: int, total: float) -> str:
-        """Return a line about the last trial and the time that the rest takes.
+        """Return a line about the last trial and the remaining time.
 
         Args:
-            seconds: that the trials so far took.
-            done: requests of these.
+            seconds: duration of the trials so far.
+            done: requests of the trials so far.
             total: requests of all trials.
         """
         trial, left = self.trials[-1], seconds * (total - done) / done
@@ -340,7 +339,7 @@ class _Search:
         )
 
     def save(self, interrupted: bool) -> dict[str, Any]:
-        """Writes what there is, and returns it."""
+        """Write the results so far, and return them."""
         args = self._args
         winner, default = self._winner(), self._at_full_budget(lambda t: not t.config)
         result = {
@@ -358,7 +357,7 @@ class _Search:
         return result
 
     def report(self, result: Mapping[str, Any]) -> None:
-        """Prints the trials, the winner and its command line."""
+        """Print the trials, the winner and its command line."""
         winner, default = self._winner(), self._at_full_budget(lambda t: not t.config)
         keys = [self.objective, *self._slos.limits]
         rows: list[list[object]] = []
@@ -396,7 +395,7 @@ class _Search:
         say(shlex.join(result["command"]), markup=False)
 
     def _winner(self) -> Trial | None:
-        """The best with the largest budget that any had; the default comes first among equals."""
+        """Return the best trial with the largest budget so far; the default wins among equals."""
         return self._at_full_budget(lambda t: t.error is None)
 
     def _at_full_budget(self, wanted: Callable[[Trial], bool]) -> Trial | None:
@@ -408,11 +407,12 @@ class _Search:
         )
 
     def _evaluate(self, config: Config, budget: int) -> Trial:
-        """Tries a configuration; a server that fails is the worst of all.
+        """Try a configuration; a server that fails has the lowest score.
 
         Raises:
-            KeyboardInterrupt: of the user; also if the benchmark has ended on it in good order.
-            ConfigError, DatasetError: the load is wrong, with any configuration.
+            KeyboardInterrupt: the user pressed Ctrl-C; also if the benchmark ended in order because
+                of it.
+            ConfigError, DatasetError: the load is wrong for any configuration.
         """
         port = free_port()
         command = [*_SERVE, *self._words(config), "--host", "127.0.0.1", "--port", str(port)]
@@ -426,7 +426,7 @@ class _Search:
                 url,
                 log,
                 timeout=self._args.ready_timeout,
-                environment=environment_without_keys(),  # it lets everybody in
+                environment=environment_without_keys(),  # it needs no keys
             ) as server:
 
                 def measure(rate: float) -> dict[str, Any]:
@@ -447,7 +447,7 @@ class _Search:
     def _try(
         self, config: Config, budget: int, measure: Callable[[float], dict[str, Any]]
     ) -> Trial:
-        """Scores a configuration whose server runs."""
+        """Score a configuration with its running server."""
         measured: dict[float, dict[str, Any]] = {}
 
         def probe(rate: float) -> Probe:
@@ -460,7 +460,8 @@ class _Search:
         else:
             probes = find_max_rate(probe, _TOLERANCE)
             found = best_probe(probes) or min(probes, key=lambda p: p.excess)
-        # What was achieved, not offered: that tells those apart which keep up with any rate.
+        # Use the achieved rate, not the offered one: it distinguishes servers that keep up with any
+        # rate.
         score = measured[found.rate][self.objective]
         figures = _figures(measured[found.rate])
         return Trial(config, budget, score if found.excess <= 0 else -found.excess, figures)
@@ -473,7 +474,7 @@ class _Search:
 
 
 def _bench_arguments(args: argparse.Namespace, slos: Slos) -> argparse.Namespace:
-    """The flags of the serving benchmark: its defaults, and those of the load."""
+    """Return the flags of the serving benchmark: its defaults, and those of the load."""
     parser = argparse.ArgumentParser(add_help=False)
     serve.add_arguments(parser)
     bench = parser.parse_args([])
@@ -508,17 +509,17 @@ def _serve_args(text: str, space: Mapping[str, Any]) -> list[str]:
         if word.startswith("--") and name in (*space, "host", "port", "model"):
             raise BenchError(f"--serve-args {word!r}: tune sets this flag itself; leave it out.")
         device = value or after
-        # `_default` would not be that server's.
+        # `_default` would return other values than that server's.
         if flag == "--device" and get_platform(device).name != get_platform("auto").name:
             raise BenchError(
-                f"--serve-args --device {device}: this machine has a GPU, whose servers have other "
+                f"--serve-args --device {device}: this machine has a GPU, where servers have other "
                 "defaults; hide it with CUDA_VISIBLE_DEVICES= instead."
             )
     return words
 
 
 def _is_valid(config: Config) -> bool:
-    """Whether the engine allows it, and it says something that others do not."""
+    """Return True if the engine allows the configuration, and no other is equivalent."""
     if config["long_prefill_token_threshold"] >= config["max_num_batched_tokens"]:
         return False
     try:
@@ -529,12 +530,12 @@ def _is_valid(config: Config) -> bool:
 
 
 def _given(config: Config) -> dict[str, Any]:
-    """Without the settings that are the defaults of a server."""
+    """Remove the settings with a server's default."""
     return {name: value for name, value in config.items() if value != _default(name)}
 
 
 def _default(name: str) -> Any:
-    """A server's own value of a setting."""
+    """Return a server's default of a setting."""
     if name == "max_num_batched_tokens":  # the config's own default is None
         return get_platform("auto").server_batched_tokens
     return next(f.default for f in config_fields() if f.name == name)
@@ -545,7 +546,7 @@ def _figures(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_json(trial: Trial) -> dict[str, Any]:
-    """JSON has no infinity: a failed trial's score is null."""
+    """Convert to JSON, which has no infinity: a failed trial's score is null."""
     return asdict(trial) | {"score": trial.score if math.isfinite(trial.score) else None}
 
 

@@ -1,1 +1,1 @@
-"""Octavo under the names of others."""
+"""Compatibility with the names of other systems."""

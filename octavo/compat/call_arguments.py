@@ -1,4 +1,4 @@
-"""vLLM's arguments of calls, translated, or refused with a reason."""
+"""vLLM's arguments of calls: translation, or rejection with a reason."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from octavo.sampling_params import SamplingParams
 
 
 class StatLogger:
-    """A logger of statistics that vLLM has: it stands for what `AsyncLLM.do_log_stats` logs."""
+    """Stand-in for vLLM's statistics logger; `AsyncLLM.do_log_stats` logs the statistics."""
 
 
 class AggregatedStatLogger(StatLogger):
-    """The same over all engines, as it always is here."""
+    """Stand-in for vLLM's logger of all engines together, which Octavo's log always covers."""
 
 
 def check_stat_loggers(given: Sequence[object] | None) -> None:
-    """Refuse loggers of statistics of the caller's own.
+    """Check for custom statistics loggers.
 
     Raises:
-        UnsupportedError: one is given.
+        UnsupportedError: `given` contains a custom logger.
     """
     for kind in given or ():
         if not (isinstance(kind, type) and issubclass(kind, StatLogger)):
@@ -35,30 +35,51 @@ def check_stat_loggers(given: Sequence[object] | None) -> None:
             )
 
 
-def refuse_adapter(lora_request: object) -> None:
-    """Refuses what asks for an adapter: one, or a list that is not of None only."""
-    given = lora_request if isinstance(lora_request, list | tuple) else [lora_request]
-    if any(adapter is not None for adapter in given):
-        raise UnsupportedError(
-            "lora_request: models with adapters cannot be served yet; merge the adapter into the "
-            "weights and load the merged model.",
-            "lora_request",
-        )
+_UNSUPPORTED = {
+    "lora_request": "merge the adapter into the weights and load the merged model",
+    "mm_processor_kwargs": "models accept text only; leave it out",
+    "trace_headers": "requests are not traced; leave them out",
+    "data_parallel_rank": "each request goes to the engine with the least load; leave it out",
+    "chat_template_content_format": "each template gets the format that it can handle; leave it "
+    "out",
+}
+"""Reason and remedy for each argument that is not supported."""
+
+
+def refuse_unsupported(**given: object) -> None:
+    """Reject arguments of vLLM's calls that have no counterpart here.
+
+    Args:
+        given: the arguments by name. None, a list of None, an empty dict and "auto" request
+            nothing.
+
+    Raises:
+        UnsupportedError: an argument requests something.
+    """
+    for name, value in given.items():
+        values = value if isinstance(value, list | tuple) else [value]
+        if any(one not in (None, {}, "auto") for one in values):
+            raise UnsupportedError(
+                f"{name}={value!r} is not supported: {_UNSUPPORTED[name]}.", name
+            )
 
 
 def apply_tokenization(
     params: SamplingParams, tokenization_kwargs: Mapping[str, Any] | None, special: bool = True
 ) -> tuple[SamplingParams, bool]:
-    """What vLLM's `tokenization_kwargs` ask for: parameters, and whether special tokens are added.
+    """Apply vLLM's `tokenization_kwargs` to a request.
 
     Args:
-        params: of the request; not changed.
+        params: parameters of the request; not changed.
         tokenization_kwargs: `truncate_prompt_tokens`, `truncation_side` and
             `add_special_tokens`.
-        special: whether they are added if nothing is said.
+        special: default of `add_special_tokens`.
+
+    Returns:
+        The new parameters, and True if special tokens are to be added.
 
     Raises:
-        UnsupportedError: another one is given.
+        UnsupportedError: `tokenization_kwargs` has another key or a wrong value.
     """
     for name, value in (tokenization_kwargs or {}).items():
         if name in ("truncate_prompt_tokens", "truncation_side"):

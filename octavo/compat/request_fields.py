@@ -1,8 +1,7 @@
-"""Fields that OpenAI's, vLLM's, SGLang's, llama.cpp's and other APIs have and this one has not.
+"""Request fields of OpenAI, vLLM, SGLang, llama.cpp and others that Octavo does not support.
 
-Each stands with the values that ask for nothing. Any other value is refused: an answer that leaves
-out what was asked for is worse than none. What no table knows is reported: see
-`octavo.server.body`.
+Each field is listed with the values that have no effect. The server rejects other values, because
+an answer that ignores a field is worse than an error. `octavo.server.body` reports unknown fields.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Mapping
 from typing import TypeAlias
 
 Unsupported: TypeAlias = Mapping[str, tuple[object, ...]]
-"""Names of fields, and the values of each that are let through."""
+"""Accepted values by the name of the field."""
 
 _NOTHING = (None,)
 _OFF = (None, False)
@@ -23,8 +22,8 @@ def _all(values: tuple[object, ...], names: str) -> dict[str, tuple[object, ...]
     return dict.fromkeys(names.split(), values)
 
 
-# Notes for a store of answers, hints for routing, caching and drafting, and settings of something
-# that is refused itself: whatever they hold, the text is the same without them.
+# Fields that never change the text: notes for a store of answers, hints for routing, caching and
+# drafting, and settings of features that the server rejects.
 NO_EFFECT = frozenset(
     _all(
         (),
@@ -133,7 +132,6 @@ CHAT: Unsupported = {
     **_TEMPLATE,
     **_all(_NOTHING, "audio web_search_options reasoning prompt suffix"),
     "modalities": (None, ["text"]),
-    "documents": (None, []),
     "include_reasoning": (None, True),
     "separate_reasoning": (None, True),
     "stream_reasoning": (None, True),
@@ -158,7 +156,7 @@ TOKENIZE: Unsupported = {
     "tool_choice": (None, "none"),
     **_FUNCTIONS,
     **_TEMPLATE,
-    **_all(_NOTHING, "content add_special documents"),
+    **_all(_NOTHING, "content add_special"),
     "with_pieces": _OFF,
     "parse_special": (None, True),
     "return_token_offsets": _OFF,
@@ -176,7 +174,7 @@ GENERATE: Unsupported = {
 DETOKENIZE: Unsupported = {"skip_special_tokens": _OFF}
 SCALE: Unsupported = {}
 
-# What to use instead.
+# Alternatives to the fields.
 INSTEAD: Mapping[str, str] = {
     **dict.fromkeys(("n_predict", "num_predict", "max_new_tokens", "max_length"), "max_tokens"),
     "min_new_tokens": "min_tokens",
@@ -200,12 +198,11 @@ INSTEAD: Mapping[str, str] = {
     ),
     "repetition_detection": "repetition_penalty or frequency_penalty",
     "thinking_token_budget": "max_tokens",
-    "skip_reading_prefix_cache": "a cache_salt of its own",
+    "skip_reading_prefix_cache": "a unique cache_salt",
     "logprob_token_ids": "logprobs",
     **dict.fromkeys(("prompt_logprob_token_ids", "prompt_logprob_start"), "prompt_logprobs"),
-    "documents": "chat_template_kwargs",
     "chat_template": "--chat-template when the server starts",
-    **dict.fromkeys(("tools", "tool_choice", "functions"), "response_format to ask for JSON"),
+    **dict.fromkeys(("tools", "tool_choice", "functions"), "response_format to request JSON"),
     "max_completion_tokens": "max_tokens",
     "messages": "prompt, or POST /v1/chat/completions",
     "prompt": "messages, or POST /v1/completions",

@@ -1,4 +1,4 @@
-"""Addresses that vLLM's server has and this one has not, and what to use: for the 404's message."""
+"""Routes of vLLM's server that Octavo lacks, with alternatives for the message of the 404."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ def _all(reason: str, *paths: str) -> dict[str, str]:
 ELSEWHERE: Mapping[str, str] = {
     **_all("use POST /v1/chat/completions", "/v1/responses"),
     **_all(
-        "there is no Anthropic or Cohere API here; use POST /v1/chat/completions",
+        "the Anthropic and Cohere APIs are not supported; use POST /v1/chat/completions",
         "/v1/messages",
         "/cohere/v2",
     ),
     **_all(
-        "POST /tokenize renders prompts and chats as token ids, POST /v1/completions takes and, "
-        "with return_token_ids, gives them, and POST /detokenize turns them into text",
+        "use POST /tokenize to render prompts and chats as token ids, POST /v1/completions with "
+        "return_token_ids to pass and return them, and POST /detokenize for their text",
         "/v1/completions/render",
         "/v1/completions/derender",
         "/v1/chat/completions/render",
         "/v1/chat/completions/derender",
     ),
     **_all(
-        "requests end when their clients close the connection, and all do when the server ends",
+        "a request ends if its client closes the connection, or if the server stops",
         "/inference/v1/abort_requests",
     ),
     **_all(
-        "models generate text here; embeddings, scores and classes are not supported",
+        "models generate text only; embeddings, scores and classes are not supported",
         "/v1/embeddings",
         "/v2/embed",
         "/pooling",
@@ -47,21 +47,21 @@ ELSEWHERE: Mapping[str, str] = {
         "/v1/decisions",
     ),
     **_all(
-        "models take text only here",
+        "models accept text only",
         "/v1/audio",
         "/v1/realtime",
         "/reset_mm_cache",
         "/reset_encoder_cache",
     ),
     **_all(
-        "models with adapters cannot be served yet; merge the adapter into the weights and serve "
-        "the merged model",
+        "adapters are not supported yet; merge the adapter into the weights and serve the merged "
+        "model",
         "/v1/load_lora_adapter",
         "/v1/unload_lora_adapter",
     ),
     **_all("use POST /sleep with --enable-sleep-mode", "/release_kv_cache_memory"),
     **_all(
-        "weights do not change while the server runs; restart it with the new ones",
+        "weights do not change while the server runs; restart it with the new weights",
         "/init_weight_transfer_engine",
         "/shutdown_weight_transfer_engine",
         "/start_weight_update",
@@ -73,23 +73,24 @@ ELSEWHERE: Mapping[str, str] = {
         "/weight_checker",
     ),
     **_all(
-        "requests end when their clients close the connection, and all do when the server ends",
+        "a request ends if its client closes the connection, or if the server stops",
         "/abort_requests",
     ),
     **_all("clients cannot run code in the server; use LLM.collective_rpc", "/collective_rpc"),
     **_all(
-        "a model runs on one device here, in one process",
+        "the server monitors its workers and replaces dead engines itself; use GET /server_info to "
+        "read its settings",
         "/get_world_size",
         "/fault_tolerance",
     ),
-    **_all("the KV cache is not shared with other engines here", "/kv_event_sources"),
+    **_all("set kv_events_config, and subscribe to its endpoint", "/kv_event_sources"),
     **_all("use GET /docs", "/redoc"),
 }
-"""By address; those below it are meant, too."""
+"""Alternatives by path; each also applies to all paths below it."""
 
 
 def elsewhere(path: str) -> str | None:
-    """What to use instead of an address of vLLM's; None: vLLM has no such address either."""
+    """Return the alternative to a route that only vLLM has; None for any other path."""
     for known, reason in ELSEWHERE.items():
         if path == known or path.startswith(known + "/"):
             return reason

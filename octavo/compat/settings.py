@@ -1,8 +1,8 @@
-"""Settings of vLLM that Octavo does not have: which values ask for nothing, and why not the rest.
+"""Settings of vLLM that Octavo lacks: their harmless values, and the reasons to reject others.
 
-A script or command that was written for vLLM names them; what changes nothing is accepted and
-dropped, anything else is refused with what to use instead. The command line, `LLM(...)` and
-docs/vllm.md all read this one table.
+Scripts and commands for vLLM may contain these settings. Values without effect are accepted and
+dropped; others are rejected with an alternative. The command line, `LLM(...)` and docs/vllm.md
+read this table.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from octavo.errors import ConfigError
 
 Kind = Literal["value", "list", "bool"]
 
-# In place of harmless values, where every value is harmless: of a flag with a value, with several,
-# or with none.
+# Markers for settings of which every value is harmless: flags with one value, with several values,
+# and without a value.
 ANY: Any = object()
 ANY_LIST: Any = object()
 EITHER = (True, False)
@@ -25,24 +25,24 @@ EITHER = (True, False)
 
 @dataclass(frozen=True)
 class Foreign:
-    """A setting that only vLLM has."""
+    """Setting that only vLLM has."""
 
     name: str
     kind: Kind
-    """What its flag takes: a value, several, or none."""
+    """Values of its flag: one, several, or none."""
     harmless: tuple[Any, ...] | None
-    """Values that ask for nothing, beside None and empty ones; None: every value."""
+    """Values without effect, in addition to None and empty ones; None: every value."""
     why: str
-    """Why the others are refused and what to use, or why no value changes anything."""
+    """Reason to reject other values with an alternative, or reason why no value has an effect."""
 
     @property
     def flag(self) -> str:
-        """The command-line flag."""
+        """Command-line flag of the setting."""
         return "--" + self.name.replace("_", "-")
 
 
 def _group(why: str, **harmless: Any) -> list[Foreign]:
-    """Settings that share a reason; a tuple gives several harmless values."""
+    """Return settings that share a reason; a tuple holds several harmless values."""
     settings: list[Foreign] = []
     for name, value in harmless.items():
         if value is ANY or value is ANY_LIST:
@@ -60,7 +60,7 @@ def _group(why: str, **harmless: Any) -> list[Foreign]:
 _ONE_DEVICE = (
     "a model is divided among processes only by tensor_parallel_size and pipeline_parallel_size "
     "so far, on one machine's CPU; to use more devices, start a server for each and a load "
-    "balancer in front"
+    "balancer"
 )
 
 FOREIGN: dict[str, Foreign] = {
@@ -75,90 +75,93 @@ FOREIGN: dict[str, Foreign] = {
             enable_batch_sharded_sampling=False,
         ),
         _group(
-            "no mixture of experts can be loaded here, so there are no experts to divide",
+            "mixtures of experts are not supported, so no experts can be divided",
             enable_expert_parallel=EITHER,
             enable_ep_weight_filter=EITHER,
             enable_eplb=False,
         ),
-        _group("a step is one batch here, and is not split in two", enable_dbo=False),
-        _group("no model with hyper-connections can be loaded here", enable_hc_sp=False),
+        _group("a step is one batch, and is never split in two", enable_dbo=False),
+        _group("models with hyper-connections are not supported", enable_hc_sp=False),
         _group(
-            "the number of engines has no maximum of its own; leave it out",
+            "the number of engines has no separate maximum; leave it out",
             elastic_ep_max_dp_size=None,
         ),
         _group(
-            "an engine that dies is always replaced here; leave it out",
+            "the server always replaces engines that die; leave it out",
             enable_fault_tolerance=False,
         ),
         _group(
-            "a server starts the engines behind one port; start a server for each "
+            "a server has one port for all its engines; start a server for each "
             "(data_parallel_rank), and a load balancer",
             data_parallel_multi_port_external_lb=False,
         ),
         _group(
-            "the server and its nodes start the engines; Ray can have workers "
+            "the server and its nodes start the engines; Ray can run workers "
             "(distributed_executor_backend) and whole servers (octavo router)",
             data_parallel_backend="mp",
         ),
         _group(
-            "processes do not meet through torch.distributed here",
+            "processes do not use torch.distributed",
             master_addr=ANY,
             master_port=ANY,
             distributed_timeout_seconds=ANY,
             cpu_distributed_timeout_seconds=ANY,
         ),
         _group(
-            "it tunes context parallelism, which is refused",
+            "it tunes context parallelism, which is not supported",
             dcp_comm_backend=ANY,
             dcp_q_replicate=EITHER,
             dcp_kv_cache_interleave_size=ANY,
             cp_kv_cache_interleave_size=ANY,
         ),
         _group(
-            "a server watches its engines itself, so there is no supervisor with a port or probes",
+            "the server itself monitors its engines, without a supervisor that has a port or "
+            "probes",
             data_parallel_supervisor_port=ANY,
             dp_supervisor_probe_interval_s=ANY,
             dp_supervisor_probe_timeout_s=ANY,
             dp_supervisor_probe_failure_threshold=ANY,
         ),
         _group(
-            "engines beside each other do not wait for one another here",
+            "data-parallel engines do not wait for one another",
             dp_sync_interval=ANY,
             disable_nccl_for_dp_synchronization=EITHER,
         ),
         _group(
-            "workers add up their parts in memory that they share, without NCCL",
+            "workers sum their parts in shared memory, without NCCL",
             disable_custom_all_reduce=EITHER,
             enable_nccl_comm_suspend=EITHER,
         ),
-        _group("steps go to workers through shared memory always", enable_shm_tensor_arena=EITHER),
         _group(
-            "it tunes mixtures of experts, of which none can be loaded here",
+            "workers always receive steps through shared memory", enable_shm_tensor_arena=EITHER
+        ),
+        _group(
+            "it tunes mixtures of experts, which are not supported",
             all2all_backend=ANY,
             expert_placement_strategy=ANY,
             eplb_config=ANY,
         ),
         _group(
-            "it tunes how enable_dbo splits a batch, which is refused",
+            "it tunes enable_dbo, which is not supported",
             ubatch_size=ANY,
             dbo_decode_token_threshold=ANY,
             dbo_prefill_token_threshold=ANY,
         ),
         _group(
-            "max_engine_restarts and progress_timeout say how engines that die are replaced",
+            "max_engine_restarts and progress_timeout control the replacement of engines that die",
             fault_tolerance_config=ANY,
         ),
         _group(
-            "weights are mapped from their files, so loading them takes no copy for each worker",
+            "weights are mapped from their files, so loading needs no copy for each worker",
             max_parallel_loading_workers=ANY,
         ),
         _group(
-            "record a profile with profiler_dir; Nsight is not started",
+            "use profiler_dir to record a profile; Nsight is not supported",
             ray_workers_use_nsight=False,
         ),
         _group(
-            "worker and scheduler are Octavo's own; LLM.collective_rpc also takes a function, which"
-            " gets the worker",
+            "the worker and the scheduler cannot be replaced; LLM.collective_rpc can call a "
+            "function with the worker",
             worker_cls="auto",
             worker_extension_cls="",
             scheduler_cls=None,
@@ -171,8 +174,8 @@ FOREIGN: dict[str, Foreign] = {
             numa_bind_cpus=[],
         ),
         _group(
-            "nothing is compiled at start here, so there is nothing to tune; enforce_eager turns "
-            "captured steps off",
+            "nothing is compiled at start, so nothing can be tuned; enforce_eager disables "
+            "captured steps",
             optimization_level=ANY,
             cudagraph_capture_sizes=ANY_LIST,
             max_cudagraph_capture_size=ANY,
@@ -181,12 +184,12 @@ FOREIGN: dict[str, Foreign] = {
             jit_monitor_verbose=EITHER,
         ),
         _group(
-            "nothing is compiled at start here; leave it out, and use enforce_eager to run steps "
+            "nothing is compiled at start; leave it out, and use enforce_eager to run steps "
             "operation by operation",
             compilation_config=({}, 0, 1, 2, 3),
         ),
         _group(
-            "the kernels are Octavo's own; leave it out, or choose an attention_backend",
+            "Octavo uses its own kernels; leave it out, or choose an attention_backend",
             kernel_config={},
             attention_config={},
             ir_op_priority={},
@@ -197,17 +200,17 @@ FOREIGN: dict[str, Foreign] = {
             kda_prefill_backend="auto",
             kda_decode_backend="auto",
         ),
-        _group("octavo bench tune finds the settings for a goal", performance_mode="balanced"),
+        _group("use octavo bench tune to find settings for a goal", performance_mode="balanced"),
         _group(
-            "models with adapters cannot be served yet; merge the adapter into the weights and "
-            "serve the merged model",
+            "adapters are not supported yet; merge the adapter into the weights and serve the "
+            "merged model",
             enable_lora=False,
             lora_modules=[],
             default_mm_loras={},
             enable_tower_connector_lora=False,
         ),
         _group(
-            "it tunes adapters, and enable_lora is refused",
+            "it tunes adapters (enable_lora), which are not supported",
             max_loras=ANY,
             max_lora_rank=ANY,
             max_cpu_loras=ANY,
@@ -220,7 +223,7 @@ FOREIGN: dict[str, Foreign] = {
             max_lora_cls_labels=ANY,
         ),
         _group(
-            "models take text only here, so there are no pictures, sounds or videos to treat",
+            "models accept text only, no pictures, sounds or videos",
             allowed_local_media_path=ANY,
             allowed_media_domains=ANY_LIST,
             disable_chunked_mm_input=EITHER,
@@ -249,7 +252,7 @@ FOREIGN: dict[str, Foreign] = {
             ec_manager_config=ANY,
         ),
         _group(
-            "models take text only here; leave it out",
+            "models accept text only; leave it out",
             enable_mm_embeds=False,
             interleave_mm_strings=False,
             mm_encoder_only=False,
@@ -257,11 +260,12 @@ FOREIGN: dict[str, Foreign] = {
             ec_transfer_config={},
         ),
         _group(
-            "prompts are texts, token ids or embeddings, and no plug-in makes them of other things",
+            "prompts are texts, token ids or embeddings; plug-ins cannot convert other inputs to "
+            "prompts",
             io_processor_plugin=None,
         ),
         _group(
-            "no model with state-space layers can be loaded here, so there is nothing to tune",
+            "it tunes models with state-space layers, which are not supported",
             enable_mamba_cache_stochastic_rounding=EITHER,
             enable_mamba_shared_prefix_checkpoint=EITHER,
             mamba_backend=ANY,
@@ -276,7 +280,7 @@ FOREIGN: dict[str, Foreign] = {
             use_replayssm=EITHER,
         ),
         _group(
-            "models generate text here; embeddings, scores and classes are not supported",
+            "models generate text only; embeddings, scores and classes are not supported",
             runner=("auto", "generate"),
             convert=("auto", "none"),
             pooler_config={},
@@ -284,78 +288,77 @@ FOREIGN: dict[str, Foreign] = {
         ),
         _group(
             "tool calls are not parsed from answers yet; leave it out and parse them in your "
-            "client, or ask for JSON with response_format",
+            "client, or request JSON with response_format",
             enable_auto_tool_choice=False,
-            exclude_tools_when_tool_choice_none=False,
             tool_call_parser=None,
             tool_parser_plugin="",
             tool_server=None,
             tool_strict_level="auto",
         ),
         _group(
-            "reasoning is not separated from the answer yet; leave it out, and the answer comes as "
+            "reasoning is not separated from the answer yet; leave it out, so that the answer is "
             "one text",
             reasoning_parser="",
             reasoning_parser_plugin="",
             reasoning_config={},
         ),
         _group(
-            "there is no Anthropic or Cohere API here",
+            "the Anthropic and Cohere APIs are not supported",
             anthropic_disabled_thinking_effort=ANY,
             cohere_format=ANY,
             cohere_is_reasoning_model=EITHER,
         ),
         _group(
-            "weights stay in the device's memory here; use a smaller dtype or quantization=int8 "
+            "weights always stay in the device's memory; use a smaller dtype or quantization=int8 "
             "or int4",
             cpu_offload_gb=0,
             offload_backend="auto",
             offload_group_size=0,
         ),
         _group(
-            "memory that can be given back comes with enable_sleep_mode",
+            "use enable_sleep_mode to release memory",
             enable_cumem_allocator=False,
         ),
         _group(
-            "it tunes the offloading of weights, which does not exist here",
+            "it tunes the offloading of weights, which is not supported",
             cpu_offload_params=ANY_LIST,
             offload_num_in_group=ANY,
             offload_prefetch_step=ANY,
             offload_params=ANY_LIST,
         ),
         _group(
-            "steps that were recorded stay in memory while an engine sleeps; leave it out",
+            "captured steps stay in memory while an engine sleeps; leave it out",
             sleep_mode_offload_cudagraph=False,
         ),
         _group(
-            "at level=2 all weights are read again when an engine wakes up; take level=1",
+            "after sleep at level=2 an engine that wakes up reads all weights again; use level=1",
             sleep_preserve_parameter_names=[],
         ),
-        _group("kv_cache_dtype holds for all layers", kv_cache_dtype_skip_layers=[]),
+        _group("kv_cache_dtype applies to all layers", kv_cache_dtype_skip_layers=[]),
         _group(
-            "no model whose layers share a KV cache can be loaded here",
+            "models with layers that share a KV cache are not supported",
             kv_sharing_fast_prefill=False,
         ),
         _group(
-            "blocks of the prefix cache are found again by their SHA-256",
+            "the prefix cache identifies blocks by their SHA-256",
             prefix_caching_hash_algo=("sha256", "sha256_cbor"),
         ),
         _group(
-            "cached prefixes stay until their memory is needed; leave it out",
+            "cached prefixes stay until other requests need their memory; leave it out",
             prefix_cache_retention_interval=0,
         ),
         _group("a cached prefix ends with a block; set block_size instead", prefix_match_unit=None),
         _group(
-            "each kind of layer has block tables of its own here, whatever is asked for",
+            "each kind of layer always has its own block tables",
             disable_hybrid_kv_cache_manager=EITHER,
         ),
         _group(
-            "no model that caches its sliding windows apart (DeepSeek V4.1) can be loaded here",
+            "models that cache sliding windows separately (DeepSeek V4.1) are not supported",
             swa_bounded_replay=EITHER,
         ),
-        _group("there is no cascade attention here", disable_cascade_attn=EITHER),
+        _group("cascade attention is not supported", disable_cascade_attn=EITHER),
         _group(
-            "layers attend as the model's config says; set max_model_len instead",
+            "layers attend according to the model's config; set max_model_len instead",
             disable_sliding_window=False,
         ),
         _group("use max_num_batched_tokens", max_num_scheduled_tokens=None),
@@ -367,95 +370,98 @@ FOREIGN: dict[str, Foreign] = {
             prefill_schedule_interval=1,
         ),
         _group(
-            "no blocks of the KV cache are held back when a request starts; leave it out",
+            "no KV-cache blocks are held back when a request starts; leave it out",
             watermark=0,
         ),
         _group(
-            "whether a request fits is known on arrival here", scheduler_reserve_full_isl=EITHER
+            "Octavo always checks on arrival if a request fits", scheduler_reserve_full_isl=EITHER
         ),
-        _group("tokens are sent as they come; leave it out", stream_interval=1),
+        _group("tokens are sent as soon as they are generated; leave it out", stream_interval=1),
         _group(
-            "a model is described by the config.json of its folder, in Hugging Face's form; change "
-            "fields with hf_overrides",
+            "models need a config.json in Hugging Face's format; change its fields with "
+            "hf_overrides",
             config_format=("auto", "hf"),
             hf_config_path=None,
         ),
         _group(
-            "models are computed by Octavo's own code; a class of yours comes with a package "
+            "Octavo computes models with its own code; install custom classes as a package "
             "(docs/architecture.md, Recipes)",
             model_class_overrides={},
             model_impl=("auto", "vllm"),
         ),
-        _group("no model with n-gram embeddings can be loaded here", engram_config={}),
-        _group("no diffusion model can be loaded here", diffusion_config={}),
+        _group("models with n-gram embeddings are not supported", engram_config={}),
+        _group("diffusion models are not supported", diffusion_config={}),
         _group(
-            "defaults of the sampling come from the model's generation_config.json; give others "
-            "in the request",
+            "sampling defaults are those of the model's generation_config.json; set others in the "
+            "request",
             generation_config="auto",
             override_generation_config={},
         ),
         _group(
-            "a tokenizer is read from tokenizer.json, which has the tokens of other formats "
-            "(Mistral's ...), too; leave it out",
+            "tokenizers are read from tokenizer.json, which also contains the tokens of other "
+            "formats (Mistral's ...); leave it out",
             tokenizer_mode=("auto", "hf", "fast", "slow"),
         ),
         _group(
-            "one revision holds for weights, config and tokenizer; use revision, or tokenizer "
-            "with a folder of its own",
+            "one revision applies to weights, config and tokenizer; use revision, or a separate "
+            "folder as tokenizer",
             code_revision=None,
             tokenizer_revision=None,
         ),
         _group("set the environment variable HF_TOKEN", hf_token=None),
         _group(
-            "of a model only the files of its load_format are downloaded and read; leave it out",
+            "only the files of its load_format are downloaded and read for a model; leave it out",
             ignore_patterns=["original/**/*"],
             model_loader_extra_config={},
             model_weights="",
         ),
-        _group("weights go straight to the device; leave it out", pt_load_map_location="cpu"),
         _group(
-            "weights do not change while an engine is awake; put others into the model's folder, "
-            "and sleep (level=2) and wake the engine up",
+            "weights are loaded directly to the device; leave it out", pt_load_map_location="cpu"
+        ),
+        _group(
+            "weights do not change while an engine is awake; replace them in the model's folder, "
+            "then sleep (level=2) and wake the engine up",
             weight_transfer_config={},
         ),
         _group(
-            "it tunes the reading of weights, which are kept packed after the first start",
+            "it tunes the reading of weights, which are cached in packed form after the first "
+            "start",
             safetensors_load_strategy=ANY,
             safetensors_prefetch_block_size=ANY,
             safetensors_prefetch_num_threads=ANY,
         ),
-        _group("loading shows its progress on a terminal only", use_tqdm_on_load=EITHER),
+        _group("loading shows its progress only on a terminal", use_tqdm_on_load=EITHER),
         _group("use quantization=int8 or int4", quantization_config={}),
-        _group("there are no deprecated methods here", allow_deprecated_quantization=EITHER),
+        _group("Octavo has no deprecated methods", allow_deprecated_quantization=EITHER),
         _group(
             "logprobs are those of the model before any processing; leave it out",
             logprobs_mode="raw_logprobs",
         ),
         _group(
-            "answers do not say which tokens the sampling had left to choose from; leave it out",
+            "answers do not contain the tokens that the sampler had left to choose from; leave it "
+            "out",
             return_sampling_mask=False,
         ),
         _group(
-            "the precision of the sampling is fixed: weights of tokens are whole numbers; leave it "
-            "out",
+            "the sampler has a fixed precision: token weights are whole numbers; leave it out",
             use_fp64_gumbel=False,
         ),
         _group(
-            "no mixture of experts can be loaded here, so no token is routed to an expert",
+            "mixtures of experts are not supported, so no token is routed to an expert",
             enable_return_routed_experts=False,
         ),
         _group(
-            "tokens to be generated cannot be given beforehand; octavo replay repeats what a "
-            "server was asked, from a recording (--record)",
+            "the tokens of an answer cannot be set beforehand; octavo replay repeats the requests "
+            "of a recording (--record)",
             enable_trace_replay=False,
         ),
         _group(
-            "answers have tokens, text and logprobs, and no other output of the model",
+            "answers contain tokens, text and logprobs, and no other output of the model",
             aux_output_config={},
         ),
         _group("answers are not watermarked", watermark_config={}),
         _group(
-            "one log line has the statistics of all engines, and /metrics those of each",
+            "one log line has the statistics of all engines; /metrics has those of each engine",
             aggregate_engine_logging=EITHER,
         ),
         _group(
@@ -471,7 +477,7 @@ FOREIGN: dict[str, Foreign] = {
             log_error_stack=False,
         ),
         _group(
-            "/metrics has all that is measured; leave it out",
+            "/metrics has all measurements; leave it out",
             cudagraph_metrics=False,
             enable_mfu_metrics=False,
             kv_cache_metrics=False,
@@ -484,25 +490,25 @@ FOREIGN: dict[str, Foreign] = {
             "histograms in /metrics have fixed buckets; leave it out", custom_histogram_buckets={}
         ),
         _group(
-            "what each step takes is in a profile; record one with profiler_dir",
+            "a profile shows the time of each step; record one with profiler_dir",
             enable_layerwise_nvtx_tracing=False,
             enable_logging_iteration_details=False,
         ),
         _group(
-            "there are no OpenTelemetry traces; use /metrics, or a profile with profiler_dir",
+            "OpenTelemetry traces are not supported; use /metrics, or a profile with profiler_dir",
             collect_detailed_traces=[],
             otlp_traces_endpoint=None,
         ),
-        _group("it tunes kv_cache_metrics, which are refused", kv_cache_metrics_sample=ANY),
+        _group("it tunes kv_cache_metrics, which is not supported", kv_cache_metrics_sample=ANY),
         _group(
-            "templates are the operator's: give chat_template when the server starts",
+            "only the operator can set the template; give chat_template when the server starts",
             trust_request_chat_template=False,
             chat_template_content_format="auto",
         ),
-        _group("templates are rendered in a process of their own", renderer_num_workers=ANY),
+        _group("templates are rendered in one separate process", renderer_num_workers=ANY),
         _group("every answer has an X-Request-Id", enable_request_id_headers=EITHER),
         _group(
-            "the requests that are being answered are counted in any case: GET /load",
+            "the server always counts unfinished requests; use GET /load",
             enable_server_load_tracking=EITHER,
         ),
         _group(
@@ -511,35 +517,38 @@ FOREIGN: dict[str, Foreign] = {
             fingerprint_value=None,
         ),
         _group(
-            "a stream is silent until its next token; put a proxy in front of the server that "
+            "a stream sends nothing until its next token; use a proxy in front of the server that "
             "keeps connections alive",
             sse_keep_alive_interval=0,
         ),
         _group(
-            "allowed_origins may use any method and header, without cookies; put a proxy in front "
-            "of the server for other rules of CORS",
+            "allowed_origins may use any method and header, without cookies; use a proxy in front "
+            "of the server for other CORS rules",
             allow_credentials=False,
             allowed_headers=("*", ["*"]),
             allowed_methods=("*", ["*"]),
         ),
         _group(
-            "use ssl_certfile and ssl_keyfile; put a proxy in front of the server for more of TLS",
+            "use ssl_certfile and ssl_keyfile; use a proxy in front of the server for other TLS "
+            "options",
             enable_ssl_refresh=False,
             ssl_ca_certs=None,
             ssl_cert_reqs=0,
             ssl_ciphers=None,
         ),
-        _group("/docs needs no other server already", enable_offline_docs=EITHER),
-        _group("there is POST /inference/v1/generate in any case", enable_scale_out=EITHER),
-        _group("every address is always there; use POST /inference/v1/generate", tokens_only=False),
+        _group("/docs already needs no other server", enable_offline_docs=EITHER),
+        _group("the server always has POST /inference/v1/generate", enable_scale_out=EITHER),
+        _group(
+            "all routes are always available; use POST /inference/v1/generate", tokens_only=False
+        ),
         _group("the API is HTTP with JSON", grpc=False, grpc_port=None),
         _group(
-            "a request has 32 KiB and 100 headers at most; put a proxy in front of the server for "
-            "other bounds",
+            "a request's head has at most 32 KiB and 100 headers; use a proxy in front of the "
+            "server for other limits",
             h11_max_header_count=256,
             h11_max_incomplete_event_size=4194304,
         ),
-        _group("an unknown VLLM_* variable is a warning", fail_on_environ_validation=False),
+        _group("unknown VLLM_* variables cause a warning", fail_on_environ_validation=False),
         _group("Octavo has no further settings", additional_config={}),
     )
     for setting in settings
@@ -547,17 +556,17 @@ FOREIGN: dict[str, Foreign] = {
 
 
 RENAMED = {"device_memory_utilization": "gpu_memory_utilization"}
-"""Second names of settings that Octavo has."""
+"""Alternative names of Octavo's settings."""
 
 SPECULATIVE = {
     "spec_method": "method",
     "spec_model": "model",
     "spec_tokens": "num_speculative_tokens",
 }
-"""Settings that are parts of speculative_config."""
+"""Settings that are keys of speculative_config."""
 
 OFFLOADING = ("kv_offloading_size", "kv_offloading_backend")
-"""A short form of kv_transfer_config: GiB of memory for the OffloadingConnector."""
+"""Short form of kv_transfer_config: GiB of memory for the OffloadingConnector."""
 
 DRAFT = {
     setting.name: setting
@@ -566,9 +575,12 @@ DRAFT = {
         *_group(
             "no value changes a draft", enforce_eager=EITHER, disable_padded_drafter_batch=EITHER
         ),
-        *_group("drafts are made one after the other; leave it out", parallel_drafting=False),
         *_group(
-            "draft models are read as they are; leave it out, or name a folder as the model",
+            "the drafts of a step are computed one after the other; leave it out",
+            parallel_drafting=False,
+        ),
+        *_group(
+            "draft models are loaded unchanged; leave it out, or give a folder as the model",
             quantization=None,
             max_model_len=None,
             revision=None,
@@ -576,7 +588,7 @@ DRAFT = {
         ),
     ]
 }
-"""Parts of speculative_config that only vLLM has."""
+"""Keys of speculative_config that only vLLM has."""
 
 SECTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "structured_outputs_config": (
@@ -586,7 +598,7 @@ SECTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "profiler_config": ("torch_profiler_dir", "profiler_dir", {"profiler": "torch"}),
 }
-"""Groups of settings of which one has a meaning here: its key, its name, and harmless others."""
+"""Groups of settings with one supported key: the key, Octavo's name, and harmless other keys."""
 
 VALUES: dict[str, dict[str, str]] = {
     "dtype": {"half": "float16", "float": "float32"},
@@ -597,7 +609,7 @@ VALUES: dict[str, dict[str, str]] = {
         "FLASHINFER": "flashinfer",
     },
 }
-"""vLLM's names of values, and Octavo's."""
+"""Octavo's names of values by vLLM's names."""
 
 SHORT = {
     "compilation_config": "-cc",
@@ -625,18 +637,18 @@ SHORT = {
     "quantization": "-q",
     "speculative_config": "-sc",
 }
-"""Short forms of flags, of settings that Octavo has, too."""
+"""Short forms of flags, also of settings that Octavo has."""
 
 
 def check_foreign(name: str, value: Any) -> bool:
-    """Whether a setting is one of vLLM's that can be dropped; False if vLLM has none of the name.
+    """Return True if a setting is only vLLM's and can be dropped; False if vLLM lacks it.
 
     Args:
-        name: as an argument: "pipeline_parallel_size".
-        value: as `LLM(...)` takes it, or the text that was typed.
+        name: name of the argument, such as "pipeline_parallel_size".
+        value: value of an argument of `LLM(...)`, or text from the command line.
 
     Raises:
-        ConfigError: the setting is vLLM's and asks for what Octavo cannot do.
+        ConfigError: the setting is vLLM's, and Octavo does not support the value.
     """
     setting = FOREIGN.get(name)
     if setting is None:
@@ -654,14 +666,13 @@ def _refuse_unless_harmless(setting: Foreign, name: str, value: Any) -> None:
 
 
 def translate(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as vLLM names them, by Octavo's names; what asks for nothing is dropped.
+    """Return vLLM's settings by Octavo's names, without those that have no effect.
 
     Args:
-        kwargs: flat names, as `LLM(...)` and the command line take them; those that nobody knows
-            stay as they are.
+        kwargs: flat names, as `LLM(...)` and the command line accept them; unknown names remain.
 
     Raises:
-        ConfigError: a setting of vLLM's asks for what Octavo cannot do, or two contradict.
+        ConfigError: Octavo does not support a value, or two settings contradict each other.
     """
     kwargs = dict(kwargs)
     settings = {name: value for name, value in kwargs.items() if not check_foreign(name, value)}
@@ -674,8 +685,8 @@ def translate(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     size, backend = (settings.pop(name, None) for name in OFFLOADING)
     if backend not in (None, "native"):
         raise ConfigError(
-            f"kv_offloading_backend={backend!r} is not supported; use native, or another connector "
-            "by kv_transfer_config."
+            f"kv_offloading_backend={backend!r} is not supported; use native, or set another "
+            "connector with kv_transfer_config."
         )
     if _typed(size) not in (None, 0):
         _put(settings, "kv_transfer_config", _offloading(size), "kv_offloading_size")
@@ -696,9 +707,7 @@ def translate(kwargs: Mapping[str, Any]) -> dict[str, Any]:
             if part == key:
                 _put(settings, target, value, f"{name}.{key}")
             elif value and value != ignored.get(part):
-                raise ConfigError(
-                    f"{name}.{part}={value!r} is not supported: only {key} has a meaning here."
-                )
+                raise ConfigError(f"{name}.{part}={value!r} is not supported; only {key} is.")
     for name, values in VALUES.items():
         if isinstance(settings.get(name), str):
             settings[name] = values.get(settings[name], settings[name])
@@ -707,7 +716,7 @@ def translate(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 def _put(settings: dict[str, Any], name: str, value: Any, given_as: str) -> None:
     if settings.get(name, value) != value:
-        raise ConfigError(f"{name} and {given_as} say different things; give one of them.")
+        raise ConfigError(f"{name} and {given_as} contradict each other; give one of them.")
     settings[name] = value
 
 
@@ -724,7 +733,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def _typed(value: Any) -> Any:
-    """What a typed text means: a number, JSON, or the text as it is."""
+    """Parse typed text: return a number, JSON, or the unchanged text."""
     if not isinstance(value, str):
         return value
     try:

@@ -1,9 +1,8 @@
-"""Octavo's settings: small frozen sections put together into one `EngineConfig`.
+"""Octavo's settings: small frozen sections that make up one `EngineConfig`.
 
-Every field carries its default, its doc line and its check in one place; command-line flags and
-the keyword arguments of `LLM` are generated from them. Names and defaults are vLLM's wherever it
-has the thing. Environment variables are read in
-`environment.py` and nowhere else.
+Every field holds its default, its description and its check; command-line flags and the keyword
+arguments of `LLM` are generated from the fields. Names and defaults are vLLM's if vLLM has the
+setting. Only `environment.py` reads environment variables.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Settings as command-line flags: for every command that makes an engine, the very same ones."""
+"""Settings as command-line flags, the same for every command that starts an engine."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ _DOTTED = re.compile(r"(--?[A-Za-z][\w-]*)\.([\w-]+(?:\.[\w-]+)*)(\+)?(?:=(.*))?
 _NAME = re.compile(
     r"(?<![\w./'\"{-])([a-z][a-z0-9_]*)(?:=((?i:true|false))\b)?(?![\w/'\"-])(?=(=|: )?)"
 )
-"""A name in a message that may be a setting's, with its value if that is a switch's."""
+"""Pattern of a word in a message that may name a setting, with its value if it is a switch."""
 
 _WIDEST_CHOICES = 40
-"""Characters of a flag's choices that are shown behind it in the help."""
+"""Maximum number of characters of the choices that the help shows after a flag."""
 
 GIVEN_FLAGS = "given_flags"
-"""Where a namespace keeps, while it is filled, which flags there were."""
+"""Attribute of a namespace that holds the flags parsed so far."""
 
 
 def add_engine_settings(parser: argparse.ArgumentParser, exclude: Collection[str] = ()) -> None:
-    """Adds a flag for each setting of `EngineConfig`, a group for each section.
+    """Add a flag for each setting of `EngineConfig`, in one group for each section.
 
     Args:
-        parser: where to.
-        exclude: names of settings that the parser has a flag for already.
+        parser: parser that receives the flags.
+        exclude: names of settings for which the parser already has a flag.
     """
     by_section: dict[str, list[ConfigField]] = {}
     for field in config_fields(EngineConfig):
@@ -64,9 +64,9 @@ def add_settings(
     fields: Iterable[ConfigField],
     doc: str | None = None,
 ) -> None:
-    """Adds a group of flags, one for each setting.
+    """Add a group of flags, one for each setting.
 
-    Only flags that were given end up in the namespace.
+    The namespace contains only the flags of the command line, no defaults.
     """
     group = parser.add_argument_group(title, doc)
     for field in fields:
@@ -84,7 +84,7 @@ def add_settings(
         elif field.choices is not None and len(field.choices) > 1:
             kwargs |= {"choices": field.choices, "type": _choice_type(field)}
             listed = ", ".join(map(str, field.choices))
-            if len(listed) > _WIDEST_CHOICES:  # too wide to stand behind the flag
+            if len(listed) > _WIDEST_CHOICES:  # too wide to follow the flag
                 kwargs |= {"metavar": "NAME", "help": f"{kwargs['help']} One of {listed}."}
         elif field.is_json:
             kwargs["metavar"] = "JSON"
@@ -94,7 +94,7 @@ def add_settings(
 
 
 def shown_default(field: ConfigField) -> object:
-    """A default that is not None, as one would type it: 8M, on, 30."""
+    """Return a default that is not None in the form of the command line: 8M, on, 30."""
     value = field.default
     if isinstance(value, bool):
         return "on" if value else "off"
@@ -107,9 +107,9 @@ def shown_default(field: ConfigField) -> object:
 
 
 def _add_foreign_settings(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that only vLLM has; they are in docs/vllm.md, not in the help.
+    """Add the flags that only vLLM has; docs/vllm.md lists them, the help does not.
 
-    A flag that the parser has already is the caller's own.
+    Flags that the caller has added to the parser remain.
     """
     kwargs: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     taken = {flag for action in parser._actions for flag in action.option_strings}
@@ -133,7 +133,7 @@ def _names(name: str) -> list[str]:
 
 
 class StoreOnce(argparse.Action):
-    """Stores the value of a flag that may be given once only."""
+    """Action that stores the value of a flag and rejects a repeated flag."""
 
     def __call__(
         self,
@@ -142,13 +142,13 @@ class StoreOnce(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """Stores it."""
+        """Store the value."""
         _note_given(parser, namespace, self)
         setattr(namespace, self.dest, values)
 
 
 class _SwitchOnce(argparse.BooleanOptionalAction):
-    """--flag or --no-flag, one of them, once."""
+    """Action of --flag and --no-flag, of which the command line may have one, once."""
 
     def __call__(
         self,
@@ -157,7 +157,7 @@ class _SwitchOnce(argparse.BooleanOptionalAction):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """Stores True or False."""
+        """Store True or False."""
         _note_given(parser, namespace, self)
         super().__call__(parser, namespace, values, option_string)
 
@@ -173,13 +173,13 @@ def _note_given(
 
 
 def expand_dotted(words: Iterable[str]) -> list[str]:
-    """Puts flags such as --speculative-config.method ngram together to one flag with JSON.
+    """Combine flags such as --speculative-config.method ngram into one flag with JSON.
 
-    A value that is JSON counts as such, any other as text; --flag.key+ adds to a list, to which
-    commas add more than one.
+    A value is parsed as JSON if possible, otherwise it is text. --flag.key+ adds the values
+    between commas to a list.
 
     Raises:
-        ConfigError: a key is given twice, or a value is missing.
+        ConfigError: a key appears twice, or a value is missing.
     """
     rest = iter(words)
     expanded: list[str] = []
@@ -199,7 +199,7 @@ def expand_dotted(words: Iterable[str]) -> list[str]:
             raise ConfigError(f"{word} needs a value.")
         if flag not in objects:
             objects[flag] = len(expanded) + 1, {}
-            expanded += [flag, ""]  # JSON takes its place
+            expanded += [flag, ""]  # JSON replaces it
         _put_dotted(objects[flag][1], f"{flag}.{path}", path.split("."), value, bool(plus))
     for place, content in objects.values():
         expanded[place] = json.dumps(content)
@@ -210,7 +210,9 @@ def _put_dotted(content: dict[str, Any], name: str, keys: list[str], text: str, 
     for key in keys[:-1]:
         content = content.setdefault(key, {})
         if not isinstance(content, dict):
-            raise ConfigError(f"{name} is given twice, with a value and with keys of its own.")
+            raise ConfigError(
+                f"{name} is given twice, with a value and with keys; give one of them."
+            )
     last = keys[-1]
     if add:
         values = content.setdefault(last, [])
@@ -231,19 +233,19 @@ def _json_or_text(text: str) -> Any:
 
 
 def given_settings(args: argparse.Namespace, fields: Iterable[ConfigField]) -> dict[str, Any]:
-    """The settings that were given on the command line."""
+    """Return the settings of the command line."""
     return {f.name: getattr(args, f.name) for f in fields if hasattr(args, f.name)}
 
 
 def engine_kwargs(args: argparse.Namespace, model: str | None = None) -> dict[str, Any]:
-    """The engine settings that were given: arguments for `LLM` or `EngineConfig.from_kwargs`.
+    """Return the engine settings of the command line as arguments of `LLM`.
 
     Args:
-        args: what a parser with `add_engine_settings` made.
-        model: the model as a positional argument, if there was one.
+        args: result of a parser with `add_engine_settings`.
+        model: positional argument with the model; None if missing.
 
     Raises:
-        ConfigError: two models are named.
+        ConfigError: the command line names two models.
     """
     known = {field.name for field in config_fields(EngineConfig)}
     known |= {*FOREIGN, *SPECULATIVE, *SECTIONS, *RENAMED, *OFFLOADING}
@@ -258,11 +260,11 @@ def engine_kwargs(args: argparse.Namespace, model: str | None = None) -> dict[st
 
 
 def name_flags(message: str, parser: argparse.ArgumentParser) -> str:
-    """Return the message of an error with flags in place of the names of settings.
+    """Return an error's message with flags in place of the names of settings.
 
     Args:
-        message: what is wrong: "max_model_len=0 leaves no room".
-        parser: has the flags.
+        message: text such as "max_model_len=0 leaves no room".
+        parser: parser with the flags.
     """
     flags: dict[str, tuple[str, bool]] = {}
     for action in parser._actions:
@@ -273,7 +275,7 @@ def name_flags(message: str, parser: argparse.ArgumentParser) -> str:
 
     def flag(found: re.Match[str]) -> str:
         name, value = found[1], found[2]
-        # A name of one word is a word like any other, unless a value follows, or it comes first.
+        # A name of one word may be an ordinary word, except before a value or at the beginning.
         is_named = "_" in name or value or found[3] == "=" or (found[3] and not found.start())
         if name not in flags or not is_named:
             return found[0]
@@ -286,11 +288,11 @@ def name_flags(message: str, parser: argparse.ArgumentParser) -> str:
 
 
 def setting_flags(values: Mapping[str, Any], fields: Iterable[ConfigField]) -> list[str]:
-    """The words of a command line that give settings their values.
+    """Return the words of a command line that sets the given values.
 
     Args:
         values: settings by name, as `engine_kwargs` and `given_settings` return them.
-        fields: all settings that may be among them.
+        fields: all settings that `values` may contain.
     """
     flags = {field.name: field.flag for field in fields}
     words: list[str] = []
@@ -308,7 +310,7 @@ def setting_flags(values: Mapping[str, Any], fields: Iterable[ConfigField]) -> l
 
 
 def _choice_type(field: ConfigField) -> Callable[[str], Any]:
-    """Reads one of a fixed set of values, by vLLM's name where it has another."""
+    """Return a parser of a fixed set of values, which also accepts vLLM's names of them."""
     assert field.choices is not None
     kind = type(field.choices[0])
     others = VALUES.get(field.name, {})
@@ -316,12 +318,12 @@ def _choice_type(field: ConfigField) -> Callable[[str], Any]:
     def read(text: str) -> Any:
         return kind(others.get(text, text))
 
-    read.__name__ = kind.__name__  # what argparse calls it
+    read.__name__ = kind.__name__  # argparse shows it
     return read
 
 
 def _value_type(name: str, plain: Any) -> dict[str, Any]:
-    """How argparse reads a value; sizes in bytes are left to the config."""
+    """Return argparse's options for parsing a value; the config parses sizes in bytes."""
     if name.endswith("_bytes"):
         return {"metavar": "SIZE"}
     number = getattr(plain, "__origin__", plain)  # the type under `Annotated`
@@ -338,7 +340,7 @@ def _value_type(name: str, plain: Any) -> dict[str, Any]:
 
 
 def _whole(text: str) -> int:
-    """A whole number, such as 4096, 4k (4,000) or 4K (4,096)."""
+    """Parse a whole number, such as 4096, 4k (4,000) or 4K (4,096)."""
     try:
         return parse_size("", text) if text[-1:].isalpha() else int(text)
     except ValueError:
@@ -346,7 +348,7 @@ def _whole(text: str) -> int:
 
 
 def _size(text: str) -> int:
-    """The same of a number of tokens or blocks, for which one may well write 4k."""
+    """Parse a number of tokens or blocks; the error mentions the form 4k."""
     try:
         return _whole(text)
     except argparse.ArgumentTypeError as error:
@@ -356,5 +358,5 @@ def _size(text: str) -> int:
 
 
 def _length(text: str) -> int:
-    """A whole number, or auto for -1."""
+    """Parse a whole number, or auto as -1."""
     return -1 if text.lower() == "auto" else _size(text)

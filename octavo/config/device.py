@@ -1,4 +1,4 @@
-"""Settings of the device, and of the workers that share a model."""
+"""Settings of the device and of the workers that share a model."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from octavo.config.section import PositiveInt, Section
 
 
 class DeviceConfig(Section, frozen=True):
-    """Where and how the model computes."""
+    """Device, attention kernels and division of the model among processes."""
 
     device: Annotated[
         str,
-        Meta(description="cpu, cuda, or a plug-in's device; auto: a GPU if there is one."),
+        Meta(description="cpu, cuda, or a plug-in's device; auto: a GPU if available."),
     ] = "auto"
     attention_backend: Annotated[
         Literal["auto", "cpu", "triton", "flashinfer", "reference"],
@@ -26,56 +26,58 @@ class DeviceConfig(Section, frozen=True):
     batch_invariant: Annotated[
         bool,
         Meta(
-            description="CUDA: a request gets the same result, bit for bit, whatever else is in "
-            "its batch; this costs some speed. On a CPU it is always so."
+            description="Compute the same result for a request, bit for bit, regardless of the "
+            "rest of its batch, at some cost in speed. For CUDA; a CPU always does so."
         ),
     ] = False
     tensor_parallel_size: Annotated[
         int,
         Meta(
-            description="Processes that compute the model together, each with a part of its"
-            " weights and heads; on one machine's CPU.",
+            description="Number of processes that compute the model together, each with a part of"
+            " its weights and heads; on one machine's CPU.",
             ge=1,
         ),
     ] = 1
     tensor_parallel_mode: Annotated[
         Literal["exact", "reduce"],
         Meta(
-            description="exact: every number is summed by one process, and the answers are those of"
-            " one process, bit for bit; reduce: the results of output projections are summed over"
-            " the processes in their order, which meet half as often."
+            description="exact: one process computes each sum, so answers equal those of a single"
+            " process, bit for bit; reduce: results of output projections are summed over the"
+            " processes in rank order, with half as many synchronizations."
         ),
     ] = "exact"
     enable_sequence_parallel: Annotated[
         bool,
         Meta(
-            description="Has each of tensor_parallel_size processes compute the norms of a part of"
-            " a step's tokens only; they meet once more for each."
+            description="Divide the tokens of each norm among the tensor_parallel_size processes;"
+            " costs one more synchronization for each norm."
         ),
     ] = False
     pipeline_parallel_size: Annotated[
         int,
         Meta(
-            description="Stages into which the layers are divided; each is computed by"
-            " tensor_parallel_size processes, while the others compute other steps.",
+            description="Number of stages into which the layers are divided;"
+            " tensor_parallel_size processes compute each, while other stages compute other steps.",
             ge=1,
         ),
     ] = 1
     pipeline_layers: Annotated[
         Annotated[str, Meta(pattern=r"^[1-9]\d*(,[1-9]\d*)*$")] | None,
         Meta(
-            description="Layers of each stage, such as 8,8,6; default: so that each reads about as"
-            " many weights."
+            description="Layers of each stage, such as 8,8,6; default: about the same amount of"
+            " weights for each stage."
         ),
     ] = None
     num_threads: Annotated[
         PositiveInt | None,
         Meta(
-            description="Threads of the CPU kernels, of each process that computes; default: one"
-            " per core that may be used, shared among these."
+            description="Number of CPU kernel threads in each computing process; default: one for"
+            " each usable core, divided among the processes."
         ),
     ] = None
     numa_node: Annotated[
         Annotated[int, Meta(ge=0)] | None,
-        Meta(description="Run on this NUMA node's cores and in its memory; default: no binding."),
+        Meta(
+            description="Use only the cores and the memory of this NUMA node; default: no binding."
+        ),
     ] = None

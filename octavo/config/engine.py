@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import typing
 from typing import Any
 
@@ -17,7 +18,7 @@ from octavo.errors import ConfigError
 
 
 class EngineConfig(Section, frozen=True):
-    """All that an engine needs to know; the same for offline use and for a server's engine."""
+    """All settings of an engine, for offline use and for a server."""
 
     model: ModelConfig = ModelConfig()
     load: LoadConfig = LoadConfig()
@@ -30,28 +31,28 @@ class EngineConfig(Section, frozen=True):
 
     @property
     def world_size(self) -> int:
-        """Workers of an engine, which compute together."""
+        """Number of workers of an engine."""
         return self.device.tensor_parallel_size * self.device.pipeline_parallel_size
 
     @property
     def executor_backend(self) -> str:
-        """Where they compute: the setting, or what it is by default."""
+        """Executor of the workers: the setting, or its default for the number of workers."""
         if (backend := self.parallel.distributed_executor_backend) is not None:
             return backend
         return "uni" if self.world_size == 1 else "mp"
 
     @property
     def num_worker_processes(self) -> int:
-        """Processes that the workers have beside the engine's."""
+        """Number of worker processes, in addition to the engine's process."""
         return 0 if self.executor_backend == "uni" else self.world_size
 
     @property
     def num_spare_workers(self) -> int:
-        """Worker processes that can be started before their setup is known."""
+        """Number of worker processes that can start before their setup is known."""
         return self.world_size if self.executor_backend == "mp" else 0
 
     def __repr__(self) -> str:
-        """Shows the sections that differ from their defaults."""
+        """Return the sections that differ from their defaults."""
         default = EngineConfig()
         shown = (
             f"{name}={getattr(self, name)!r}"
@@ -62,10 +63,10 @@ class EngineConfig(Section, frozen=True):
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
-        """Builds the config from flat names, as `LLM(...)` and the command line give them.
+        """Build the config from flat names, as `LLM(...)` and the command line pass them.
 
         Raises:
-            ConfigError: for an unknown name, a wrong value, or settings that contradict.
+            ConfigError: a name is unknown, a value is wrong, or settings contradict each other.
         """
         settings = dict(kwargs)
         if isinstance(settings.get("model"), str):
@@ -83,11 +84,18 @@ class EngineConfig(Section, frozen=True):
         return config
 
     def check(self) -> None:
-        """Refuses settings that contradict one another."""
+        """Raise ConfigError if settings contradict each other."""
         sched, model = self.scheduler, self.model
         budget = sched.max_num_batched_tokens
         if model.max_model_len == 0:
             raise ConfigError("max_model_len=0 leaves no room; give -1 or more than 0.")
+        backend = model.guided_decoding_backend
+        if backend != "auto" and importlib.util.find_spec(backend) is None:
+            raise ConfigError(
+                f"guided_decoding_backend={backend!r} needs the package {backend}, which is not "
+                f"installed: install it (`pip install {backend}`), or leave "
+                "guided_decoding_backend out."
+            )
         if budget is not None and budget < sched.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={budget} is less than max_num_seqs={sched.max_num_seqs}: "
@@ -139,7 +147,7 @@ class EngineConfig(Section, frozen=True):
         if backend not in ("uni", "mp", "ray") and "." not in backend.strip("."):
             raise ConfigError(
                 f"distributed_executor_backend={backend!r} is unknown; choose uni, mp or ray, or "
-                "give module and name, with a dot between, of an Executor of your own."
+                "give the dotted path of a custom Executor class (module.Class)."
             )
         directory = self.observability.profiler_dir
         if backend in ("mp", "ray") and directory is not None:
@@ -151,19 +159,19 @@ class EngineConfig(Section, frozen=True):
 
 
 def section_doc(section: str) -> str:
-    """The first line of what a section of `EngineConfig` is for."""
+    """Return the first docstring line of a section of `EngineConfig`."""
     doc = typing.get_type_hints(EngineConfig)[section].__doc__
     return str(doc).partition("\n")[0]
 
 
 def config_fields(config: type[EngineConfig] = EngineConfig) -> list[ConfigField]:
-    """Lists the settings of all sections of `config`."""
+    """Return the settings of all sections of `config`."""
     hints = typing.get_type_hints(config)
     return [f for name, section in hints.items() for f in section_fields(section, name)]
 
 
 def build_sections(config: type[EngineConfig], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Sorts flat settings into the sections of `config` and checks each."""
+    """Build the sections of `config` from flat settings; check each."""
     fields = {f.name: f for f in config_fields(config)}
     by_section: dict[str, dict[str, Any]] = {}
     for name, value in kwargs.items():

@@ -1,4 +1,4 @@
-"""Environment variables: the only place that reads those with settings and keys."""
+"""Environment variables with settings and keys; no other module reads these."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from octavo.errors import ConfigError
 
-# Where API keys are looked for beside the flag: ours, and vLLM's for those who come from there.
+# Variables with API keys: Octavo's, and vLLM's for users who migrate from vLLM.
 API_KEY_VARIABLES = ("OCTAVO_API_KEY", "VLLM_API_KEY")
 
 
@@ -24,7 +24,7 @@ SERVER_API_KEY_VARIABLE = "OCTAVO_SERVER_API_KEY"
 _SECRET_VARIABLES = frozenset([*API_KEY_VARIABLES, ADMIN_KEY_VARIABLE, SERVER_API_KEY_VARIABLE])
 
 
-# Variables of vLLM's that may be there: nothing here does what they turn off or choose.
+# Variables of vLLM's without a warning: Octavo has nothing that they turn off or choose.
 _NO_MEANING = (
     "DISABLE_LOG_LOGO",
     "DO_NOT_TRACK",
@@ -46,9 +46,9 @@ def _read_switch(text: str) -> bool:
 
 
 def _read_gib(text: str) -> int | None:
-    """Bytes of a number of GiB; None for 0, which says nothing."""
+    """Return the bytes of a number of GiB; None for 0, which means not set."""
     number = float(text)
-    if not 0 <= number < 2**30:  # more would be no number of bytes that a setting may hold
+    if not 0 <= number < 2**30:  # a setting cannot hold more bytes
         raise ValueError(text)
     return int(number * 2**30) or None
 
@@ -61,7 +61,7 @@ def _read_seconds(text: str) -> float:
 
 
 def _read_log_level(text: str) -> str:
-    """A level of `log_level`; Python's other names for them are vLLM's, too."""
+    """Return a level of `log_level`; also accept Python's other names, as vLLM does."""
     level = text.lower()
     level = {"critical": "error", "fatal": "error", "warn": "warning"}.get(level, level)
     if level not in typing.get_args(LogLevel):
@@ -71,22 +71,22 @@ def _read_log_level(text: str) -> str:
 
 ENVIRONMENT: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "BATCH_INVARIANT": ("batch_invariant", _read_switch, "0 or 1"),
-    "CPU_KVCACHE_SPACE": ("kv_cache_memory_bytes", _read_gib, "GiB; 0 says nothing"),
+    "CPU_KVCACHE_SPACE": ("kv_cache_memory_bytes", _read_gib, "GiB; 0 means not set"),
     "SERVER_DEV_MODE": ("enable_admin", _read_switch, "0 or 1"),
     "LOG_STATS_INTERVAL": ("log_stats_interval", _read_seconds, "seconds, more than 0"),
     "LOGGING_LEVEL": ("log_level", _read_log_level, "debug, info, warning or error"),
 }
-"""Variables after OCTAVO_ or VLLM_: the setting, how it is read, and what may stand there."""
+"""Names without OCTAVO_ or VLLM_: the setting, its parser, and a text with the allowed values."""
 
 
 def hub_offline() -> bool:
-    """Whether the hub must not be asked (HF_HUB_OFFLINE)."""
+    """Return True if HF_HUB_OFFLINE forbids requests to the hub."""
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
 
 
 def cache_folder() -> Path | None:
-    """Octavo's folder in the user's cache folder (XDG_CACHE_HOME); None if the user has none."""
-    # As the XDG specification wants it, a relative path counts as none.
+    """Return Octavo's folder in the user's cache folder (XDG_CACHE_HOME); None without one."""
+    # The XDG specification says to ignore relative paths.
     for folder in (os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")):
         if os.path.isabs(folder):
             return Path(folder) / "octavo"
@@ -94,34 +94,34 @@ def cache_folder() -> Path | None:
 
 
 def api_keys_from_environment() -> dict[str, str]:
-    """The API keys of the environment by their variable, the one that clients use first."""
+    """Return the environment's API keys by variable; clients use the first one."""
     return {name: key for name in API_KEY_VARIABLES if (key := os.environ.get(name))}
 
 
 def admin_keys_from_environment() -> list[str]:
-    """The admin key of the environment, if there is one."""
+    """Return a list with the environment's admin key, or an empty list."""
     key = os.environ.get(ADMIN_KEY_VARIABLE)
     return [key] if key else []
 
 
 def server_api_key_from_environment() -> dict[str, str]:
-    """The router's setting `server_api_key`, if the environment has it."""
+    """Return the router's setting `server_api_key` if the environment has it."""
     key = os.environ.get(SERVER_API_KEY_VARIABLE)
     return {"server_api_key": key} if key else {}
 
 
 def environment_without_keys() -> dict[str, str]:
-    """The environment for a server that is not to accept this process' keys."""
+    """Return the environment without keys, for a server that must not accept them."""
     return {name: text for name, text in os.environ.items() if name not in _SECRET_VARIABLES}
 
 
 def settings_from_environment() -> dict[str, Any]:
-    """The settings that variables of the environment say, by name; flags win over them.
+    """Return the settings of environment variables by name; flags override them.
 
-    OCTAVO_CPU_KVCACHE_SPACE and the others of `ENVIRONMENT`; if there is none, the same of vLLM's.
+    For each name of `ENVIRONMENT`, OCTAVO_... overrides VLLM_....
 
     Raises:
-        ConfigError: a variable's value is wrong; the message names it.
+        ConfigError: a variable's value is wrong; the message names the variable.
     """
     settings: dict[str, Any] = {}
     for name, (setting, read, allowed) in ENVIRONMENT.items():
@@ -140,6 +140,6 @@ def settings_from_environment() -> dict[str, Any]:
 
 
 def unknown_variables() -> list[str]:
-    """Variables of the environment that vLLM would read and Octavo does not."""
+    """Return the VLLM_ environment variables that Octavo ignores with a warning."""
     known = {f"VLLM_{name}" for name in (*ENVIRONMENT, *_NO_MEANING)} | {*API_KEY_VARIABLES}
     return sorted(name for name in os.environ if name.startswith("VLLM_") and name not in known)

@@ -26,7 +26,7 @@ Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 
 
 class ModelConfig(Section, frozen=True):
-    """Which model, and how it is read."""
+    """Model, tokenizer and treatment of the weights and prompts."""
 
     model: Annotated[
         str, Meta(description="Model folder, hub id, or octavo/stories (built in).", min_length=1)
@@ -37,14 +37,15 @@ class ModelConfig(Section, frozen=True):
     skip_tokenizer_init: Annotated[
         bool,
         Meta(
-            description="Do not load a tokenizer: prompts must be token ids, answers have no text."
+            description="Do not load a tokenizer; prompts must be token ids, answers have no text."
         ),
     ] = False
     trust_remote_code: Annotated[
-        bool, Meta(description="Accept models that come with their own code (it is never run).")
+        bool, Meta(description="Accept models that contain their own code, which is never run.")
     ] = False
     dtype: Annotated[
-        Dtype, Meta(description="Data type of weights and activations; auto: the checkpoint's.")
+        Dtype,
+        Meta(description="Data type of weights and activations; auto: the checkpoint's type."),
     ] = "auto"
     quantization: Annotated[
         Literal["int8", "int4"] | None,
@@ -54,41 +55,44 @@ class ModelConfig(Section, frozen=True):
     max_model_len: Annotated[
         Annotated[int, Meta(ge=-1)] | None,
         Meta(
-            description="Longest prompt plus answer, in tokens; default: the model's limit; -1: as"
-            " long as fits in memory."
+            description="Maximum length of prompt plus answer, in tokens; default: the model's"
+            " limit; -1: the maximum that fits in memory."
         ),
     ] = None
     revision: Annotated[str | None, Meta(description="Branch, tag or commit on the hub.")] = None
     served_model_name: Annotated[
-        list[str], Meta(description="Names under which the model is served.")
+        list[str], Meta(description="Names of the model in requests and answers.")
     ] = []
     max_logprobs: Annotated[
         int,
-        Meta(description="Maximum number of logprobs a request may ask for; -1: no limit.", ge=-1),
+        Meta(
+            description="Maximum number of logprobs that a request may request; -1: no limit.",
+            ge=-1,
+        ),
     ] = 20
     hf_overrides: Annotated[
         dict[str, Any],
-        Meta(description="Fields that count instead of those in the model's config.json."),
+        Meta(description="Fields that override those in the model's config.json."),
     ] = {}
     logits_processors: Annotated[
         list[str],
         Meta(
-            description="Classes of logits processors, each as module:Class, of Octavo's interface"
-            " or of vLLM's (vllm.v1.sample.logits_processor)."
+            description="Classes of logits processors, each as module:Class, with Octavo's"
+            " interface or vLLM's (vllm.v1.sample.logits_processor)."
         ),
     ] = []
     guided_decoding_backend: Annotated[
         Literal["auto", "xgrammar", "llguidance"],
         Meta(
-            description="Backend of structured outputs, unless a request names one; auto: the "
-            "first that supports the request."
+            description="Backend of structured outputs for requests that name none; auto: the "
+            "first one that supports the request."
         ),
     ] = "auto"
     allow_additional_properties: Annotated[
         bool,
         Meta(
-            description="Let JSON have properties and items that its schema neither names nor"
-            " forbids, as JSON schema allows; default: as in vLLM, only those it names."
+            description="Allow JSON properties and items that the schema neither names nor"
+            " forbids, as JSON Schema does; default: only those that it names, as in vLLM."
         ),
     ] = False
     enable_prompt_embeds: Annotated[
@@ -97,24 +101,26 @@ class ModelConfig(Section, frozen=True):
     enable_sleep_mode: Annotated[
         bool,
         Meta(
-            description="Allow sleep and wake_up, and their routes: while the engine sleeps, the"
-            " memory of weights and KV cache is the system's. On device=cpu."
+            description="Allow sleep and wake_up and their routes; a sleeping engine releases the"
+            " memory of its weights and KV cache. On device=cpu only."
         ),
     ] = False
     enforce_eager: Annotated[
         bool,
-        Meta(description="Run steps operation by operation instead of replaying a captured plan."),
+        Meta(
+            description="Run each step operation by operation instead of replaying a captured plan."
+        ),
     ] = False
 
 
 class LoadConfig(Section, frozen=True):
-    """Where weights come from."""
+    """Format, download folder and cache of the weights."""
 
     load_format: Annotated[
         Literal["auto", "safetensors", "pt", "sharded_state", "dummy"],
         Meta(
             description="auto and safetensors read safetensors; pt allows PyTorch .bin files"
-            " (pickle); sharded_state: what vLLM saved of each rank; dummy: random weights."
+            " (pickle); sharded_state: vLLM's saved file of each rank; dummy: random weights."
         ),
     ] = "auto"
     download_dir: Annotated[
@@ -123,31 +129,31 @@ class LoadConfig(Section, frozen=True):
     weight_cache: Annotated[
         Annotated[str, Meta(min_length=1)] | None,
         Meta(
-            description="Folder for packed weights, which make the next start faster; default:"
-            " octavo/weights in the user's cache folder; off: keep none."
+            description="Folder for packed weights, which speed up the next start; default:"
+            " octavo/weights in the user's cache folder; off: no folder."
         ),
     ] = None
     weight_cache_bytes: Annotated[
         PositiveInt | None,
         Meta(
-            description="Maximum size of that folder (16G ...); default: a quarter of the free"
-            " disk space."
+            description="Maximum size of the weight_cache folder (16G ...); default: a quarter of"
+            " the free disk space."
         ),
     ] = None
 
 
 def read_hub_address(model: str) -> tuple[str, str | None]:
-    """Return the hub id and the revision that the address (URL) of a model's page names.
+    """Return the hub id and the revision that the URL of a model's page names.
 
-    Any other name of a model comes back as it is, with no revision.
+    Any other name of a model is returned unchanged, with None for the revision.
 
     Raises:
-        ConfigError: it is a URL, but not that of a model on the hub.
+        ConfigError: `model` is a URL, but not the URL of a model on the hub.
     """
     _, separator, rest = model.rpartition("://")
     if not separator and not re.match(r"[\w-]+(\.[\w-]+)+(:\d+)?/[^/]+/", rest):
         return model, None
-    from huggingface_hub import constants  # knows where the hub is
+    from huggingface_hub import constants  # contains the hub's address
 
     hub = constants.ENDPOINT.rpartition("://")[2].rstrip("/")
     page = re.fullmatch(

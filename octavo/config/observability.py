@@ -10,7 +10,7 @@ from octavo.config.section import Section
 
 
 class ObservabilityConfig(Section, frozen=True):
-    """What can be seen of the engine at work."""
+    """Profiles and statistics of the running engine."""
 
     profiler_dir: Annotated[
         str | None,
@@ -22,7 +22,7 @@ class ObservabilityConfig(Section, frozen=True):
     disable_log_stats: Annotated[
         bool,
         Meta(
-            description="Do not log the statistics of a server every log_stats_interval seconds;"
-            " in LLM(...), where it is on unless given: collect no metrics."
+            description="Do not log a server's statistics every log_stats_interval seconds. In"
+            " LLM(...), collect no metrics; there the default is on."
         ),
     ] = False

@@ -1,4 +1,4 @@
-"""Settings of several engines, on one machine or more."""
+"""Settings of several engines, on one or more machines."""
 
 from __future__ import annotations
 
@@ -12,114 +12,113 @@ from octavo.errors import ConfigError
 
 
 class ParallelConfig(Section, frozen=True):
-    """Over how many engines and devices the work is spread."""
+    """Division of requests among engines, machines and worker processes."""
 
     data_parallel_size: Annotated[
         int,
         Meta(
-            description="Engines, each with the whole model, among which requests are divided. They"
-            " share memory and cores; what is set of these (KV cache, threads) each of them has."
-            " device=cpu only.",
+            description="Number of engines, each with the whole model, among which requests are"
+            " divided. The engines share memory and cores; settings of these (KV cache, threads)"
+            " apply to each engine. device=cpu only.",
             ge=1,
         ),
     ] = 1
     enable_elastic_ep: Annotated[
         bool,
         Meta(
-            description="Let the number of engines be changed while the server runs (POST"
+            description="Allow changes of the number of engines while the server runs (POST"
             " /scale_elastic_ep, octavo scale)."
         ),
     ] = False
     distributed_executor_backend: Annotated[
         str | None,
         Meta(
-            description="Where an engine's workers compute. uni: in its own process; mp: each in a"
-            " process of its own, on this machine (Linux); ray: each in an actor of a Ray cluster"
-            " (pip install ray); or module and name, with a dot between, of an Executor"
-            " of one's own. Default: uni for one worker, mp for more."
+            description="Executor of an engine's workers. uni: in the engine's process; mp: one"
+            " process for each worker, on this machine (Linux); ray: one actor of a Ray cluster for"
+            " each worker (pip install ray); or the dotted path of a custom Executor class."
+            " Default: uni for one worker, mp for more."
         ),
     ] = None
     data_parallel_size_local: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(
-            description="How many of these engines are on this machine; default: all. The others"
-            " are on nodes that join (--headless)."
+            description="Number of the data_parallel_size engines on this machine; default: all."
+            " The others run on nodes that join (--headless)."
         ),
     ] = None
     data_parallel_start_rank: Annotated[
         int,
         Meta(
-            description="On a node, or with data_parallel_hybrid_lb: number of its first engine;"
-            " the head has 0.",
+            description="Rank of the first engine of this machine, on a node or with"
+            " data_parallel_hybrid_lb; 0 on the head node.",
             ge=0,
         ),
     ] = 0
     data_parallel_rank: Annotated[
         Annotated[int, Meta(ge=0)] | None,
         Meta(
-            description="Number of the one engine of this server, which is one of"
-            " data_parallel_size servers behind a load balancer of one's own; means"
-            " data_parallel_external_lb."
+            description="Rank of this server's only engine among data_parallel_size servers"
+            " behind an external load balancer; implies data_parallel_external_lb."
         ),
     ] = None
     data_parallel_external_lb: Annotated[
         bool,
         Meta(
-            description="Each engine has a server of its own, and a load balancer divides the"
-            " requests; needs data_parallel_rank. The servers do not talk to each other."
+            description="Run one engine in this server; an external load balancer divides the"
+            " requests among servers that do not communicate. Needs data_parallel_rank."
         ),
     ] = False
     data_parallel_hybrid_lb: Annotated[
         bool,
         Meta(
-            description="Each machine has a server of its own, for data_parallel_size_local engines"
-            " from data_parallel_start_rank on; a load balancer divides the requests among the"
-            " machines. The servers do not talk to each other."
+            description="Run one server on each machine, for data_parallel_size_local engines from"
+            " data_parallel_start_rank; an external load balancer divides the requests among the"
+            " servers, which do not communicate."
         ),
     ] = False
     data_parallel_address: Annotated[
         str | None,
         Meta(
-            description="With engines on several machines: name or address of the head node, where"
-            " it listens for the others. Not used behind a load balancer of one's own."
+            description="Name or address at which the head node listens for the other nodes, with"
+            " engines on several machines. Not used with an external load balancer."
         ),
     ] = None
     data_parallel_rpc_port: Annotated[
-        int, Meta(description="The head node's port for nodes and their engines.", ge=0, le=65535)
+        int, Meta(description="Port of the head node for nodes and their engines.", ge=0, le=65535)
     ] = 29550
     cluster_key_file: Annotated[
         str | None,
         Meta(
-            description="File with the secret that all machines of a cluster have in common; all"
-            " that passes between them is encrypted under it."
+            description="File with the shared secret of all machines of a cluster, which encrypts"
+            " all data between them."
         ),
     ] = None
 
     @property
     def num_local_engines(self) -> int:
-        """Engines on this machine."""
+        """Number of engines on this machine."""
         return self.data_parallel_size_local or self.data_parallel_size
 
     @property
     def external(self) -> bool:
-        """Whether this server has one of all engines, behind a load balancer."""
+        """True if this server has one engine and an external load balancer."""
         return self.data_parallel_external_lb or self.data_parallel_rank is not None
 
     @property
     def first_engine(self) -> int:
-        """Number of this server's first engine among those of all; after `of_server`."""
+        """Rank of this server's first engine among all engines; valid after `of_server`."""
         return self.data_parallel_rank or 0
 
     @property
     def numbered(self) -> bool:
-        """Whether it has to be said which engine something is about; after `of_server`."""
+        """True if logs and metrics must name the engine; valid after `of_server`."""
         several = self.data_parallel_size > 1 or self.enable_elastic_ep
         return several or self.data_parallel_rank is not None
 
     def of_server(self) -> ParallelConfig:
-        """As if there were no engines but this server's: to it, those of others are nothing.
+        """Return the settings with only this server's engines; it does not know those of others.
 
-        Only `data_parallel_rank`, the number of the first one, tells that there are.
+        Only `data_parallel_rank`, the rank of the first one, still shows that others exist.
         """
         if self.external:
             first, count = self.data_parallel_rank, 1
@@ -139,13 +138,13 @@ class ParallelConfig(Section, frozen=True):
         )
 
     def check(self, *, headless: bool) -> None:
-        """Whether the settings of a cluster go together.
+        """Check that the settings of a cluster fit together.
 
         Args:
-            headless: this machine is a node.
+            headless: True if this machine is a node.
 
         Raises:
-            ConfigError: they do not.
+            ConfigError: the settings contradict each other.
         """
         size, local = self.data_parallel_size, self.num_local_engines
         if self.external or self.data_parallel_hybrid_lb:
@@ -153,8 +152,8 @@ class ParallelConfig(Section, frozen=True):
             return
         if self.enable_elastic_ep and (headless or local < size):
             raise ConfigError(
-                "enable_elastic_ep is for engines on one machine: those of nodes come and go with "
-                "their nodes; leave it out."
+                "enable_elastic_ep is for engines on one machine: those of nodes start and end "
+                "with their nodes; leave it out."
             )
         start, total = self.data_parallel_start_rank, f"data_parallel_size={size}"
         if start + local > size:
@@ -184,13 +183,13 @@ class ParallelConfig(Section, frozen=True):
                 raise ConfigError(f"{name} is missing: {total} has engines on other machines.")
 
     def _check_balanced(self, headless: bool) -> None:
-        """See `check`: this server is one of several behind a load balancer."""
+        """Check the settings of one of several servers with an external load balancer."""
         size, start = self.data_parallel_size, self.data_parallel_start_rank
         rank, local = self.data_parallel_rank, self.data_parallel_size_local
         lb = "data_parallel_external_lb" if self.external else "data_parallel_hybrid_lb"
         if self.external and self.data_parallel_hybrid_lb:
             raise ConfigError(
-                "data_parallel_external_lb (or data_parallel_rank) is for one engine a server, "
+                "data_parallel_external_lb (or data_parallel_rank) is for one engine per server, "
                 "data_parallel_hybrid_lb for several; leave out one of them."
             )
         if headless:

@@ -10,7 +10,7 @@ from octavo.config.section import PositiveInt, Section
 
 
 class SchedulerConfig(Section, frozen=True):
-    """Which requests run in a step, and how many tokens of each."""
+    """Selection of the requests of a step and of their numbers of tokens."""
 
     max_num_batched_tokens: Annotated[
         PositiveInt | None,
@@ -19,26 +19,30 @@ class SchedulerConfig(Section, frozen=True):
         ),
     ] = None
     max_num_seqs: Annotated[
-        int, Meta(description="Maximum number of requests running at once.", ge=1, le=4096)
+        int, Meta(description="Maximum number of requests that run concurrently.", ge=1, le=4096)
     ] = 256
     scheduling_policy: Annotated[
         Literal["fcfs", "priority"],
-        Meta(description="Order of service: by arrival, or by priority and then arrival."),
+        Meta(description="Order of requests: by arrival, or by priority and then arrival."),
     ] = "fcfs"
     enable_chunked_prefill: Annotated[
         bool, Meta(description="Split long prompts across several steps.")
     ] = True
     long_prefill_token_threshold: Annotated[
-        int, Meta(description="Maximum prompt tokens of one request per step; 0: no limit.", ge=0)
+        int,
+        Meta(
+            description="Maximum number of prompt tokens of one request per step; 0: no limit.",
+            ge=0,
+        ),
     ] = 0
     preemption_mode: Annotated[
         Literal["auto", "swap", "recompute"],
         Meta(
-            description="How a preempted request gets its KV cache back, with kv_transfer_config:"
-            " swap: from the connector; recompute: by computing it; auto: whichever took less time"
-            " so far."
+            description="Restoration of the KV cache of preempted requests, with"
+            " kv_transfer_config. swap: load it from the connector; recompute: compute it again;"
+            " auto: the method that has been faster so far."
         ),
     ] = "auto"
     async_scheduling: Annotated[
-        bool, Meta(description="Schedule the next step while the current one is being computed.")
+        bool, Meta(description="Schedule the next step while the current one runs.")
     ] = True

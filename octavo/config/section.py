@@ -1,4 +1,4 @@
-"""A section of the settings: its fields, and how plain values become a checked section."""
+"""Base of a section of settings, and the conversion of plain values into a checked section."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from octavo.errors import ConfigError
 
-# What stands in messages in place of a secret.
+# Shown in messages in place of a secret.
 HIDDEN = "(hidden)"
 
 
@@ -35,7 +35,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Base of the sections."""
 
     def __repr__(self) -> str:
-        """Shows the settings that differ from their defaults; secrets as `HIDDEN`."""
+        """Return the settings that differ from their defaults; secrets appear as `HIDDEN`."""
         shown = (
             f"{f.name}={HIDDEN if f.secret else repr(value)}"
             for f in section_fields(type(self))
@@ -46,37 +46,37 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 @dataclass(frozen=True)
 class ConfigField:
-    """One setting, as the command line needs it."""
+    """Name, type, default and description of one setting."""
 
     section: str
     name: str
     type: Any
-    """Type without the Meta annotation; `X | None` where None is allowed."""
+    """Type without the Meta annotation; `X | None` if None is allowed."""
     default: Any
     doc: str
     secret: bool
-    """Whether its value must not be shown."""
+    """True if the value must not be shown."""
 
     @property
     def flag(self) -> str:
-        """The command-line flag."""
+        """Command-line flag of the setting."""
         return "--" + self.name.replace("_", "-")
 
     @property
     def is_json(self) -> bool:
-        """Whether it is a dict, of settings or of anything: JSON on the command line."""
+        """True if the value is a struct or a dict, which the command line accepts as JSON."""
         plain, _ = optional_type(self.type)
         return isinstance(plain, type(msgspec.Struct)) or typing.get_origin(plain) is dict
 
     @property
     def choices(self) -> tuple[Any, ...] | None:
-        """The allowed values beside None, if they are a fixed set."""
+        """Allowed values except None; None if they are not a fixed set."""
         plain, _ = optional_type(self.type)
         return typing.get_args(plain) if typing.get_origin(plain) is Literal else None
 
 
 def section_fields(section: type[Section], section_name: str = "") -> Iterator[ConfigField]:
-    """Lists the settings of one section."""
+    """Yield the settings of one section."""
     hints = typing.get_type_hints(section, include_extras=True)
     for info in msgspec.structs.fields(section):
         hint = hints[info.name]
@@ -92,10 +92,11 @@ def section_fields(section: type[Section], section_name: str = "") -> Iterator[C
 
 
 def build_section(section: type[S], values: dict[str, Any]) -> S:
-    """Makes one section from plain values, sizes such as "4G" included.
+    """Build one section from plain values, including sizes such as "4G".
 
     Raises:
-        ConfigError: naming the setting, the value and what is allowed.
+        ConfigError: a name is unknown or a value is not allowed; the message names the setting,
+            the value and the allowed values.
     """
     fields = {f.name: f for f in section_fields(section)}
     plain: dict[str, Any] = {}
@@ -126,7 +127,7 @@ def build_section(section: type[S], values: dict[str, Any]) -> S:
 
 
 def _check_parts(name: str, kind: Any, value: dict[str, Any]) -> None:
-    """Refuses what a setting that is a JSON object has no part for, or no choice of a part."""
+    """Raise ConfigError if a JSON setting has an unknown key, or a key has an unknown choice."""
     plain, _ = optional_type(kind)
     if not isinstance(plain, type(msgspec.Struct)):
         return
@@ -134,8 +135,8 @@ def _check_parts(name: str, kind: Any, value: dict[str, Any]) -> None:
     for part, item in value.items():
         if part not in parts:
             near = difflib.get_close_matches(part, parts, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(parts)}."
-            raise ConfigError(f"{name} has no part called {part!r}; {hint}")
+            hint = f"did you mean {near[0]}?" if near else f"its keys are {', '.join(parts)}."
+            raise ConfigError(f"{name} has no key {part!r}; {hint}")
         choices = typing.get_args(parts[part]) if typing.get_origin(parts[part]) is Literal else ()
         if choices and item is not None and item not in choices:
             raise ConfigError(
@@ -154,7 +155,7 @@ _KINDS = {
 
 
 def _expected(error: str) -> str:
-    """msgspec's reason in words: "expected an integer >= 1", and where, inside of a JSON object."""
+    """Reword msgspec's error: "expected an integer >= 1", with the key inside a JSON object."""
     reason, _, where = error.partition(" - at `$.")
     worded = re.sub(r"`([\w |]+)`", _kinds, reason)
     inside = where.rstrip("`").partition(".")[2]
@@ -167,9 +168,9 @@ def _kinds(found: re.Match[str]) -> str:
 
 
 def _texts(name: str, value: Any, secret: bool) -> Any:
-    """A list of texts from one text or several, any of which may be a JSON list of more.
+    """Return a list of texts from one or several texts, each of which may be a JSON list of texts.
 
-    So `--flag a b`, `--flag a --flag b` and `--flag '["a", "b"]'` say the same.
+    `--flag a b`, `--flag a --flag b` and `--flag '["a", "b"]'` are equivalent.
     """
     if isinstance(value, str):
         value = [value]
@@ -177,7 +178,7 @@ def _texts(name: str, value: Any, secret: bool) -> Any:
         return value
     texts: list[Any] = []
     for item in value:
-        # An IPv6 address begins with a bracket, too.
+        # An IPv6 address also begins with a bracket.
         if not isinstance(item, str) or not item.startswith("[") or _IPV6.fullmatch(item):
             texts.append(item)
             continue
@@ -185,8 +186,8 @@ def _texts(name: str, value: Any, secret: bool) -> Any:
             texts += msgspec.json.decode(item, type=list[str])
         except msgspec.MsgspecError:
             raise ConfigError(
-                f"{name}={HIDDEN if secret else repr(item)} is not allowed: what begins with [ is"
-                ' a JSON list of texts, such as ["a", "b"]; mind the shell\'s quotes.'
+                f"{name}={HIDDEN if secret else repr(item)} is not allowed: text that begins with"
+                ' [ must be a JSON list of texts, such as ["a", "b"]; check the shell\'s quotes.'
             ) from None
     return texts
 
@@ -196,12 +197,12 @@ def _json(name: str, text: str) -> Any:
         return msgspec.json.decode(text)
     except msgspec.MsgspecError as error:
         raise ConfigError(
-            f"{name}={text!r} is not valid JSON ({error}); mind the shell's quotes."
+            f"{name}={text!r} is not valid JSON ({error}); check the shell's quotes."
         ) from None
 
 
 def parse_size(name: str, text: str) -> int:
-    """Reads a number such as 4096, 512M, 1.5GiB or 4k: K is 1,024, and k is 1,000."""
+    """Parse a number such as 4096, 512M, 1.5GiB or 4k; K is 1,024, and k is 1,000."""
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
     if match is None:
         raise ConfigError(f"{name}={text!r} is not a size; write for example 512M or 4G.")
@@ -212,7 +213,7 @@ def parse_size(name: str, text: str) -> int:
 
 
 def optional_type(hint: Any) -> tuple[Any, bool]:
-    """Splits `X | None` into X, without its Meta annotation, and whether None is allowed."""
+    """Return X without its Meta annotation from `X | None`, and True if None is allowed."""
     optional = typing.get_origin(hint) in (types.UnionType, typing.Union)
     if optional:
         hint = next(t for t in typing.get_args(hint) if t is not types.NoneType)

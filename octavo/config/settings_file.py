@@ -1,4 +1,4 @@
-"""A YAML file of settings, as `--config` names one: the same names as the flags."""
+"""YAML file of settings (`--config`), with the names of the flags as keys."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from octavo.errors import ConfigError
 
 
 def add_config_flag(parser: argparse.ArgumentParser) -> None:
-    """Adds --config."""
+    """Add --config."""
     parser.add_argument(
         "--config",
         metavar="FILE",
-        help="YAML file of settings, named like these flags; flags override it.",
+        help="YAML file of settings with the names of these flags; flags override it.",
     )
 
 
 def add_from_file(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Adds to `args` what the file --config says and no flag does.
+    """Add to `args` the settings of the --config file that no flag sets.
 
     Args:
-        parser: has the flags that the file may name; its errors are ConfigError.
-        args: what it made of the command line; `config` is the file.
+        parser: parser with the flags that the file may name; its errors are ConfigError.
+        args: parsed command line; `config` is the path of the file.
 
     Raises:
-        ConfigError: the file cannot be read, or has an unknown key, one that is there twice, or a
-            wrong value; the message names file and key.
+        ConfigError: the file cannot be read, or has an unknown key, a repeated key or a wrong
+            value; the message names the file and the key.
     """
     flags = parser._option_string_actions
     model_named = getattr(args, "model_arg", None) is not None
@@ -71,7 +71,7 @@ def _read(path: str) -> dict[str, Any]:
         raise ConfigError(f"config={path!r} has no keys; write lines such as max-model-len: 4k.")
     keys = [key.value for key, _ in node.value]
     for key in keys:
-        if keys.count(key) > 1:  # YAML itself would take the last one
+        if keys.count(key) > 1:  # YAML itself would use the last one
             raise ConfigError(f"{path}: {key} appears twice; keep one.")
     return {str(key): value for key, value in content.items()}
 
@@ -83,7 +83,7 @@ def _unknown(key: str, flags: list[str]) -> str:
 
 
 def _words(where: str, action: argparse.Action, value: Any) -> list[str]:
-    """A key and its value as words of a command line."""
+    """Return a key and its value as words of a command line."""
     flag = next(word for word in action.option_strings if word.startswith("--"))
     switch = isinstance(action, argparse.BooleanOptionalAction)
     if value is None:

@@ -12,34 +12,35 @@ from octavo.errors import ConfigError
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How tokens are drafted, and how drafts are verified. Names are vLLM's."""
+    """Drafting and verification of tokens. Names are vLLM's."""
 
     method: Literal["ngram", "suffix", "draft_model", "eagle", "medusa"] | None = None
-    """ngram, suffix, draft_model, eagle or medusa; default: the kind of `model`."""
+    """Method: ngram, suffix, draft_model, eagle or medusa; default: the kind of `model`."""
     model: Annotated[str, Meta(min_length=1)] | None = None
     """Folder or hub id of the draft model or of the heads."""
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=32)] | None = None
-    """Maximum drafts per request and step; default: 5, or the number of Medusa heads."""
+    """Maximum number of drafts per request and step; default: 5, or the number of Medusa heads."""
     prompt_lookup_max: Annotated[int, Meta(ge=1, le=64)] | None = None
-    """Longest sequence of last tokens to look for; default: `prompt_lookup_min`, or 5."""
+    """Maximum number of last tokens to look for; default: `prompt_lookup_min`, or 5."""
     prompt_lookup_min: Annotated[int, Meta(ge=1, le=64)] | None = None
-    """Shortest; default: `prompt_lookup_max`, or 5."""
+    """Minimum number of last tokens to look for; default: `prompt_lookup_max`, or 5."""
     acceptance: Literal["exact", "rejection", "typical"] = "exact"
-    """exact: drafts do not change the answer; rejection, typical: docs/speculative_decoding.md."""
+    """Verification. exact: drafts do not change the answer; rejection and typical: see
+    docs/speculative_decoding.md."""
 
     @property
     def num_drafts(self) -> int:
-        """Most drafts of a request in a step."""
+        """Maximum number of drafts of a request in a step."""
         return self.num_speculative_tokens or 5
 
     @property
     def lookup_lengths(self) -> tuple[int, int]:
-        """The shortest and the longest sequence that is looked for."""
+        """Minimum and maximum length of the sequences to look for."""
         longest = self.prompt_lookup_max or self.prompt_lookup_min or 5
         return self.prompt_lookup_min or longest, longest
 
     def check(self) -> None:
-        """Refuses what contradicts itself."""
+        """Raise ConfigError if the settings contradict each other."""
         shortest, longest = self.lookup_lengths
         if shortest > longest:
             raise ConfigError(
@@ -69,13 +70,13 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class SpeculationConfig(Section, frozen=True):
-    """Speculative decoding: guess several tokens, and check them in one step."""
+    """Speculative decoding: draft several tokens and verify them in one step."""
 
     speculative_config: Annotated[
         SpeculativeConfig | None,
         Meta(
-            description='How tokens are drafted, as JSON: {"method": "ngram",'
+            description='Drafting of tokens, as JSON: {"method": "ngram",'
             ' "num_speculative_tokens": 5, "prompt_lookup_max": 5, "prompt_lookup_min": 3}, or'
-            ' {"model": "..."}: a draft model, EAGLE or Medusa heads.'
+            ' {"model": "..."} with a draft model, EAGLE or Medusa heads.'
         ),
     ] = None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -62,6 +63,12 @@ GRAMMAR_BACKENDS = ("llguidance", "xgrammar")
 """Grammar backends, in order of preference."""
 
 MakeExecutor = Callable[[WorkerSetup, Platform], Executor]
+
+
+def grammar_backends() -> Sequence[str]:
+    """Return the installed grammar backends; all if none is, so that their errors say so."""
+    installed = [name for name in GRAMMAR_BACKENDS if importlib.util.find_spec(name) is not None]
+    return installed or GRAMMAR_BACKENDS
 
 
 def make_engine_core(
@@ -189,7 +196,7 @@ def make_engine_core(
             )
         grammars = StructuredOutputManager(
             partial(_start_grammar_helper, config, spec, model_path),
-            GRAMMAR_BACKENDS,
+            grammar_backends(),
             spec.vocab_size,
         )
         core = EngineCore(

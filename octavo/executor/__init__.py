@@ -1,1 +1,1 @@
-"""Executors carry the scheduler's steps to the workers."""
+"""Executors, which run the scheduler's steps on the workers."""

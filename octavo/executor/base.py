@@ -1,4 +1,4 @@
-"""The executor: what the engine core knows of the machines that compute."""
+"""Executor interface: the engine core's view of the workers."""
 
 from __future__ import annotations
 
@@ -22,48 +22,47 @@ T = TypeVar("T")
 
 
 class StepHandle(Protocol):
-    """A step that an executor was given."""
+    """Step that an executor has accepted."""
 
     def drafts(self) -> dict[str, list[int]]:
-        """The drafts of its requests; waits until the step begins.
+        """Return the drafts of the step's requests; wait until the step begins.
 
         Raises:
-            Exception: what made the step fail before.
+            Exception: the step failed before; this is the cause.
         """
         ...
 
     def sample(self, grammar: GrammarOutput | None = None) -> Future[ModelRunnerOutput]:
-        """Has the step's tokens sampled. To be called once for each step, in their order.
+        """Sample the step's tokens. Call this once for each step, in order.
 
-        The future has the step's result, or what made its forward pass or its sampling fail.
+        The future contains the step's result, or the exception of its forward pass or sampling.
 
         Args:
-            grammar: which tokens the step's requests with a grammar may get; made while the model
-                computes.
+            grammar: tokens allowed for requests with a grammar; made while the model computes.
         """
         ...
 
 
 class Executor(ABC):
-    """Runs steps in the order in which they are handed in."""
+    """Interface that runs steps in the order of submission."""
 
     max_in_flight: int
-    """Steps that may be handed in before the first one's result is there."""
+    """Number of steps that may be submitted before the first one has a result."""
 
     @abstractmethod
     def measure_memory(self) -> MemoryBudget:
-        """What the loaded model leaves for the KV cache, by a step of the largest size.
+        """Measure the memory left for the KV cache by a step of the largest size.
 
-        For platforms that cannot tell it before.
+        Only for platforms that cannot predict it.
         """
 
     @abstractmethod
     def initialize_kv_cache(self, kv_cache: KVCacheConfig) -> None:
-        """Allocates the KV cache; afterwards steps can be run."""
+        """Allocate the KV cache; afterwards steps can run."""
 
     @abstractmethod
     def execute(self, work: SchedulerOutput) -> StepHandle:
-        """Starts a step's forward pass, and returns at once."""
+        """Start a step's forward pass, and return at once."""
 
     @abstractmethod
     def collective_rpc(
@@ -73,37 +72,37 @@ class Executor(ABC):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[T]:
-        """Calls a method of each worker, between two steps; returns what each call returned.
+        """Call a method of each worker between two steps; return the results.
 
         Args:
-            method: its name; or a function, which gets the worker before the other arguments.
+            method: name of the method; or a function, with the worker as its first argument.
             timeout: seconds to wait; None: no limit.
-            args: what the method gets.
-            kwargs: likewise, by name.
+            args: positional arguments of the method.
+            kwargs: keyword arguments of the method.
 
         Raises:
-            TimeoutError: it took longer than `timeout`.
-            UnsupportedError: workers have no such method, or something cannot travel to them or
-                back.
+            TimeoutError: the calls exceeded `timeout`.
+            UnsupportedError: workers have no such method, or an argument or result cannot be
+                transferred between processes.
         """
 
     @property
     def pids(self) -> list[int]:
-        """The workers' processes, where they have some of their own, by rank."""
+        """Process ids of the workers, by rank; empty if they run in this process."""
         return []
 
     def register_failure_callback(self, callback: Callable[[Exception], object]) -> None:
-        """Has somebody told, on any thread, if workers die or stop while nothing waits for them.
+        """Register a callback for workers that die or stop while idle; any thread may call it.
 
-        Workers in this process do not.
+        Workers in this process never do.
         """
         return
 
     def register_transfer_callback(self, callback: Callable[[KVConnectorOutput], object]) -> None:
-        """Has somebody told, on any thread, what each worker's half of a KV connector finishes.
+        """Register a callback for results of the workers' KV connectors; any thread may call it.
 
         Raises:
-            UnsupportedError: this executor's workers have none.
+            UnsupportedError: this executor's workers have no KV connectors.
         """
         raise UnsupportedError(
             f"{type(self).__name__} does not support kv_transfer_config; use "
@@ -113,14 +112,14 @@ class Executor(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Ends the workers and frees their memory. May be called twice."""
+        """End the workers and free their memory. May be called twice."""
 
 
 def find_method(worker: object, name: str) -> Callable[..., Any]:
-    """A worker's method by its name.
+    """Return a worker's method by its name.
 
     Raises:
-        UnsupportedError: it has none of that name that others may call.
+        UnsupportedError: the worker has no public method of this name.
     """
     found = None if name.startswith("_") else getattr(worker, name, None)
     if not callable(found):
@@ -130,6 +129,6 @@ def find_method(worker: object, name: str) -> Callable[..., Any]:
 
 
 def import_class(path: str) -> Any:
-    """What a module has under a name, the two with a dot between."""
+    """Import a name given as module.name."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)

@@ -1,11 +1,10 @@
-"""A queue of messages in shared memory: one process writes, several read all of it.
+"""Message queue in shared memory: one process writes, several processes read every message.
 
-What vLLM's `shm_broadcast.MessageQueue` is for, on one host. The messages lie in a ring of equal
-chunks, in memory without a name (memfd): processes are sent its descriptor, and it is gone with the
-last of them. A message that is longer than a chunk takes several. For each reader two eventfds say
-who may touch a chunk: `filled` counts those that were written for it and `free` those that it has
-read. Both are the kernel's, which orders what is written before and read after them on any kind of
-processor, and who waits for one sleeps. Messages are bytes: what they mean is their users' affair,
+It replaces vLLM's `shm_broadcast.MessageQueue` on one host. The messages are in a ring of equal
+chunks, in anonymous memory (memfd): processes receive its descriptor, and the memory is freed with
+the last of them. A message longer than a chunk uses several. Each reader has two eventfds: `filled`
+counts the chunks written for it, `free` the chunks that it has read. The kernel orders memory
+accesses before and after them on every processor, and a waiting process sleeps. Messages are bytes,
 and nothing is ever unpickled.
 """
 
@@ -22,43 +21,43 @@ import msgspec
 
 NUM_CHUNKS = 64
 CHUNK_NBYTES = 64 * 1024
-# Seconds that a reader looks again and again before it sleeps: waking up takes about as long.
+# Seconds that a reader spins before it sleeps: waking up takes about as long.
 SPIN_SECONDS = 50e-6
 
-# A chunk begins with its length and this bit in a little-endian number of 4 bytes.
+# A chunk begins with its length and this bit in a 4-byte little-endian number.
 _HEADER_NBYTES = 4
 _LAST = 1 << 31
 
 
 class QueueClosedError(Exception):
-    """`close` was called at this end of the queue, or a write was broken off."""
+    """Error raised after `close` at this end of the queue, or after an interrupted write."""
 
 
 class QueueHandle(msgspec.Struct, frozen=True, array_like=True):
-    """A queue, as descriptors of this process."""
+    """Queue as descriptors of this process."""
 
     memory: int
     readers: list[tuple[int, int]]
-    """(filled, free) of each."""
+    """Descriptors (filled, free) of each reader."""
     num_chunks: int
     chunk_nbytes: int
 
     @property
     def descriptors(self) -> list[int]:
-        """What a process must have to use it."""
+        """Descriptors that a process needs to use the queue."""
         return [self.memory, *(fd for pair in self.readers for fd in pair)]
 
     def for_reader(self, index: int) -> QueueHandle:
-        """The same with nothing but one of its readers."""
+        """Return a handle with only one of the readers."""
         return msgspec.structs.replace(self, readers=[self.readers[index]])
 
     def received(self, numbers: dict[int, int]) -> QueueHandle:
-        """The same in a process that was sent the descriptors: there they have other numbers."""
+        """Return the handle for a process that has received the descriptors under other numbers."""
         readers = [(numbers[filled], numbers[free]) for filled, free in self.readers]
         return msgspec.structs.replace(self, memory=numbers[self.memory], readers=readers)
 
     def close(self) -> None:
-        """Lets go of the descriptors, once nobody in this process uses them any more."""
+        """Close the descriptors, once no code of this process uses them."""
         for fd in self.descriptors:
             os.close(fd)
 
@@ -66,15 +65,15 @@ class QueueHandle(msgspec.Struct, frozen=True, array_like=True):
 def make_queue(
     num_readers: int, *, num_chunks: int = NUM_CHUNKS, chunk_nbytes: int = CHUNK_NBYTES
 ) -> QueueHandle:
-    """Makes an empty queue.
+    """Make an empty queue.
 
     Args:
-        num_readers: each of them gets every message.
-        num_chunks: how far, in chunks, the writer can be ahead of the slowest reader.
-        chunk_nbytes: of a chunk, its header of 4 bytes included.
+        num_readers: number of readers, which all receive every message.
+        num_chunks: maximum lead, in chunks, of the writer over the slowest reader.
+        chunk_nbytes: size of a chunk, including its header of 4 bytes.
 
     Raises:
-        OSError: the system has no room for it.
+        OSError: the system lacks memory or descriptors.
     """
     flags = os.EFD_NONBLOCK | os.EFD_CLOEXEC
     with contextlib.ExitStack() as undo:
@@ -94,7 +93,7 @@ def make_queue(
 
 
 class _End:
-    """What both ends have: the memory, a place in it, and a way to stop who waits."""
+    """Common part of both ends: the memory, a position in it, and a way to stop waiting."""
 
     def __init__(self, handle: QueueHandle) -> None:
         self._num_chunks, self._chunk_nbytes = handle.num_chunks, handle.chunk_nbytes
@@ -104,9 +103,9 @@ class _End:
         self._closed = False
 
     def close(self) -> None:
-        """Has who waits at this end, now or later, get `QueueClosedError`. From any thread."""
+        """Raise `QueueClosedError` in present and future waits at this end. Thread-safe."""
         self._closed = True
-        with contextlib.suppress(OSError):  # let go of already
+        with contextlib.suppress(OSError):  # released already
             os.eventfd_write(self._stop, 1)
 
     def _release(self) -> None:
@@ -117,14 +116,14 @@ class _End:
             self._memory.close()
 
     def _count(self, fd: int) -> int:
-        """What an eventfd has counted since it was read last."""
+        """Return the count of an eventfd since the last read."""
         try:
             return os.eventfd_read(fd)
         except BlockingIOError:
             return 0
 
     def _sleep(self, fd: int, timeout: float | None) -> None:
-        """Sleeps until an eventfd has counted something, for at most `timeout` seconds."""
+        """Sleep until an eventfd has counted something, for at most `timeout` seconds."""
         if self._closed:
             raise QueueClosedError
         poll = select.poll()
@@ -139,20 +138,20 @@ class _End:
 
 
 class QueueWriter(_End):
-    """The end of a queue that writes; there is one. Its threads take turns."""
+    """Writing end of a queue; each queue has one. Its threads write one at a time."""
 
     def __init__(self, handle: QueueHandle) -> None:
         super().__init__(handle)
         self._readers = handle.readers
-        self._free = [0] * len(handle.readers)  # chunks that each has read, as far as is known
+        self._free = [0] * len(handle.readers)  # chunks that each is known to have read
         self._lock = threading.Lock()
 
     def write(self, message: bytes) -> None:
-        """Writes a message, of any length; waits while the slowest reader is a ring behind.
+        """Write a message of any length; wait while the slowest reader is a whole ring late.
 
         Raises:
-            QueueClosedError: see `close`. A write that was broken off, by Ctrl-C too, closes the
-                queue: nobody could tell where the next message begins.
+            QueueClosedError: see `close`. An interrupted write, also by Ctrl-C, closes the queue:
+                readers could not find the beginning of the next message.
         """
         room = self._chunk_nbytes - _HEADER_NBYTES
         view = memoryview(message)
@@ -183,26 +182,26 @@ class QueueWriter(_End):
             os.eventfd_write(filled, 1)
 
     def release(self) -> None:
-        """Lets go of the memory; waits for who writes, who should have been told by `close`."""
+        """Release the memory after waiting for writing threads; call `close` first."""
         with self._lock:
             self._release()
 
 
 class QueueReader(_End):
-    """One of the ends of a queue that read; for one thread.
+    """Reading end of a queue; for one thread.
 
     Args:
-        handle: the queue; if it has several readers, `QueueHandle.for_reader` chooses.
+        handle: the queue, with one reader; `QueueHandle.for_reader` selects it.
     """
 
     def __init__(self, handle: QueueHandle) -> None:
         super().__init__(handle)
         ((self.filled, self._free_again),) = handle.readers
-        self._filled = 0  # chunks that may be read, as far as is known
+        self._filled = 0  # chunks known to be readable
         self._parts: list[bytes] = []
 
     def try_read(self) -> bytes | None:
-        """The next message; None: it is not there yet, or not all of it."""
+        """Return the next message, or None if it has not arrived completely."""
         while True:
             if not self._filled:
                 self._filled = self._count(self.filled)
@@ -220,15 +219,15 @@ class QueueReader(_End):
                 return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def read(self, timeout: float | None = None, *, spin: float = SPIN_SECONDS) -> bytes:
-        """The next message; waits for it.
+        """Wait for the next message and return it.
 
         Args:
             timeout: seconds to wait; None: no limit.
-            spin: seconds after which the wait becomes a sleep, which takes no processor time.
+            spin: seconds after which the wait becomes a sleep, which uses no processor time.
 
         Raises:
-            QueueClosedError: see `close`; what has not been read stays unread.
-            TimeoutError: no message came in time.
+            QueueClosedError: see `close`; unread messages stay unread.
+            TimeoutError: no message arrived in time.
         """
         if self._closed:
             raise QueueClosedError
@@ -236,11 +235,11 @@ class QueueReader(_End):
         while (message := self.try_read()) is None:
             waited = time.monotonic() - begin
             if timeout is not None and waited > timeout:
-                raise TimeoutError(f"no message came within {timeout} s")
+                raise TimeoutError(f"no message arrived within {timeout} s")
             if waited >= spin:
                 self._sleep(self.filled, None if timeout is None else timeout - waited)
         return message
 
     def release(self) -> None:
-        """Lets go of the memory, once nobody reads any more."""
+        """Release the memory, once no thread reads."""
         self._release()

@@ -1,8 +1,8 @@
-"""Workers in processes of their own, on this machine: vLLM's `MultiprocExecutor`.
+"""Workers in separate processes on this machine, like vLLM's `MultiprocExecutor`.
 
-Who hands in a step writes it into shared memory at once; every worker takes it from there, and
-rank 0 writes the result into a queue of its own. One thread starts the processes and watches them:
-results, what they say through their pipes, their ends, and whether somebody has stopped them.
+The submitting thread writes a step to shared memory at once, and every worker reads it there. Rank
+0 writes the result to a separate queue. One thread starts the processes and watches them: results,
+messages in their pipes, their ends, and stop signals.
 """
 
 from __future__ import annotations
@@ -73,23 +73,23 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Drafts = dict[str, list[int]]
 
-# Between two looks whether a worker is stopped; a stop that outlasts two of them counts.
+# Interval of checks for stopped workers; a stop counts if two checks see it.
 _CHECK_SECONDS = 0.25
 _END_SECONDS = 5.0
 
 
 class MultiprocExecutor(Executor):
-    """Runs a worker for each rank, in a process of its own.
+    """Executor that runs each rank's worker in a separate process.
 
     Args:
-        setup: what they are built from; each reads the models' specs from their folders again.
-        platform: the device's; each makes its own from the settings.
-        worker_cls: module and name of their class, with a dot between; it is made like `Worker`.
+        setup: parameters of the workers; each reads the models' specs from their folders again.
+        platform: the device's platform; each worker makes its own from the settings.
+        worker_cls: class of the workers as module.name; its constructor is that of `Worker`.
 
     Raises:
-        ConfigError, ModelError: if a worker cannot start; see `Worker`.
-        EngineDeadError: if one dies meanwhile.
-        OSError: the system has no room for the processes.
+        ConfigError, ModelError: a worker cannot start; see `Worker`.
+        EngineDeadError: a worker dies meanwhile.
+        OSError: the system lacks resources for the processes.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class MultiprocExecutor(Executor):
                 os.close(memory)
             raise
         self._group = group
-        # Also where nobody calls `shutdown`.
+        # Also if `shutdown` is never called.
         self._finalize = weakref.finalize(self, group.shutdown)
         try:
             group.start()
@@ -117,7 +117,7 @@ class MultiprocExecutor(Executor):
             raise
 
     def _make_memory(self, setup: WorkerSetup) -> int | None:
-        """The descriptor of what the workers share; None: there is nothing here."""
+        """Return the descriptor of the workers' shared memory; None for a single worker."""
         if setup.rank.world_size == 1:
             return None
         return GroupMemory.create(setup.group_nbytes, setup.rank.num_stages)
@@ -128,17 +128,17 @@ class MultiprocExecutor(Executor):
         return _ProcessGroup(setup, rank, worker_cls, memory)
 
     def measure_memory(self) -> MemoryBudget:
-        """See `Executor`; that of the worker which has least room."""
+        """Implement `Executor`; return the budget of the worker with the least memory left."""
         answers: list[Any] = self.collective_rpc("measure_memory")
         found = [msgspec.convert(answer, MemoryBudget) for answer in answers]
         return min(found, key=lambda it: it.available - it.runtime - it.weights - it.activations)
 
     def initialize_kv_cache(self, kv_cache: KVCacheConfig) -> None:
-        """See `Executor`."""
+        """Implement `Executor`."""
         self.collective_rpc("initialize_kv_cache", args=(kv_cache.num_blocks, kv_cache.block_size))
 
     def execute(self, work: SchedulerOutput) -> _Step:
-        """See `Executor`."""
+        """Implement `Executor`."""
         return self._group.execute(work)
 
     def collective_rpc(
@@ -148,10 +148,10 @@ class MultiprocExecutor(Executor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[T]:
-        """See `Executor`; arguments and results are plain values, as msgpack has them."""
+        """Implement `Executor`; arguments and results are plain values of msgpack."""
         if callable(method):
             raise UnsupportedError(
-                "A function cannot travel to workers in other processes "
+                "A function cannot be sent to workers in other processes "
                 f"(distributed_executor_backend={self._group.kind}); name a method of the worker, "
                 "or set distributed_executor_backend=uni."
             )
@@ -159,53 +159,51 @@ class MultiprocExecutor(Executor):
 
     @property
     def pids(self) -> list[int]:
-        """See `Executor`."""
+        """Process ids of the workers."""
         return [worker.pid for worker in self._group.workers]
 
     def register_failure_callback(self, callback: Callable[[Exception], object]) -> None:
-        """See `Executor`."""
+        """Implement `Executor`."""
         self._group.register(callback)
 
     def register_transfer_callback(self, callback: Callable[[KVConnectorOutput], object]) -> None:
-        """See `Executor`."""
+        """Implement `Executor`."""
         self._group.register_transfers(callback)
 
     def shutdown(self) -> None:
-        """See `Executor`."""
+        """Implement `Executor`."""
         self._finalize()
 
 
 class _Step:
-    """See `StepHandle`."""
+    """Implementation of `StepHandle`."""
 
     __slots__ = ("_group", "_number", "drafted", "sampled")
 
     def __init__(self, group: WorkerGroup, number: int, *, drafting: bool) -> None:
         self._group, self._number = group, number
         self.drafted: Future[Drafts] = Future()
-        """The workers speak of drafts only where there are places for them."""
+        """Drafts; workers only send them for steps with placeholders of drafts."""
         self.sampled: Future[ModelRunnerOutput] = Future()
         if not drafting:
             self.drafted.set_result({})
 
     def drafts(self) -> Drafts:
-        """See `StepHandle`."""
         return self.drafted.result()
 
     def sample(self, grammar: GrammarOutput | None = None) -> Future[ModelRunnerOutput]:
-        """See `StepHandle`."""
         self._group.write(Sample(self._number, grammar))
         return self.sampled
 
 
 class _Process:
-    """A process that waits for its setup. It ends with the thread that started it.
+    """Process that waits for its setup. It ends with the thread that started it.
 
     Args:
-        warm: whether it imports what takes long meanwhile.
+        warm: True to import slow modules meanwhile.
 
     Raises:
-        OSError: the system has no room for it.
+        OSError: the system lacks resources for the process.
     """
 
     def __init__(self, *, warm: bool = False) -> None:
@@ -224,16 +222,16 @@ class _Process:
             theirs.close()
 
     def start(self, setup: WorkerProcessSetup) -> None:
-        """Has it load the model and compute. Once only."""
+        """Send the setup, so that the process loads the model. Call this once."""
         data = msgspec.msgpack.encode(setup)
-        # What a child says that has died already is found by who looks for its end.
+        # If the child has died already, the watching thread finds its end.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             size = len(data).to_bytes(LENGTH_NBYTES, "little")
             socket.send_fds(self.inputs, [size], setup.descriptors)
             self.inputs.sendall(data)
 
     def kill(self) -> None:
-        """Ends it, whatever it does; nothing is left of it."""
+        """Kill the process, whatever it does, and release its resources."""
         self.popen.kill()
         self.popen.wait()
         self.inputs.close()
@@ -243,18 +241,18 @@ _spares: list[_Process] = []
 
 
 def make_spares(count: int) -> None:
-    """Starts processes that later executors need not wait for.
+    """Start spare processes, so that later executors need not wait for a start.
 
-    To be called by a thread that lives as long as this process.
+    Call this in a thread that lives as long as this process.
 
     Raises:
-        OSError: the system has no room for them.
+        OSError: the system lacks resources for them.
     """
     _spares.extend(_Process(warm=True) for _ in range(count))
 
 
 def _take_process() -> _Process:
-    """A spare process, or a new one."""
+    """Return a spare process, or start one."""
     while _spares:
         process = _spares.pop()
         if process.popen.poll() is None and not is_stopped(process.popen.pid):
@@ -264,7 +262,7 @@ def _take_process() -> _Process:
 
 
 class _Worker:
-    """A worker's process, and the pipe through which it speaks of what is rare."""
+    """Worker's process, and the pipe for its rare messages."""
 
     def __init__(self, rank: int, process: _Process, pipe: int) -> None:
         self.rank, self.pipe = rank, pipe
@@ -273,7 +271,7 @@ class _Worker:
         self.ready: Future[None] = Future()
         self.pidfd = os.pidfd_open(self.process.pid)
         self.stopped = False
-        """Whether it was so at the last look."""
+        """True if the last check found it stopped."""
         self._received = b""
         self._decoder: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
         os.set_blocking(pipe, False)
@@ -282,7 +280,7 @@ class _Worker:
         return f"worker {self.rank} (pid {self.process.pid})"
 
     def receive(self) -> tuple[list[FromWorker], bool]:
-        """What it has said since, and whether it can say more."""
+        """Return the new messages, and True if the pipe is still open."""
         opened = True
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self.pipe, 2**16):
@@ -298,7 +296,7 @@ class _Worker:
         return messages, opened
 
     def describe_exit(self) -> str:
-        """How it ended, once it has."""
+        """Describe the end of the process, after it."""
         code = self.process.wait()
         if code >= 0:
             return f"{self} ended with status {code}"
@@ -306,32 +304,32 @@ class _Worker:
         return f"{self} was killed by {signal_name(-code)}{hint}"
 
     def close(self) -> None:
-        """Lets go of the descriptors, once it has ended."""
+        """Close the descriptors, after the end of the process."""
         os.close(self.pipe)
         os.close(self.pidfd)
 
 
 class WorkerGroup(ABC):
-    """Workers, what they were told and have not answered, and the thread that watches them.
+    """Workers, their unanswered messages, and the thread that watches them.
 
-    The executor is not known here, so that it may be forgotten without being shut down.
+    It has no reference to the executor, which may be garbage-collected without `shutdown`.
     """
 
     kind: str
-    """As `distributed_executor_backend` calls it."""
+    """Value of `distributed_executor_backend`."""
 
     def __init__(self, setup: PlainSetup, rank: Rank, worker_cls: str, memory: int | None) -> None:
         self._setup, self._world_size, self._worker_cls = setup, rank.world_size, worker_cls
         self._teller = rank.world_size - rank.size
-        """The rank that samples: it has all that there is to tell."""
+        """Rank that samples; it reports the results of all."""
         self._memory, self._num_stages = memory, rank.num_stages
-        """The descriptor of what the workers share, beside the queues."""
+        """Descriptor of the workers' shared memory, in addition to the queues."""
         self.workers: list[Any] = []
-        """By rank; each has `rank`, `pid` and `ready`, and a text that names it."""
+        """Workers by rank; each has `rank`, `pid` and `ready`, and a text that names it."""
         self._encoder = msgspec.msgpack.Encoder()
         self._started: Future[None] = Future()
         self._lock = threading.Lock()
-        """Of what follows."""
+        """Lock of the attributes below."""
         self._failure: Exception | None = None
         self._ending = False
         self._callbacks: list[Callable[[Exception], object]] = []
@@ -340,43 +338,43 @@ class WorkerGroup(ABC):
         self._num_steps = 0
         self._calls: dict[int, list[Future[Any]]] = {}
         self._call_ids = itertools.count()
-        # The system ends the processes that it starts with it.
+        # The system ends the processes that this thread starts together with it.
         self._thread = threading.Thread(target=self._watch, name="octavo-workers", daemon=True)
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Ends the workers: asks them to, and after some seconds makes them."""
+        """End the workers: request their end, and kill them after some seconds."""
 
     def _end_waiting(self) -> None:
-        """Has no worker wait for another one: they end, each at a time of its own."""
+        """Wake workers that wait for each other, so that each can end independently."""
         if self._memory is not None:
             GroupMemory.end(self._memory, self._num_stages)
 
     @abstractmethod
     def _watch(self) -> None:
-        """The thread: starts the workers, says so by `_started`, and takes in what they say."""
+        """Run the thread: start the workers, resolve `_started`, and process their messages."""
 
     @abstractmethod
     def _send(self, data: bytes) -> None:
-        """Sends a message to all workers.
+        """Send a message to all workers.
 
         Raises:
-            QueueClosedError: there are none any more.
+            QueueClosedError: the workers have ended.
         """
 
     @abstractmethod
     def _kill(self) -> None:
-        """Ends the workers at once."""
+        """Kill the workers at once."""
 
     def start(self) -> None:
-        """Starts the processes; returns when all of them are ready."""
+        """Start the processes; return when all of them are ready."""
         self._thread.start()
         self._started.result()
         for worker in self.workers:
             worker.ready.result()
 
     def execute(self, work: SchedulerOutput) -> _Step:
-        """Hands in a step."""
+        """Submit a step."""
         drafting = any(request.num_drafts for request in work.scheduled_reqs)
         with self._lock:
             self._num_steps = number = self._num_steps + 1
@@ -387,7 +385,7 @@ class WorkerGroup(ABC):
     def call(
         self, method: str, timeout: float | None, args: list[Any], kwargs: dict[str, Any]
     ) -> list[Any]:
-        """Calls a method of each worker."""
+        """Call a method of each worker."""
         futures: list[Future[Any]] = [Future() for _ in range(self._world_size)]
         call_id = next(self._call_ids)
         end = None if timeout is None else time.monotonic() + timeout
@@ -404,17 +402,17 @@ class WorkerGroup(ABC):
                 del self._calls[call_id]
 
     def write(self, message: ToWorker) -> None:
-        """Tells all workers something.
+        """Send a message to all workers.
 
         Raises:
-            EngineDeadError: there are none any more.
-            UnsupportedError: it cannot be encoded.
+            EngineDeadError: the workers have ended.
+            UnsupportedError: the message cannot be encoded.
         """
         try:
             data = self._encoder.encode(message)
         except UNENCODABLE as error:
             raise UnsupportedError(
-                f"This cannot travel to workers in other processes ({error}); give plain values, "
+                f"This cannot be sent to workers in other processes ({error}); pass plain values, "
                 "or set distributed_executor_backend=uni."
             ) from error
         try:
@@ -423,7 +421,7 @@ class WorkerGroup(ABC):
             raise self._failure or EngineDeadError("The workers have been shut down.") from None
 
     def register(self, callback: Callable[[Exception], object]) -> None:
-        """See `Executor.register_failure_callback`."""
+        """Implement `Executor.register_failure_callback`."""
         with self._lock:
             self._callbacks.append(callback)
             failure = self._failure
@@ -431,11 +429,11 @@ class WorkerGroup(ABC):
             callback(failure)
 
     def register_transfers(self, callback: Callable[[KVConnectorOutput], object]) -> None:
-        """See `Executor.register_transfer_callback`."""
+        """Implement `Executor.register_transfer_callback`."""
         self._on_transfer = callback
 
     def _take(self, worker: Any, message: FromWorker) -> None:
-        """Takes in what a worker says."""
+        """Process a worker's message."""
         if self._failure is not None:
             return
         match message:
@@ -450,7 +448,7 @@ class WorkerGroup(ABC):
             case StepFailed(step=number, failure=failure) if self._world_size == 1:
                 self._pop(number).sampled.set_exception(failure.to_exception())
             case StepFailed(step=number, failure=failure):
-                # Whether the others computed it or wait for this one, nobody knows.
+                # It is unknown if the other workers computed the step or wait for this one.
                 self._fail(f"{worker} failed in step {number}: {failure}")
             case Ready():
                 worker.ready.set_result(None)
@@ -468,7 +466,7 @@ class WorkerGroup(ABC):
                 with self._lock:
                     futures = self._calls.get(call_id)
                 if futures is None:
-                    return  # nobody waited that long
+                    return  # the caller has timed out
                 if failure is None:
                     futures[worker.rank].set_result(value)
                 else:
@@ -479,7 +477,7 @@ class WorkerGroup(ABC):
             return self._steps.pop(number)
 
     def _fail(self, what: str, kind: type[EngineDeadError] = EngineDeadError) -> None:
-        """The engine cannot go on: says so once, to all who wait, and ends the other workers."""
+        """Fail the engine: notify all waiting callers once, and kill the other workers."""
         if self._num_steps:
             what += f"; the last step handed in was {self._num_steps}"
         self._give_up(kind(what))
@@ -496,7 +494,7 @@ class WorkerGroup(ABC):
             callback(error)
 
     def _resolve_all(self, error: Exception) -> None:
-        """Has all who wait for workers get an error."""
+        """Fail all futures that wait for workers."""
         with self._lock:
             steps = list(self._steps.values())
             self._steps.clear()
@@ -509,7 +507,7 @@ class WorkerGroup(ABC):
 
 
 class _ProcessGroup(WorkerGroup):
-    """Workers in processes, which read from shared memory and write into it."""
+    """Workers in processes, which communicate by shared memory."""
 
     kind = "mp"
     workers: list[_Worker]
@@ -526,14 +524,13 @@ class _ProcessGroup(WorkerGroup):
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def shutdown(self) -> None:
-        """See `WorkerGroup`."""
         with self._lock:
             self._ending = True
         self._writer.close()
         self._end_waiting()
         if self._thread.ident is not None:
             with contextlib.suppress(BaseException):
-                self._started.result()  # all of them are known
+                self._started.result()  # the list of workers is complete
         end = time.monotonic() + _END_SECONDS
         for worker in self.workers:
             worker.inputs.close()
@@ -558,7 +555,6 @@ class _ProcessGroup(WorkerGroup):
             os.close(self._memory)
 
     def _watch(self) -> None:
-        """See `WorkerGroup`."""
         try:
             for rank in range(self._world_size):
                 self.workers.append(self._launch(rank))
@@ -568,9 +564,9 @@ class _ProcessGroup(WorkerGroup):
         self._started.set_result(None)
         try:
             self._watch_workers()
-        except Exception as error:  # a message that nobody understands, for one
-            logger.exception("the workers cannot be understood")
-            self._fail(f"the workers cannot be understood ({type(error).__name__}: {error})")
+        except Exception as error:  # such as a message that cannot be decoded
+            logger.exception("watching the workers failed")
+            self._fail(f"watching the workers failed ({type(error).__name__}: {error})")
 
     def _launch(self, rank: int) -> _Worker:
         steps = self._step_queue.for_reader(rank)
@@ -649,11 +645,9 @@ class _ProcessGroup(WorkerGroup):
             worker.stopped = stopped
 
     def _send(self, data: bytes) -> None:
-        """See `WorkerGroup`."""
         self._writer.write(data)
 
     def _kill(self) -> None:
-        """See `WorkerGroup`."""
         self._writer.close()
         for worker in self.workers:
             worker.process.kill()

@@ -1,8 +1,8 @@
-"""Workers in actors of a Ray cluster: vLLM's `RayDistributedExecutor`.
+"""Workers in actors of a Ray cluster, like vLLM's `RayDistributedExecutor`.
 
-Each worker is an actor with a bundle of a placement group. What travels are the same encoded
-messages as between processes of one machine (`wire.py`): Ray pickles nothing of ours but bytes. An
-actor keeps a thread for the worker; one call hands it a message, another waits for what it says.
+Each worker is an actor with a bundle of a placement group. The messages have the same encoding as
+between processes of one machine (`wire.py`): Ray pickles only bytes. An actor has a thread for the
+worker; one call passes it a message, another waits for its messages.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ from octavo.system.logs import current_logging, setup_logging
 
 logger = logging.getLogger(__name__)
 
-# vLLM's name; it places workers like this, too.
+# vLLM's name; it places workers in the same way.
 _STRATEGY = "PACK"
 _PLACEMENT_SECONDS = 10.0
-# Between two looks whether the workers are to end, or one is stopped.
+# Interval of checks for a requested end or a stopped worker.
 _CHECK_SECONDS = 0.25
 _END_SECONDS = 5.0
 _COPIED = ("OCTAVO_", "HF_", "HUGGING_FACE_", "NCCL_")
-"""What the names of variables begin with that workers get as the executor has them."""
+"""Prefixes of environment variables that workers receive from the executor."""
 
 
 class RayExecutor(MultiprocExecutor):
-    """Runs a worker for each rank, in an actor; see `MultiprocExecutor`.
+    """Executor that runs each rank's worker in an actor; see `MultiprocExecutor`.
 
-    Joins the cluster that this process is connected to, or RAY_ADDRESS names, or runs on this
-    machine; where there is none it starts one on this machine.
+    It joins the cluster that this process is connected to, that RAY_ADDRESS names, or that runs on
+    this machine; if none exists, it starts one on this machine.
 
     Raises:
-        ConfigError: the cluster is not there or has no room, or ranks that compute together of a
-            stage would be on several machines; see `MultiprocExecutor` for more.
+        ConfigError: the cluster cannot be reached or lacks resources, or ranks that compute a stage
+            together would be on several machines; see `MultiprocExecutor` for more.
     """
 
     def _make_memory(self, setup: WorkerSetup) -> int | None:
-        # Stages may be on several nodes, each of which has a memory of its own.
+        # Stages may be on several nodes, each with its own memory.
         return None if setup.rank.num_stages > 1 else super()._make_memory(setup)
 
     def _make_group(
@@ -74,74 +74,74 @@ class RayExecutor(MultiprocExecutor):
 
 
 class ActorSetup(msgspec.Struct):
-    """What an actor is told first."""
+    """First message to an actor."""
 
     setup: PlainSetup
     worker_cls: str
-    """Module and name of the worker's class, with a dot between: it is made like `Worker`."""
+    """Class of the worker as module.name; its constructor is that of `Worker`."""
     rank: int
-    """Its number among all."""
+    """Index of the worker among all."""
     tells: bool
-    """Whether it is the one that tells what comes of steps."""
+    """True for the worker that reports the results of steps."""
     group: tuple[int, int] | None
     """Process and descriptor of the workers' memory, if they compute one model together."""
     host: str
-    """Where the executor is: see `_host`."""
+    """Host of the executor: see `_host`."""
     log_level: str
     log_format: str
     log_fields: dict[str, int]
 
 
 class Place(msgspec.Struct):
-    """Where an actor is."""
+    """Location of an actor."""
 
     pid: int
     host: str
     node: str
-    """Its name in the network."""
+    """Host name of the node."""
     node_id: str
-    """What Ray calls it."""
+    """Ray's id of the node."""
 
 
 class HostSetup(msgspec.Struct):
-    """What the first actor on a node is told where stages may be on several nodes."""
+    """Message to the first actor of a node if stages may be on several nodes."""
 
     setup: PlainSetup
     rank: int
-    """Of the actor."""
+    """Rank of the actor."""
     hosts: list[int]
-    """The number of each stage's node."""
+    """Index of each stage's node."""
     public: bytes
     secret: bytes
-    """The key pair of the relays between them, as Z85."""
+    """Secret key of the relays between the nodes, and `public` its public key, as Z85."""
 
 
 class HostMemory(msgspec.Struct):
-    """The memory of a node's workers, and its relay."""
+    """Memory of a node's workers, and its relay."""
 
     pid: int
     descriptor: int
     address: str
-    """Where the relay listens; "": all stages are on this node."""
+    """Address of the relay; "" if all stages are on this node."""
 
 
 class WorkerActor:
-    """The actor: a worker in a thread, what it is told, and what it says."""
+    """Ray actor with a worker in a thread, and its incoming and outgoing messages."""
 
     def __init__(self) -> None:
         self._inbox = _Inbox()
         self._outbox = _Outbox()
         self._memory: tuple[int, int] | None = None
-        """Descriptor and stages, where the node's memory is this actor's."""
+        """Descriptor and number of stages, if this actor owns the node's memory."""
         self._relay: Relay | None = None
 
     def place(self) -> bytes:
-        """Where it is, as an encoded `Place`."""
+        """Return the actor's location, as an encoded `Place`."""
         node_id = ray.get_runtime_context().get_node_id()
         return msgspec.msgpack.encode(Place(os.getpid(), _host(), os.uname().nodename, node_id))
 
     def make_memory(self, data: bytes) -> bytes:
-        """Makes the memory of its node's workers, and what mirrors it.
+        """Make the memory of the node's workers, and the relay that mirrors it.
 
         Args:
             data: an encoded `HostSetup`.
@@ -171,13 +171,13 @@ class WorkerActor:
         )
 
     def connect(self, data: bytes) -> bytes:
-        """Has the relay reach those of the other nodes.
+        """Connect the relay to those of the other nodes.
 
         Args:
             data: an encoded dict; see `Relay.connect`.
 
         Returns:
-            An encoded text: why it cannot, or "".
+            An encoded error message, or "".
         """
         assert self._relay is not None
         try:
@@ -187,7 +187,7 @@ class WorkerActor:
         return msgspec.msgpack.encode("")
 
     def start(self, data: bytes) -> None:
-        """Has the worker made; what comes of it is heard.
+        """Start the worker in a thread; `hear` returns its messages.
 
         Args:
             data: an encoded `ActorSetup`.
@@ -196,21 +196,21 @@ class WorkerActor:
         threading.Thread(target=self._run, args=(setup,), name="octavo-worker", daemon=True).start()
 
     def tell(self, number: int, data: bytes) -> None:
-        """Hands the worker a message, or its end.
+        """Pass the worker a message, or the end.
 
         Args:
-            number: from 0; Ray may swap calls.
-            data: an encoded `ToWorker`; b"": there is no more.
+            number: index of the message, from 0; Ray may reorder calls.
+            data: an encoded `ToWorker`; b"": the end.
         """
         self._inbox.put(number, data)
         if not data and self._memory is not None:
-            GroupMemory.end(*self._memory)  # no worker waits for another one
+            GroupMemory.end(*self._memory)  # wakes workers that wait for each other
 
     def hear(self) -> bytes:
-        """What the worker has said since; waits for it.
+        """Wait for messages of the worker, and return them.
 
         Returns:
-            An encoded list of `FromWorker`; null in it: it has ended.
+            An encoded list of `FromWorker`; null in it: the worker has ended.
         """
         return self._outbox.take()
 
@@ -229,7 +229,7 @@ class WorkerActor:
 
 
 class _Inbox:
-    """Messages in the order in which they were sent."""
+    """Messages in the order of their numbers."""
 
     def __init__(self) -> None:
         self._early: dict[int, bytes] = {}
@@ -237,13 +237,11 @@ class _Inbox:
         self._changed = threading.Condition()
 
     def put(self, number: int, data: bytes) -> None:
-        """See `WorkerActor.tell`."""
         with self._changed:
             self._early[number] = data
             self._changed.notify()
 
     def read(self) -> bytes:
-        """See `Steps`."""
         with self._changed:
             self._changed.wait_for(lambda: self._next in self._early)
             data = self._early.pop(self._next)
@@ -254,25 +252,23 @@ class _Inbox:
 
 
 class _Outbox:
-    """Messages on their way to the executor. From any thread."""
+    """Queue of messages to the executor. Any thread may use it."""
 
     def __init__(self) -> None:
         self._messages: queue.SimpleQueue[msgspec.Raw | None] = queue.SimpleQueue()
 
     def write(self, message: FromWorker) -> None:
-        """See `Rare`."""
         self.write_encoded(msgspec.msgpack.encode(message))
 
     def write_encoded(self, data: bytes) -> None:
-        """See `Rare`."""
         self._messages.put(msgspec.Raw(data))
 
     def end(self) -> None:
-        """Says that there is no more."""
+        """Add the end of the messages."""
         self._messages.put(None)
 
     def take(self) -> bytes:
-        """All messages that are there, as an encoded list; waits for one."""
+        """Wait for a message; return all present messages as an encoded list."""
         messages = [self._messages.get()]
         with contextlib.suppress(queue.Empty):
             while True:
@@ -281,23 +277,23 @@ class _Outbox:
 
 
 class _Results:
-    """See `Results`."""
+    """Implementation of `Results`."""
 
     def __init__(self, outbox: _Outbox) -> None:
         self.write = outbox.write_encoded
 
 
 def _host() -> str:
-    """What processes have in common that see the same processes: the machine and its container."""
+    """Return an id of the machine and its container, equal for processes that see each other."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _open_group(pid: int, descriptor: int, host: str) -> int:
-    """The descriptor of memory that another process has one of.
+    """Duplicate the memory descriptor of another process.
 
     Raises:
-        ConfigError: it is on another machine, or its user is another.
+        ConfigError: the process is on another machine, or belongs to another user.
     """
     if host != _host():
         raise ConfigError(
@@ -315,15 +311,15 @@ def _open_group(pid: int, descriptor: int, host: str) -> int:
 
 
 class _Actor:
-    """A worker's actor, as the executor knows it."""
+    """Worker's actor, as seen by the executor."""
 
     def __init__(self, rank: int, handle: Any) -> None:
         self.rank, self.handle = rank, handle
         self.ready: Future[None] = Future()
         self.place = Place(0, "", "", "")
-        """Until it has started."""
+        """Location; empty until the actor has started."""
         self.stopped = False
-        """Whether it was so at the last look."""
+        """True if the last check found it stopped."""
 
     def __str__(self) -> str:
         place = f" (pid {self.pid} on {self.place.node})" if self.pid else ""
@@ -331,16 +327,16 @@ class _Actor:
 
     @property
     def pid(self) -> int:
-        """Its process, on whichever machine."""
+        """Process id on the actor's machine."""
         return self.place.pid
 
     def is_stopped(self) -> bool:
-        """Whether a signal such as SIGSTOP holds it, as far as this machine can see."""
+        """Return True if a signal such as SIGSTOP has stopped a worker of this machine."""
         if self.place.host != _host():
             return False
         try:
             state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:  # it has ended; Ray says so
+        except OSError:  # it has ended; Ray reports that
             return False
         return state == "T"
 
@@ -355,12 +351,11 @@ class _ActorGroup(WorkerGroup):
         super().__init__(setup, rank, worker_cls, memory)
         self._placement: PlacementGroup | None = None
         self._sending = threading.Lock()
-        """Of what follows."""
+        """Lock of the attributes below."""
         self._num_sent = 0
         self._closed = False
 
     def shutdown(self) -> None:
-        """See `WorkerGroup`."""
         with self._lock:
             self._ending = True
         self._end_waiting()
@@ -371,7 +366,6 @@ class _ActorGroup(WorkerGroup):
             os.close(self._memory)
 
     def _send(self, data: bytes) -> None:
-        """See `WorkerGroup`."""
         with self._sending:
             if self._closed:
                 raise QueueClosedError
@@ -380,12 +374,11 @@ class _ActorGroup(WorkerGroup):
             self._num_sent += 1
 
     def _kill(self) -> None:
-        """See `WorkerGroup`; the thread does it next."""
+        """Implement `WorkerGroup`; the thread kills the workers next."""
         with self._sending:
             self._closed = True
 
     def _watch(self) -> None:
-        """See `WorkerGroup`."""
         try:
             SESSION.join()
         except BaseException as error:
@@ -401,20 +394,20 @@ class _ActorGroup(WorkerGroup):
             self._started.set_result(None)
             try:
                 self._listen()
-            except Exception as error:  # who disconnected this process from Ray, for one
-                logger.exception("the workers cannot be understood")
-                self._fail(f"the workers cannot be understood ({type(error).__name__}: {error})")
+            except Exception as error:  # such as a disconnection from Ray
+                logger.exception("watching the workers failed")
+                self._fail(f"watching the workers failed ({type(error).__name__}: {error})")
         finally:
             self._release()
 
     def _place(self) -> None:
-        """Has Ray keep what the workers take.
+        """Have Ray reserve the workers' resources.
 
         Raises:
-            ConfigError: there is not so much.
+            ConfigError: the cluster lacks the resources.
         """
         device = self._setup.config.device
-        # Bundles are whole on a node: a stage is one, where there are several.
+        # A bundle is always on one node: with several stages, a bundle is a stage.
         several = self._num_stages > 1
         size, count = (
             (device.tensor_parallel_size, self._num_stages) if several else (1, self._world_size)
@@ -425,7 +418,7 @@ class _ActorGroup(WorkerGroup):
         wanted = f"{count} x {bundle}"
         where = "in the cluster"
         if self._memory is not None:
-            # They share memory with this process.
+            # The workers share memory with this process.
             own = ray.get_runtime_context().get_node_id()
             found = next(node for node in ray.nodes() if node["NodeID"] == own)
             bundle[f"node:{found['NodeManagerAddress']}"] = 0.001
@@ -450,10 +443,10 @@ class _ActorGroup(WorkerGroup):
                 )
 
     def _launch(self) -> None:
-        """Starts the actors.
+        """Start the actors.
 
         Raises:
-            EngineDeadError: one cannot be.
+            EngineDeadError: an actor cannot start.
         """
         assert self._placement is not None
         bundle = self._placement.bundle_specs[0]
@@ -463,7 +456,7 @@ class _ActorGroup(WorkerGroup):
             options = {
                 "num_cpus": bundle["CPU"] / size,
                 "num_gpus": bundle.get("GPU", 0) / size,
-                "max_concurrency": 4,  # to tell and to hear, at the same time
+                "max_concurrency": 4,  # for `tell` and `hear` at the same time
                 "max_restarts": 0,
                 "max_task_retries": 0,
                 "runtime_env": {"env_vars": variables},
@@ -496,10 +489,10 @@ class _ActorGroup(WorkerGroup):
             pass
 
     def _make_memories(self) -> list[tuple[tuple[int, int] | None, str]]:
-        """Has a memory made on each node, and connected to the others; each worker's, by rank.
+        """Make memory on each node, and connect the nodes; return each worker's memory, by rank.
 
         Raises:
-            EngineDeadError: the nodes do not reach one another.
+            EngineDeadError: a node cannot reach another one.
         """
         nodes = [worker.place.node_id for worker in self.workers]
         makers = {node: nodes.index(node) for node in nodes}  # by the node's first worker
@@ -539,7 +532,7 @@ class _ActorGroup(WorkerGroup):
     def _gather(
         self, refs: list[Any], workers: list[_Actor] | None = None
     ) -> Iterator[tuple[_Actor, Any]]:
-        """Yield the answers of the workers (None: of all) while they start, as they come.
+        """Yield the answers of the starting workers (None: of all) as they arrive.
 
         Raises:
             EngineDeadError: a worker has died, or the workers are to end.
@@ -557,7 +550,7 @@ class _ActorGroup(WorkerGroup):
                 yield worker, answer
 
     def _listen(self) -> None:
-        """Takes in what the workers say until they end, or one has died."""
+        """Process the workers' messages until they end or one has died."""
         decoder = msgspec.msgpack.Decoder(list[FromWorker | None])
         waiting = {worker.handle.hear.remote(): worker for worker in self.workers}
         end, checked = float("inf"), time.monotonic()
@@ -593,12 +586,12 @@ class _ActorGroup(WorkerGroup):
             worker.stopped = stopped
 
     def _release(self) -> None:
-        """Ends what is left of the actors, and gives back what they took."""
+        """End the remaining actors, and return their resources."""
         self._kill()
-        with contextlib.suppress(Exception):  # who disconnected this process has ended them
+        with contextlib.suppress(Exception):  # a disconnection has ended them already
             for worker in self.workers:
                 ray.kill(worker.handle)
-                if worker.stopped:  # it cannot do what Ray tells it
+                if worker.stopped:  # a stopped process ignores Ray
                     os.kill(worker.pid, signal.SIGKILL)
             if self._placement is not None:
                 remove_placement_group(self._placement)
@@ -610,6 +603,6 @@ def _count_nodes() -> int:
 
 
 def _explain(error: RayError) -> str:
-    """What Ray says of an end, in a line, without its guesses."""
+    """Return Ray's description of an end in one line, without its guesses."""
     text = " ".join(str(error).split())
     return (text.partition("Worker exit detail: ")[2] or text).partition(" Some common causes")[0]

@@ -1,7 +1,7 @@
-"""A Ray cluster on this machine that ends with the process that wants it; see `RayExecutor`.
+"""Ray cluster on this machine that ends with the process that needs it; see `RayExecutor`.
 
-Ray ends some of its processes late or never when who started them is killed. This one adopts them,
-and kills what is left when its standard input ends.
+If the process that started Ray is killed, Ray ends some of its processes late or never. This
+process adopts them, and kills the remaining ones when its standard input ends.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import ray
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 ADDRESS, ERROR = "address ", "error "
-"""What the line on standard output begins with: where the cluster is, or why there is none."""
+"""Prefixes of the line on standard output: the cluster's address, or an error."""
 
 
 def main() -> None:
-    """Runs a cluster in a folder of its own, the argument, until standard input ends."""
+    """Run a cluster in the folder of the argument until standard input ends."""
     folder = sys.argv[1]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -38,17 +38,17 @@ def main() -> None:
         line = ADDRESS + ray.get_runtime_context().gcs_address
     except Exception as error:
         line = ERROR + " ".join(f"{type(error).__name__}: {error}".split())
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Ray has a handler of its own
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # replaces Ray's handler
     print(line, flush=True)
     while sys.stdin.buffer.read(1):
         pass
     _kill_children()
     shutil.rmtree(folder, ignore_errors=True)
-    os._exit(0)  # Ray would like to disconnect
+    os._exit(0)  # skips Ray's disconnection
 
 
 def _kill_children() -> None:
-    """Kills all processes below this one: those of a killed one become its own."""
+    """Kill all processes below this one; orphans of a killed one become its children."""
     while True:
         for task in Path("/proc/self/task").iterdir():
             for pid in (task / "children").read_text().split():

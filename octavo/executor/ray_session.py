@@ -1,4 +1,4 @@
-"""This process's connection to a Ray cluster: one that runs, or one that is started for it."""
+"""Connection of this process to a Ray cluster, either a running one or one started for it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class Session:
-    """This process's connection to Ray, one for all who use it."""
+    """Connection of this process to Ray, shared by all users."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -34,11 +34,12 @@ class Session:
         self._cluster: subprocess.Popen[str] | None = None
 
     def join(self) -> None:
-        """Connects, unless that has been done. Not to be called by the main thread, on which Ray
-        would replace the handler of SIGTERM.
+        """Connect if not connected.
+
+        Do not call this in the main thread: Ray would replace its handler of SIGTERM.
 
         Raises:
-            ConfigError: RAY_ADDRESS leads to no cluster, or none can be started.
+            ConfigError: RAY_ADDRESS leads to no cluster, or no cluster can be started.
         """
         with self._lock:
             if not ray.is_initialized():
@@ -46,7 +47,7 @@ class Session:
             self._users += 1
 
     def leave(self) -> None:
-        """Disconnects after the last user, if `join` connected."""
+        """Disconnect after the last user, if `join` connected."""
         with self._lock:
             self._users -= 1
             if self._users == 0 and self._ours:
@@ -77,12 +78,12 @@ class Session:
         self._ours = True
 
     def _start_cluster(self) -> str:
-        """Starts one on this machine; returns where it is."""
+        """Start a cluster on this machine; return its address."""
         if "RAY_AUTH_MODE" not in os.environ:
-            # Ray would write a token into the home folder, for all clusters.
+            # Otherwise Ray writes a token to the home folder, for all clusters.
             os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
             ray._raylet.Config.initialize("")  # this process has read the variables already
-        # Its own, so that no other process takes it for a cluster that stays.
+        # A separate folder, so that other processes do not treat it as a lasting cluster.
         folder = tempfile.mkdtemp(prefix="octavo-ray-", dir=_ray_folder())
         self._cluster = subprocess.Popen(
             [sys.executable, "-m", "octavo.executor.ray_cluster", folder],
@@ -100,7 +101,7 @@ class Session:
         raise ConfigError(f"Ray cannot be started here (status {self._cluster.wait()}).")
 
     def _end_cluster(self) -> None:
-        """Ends what `_start_cluster` has started."""
+        """End the cluster of `_start_cluster`."""
         if (cluster := self._cluster) is not None:
             self._cluster = None
             assert cluster.stdin is not None
@@ -114,10 +115,10 @@ SESSION = Session()
 
 
 def _find_cluster() -> str | None:
-    """The cluster that RAY_ADDRESS names, or that was started on this machine.
+    """Return the address of the cluster that RAY_ADDRESS names or that runs on this machine.
 
     Raises:
-        ConfigError: there is nobody at the first.
+        ConfigError: RAY_ADDRESS leads to no cluster.
     """
     named = os.environ.get("RAY_ADDRESS")
     if named and named != "auto":
@@ -137,10 +138,10 @@ def _find_cluster() -> str | None:
 
 @contextmanager
 def _sigterm_kept() -> Iterator[None]:
-    """Has SIGTERM handled afterwards as before.
+    """Restore the previous handling of SIGTERM afterwards.
 
-    Ray takes it for a crash: its handler would abort the process, unless it ends within three
-    seconds. Python's `signal` is for the main thread only, and does not know of that handler.
+    Ray treats SIGTERM as a crash: its handler aborts the process if it does not end within three
+    seconds. Python's `signal` works in the main thread only, and does not see that handler.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     before = ctypes.create_string_buffer(1024)  # more than any platform's struct sigaction
@@ -156,7 +157,7 @@ def _ray_folder() -> str:
 
 
 def _answers(address: str) -> bool:
-    """Whether somebody listens at host:port; Ray itself would try for minutes."""
+    """Return True if a server listens at host:port; Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), 5).close()

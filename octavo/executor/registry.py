@@ -1,4 +1,4 @@
-"""Which executor a config means. The classes, some of which bring torch, are imported here only."""
+"""Choice of the executor class. Only this module imports the classes, some of which need torch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from octavo.executor.base import Executor, import_class
 
 
 def get_executor_class(config: EngineConfig) -> type[Any]:
-    """The class of the executor, a subclass of `Executor`; made from a setup and a platform.
+    """Return the executor class, a subclass of `Executor` constructed from a setup and a platform.
 
     Raises:
-        ConfigError: it does not work on this system, Ray is missing, or one's own cannot be
-            imported or is none.
+        ConfigError: the executor does not work on this system, Ray is missing, or a custom class
+            cannot be imported or is not an executor.
     """
     backend = config.executor_backend
     if backend == "uni":
@@ -45,7 +45,7 @@ def get_executor_class(config: EngineConfig) -> type[Any]:
     except Exception as error:
         raise ConfigError(
             f"distributed_executor_backend={backend!r} cannot be imported "
-            f"({type(error).__name__}: {error}); choose uni, mp or ray, or mend it."
+            f"({type(error).__name__}: {error}); choose uni, mp or ray, or fix it."
         ) from error
     if not (isinstance(found, type) and issubclass(found, Executor)):
         raise ConfigError(

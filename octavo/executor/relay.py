@@ -1,14 +1,14 @@
-"""Mirrors what the stages of a model tell one another between the memories of several hosts.
+"""Relay that mirrors the messages between a model's stages to the memories of several hosts.
 
-Each host has a whole `GroupMemory`, and ranks know of no other one. What one rank writes and others
-wait for is a counter and the slots that it counts: a stream from the host of who writes it to that
-of who reads it. A relay sends a slot once its counter says that it is written, and the one on the
-other side posts the same number behind the same bytes. A relay only delays, so whatever order keeps
-a slot from being written before it was read on one host keeps it so on several.
+Each host has a complete `GroupMemory`, and ranks only use that of their host. A stream consists of
+a counter and the slots that it counts, from the host of the writer to that of the reader. A relay
+sends a slot once its counter shows that the slot is written. The relay on the other side writes the
+same bytes and then posts the same number. A relay only delays. So the order that protects unread
+slots on one host also protects them on several.
 
-Hosts reach one another by CurveZMQ, as nodes do (`fleet/cluster.py`). A connection that has been
-there is never made anew, since nobody knows what it lost: both sides break their memories. Each
-side looks after the connections that it made, and not after those that anybody can make to it.
+Hosts connect by CurveZMQ, as nodes do (`fleet/cluster.py`). A broken connection is never replaced,
+since its lost messages are unknown: both sides break their memories. Each side monitors the
+connections that it made, but not incoming ones, which anyone can make.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from octavo.plan.group_layout import HANDED_SLOTS, SLOT_HEAD_NBYTES, GroupLayout
 from octavo.system.distributed import COUNTER_NBYTES, Counter, GroupMemory
 
 CONNECT_SECONDS = 20.0
-"""In which the hosts must have reached one another."""
+"""Seconds in which the hosts must connect."""
 _ALIVE_SECONDS = 0.5
 _GONE_SECONDS = 8.0
-"""As nodes: between two signs of life, and without one until the other is gone."""
+"""Interval of heartbeats, and time without one after which a host is gone; as for nodes."""
 _LOOK_SECONDS = 0.25
-"""Between two looks whether to end."""
-# Of a message's two numbers, stream and step.
+"""Interval of checks for the end."""
+# Size of each of a message's two numbers, stream and step.
 _NUMBER_NBYTES = 8
 
 
 @dataclass(frozen=True)
 class RelayKey:
-    """A CurveZMQ key pair that the hosts of an engine have in common, as Z85."""
+    """CurveZMQ key pair shared by the hosts of an engine, as Z85."""
 
     public: bytes = field(repr=False)
     secret: bytes = field(repr=False)
@@ -51,26 +51,26 @@ class RelayKey:
 
 @dataclass(frozen=True)
 class Stream:
-    """A counter and what it counts, from one host to another."""
+    """Counter and its slots, from one host to another."""
 
     source: int
     target: int
     counter: int
-    """Its first byte in the memory."""
+    """Offset of the counter in the memory."""
     slots: int = 0
-    """That of the slots, which follow one another."""
+    """Offset of the slots, which are contiguous."""
     slot_nbytes: int = 0
     num_slots: int = 1
     has_head: bool = False
-    """Whether slots begin with how much of them is used."""
+    """True if slots begin with their used size."""
 
 
 def find_streams(layout: GroupLayout, hosts: Sequence[int]) -> list[Stream]:
-    """All streams between hosts, in the same order on each.
+    """Return all streams between hosts, in the same order on each host.
 
     Args:
-        layout: of each host's memory.
-        hosts: the number of each stage's.
+        layout: layout of each host's memory.
+        hosts: the index of each stage's host.
     """
     streams = []
     first, last = hosts[0], hosts[-1]
@@ -95,19 +95,19 @@ def find_streams(layout: GroupLayout, hosts: Sequence[int]) -> list[Stream]:
 
 
 class Relay:
-    """One host's end of all streams that begin or end there.
+    """End of all streams that begin or end on one host.
 
     Args:
-        memory: the host's.
-        streams: all there are; see `find_streams`.
-        host: this one's number.
-        key: of all hosts.
-        address: where to listen, as ZMQ writes it; a port of `*` is chosen.
-        on_failure: is told once, by a thread of the relay, that it cannot go on, and why; the
-            memory is broken by then.
+        memory: memory of the host.
+        streams: all streams; see `find_streams`.
+        host: index of this host.
+        key: key pair of all hosts.
+        address: address to listen on, in ZMQ's notation; a port of `*` is chosen.
+        on_failure: called once with the error, by a thread of the relay, after the memory is
+            broken.
 
     Raises:
-        OSError: the address cannot be listened on.
+        OSError: the relay cannot listen on the address.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Relay:
         self._on_failure = on_failure
         self._names: dict[int, str] = {}
         self._failed = threading.Lock()
-        """Taken once, by the first failure or by `close`."""
+        """Lock acquired once, by the first failure or by `close`."""
         self._ended = threading.Event()
         self._threads: list[threading.Thread] = []
         self._context = zmq.Context()
@@ -138,16 +138,16 @@ class Relay:
         endpoint = self._receiver.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
         self.address = endpoint.decode()
-        """Where it listens."""
+        """Address of this relay."""
 
     def connect(self, others: Mapping[int, tuple[str, str]]) -> None:
-        """Reaches the other hosts and begins to mirror; all have to, at about the same time.
+        """Connect to the other hosts and begin to mirror; all hosts must do so concurrently.
 
         Args:
-            others: what people call each other host, and where it listens.
+            others: name and address of each other host.
 
         Raises:
-            EngineDeadError: one cannot be reached, or has not this key.
+            EngineDeadError: a host cannot be reached, or has another key.
         """
         self._names = {number: name for number, (name, _) in others.items()}
         for number, (_, address) in others.items():
@@ -174,7 +174,7 @@ class Relay:
             thread.start()
 
     def close(self) -> None:
-        """Ends the threads and the connections: the other hosts break their memories.
+        """End the threads and the connections: the other hosts break their memories.
 
         May be called twice.
         """
@@ -193,16 +193,16 @@ class Relay:
 
     @property
     def memory(self) -> GroupMemory:
-        """The host's."""
+        """Memory of the host."""
         return self._memory
 
     @property
     def ended(self) -> bool:
-        """Whether there is nothing more to mirror."""
+        """True if mirroring has ended."""
         return self._ended.is_set()
 
     def send(self, target: int, number: int, step: int, data: NDArray[np.uint8]) -> None:
-        """Sends a slot. From any thread."""
+        """Send a slot. Any thread may call it."""
         head = b"".join(it.to_bytes(_NUMBER_NBYTES, "little") for it in (number, step))
         link = self._links[target]
         with link.lock:
@@ -211,7 +211,7 @@ class Relay:
     def _make_socket(self, kind: int) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
         socket.curve_secretkey = self._key.secret
-        socket.set_hwm(0)  # slots bound what is on its way
+        socket.set_hwm(0)  # slots bound the messages in transit
         socket.setsockopt(zmq.IPV6, 1)
         socket.setsockopt(zmq.HEARTBEAT_IVL, int(1000 * _ALIVE_SECONDS))
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * _GONE_SECONDS))
@@ -235,7 +235,7 @@ class Relay:
         return f"the host {self._names[number]}"
 
     def _receive(self) -> None:
-        """Writes what comes into the memory, and looks after the connections."""
+        """Write received slots to the memory, and monitor the connections."""
         counters = [
             self._memory.counter(stream.counter) if stream.target == self._host else None
             for stream in self._streams
@@ -273,15 +273,15 @@ class Relay:
 
 
 class _Link:
-    """What leads to another host."""
+    """Connection to another host."""
 
     def __init__(self, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
         self.socket, self.monitor = socket, monitor
         self.lock = threading.Lock()
-        """Of the socket."""
+        """Lock of the socket."""
 
     def wait_for_handshake(self, end: float) -> bool:
-        """Whether the other one has answered, by that time."""
+        """Return True if the other host answers before the time `end`."""
         while (left := end - time.monotonic()) > 0 and self.monitor.poll(int(1000 * left)):
             message = zmq.utils.monitor.recv_monitor_message(self.monitor)
             if message["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -290,12 +290,12 @@ class _Link:
 
 
 class _Sender:
-    """Sends the steps of a stream in their order.
+    """Sender of the steps of a stream, in order.
 
     Args:
-        relay: it is of.
-        number: the stream's.
-        stream: begins on this host.
+        relay: relay that it belongs to.
+        number: index of the stream.
+        stream: a stream that begins on this host.
     """
 
     def __init__(self, relay: Relay, number: int, stream: Stream) -> None:
@@ -303,7 +303,7 @@ class _Sender:
         self._counter: Counter = relay.memory.counter(stream.counter)
 
     def run(self) -> None:
-        """Runs until the relay ends."""
+        """Run until the relay ends."""
         step = 1
         while not self._relay.ended:
             if self._wait(step):
@@ -311,9 +311,9 @@ class _Sender:
                 step += 1
 
     def _wait(self, step: int) -> bool:
-        """Whether a step is written; waits for it a while.
+        """Wait briefly for a step; return True if it is written.
 
-        Steps that nobody speaks of are passed by the counter, and are sent like all others.
+        If the counter skips steps, they are sent like all others.
         """
         with contextlib.suppress(_native.GroupError):
             self._counter.wait(step, timeout=_LOOK_SECONDS)

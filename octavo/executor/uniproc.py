@@ -1,8 +1,8 @@
-"""One worker in this process, on a thread of its own.
+"""One worker in a thread of this process.
 
 The thread lets the engine core schedule the next step while this one computes: the native kernels
-run without the interpreter lock, and a GPU computes by itself. Where a step's tokens are still on
-their way from a GPU, a second thread waits for them, so that the worker can launch the next step.
+release the interpreter lock, and a GPU computes asynchronously. A second thread waits for tokens of
+a step in transit from a GPU, so that the worker can launch the next step.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ T = TypeVar("T")
 
 
 class UniProcExecutor(Executor):
-    """Runs the worker on one thread; the thread's queue keeps the steps in order.
+    """Executor that runs the worker on one thread; the thread's queue keeps the steps in order.
 
     Raises:
-        ConfigError, ModelError: if the worker cannot start; see `Worker`.
+        ConfigError, ModelError: the worker cannot start; see `Worker`.
     """
 
     def __init__(self, setup: WorkerSetup, platform: Platform) -> None:
@@ -49,15 +49,15 @@ class UniProcExecutor(Executor):
             raise
 
     def measure_memory(self) -> MemoryBudget:
-        """See `Executor`."""
+        """Implement `Executor`."""
         return self._thread.submit(self._worker.measure_memory).result()
 
     def initialize_kv_cache(self, kv_cache: KVCacheConfig) -> None:
-        """See `Executor`."""
+        """Implement `Executor`."""
         self._thread.submit(self._worker.initialize_kv_cache, kv_cache).result()
 
     def execute(self, work: SchedulerOutput) -> _UniProcStep:
-        """See `Executor`."""
+        """Implement `Executor`."""
         return _UniProcStep(self._worker, self._thread, self._results, work)
 
     def collective_rpc(
@@ -67,24 +67,24 @@ class UniProcExecutor(Executor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[T]:
-        """See `Executor`."""
+        """Implement `Executor`."""
         worker = self._worker
         call = partial(method, worker) if callable(method) else find_method(worker, method)
         return [self._thread.submit(call, *args, **(kwargs or {})).result(timeout)]
 
     def register_transfer_callback(self, callback: Callable[[KVConnectorOutput], object]) -> None:
-        """See `Executor`."""
+        """Implement `Executor`."""
         self._worker.register_transfer_callback(callback)
 
     def shutdown(self) -> None:
-        """See `Executor`."""
+        """Implement `Executor`."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._results.shutdown(wait=True)
         self._worker.shutdown()
 
 
 class _UniProcStep:
-    """See `StepHandle`."""
+    """Implementation of `StepHandle`."""
 
     __slots__ = (
         *("_computed", "_drafts", "_failure", "_forward", "_grammar", "_lock", "_results"),
@@ -103,7 +103,7 @@ class _UniProcStep:
         self._drafts: SimpleQueue[Drafts | BaseException] = SimpleQueue()
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
-        """Of the next three."""
+        """Lock of the next three attributes."""
         self._computed = self._wanted = False
         self._grammar: GrammarOutput | None = None
         self._forward = thread.submit(self._execute, work)
@@ -121,24 +121,23 @@ class _UniProcStep:
             self._sample()
 
     def drafts(self) -> Drafts:
-        """See `StepHandle`. Once."""
+        """Implement `StepHandle`. Call this once."""
         drafts = self._drafts.get()
         if isinstance(drafts, BaseException):
             raise drafts
         return drafts
 
     def sample(self, grammar: GrammarOutput | None = None) -> Future[ModelRunnerOutput]:
-        """See `StepHandle`."""
         with self._lock:
             self._wanted, self._grammar = True, grammar
             computed = self._computed
-        if computed:  # or else the thread samples by itself: handing it a call takes a while
+        if computed:  # otherwise the thread samples by itself, which avoids a slow handover
             self._thread.submit(self._sample)
         return self._sampled
 
     def _sample(self) -> None:
         try:
-            pending = self._worker.sample_tokens(self._grammar)  # of a step that failed, too
+            pending = self._worker.sample_tokens(self._grammar)  # also for a step that failed
             if self._failure is not None:
                 raise self._failure
             on_their_way = not pending.ready()

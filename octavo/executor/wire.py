@@ -1,7 +1,7 @@
-"""What an executor and its worker processes say to each other. No torch.
+"""Messages between an executor and its worker processes. No torch.
 
-Steps, and what comes of them, travel in shared memory (`message_queue.py`); all that is rare comes
-back through a pipe of each worker, whose messages have a length of 4 bytes before them.
+Steps and their results use shared memory (`message_queue.py`). Rare messages use a pipe from each
+worker, and are preceded by a length of 4 bytes.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from octavo.plan.setup import WorkerSetup
 from octavo.system.distributed import Rank
 
 LENGTH_NBYTES = 4
-# What encoding raises for what is no plain value.
+# Exceptions of the encoder for values that are not plain.
 UNENCODABLE = (TypeError, ValueError, OverflowError, RecursionError)
 
 
 class PlainSetup(msgspec.Struct):
-    """A `WorkerSetup` without the models' specs, which a process reads from their folders again."""
+    """Form of `WorkerSetup` without the models' specs, which a process reads from their folders."""
 
     config: EngineConfig
     model_path: str
@@ -49,7 +49,7 @@ class PlainSetup(msgspec.Struct):
 
     @classmethod
     def of(cls, setup: WorkerSetup) -> PlainSetup:
-        """What of a setup can travel."""
+        """Return the part of a setup that can be encoded."""
         return cls(
             setup.config,
             str(setup.model_path),
@@ -63,14 +63,14 @@ class PlainSetup(msgspec.Struct):
         )
 
     def complete(self, rank: Rank, group: int | None) -> WorkerSetup:
-        """The setup of a worker.
+        """Return the setup of a worker.
 
         Args:
-            rank: which it is.
+            rank: rank of the worker.
             group: the descriptor of the workers' memory.
 
         Raises:
-            ConfigError, ModelError: the folders are not what they were.
+            ConfigError, ModelError: the folders have changed.
         """
         model = self.config.model
         spec = read_spec(
@@ -82,7 +82,7 @@ class PlainSetup(msgspec.Struct):
         if self.draft is not None:
             config, speculative = self.config, self.config.speculation.speculative_config
             assert speculative is not None
-            # By its folder: the hub need not be asked again.
+            # By its folder, so that the hub is not queried again.
             speculative = msgspec.structs.replace(speculative, model=self.draft.model_path)
             speculation = msgspec.structs.replace(
                 config.speculation, speculative_config=speculative
@@ -106,42 +106,42 @@ class PlainSetup(msgspec.Struct):
         )
 
 
-# Argument of a process that is to be warm before its setup comes.
+# Argument of a process that imports modules before its setup arrives.
 WARM = "warm"
-# Most descriptors that come with a setup.
+# Maximum number of descriptors of a setup.
 MAX_DESCRIPTORS = 16
 
 
 class WorkerProcessSetup(msgspec.Struct):
-    """What an executor sends to a process, on its standard input; the descriptors with it."""
+    """Message that starts a worker, with descriptors, on a process' standard input."""
 
     setup: PlainSetup
     worker_cls: str
-    """Module and name of the worker's class, with a dot between: it is made like `Worker`."""
+    """Class of the worker as module.name; its constructor is that of `Worker`."""
     rank: int
-    """Its number among all."""
+    """Index of the worker among all."""
     steps: QueueHandle
-    """From the executor to all workers."""
+    """Queue from the executor to all workers."""
     results: QueueHandle | None
-    """Back; only from the rank that samples."""
+    """Queue of results; only from the rank that samples."""
     pipe: int
     group: int | None
-    """The descriptor of the workers' memory, if they compute one model together."""
+    """Descriptor of the workers' memory, if they compute one model together."""
     log_level: str
     log_format: str
     log_fields: dict[str, int] = {}
-    """What every line says beside the rank."""
+    """Fields of every log line besides the rank."""
 
     @property
     def descriptors(self) -> list[int]:
-        """Those of the process that sends it."""
+        """Descriptors of the sending process."""
         found = [self.pipe, *self.steps.descriptors]
         if self.results is not None:
             found += self.results.descriptors
         return found if self.group is None else [*found, self.group]
 
     def received(self, descriptors: list[int]) -> WorkerProcessSetup:
-        """The setup with the numbers that the same descriptors have in this process."""
+        """Return the setup with the descriptors' numbers in this process."""
         numbers = dict(zip(self.descriptors, descriptors, strict=True))
         return msgspec.structs.replace(
             self,
@@ -153,15 +153,15 @@ class WorkerProcessSetup(msgspec.Struct):
 
 
 class Failure(msgspec.Struct, array_like=True):
-    """An exception, as it crosses a process border."""
+    """Exception, encoded for another process."""
 
     kind: str
-    """Name of its class."""
+    """Name of the exception's class."""
     message: str
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """What can be told of an exception; text that UTF-8 cannot express is replaced."""
+        """Encode an exception; replace text that UTF-8 cannot express."""
         message = str(error).encode("utf-8", "replace").decode()
         return cls(type(error).__name__, message)
 
@@ -169,7 +169,7 @@ class Failure(msgspec.Struct, array_like=True):
         return f"{self.kind}: {self.message}"
 
     def to_exception(self) -> Exception:
-        """An exception of the same class, if that is Octavo's or Python's, with the same text."""
+        """Return an exception of the same class, if that is Octavo's or Python's."""
         octavos = make_error(self.kind, self.message)
         if type(octavos) is not OctavoError:
             return octavos
@@ -177,28 +177,28 @@ class Failure(msgspec.Struct, array_like=True):
         if isinstance(found, type) and issubclass(found, Exception):
             try:
                 return found(self.message)
-            except TypeError:  # it wants more than a text
+            except TypeError:  # it needs more arguments
                 pass
         return RuntimeError(str(self))
 
 
 class Execute(msgspec.Struct, array_like=True, tag=0):
-    """See `Worker.execute_model`."""
+    """Message that calls `Worker.execute_model`."""
 
     step: int
-    """From 1."""
+    """Number of the step, from 1."""
     work: SchedulerOutput
 
 
 class Sample(msgspec.Struct, array_like=True, tag=1):
-    """See `Worker.sample_tokens`: of the step before."""
+    """Message that calls `Worker.sample_tokens` for the previous step."""
 
     step: int
     grammar: GrammarOutput | None
 
 
 class Call(msgspec.Struct, array_like=True, tag=2):
-    """A call of a worker's method."""
+    """Call of a worker's method."""
 
     call_id: int
     method: str
@@ -207,34 +207,34 @@ class Call(msgspec.Struct, array_like=True, tag=2):
 
 
 class Drafted(msgspec.Struct, array_like=True, tag=0):
-    """The drafts of a step that has places for some; it begins."""
+    """Drafts of a step with placeholders for drafts; the step begins."""
 
     step: int
     drafts: dict[str, list[int]]
     failure: Failure | None = None
-    """What made the step fail before it had any."""
+    """Error that made the step fail before it had drafts."""
 
 
 class Sampled(msgspec.Struct, array_like=True, tag=1):
-    """A step's result."""
+    """Result of a step."""
 
     step: int
     output: ModelRunnerOutput
 
 
 class StepFailed(msgspec.Struct, array_like=True, tag=2):
-    """A step failed as a whole. The worker goes on."""
+    """Failure of a whole step. The worker continues."""
 
     step: int
     failure: Failure
 
 
 class Ready(msgspec.Struct, array_like=True, tag=3):
-    """The model is loaded."""
+    """Notification that the model is loaded."""
 
 
 class Returned(msgspec.Struct, array_like=True, tag=4):
-    """The answer to a `Call`."""
+    """Answer to a `Call`."""
 
     call_id: int
     value: Any = None
@@ -242,13 +242,13 @@ class Returned(msgspec.Struct, array_like=True, tag=4):
 
 
 class Transferred(msgspec.Struct, array_like=True, tag=6):
-    """The worker's half of a KV connector has finished something."""
+    """Result of the worker's KV connector."""
 
     output: KVConnectorOutput
 
 
 class Died(msgspec.Struct, array_like=True, tag=5):
-    """The worker cannot start or cannot go on, and ends."""
+    """Error of a worker that cannot start or continue, and ends."""
 
     failure: Failure
 

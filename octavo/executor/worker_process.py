@@ -1,8 +1,8 @@
-"""A worker in a process of its own: see `MultiprocExecutor`.
+"""Worker in a separate process: see `MultiprocExecutor`.
 
-The process gets its setup on standard input, a socket since descriptors come with it, and keeps
-reading there: end of file tells it to end.
-When the process that started it is gone, the system kills it, whatever it is doing or waiting for.
+The process receives its setup on standard input, a socket that also passes descriptors. It keeps
+reading there: end of file makes it end. When the parent process is gone, the system kills this
+process, whatever it does.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Time that the worker gets to end in order when it is told to.
+# Time for a worker to end in order when requested.
 _GRACE_SECONDS = 2.0
 
 
 def main() -> None:
-    """Runs a worker until told to stop or until the parent is gone; its pid is an argument."""
+    """Run a worker until its end; the pid of the parent process is an argument."""
     _die_with_parent(int(sys.argv[1]))
     # The parent decides when to stop; a Ctrl-C in the terminal reaches the whole process group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -86,34 +86,34 @@ def main() -> None:
 
 
 class Steps(Protocol):
-    """Where a worker reads what it is to do."""
+    """Source of a worker's messages."""
 
     def read(self) -> bytes:
-        """The next message; waits for it.
+        """Wait for the next message, and return it.
 
         Raises:
-            QueueClosedError: there is none any more.
+            QueueClosedError: the queue has ended.
         """
         ...
 
 
 class Results(Protocol):
-    """Where it writes what comes of steps."""
+    """Destination of the results of steps."""
 
     def write(self, data: bytes, /) -> None:
-        """Sends an encoded message."""
+        """Send an encoded message."""
         ...
 
 
 class Rare(Protocol):
-    """Where it writes all that is rare. From any thread."""
+    """Destination of rare messages. Any thread may use it."""
 
     def write(self, message: FromWorker) -> None:
-        """Sends a message."""
+        """Send a message."""
         ...
 
     def write_encoded(self, data: bytes) -> None:
-        """Sends what is encoded already."""
+        """Send an encoded message."""
         ...
 
 
@@ -127,20 +127,20 @@ def serve(
     pipe: Rare,
     loaded: Callable[[], object] = lambda: None,
 ) -> bool:
-    """Makes a worker and has it do what it is told until there is no more.
+    """Make a worker and process its messages until they end.
 
     Args:
-        setup: what it is built from.
-        worker_cls: module and name of its class.
-        number: which worker it is, among all.
+        setup: parameters of the worker.
+        worker_cls: class of the worker as module.name.
+        number: index of the worker among all.
         group: the descriptor of the workers' memory.
-        steps: what it is told.
-        results: for the rank that answers.
-        pipe: gets `Ready`, answers of calls, and why the worker cannot start or go on.
-        loaded: called when it can end in order.
+        steps: source of the messages.
+        results: destination of results, for the rank that answers.
+        pipe: receives `Ready`, answers of calls, and errors that end the worker.
+        loaded: called when the worker can end in order.
 
     Returns:
-        Whether it ended because it was told to.
+        True if the worker ended on request.
     """
     try:
         plain = setup.complete(Rank.of(number, setup.config.device), group)
@@ -148,7 +148,7 @@ def serve(
         worker: Worker = found(plain, get_platform(plain.config.device.device))
         if setup.config.cache.kv_transfer_config is not None:
             worker.register_transfer_callback(lambda output: pipe.write(Transferred(output)))
-        gc.freeze()  # collections need not look at what is there now
+        gc.freeze()  # excludes the present objects from collections
         loaded()
         pipe.write(Ready())
         _Loop(plain, worker, steps, results, pipe).run()
@@ -164,17 +164,17 @@ def serve(
 
 
 class _Pipe:
-    """What is rare, on its way to the executor. From any thread."""
+    """Pipe of rare messages to the executor. Any thread may use it."""
 
     def __init__(self, fd: int) -> None:
         self._fd, self._lock = fd, threading.Lock()
 
     def write(self, message: FromWorker) -> None:
-        """Sends a message."""
+        """Send a message."""
         self.write_encoded(msgspec.msgpack.encode(message))
 
     def write_encoded(self, data: bytes) -> None:
-        """Sends what is encoded already."""
+        """Send an encoded message."""
         view = memoryview(len(data).to_bytes(LENGTH_NBYTES, "little") + data)
         with self._lock:
             while view:
@@ -182,7 +182,7 @@ class _Pipe:
 
 
 class _Loop:
-    """Does what the executor says, in its order."""
+    """Loop that processes the executor's messages in order."""
 
     def __init__(
         self,
@@ -196,12 +196,12 @@ class _Loop:
         self._steps, self._results, self._pipe = steps, results, pipe
         self._encoder = msgspec.msgpack.Encoder()
         self._failure: Exception | None = None
-        """What made the forward pass of the current step fail."""
+        """Exception of the forward pass of the current step."""
         self._late = ThreadPoolExecutor(1, "octavo-results")
-        """Waits for tokens that are on their way from a device; the next step begins meanwhile."""
+        """Thread that waits for tokens from a device; the next step begins meanwhile."""
 
     def run(self) -> None:
-        """Runs until the queue is closed."""
+        """Run until the queue is closed."""
         decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
         while True:
             try:
@@ -234,7 +234,7 @@ class _Loop:
     def _sample(self, message: Sample) -> None:
         failure, self._failure = self._failure, None
         try:
-            # Lets go of a step that failed, too.
+            # Also releases a step that failed.
             pending = self._worker.sample_tokens(message.grammar)
             if failure is not None:
                 raise failure
@@ -263,7 +263,7 @@ class _Loop:
             self._answer(message)
 
     def _answer(self, message: FromWorker) -> None:
-        """Sends what every worker has and one of them tells."""
+        """Send a message that every worker has, and one of them reports."""
         if self._results is not None:
             self._results.write(self._encoder.encode(message))
 
@@ -274,7 +274,7 @@ class _Loop:
                 data = msgspec.msgpack.encode(Returned(call.call_id, value))
             except UNENCODABLE as error:
                 raise UnsupportedError(
-                    f"What {call.method} returned cannot travel between processes ({error}); "
+                    f"What {call.method} returned cannot be sent between processes ({error}); "
                     "return plain values, or set distributed_executor_backend=uni."
                 ) from error
         except Exception as error:
@@ -292,14 +292,14 @@ class _Loop:
 
 
 def _die_with_parent(pid: int) -> None:
-    """Has the system kill this process when the thread that started it ends."""
+    """Have the system kill this process when the thread that started it ends."""
     signal_at_parents_end(signal.SIGKILL)
-    if os.getppid() != pid:  # it was gone before
+    if os.getppid() != pid:  # the parent ended before
         os._exit(1)
 
 
 def _import_class(path: str) -> Any:
-    gc.disable()  # the imports make 200,000 objects that stay
+    gc.disable()  # the imports create 200,000 permanent objects
     try:
         return import_class(path)
     finally:
@@ -307,7 +307,7 @@ def _import_class(path: str) -> Any:
 
 
 def _receive_setup(inputs: socket.socket) -> WorkerProcessSetup | None:
-    """Waits for the setup and the descriptors; None: there will be none."""
+    """Wait for the setup and the descriptors; return None if the input ends without them."""
     head, descriptors, _, _ = socket.recv_fds(inputs, LENGTH_NBYTES, MAX_DESCRIPTORS)
     if len(head) < LENGTH_NBYTES:
         return None
@@ -320,11 +320,11 @@ def _receive_setup(inputs: socket.socket) -> WorkerProcessSetup | None:
 
 
 def _end_with_input(inputs: socket.socket, steps: QueueReader, loaded: threading.Event) -> None:
-    """Ends the process when standard input ends."""
+    """End the process when standard input ends."""
     while inputs.recv(1):
         pass
     if not loaded.is_set():
-        os._exit(1)  # nothing has begun that could end in order
+        os._exit(1)  # nothing needs an orderly end yet
     steps.close()
     time.sleep(_GRACE_SECONDS)
     os._exit(1)

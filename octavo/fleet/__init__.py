@@ -1,1 +1,1 @@
-"""Engine processes: started, watched, replaced, chosen for a request, on one machine or several."""
+"""Engine processes: start, supervision, replacement and routing, on one machine or several."""

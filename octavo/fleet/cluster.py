@@ -1,9 +1,9 @@
-"""How engines on other machines are reached: one port of the head node, for who has the key.
+"""Connection of engines on other machines: one port of the head node, protected by a key.
 
-A node (`node.py`) joins, and starts engine processes as it is told; each of these connects to the
-same port by itself, once for what it is asked and once for what it says. Everything is encrypted
-with CurveZMQ under one key pair that is made from the cluster's key. The handshake needs its public
-half, which is never sent, so nobody without the key gets a message through. Nothing is unpickled.
+A node (`node.py`) joins, and starts engine processes on request. Each of these connects to the same
+port itself, once for its requests and once for its outputs. Everything is encrypted with CurveZMQ
+under one key pair that is derived from the cluster's key. The handshake needs its public half,
+which is never sent, so messages without the key are dropped. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -36,72 +36,73 @@ from octavo.fleet.core_launcher import CoreLauncher
 
 logger = logging.getLogger(__name__)
 
-# Kinds of message between a node and its head, beside those of `wire.py` with engines.
+# Kinds of messages between a node and its head, in addition to those of `wire.py` with engines.
 JOIN, ALIVE, EXITED, LEAVE = b"j", b"a", b"e", b"l"
 WELCOME, REFUSED, FORGOTTEN, LAUNCH, KILL, STOP, SPARE = (b"w", b"r", b"f", b"s", b"k", b"x", b"p")
 NODE = b"N"
-"""The name of a node's socket begins with it."""
+"""Prefix of the names of nodes' sockets."""
 
 ALIVE_SECONDS = 0.5
-"""Between two signs of life. One that cannot be sent, since the connection is closed, tells that
-the other side is gone; so does an engine's message."""
+"""Interval of heartbeats. One that cannot be sent, since the connection is closed, shows that the
+other side is gone; so does an engine's message."""
 GONE_SECONDS = 8.0
-"""Without one, after which the other side is gone."""
+"""Time without a heartbeat after which the other side is gone."""
 _MIN_KEY_CHARS = 32
-# What a node may take to tell how an engine has ended.
+# Time for a node to report how an engine has ended.
 _EXIT_SECONDS = 0.3
 _T = TypeVar("_T")
 
 
 class Join(msgspec.Struct):
-    """A node's first message."""
+    """First message of a node."""
 
     version: str
     model: str
-    """See `identity.model_hash`."""
+    """Hash of the model, see `identity.model_hash`."""
     data_parallel_size: int
     start_rank: int
     num_engines: int
     host: str
-    """What people call the machine."""
+    """Host name of the machine."""
 
 
 class Launch(msgspec.Struct):
-    """Start an engine process."""
+    """Request to start an engine process."""
 
     launch_id: bytes
     setup: CoreProcessSetup
 
 
 class Kill(msgspec.Struct):
-    """End one at once."""
+    """Request to kill an engine process at once."""
 
     launch_id: bytes
     reason: str
 
 
 class Exited(msgspec.Struct):
-    """One has ended."""
+    """Notification that an engine process has ended."""
 
     launch_id: bytes
     how: str
     was_stopped: bool = False
-    """Whether a signal such as SIGSTOP had held it."""
+    """True if a signal such as SIGSTOP had stopped it."""
 
 
 @dataclass(frozen=True)
 class ClusterKey:
-    """What the machines of a cluster have in common: a CurveZMQ key pair, as Z85."""
+    """CurveZMQ key pair shared by the machines of a cluster, as Z85."""
 
     public: bytes = field(repr=False)
     secret: bytes = field(repr=False)
 
     @classmethod
     def from_file(cls, path: str) -> ClusterKey:
-        """The pair that is made from a file's text.
+        """Derive the pair from a file's text.
 
         Raises:
-            ConfigError: it cannot be read, others may read it, or it is too short to be a secret.
+            ConfigError: the file cannot be read, is readable by other users, or is too short for a
+                secret.
         """
         how = f"make one by `(umask 077; openssl rand -hex 32 > {path})`, the same for all machines"
         try:
@@ -126,38 +127,38 @@ class ClusterKey:
 
 
 def tcp_address(host: str, port: int) -> str:
-    """As ZMQ writes it."""
+    """Return the address in ZMQ's notation."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 @dataclass(eq=False)
 class _Node:
-    """A node that has joined."""
+    """Node that has joined."""
 
     name: bytes
     host: str
     ranks: range
     heard: float
-    """When it gave the last sign of life, by `time.monotonic`."""
+    """Time of the last heartbeat, by `time.monotonic`."""
     launches: set[bytes] = field(default_factory=set)
 
 
 class Hub:
-    """The head node's port: knows the nodes, and carries what engines there are asked and say.
+    """The head node's port: knows the nodes, and transfers the messages of engines on them.
 
-    May be made before there is an event loop; all else belongs to one.
+    It may be created before there is an event loop; all other methods need one.
 
     Args:
         host: name or address to listen on.
-        port: of TCP.
-        key: the cluster's.
+        port: TCP port.
+        key: the cluster's key.
         model: see `Join`.
-        size: engines in all.
-        local: those of them that are on this machine, the first ones.
-        on_join: is told of the ranks of each node that joins.
+        size: number of engines in all.
+        local: number of engines on this machine, the first ones.
+        on_join: called with the ranks of each node that joins.
 
     Raises:
-        ConfigError: the address cannot be listened on.
+        ConfigError: the hub cannot listen on the address.
     """
 
     def __init__(
@@ -176,7 +177,8 @@ class Hub:
         self._key = key
         self._nodes: dict[bytes, _Node] = {}
         self._asked: dict[bytes, float] = {}
-        """When nodes asked for engines that others have, while it is open whether these live."""
+        """Times of nodes' requests for engines of other nodes, until it is known if those are
+        alive."""
         self._processes: dict[bytes, RemoteProcess] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._context = zmq.asyncio.Context()
@@ -184,10 +186,10 @@ class Hub:
         socket.curve_server = True
         socket.curve_secretkey = key.secret
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # who comes back is not kept out by its ghost
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # for nodes that return early
         set_limits(socket)
         try:
-            # ZMQ itself listens on numbers only.
+            # ZMQ itself only listens on numeric addresses.
             found = getaddrinfo(host, port, type=SOCK_STREAM, flags=AI_PASSIVE)
             socket.bind(tcp_address(str(found[0][4][0]), port))
         except (OSError, zmq.ZMQError) as error:
@@ -199,7 +201,7 @@ class Hub:
         endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
         self.address = endpoint.decode()
-        """Where it listens, as ZMQ writes it."""
+        """Address of the hub, in ZMQ's notation."""
         self._monitor = socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
             | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -207,21 +209,21 @@ class Hub:
         )
 
     def attach(self) -> None:
-        """Begins to listen, in the running event loop; later calls do nothing."""
+        """Start to listen in the running event loop; later calls do nothing."""
         if not self._tasks:
             loop = asyncio.get_running_loop()
             coroutines = self._receive(), self._look_after_nodes(), self._watch_handshakes()
             self._tasks = [loop.create_task(coroutine) for coroutine in coroutines]
 
     def has(self, rank: int) -> bool:
-        """Whether there is a node for an engine."""
+        """Return True if a node has joined for an engine."""
         return any(rank in node.ranks for node in self._nodes.values())
 
     def launch(self, rank: int, setup: CoreProcessSetup) -> RemoteProcess:
-        """Has a node start an engine process.
+        """Have a node start an engine process.
 
         Raises:
-            NodeMissingError: there is no such node.
+            NodeMissingError: no node has joined for the engine.
         """
         node = next((n for n in self._nodes.values() if rank in n.ranks), None)
         if node is None:
@@ -236,17 +238,17 @@ class Hub:
         return process
 
     def tell(self, name: bytes, kind: bytes, message: object = None) -> None:
-        """Sends to a node or an engine; to one that is gone, which is found otherwise, nothing."""
+        """Send a message to a node or an engine; messages to one that is gone are dropped."""
         self.send(name, [kind, msgspec.msgpack.encode(message)])
 
     def send(self, name: bytes, frames: list[bytes]) -> None:
-        """Sends frames at once, or with the next turn of the event loop."""
+        """Send frames at once, or in the next turn of the event loop."""
         if not self._context.closed:
             sent = asyncio.ensure_future(self._socket.send_multipart([name, *frames]))
             sent.add_done_callback(partial(self._note_sent, name))
 
     def _note_sent(self, name: bytes, sent: asyncio.Future[Any]) -> None:
-        """A message has been sent, or could not be."""
+        """Handle the result of sending a message."""
         if sent.cancelled() or (error := sent.exception()) is None:
             return
         node, process = self._nodes.get(name), self._processes.get(name[1:])
@@ -261,19 +263,19 @@ class Hub:
             raise error
 
     def make_spare(self, rank: int) -> None:
-        """Has the node of an engine keep a warm interpreter ready."""
+        """Have the node of an engine keep a warm interpreter ready."""
         for node in self._nodes.values():
             if rank in node.ranks:
                 self.tell(node.name, SPARE)
 
     def forget(self, launch_id: bytes) -> None:
-        """A process is of no interest any more."""
+        """Drop a process that is no longer needed."""
         process = self._processes.pop(launch_id, None)
         if process is not None and (node := self._nodes.get(process.node)) is not None:
             node.launches.discard(launch_id)
 
     async def shutdown(self) -> None:
-        """Sends the nodes home."""
+        """Tell the nodes to end, and close the port."""
         for node in self._nodes.values():
             self.tell(node.name, LEAVE)
         for task in self._tasks:
@@ -282,7 +284,7 @@ class Hub:
         self.close()
 
     def close(self) -> None:
-        """`shutdown` for callers without an event loop: nodes find out. May be called twice."""
+        """Shut down without an event loop: nodes notice the closed port. May be called twice."""
         if not self._context.closed:
             self._socket.disable_monitor()
             self._socket.close()
@@ -300,7 +302,7 @@ class Hub:
                     if process is not None:
                         process.take(frames)
             except (msgspec.DecodeError, ValueError, TypeError):
-                logger.warning("a node or an engine sent what is no message; it is ignored")
+                logger.warning("a node or an engine sent an invalid message; it is ignored")
 
     def _hear_node(self, name: bytes, kind: bytes, payload: bytes) -> None:
         node = self._nodes.get(name)
@@ -320,7 +322,7 @@ class Hub:
             self._lose(node, "was stopped")
 
     def _admit(self, name: bytes, join: Join) -> None:
-        if name in self._nodes:  # the first welcome was lost
+        if name in self._nodes:  # the first WELCOME was lost
             self.tell(name, WELCOME)
             return
         ranks = range(join.start_rank, join.start_rank + join.num_engines)
@@ -340,15 +342,15 @@ class Hub:
                 "--data-parallel-size-local"
             )
         elif holders := [node for node in self._nodes.values() if set(node.ranks) & set(ranks)]:
-            # One that has died may not have been missed yet, and this one is to take its place.
+            # A holder may have died unnoticed, and this node may replace it.
             asked = self._asked.setdefault(name, time.monotonic())
             if any(node.heard <= asked for node in holders):
-                return  # it asks again
+                return  # the node repeats its request
             taken = min(set(holders[0].ranks) & set(ranks))
             why = f"engine {taken} is another node's already"
         self._asked.pop(name, None)
         if why is not None:
-            logger.warning("the node %s was refused: %s", join.host, why)
+            logger.warning("rejected the node %s: %s", join.host, why)
             self.tell(name, REFUSED, why)
             return
         logger.info("the node %s has joined, for engines %s", join.host, _span(ranks))
@@ -357,7 +359,8 @@ class Hub:
         self._on_join(ranks)
 
     async def _look_after_nodes(self) -> None:
-        # Counted in naps, so that a head that slept does not take all nodes for dead.
+        # Time is counted in sleep intervals, so that suspending the head does not make nodes look
+        # dead.
         while True:
             before = time.monotonic()
             await asyncio.sleep(ALIVE_SECONDS)
@@ -383,64 +386,64 @@ class Hub:
         while True:
             await zmq.utils.monitor.recv_monitor_message(self._monitor)
             count += 1
-            if count & (count - 1) == 0:  # they try again and again
+            if count & (count - 1) == 0:  # nodes retry continually
                 logger.warning(
-                    "somebody tried to join the cluster without its key (another "
-                    "cluster_key_file?), and was turned away (times: %d)",
+                    "rejected a connection without the cluster's key (another cluster_key_file?; "
+                    "times: %d)",
                     count,
                 )
 
 
 class RemoteProcess:
-    """An engine process on another machine; see `CoreProcess`.
+    """Engine process on another machine; implements `EngineProcess`.
 
     Args:
-        hub: how it is reached.
-        node: name of its node.
-        host: what people call that.
-        launch_id: its number.
+        hub: connection to the node.
+        node: name of its node's socket.
+        host: host name of the node.
+        launch_id: id of the process.
     """
 
     pid = -1
-    """What it is there says nothing here."""
+    """Always -1: its process id on the other machine is meaningless here."""
 
     def __init__(self, hub: Hub, node: bytes, host: str, launch_id: bytes) -> None:
         self.node, self._host = node, host
         self._hub, self._launch_id = hub, launch_id
         self._ended: str | None = None
         self.was_stopped = False
-        """See `EngineProcess`."""
+        """True if a signal such as SIGSTOP had stopped it."""
         self._unsent: list[tuple[bytes, bytes]] | None = []
-        """Until it is there; None: it is."""
+        """Messages to send once it is connected; None: it is connected."""
         self._said: deque[tuple[bytes, bytes]] = deque()
         self._news = asyncio.Event()
         self._num_sent = self._num_heard = 0
         self.closed = False
-        """See `Channel`."""
+        """True after `close`."""
 
     def open_channel(self) -> RemoteProcess:
-        """See `CoreProcess`."""
+        """Implement `EngineProcess`."""
         self._hub.attach()
         return self
 
     def describe_exit(self) -> str | None:
-        """See `CoreProcess`."""
+        """Implement `EngineProcess`."""
         return self._ended
 
     def kill(self, reason: str) -> None:
-        """See `CoreProcess`; what does not answer is given up all the same."""
+        """Implement `EngineProcess`; give the process up even if the node does not answer."""
         if self._ended is None:
             self._hub.tell(self.node, KILL, Kill(self._launch_id, reason))
             self.end(f"{reason} and was killed")
 
     def kill_if_stopped(self, nap: float, limit: float) -> None:
-        """See `CoreProcess`: its node looks."""
+        """Do nothing: the node checks for stopped processes."""
 
     def shutdown(self, timeout: float = 5.0) -> None:
-        """See `CoreProcess`; returns at once."""
+        """Do nothing: the node ends the process."""
 
     def take(self, frames: list[bytes]) -> None:
-        """What it has sent."""
+        """Process a message that the engine has sent."""
         if frames[0] == HELLO:
             waiting, self._unsent = self._unsent, None
             for kind, payload in waiting or ():
@@ -455,20 +458,20 @@ class RemoteProcess:
         self._news.set()
 
     def end(self, how: str) -> None:
-        """It has ended, or is out of reach for good."""
+        """Record the end of the process, or of its connection."""
         if self._ended is None:
             self._ended = f"{how} (on {self._host})" if self._host not in how else how
             self._news.set()
 
     async def send(self, kind: bytes, payload: bytes) -> None:
-        """See `Channel`: waits for nothing."""
+        """Implement `Channel`, without waiting."""
         if self._unsent is not None:
             self._unsent.append((kind, payload))
         else:
             self._send(kind, payload)
 
     async def receive(self, seconds: float) -> tuple[bytes, bytes] | None:
-        """See `Channel`."""
+        """Implement `Channel`."""
         if not self._said and self._ended is None:
             self._news.clear()
             try:
@@ -479,11 +482,11 @@ class RemoteProcess:
         return self.receive_nowait()
 
     def receive_nowait(self) -> tuple[bytes, bytes] | None:
-        """See `Channel`."""
+        """Implement `Channel`."""
         return self._said.popleft() if self._said else None
 
     def close(self) -> None:
-        """See `Channel`: the node ends the process."""
+        """Implement `Channel`: the node ends the process."""
         if self._ended is None:
             self._hub.tell(self.node, STOP, self._launch_id)
             self.end("the engine was stopped")
@@ -498,27 +501,27 @@ class RemoteProcess:
 
 
 class RemoteLauncher:
-    """See `CoreLauncher`: starts the processes of an engine on whatever node is there for it.
+    """Launcher of an engine's processes on the node that has joined for it.
 
     Args:
-        hub: knows the nodes.
-        launcher: knows the settings.
-        rank: the engine's number.
+        hub: connection to the nodes.
+        launcher: has the settings.
+        rank: index of the engine.
     """
 
     def __init__(self, hub: Hub, launcher: CoreLauncher, rank: int) -> None:
         self._hub, self._launcher, self._rank = hub, launcher, rank
 
     def launch(self, ready: CoreReady | None, engine_index: int = 0) -> RemoteProcess:
-        """See `CoreLauncher`."""
+        """Implement `CoreLauncher`."""
         return self._hub.launch(self._rank, self._launcher.make_setup(ready, engine_index))
 
     def make_spare(self) -> None:
-        """See `CoreLauncher`."""
+        """Implement `CoreLauncher`."""
         self._hub.make_spare(self._rank)
 
     def shutdown(self) -> None:
-        """See `CoreLauncher`: the node is sent home by the hub."""
+        """Do nothing: the hub tells the node to end."""
 
 
 def _decode(payload: bytes, kind: type[_T]) -> _T:

@@ -1,8 +1,8 @@
-"""The engines of a server with several front ends: one process has them, and knows who wants what.
+"""Owner of the engines of a server with several front ends.
 
-It looks to each front end as an engine core does: requests, aborts and calls come, outputs go. It
-keeps what every live request has got, so that an engine may die though a front end knows nothing
-of it, and a front end though its requests are in the engines.
+To each front end it looks like an engine core: requests, aborts and calls arrive, outputs leave. It
+keeps the tokens of every live request, so that an engine may die without the front ends noticing,
+and so that it can abort the requests of a front end that dies.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from octavo.observability.metrics import EngineMetrics, join_pages
 
 logger = logging.getLogger(__name__)
 
-# Between two looks at what the engines do, for front ends that have nothing in them.
+# Interval of publishing engine statistics to front ends without requests.
 _PUBLISH_SECONDS = 0.1
-# What a front end gets to show its metrics.
+# Time for a front end to send its metrics.
 _PAGE_SECONDS = 1.0
 
 
 class FrontEnd:
-    """A front end, as the coordinator knows it.
+    """Front end, as seen by the coordinator.
 
     Args:
-        number: no other one had it.
-        input_address: where its messages are taken.
-        output_address: where it takes its own.
+        number: unique number.
+        input_address: address where the coordinator receives its messages.
+        output_address: address where the front end receives messages.
     """
 
     def __init__(self, number: int, input_address: str, output_address: str) -> None:
@@ -57,40 +57,40 @@ class FrontEnd:
         self._input = self._context.socket(zmq.PULL)
         self._output = self._context.socket(zmq.PUSH)
         self._input.bind(input_address)
-        self._output.set_hwm(0)  # one that reads nothing is ended before it matters
+        self._output.set_hwm(0)  # a front end that does not read is ended before this matters
         self._output.connect(output_address)
         self.page = b""
-        """Of its metrics, the last that it showed."""
+        """Last page of its metrics."""
         self.shown = asyncio.Event()
         self.told_state = b""
-        """How the engines are, as it knows it."""
+        """State of the engines that was last sent to it."""
         self.told_ready = False
-        """Whether it knows that they have loaded the model."""
+        """True if it was notified that the engines have loaded the model."""
 
     async def receive(self) -> tuple[bytes, bytes]:
-        """The next message: its kind, and what it says."""
+        """Wait for the next message; return its kind and payload."""
         kind, payload = await self._input.recv_multipart()
         return kind, payload
 
     async def send(self, kind: bytes, payload: bytes) -> None:
-        """Sends a message; it waits until the front end is there."""
+        """Send a message; wait until the front end is connected."""
         if not self._context.closed:
             await self._output.send_multipart([kind, payload])
 
     def close(self) -> None:
-        """Says and hears nothing more."""
+        """Close the sockets."""
         self._context.destroy(linger=0)
 
 
 class Coordinator:
-    """Hands what several front ends want to the engines, and to each of them what comes of it.
+    """Dispatcher of messages between several front ends and the engines.
 
     Args:
-        metrics: what the engines do is shown there.
-        start_client: starts the engines; see `start_engines`, whose last two arguments it gets.
-        num_engines: how many there are.
-        is_first: False: it takes the place of one whose engines could be started, so another one
-            will, if these cannot.
+        metrics: records the engines' statistics.
+        start_client: starts the engines; called with the last two arguments of `start_engines`.
+        num_engines: number of engines.
+        is_first: False if it replaces a coordinator with engines that could be started: then
+            another one will replace it if its engines fail.
     """
 
     def __init__(
@@ -111,20 +111,20 @@ class Coordinator:
             of_engine = metrics.for_engine(index)
             of_engine.watch_processes(partial(self._client.family_of, index))
         self._front_ends: dict[FrontEnd, asyncio.Task[None]] = {}
-        """Those that live, and who listens to each."""
+        """Live front ends, with the tasks that listen to them."""
         self._past_page = b""
-        """What those counted that live no more."""
+        """Sum of the metrics of ended front ends."""
         self._stats: dict[int, EngineCoreOutputs] = {}
-        """Of each engine the last, until all front ends have it."""
+        """Latest statistics of each engine, until they are published."""
         self._calls: set[asyncio.Task[None]] = set()
         self._encoder = msgspec.msgpack.Encoder()
         self._paging = asyncio.Lock()
 
     async def run(self) -> None:
-        """Works until the engines cannot go on.
+        """Run until the engines fail for good.
 
         Raises:
-            EngineDeadError: why they cannot; the front ends know it, too, if it `is_final`.
+            EngineDeadError: the cause; the front ends are notified of it if it `is_final`.
         """
         publisher = asyncio.create_task(self._publish())
         try:
@@ -144,11 +144,11 @@ class Coordinator:
 
     @property
     def is_final(self) -> bool:
-        """Whether there is no hope when the engines end now."""
+        """True if no other coordinator will be started when the engines end now."""
         return self._is_first or self._client.ready.done()
 
     async def shutdown(self) -> None:
-        """Ends the engines and lets go of the front ends."""
+        """End the engines and remove the front ends."""
         for front_end in list(self._front_ends):
             await self.remove(front_end)
         for call in self._calls:
@@ -156,11 +156,11 @@ class Coordinator:
         await self._client.shutdown()
 
     def add(self, front_end: FrontEnd) -> None:
-        """Listens to a front end."""
+        """Start to listen to a front end."""
         self._front_ends[front_end] = asyncio.create_task(self._listen(front_end))
 
     async def remove(self, front_end: FrontEnd) -> None:
-        """Ends what a front end wanted that is gone."""
+        """Abort the requests of a front end that is gone."""
         self._front_ends.pop(front_end).cancel()
         front_end.close()
         if front_end.page:
@@ -173,7 +173,7 @@ class Coordinator:
             kind, payload = await front_end.receive()
             if kind == wire.ADD:
                 request = decode(payload, type=EngineCoreRequest)
-                # First: engines are given what is in it.
+                # Record it first: replaced engines receive the recorded requests.
                 self._journal.add(request, payload, front_end)
                 await self._client.add_request(request)
             elif kind == wire.ABORT:
@@ -191,7 +191,7 @@ class Coordinator:
                 front_end.shown.set()
 
     async def _deliver(self, outputs: EngineCoreOutputs) -> None:
-        """Gives each front end what is its own."""
+        """Send each front end the outputs of its requests."""
         parts: dict[FrontEnd, list[EngineCoreOutput]] = {}
         for output in outputs.outputs:
             owner = self._journal.take(output)
@@ -207,7 +207,7 @@ class Coordinator:
             self._stats[outputs.engine_index] = outputs
 
     async def _publish(self) -> None:
-        """Tells all front ends how the engines are, as often as that is of use."""
+        """Send all front ends the state of the engines at useful intervals."""
         client = self._client
         while True:
             state = self._encoder.encode(wire.EnginesState(client.up, client.down, client.missing))
@@ -225,24 +225,24 @@ class Coordinator:
             await asyncio.sleep(_PUBLISH_SECONDS)
 
     async def _answer(self, front_end: FrontEnd, call: UtilityCall) -> None:
-        """Does what a front end calls."""
+        """Handle a front end's call."""
         try:
             if call.method == PAGES:
                 value: Any = await self._pages()
             elif call.method == "trim_memory" and len(self._journal):
-                value = None  # another one is not idle
+                value = None  # another front end is not idle
             else:
                 value = await self._client.call_utility(call.method, *call.args)
             result = UtilityResult(call.call_id, value)
         except OctavoError as error:
             result = UtilityResult(call.call_id, error=str(error), error_kind=type(error).__name__)
-        except Exception as error:  # as an engine core says it
+        except Exception as error:  # worded as by an engine core
             logger.exception("a call has failed")
             result = UtilityResult(call.call_id, error=f"{type(error).__name__}: {error}")
         await front_end.send(wire.RESULT, self._encoder.encode(result))
 
     async def _pages(self) -> list[str]:
-        """The pages of all metrics; of a front end that shows none in time, its last one."""
+        """Collect the metrics pages of all front ends; use the last page of those that time out."""
         async with self._paging:
             front_ends = list(self._front_ends)
             for front_end in front_ends:

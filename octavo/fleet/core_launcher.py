@@ -1,14 +1,12 @@
-"""Starting and ending engine-core processes; talking to them is `mp_client.py`'s."""
+"""Start and end of engine-core processes; `mp_client.py` communicates with them."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -22,30 +20,31 @@ from octavo.errors import reason_of, signal_name
 from octavo.plan.memory_plan import MemoryPlan
 from octavo.system import clock
 from octavo.system.device import is_stopped, num_cpus
+from octavo.system.socket_folder import SocketFolder
 
 logger = logging.getLogger(__name__)
 
 
 class CoreProcess:
-    """An engine-core process on this machine: an interpreter that waits for its setup.
+    """Engine-core process on this machine: an interpreter that waits for its setup.
 
     Args:
-        warm: the settings by which it imports all it will need while it waits, and starts the
-            worker processes; None: it does so when it has its setup.
+        warm: settings that determine its early imports and spare worker processes; None: it imports
+            modules and starts workers after its setup.
 
     Raises:
-        OSError: the system has no room for it.
+        OSError: the system lacks resources for the process.
     """
 
     def __init__(self, *, warm: EngineConfig | None = None) -> None:
         self.input_address, self.output_address = "", ""
-        """Where it takes requests, and where it sends outputs: it binds the first only."""
-        self._folder: str | None = None
-        """Of the sockets."""
+        """Addresses of the sockets for requests and outputs; the process only binds the first."""
+        self._folder: SocketFolder | None = None
+        """Folder of the sockets."""
         self._process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "octavo.engine.core_process"),
-                # More workers than cores may be a mistake that is found later.
+                # More workers than cores may be a mistake, which is reported later.
                 *(() if warm is None else (WARM, str(min(warm.num_spare_workers, num_cpus())))),
             ],
             stdin=subprocess.PIPE,
@@ -55,14 +54,14 @@ class CoreProcess:
         self._killed_for: str | None = None
         self._stopped_for = 0.0
         self.was_stopped = False
-        """Whether `kill_if_stopped` ended it."""
+        """True if `kill_if_stopped` ended the process."""
 
     def start(self, setup: CoreProcessSetup) -> None:
-        """Has it load the model and compute. Once only."""
+        """Send the setup, so that the process loads the model. Call this once."""
         if setup.reached_by is None:
-            self._folder = tempfile.mkdtemp(prefix="octavo-")
+            self._folder = SocketFolder("octavo-engine-")
             self.input_address, self.output_address = (
-                f"ipc://{self._folder}/{name}" for name in ("input", "output")
+                f"ipc://{self._folder.path}/{name}" for name in ("input", "output")
             )
         setup = msgspec.structs.replace(
             setup,
@@ -72,22 +71,22 @@ class CoreProcess:
         )
         data = msgspec.msgpack.encode(setup)
         assert self._process.stdin is not None
-        # The pipe stays open: its end tells the child that this process is gone. What a child says
-        # that has died already is found by who looks for its end.
+        # The pipe stays open: its end notifies the child that this process is gone. If the
+        # child has died already, callers of `describe_exit` find that.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(len(data).to_bytes(4, "little") + data)
             self._process.stdin.flush()
 
     def open_channel(self) -> IpcChannel:
-        """Opens what it is talked to by; only once it was started.
+        """Open the channel to the process; call `start` first.
 
         Raises:
-            OSError: the system has no room for sockets.
+            OSError: the system lacks resources for sockets.
         """
         return IpcChannel(self.input_address, self.output_address)
 
     def describe_exit(self) -> str | None:
-        """How the process ended, for people; None while it runs."""
+        """Describe how the process ended; return None while it runs."""
         code = self._process.poll()
         if code is None:
             return None
@@ -100,21 +99,21 @@ class CoreProcess:
 
     @property
     def usable(self) -> bool:
-        """Whether it can be started: it has not ended, and no signal holds it."""
+        """True if the process can be started: it has not ended, and no signal has stopped it."""
         return self.describe_exit() is None and not is_stopped(self.pid)
 
     def kill(self, reason: str) -> None:
-        """Ends the process at once; `describe_exit` will say why. What has ended stays as it is."""
+        """Kill a live process at once, for a reason that `describe_exit` reports."""
         if self._killed_for is None and self._process.poll() is None:
             self._killed_for = reason
             self._process.kill()
 
     def kill_if_stopped(self, nap: float, limit: float) -> None:
-        """Ends the process if a signal has held it for too long.
+        """Kill the process if a signal has stopped it for too long.
 
         Args:
-            nap: seconds since the last call. What the machine slept through is not in them.
-            limit: seconds after which it is too long.
+            nap: seconds since the last call, without the time that the machine was suspended.
+            limit: seconds after which it is killed.
         """
         self._stopped_for = self._stopped_for + nap if is_stopped(self.pid) else 0.0
         if self._stopped_for >= limit:
@@ -122,12 +121,12 @@ class CoreProcess:
             self.kill(f"the engine process was stopped by a signal for {self._stopped_for:.1f} s")
 
     def shutdown(self, timeout: float = 5.0) -> None:
-        """Ends the process: asks it to, and after `timeout` seconds makes it.
+        """End the process: request its end, and kill it after `timeout` seconds.
 
         May be called twice.
         """
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # its setup may still lie there
+        with contextlib.suppress(BrokenPipeError):  # its setup may still be unread
             self._process.stdin.close()
         try:
             self._process.wait(timeout)
@@ -135,18 +134,19 @@ class CoreProcess:
             self._process.kill()
             self._process.wait()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.close()
+            self._folder = None
 
 
 class IpcChannel:
-    """See `Channel`: two Unix sockets.
+    """Implementation of `Channel` by two Unix sockets.
 
     Args:
-        input_address: where the process takes messages.
-        output_address: where it sends them.
+        input_address: address where the process receives messages.
+        output_address: address where it sends messages.
 
     Raises:
-        OSError: the system has no room for sockets.
+        OSError: the system lacks resources for sockets.
     """
 
     def __init__(self, input_address: str, output_address: str) -> None:
@@ -163,24 +163,24 @@ class IpcChannel:
 
     @property
     def closed(self) -> bool:
-        """See `Channel`."""
+        """True after `close`."""
         return bool(self._context.closed)
 
     async def send(self, kind: bytes, payload: bytes) -> None:
-        """See `Channel`."""
+        """Implement `Channel`."""
         await self._input.send_multipart([kind, payload])
 
     async def receive(self, seconds: float) -> tuple[bytes, bytes] | None:
-        """See `Channel`."""
+        """Implement `Channel`."""
         if not await self._output.poll(timeout=int(seconds * 1000)):
             return None
         kind, payload = await self._output.recv_multipart()
         return kind, payload
 
     def receive_nowait(self) -> tuple[bytes, bytes] | None:
-        """See `Channel`."""
+        """Implement `Channel`."""
         try:
-            # Without waiting it is a future that is done.
+            # Without waiting, the result is a future that is done.
             received: Any = self._output.recv_multipart(zmq.NOBLOCK)
             kind, payload = received.result()
         except zmq.Again:
@@ -188,23 +188,23 @@ class IpcChannel:
         return kind, payload
 
     def close(self) -> None:
-        """See `Channel`."""
+        """Implement `Channel`."""
         self._context.destroy(linger=0)
 
 
 class CoreLauncher:
-    """Starts an engine's processes: the first one, and those that take its place.
+    """Launcher of an engine's first process and of its replacements.
 
     Args:
         config: the engine's settings.
         model_path: the model's folder.
         default_batched_tokens: see `make_engine_core`.
-        request_memory: see there.
-        warm_spare: see there.
-        process: the first one, not started yet; None: it is made.
+        request_memory: see `make_engine_core`.
+        warm_spare: see `make_engine_core`.
+        process: the first process, not started yet; None: create one.
         log_level: minimum level that a process logs.
         log_format: "text" or "json".
-        record: the recording that the processes add to, if there is one.
+        record: the recording that the processes add to, if any.
     """
 
     def __init__(
@@ -230,15 +230,15 @@ class CoreLauncher:
         self._spare = process
 
     def launch(self, ready: CoreReady | None, engine_index: int = 0) -> CoreProcess:
-        """Starts a process.
+        """Start a process.
 
         Args:
-            ready: what the first one said, so that KV cache and context are the same however much
-                memory is free; None: this is the first one.
-            engine_index: the engine's number among several, see `EngineCoreOutputs`.
+            ready: answer of the first process, so that KV cache and context stay the same with any
+                amount of free memory; None: this is the first process.
+            engine_index: index of the engine among several, see `EngineCoreOutputs`.
 
         Raises:
-            OSError: the system has no room for it.
+            OSError: the system lacks resources for the process.
         """
         process, self._spare = self._spare, None
         if process is not None and not process.usable:
@@ -253,12 +253,12 @@ class CoreLauncher:
         return process
 
     def make_setup(self, ready: CoreReady | None, engine_index: int) -> CoreProcessSetup:
-        """What a process is told; see `launch`."""
+        """Return the setup of a process; see `launch`."""
         config, warm_spare = self._config, self._warm_spare
         memory_limit = None
         if ready is not None:
             config, warm_spare = with_kv_cache_of(config, ready.plan), ready.plan.warm_spare
-            if config.parallel.data_parallel_size > 1:  # what is free now is not for it alone
+            if config.parallel.data_parallel_size > 1:  # other engines need the free memory, too
                 memory_limit = ready.plan.limit
         return CoreProcessSetup(
             config=config,
@@ -274,7 +274,7 @@ class CoreLauncher:
         )
 
     def make_spare(self) -> None:
-        """Starts an interpreter that a later process need not wait for, unless there is one."""
+        """Start a spare interpreter that a later process can use, if none exists."""
         if self._spare is not None:
             if self._spare.usable:
                 return
@@ -286,18 +286,18 @@ class CoreLauncher:
             logger.warning("there is no warm spare: %s", reason_of(error))
 
     def shutdown(self) -> None:
-        """Ends what waits to be used. May be called twice."""
+        """End the spare. May be called twice."""
         spare, self._spare = self._spare, None
         if spare is not None:
             spare.shutdown(0.0)
 
 
 def with_kv_cache_of(config: EngineConfig, plan: MemoryPlan) -> EngineConfig:
-    """The settings with the KV cache and the context that came out.
+    """Return settings with the resolved KV cache and context.
 
     Args:
         config: the settings.
-        plan: what came of them.
+        plan: the memory plan that was made from them.
     """
     replace = msgspec.structs.replace
     return replace(

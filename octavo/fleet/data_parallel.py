@@ -1,7 +1,7 @@
-"""Several engines with the whole model each, behind one front end: each request goes to one.
+"""Client of several engines, each with the whole model: each request is sent to one of them.
 
-The first engine's memory plan is that of all. An answer depends on nothing but prompt, parameters
-and seed, so when an engine dies its requests go on at another one at once.
+All engines use the first one's memory plan. An answer only depends on prompt, parameters and seed,
+so when an engine dies, other engines continue its requests at once.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from octavo.system.device import cpu_memory, num_cpus, numa_cpus
 
 logger = logging.getLogger(__name__)
 
-# How long the nodes may take to join, after the start.
+# Time for the nodes to join after the start.
 JOIN_SECONDS = 600.0
-# How often it is looked whether that is over.
+# Interval of checks for that timeout.
 _JOIN_POLL = 1.0
 
 
 def share_cores(config: EngineConfig) -> EngineConfig:
-    """The settings of each engine: unless they say how many threads it has, its share of the cores.
+    """Return the settings of each engine, with its share of the cores.
 
     Raises:
         ConfigError: the device cannot be shared.
@@ -46,7 +46,7 @@ def share_cores(config: EngineConfig) -> EngineConfig:
     if size > 1 and not platform.shared:
         raise ConfigError(
             f"data_parallel_size={size} is not supported on device={platform.name}, where an "
-            "engine takes all of the device; start a server for each, and a load balancer in front."
+            "engine uses all of the device; start a server for each, and a load balancer in front."
         )
     if size == 1:
         return config
@@ -56,8 +56,8 @@ def share_cores(config: EngineConfig) -> EngineConfig:
     threads = device.num_threads or max(1, cores // workers)
     if workers * threads > cores:
         logger.warning(
-            "%d processes with %d threads each are more than the %d cores there are for them: they "
-            "wait for each other, and every step takes longer",
+            "%d processes with %d threads each exceed the %d available cores: they wait for each "
+            "other, which slows every step",
             workers,
             threads,
             cores,
@@ -67,24 +67,25 @@ def share_cores(config: EngineConfig) -> EngineConfig:
 
 
 class DataParallelClient:
-    """See `EngineClient`: several engines, each watched and replaced by a `Supervisor`.
+    """Client of several engines, each supervised and replaced by a `Supervisor`.
 
-    Each has its own requests; see `Router` for who gets which. One that dies too often, or has lost
-    its node, stays down while the others serve; one whose node is there again is started again.
+    Each engine has its own requests; `Router` assigns them. An engine that dies too often, or has
+    lost its node, stays down while the others serve; when its node returns, it is started again.
 
-    May be made before there is an event loop; all else belongs to one.
+    It may be created before there is an event loop; all other methods need one.
 
     Args:
         launcher: starts the processes of all engines.
-        unfinished: the live requests, in order of arrival, as another engine is to get them.
+        unfinished: returns the live requests, in order of arrival, as another engine should receive
+            them.
         config: the settings.
-        max_restarts: how often an engine may be replaced within ten minutes.
+        max_restarts: maximum number of replacements of an engine within ten minutes.
         progress_timeout: see `Supervisor`.
-        on_recovery: see there.
-        model: see `Join`; only where engines are on other machines.
+        on_recovery: see `Supervisor`.
+        model: see `Join`; only needed for engines on other machines.
 
     Raises:
-        ConfigError: the port for nodes, or the cluster's key, cannot be used.
+        ConfigError: the port for nodes, or the cluster's key, is unusable.
     """
 
     def __init__(
@@ -107,19 +108,20 @@ class DataParallelClient:
             enable_prefix_caching=config.cache.enable_prefix_caching,
         )
         self._gone: dict[int, EngineDeadError] = {}
-        """Engines that are not started again."""
+        """Engines that are not started again, with the cause."""
         self._reads: dict[int, asyncio.Task[EngineCoreOutputs]] = {}
-        """Of each engine's next outputs; begun when those before have been taken in."""
+        """Tasks that read each engine's next outputs; started after the previous ones are
+        processed."""
         self._last_read = -1
         parallel = config.parallel
         self._local = parallel.num_local_engines
         self._hub: Hub | None = None
         self._news = asyncio.Event()
-        """Set when there are engines, or nodes for them, that are not looked at yet."""
+        """Event that is set when new engines, or nodes for them, need attention."""
         self._news_read: asyncio.Task[bool] | None = None
         self._scaling = asyncio.Lock()
         self._leaving: set[int] = set()
-        """Engines that get nothing more, since they will be ended."""
+        """Engines that receive no more requests, since they will be ended."""
         self._waiting_since = time.monotonic()
         self._told_missing = False
         if self._local < self._size:
@@ -165,17 +167,17 @@ class DataParallelClient:
 
     @cached_property
     def ready(self) -> asyncio.Future[CoreReady]:
-        """Result once all engines have loaded the model; `EngineDeadError` if one cannot."""
+        """Future that resolves once all engines are loaded; `EngineDeadError` if one fails."""
         return asyncio.get_running_loop().create_future()
 
     @property
     def up(self) -> bool:
-        """Whether there is an engine whose model is loaded; in the beginning, whether all are."""
+        """True if an engine has its model loaded; at the start, only if all have."""
         return self.ready.done() and any(s.up for s in self._supervisors.values())
 
     @property
     def down(self) -> dict[int, str]:
-        """The engines that serve nothing now, by number, and what is done about it."""
+        """Engines that are not serving, by index, with their state."""
         return {
             self._first + index: self._describe(index)
             for index, supervisor in self._supervisors.items()
@@ -184,16 +186,16 @@ class DataParallelClient:
 
     @property
     def pids(self) -> list[int]:
-        """The engine processes' numbers."""
+        """Ids of the engine processes."""
         return [self.pid_of(index) for index in self._supervisors]
 
     def family_of(self, index: int) -> list[int]:
-        """The numbers of an engine's processes, see `Supervisor.family`."""
+        """Return the ids of an engine's processes, see `Supervisor.family`."""
         return self._supervisors[index].family if index in self._supervisors else []
 
     @property
     def missing(self) -> list[int]:
-        """The engines for which no node has joined yet, once the first engine is ready."""
+        """Indices of the engines without a node so far, once the first engine is ready."""
         first = self._supervisors[0]
         if self.ready.done() or not first.ready.done():
             return []
@@ -201,15 +203,15 @@ class DataParallelClient:
         return [index for index in range(self._size) if index not in there]
 
     def pid_of(self, index: int) -> int:
-        """An engine process' number; -1: there is none yet."""
+        """Return the id of an engine's process; -1 if it has none yet."""
         return self._supervisors[index].pid if index in self._supervisors else -1
 
     def engine_of(self, request_id: str) -> int | None:
-        """Where a live core request is."""
+        """Return the engine of a live core request."""
         return self._router.engine_of(request_id)
 
     async def get_output(self) -> EngineCoreOutputs:
-        """See `EngineClient`: of any engine; raises what ended the last one."""
+        """Return the outputs of any engine; raise the error that ended the last one."""
         while True:
             await self._look_around()
             for index, supervisor in self._alive():
@@ -231,12 +233,12 @@ class DataParallelClient:
                 outputs = self._reads.pop(index).result()
             except EngineDeadError as error:
                 await self._give_up(index, error)
-                stats = SchedulerStats()  # it does nothing any more
+                stats = SchedulerStats()  # its engine is down
                 return EngineCoreOutputs([], stats, clock.now(), index)
             return self._take(index, outputs)
 
     def get_output_nowait(self) -> EngineCoreOutputs | None:
-        """See `WatchedClient`: of the engine whose outputs came last."""
+        """Return more outputs of the engine that `get_output` read last."""
         index = self._last_read
         if index in self._gone or index in self._reads or index not in self._supervisors:
             return None
@@ -244,12 +246,12 @@ class DataParallelClient:
         return None if outputs is None else self._take(index, outputs)
 
     async def add_request(self, request: EngineCoreRequest) -> None:
-        """See `EngineClient`."""
+        """Implement `EngineClient`."""
         index = self._router.place(request, self._candidates())
         await self._supervisors[index].add_request(request)
 
     async def abort_requests(self, request_ids: list[str]) -> None:
-        """See `EngineClient`."""
+        """Implement `EngineClient`."""
         of_engines: dict[int, list[str]] = {}
         for request_id in request_ids:
             index = self._router.engine_of(request_id)
@@ -260,13 +262,13 @@ class DataParallelClient:
             await self._supervisors[index].abort_requests(ids)
 
     async def call_utility(self, method: str, *args: Any) -> Any:
-        """See `EngineClient`: calls it in all engines, and waits for those being started.
+        """Call a method of all engines, including those being started.
 
         Returns:
-            Of truths whether all are true, of stats the sum, of texts all, separated by commas.
+            For bools: True if all are; for stats, their sum; for texts, all, separated by commas.
 
         Raises:
-            OctavoError: what the first engine raised that raised something.
+            OctavoError: the first error of an engine.
             StepFailedError: an engine died before it answered.
         """
         await asyncio.shield(self.ready)
@@ -286,21 +288,21 @@ class DataParallelClient:
 
     @property
     def scaling(self) -> bool:
-        """Whether engines are being added or ended."""
+        """True while engines are being added or ended."""
         return self._scaling.locked()
 
     async def scale(self, size: int) -> None:
-        """Changes the number of engines, while requests go on.
+        """Change the number of engines while requests continue.
 
-        New ones get requests once they have loaded the model; what is in flight at one that is
-        ended goes on at others.
+        New engines receive requests once they have loaded the model. Other engines continue the
+        requests of those that are ended.
 
         Raises:
-            ScalingError: there is no room, an engine cannot be started (then all is as before), or
-                the number is being changed already.
+            ScalingError: memory is insufficient, an engine cannot be started (then nothing has
+                changed), or another change is in progress.
         """
         if self._scaling.locked():
-            raise ScalingError("The number of engines is being changed already; ask again later.")
+            raise ScalingError("The number of engines is being changed already; try again later.")
         async with self._scaling:
             first = await asyncio.shield(self.ready)
             new = range(self._size, size)
@@ -329,12 +331,12 @@ class DataParallelClient:
             )
 
     async def _end(self, indices: range) -> None:
-        """Ends engines; their requests go on at the others."""
+        """End engines; the others continue their requests."""
         self._leaving |= set(indices)
         for index in reversed(indices):
             if index not in self._gone:
                 await self._move(index, {r.request_id for r in self._requests_of(index)})
-            supervisor = self._supervisors.pop(index)  # nobody reads it again
+            supervisor = self._supervisors.pop(index)  # no task reads it again
             read = self._reads.pop(index, None)
             if read is not None:
                 read.cancel()
@@ -345,15 +347,15 @@ class DataParallelClient:
             self._leaving.discard(index)
 
     def fail_calls(self, error: Exception) -> None:
-        """Fails everything that waits for an answer of an engine, for good."""
+        """Fail all pending and future calls."""
         if not self.ready.done():
             self.ready.set_exception(error)
-            self.ready.exception()  # whether anybody waits for it or not
+            self.ready.exception()  # marks it as retrieved
         for supervisor in self._supervisors.values():
             supervisor.fail_calls(error)
 
     async def shutdown(self) -> None:
-        """See `EngineClient`."""
+        """Implement `EngineClient`."""
         for read in (*self._reads.values(), *filter(None, [self._news_read])):
             read.cancel()
         await asyncio.gather(*self._reads.values(), return_exceptions=True)
@@ -362,28 +364,28 @@ class DataParallelClient:
             await self._hub.shutdown()
 
     def close(self) -> None:
-        """`shutdown` for callers without an event loop."""
+        """Shut down without an event loop."""
         for supervisor in self._supervisors.values():
             supervisor.close()
         if self._hub is not None:
             self._hub.close()
 
     def _alive(self) -> Iterator[tuple[int, Supervisor]]:
-        """The engines that run or are being started."""
+        """Return the engines that run or are being started."""
         return (item for item in self._supervisors.items() if item[0] not in self._gone)
 
     def _candidates(self, but: int | None = None) -> list[int]:
-        """Those that may get a request: who serves, or else who will."""
+        """Return the engines that may receive a request: serving ones, or else all."""
         alive = [(i, s) for i, s in self._alive() if i != but and i not in self._leaving]
         return [index for index, s in alive if s.serving] or [index for index, _ in alive]
 
     async def _look_around(self) -> None:
-        """Starts the others when the first one is ready, and tells when all are.
+        """Start the other engines when the first one is ready, and resolve `ready` when all are.
 
-        Requests that wait for an engine go on at others as soon as there are some.
+        Requests that wait for an engine continue on others as soon as some serve.
 
         Raises:
-            EngineDeadError: no node has come for some.
+            EngineDeadError: no node has joined for an engine in time.
         """
         self._news.clear()
         if self._hub is not None:
@@ -414,18 +416,18 @@ class DataParallelClient:
         self._news.set()
 
     def _revive(self) -> None:
-        """Engines that were given up are started again where a node has come for them."""
+        """Restart engines that were given up, if a node has joined for them."""
         assert self._hub is not None
         for index in [i for i in self._gone if i >= self._local and self._hub.has(i)]:
             logger.info("engine %d is started again, since its node is there", index)
             del self._gone[index]
             self._reads.pop(index, None)
-            # Nothing runs there any more; what the hub knows of its process is let go.
+            # No process runs there any more; this only drops the hub's record of it.
             self._supervisors[index].close()
             self._supervisors[index] = self._make(index, self._supervisors[0].ready.result())
 
     def _describe(self, index: int) -> str:
-        """What is done about an engine that serves nothing now."""
+        """Describe the state of an engine that is not serving."""
         gone = self._gone.get(index)
         if gone is None:
             return "is being started"
@@ -433,12 +435,12 @@ class DataParallelClient:
         return "waits for its node" if missing else "has died too often"
 
     def _requests_of(self, index: int) -> list[EngineCoreRequest]:
-        """The live requests of an engine."""
+        """Return the live requests of an engine."""
         placed = self._router.engine_of
         return [r for r in self._unfinished() if placed(r.child_ids[0]) == index]
 
     def _take(self, index: int, outputs: EngineCoreOutputs) -> EngineCoreOutputs:
-        """What an engine brought for the requests that are its own."""
+        """Filter an engine's outputs for the requests that it owns."""
         router, ended = self._router, []
         outputs.engine_index = index
         outputs.outputs = [o for o in outputs.outputs if router.engine_of(o.request_id) == index]
@@ -451,12 +453,12 @@ class DataParallelClient:
         return outputs
 
     async def _hand_over(self, index: int, failed: set[str]) -> int:
-        """Has other engines go on with what one that died had; returns how many answers these are.
+        """Move the requests of a dead engine to others; return the number of their answers.
 
-        A suspect stays where it is: it would end another engine.
+        Suspects stay where they are: they could end another engine.
 
         Args:
-            index: the engine.
+            index: the dead engine.
             failed: ids of answers that are given up.
         """
         self._router.forget_prefixes(index)
@@ -467,9 +469,9 @@ class DataParallelClient:
         return await self._move(index, {i for i in ids if dead.deaths_of(i) < SUSPECT})
 
     async def _rescue(self) -> None:
-        """Has others go on with what came to an engine while it was being started.
+        """Move requests that reached an engine during its start to others.
 
-        A suspect stays, see `_hand_over`.
+        Suspects stay, see `_hand_over`.
         """
         for index, supervisor in list(self._alive()):
             if not supervisor.up and self._router.load(index) and self._can_serve(but=index):
@@ -481,28 +483,30 @@ class DataParallelClient:
                 await supervisor.abort_requests([i for i in answers if placed(i) != index])
 
     def _can_serve(self, but: int) -> bool:
-        """Whether another engine serves."""
+        """Return True if another engine serves."""
         return any(self._supervisors[i].serving for i in self._candidates(but))
 
     async def _move(self, index: int, request_ids: set[str]) -> int:
-        """Gives requests of an engine to others; returns how many answers these are to make."""
+        """Move requests of an engine to others; return the number of their answers."""
         dead, count = self._supervisors[index], 0
         for request in self._requests_of(index):
             request_id, placed = request.request_id, self._router.engine_of
-            # It may have ended while another one was sent.
+            # It may have ended while another request was sent.
             if request_id in request_ids and any(placed(i) == index for i in request.child_ids):
                 target = self._router.place(request, self._candidates(but=index))
                 await self._supervisors[target].adopt(request, dead.deaths_of(request_id))
                 count += len(request.child_ids)
         if count:
             number = self._first + index
-            logger.warning("requests of engine %d go on at others (requests: %d)", number, count)
+            logger.warning(
+                "other engines continue requests of engine %d (requests: %d)", number, count
+            )
         return count
 
     async def _give_up(self, index: int, error: EngineDeadError) -> None:
-        """An engine is not started again; raises `error` if it was the last, or never ready.
+        """Give an engine up; raise `error` if it was the last, or was never ready.
 
-        One without a node, unless it was the last, is again when there is a node.
+        If others are left, an engine without a node restarts when a node joins.
         """
         others = self._supervisors.keys() - self._gone.keys() - self._leaving - {index}
         missing = isinstance(error, NodeMissingError)
@@ -516,13 +520,13 @@ class DataParallelClient:
 
 
 def _join(results: list[Any]) -> Any:
-    """What a call of all engines returns."""
+    """Combine the results of a call of all engines."""
     first = results[0]
     if isinstance(first, bool):
         return all(results)
     if isinstance(first, str):
         return ", ".join(results)
-    if isinstance(first, list):  # stats are the only ones
+    if isinstance(first, list):  # only stats are lists
         stats = [msgspec.convert(result, SchedulerStats) for result in results]
         return list(msgspec.structs.astuple(SchedulerStats.join(stats)))
     return first

@@ -1,4 +1,4 @@
-"""How one of several front ends reaches the engines: by way of their `Coordinator`."""
+"""Connection of one of several front ends to the engines, by their `Coordinator`."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from octavo.fleet.core_launcher import IpcChannel
 from octavo.fleet.mp_client import AsyncMPClient
 from octavo.messages import EngineCoreOutputs, EngineCoreRequest
 
-# The coordinator's own call: all that front ends count, beside what the engines do.
+# Call of the coordinator itself: the metrics of all front ends, besides those of the engines.
 PAGES = "pages"
 
 
 def addresses_of(folder: str, life: int, number: int) -> tuple[str, str]:
-    """Where a coordinator takes a front end's messages, and where that takes its own.
+    """Return the addresses where the coordinator and a front end receive messages.
 
     Args:
-        folder: of the sockets.
-        life: how many coordinators there were before.
-        number: the front end's.
+        folder: folder of the sockets.
+        life: number of coordinators before this one.
+        number: index of the front end.
     """
     return f"ipc://{folder}/{life}-in{number}", f"ipc://{folder}/{life}-out{number}"
 
 
 class CoordinatorProcess:
-    """See `EngineProcess`: the coordinator, which the server's first process watches.
+    """Coordinator as an `EngineProcess`; the server's first process watches it.
 
     Args:
-        folder: of the sockets.
-        number: this front end's.
+        folder: folder of the sockets.
+        number: index of this front end.
         life: see `addresses_of`.
     """
 
@@ -46,24 +46,24 @@ class CoordinatorProcess:
         self._life = self._talked_to = life
         self._killed_for: str | None = None
         self.was_stopped = False
-        """See `EngineProcess`; the first process looks after that."""
+        """Always False; the first process checks for stops."""
 
     def replace(self) -> None:
-        """The first process has started another one. May be called in any thread."""
+        """Record that the first process has started another coordinator. Any thread may call it."""
         self._life += 1
 
     @property
     def replaced(self) -> bool:
-        """Whether there is another one than that which the channel leads to."""
+        """True if there is a newer coordinator than the one at the end of the channel."""
         return self._life != self._talked_to
 
     def open_channel(self) -> IpcChannel:
-        """See `EngineProcess`; to the one that is there now, or will be at once."""
+        """Open a channel to the current coordinator, which may still be starting."""
         self._talked_to = self._life
         return IpcChannel(*addresses_of(self._folder, self._talked_to, self._number))
 
     def describe_exit(self) -> str | None:
-        """See `EngineProcess`."""
+        """Implement `EngineProcess`."""
         if os.getppid() != self.pid:
             return "the server's first process has ended"
         if self._killed_for is None and self.replaced:
@@ -71,23 +71,24 @@ class CoordinatorProcess:
         return self._killed_for
 
     def kill(self, reason: str) -> None:
-        """Has nothing more to do with it: it serves others, too."""
+        """Give the coordinator up without killing it: it serves other front ends, too."""
         self._killed_for = self._killed_for or reason
 
     def shutdown(self, timeout: float = 5.0) -> None:
-        """See `EngineProcess`: it ends by itself."""
+        """Do nothing: it ends by itself."""
 
 
 class FrontEndClient(AsyncMPClient):
-    """See `WatchedClient`: the engines are watched by the coordinator.
+    """Client of engines that the coordinator supervises.
 
-    Where another coordinator has taken the place of one that died, with engines of its own, these
-    get the requests in flight with what they have.
+    If another coordinator, with its own engines, has replaced a dead one, these engines receive the
+    requests in flight with their tokens so far.
 
     Args:
         process: the coordinator.
         render: makes the page of this front end's metrics; called in another thread.
-        unfinished: the live requests, in order of arrival, as other engines are to get them.
+        unfinished: returns the live requests, in order of arrival, as other engines should receive
+            them.
     """
 
     def __init__(
@@ -105,29 +106,29 @@ class FrontEndClient(AsyncMPClient):
 
     @property
     def up(self) -> bool:
-        """See `WatchedClient`."""
+        """True if an engine accepts requests now."""
         return self.ready.done() and self._state.up
 
     @property
     def missing(self) -> list[int]:
-        """See `WatchedClient`."""
+        """Indices of the engines without a node so far."""
         return self._state.missing
 
     @property
     def down(self) -> dict[int, str]:
-        """See `WatchedClient`."""
+        """Engines that are not serving, by index, with their state."""
         return self._state.down
 
     def family_of(self, index: int) -> list[int]:
-        """See `WatchedClient`: the coordinator watches them."""
+        """Return []: the coordinator watches the processes."""
         return []
 
     def engine_of(self, request_id: str) -> int | None:
-        """See `WatchedClient`: only the coordinator knows."""
+        """Return None: only the coordinator knows the engine."""
         return None
 
     async def get_output(self) -> EngineCoreOutputs:
-        """See `EngineClient`."""
+        """Implement `EngineClient`."""
         while True:
             try:
                 return await super().get_output()
@@ -137,9 +138,9 @@ class FrontEndClient(AsyncMPClient):
                 await self._begin_again()
 
     async def _begin_again(self) -> None:
-        """Gives another coordinator the requests in flight."""
+        """Send another coordinator the requests in flight."""
         self._channel.close()
-        error = StepFailedError("The engines were started again before they answered; ask again.")
+        error = StepFailedError("The engines were started again before they answered; try again.")
         for call in self._calls.values():
             if not call.done():
                 call.set_exception(error)
@@ -150,18 +151,18 @@ class FrontEndClient(AsyncMPClient):
             await self.add_request(request)
 
     async def pages(self) -> list[bytes]:
-        """The pages of metrics of all front ends, this one's included, and of the coordinator."""
+        """Return the metrics pages of all front ends and of the coordinator."""
         return [page.encode() for page in await self.call_utility(PAGES)]
 
     def close(self) -> None:
-        """See `WatchedClient`."""
+        """Implement `WatchedClient`."""
         for task in self._tasks:
             task.cancel()
         super().close()
 
     def _take(self, kind: bytes, payload: bytes) -> EngineCoreOutputs | None:
         if kind == wire.READY and self.ready.done():
-            pass  # other engines are, too
+            pass  # repeated by replaced engines
         elif kind == wire.STATE:
             self._state = msgspec.msgpack.decode(payload, type=wire.EnginesState)
         elif kind == wire.PAGE:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any, TypeVar
 
 from octavo.fleet.data_parallel import DataParallelClient
@@ -17,14 +19,14 @@ T = TypeVar("T")
 
 
 class IsolatedClient:
-    """See `EngineClient`: one of several engines or of one, on a thread of its own.
+    """Client of engines in other processes that runs its event loop on a separate thread.
 
-    The caller blocks meanwhile, and the event loop there runs only while somebody waits here: so
-    these coroutines never wait, as those of `InprocClient`, and nothing happens to the front end's
-    records behind its back. Engines compute all the time.
+    The loop only runs while the caller waits in one of these methods. So the coroutines never wait,
+    as those of `InprocClient`, and the front end's records never change concurrently. The engines
+    compute all the time.
 
     Args:
-        make: makes the client whose engines are to be talked to.
+        make: makes the inner client.
 
     Raises:
         EngineDeadError: the model cannot be loaded.
@@ -33,10 +35,13 @@ class IsolatedClient:
     def __init__(self, make: Callable[[], Supervisor | DataParallelClient]) -> None:
         self._kept: deque[EngineCoreOutputs] = deque()
         self._reading: asyncio.Task[EngineCoreOutputs] | None = None
-        """The next outputs: never cancelled half-way, or a dead engine's requests might be lost."""
+        """Task that reads the next outputs; never cancelled, or requests of a dead engine might be
+        lost."""
         self._client = make()
         self._loop = asyncio.new_event_loop()
         self._thread = ThreadPoolExecutor(1, "octavo-engines")
+        # For a script that ends without `shutdown`; the system ends the engines then.
+        self._at_exit = atexit.register(partial(_cancel_tasks, self._loop))
 
         async def start() -> MemoryPlan:
             return (await self._read_until(self._client.ready)).plan
@@ -49,26 +54,26 @@ class IsolatedClient:
 
     @property
     def pids(self) -> list[int]:
-        """The engine processes' numbers."""
+        """Ids of the engine processes."""
         return self._client.pids
 
     async def get_output(self) -> EngineCoreOutputs:
-        """See `EngineClient`."""
+        """Implement `EngineClient`."""
         if self._kept:
             return self._kept.popleft()
         return self._wait(self._read())
 
     async def add_request(self, request: EngineCoreRequest) -> None:
-        """See `EngineClient`."""
+        """Implement `EngineClient`."""
         self._wait(self._client.add_request(request))
 
     async def abort_requests(self, request_ids: list[str]) -> None:
-        """See `EngineClient`."""
+        """Implement `EngineClient`."""
         if request_ids and not self._loop.is_closed():
             self._wait(self._client.abort_requests(request_ids))
 
     async def call_utility(self, method: str, *args: Any) -> Any:
-        """See `EngineClient`."""
+        """Implement `EngineClient`."""
 
         async def call() -> Any:
             return await self._read_until(self._client.call_utility(method, *args))
@@ -76,7 +81,7 @@ class IsolatedClient:
         return self._wait(call())
 
     async def shutdown(self) -> None:
-        """See `EngineClient`."""
+        """Implement `EngineClient`."""
         if not self._loop.is_closed():
             self._end()
 
@@ -87,7 +92,7 @@ class IsolatedClient:
         return reading.result()
 
     async def _read_until(self, answer: Awaitable[T]) -> T:
-        """The answer, which comes among the outputs: these are kept."""
+        """Wait for an answer that arrives among outputs, which are kept."""
         wanted = asyncio.ensure_future(answer)
         try:
             while not wanted.done():
@@ -97,7 +102,7 @@ class IsolatedClient:
                     self._reading = None
                     self._kept.append(reading.result())
         finally:
-            wanted.cancel()  # if there is no engine any more, nobody will answer
+            wanted.cancel()  # without an engine no answer would arrive
         return wanted.result()
 
     def _begin_to_read(self) -> asyncio.Task[EngineCoreOutputs]:
@@ -106,8 +111,8 @@ class IsolatedClient:
         return self._reading
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of what runs on the thread; an interrupt (Ctrl-C) ends it there, too."""
-        task = self._loop.create_task(work)  # the loop stands still
+        """Run a coroutine on the thread and return its result; Ctrl-C cancels it there, too."""
+        task = self._loop.create_task(work)  # the loop is not running
         done = self._thread.submit(self._loop.run_until_complete, task)
         try:
             return done.result()
@@ -129,3 +134,12 @@ class IsolatedClient:
         finally:
             self._thread.shutdown()
             self._loop.close()
+            atexit.unregister(self._at_exit)
+
+
+def _cancel_tasks(loop: asyncio.AbstractEventLoop) -> None:
+    """Cancel what still waits in a loop that runs no more; asyncio would log each task."""
+    if tasks := asyncio.all_tasks(loop):
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.wait(tasks))

@@ -1,4 +1,4 @@
-"""What the live requests of several front ends have got: from it another engine goes on."""
+"""Tokens of the live requests of several front ends, from which another engine can continue."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ OwnerT = TypeVar("OwnerT")
 
 @dataclass(slots=True)
 class _Entry(Generic[OwnerT]):
-    """A live request."""
+    """Live request."""
 
     request_id: str
     data: bytes
-    """The request, encoded: a tenth of what its numbers take."""
+    """Request as msgpack, in a tenth of the memory of its decoded form."""
     owner: OwnerT
     answers: dict[int, str] = field(default_factory=dict)
     """Ids of its live answers, by index."""
     tokens: dict[int, array[int]] = field(default_factory=dict)
-    """What these have got."""
+    """Tokens of the live answers, by index."""
     num_prompt_logprobs: int = 0
 
 
 class Journal(Generic[OwnerT]):
-    """The live requests of several owners, with the tokens that each has got.
+    """Live requests of several owners, with the tokens of each.
 
-    A front end that is alone keeps the same in its `OutputProcessor`, which knows more of them.
+    A single front end keeps these data, and more, in its `OutputProcessor`.
     """
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry[OwnerT]] = {}
-        """By the request's id, in order of arrival."""
+        """Entries by the request's id, in order of arrival."""
         self._answers: dict[str, tuple[_Entry[OwnerT], int]] = {}
-        """By the id of each live answer, with its index."""
+        """Entry and index by the id of each live answer."""
 
     def __len__(self) -> int:
-        """Live requests; the n answers of a request count once."""
+        """Return the number of live requests; the n answers of a request count once."""
         return len(self._entries)
 
     def add(self, request: EngineCoreRequest, data: bytes, owner: OwnerT) -> None:
-        """Notes a request, before an engine gets it.
+        """Record a request, before an engine receives it.
 
         Args:
-            request: it, with a new id, and maybe with tokens that another engine has made.
-            data: the same as msgpack.
-            owner: whose it is.
+            request: the request, with a new id, and maybe with tokens that another engine has made.
+            data: the request as msgpack.
+            owner: owner of the request.
         """
         entry = self._entries[request.request_id] = _Entry(request.request_id, data, owner)
         entry.num_prompt_logprobs = request.num_prompt_logprobs
@@ -61,7 +61,7 @@ class Journal(Generic[OwnerT]):
             self._answers[answer] = entry, index
 
     def take(self, output: EngineCoreOutput) -> OwnerT | None:
-        """Notes what a step brought; returns whose it is, None of what has ended."""
+        """Record an output of a step; return its owner, or None if the request has ended."""
         found = self._answers.get(output.request_id)
         if found is None:
             return None
@@ -76,19 +76,19 @@ class Journal(Generic[OwnerT]):
         return entry.owner
 
     def remove(self, answers: list[str]) -> None:
-        """Forgets answers that nobody wants any more; those that have ended are skipped."""
+        """Remove answers that are no longer needed; ignore those that have ended."""
         for answer in answers:
             if (found := self._answers.get(answer)) is not None:
                 self._end(found[0], [found[1]])
 
     def remove_owner(self, owner: OwnerT) -> list[str]:
-        """Forgets all of an owner's; returns the ids of its live answers."""
+        """Remove all requests of an owner; return the ids of its live answers."""
         answers = [a for a, (entry, _) in self._answers.items() if entry.owner == owner]
         self.remove(answers)
         return answers
 
     def unfinished(self) -> list[EngineCoreRequest]:
-        """See `OutputProcessor.unfinished`."""
+        """Return the live requests, see `OutputProcessor.unfinished`."""
         return [_as_request(entry) for entry in self._entries.values()]
 
     def _end(self, entry: _Entry[OwnerT], indices: list[int]) -> None:

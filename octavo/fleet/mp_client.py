@@ -1,4 +1,4 @@
-"""How a front end reaches an engine core in another process: behind ZMQ."""
+"""Client of an engine core in another process, by ZMQ."""
 
 from __future__ import annotations
 
@@ -13,79 +13,79 @@ from octavo.engine import wire
 from octavo.errors import EngineDeadError, EngineStoppedError, make_error
 from octavo.messages import EngineCoreOutputs, EngineCoreRequest, UtilityCall, UtilityResult
 
-# How long the process' end may go unnoticed.
+# Interval of checks for the process' end.
 _LOOK_SECONDS = 0.1
 
 
 class Channel(Protocol):
-    """Messages to an engine process and from it, each with its kind."""
+    """Message channel to and from an engine process; each message has a kind."""
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """True after `close`."""
         ...
 
     async def send(self, kind: bytes, payload: bytes) -> None:
-        """Sends; what the process is not there for yet waits for it."""
+        """Send a message; it is queued until the process is ready."""
         ...
 
     async def receive(self, seconds: float) -> tuple[bytes, bytes] | None:
-        """The next message; None if none came within that time."""
+        """Return the next message, or None after `seconds` seconds."""
         ...
 
     def receive_nowait(self) -> tuple[bytes, bytes] | None:
-        """The next message if there is one."""
+        """Return the next message if one has arrived."""
         ...
 
     def close(self) -> None:
-        """Closes it. May be called twice."""
+        """Close the channel. May be called twice."""
         ...
 
 
 class EngineProcess(Protocol):
-    """An engine core's process, here or on another machine; see `CoreProcess`."""
+    """Process of an engine core, here or on another machine; see `CoreProcess`."""
 
     @property
     def pid(self) -> int:
-        """Its number; -1: it is on another machine."""
+        """Process id; -1 if it is on another machine."""
         ...
 
     def open_channel(self) -> Channel:
-        """Opens what it is talked to by.
+        """Open the channel to the process.
 
         Raises:
-            OSError: the system has no room for sockets.
+            OSError: the system lacks resources for sockets.
         """
         ...
 
     def describe_exit(self) -> str | None:
-        """How it ended, for people; None while it runs."""
+        """Describe how the process ended; return None while it runs."""
         ...
 
     @property
     def was_stopped(self) -> bool:
-        """Whether it was ended because a signal such as SIGSTOP held it."""
+        """True if it was killed because a signal such as SIGSTOP had stopped it."""
         ...
 
     def kill(self, reason: str) -> None:
-        """Ends it at once; `describe_exit` will say why."""
+        """Kill the process at once, for a reason that `describe_exit` reports."""
         ...
 
     def shutdown(self, timeout: float = 5.0) -> None:
-        """Ends it: asks it to, and after `timeout` seconds makes it. May be called twice."""
+        """Request the process' end, and kill it after `timeout` seconds. May be called twice."""
         ...
 
 
 class AsyncMPClient:
-    """See `EngineClient`: the core is in another process.
+    """Client of a core in another process.
 
-    May be made before there is an event loop; all else belongs to one.
+    It may be created before there is an event loop; all other methods need one.
 
     Args:
-        process: that one.
+        process: the process.
 
     Raises:
-        OSError: the system has no room for sockets.
+        OSError: the system lacks resources for sockets.
     """
 
     def __init__(self, process: EngineProcess) -> None:
@@ -94,17 +94,17 @@ class AsyncMPClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._outputs_decoder = msgspec.msgpack.Decoder(EngineCoreOutputs)
         self._next: tuple[bytes, bytes] | None = None
-        """A message that was received and is not taken in yet."""
+        """Message that was received and is not processed yet."""
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
 
     @cached_property
     def ready(self) -> asyncio.Future[wire.CoreReady]:
-        """Result once the model is loaded; `EngineDeadError` if the start failed."""
+        """Future that resolves once the model is loaded; `EngineDeadError` if the start failed."""
         return asyncio.get_running_loop().create_future()
 
     async def get_output(self) -> EngineCoreOutputs:
-        """See `EngineClient`; with the process' end, waiting for outputs ends too."""
+        """Return the next step's outputs; raise when the process ends."""
         while True:
             message, self._next = self._next, None
             message = message or await self._channel.receive(_LOOK_SECONDS)
@@ -118,14 +118,15 @@ class AsyncMPClient:
             try:
                 outputs = self._take(*message)
             except (msgspec.DecodeError, asyncio.InvalidStateError) as error:
-                # One on another machine may be anything that has the key: others must go on.
-                self.process.kill("the engine sent what is no message of its kind")
-                raise EngineDeadError(f"the engine cannot be understood: {error}") from error
+                # An engine on another machine may be any program with the key: the others must
+                # continue.
+                self.process.kill("the engine sent an invalid message")
+                raise EngineDeadError(f"the engine sent an invalid message: {error}") from error
             if outputs is not None:
                 return outputs
 
     def get_output_nowait(self) -> EngineCoreOutputs | None:
-        """See `WatchedClient`."""
+        """Implement `WatchedClient`."""
         if self._next is None and not self._channel.closed:
             self._next = self._channel.receive_nowait()
         if self._next is None or self._next[0] != wire.OUTPUTS:
@@ -133,12 +134,12 @@ class AsyncMPClient:
         try:
             outputs = self._outputs_decoder.decode(self._next[1])
         except msgspec.DecodeError:
-            return None  # `get_output` will say so
+            return None  # `get_output` will report it
         self._next = None
         return outputs
 
     def _take(self, kind: bytes, payload: bytes) -> EngineCoreOutputs | None:
-        """Takes in a message; returns a step's outputs."""
+        """Process a message; return a step's outputs."""
         if kind == wire.OUTPUTS:
             return self._outputs_decoder.decode(payload)
         if kind == wire.READY:
@@ -151,23 +152,23 @@ class AsyncMPClient:
         return None
 
     async def add_request(self, request: EngineCoreRequest) -> None:
-        """See `EngineClient`."""
+        """Implement `EngineClient`."""
         await self._send(wire.ADD, request)
 
     async def abort_requests(self, request_ids: list[str]) -> None:
-        """See `EngineClient`."""
+        """Implement `EngineClient`."""
         if request_ids:
             await self._send(wire.ABORT, request_ids)
 
     async def call_utility(self, method: str, *args: Any) -> Any:
-        """See `EngineClient`."""
+        """Implement `EngineClient`."""
         call_id = next(self._call_ids)
         future = self._calls[call_id] = asyncio.get_running_loop().create_future()
         await self._send(wire.UTILITY, UtilityCall(call_id, method, list(args)))
         return await future
 
     def fail_calls(self, error: Exception) -> None:
-        """Fails everything that waits for an answer of the core."""
+        """Fail all pending calls."""
         for future in [self.ready, *self._calls.values()]:
             if not future.done():
                 future.set_exception(error)
@@ -175,20 +176,20 @@ class AsyncMPClient:
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed or shut down."""
+        """True after `close` or `shutdown`."""
         return self._channel.closed
 
     async def shutdown(self, timeout: float = 5.0) -> None:
-        """See `EngineClient`.
+        """Implement `EngineClient`.
 
         Args:
-            timeout: seconds that the process gets to end in order.
+            timeout: seconds for the process to end in order.
         """
         self.close()
         await asyncio.to_thread(self.process.shutdown, timeout)
 
     def close(self) -> None:
-        """Closes the channel. May be called twice."""
+        """Close the channel. May be called twice."""
         self._channel.close()
 
     async def _send(self, kind: bytes, message: object) -> None:

@@ -1,7 +1,7 @@
-"""`octavo serve --headless`: a machine that lends its cores to a server on another one.
+"""`octavo serve --headless`: a machine that runs engines for a server on another machine.
 
-It joins the head node, starts engine processes as it is told, says when one has ended, and ends
-with the head. What the engines are asked and say goes past it: see `cluster.py`.
+The node joins the head node, starts engine processes on request, reports their ends, and ends with
+the head. The engines' messages bypass it: see `cluster.py`.
 """
 
 from __future__ import annotations
@@ -45,23 +45,26 @@ from octavo.system.logs import setup_logging
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.05
-# How long the head may take to be there.
+# Time for the head to become reachable.
 JOIN_SECONDS = 600.0
-# How long one with the same key may take to shake hands, once it is reached.
+# Time for a head with the same key to complete the handshake, once it is reached.
 _KEY_SECONDS = 4.0
 _REMIND_SECONDS = 10.0
 
 
 def run_node(server_config: ServerConfig, config: EngineConfig) -> int:
-    """Serves the head node until a signal or the head ends it; returns the exit status.
+    """Serve the head node until a signal or the head ends it; return the exit status.
 
     Args:
-        server_config: how to log, here and in the engines, and when one that stands still is dead.
-        config: this machine's settings; of the engine's the head node's count.
+        server_config: settings of logging, here and in the engines, and the timeout of stopped
+            engines.
+        config: this machine's settings; the engines use the head node's, except for those of a
+            machine.
 
     Raises:
-        ConfigError, ModelError, HubError: bad settings or a bad model, or the head refuses them.
-        EngineDeadError: the head node is not there, or gone, or has another key.
+        ConfigError, ModelError, HubError: the settings or the model are invalid, or the head
+            rejects them.
+        EngineDeadError: the head node cannot be reached, is gone, or has another key.
     """
     setup_logging(server_config.log_level, server_config.log_format)
     parallel = config.parallel
@@ -113,7 +116,7 @@ class _Node:
         self._processes: dict[bytes, CoreProcess] = {}
         self._spare: CoreProcess | None = None
         self._latest = config
-        """The settings of the engine that was started last."""
+        """Settings of the engine that was started last."""
         self._stopped = False
         self._name = cluster.NODE + os.urandom(16)
         self._socket = connect(self._context, reached, self._name)
@@ -121,28 +124,28 @@ class _Node:
             zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
         )
         self._heard: float | None = None
-        """When the head gave the last sign of life; None: it has not welcomed us yet."""
+        """Time of the head's last heartbeat; None: the head has not accepted this node yet."""
         self._alone_since = time.monotonic()
         self._connected_at: float | None = None
-        """When the head was reached for the first time."""
+        """Time of the first connection to the head."""
         self._shaken_hands = False
-        """Whether it had the same key, ever."""
+        """True if the head has ever completed the handshake."""
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Ends `run`."""
+        """End `run`."""
         self._stopped = True
 
     def run(self) -> None:
-        """Does what the head says.
+        """Follow the head's messages.
 
         Raises:
-            ConfigError: the head refuses this node.
-            EngineDeadError: the head is not there, or gone.
+            ConfigError: the head rejects this node.
+            EngineDeadError: the head cannot be reached, or is gone.
         """
         logger.info("joining the head node %s", self._reached.address)
         self._tell(cluster.JOIN, self._join)
         said = told = time.monotonic()
-        limit = self._server_config.progress_timeout / 2  # before the head loses patience
+        limit = self._server_config.progress_timeout / 2  # before the head's timeout
         while not self._stopped:
             if self._socket.poll(int(_POLL_SECONDS * 1000)):
                 kind, payload = self._socket.recv_multipart()
@@ -151,9 +154,9 @@ class _Node:
             now = time.monotonic()
             if now - told >= ALIVE_SECONDS:
                 if self._heard is None:
-                    self._tell(cluster.JOIN, self._join)  # the head may not have been there
+                    self._tell(cluster.JOIN, self._join)  # the head may not have been up before
                 else:
-                    self._heard += max(0.0, now - told - 2 * ALIVE_SECONDS)  # we slept
+                    self._heard += max(0.0, now - told - 2 * ALIVE_SECONDS)  # suspended
                     self._tell(cluster.ALIVE)
                 for process in self._processes.values():
                     process.kill_if_stopped(ALIVE_SECONDS, limit)
@@ -174,7 +177,7 @@ class _Node:
         self._tell(cluster.LEAVE)
 
     def _start_over(self, why: str) -> None:
-        """The head is gone, and what it had started is of no use; maybe it comes back."""
+        """Kill the lost head's engines, and try to join again."""
         logger.warning("the head node %s %s; joining again", self._reached.address, why)
         self._end_processes()
         self._heard, self._alone_since = None, time.monotonic()
@@ -186,7 +189,7 @@ class _Node:
         self._processes.clear()
 
     def close(self) -> None:
-        """Ends the engine processes."""
+        """End the engine processes."""
         self._end_processes()
         if self._spare is not None:
             self._spare.shutdown(0.0)
@@ -196,11 +199,11 @@ class _Node:
         self._context.term()
 
     def _obey(self, kind: bytes, payload: bytes) -> bool:
-        """Does what a message says; False: go home."""
+        """Follow a message; return False to end the node."""
         decode = msgspec.msgpack.decode
         if kind == cluster.REFUSED:
             raise ConfigError(
-                f"the head node {self._reached.address} refuses this node: {decode(payload)}."
+                f"the head node {self._reached.address} rejects this node: {decode(payload)}."
             )
         if kind == cluster.FORGOTTEN:
             if self._heard is not None:
@@ -232,7 +235,7 @@ class _Node:
         config, own = setup.config, self._config
         setup = replace(
             setup,
-            # Of the head's settings those that are about a machine are this one's.
+            # Of the head's settings, replace those of a machine by this one's.
             config=replace(
                 config,
                 model=replace(config.model, model=own.model.model, tokenizer=own.model.tokenizer),
@@ -289,21 +292,21 @@ class _Node:
                 self._tell(cluster.EXITED, Exited(launch_id, how, process.was_stopped))
 
     def _why_alone(self, seconds: float) -> str:
-        """Why the head has not answered, as far as one can know."""
+        """Explain, as far as known, why the head has not answered."""
         if self._shaken_hands:
             return f"the head node {self._reached.address} has not answered for {seconds:.0f} s"
         if self._connected_at is not None:
             return (
-                f"the head node {self._reached.address} is there, but turns this node away: the "
+                f"the head node {self._reached.address} is there, but rejects this node: the "
                 "cluster_key_file must be the same on all machines"
             )
         return (
-            f"the head node {self._reached.address} was not reached in {seconds:.0f} s: see "
-            "--data-parallel-address and --data-parallel-rpc-port, and whether it runs"
+            f"the head node {self._reached.address} was not reached in {seconds:.0f} s: check "
+            "--data-parallel-address and --data-parallel-rpc-port, and that it runs"
         )
 
     def _note_connections(self) -> None:
-        """How far one has got with the head."""
+        """Record the progress of connecting to the head."""
         while self._monitor.poll(0):
             event = zmq.utils.monitor.recv_monitor_message(self._monitor)
             self._connected_at = self._connected_at or time.monotonic()

@@ -1,6 +1,6 @@
-"""Which of several engines gets a request: the one with the least to do, or that has its prefix.
+"""Choice of the engine for a request: the least loaded one, or one with its prefix in the cache.
 
-What is known of the engines is what one front end sees: what it gave them, and what came back.
+It uses the knowledge of one front end: the requests that it sent, and their outputs.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ from dataclasses import dataclass
 from octavo.kv_cache.hashing import hash_block, root_hash
 from octavo.messages import EngineCoreRequest
 
-# Blocks of a prompt that are looked at, since hashing holds the event loop: 15 ms for so many.
+# Maximum number of hashed blocks of a prompt, since hashing blocks the event loop: 15 ms for these.
 _MOST_HASHED = 1024
-# Blocks that are remembered of all engines together: some 25 MB.
+# Maximum number of remembered blocks of all engines together: some 25 MB.
 _MOST_REMEMBERED = 2**17
-# By how much an engine may be busier than the least busy one, in requests that run and as a share
-# of what that one has to do, and still get a request whose whole prompt it has.
+# Maximum excess load, in running requests and as a share of the least load, of an engine that still
+# receives a request with its whole prompt in the cache.
 _ALLOWANCE = 16.0
 _ALLOWED_SHARE = 0.5
 
 
 def load_of(num_waiting: int, num_running: int) -> int:
-    """What an engine has to do: a request without a token yet is worth four that have one."""
+    """Return an engine's load: a request without a token yet counts as four running ones."""
     return 4 * num_waiting + num_running
 
 
 def score(load: int, least_load: int, num_cached: int, num_blocks: int) -> float:
-    """How much speaks against an engine for a request: the least score wins.
+    """Return an engine's score for a request: the lowest score wins.
 
-    It is the engine's load, less what its cache is worth: of a request whose whole prompt is cached
-    16, or half of what the least busy engine has to do if that is more; of one that has a part of
-    it so much less. So an engine is passed over for one that has the prefix only while their loads
-    are not that far apart, and where nothing is cached the load alone decides.
+    The score is the engine's load, minus the value of its cache. For a request with the whole
+    prompt cached the value is 16, or half of the least load if that is more; for a part of the
+    prompt, it is proportional. So the prefix outweighs a limited difference in load, and without
+    cached blocks the load alone decides.
 
     Args:
-        load: the engine's, see `load_of`.
-        least_load: that of the least busy one.
+        load: the engine's load, see `load_of`.
+        least_load: load of the least busy engine.
         num_cached: blocks of the prompt that the engine likely has.
         num_blocks: full blocks of the prompt.
     """
@@ -47,10 +47,10 @@ def score(load: int, least_load: int, num_cached: int, num_blocks: int) -> float
 
 
 class PrefixMap:
-    """What engines likely have in their prefix caches: the blocks used last, as their pools do.
+    """Likely contents of the engines' prefix caches: the blocks used last, as in their pools.
 
     Args:
-        capacity: blocks that are remembered of an engine.
+        capacity: maximum number of remembered blocks of an engine.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -58,10 +58,10 @@ class PrefixMap:
         self._blocks: dict[int, OrderedDict[bytes, None]] = {}
 
     def add(self, engine: int, hashes: Sequence[bytes]) -> None:
-        """An engine computes a prompt.
+        """Record that an engine computes a prompt.
 
         Args:
-            engine: its number.
+            engine: index of the engine.
             hashes: chained hashes of the prompt's full blocks.
         """
         blocks = self._blocks.setdefault(engine, OrderedDict())
@@ -72,7 +72,7 @@ class PrefixMap:
             blocks.popitem(last=False)
 
     def num_cached(self, engine: int, hashes: Sequence[bytes]) -> int:
-        """How many of a prompt's first blocks the engine likely has."""
+        """Return the number of a prompt's first blocks that the engine likely has."""
         blocks = self._blocks.get(engine, OrderedDict[bytes, None]())
         for index, block in enumerate(hashes):
             if block not in blocks:
@@ -80,26 +80,26 @@ class PrefixMap:
         return len(hashes)
 
     def forget(self, engine: int) -> None:
-        """The engine's cache is empty."""
+        """Record that the engine's cache is empty."""
         self._blocks.pop(engine, None)
 
 
 @dataclass(slots=True)
 class _Placed:
-    """Where a live request is."""
+    """Place of a live request."""
 
     engine: int
     running: bool = False
-    """Whether it has a token."""
+    """True if it has a token."""
 
 
 class Router:
-    """Places requests, and knows where each live one is.
+    """Router that places requests, and knows the engine of each live one.
 
     Args:
         block_size: tokens of a KV-cache block.
-        num_engines: how many engines there are.
-        enable_prefix_caching: whether they look for prefixes.
+        num_engines: number of engines.
+        enable_prefix_caching: True if the engines cache prefixes.
     """
 
     def __init__(self, block_size: int, num_engines: int, *, enable_prefix_caching: bool) -> None:
@@ -112,10 +112,10 @@ class Router:
         self._last = -1
 
     def place(self, request: EngineCoreRequest, engines: Collection[int]) -> int:
-        """Chooses one of `engines` for a request, which has a place afterwards.
+        """Choose one of `engines` for a request, and record the choice.
 
-        Of equals the one that comes after the last one chosen; the n answers of a request stay
-        together, since they share its prompt.
+        Equal engines take turns. The n answers of a request stay together, since they share its
+        prompt.
         """
         hashes = self._hash(request)
         least = min(map(self.load, engines))
@@ -134,16 +134,16 @@ class Router:
         return chosen
 
     def load(self, engine: int) -> int:
-        """What an engine has to do, see `load_of`."""
+        """Return an engine's load, see `load_of`."""
         return load_of(self._waiting[engine], self._running[engine])
 
     def engine_of(self, request_id: str) -> int | None:
-        """Where a core request is; None if it has no place."""
+        """Return the engine of a core request; None if it has no place."""
         placed = self._placed.get(request_id)
         return None if placed is None else placed.engine
 
     def note_token(self, request_id: str) -> None:
-        """A core request has a token; one without a place is skipped."""
+        """Record that a core request has a token; ignore one without a place."""
         placed = self._placed.get(request_id)
         if placed is not None and not placed.running:
             placed.running = True
@@ -151,7 +151,7 @@ class Router:
             self._running[placed.engine] += 1
 
     def remove(self, request_ids: Iterable[str]) -> None:
-        """Core requests have ended; those without a place are skipped."""
+        """Remove ended core requests; ignore those without a place."""
         for request_id in request_ids:
             placed = self._placed.pop(request_id, None)
             if placed is not None:
@@ -159,14 +159,14 @@ class Router:
                 counter[placed.engine] -= 1
 
     def forget_prefixes(self, engine: int) -> None:
-        """An engine's prefix cache is empty."""
+        """Record that an engine's prefix cache is empty."""
         self._prefixes.forget(engine)
 
     def _hash(self, request: EngineCoreRequest) -> list[bytes]:
-        """Chained hashes of the prompt's first full blocks, where it may be found again by them."""
+        """Return chained hashes of the prompt's first full blocks for the prefix cache."""
         if not self._caching or request.prompt_embeds is not None:
             return []
-        parent, hashes, size = root_hash(request.cache_salt), [], self._block_size
+        parent, hashes, size = root_hash(request.options.cache_salt), [], self._block_size
         tokens = request.prompt_token_ids
         for index in range(min(len(tokens) // size, _MOST_HASHED)):
             parent = hash_block(parent, tokens[index * size : (index + 1) * size])

@@ -1,8 +1,8 @@
-"""An engine core in another process that is started again when it dies, so that no request is lost.
+"""Engine core in another process that is replaced when it dies, so that no request is lost.
 
-What a request has got is in the front end's records. Its answer depends on nothing but prompt,
-parameters and seed, so another engine goes on from the prompt and the tokens so far, and what comes
-is what would have come.
+The front end's records contain the tokens of each request so far. An answer only depends on prompt,
+parameters and seed, so another engine continues from the prompt and these tokens with the same
+result.
 """
 
 from __future__ import annotations
@@ -34,83 +34,86 @@ from octavo.system import clock
 
 logger = logging.getLogger(__name__)
 
-# How far back restarts are counted, in seconds.
+# Window in which restarts are counted, in seconds.
 _RESTART_WINDOW = 600.0
-# Seconds before a start that follows on two deaths with no token between; each further one waits
-# twice as long, up to the most.
+# Seconds before a start after two deaths without a token between them; the delay doubles with each
+# further death, up to the maximum.
 _FIRST_DELAY = 0.5
 _MOST_DELAY = 10.0
-# Deaths in a row: after so many a request is only tried alone, and after so many alone it is given
-# up; after one more if it got something between. Once can be chance.
+# Consecutive deaths: after the first number a request is only tried alone, and after the second
+# number alone it is given up; one more is allowed if it made progress. A single death can be
+# chance.
 SUSPECT = 2
 _CULPRIT = 2
-# Steps with output that clear a request. Some kill with a certain token: they get as far as that
-# each time, and the one before it may be new.
+# Steps with output that clear a request. Some requests kill the engine at a certain token: they
+# reach it each time, and the token before it may be new.
 _CLEARED = 3
-# An engine that takes over has the progress timeout and so many times what the first one needed to
-# load its model.
+# Timeout of a replacement's start: the progress timeout, plus this multiple of the first engine's
+# loading time.
 _LOADING = 4
 _HEARTBEAT_INTERVAL = 1.0
-# How often a spare that has died is replaced: what kills it may kill the next one.
+# Interval of replacing dead spares: the cause may kill the next one, too.
 _SPARE_INTERVAL = 60.0
-# Calls that end when memory has been given back, or weights have been read.
+# Calls that last until memory is released, or weights are read.
 _LONG_CALLS = ("sleep", "wake_up")
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """An engine died, and another one has taken its place."""
+    """Replacement of a dead engine."""
 
     reason: str
-    """What died, and why."""
+    """Cause of the death."""
     num_requests: int
-    """Requests that go on."""
+    """Number of requests that continue."""
     seconds: float
-    """From the moment that the death was noticed until the new engine took requests."""
+    """Time from the detection of the death until the new engine accepted requests."""
     engine_index: int = 0
 
 
 async def _keep_all(failed: set[str]) -> int:
-    """There is no other engine that could go on with a dead one's requests."""
+    """Keep all requests: no other engine could continue them."""
     return 0
 
 
 @dataclass(slots=True)
 class _Suspect:
-    """A request that was in flight when an engine died, until it is cleared."""
+    """Request that was in flight at an engine's death, until it is cleared."""
 
     answers: set[str] = field(default_factory=set)
-    """Ids of those that are still to be made."""
+    """Ids of the unfinished answers."""
     deaths: int = 0
-    """In a row that it was in flight at."""
+    """Number of consecutive deaths with the request in flight."""
     deaths_alone: int = 0
-    """Those at which it was on trial, or nobody else was. Whose number is highest is tried first,
-    with nobody beside it."""
+    """Number of deaths during its trial, or with no other request in flight. The request with the
+    highest number is tried first, alone."""
     num_outputs: int = 0
-    """Steps in which the engine that has it brought something for it."""
+    """Number of steps in which the current engine produced output for it."""
 
 
 class Supervisor:
-    """See `EngineClient`: the core's process is watched, and replaced when it ends or hangs.
+    """Client that supervises the core's process, and replaces it when it ends or hangs.
 
-    The requests in flight are handed in again with what they have. Those that were in flight at two
-    deaths in a row, with no more than a token or two between, may be the cause: they are tried one
-    by one, and one with which alone the engine dies again and again fails.
+    Requests in flight are submitted again with their tokens so far. Those in flight at two deaths
+    in a row, with no more than a token or two between them, may be the cause. They are tried one by
+    one; a request fails if the engine dies repeatedly with it alone.
 
-    May be made before there is an event loop; all else belongs to one.
+    It may be created before there is an event loop; all other methods need one.
 
     Args:
         launcher: starts the processes.
-        unfinished: the live requests, in order of arrival, as another engine is to get them.
-        max_restarts: how often an engine may be replaced within ten minutes.
-        progress_timeout: seconds without a sign of life, or with requests waiting and no step,
-            after which the process is killed.
-        on_recovery: is told of each engine that was replaced, when the new one is ready.
-        on_death: is told when the engine has died, with the answers that are given up; may hand
-            requests over to others (`adopt`), and returns how many answers these are to make.
-        engine_index: the engine's number among several.
-        first: what the first of several engines said, whose memory plan all of them have.
-        number: the engine's among those of all servers, for log lines; None: there is only one.
+        unfinished: returns the live requests, in order of arrival, as another engine should receive
+            them.
+        max_restarts: maximum number of replacements within ten minutes.
+        progress_timeout: seconds without a heartbeat, or with waiting requests and no step, after
+            which the process is killed.
+        on_recovery: called for each replaced engine, when the new one is ready.
+        on_death: called when the engine has died, with the answers that are given up; may move
+            requests to other engines (`adopt`), and returns the number of their answers.
+        engine_index: index of the engine among several.
+        first: answer of the first of several engines; all use its memory plan.
+        number: number of the engine among those of all servers, for log lines; None: there is only
+            one.
     """
 
     def __init__(
@@ -136,102 +139,102 @@ class Supervisor:
         self._logger = logging.LoggerAdapter(logger, {} if number is None else {"engine": number})
         self._restarts: deque[float] = deque()
         self._fruitless = 0
-        """Engines in a row that died before they brought a token."""
+        """Number of consecutive engines that died before they produced a token."""
         self._suspects: dict[str, _Suspect] = {}
         self._suspect_of: dict[str, str] = {}
-        """By the ids of their answers."""
+        """Request ids of suspects by the ids of their answers."""
         self._trials: deque[str] | None = None
-        """Suspects: the first one is on trial, the others wait for theirs. None: no trials."""
+        """Suspects: the first one is on trial, the others wait. None: no trials."""
         self._tried: set[str] = set()
-        """Those that the engine has got meanwhile."""
+        """Suspects that the current engine has received."""
         self._up = asyncio.Event()
-        """Whether there is an engine that takes requests; or none any more, see `_error`."""
+        """Event that is set while an engine accepts requests, or after the final `_error`."""
         self._error: Exception | None = None
         self._replacing: asyncio.Task[list[EngineCoreOutput]] | None = None
-        """Goes on whether anybody waits for it or not."""
+        """Replacement task; it continues even if no caller waits for it."""
         self._listening = False
-        """Whether somebody reads what the engine says."""
+        """True if a caller reads the engine's outputs."""
         self._began: tuple[float, str, int] | None = None
-        """While there is no engine: since when, why, and how many requests go on."""
+        """Start, cause and number of requests of the current replacement."""
         self._started = time.monotonic()
         self._load_seconds = 0.0
-        """What the first engine needed."""
+        """Loading time of the first engine."""
         self._watcher: asyncio.Task[None] | None = None
         self._worker_pids: list[int] = []
         self._num_changes = 0
-        """Calls being answered for which the engine may be silent for long."""
+        """Number of pending calls that may silence the engine for a long time."""
         self._process = launcher.launch(first, engine_index)
         self._client = AsyncMPClient(self._process)
 
     @cached_property
     def ready(self) -> asyncio.Future[CoreReady]:
-        """Result once the model is loaded for the first time; `EngineDeadError` if it cannot be."""
+        """Future that resolves after the first load of the model; `EngineDeadError` if it fails."""
         return asyncio.get_running_loop().create_future()
 
     @property
     def pid(self) -> int:
-        """The engine process' number."""
+        """Id of the engine process."""
         return self._client.process.pid
 
     @property
     def pids(self) -> list[int]:
-        """The same for who may have several engines."""
+        """Ids of the engine processes, as in clients of several engines."""
         return [self.pid]
 
     @property
     def family(self) -> list[int]:
-        """The numbers of the engine process and of its workers; without them on other machines."""
+        """Ids of the engine process and its workers; without workers on other machines."""
         return [self.pid, *(self._worker_pids if self.pid > 0 else [])]
 
     @property
     def up(self) -> bool:
-        """Whether there is an engine whose model is loaded."""
+        """True if an engine has its model loaded."""
         return self._error is None and self._up.is_set()
 
     @property
     def missing(self) -> list[int]:
-        """See `WatchedClient`: the engine is on this machine, or its node is there."""
+        """Always empty: the engine is on this machine, or its node has joined."""
         return []
 
     @property
     def down(self) -> dict[int, str]:
-        """See `WatchedClient`."""
+        """State of the engine by its number, if it is not serving."""
         return {} if self.up else {self._number or 0: "is being started"}
 
     @property
     def serving(self) -> bool:
-        """Whether a request that comes now is computed at once, rather than after trials."""
+        """True if a new request is computed at once, rather than after trials."""
         return self.up and self._trials is None
 
     def family_of(self, index: int) -> list[int]:
-        """See `WatchedClient`."""
+        """Implement `WatchedClient`."""
         return self.family
 
     def engine_of(self, request_id: str) -> int | None:
-        """See `WatchedClient`."""
+        """Implement `WatchedClient`."""
         return 0
 
     def deaths_of(self, request_id: str) -> int:
-        """Deaths in a row that a request was in flight at."""
+        """Return the number of consecutive deaths with a request in flight."""
         suspect = self._suspects.get(request_id)
         return 0 if suspect is None else suspect.deaths
 
     async def adopt(self, request: EngineCoreRequest, deaths: int) -> None:
-        """Takes a request of another engine that has died, with its `deaths_of` there."""
+        """Accept a request of another engine that has died, with its `deaths_of` there."""
         if deaths:
             self._suspects[request.request_id] = _Suspect(set(request.child_ids), deaths)
             self._suspect_of |= dict.fromkeys(request.child_ids, request.request_id)
         await self.add_request(request)
 
     async def get_output(self) -> EngineCoreOutputs:
-        """See `EngineClient`; raises only what cannot be mended by another engine."""
+        """Return outputs; raise only errors that another engine cannot repair."""
         while True:
             if self._watcher is None:
                 self._begin_watch()
             if self._replacing is not None:
                 failed = await asyncio.shield(self._replacing)
                 self._replacing = None
-                # The new one has nothing yet.
+                # The new one has no statistics yet.
                 return EngineCoreOutputs(failed, SchedulerStats(), clock.now())
             self._listening = True
             try:
@@ -246,26 +249,26 @@ class Supervisor:
             return outputs
 
     def get_output_nowait(self) -> EngineCoreOutputs | None:
-        """See `WatchedClient`; none while there is more to do than to hand them on."""
+        """Implement `WatchedClient`; return None if outputs need more processing here."""
         if self._watcher is None or self._replacing is not None or self._client.closed:
             return None
         return None if self._fruitless or self._suspects else self._client.get_output_nowait()
 
     async def add_request(self, request: EngineCoreRequest) -> None:
-        """See `EngineClient`: while there are trials, or no engine, it waits in the records."""
+        """Send a request; during trials, or without an engine, it waits in the records."""
         if self._trials is None and not self._client.closed:
             await self._client.add_request(request)
 
     async def abort_requests(self, request_ids: list[str]) -> None:
-        """See `EngineClient`."""
+        """Implement `EngineClient`."""
         for request_id in request_ids:
             self._note_end(request_id)
-        if not self._client.closed:  # otherwise who takes over looks at the records
+        if not self._client.closed:  # otherwise the replacement uses the records
             await self._client.abort_requests(request_ids)
             await self._go_on_with_trials()
 
     async def call_utility(self, method: str, *args: Any) -> Any:
-        """See `EngineClient`: waits for an engine.
+        """Call a method, after waiting for an engine.
 
         Raises:
             StepFailedError: the engine died before it answered.
@@ -280,31 +283,31 @@ class Supervisor:
             self._num_changes -= method in _LONG_CALLS
 
     def fail_calls(self, error: Exception) -> None:
-        """Fails everything that waits for an answer of the core, for good."""
+        """Fail all pending and future calls."""
         self._error = error
         self._up.set()
         if not self.ready.done():
             self.ready.set_exception(error)
-            self.ready.exception()  # whether anybody waits for it or not
+            self.ready.exception()  # marks it as retrieved
         self._client.fail_calls(error)
 
     async def shutdown(self) -> None:
-        """See `EngineClient`."""
+        """Implement `EngineClient`."""
         for task in (self._watcher, self._replacing):
             if task is not None:
                 task.cancel()
-                await asyncio.wait({task})  # it starts no process any more
+                await asyncio.wait({task})  # then it starts no more processes
         self._launcher.shutdown()
         await self._client.shutdown()
 
     def close(self) -> None:
-        """`shutdown` for callers without an event loop."""
+        """Shut down without an event loop."""
         self._launcher.shutdown()
         self._client.close()
         self._client.process.shutdown()
 
     def _begin_watch(self) -> None:
-        """Watches the engine that there is now."""
+        """Start to watch the current engine."""
         self._client.ready.add_done_callback(self._became_ready)
         self._watcher = asyncio.create_task(self._watch(self._client))
         self._watcher.add_done_callback(_retrieve)
@@ -323,7 +326,7 @@ class Supervisor:
             (noticed, reason, count), self._began = self._began, None
             seconds = time.monotonic() - noticed
             self._logger.warning(
-                "%s; another one was ready after %.1f s (requests that go on: %d)",
+                "%s; another one was ready after %.1f s (requests that continue: %d)",
                 reason,
                 seconds,
                 count,
@@ -331,11 +334,11 @@ class Supervisor:
             self._on_recovery(Recovery(reason, count, seconds, self._index))
 
     async def _replace(self, error: EngineDeadError) -> list[EngineCoreOutput]:
-        """Has another engine take over; returns the ends of requests that are given up.
+        """Replace the engine; return the ends of requests that are given up.
 
         Raises:
             EngineDeadError: the engine could never be started, or died too often.
-            NodeMissingError: its machine is gone.
+            NodeMissingError: the engine's machine is gone.
         """
         noticed = time.monotonic()
         was_up = self.up
@@ -347,18 +350,18 @@ class Supervisor:
             raise error
         self._note_restart(noticed, error)
         self._began = self._began or (noticed, str(error), 0)
-        # Now: what comes from here on was not in flight.
+        # Find it now: later requests were not in flight.
         theirs = was_up and not isinstance(error, EngineStoppedError)
         failed = self._find_culprit(str(error)) if theirs else []
         self._client.fail_calls(
-            StepFailedError("The engine was started again before it answered; ask again.")
+            StepFailedError("The engine was started again before it answered; try again.")
         )
         given_up = {output.request_id for output in failed}
         moved = await self._on_death(given_up)
         await self._client.shutdown(timeout=0.0)
         while True:
             if self._fruitless:
-                self._logger.warning("%s again before it brought anything", error)
+                self._logger.warning("%s again before it produced output", error)
                 delay = _FIRST_DELAY * 2 ** (self._fruitless - 1)
                 await asyncio.sleep(min(delay, _MOST_DELAY))
             self._fruitless += 1
@@ -381,7 +384,7 @@ class Supervisor:
             raise
 
     def _note_restart(self, now: float, error: EngineDeadError) -> None:
-        """Counts a restart.
+        """Count a restart.
 
         Raises:
             EngineDeadError: there were too many.
@@ -401,13 +404,13 @@ class Supervisor:
         )
 
     def _find_culprit(self, reason: str) -> list[EngineCoreOutput]:
-        """Notes who was in flight; returns the end of the request that the engine died of."""
+        """Record the requests in flight; return the end of the one that killed the engine."""
         in_flight = self._unfinished()
         if self._trials is not None:
             in_flight = [r for r in in_flight if r.request_id in self._tried]
         for request in in_flight:
             self._suspects.setdefault(request.request_id, _Suspect()).deaths += 1
-        if self._trials is not None:  # beside it are those that were cleared, if anybody
+        if self._trials is not None:  # all others in flight were cleared
             in_flight = [r for r in in_flight if r.request_id == self._trials[0]]
         if len(in_flight) != 1:
             return []
@@ -415,25 +418,25 @@ class Supervisor:
         suspect.deaths_alone += 1
         if suspect.deaths_alone < _CULPRIT + (suspect.num_outputs > 0):
             return []
-        culprit = in_flight[0].child_ids[0]  # its siblings end with it
+        culprit = in_flight[0].child_ids[0]  # this ends its siblings, too
         self._logger.error("request %s is given up: %s while it was in flight", culprit, reason)
         return [
             EngineCoreOutput(
                 culprit,
                 [],
                 finish_reason=FinishReason.ERROR,
-                error="The engine died again and again with this request in flight, so it is "
+                error="The engine died repeatedly with this request in flight, so it is "
                 f"given up: {reason}.",
                 error_kind="GivenUpError",
             )
         ]
 
     async def _hand_in(self, failed: set[str], moved: int) -> None:
-        """Gives the new engine the live requests, or the first of the suspects.
+        """Submit the live requests, or the first suspect, to the new engine.
 
         Args:
             failed: ids of answers that are given up.
-            moved: answers that are made elsewhere now.
+            moved: number of answers that other engines now make.
         """
         live = [r for r in self._unfinished() if failed.isdisjoint(r.child_ids)]
         assert self._began is not None
@@ -452,7 +455,7 @@ class Supervisor:
         await self._add(r for r in live if not on_trial or r.request_id == on_trial[0])
 
     async def _note_progress(self, outputs: list[EngineCoreOutput]) -> None:
-        """The engine brought something: whoever got enough of it is no suspect any more."""
+        """Record outputs: a request with enough of them is no longer a suspect."""
         got = {self._suspect_of.get(output.request_id, "") for output in outputs}
         for request_id in self._suspects.keys() & got:
             suspect = self._suspects[request_id]
@@ -467,7 +470,7 @@ class Supervisor:
         await self._go_on_with_trials()
 
     def _note_end(self, answer: str) -> None:
-        """An answer has ended; a request of which it was the last is no suspect any more."""
+        """Record the end of an answer; after its last answer a request is no longer a suspect."""
         request_id = self._suspect_of.pop(answer, "")
         suspect = self._suspects.get(request_id)
         if suspect is not None:
@@ -476,7 +479,7 @@ class Supervisor:
                 del self._suspects[request_id]
 
     async def _go_on_with_trials(self) -> None:
-        """Once the engine has survived a suspect, it gets the next one, or all the rest."""
+        """Send the next suspect, or all other requests, once the engine has survived one."""
         if not self._trials or self._trials[0] in self._suspects:
             return
         while self._trials and self._trials[0] not in self._suspects:
@@ -494,9 +497,9 @@ class Supervisor:
             await self._client.add_request(request)
 
     async def _watch(self, client: AsyncMPClient) -> None:
-        """Kills a process that has stopped or spins: asks it again and again how far it is.
+        """Kill a process that has stopped or hangs, by periodic queries of its progress.
 
-        Time is counted in naps, so that a machine that slept is no reason.
+        Time is counted in sleep intervals, so that suspending the machine has no effect.
         """
         interval = min(_HEARTBEAT_INTERVAL, self._progress_timeout / 4)
         num_scheduled, stalled, since_spare = -1, 0.0, 0.0
@@ -516,7 +519,7 @@ class Supervisor:
             await asyncio.sleep(interval)
 
     async def _wait_for_model(self, client: AsyncMPClient, interval: float) -> None:
-        """Waits for the model; what stands still is killed, and who takes over but is too slow."""
+        """Wait for the model; kill a stopped process, or a replacement that is too slow."""
         limit = self._progress_timeout + _LOADING * self._load_seconds
         waited = 0.0
         while not (await asyncio.wait({client.ready}, timeout=interval))[0]:
@@ -527,7 +530,7 @@ class Supervisor:
         client.ready.result()
 
     async def _ask(self, client: AsyncMPClient, interval: float) -> SchedulerStats:
-        """How far the engine is; without an answer in time the process is killed."""
+        """Query the engine's progress; kill the process if it does not answer in time."""
         answer, silent = asyncio.ensure_future(client.call_utility("stats")), 0.0
         try:
             while not (await asyncio.wait({answer}, timeout=interval))[0]:
@@ -542,7 +545,7 @@ class Supervisor:
 
 
 def _retrieve(watcher: asyncio.Task[None]) -> None:
-    """A watcher ends with its engine, whose death is told otherwise."""
+    """Log unexpected errors of a watcher; an engine's death is reported elsewhere."""
     error = None if watcher.cancelled() else watcher.exception()
     if error is not None and not isinstance(error, EngineDeadError | StepFailedError):
         logger.error("the engine is not watched any more", exc_info=error)

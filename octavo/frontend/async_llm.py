@@ -16,10 +16,7 @@ from typing import Any
 
 import msgspec
 
-from octavo.compat.call_arguments import (
-    check_stat_loggers,
-    refuse_adapter,
-)
+from octavo.compat.call_arguments import check_stat_loggers, refuse_unsupported
 from octavo.config import EngineConfig
 from octavo.config.engine_args import AsyncEngineArgs
 from octavo.engine.checks import check_recording
@@ -32,7 +29,6 @@ from octavo.errors import (
     ScalingError,
     StepFailedError,
     UnmetDeadlineError,
-    UnsupportedError,
 )
 from octavo.fleet.core_client import WatchedClient
 from octavo.fleet.core_launcher import CoreLauncher, CoreProcess
@@ -50,7 +46,13 @@ from octavo.frontend.forecast import Forecast
 from octavo.frontend.input_processor import InputProcessor, Prompt, processing_time
 from octavo.frontend.output_processor import OutputProcessor, RequestOutputCollector
 from octavo.frontend.request_memory import RequestMemory, request_nbytes
-from octavo.messages import EngineCoreOutputs, EngineCoreRequest, PauseMode, SchedulerStats
+from octavo.messages import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    PauseMode,
+    RequestOptions,
+    SchedulerStats,
+)
 from octavo.models.hub import resolve_folders
 from octavo.models.identity import model_hash
 from octavo.models.registry import read_spec
@@ -451,24 +453,26 @@ class AsyncLLM:
         deadline: float | None = None,
         first_token_deadline: float | None = None,
         tenant: str | None = None,
+        flow: int | None = None,
         add_special_tokens: bool = True,
         turn: int = 0,
         lora_request: None = None,
         priority: int = 0,
         data_parallel_rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Streams the outputs of one request; closing the stream aborts it.
+        """Stream the outputs of one request; closing the stream aborts it.
 
         Args:
             prompt: text, token ids, or a dict with one of them.
-            sampling_params: what is asked; not changed.
+            sampling_params: parameters of the answer; not changed.
             request_id: unique among the live requests.
             cache_salt: scope of the prefix cache.
             deadline: second of `time.monotonic` after which the request fails.
-            first_token_deadline: that after which it fails if it has no token yet.
-            tenant: who asks: tokens and memory are shared fairly between tenants.
-            add_special_tokens: whether the tokenizer adds its special tokens to a text.
-            turn: how many prompts came before it in the same call: those behind let others pass.
+            first_token_deadline: second after which it fails if it has no token yet.
+            tenant: sender of the request: tenants share tokens and memory fairly.
+            flow: class of the client's address: without tenants, flows share tokens.
+            add_special_tokens: True if the tokenizer adds its special tokens to a text.
+            turn: number of prompts before it in the same call: later ones let others pass.
             lora_request: adapters are not supported.
             priority: smaller is served earlier (with `scheduling_policy=priority`).
             data_parallel_rank: must be None: the engine with the least load is chosen.
@@ -479,29 +483,31 @@ class AsyncLLM:
             UnmetDeadlineError: if a deadline cannot be met.
             EngineDeadError: if the engine is gone.
         """
-        refuse_adapter(lora_request)
-        if data_parallel_rank is not None:
-            raise UnsupportedError(
-                f"data_parallel_rank={data_parallel_rank!r} is not supported: each request goes to "
-                "the engine with the least load; leave it out.",
-                "data_parallel_rank",
-            )
+        refuse_unsupported(lora_request=lora_request, data_parallel_rank=data_parallel_rank)
         if priority:
             sampling_params = msgspec.structs.replace(sampling_params, priority=priority)
-        request, text = await self._process(
-            prompt,
-            sampling_params,
-            request_id,
-            cache_salt=cache_salt,
-            deadline=deadline,
-            first_token_deadline=first_token_deadline,
-            tenant=tenant,
-            add_special_tokens=add_special_tokens,
-            turn=turn,
+        options = _make_options(cache_salt, deadline, first_token_deadline, tenant, flow, turn)
+        stream = self.serve(
+            prompt, sampling_params, request_id, options, add_special_tokens=add_special_tokens
         )
-        nbytes = request_nbytes(request, sampling_params, self.spec.vocab_size)
-        with self.request_memory.reserve(nbytes, tenant):
-            async with aclosing(self._stream(request, sampling_params, text)) as outputs:
+        async with aclosing(stream) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def serve(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str,
+        options: RequestOptions,
+        *,
+        add_special_tokens: bool = True,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Stream the outputs of a request that has an envelope; see `generate`."""
+        request, text = await self._process(prompt, params, request_id, options, add_special_tokens)
+        nbytes = request_nbytes(request, params, self.spec.vocab_size)
+        with self.request_memory.reserve(nbytes, options.tenant):
+            async with aclosing(self._stream(request, params, text)) as outputs:
                 async for output in outputs:
                     yield output
 
@@ -515,10 +521,11 @@ class AsyncLLM:
         deadline: float | None = None,
         first_token_deadline: float | None = None,
         tenant: str | None = None,
+        flow: int | None = None,
         add_special_tokens: bool = True,
         turn: int = 0,
     ) -> RequestOutput:
-        """Finds the most probable answers to a prompt; cancelling it ends all its requests.
+        """Find the most probable answers to a prompt; cancelling it ends all its requests.
 
         Its steps are requests of one token each, which queue like all others.
 
@@ -527,22 +534,29 @@ class AsyncLLM:
         Returns:
             The beams as answers, the best first.
         """
+        options = _make_options(cache_salt, deadline, first_token_deadline, tenant, flow, turn)
+        return await self.serve_beams(
+            prompt, params, request_id, options, add_special_tokens=add_special_tokens
+        )
+
+    async def serve_beams(
+        self,
+        prompt: Prompt,
+        params: BeamSearchParams,
+        request_id: str,
+        options: RequestOptions,
+        *,
+        add_special_tokens: bool = True,
+    ) -> RequestOutput:
+        """Find the most probable answers to a prompt with an envelope; see `beam_search`."""
         of_prompt = prompt_params(params)
         request, text = await self._process(
-            prompt,
-            of_prompt,
-            request_id,
-            cache_salt=cache_salt,
-            deadline=deadline,
-            first_token_deadline=first_token_deadline,
-            tenant=tenant,
-            add_special_tokens=add_special_tokens,
-            turn=turn,
+            prompt, of_prompt, request_id, options, add_special_tokens
         )
         vocab_size = self.spec.vocab_size
         search = make_beam_search(params, request, vocab_size)
         nbytes = beam_search_nbytes(request, search, vocab_size)
-        with self.request_memory.reserve(nbytes, tenant):
+        with self.request_memory.reserve(nbytes, options.tenant):
             return await run_beam_search(
                 request, text, search, of_prompt, self.tokenizer, self._stream
             )
@@ -781,34 +795,23 @@ class AsyncLLM:
         prompt: Prompt,
         params: SamplingParams,
         request_id: str,
-        *,
-        cache_salt: str | None,
-        deadline: float | None,
-        first_token_deadline: float | None,
-        tenant: str | None,
+        options: RequestOptions,
         add_special_tokens: bool,
-        turn: int,
     ) -> tuple[EngineCoreRequest, str | None]:
-        """The core request of a prompt, and the prompt's text; see `generate`."""
+        """Return the core request of a prompt, and the prompt's text; see `generate`."""
         if self._dead is not None:
             raise self._dead
         self._attach()
-        arrival_time = clock.now()
         request, text = await offload(
             processing_time(prompt, params),
             self._input_processor.process,
             request_id,
             prompt,
             params,
-            arrival_time=arrival_time,
-            cache_salt=cache_salt,
-            deadline=_from_monotonic(deadline),
-            first_token_deadline=_from_monotonic(first_token_deadline),
-            tenant=tenant,
+            options,
             add_special_tokens=add_special_tokens,
-            turn=turn,
         )
-        if request.due < math.inf:
+        if options.due < math.inf:
             self._check_deadlines(request, params)
         return request, text
 
@@ -850,7 +853,7 @@ class AsyncLLM:
             number = f"{self._front_end}.{number}"
         request = msgspec.structs.replace(request, request_id=f"{name}#{number}")
         self._output_processor.add_request(request, params, text, queue, name)
-        finished, timed = False, request.due < math.inf
+        finished, timed = False, request.options.due < math.inf
         try:
             await self._client.add_request(request)
             while not finished:
@@ -872,16 +875,17 @@ class AsyncLLM:
         Raises:
             DeadlineError: one of the deadlines has passed.
         """
+        options = request.options
         while True:
-            due: float | None = request.due
+            due: float | None = options.due
             if self._output_processor.has_first_tokens(name):
-                due = request.deadline
+                due = options.deadline
             if due is None:
                 return await queue.get()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, due - clock.now())):
                     return await queue.get()
-            if request.deadline is not None and request.deadline <= clock.now():
+            if options.deadline is not None and options.deadline <= clock.now():
                 raise DeadlineError("The deadline passed.")
             if not self._output_processor.has_first_tokens(name):
                 raise FirstTokenError("The first token did not come in time.")
@@ -911,12 +915,13 @@ class AsyncLLM:
         processed = self._output_processor.process_outputs(
             outputs.outputs, outputs.timestamp, index
         )
-        await self._client.abort_requests(processed.reqs_to_abort)
+        # Count the step first: requests read their outputs while the abort waits.
         if outputs.stats is not None:
             self.stats = outputs.stats
             if index < len(self._forecasts):  # one that is ended gets no more
                 self._forecasts[index].record(outputs.stats, outputs.timestamp)
             self._show(outputs.stats, index)
+        await self._client.abort_requests(processed.reqs_to_abort)
 
     async def render_metrics(self) -> bytes:
         """All metrics in Prometheus' text format, with those of other front ends."""
@@ -985,8 +990,26 @@ class AsyncLLM:
         self._output_processor.propagate_error(error)
 
 
-def _from_monotonic(time: float | None) -> float | None:
-    return None if time is None else clock.from_monotonic(time)
+def _make_options(
+    cache_salt: str | None,
+    deadline: float | None,
+    first_token_deadline: float | None,
+    tenant: str | None,
+    flow: int | None,
+    turn: int,
+) -> RequestOptions:
+    """Return the envelope of a call that comes now, with its deadlines as `time.monotonic`'s."""
+    return RequestOptions(
+        clock.now(),
+        tenant=tenant,
+        deadline=None if deadline is None else clock.from_monotonic(deadline),
+        first_token_deadline=None
+        if first_token_deadline is None
+        else clock.from_monotonic(first_token_deadline),
+        turn=turn,
+        cache_salt=cache_salt,
+        flow=flow,
+    )
 
 
 class _Done:

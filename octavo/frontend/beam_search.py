@@ -172,7 +172,10 @@ def beam_requests(request: EngineCoreRequest, search: BeamSearch) -> list[Engine
         request: the prompt's, of `prompt_params`.
         search: not over yet.
     """
-    replace, step = msgspec.structs.replace, len(search.live[0].token_ids)
+    replace, options = msgspec.structs.replace, request.options
+    step = len(search.live[0].token_ids)
+    if step:
+        options = replace(options, first_token_deadline=None)
     params = replace(
         request.sampling_params,
         max_tokens=1,
@@ -186,8 +189,7 @@ def beam_requests(request: EngineCoreRequest, search: BeamSearch) -> list[Engine
             request_id=f"{step}.{i}_{request.request_id}",
             prompt_token_ids=request.prompt_token_ids + beam.token_ids,
             sampling_params=params,
-            turn=request.turn + i,
-            first_token_deadline=None if step else request.first_token_deadline,
+            options=replace(options, turn=options.turn + i),
         )
         for i, beam in enumerate(search.live)
     ]

@@ -58,7 +58,6 @@ def make_core_params(
         if params.logprob_token_ids is None
         else np.asarray(params.logprob_token_ids, np.int32).tobytes(),
         prompt_logprobs=params.prompt_logprobs,
-        priority=params.priority,
         stop_token_ids=frozenset(params.stop_token_ids),
         all_stop_token_ids=frozenset(all_stop_token_ids),
         allowed_token_ids=None
@@ -93,6 +92,7 @@ def _grammar_spec(
         default_backend if wanted.backend == "auto" else wanted.backend,
         any_whitespace=not wanted.disable_any_whitespace,
         additional_properties=additional_properties,
+        strict=wanted.strict,
     )
 
 

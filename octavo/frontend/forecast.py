@@ -103,11 +103,11 @@ class Forecast:
         tokens_per_step = 1 + accepted / stats.num_drafts if stats.num_drafts else 1
         step = self._times.seconds(num_running + 1)
         last = first + (num_tokens - 1) / tokens_per_step * step
-        limit = request.first_token_deadline
+        limit, whole = request.options.first_token_deadline, request.options.deadline
         if limit is not None and first > limit:
             self._refuse("its first token", "max_ttft_ms", first - now, first - limit)
-        if request.deadline is not None and last > request.deadline:
-            self._refuse("its answer", "deadline_ms", last - now, last - request.deadline)
+        if whole is not None and last > whole:
+            self._refuse("its answer", "deadline_ms", last - now, last - whole)
 
     def _refuse(self, what: str, param: str, seconds: float, late: float) -> None:
         raise UnmetDeadlineError(
@@ -132,19 +132,16 @@ class Forecast:
 
     def _tokens_ahead(self, request: EngineCoreRequest, others: list[EngineCoreRequest]) -> int:
         """Prompt tokens that are computed before the request's, as far as is sure."""
-        ahead = 0
+        ahead, own = 0, request.options
         of_tenants: defaultdict[Tenant, int] = defaultdict(int)
         for other in others:
-            tokens = len(other.prompt_token_ids)
-            worse = self._priority(other) - self._priority(request)
+            tokens, its = len(other.prompt_token_ids), other.options
+            worse = its.priority - own.priority if self._heeds_priority else 0
             if worse < 0:
                 ahead += tokens
-            elif worse == 0 and (other.tenant != request.tenant or other.due <= request.due):
-                of_tenants[other.tenant] += tokens
-        mine = of_tenants.pop(request.tenant, 0)
+            elif worse == 0 and (its.share != own.share or its.due <= own.due):
+                of_tenants[its.share] += tokens
+        mine = of_tenants.pop(own.share, 0)
         # While this tenant gets so many, each of the others gets no more, and less by its credit.
         share = max(0, mine + len(request.prompt_token_ids) - CREDIT_STEPS * self._budget)
         return ahead + mine + sum(min(tokens, share) for tokens in of_tenants.values())
-
-    def _priority(self, request: EngineCoreRequest) -> int:
-        return request.sampling_params.priority if self._heeds_priority else 0

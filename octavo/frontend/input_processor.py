@@ -17,7 +17,7 @@ from octavo.config import ModelConfig
 from octavo.errors import ContextLengthError, RequestError, UnsupportedError
 from octavo.frontend.core_params import KV_TRANSFER_PARAMS, make_core_params
 from octavo.frontend.prompt_embeds import PROMPT_EMBEDS_OFF, check_embeds, read_tensor
-from octavo.messages import EngineCoreRequest, PromptEmbeds
+from octavo.messages import EngineCoreRequest, PromptEmbeds, RequestOptions
 from octavo.sampling_params import MAX_CACHE_SALT_LENGTH, SamplingParams
 from octavo.text.tokenizer import MAX_TOKENS, Tokenizer, is_longer
 
@@ -115,16 +115,11 @@ class InputProcessor:
         request_id: str,
         prompt: Prompt,
         params: SamplingParams,
+        options: RequestOptions,
         *,
-        arrival_time: float,
-        cache_salt: str | None = None,
-        deadline: float | None = None,
-        first_token_deadline: float | None = None,
-        tenant: str | None = None,
         add_special_tokens: bool = True,
-        turn: int = 0,
     ) -> tuple[EngineCoreRequest, str | None]:
-        """Makes the core request of a prompt, and returns the prompt's text if it came as text.
+        """Make the core request of a prompt; return it with the text of a prompt that is a text.
 
         `params` is never changed.
 
@@ -132,15 +127,10 @@ class InputProcessor:
             request_id: unique among the live requests.
             prompt: text, token ids, or a dict with one of "prompt", "prompt_token_ids" and
                 "prompt_embeds".
-            params: what is asked.
-            arrival_time: by `clock.now`.
-            cache_salt: scope of the prefix cache; `params.cache_salt` divides it further.
-            deadline: after which the request fails; likewise.
-            first_token_deadline: after which it fails without a first token; likewise.
-            tenant: who asks.
+            params: the parameters of the answer.
+            options: the envelope; `_complete` adds what prompt and parameters say.
             add_special_tokens: let the tokenizer add its special tokens to a text prompt; false
                 for a rendered chat template.
-            turn: how many prompts came before it in the same call.
 
         Raises:
             RequestError: for anything that this model cannot do.
@@ -149,14 +139,7 @@ class InputProcessor:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params is a {type(params).__name__}, not SamplingParams.")
         self._check_params(params)
-        salt = _read_salt(prompt) or params.cache_salt
-        if salt and params.cache_salt and salt != params.cache_salt:
-            raise RequestError(
-                "cache_salt is given with the prompt and in the parameters, and they differ; give "
-                "it once.",
-                "cache_salt",
-            )
-        _check_salts([cache_salt or "", salt or ""])
+        options = _complete(options, prompt, params)
         embeds = self._read_embeds(prompt, params)
         if embeds is not None:
             assert isinstance(prompt, Mapping)
@@ -186,42 +169,35 @@ class InputProcessor:
                 grammar_backend=self._grammar_backend,
                 additional_properties=self._additional_properties,
             ),
-            arrival_time=arrival_time,
-            cache_salt=_join_salts(cache_salt, salt),
-            deadline=deadline,
+            options=options,
             n=params.n,
-            turn=turn,
             prompt_embeds=embeds,
-            first_token_deadline=first_token_deadline,
-            tenant=tenant,
-            kv_transfer_params=_transfer_params(params),
         )
         return request, text
 
     def renew(
         self, request: EngineCoreRequest, params: SamplingParams, arrival_time: float
     ) -> EngineCoreRequest:
-        """A request that was made for another engine, made for this one: without deadlines.
+        """Return a request of another engine as a request for this one, without deadlines.
 
         Args:
             request: what `process` returned there; its seed and its `max_tokens` are kept.
-            params: what was asked.
+            params: the parameters of the answer.
             arrival_time: by `clock.now`.
 
         Raises:
             RequestError: this model cannot do it.
         """
         core, embeds = request.sampling_params, request.prompt_embeds
-        params = msgspec.structs.replace(
+        replace = msgspec.structs.replace
+        params = replace(
             params, seed=core.seed, max_tokens=core.max_tokens, truncate_prompt_tokens=None
         )
         made, _ = self.process(
             request.request_id,
             {"prompt_token_ids": request.prompt_token_ids},
             params,
-            arrival_time=arrival_time,
-            tenant=request.tenant,
-            turn=request.turn,
+            RequestOptions(arrival_time),
         )
         if embeds is not None:
             if not self._enable_prompt_embeds:
@@ -229,7 +205,10 @@ class InputProcessor:
             check_embeds(embeds, self._spec.embed_size, self._max_model_len)
             if embeds.num_tokens > len(made.prompt_token_ids):
                 raise RequestError("prompt_embeds holds more than the prompt.", "prompt_embeds")
-        return msgspec.structs.replace(made, cache_salt=request.cache_salt, prompt_embeds=embeds)
+        options = replace(
+            request.options, arrival_time=arrival_time, deadline=None, first_token_deadline=None
+        )
+        return replace(made, options=options, prompt_embeds=embeds)
 
     def _read_embeds(self, prompt: Prompt, params: SamplingParams) -> PromptEmbeds | None:
         """The embeddings of a prompt, if it came as such."""
@@ -415,6 +394,30 @@ def _check_unicode(name: str, texts: Iterable[str]) -> None:
                 name,
                 "invalid_unicode",
             ) from None
+
+
+def _complete(options: RequestOptions, prompt: Prompt, params: SamplingParams) -> RequestOptions:
+    """Return the envelope with the priority, the salt and the transfer parameters of a request.
+
+    The salt of prompt or parameters divides the scope that the envelope has already.
+
+    Raises:
+        RequestError: one of them is bad.
+    """
+    salt, scope = _read_salt(prompt) or params.cache_salt, options.cache_salt
+    if salt and params.cache_salt and salt != params.cache_salt:
+        raise RequestError(
+            "cache_salt is given with the prompt and in the parameters, and they differ; give it "
+            "once.",
+            "cache_salt",
+        )
+    _check_salts([scope or "", salt or ""])
+    return msgspec.structs.replace(
+        options,
+        priority=params.priority,
+        cache_salt=_join_salts(scope, salt),
+        kv_transfer_params=_transfer_params(params),
+    )
 
 
 def _check_salts(salts: list[str]) -> None:

@@ -10,10 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import msgspec
 
-from octavo.compat.call_arguments import (
-    apply_tokenization,
-    refuse_adapter,
-)
+from octavo.compat.call_arguments import apply_tokenization, refuse_unsupported
 from octavo.config import EngineConfig, ModelConfig
 from octavo.config.engine_args import EngineArgs
 from octavo.engine.assemble import make_engine_core
@@ -23,13 +20,14 @@ from octavo.frontend.environment import apply_environment
 from octavo.frontend.input_processor import InputProcessor, Prompt
 from octavo.frontend.interrupts import late_interrupts
 from octavo.frontend.output_processor import OutputProcessor
-from octavo.messages import EngineCoreRequest, PauseMode, SchedulerStats
+from octavo.messages import EngineCoreRequest, PauseMode, RequestOptions, SchedulerStats
 from octavo.models.hub import resolve_folders
 from octavo.models.registry import read_spec
+from octavo.models.weights import SHARDED_PATTERN
 from octavo.observability.profiler import span
 from octavo.observability.recording import Arrival, End, Outputs
 from octavo.outputs import CompletionOutput, RequestOutput
-from octavo.plan.memory_plan import resolve_max_model_len
+from octavo.plan.memory_plan import resolve_dtype, resolve_max_model_len
 from octavo.sampling_params import SamplingParams
 from octavo.system import clock
 from octavo.text.tokenizer import Tokenizer, require_tokenizer
@@ -79,6 +77,7 @@ class LLMEngine:
         _check_parallel(config)
         settings = config.model
         path, tokenizer_path = resolve_folders(config)
+        self._path = path
         self.spec = read_spec(
             path, trust_remote_code=settings.trust_remote_code, overrides=settings.hf_overrides
         )
@@ -183,9 +182,7 @@ class LLMEngine:
         """
         if not isinstance(request_id, str):
             raise RequestError(f"request_id={request_id!r} is not a string.", "request_id")
-        refuse_adapter(lora_request)
-        if trace_headers:
-            raise UnsupportedError("trace_headers are not supported; leave them out.")
+        refuse_unsupported(lora_request=lora_request, trace_headers=trace_headers)
         params, special = apply_tokenization(params, tokenization_kwargs)
         if priority:
             params = msgspec.structs.replace(params, priority=priority)
@@ -289,6 +286,53 @@ class LLMEngine:
         """Calls a function with the model of each worker: an `octavo.models.base.Model`."""
         return self.collective_rpc(lambda worker: func(worker.runner.model))
 
+    @property
+    def engine_core(self) -> LLMEngine:
+        """Where scripts for vLLM find `save_sharded_state`."""
+        return self
+
+    def save_sharded_state(
+        self, path: str | Path, pattern: str | None = None, max_size: int | None = None
+    ) -> None:
+        """Save the weights in vLLM's sharded form, which `load_format=sharded_state` reads.
+
+        There are files for each of `tensor_parallel_size` ranks, as vLLM divides the model among
+        them. Config and tokenizer are not copied.
+
+        Args:
+            path: the folder to write to.
+            pattern: must be None, or vLLM's own: model-rank-{rank}-part-{part}.safetensors.
+            max_size: most bytes of a file; None: no limit.
+
+        Raises:
+            ConfigError: the folder holds such files already, or cannot be written to.
+            UnsupportedError: settings or the model do not allow it.
+        """
+        from octavo.models.sharded_save import save_sharded_state  # brings torch
+
+        config = self.config
+        if pattern not in (None, SHARDED_PATTERN):
+            raise UnsupportedError(
+                f"pattern={pattern!r} is not supported: files are named {SHARDED_PATTERN}; leave "
+                "it out.",
+                "pattern",
+            )
+        if config.device.pipeline_parallel_size > 1 or config.model.quantization is not None:
+            raise UnsupportedError(
+                "save_sharded_state is not supported with pipeline_parallel_size or quantization; "
+                "leave them out, and give them when the saved weights are loaded."
+            )
+        save_sharded_state(
+            self.spec,
+            self._path,
+            Path(path),
+            dtype=resolve_dtype(config, self.spec),
+            load_format=config.load.load_format,
+            seed=config.model.seed,
+            size=config.device.tensor_parallel_size,
+            max_size=max_size,
+        )
+
     def stats(self) -> SchedulerStats:
         """State and counters of the scheduler and the KV cache."""
         return msgspec.convert(complete(self.client.call_utility("stats")), SchedulerStats)
@@ -379,7 +423,7 @@ class LLMEngine:
         arrival_time: float | None = None,
         add_special_tokens: bool = True,
     ) -> tuple[EngineCoreRequest, str | None]:
-        """The core request of a prompt, and its text; see `InputProcessor.process`."""
+        """Return the core request of a prompt, and its text; see `InputProcessor.process`."""
         if request_id is None:
             ids = map(str, self._request_ids)
             request_id = next(i for i in ids if i not in self._added)
@@ -387,7 +431,7 @@ class LLMEngine:
             request_id,
             prompt,
             params,
-            arrival_time=clock.now() if arrival_time is None else arrival_time,
+            RequestOptions(clock.now() if arrival_time is None else arrival_time),
             add_special_tokens=add_special_tokens,
         )
 

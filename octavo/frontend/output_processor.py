@@ -295,7 +295,7 @@ class OutputProcessor:
         core_params = request.sampling_params
         text_of = None if self._tokenizer is None else self._tokenizer.token_text
         for index, child_id in enumerate(child_ids):
-            times = RequestMetrics(arrival_time=clock.to_monotonic(request.arrival_time))
+            times = RequestMetrics(arrival_time=clock.to_monotonic(request.options.arrival_time))
             state = _RequestState(
                 request_id=child_id,
                 index=index,

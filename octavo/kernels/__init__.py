@@ -1,1 +1,1 @@
-"""The operations that layers are made of: one table, a native and a plain torch implementation."""
+"""Tensor operations of the layers: one interface with native, Triton and torch implementations."""

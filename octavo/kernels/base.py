@@ -1,4 +1,4 @@
-"""The table of operations: what every implementation offers."""
+"""Interface of the table of operations."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import Tensor, dtype
 
 Gelu = Literal["none", "tanh"]
 Gate = Literal["silu", "gelu", "gelu_tanh"]
-"""How GELU is computed: exactly, with erf, or by its tanh approximation."""
+"""Method of computing GELU: exactly, with erf, or by its tanh approximation."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A weight in the form that `linear` of the same table reads fastest.
+    """Weight in the layout that `linear` of the same table reads fastest.
 
     Attributes:
-        data: the packed numbers; their layout is the implementation's own business.
+        data: the packed numbers; their layout is private to the implementation.
         n: outputs.
         k: inputs.
-        dtype: of the weight, and so of `linear`'s input.
+        dtype: dtype of the weight and of `linear`'s input.
         panel: columns that the layout keeps together; 0 for plain rows.
     """
 
@@ -35,7 +35,7 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Size in bytes."""
         return self.data.nbytes
 
 
@@ -50,18 +50,18 @@ SAMPLING_ROW = np.dtype(
         ("top_k", np.int64),
     ]
 )
-"""How to choose a token from a row of logits; SamplingRow in csrc/kernels.h.
+"""Parameters of sampling a token from a row of logits; SamplingRow in csrc/kernels.h.
 
-- temperature: 0 takes the first of the largest.
+- temperature: 0 selects the first of the largest.
 - min_p: in [0, 1]; 0 keeps all.
 - top_p: in (0, 1]; 1 keeps all.
-- seed, position, stream: which random numbers, one for each token of the vocabulary.
+- seed, position, stream: select the random numbers, one for each token of the vocabulary.
 - top_k: 0 keeps all.
 """
 
 
 QuantFormat = Literal["int8", "int4_levels", "int4", "int4_zeros"]
-"""How the numbers of a quantized weight are written, as unsigned codes:
+"""Encoding of a quantized weight in unsigned codes:
 
 - int8: scale * (code - 128), one float32 scale for each output.
 - int4_levels: scale * levels[code] / 16 with the 16 uneven levels of csrc/quant.h.
@@ -74,13 +74,13 @@ All but int8 have one float16 scale for each output and each group of 32, 64 or 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A quantized weight in the form that `linear` of the same table reads fastest.
+    """Quantized weight in the layout that `linear` of the same table reads fastest.
 
     Attributes:
         data: the packed codes, scales and zeros.
         n: outputs.
         k: inputs.
-        format: how the numbers are written.
+        format: encoding of the numbers.
         group_size: inputs that share a scale; 0 with int8: all of them.
         panel: columns that the layout keeps together; 0 for plain rows.
     """
@@ -94,18 +94,18 @@ class QuantizedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Size in bytes."""
         return self.data.nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """Some rows of a quantized weight before packing.
+    """Rows of a quantized weight before packing.
 
     Attributes:
         codes: uint8 [rows, K].
-        scales: float32: [rows, 1] with int8, else [rows, ceil(K / group_size)], each a number that
-            float16 has.
+        scales: float32: [rows, 1] with int8, else [rows, ceil(K / group_size)]; float16 can
+            represent each.
         zeros: uint8 of the scales' shape; with int4_zeros only.
     """
 
@@ -117,15 +117,15 @@ class Codes:
 class Ops(Protocol):
     """Operations on tensors of one device.
 
-    T is the number of tokens (0 is fine). Tensors are float32, bfloat16 or float16, all tensors of
-    a call alike, unless said otherwise; sums run in float32. Inputs may be views with any row
-    stride as long as the last dimension is dense; results are new, dense tensors unless said
-    otherwise. Shapes and dtypes are asserted, not reported: callers are the engine's own layers.
+    T is the number of tokens, which may be 0. By default, tensors are float32,
+    bfloat16 or float16, and all tensors of a call have the same dtype. Sums run in float32. Inputs
+    may be views with any row stride if the last dimension is dense; results are new, dense tensors.
+    Shapes and dtypes are asserted, not validated: only the engine's layers call these methods.
     """
 
     name: str
     packs_weights: bool
-    """Whether packed weights are this table's own form, worth to be kept in memory of its own."""
+    """True if packed weights have a special layout: they need separate memory and a cache."""
 
     def pack_weight(
         self,
@@ -133,13 +133,13 @@ class Ops(Protocol):
         dtype: dtype | None = None,
         out: Tensor | None = None,
     ) -> PackedWeight:
-        """Packs a weight [N, K], or several [N_i, K] stacked along N (fused projections).
+        """Pack a weight [N, K], or several [N_i, K] stacked along N (fused projections).
 
         The result is a copy; the sources are no longer needed.
 
         Args:
-            weight: what to pack.
-            dtype: of the result; default: the weight's.
+            weight: the weight or its parts.
+            dtype: dtype of the result; default: the weight's.
             out: memory for the result: uint8 [`kernels.sizes.packed_nbytes`].
         """
         ...
@@ -152,11 +152,11 @@ class Ops(Protocol):
         out_dtype: dtype | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """x [T, K] times the weight transposed, plus bias [N], rounded once: [T, N].
+        """Multiply x [T, K] by the transposed weight and add bias [N], rounding once: [T, N].
 
-        `out`: where the result goes; its rows may have any stride.
+        `out` receives the result; its rows may have any stride.
 
-        With a quantized weight x is quantized, too: each row, or with groups each group of a row,
+        With a quantized weight, x is quantized too: each row, or with groups each group of a row,
         to -127 ... 127 times a scale that makes its largest number 127 (Dettmers et al.,
         "LLM.int8()", section 2.1, the row-wise half).
         """
@@ -169,18 +169,18 @@ class Ops(Protocol):
         group_size: int,
         out: Tensor | None = None,
     ) -> QuantizedWeight:
-        """Quantizes and packs a weight: parts [N_i, K] of any type, stacked along N.
+        """Quantize and pack a weight: parts [N_i, K] of any type, stacked along N.
 
-        int8: the largest magnitude of a row becomes 127. int4_levels: of some scales for a group
-        the one with the smallest squared error. The sources are no longer needed. `out` is memory
-        for the result: uint8 [`kernels.sizes.quantized_nbytes`].
+        int8: the largest magnitude of a row becomes 127. int4_levels: each group uses the scale
+        with the smallest squared error among several. The sources are no longer needed. `out` is
+        memory for the result: uint8 [`kernels.sizes.quantized_nbytes`].
         """
         ...
 
     def pack_quantized(
         self, n: int, k: int, format: QuantFormat, group_size: int, parts: Iterable[Codes]
     ) -> QuantizedWeight:
-        """Packs the codes of a weight [N, K] that come some rows at a time, from first to last."""
+        """Pack the codes of a weight [N, K] that arrive in parts of rows, from first to last."""
         ...
 
     def rms_norm(
@@ -191,12 +191,12 @@ class Ops(Protocol):
         weight_offset: float = 0.0,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Root-mean-square norm over the last dimension of x [T, D] or [T, H, D] (any strides).
+        """Apply the root-mean-square norm to rows of x [T, D] or [T, H, D] (any strides).
 
         Zhang and Sennrich, "Root Mean Square Layer Normalization". With weight_offset 0, as in
         Llama: the normed value is rounded to x's dtype, then multiplied by weight [D]. Otherwise,
-        as in Gemma (offset 1): multiplied by weight_offset + weight in float32, rounded once.
-        `out` may be x itself.
+        as in Gemma (offset 1): multiplied by weight_offset + weight in float32, rounded once. `out`
+        may be x itself.
         """
         ...
 
@@ -209,9 +209,9 @@ class Ops(Protocol):
         weight_offset: float = 0.0,
         out: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(rms_norm(sum), sum) with sum = x + residual, rounded to their dtype; both [T, D].
+        """Return (rms_norm(sum), sum) with sum = x + residual, rounded to their dtype; both [T, D].
 
-        `out`: where both go; rows of the sum are as far apart as those of the residual.
+        `out` receives both; the rows of its sum have the residual's stride.
         """
         ...
 
@@ -223,14 +223,14 @@ class Ops(Protocol):
         eps: float,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Layer norm of x [T, D] with weight and bias [D] (Ba et al., "Layer Normalization").
+        """Apply layer norm to x [T, D] with weight and bias [D] (Ba et al., "Layer Normalization").
 
         `out` as in `linear`.
         """
         ...
 
     def act_and_mul(self, gate_up: Tensor, activation: Gate, out: Tensor | None = None) -> Tensor:
-        """act(gate) * up of gate_up [T, 2 I], gate first: [T, I]; `out` as in `linear`."""
+        """Return act(gate) * up of gate_up [T, 2 I], gate first: [T, I]; `out` as in `linear`."""
         ...
 
     def linear_act_and_mul(
@@ -241,19 +241,19 @@ class Ops(Protocol):
         activation: Gate,
         out: Tensor | None = None,
     ) -> Tensor:
-        """`act_and_mul` of `linear`: [T, K] to [T, N / 2], the same bits as one after the other."""
+        """Return `act_and_mul` of `linear`: [T, K] to [T, N / 2], with the same bits."""
         ...
 
     def gelu(self, x: Tensor, approximate: Gelu, out: Tensor | None = None) -> Tensor:
-        """GELU of a dense x (Hendrycks and Gimpel); `out` as in `linear`."""
+        """Apply GELU to a dense x (Hendrycks and Gimpel); `out` as in `linear`."""
         ...
 
     def relu(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """max(x, 0) of a dense x; `out` as in `linear`."""
+        """Return max(x, 0) of a dense x; `out` as in `linear`."""
         ...
 
     def add(self, x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
-        """x + y, both [T, D]; `out` as in `linear`."""
+        """Return x + y, both [T, D]; `out` as in `linear`."""
         ...
 
     def sum_parts(
@@ -264,26 +264,27 @@ class Ops(Protocol):
         out_dtype: dtype,
         out: Tensor | None = None,
     ) -> Tensor:
-        """float32 [T, parts * N] to [T, N]: one part after the other is added.
+        """Sum the parts of float32 [T, parts * N], one after the other, then the bias [N]: [T, N].
 
-        Then the bias [N], of that type, is; in float32, rounded once. `out` as in `linear`.
+        The bias has the result's dtype. Sums run in float32 and are rounded once. `out` as in
+        `linear`.
         """
         ...
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
-        """A dense x times a number."""
+        """Return a dense x times a number."""
         ...
 
     def scale_(self, x: Tensor, factor: float) -> None:
-        """Multiplies a dense x by a number, in place."""
+        """Multiply a dense x by a number, in place."""
         ...
 
     def clamp_(self, x: Tensor, bound: float) -> None:
-        """Cuts a dense x to [-bound, bound], in place."""
+        """Clamp a dense x to [-bound, bound], in place."""
         ...
 
     def empty(self, *shape: int, like: Tensor) -> Tensor:
-        """A tensor for a result, its contents undefined, of a given tensor's dtype and device."""
+        """Return an uninitialized tensor for a result, with the dtype and device of `like`."""
         ...
 
     def call(self, function: Callable[[int, int], object], tokens: int, requests: int) -> None:
@@ -299,15 +300,15 @@ class Ops(Protocol):
         ...
 
     def soft_cap_(self, x: Tensor, cap: float) -> None:
-        """cap * tanh(x / cap) of a dense x (Gemma 2), in place."""
+        """Set a dense x to cap * tanh(x / cap) (Gemma 2), in place."""
         ...
 
     def exp(self, x: Tensor) -> Tensor:
-        """e ** x of a dense x."""
+        """Return e ** x of a dense x."""
         ...
 
     def log(self, x: Tensor) -> Tensor:
-        """Natural logarithm of a dense x."""
+        """Return the natural logarithm of a dense x."""
         ...
 
     def rotary_embedding(
@@ -318,14 +319,14 @@ class Ops(Protocol):
         cos_sin_cache: Tensor,
         is_neox: bool = True,
     ) -> None:
-        """Turns the first rotary_dim dimensions of each head, in place.
+        """Rotate the first rotary_dim dimensions of each head, in place.
 
         Su et al., "RoFormer", section 3.4.
 
         Args:
             positions: [T] int64, each below max_position.
             query: [T, H, D], any strides of tokens and heads.
-            key: [T, KVH, D], likewise.
+            key: [T, KVH, D], any strides of tokens and heads.
             cos_sin_cache: float32 [max_position, rotary_dim]: cosines, then sines. rotary_dim is
                 even and at most D.
             is_neox: pairs are (i, i + rotary_dim / 2); otherwise (2 i, 2 i + 1).
@@ -333,59 +334,59 @@ class Ops(Protocol):
         ...
 
     def softmax(self, x: Tensor) -> Tensor:
-        """Softmax of float32 rows [M, V]."""
+        """Return the softmax of float32 rows [M, V]."""
         ...
 
     def log_softmax(self, x: Tensor) -> Tensor:
-        """Logarithm of the softmax of float32 rows [M, V]."""
+        """Return the logarithm of the softmax of float32 rows [M, V]."""
         ...
 
     def argmax(self, x: Tensor) -> Tensor:
-        """Index of the largest of each float32 row [M, V]: int64 [M].
+        """Return the index of the largest number of each float32 row [M, V]: int64 [M].
 
-        The lowest among equals; NaN is passed over; 0 where a row holds nothing else.
+        Among equals this is the lowest index. NaN is ignored; a row of NaN yields 0.
         """
         ...
 
     def row_max(self, x: Tensor) -> Tensor:
-        """The largest of each float32 row [M, V]: float32 [M]; NaN where a row has one."""
+        """Return the maximum of each float32 row [M, V]: float32 [M]; NaN where a row has one."""
         ...
 
     def sample(self, x: Tensor, params: NDArray[np.void]) -> Tensor:
-        """One token for each float32 row [M, V]: int64 [M]; -1 without a finite maximum.
+        """Sample one token from each float32 row [M, V]: int64 [M]; -1 without a finite maximum.
 
         `params`: `SAMPLING_ROW` [M], dense.
 
-        Of the tokens that the filters leave, the first to arrive: at -log(u) / weight, u being the
-        token's own random number (`reference.token_numbers`), the lowest id among equals. So each
-        is drawn with a probability proportional to its weight, and where two distributions are
-        alike, the same numbers mostly draw the same token (the Gumbel-max trick: C. J. Maddison,
-        D. Tarlow, T. Minka, "A* sampling", 2014, section 2).
+        Each token that the filters keep arrives at -log(u) / weight, u being the token's random
+        number (`reference.token_numbers`). The result is the first to arrive, the lowest id among
+        equals. So each token is drawn with a probability proportional to its weight. Where two
+        distributions are alike, the same numbers mostly draw the same token (the Gumbel-max trick:
+        C. J. Maddison, D. Tarlow, T. Minka, "A* sampling", 2014, section 2).
 
         A token's weight is the integer floor(2**40 * exp((logit - max) / temperature)), so that
-        sums are exact in any order. The filters are min-p, then top-k, then top-p of what is left,
-        as in vLLM; they rank tokens by value descending, then by id ascending, and each keeps a
-        beginning of the ranking.
+        sums are exact in any order. The filters are min-p, then top-k, then top-p of the rest, as
+        in vLLM. They rank tokens by value descending, then by id ascending, and each keeps a prefix
+        of the ranking.
         """
         ...
 
     def apply_bitmask_(self, x: Tensor, bitmask: Tensor, rows: Tensor) -> None:
-        """Makes logits -inf that a grammar, or `allowed_token_ids`, does not allow, in place.
+        """Set the logits of tokens that the bitmask forbids to -inf, in place.
 
         Args:
             x: float32 [M, V], dense.
             bitmask: int32 [G, ceil(V / 32)]; bit b of word w is 1 if token 32 w + b is allowed.
-            rows: int64 [G], the row of x for each row of the bitmask; none of them twice.
+            rows: int64 [G], the row of x for each row of the bitmask; no duplicates.
         """
         ...
 
     def top_k(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The k largest of each float32 row [M, V], largest first: values, int64 indices [M, k].
+        """Return the k largest of each float32 row [M, V] in order: values, int64 indices [M, k].
 
-        Among equals the lower index comes first; NaN counts as -inf.
+        Equals are ordered by index; NaN counts as -inf.
         """
         ...
 
     def embedding(self, weight: Tensor | PackedWeight, ids: Tensor) -> Tensor:
-        """Rows `ids` [T] int64 of weight [V, D], packed or plain: [T, D]."""
+        """Return rows `ids` [T] int64 of weight [V, D], packed or plain: [T, D]."""
         ...

@@ -1,4 +1,4 @@
-"""Memory: mapped pages, the way to a device, and the buffers of a recorded step."""
+"""Memory: mapped pages, transfers to a device, and the buffers of a recorded step."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _HUGE_PAGE = 2 * 2**20
 
 
 def map_memory(nbytes: int) -> Tensor:
-    """Zeroed memory: uint8 [nbytes], at the beginning of a page.
+    """Map zeroed memory: uint8 [nbytes], at the beginning of a page.
 
-    The system hands out its pages when they are first written, in huge pages where it has them:
-    reading a model's weights touches far more small pages than the processor can keep in mind.
-    What does not fill a huge page at the end is in small ones, so that no more is taken than asked.
+    The system allocates its pages on the first write, as huge pages where available: reading a
+    model's weights touches far more small pages than the TLB holds. The rest that does not fill a
+    huge page uses small pages, so that the memory is not larger than requested.
     """
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
@@ -45,11 +45,10 @@ def map_memory(nbytes: int) -> Tensor:
 
 
 def release_memory(tensor: Tensor) -> None:
-    """Gives the pages of mapped memory back to the system.
+    """Return the pages of mapped memory to the system.
 
-    The address stays the tensor's, and its contents are zeros; as with new memory, the system hands
-    out pages when they are written again. Only whole pages are given back, and only on Linux:
-    elsewhere the contents are set to zero.
+    The tensor keeps its address, and its contents become zeros. The system allocates pages again on
+    the next write. On Linux only whole pages are returned; elsewhere the contents are set to zero.
     """
     if sys.platform == "linux":
         _native.release_pages(tensor.data_ptr(), tensor.nbytes)
@@ -70,47 +69,47 @@ _NOWHERE: NDArray[np.uint8] = np.asarray(_Nowhere())
 
 
 def placeholder(*shape: int, dtype: torch.dtype) -> Tensor:
-    """A tensor without memory, for calls that are recorded and never run: it cannot be read."""
+    """Return a tensor without memory, for calls that are recorded and never run; do not read it."""
     nbytes = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(_NOWHERE[:nbytes]).view(dtype).view(shape)
 
 
 def is_host(device: torch.device) -> bool:
-    """Whether tensors of a device are in the host's memory, where nothing is waited for."""
+    """Return True if a device uses the host's memory, so that results need no waiting."""
     return device.type == "cpu"
 
 
 def to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """An array as a tensor on a device; nobody waits for what the device still has to do."""
+    """Copy an array to a device without waiting for the device's pending work."""
     tensor = torch.from_numpy(array)
     return tensor if is_host(device) else tensor.pin_memory().to(device, non_blocking=True)
 
 
 class Arena:
-    """Buffers that share memory when they do not live at the same time.
+    """Allocator of buffers that share memory if their lifetimes do not overlap.
 
-    A recorded step runs again and again on the addresses it was recorded with, so the memory of
-    its intermediate results must stay. A buffer's place is free again when the last tensor on it
-    is gone; the next buffer takes the first free place that is large enough.
+    A recorded step runs repeatedly with the addresses of its recording, so the memory of its
+    intermediate results must stay. The place of a buffer is free when the last tensor on it is
+    deleted. The next buffer uses the first free place that is large enough.
 
     Args:
-        nbytes: of all buffers that live at the same time, and of the gaps between them; None: there
-            is no memory behind the buffers and no end to them, which a recording finds out `peak`
-            with. The same recording in an arena of that size puts each buffer at the same place.
+        nbytes: size of all buffers that live at the same time, including gaps. None: the arena is
+            unlimited and has no memory, so that a recording can measure `peak`. The same recording
+            in an arena of that size puts each buffer at the same place.
     """
 
     def __init__(self, nbytes: int | None = None) -> None:
         self._memory = _NOWHERE if nbytes is None else map_memory(nbytes).numpy()
         self._free = [(0, len(self._memory))]  # (offset, size), ascending, never adjacent
         self.peak = 0
-        """Bytes used at the fullest moment."""
+        """Largest number of bytes in use at one time."""
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """A tensor in a free place, its contents undefined."""
+        """Return an uninitialized tensor in a free place."""
         nbytes = math.prod(shape) * dtype.itemsize
         size = -(-max(nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
         index = next((i for i, (_, free) in enumerate(self._free) if free >= size), None)
-        assert index is not None, "more activations than the memory plan knows of"
+        assert index is not None, "the activations exceed the memory plan"
         offset, free = self._free[index]
         self._free[index : index + 1] = [(offset + size, free - size)] if free > size else []
         self.peak = max(self.peak, offset + size)

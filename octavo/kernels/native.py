@@ -1,4 +1,4 @@
-"""The operations by the C++ kernels in csrc/: batch-invariant, for the CPU."""
+"""Operations by the C++ kernels in csrc/: batch-invariant, for the CPU."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from octavo.kernels.reference import ReferenceOps
 from octavo.kernels.sizes import packed_nbytes, quantized_nbytes
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""DType in csrc/kernels.h."""
+"""Codes of DType in csrc/kernels.h."""
 
 _QUANT_FORMATS = {"int8": 0, "int4_levels": 1, "int4": 2, "int4_zeros": 3}
-"""QuantFormat in csrc/kernels.h."""
+"""Codes of QuantFormat in csrc/kernels.h."""
 
 # Gated and Unary in csrc/kernels.h
 _GATES: dict[Gate | None, int] = {None: -1, "silu": 0, "gelu": 1, "gelu_tanh": 2}
@@ -42,20 +42,20 @@ _RELU, _SCALE, _CLAMP = 7, 8, 9
 _REFERENCE = ReferenceOps()
 
 available_isas = _native.available_isas
-"""Instruction sets that this processor has kernels for, best first."""
+"""Return the instruction sets of this processor that have kernels, best first."""
 
 isa = _native.isa
-"""The one in use."""
+"""Return the instruction set in use."""
 
 set_num_threads = _native.set_num_threads
-"""Threads that a kernel uses, the caller included; 0, the default: all cores there are."""
+"""Set the number of threads of a kernel, including the caller; 0, the default: all cores."""
 
 
 def set_isa(name: str) -> None:
-    """Chooses an instruction set. Weights packed before may no longer fit.
+    """Select an instruction set. Weights packed before may no longer fit.
 
     Raises:
-        ValueError: if this processor does not have it.
+        ValueError: this processor does not support the instruction set.
     """
     _native.set_isa(name)
 
@@ -66,7 +66,7 @@ def _rows(x: Tensor) -> None:
 
 
 def _logits(x: Tensor) -> torch.Size:
-    """The shape of float32 rows, once they are found to be such."""
+    """Assert that x has float32 rows, and return its shape."""
     _rows(x)
     assert x.dtype == torch.float32
     return x.shape
@@ -76,7 +76,7 @@ class _Recording(threading.local):
     arena: Arena | None = None
 
 
-# What is asked of a tensor, and views of it; reshape and flatten may copy.
+# Queries of a tensor, and views of it; reshape and flatten may copy.
 _QUERIES = {"data_ptr", "dim", "is_contiguous", "numel", "size", "stride", "__get__", "__len__"}
 _VIEWS = {"as_strided", "chunk", "detach", "expand", "narrow", "permute", "select", "split"}
 _VIEWS |= {"split_with_sizes", "squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze"}
@@ -84,7 +84,7 @@ _VIEWS |= {"view"}
 
 
 class _OnlyViews(TorchFunctionMode):
-    """While a plan records, torch may make views; whatever computes would run once, unrecorded."""
+    """Mode that rejects torch operations other than views while a plan records."""
 
     def __torch_function__(
         self,
@@ -104,7 +104,7 @@ class _OnlyViews(TorchFunctionMode):
 
 
 def _is_slice(index: object) -> bool:
-    """Whether indexing by it makes a view."""
+    """Return True if indexing by `index` makes a view."""
     parts = index if isinstance(index, tuple) else (index,)
     return all(
         part is None
@@ -129,10 +129,10 @@ def _new_quantized(
 
 
 class NativeOps:
-    """`Ops` by the native kernels; see there for shapes and meaning.
+    """Implementation of `Ops` by the native kernels; see `Ops` for shapes and meaning.
 
-    A row's result is the same bits whatever other rows are in the call and however many threads
-    share the work.
+    The bits of a row's result depend neither on the other rows of the call nor on the number of
+    threads.
     """
 
     name = "native"
@@ -143,14 +143,14 @@ class NativeOps:
 
     @contextmanager
     def record(self, plan: _native.Plan, arena: Arena) -> Iterator[None]:
-        """Has this thread's operations noted in `plan` instead of carried out.
+        """Record this thread's operations in `plan` instead of running them.
 
-        Results lie in `arena`. The tensors and arrays of the recorded calls must outlive the plan.
-        When it runs, they are as many rows long as it is told.
+        Results are allocated in `arena`. The tensors and arrays of the recorded calls must outlive
+        the plan. When the plan runs, its arguments set their number of rows.
 
         Raises:
-            RuntimeError: from whatever cannot be recorded: operations of torch but for views,
-                packing of weights, another recording.
+            RuntimeError: an operation cannot be recorded: a torch operation other than a view,
+                packing of weights, or another recording.
         """
         plan.begin()
         self._recording.arena = arena
@@ -162,7 +162,7 @@ class NativeOps:
             self._recording.arena = None
 
     def empty(self, *shape: int, like: Tensor) -> Tensor:
-        """From the arena while a plan records."""
+        """Allocate from the arena while a plan records."""
         return self._empty(*shape, dtype=like.dtype)
 
     def call(self, function: Callable[[int, int], object], tokens: int, requests: int) -> None:
@@ -179,7 +179,7 @@ class NativeOps:
         )
 
     def _result(self, out: Tensor | None, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Where a result goes: to `out`, if that is given, or to new memory."""
+        """Return `out` if that is given, or else new memory."""
         if out is None:
             return self._empty(*shape, dtype=dtype)
         _rows(out)
@@ -193,7 +193,7 @@ class NativeOps:
         dtype: torch.dtype | None = None,
         out: Tensor | None = None,
     ) -> PackedWeight:
-        """Packs into panels of columns, see csrc/gemm.h; needs no memory besides the result."""
+        """Pack into panels of columns, see csrc/gemm.h; allocates only the result."""
         parts = [weight] if isinstance(weight, Tensor) else list(weight)
         dtype, k = dtype or parts[0].dtype, parts[0].shape[1]
         n = sum(part.shape[0] for part in parts)
@@ -227,7 +227,7 @@ class NativeOps:
         out_dtype: torch.dtype | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """One accumulation order along K for every T."""
+        """Accumulate along K in the same order for every T."""
         return self._linear(x, weight, bias, out_dtype or x.dtype, out=out)
 
     def _linear(
@@ -277,7 +277,10 @@ class NativeOps:
         group_size: int,
         out: Tensor | None = None,
     ) -> QuantizedWeight:
-        """The same codes and scales on every instruction set; memory: the result and one panel."""
+        """Compute the same codes and scales on every instruction set.
+
+        Allocates the result and one panel.
+        """
         n, k = sum(part.shape[0] for part in weight), weight[0].shape[1]
         packed = _new_quantized(n, k, format, group_size, out)
         row = 0
@@ -302,7 +305,7 @@ class NativeOps:
     def pack_quantized(
         self, n: int, k: int, format: QuantFormat, group_size: int, parts: Iterable[Codes]
     ) -> QuantizedWeight:
-        """Packs into panels of columns, see csrc/quant.h."""
+        """Pack into panels of columns, see csrc/quant.h."""
         packed = _new_quantized(n, k, format, group_size)
         groups = -(-k // (group_size or k))
         row = 0
@@ -341,7 +344,7 @@ class NativeOps:
         weight_offset: float = 0.0,
         out: Tensor | None = None,
     ) -> Tensor:
-        """One pass for the sum of squares, one for the result."""
+        """Compute the sum of squares in one pass, and the result in another."""
         if out is None:
             out = self._empty(*x.shape, dtype=x.dtype)
         dim = x.shape[-1]
@@ -382,7 +385,7 @@ class NativeOps:
         weight_offset: float = 0.0,
         out: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The sum is written and normed while it is in the cache."""
+        """Write the sum and norm it while it is in the cache."""
         _rows(x)
         _rows(residual)
         rows, dim = x.shape
@@ -422,7 +425,7 @@ class NativeOps:
         eps: float,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Mean, then variance about it, then the result."""
+        """Compute the mean, then the variance about it, then the result."""
         _rows(x)
         rows, dim = x.shape
         assert weight.shape == (dim,)
@@ -469,7 +472,7 @@ class NativeOps:
         )
 
     def act_and_mul(self, gate_up: Tensor, activation: Gate, out: Tensor | None = None) -> Tensor:
-        """act(gate) is rounded to the dtype before the product, as Hugging Face does."""
+        """Round act(gate) to the dtype before the product, as Hugging Face does."""
         _rows(gate_up)
         rows, dim = gate_up.shape[0], gate_up.shape[1] // 2
         assert gate_up.shape[1] == 2 * dim
@@ -494,21 +497,21 @@ class NativeOps:
         activation: Gate,
         out: Tensor | None = None,
     ) -> Tensor:
-        """In one go where gate and up are whole panels: gate and up stay in the cache."""
+        """Use one kernel if gate and up are whole panels, so that both stay in the cache."""
         if weight.n % (2 * weight.panel) == 0:
             return self._linear(x, weight, bias, x.dtype, activation, out)
         return self.act_and_mul(self._linear(x, weight, bias, x.dtype), activation, out)
 
     def gelu(self, x: Tensor, approximate: Gelu, out: Tensor | None = None) -> Tensor:
-        """Computed in float32, rounded once."""
+        """Compute in float32, rounding once."""
         return self._unary(_GELU[approximate], x, out)
 
     def relu(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """A comparison."""
+        """Compute in one pass."""
         return self._unary(_RELU, x, out)
 
     def add(self, x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
-        """In float32, rounded once."""
+        """Compute in float32, rounding once."""
         _rows(x)
         _rows(y)
         rows, dim = x.shape
@@ -536,7 +539,7 @@ class NativeOps:
         out_dtype: torch.dtype,
         out: Tensor | None = None,
     ) -> Tensor:
-        """In float32, rounded once."""
+        """Compute in float32, rounding once."""
         _rows(x)
         assert x.dtype == torch.float32
         rows, dim = x.shape[0], x.shape[1] // parts
@@ -556,29 +559,29 @@ class NativeOps:
         return out
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
-        """In float32, rounded once."""
+        """Compute in float32, rounding once."""
         out = self._empty(*x.shape, dtype=x.dtype)
         self._unary_into(out, _SCALE, x, factor)
         return out
 
     def scale_(self, x: Tensor, factor: float) -> None:
-        """In float32, rounded once."""
+        """Compute in float32, rounding once."""
         self._unary_into(x, _SCALE, x, factor)
 
     def clamp_(self, x: Tensor, bound: float) -> None:
-        """Two comparisons."""
+        """Compute in one pass."""
         self._unary_into(x, _CLAMP, x, bound)
 
     def soft_cap_(self, x: Tensor, cap: float) -> None:
-        """Computed in float32, rounded once."""
+        """Compute in float32, rounding once."""
         self._unary_into(x, _SOFT_CAP, x, cap)
 
     def exp(self, x: Tensor) -> Tensor:
-        """Within 2 ulp in float32."""
+        """Compute within 2 ulp in float32."""
         return self._unary(_EXP, x)
 
     def log(self, x: Tensor) -> Tensor:
-        """Within 2 ulp in float32."""
+        """Compute within 2 ulp in float32."""
         return self._unary(_LOG, x)
 
     def rotary_embedding(
@@ -589,7 +592,7 @@ class NativeOps:
         cos_sin_cache: Tensor,
         is_neox: bool = True,
     ) -> None:
-        """Computed in float32, rounded once."""
+        """Compute in float32, rounding once."""
         tokens, rotary_dim = positions.shape[0], cos_sin_cache.shape[1]
         assert query.dim() == key.dim() == 3
         assert query.shape[0] == key.shape[0] == tokens
@@ -627,22 +630,22 @@ class NativeOps:
         return out
 
     def softmax(self, x: Tensor) -> Tensor:
-        """Maximum, sum of exponentials, quotient: each in the order of the row."""
+        """Compute maximum, sum of exponentials and quotient, each in the order of the row."""
         return self._softmax(x, log=False)
 
     def log_softmax(self, x: Tensor) -> Tensor:
-        """Maximum, sum of exponentials, difference: each in the order of the row."""
+        """Compute maximum, sum of exponentials and difference, each in the order of the row."""
         return self._softmax(x, log=True)
 
     def argmax(self, x: Tensor) -> Tensor:
-        """Maximum first, then the first index that has it."""
+        """Find the maximum, then its first index."""
         rows, dim = _logits(x)
         out = self._empty(rows, dtype=torch.int64)
         _native.argmax(x=x.data_ptr(), x_stride=x.stride(0), out=out.data_ptr(), rows=rows, dim=dim)
         return out
 
     def row_max(self, x: Tensor) -> Tensor:
-        """One pass."""
+        """Compute in one pass."""
         rows, dim = _logits(x)
         out = self._empty(rows, dtype=x.dtype)
         _native.row_max(
@@ -651,7 +654,7 @@ class NativeOps:
         return out
 
     def sample(self, x: Tensor, params: NDArray[np.void]) -> Tensor:
-        """Without sorting the vocabulary: see csrc/sample.h."""
+        """Sample without sorting the vocabulary; see csrc/sample.h."""
         rows, dim = _logits(x)
         assert params.dtype == SAMPLING_ROW
         assert params.shape == (rows,)
@@ -668,7 +671,7 @@ class NativeOps:
         return out
 
     def apply_bitmask_(self, x: Tensor, bitmask: Tensor, rows: Tensor) -> None:
-        """Rows that x does not have are passed over. In a plan `rows` is as long as a step."""
+        """Mask rows of x; ignore indices beyond x. In a plan, `rows` has the length of a step."""
         x_rows, dim = _logits(x)
         assert bitmask.shape == (len(rows), -(-dim // 32))
         assert bitmask.dtype == torch.int32
@@ -687,7 +690,7 @@ class NativeOps:
         )
 
     def top_k(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """One pass with a heap of k."""
+        """Compute in one pass with a heap of size k."""
         rows, dim = _logits(x)
         assert 0 <= k <= dim
         values = self._empty(rows, k, dtype=x.dtype)
@@ -704,7 +707,7 @@ class NativeOps:
         return values, indices
 
     def embedding(self, weight: Tensor | PackedWeight, ids: Tensor) -> Tensor:
-        """Copies, out of a packed weight too. An id that the table does not have gives NaN."""
+        """Copy the rows, also from a packed weight. Ids outside of the table yield NaN."""
         packed = isinstance(weight, PackedWeight)
         if isinstance(weight, PackedWeight):
             assert weight.panel == _native.panel(), "weight was packed for another instruction set"

@@ -1,6 +1,6 @@
-"""The operations in plain torch: the truth in tests, and for devices without a native kernel.
+"""Operations in plain torch: the reference for tests, and for devices without a native kernel.
 
-Written to be read; not batch-invariant, since torch chooses its own order of summation.
+They favor readability and are not batch-invariant: torch chooses the order of summation.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ from octavo.kernels.base import (
 )
 
 LEVELS = torch.tensor([-127.0, -101, -76, -58, -44, -31, -20, -10, 0, 10, 20, 31, 43, 58, 74, 95])
-"""What the codes of int4_levels stand for, times 16; see csrc/quant.h."""
+"""Values of the codes of int4_levels, times 16; see csrc/quant.h."""
 
-_CHUNK = 2**19  # elements that are worked on together where temporaries are large
+_CHUNK = 2**19  # elements per chunk where temporaries are large
 
 _TRIES = (0.96, 0.8, 1.04, 0.84, -0.76, 1.0)
 
 
 def into(out: Tensor | None, result: Tensor) -> Tensor:
-    """The result, put where the caller wants it."""
+    """Return the result, copied to `out` if that is given."""
     return result if out is None else out.copy_(result)
 
 
 def _in_groups(rows: Tensor, group: int) -> Tensor:
-    """[R, K] -> [R, ceil(K / group), group], padded with zeros."""
+    """Reshape [R, K] to [R, ceil(K / group), group], padded with zeros."""
     return F.pad(rows, (0, -rows.shape[1] % group)).view(
         len(rows), -(-rows.shape[1] // group), group
     )
 
 
 def _ratio(a: Tensor, b: Tensor) -> Tensor:
-    """a / b, 0 where b is next to nothing."""
+    """Return a / b, or 0 where b is close to 0."""
     return torch.where(b.abs() < 1e-35, 0.0, a / b)
 
 
 def sampling_weights(ops: Ops, x: Tensor, params: NDArray[np.void]) -> Tensor:
-    """What each token weighs that `Ops.sample` chooses among.
+    """Return the weight of each token for `Ops.sample`.
 
     Args:
         ops: operations on x's device.
-        x: float32 [M, V]; a row without a finite maximum has no meaning.
+        x: float32 [M, V]; a row without a finite maximum has undefined weights.
         params: `SAMPLING_ROW` [M]. A row with temperature 0 has one token.
 
     Returns:
@@ -79,7 +79,7 @@ def sampling_weights(ops: Ops, x: Tensor, params: NDArray[np.void]) -> Tensor:
 
 
 def philox4x32(counter: NDArray[np.uint32], key: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Random words: Philox4x32-10.
+    """Generate random words with Philox4x32-10.
 
     J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw, "Parallel random numbers: as easy as 1, 2,
     3", SC'11, section 3.3.
@@ -89,7 +89,7 @@ def philox4x32(counter: NDArray[np.uint32], key: NDArray[np.uint32]) -> NDArray[
         key: uint32 [2, ...]; broadcasts with the counter.
 
     Returns:
-        uint32 like the counter.
+            uint32 of the counter's shape.
     """
     low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
     c0, c1, c2, c3 = counter.astype(np.uint64)
@@ -102,7 +102,7 @@ def philox4x32(counter: NDArray[np.uint32], key: NDArray[np.uint32]) -> NDArray[
 
 
 def token_numbers(params: NDArray[np.void], vocab_size: int) -> NDArray[np.float64]:
-    """The random number in (0, 1) of each token of the vocabulary.
+    """Return the random number in (0, 1) of each token of the vocabulary.
 
     Token 64 g + 16 j + i has word j of the Philox counter (position, stream, 16 g + i, 0).
 
@@ -126,7 +126,7 @@ def token_numbers(params: NDArray[np.void], vocab_size: int) -> NDArray[np.float
 
 
 def to_bytes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Whole numbers from -127 to 127, and what they are multiplied by, for each last dimension."""
+    """Quantize the last dimension to whole numbers up to 127; return them and their scales."""
     most = x.abs().amax(-1, keepdim=True)
     inverse = _ratio(torch.full_like(most, 127.0), most)
     return torch.round(x * inverse), torch.where(most < 1e-35, 0.0, most / 127)
@@ -154,13 +154,13 @@ def _quantize_levels(groups: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class ReferenceOps:
-    """`Ops` by torch; see there for shapes and meaning."""
+    """Implementation of `Ops` in torch; see `Ops` for shapes and meaning."""
 
     name = "reference"
     packs_weights = False
 
     def empty(self, *shape: int, like: Tensor) -> Tensor:
-        """Torch's own."""
+        """Allocate with torch."""
         return like.new_empty(shape)
 
     def call(self, function: Callable[[int, int], object], tokens: int, requests: int) -> None:
@@ -173,7 +173,7 @@ class ReferenceOps:
         dtype: torch.dtype | None = None,
         out: Tensor | None = None,
     ) -> PackedWeight:
-        """The rows as they are, in memory of their own."""
+        """Copy the rows without changing their layout."""
         assert out is None
         data = weight.contiguous() if isinstance(weight, Tensor) else torch.cat(list(weight))
         data = data.to(dtype or data.dtype)
@@ -187,7 +187,7 @@ class ReferenceOps:
         out_dtype: torch.dtype | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Computed in float32 whatever the dtype; with quantized weights, group by group."""
+        """Compute in float32 for every dtype; with quantized weights, group by group."""
         assert weight.panel == 0, "weight was packed by another table"
         if isinstance(weight, QuantizedWeight):
             return into(out, self._linear_q(x, weight, bias, out_dtype))
@@ -220,7 +220,7 @@ class ReferenceOps:
         group_size: int,
         out: Tensor | None = None,
     ) -> QuantizedWeight:
-        """All rows at once, in memory of their own."""
+        """Quantize all rows at once into new memory."""
         assert out is None
         rows = torch.cat([part.float() for part in weight])
         n, k = rows.shape
@@ -232,7 +232,7 @@ class ReferenceOps:
     def pack_quantized(
         self, n: int, k: int, format: QuantFormat, group_size: int, parts: Iterable[Codes]
     ) -> QuantizedWeight:
-        """Numbers in units of their scales [N, groups, group], and behind each group its scale."""
+        """Store numbers in units of their scales [N, groups, group], a scale after each group."""
         rows = []
         for part in parts:
             match format:
@@ -261,7 +261,7 @@ class ReferenceOps:
         weight_offset: float = 0.0,
         out: Tensor | None = None,
     ) -> Tensor:
-        """As Hugging Face's LlamaRMSNorm, or Gemma2RMSNorm with an offset."""
+        """Compute like Hugging Face's LlamaRMSNorm, or Gemma2RMSNorm with an offset."""
         wide = x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         if weight_offset == 0.0:
@@ -279,7 +279,7 @@ class ReferenceOps:
         weight_offset: float = 0.0,
         out: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Two steps."""
+        """Add, then norm."""
         normed, total = out or (None, None)
         total = into(total, x + residual)
         return self.rms_norm(total, weight, eps, weight_offset, normed), total
@@ -292,13 +292,13 @@ class ReferenceOps:
         eps: float,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Computed in float32, rounded once."""
+        """Compute in float32, rounding once."""
         wide_bias = None if bias is None else bias.float()
         normed = F.layer_norm(x.float(), weight.shape, weight.float(), wide_bias, eps)
         return into(out, normed.to(x.dtype))
 
     def act_and_mul(self, gate_up: Tensor, activation: Gate, out: Tensor | None = None) -> Tensor:
-        """As Hugging Face's LlamaMLP and GemmaMLP."""
+        """Compute like Hugging Face's LlamaMLP and GemmaMLP."""
         gate, up = gate_up.chunk(2, dim=-1)
         if activation == "silu":
             return into(out, F.silu(gate) * up)
@@ -313,19 +313,19 @@ class ReferenceOps:
         activation: Gate,
         out: Tensor | None = None,
     ) -> Tensor:
-        """One after the other."""
+        """Call `linear`, then `act_and_mul`."""
         return self.act_and_mul(self.linear(x, weight, bias), activation, out)
 
     def gelu(self, x: Tensor, approximate: Gelu, out: Tensor | None = None) -> Tensor:
-        """Torch's own."""
+        """Compute with torch."""
         return into(out, F.gelu(x, approximate=approximate))
 
     def relu(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Torch's own."""
+        """Compute with torch."""
         return into(out, torch.relu(x))
 
     def add(self, x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
-        """Torch's own."""
+        """Compute with torch."""
         return into(out, x + y)
 
     def sum_parts(
@@ -336,34 +336,34 @@ class ReferenceOps:
         out_dtype: torch.dtype,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Torch's own."""
+        """Compute with torch."""
         first, *others = x.view(len(x), parts, -1).unbind(1)
         for part in [*others, *([] if bias is None else [bias])]:
             first = first + part
         return into(out, first.to(out_dtype))
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
-        """Torch's own."""
+        """Compute with torch."""
         return x * factor
 
     def scale_(self, x: Tensor, factor: float) -> None:
-        """Torch's own."""
+        """Compute with torch."""
         x.mul_(factor)
 
     def clamp_(self, x: Tensor, bound: float) -> None:
-        """Torch's own."""
+        """Compute with torch."""
         x.clamp_(-bound, bound)
 
     def soft_cap_(self, x: Tensor, cap: float) -> None:
-        """Computed in float32, rounded once."""
+        """Compute in float32, rounding once."""
         x.copy_(cap * torch.tanh(x.float() / cap))
 
     def exp(self, x: Tensor) -> Tensor:
-        """Torch's own."""
+        """Compute with torch."""
         return torch.exp(x)
 
     def log(self, x: Tensor) -> Tensor:
-        """Torch's own."""
+        """Compute with torch."""
         return torch.log(x)
 
     def rotary_embedding(
@@ -374,7 +374,7 @@ class ReferenceOps:
         cos_sin_cache: Tensor,
         is_neox: bool = True,
     ) -> None:
-        """Computed in float32, rounded once."""
+        """Compute in float32, rounding once."""
         half = cos_sin_cache.shape[1] // 2
         cos, sin = cos_sin_cache[positions][:, None].chunk(2, dim=-1)
         for x in (query, key):
@@ -386,24 +386,24 @@ class ReferenceOps:
             x[..., pairs[0]], x[..., pairs[1]] = turned[0].to(x.dtype), turned[1].to(x.dtype)
 
     def softmax(self, x: Tensor) -> Tensor:
-        """Torch's own."""
+        """Compute with torch."""
         return torch.softmax(x, dim=-1)
 
     def log_softmax(self, x: Tensor) -> Tensor:
-        """Torch's own."""
+        """Compute with torch."""
         return torch.log_softmax(x, dim=-1)
 
     def argmax(self, x: Tensor) -> Tensor:
-        """By a comparison with the maximum: torch.argmax says nothing about equals."""
+        """Compare with the maximum: torch.argmax does not specify the order of equals."""
         x = x.nan_to_num(-torch.inf, torch.inf, -torch.inf)
         return (x == x.amax(-1, keepdim=True)).int().argmax(-1)
 
     def row_max(self, x: Tensor) -> Tensor:
-        """Torch's own."""
+        """Compute with torch."""
         return x.amax(-1)
 
     def sample(self, x: Tensor, params: NDArray[np.void]) -> Tensor:
-        """By ranking the whole vocabulary."""
+        """Rank the whole vocabulary."""
         weights = sampling_weights(self, x, params)
         numbers = torch.from_numpy(token_numbers(params, x.shape[1])).to(x.device)
         arrivals = -torch.log(numbers) / weights  # a weight of 0 never arrives
@@ -412,7 +412,7 @@ class ReferenceOps:
         return torch.where(self.row_max(x).isfinite(), tokens, -1)
 
     def apply_bitmask_(self, x: Tensor, bitmask: Tensor, rows: Tensor) -> None:
-        """Some rows at a time, so that temporaries stay small."""
+        """Mask a few rows at a time, so that temporaries stay small."""
         vocab_size = x.shape[1]
         shifts = torch.arange(32, dtype=torch.int32, device=x.device)
         bitmask, rows = bitmask.to(x.device), rows.to(x.device)
@@ -423,11 +423,11 @@ class ReferenceOps:
             x[some] = x[some].masked_fill_(denied, -torch.inf)
 
     def top_k(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """By a stable sort."""
+        """Sort stably."""
         x = x.nan_to_num(-torch.inf, torch.inf, -torch.inf)
         values, indices = torch.sort(x, dim=-1, descending=True, stable=True)
         return values[:, :k].contiguous(), indices[:, :k].contiguous()
 
     def embedding(self, weight: Tensor | PackedWeight, ids: Tensor) -> Tensor:
-        """Torch's own."""
+        """Compute with torch."""
         return F.embedding(ids, weight.data if isinstance(weight, PackedWeight) else weight)

@@ -1,25 +1,25 @@
-"""Sizes of packed data for the memory plan. Imports no torch: the control plane may ask."""
+"""Sizes of packed data for the memory plan. Imports no torch, so the control plane may use it."""
 
 from __future__ import annotations
 
 from octavo.system.dtypes import DTYPE_NBYTES
 
 PANEL = 64
-"""Outputs that a packed weight is rounded up to: the widest panel of any instruction set."""
+"""Multiple that the outputs of a packed weight are padded to: the widest panel of all ISAs."""
 
 
 def packed_nbytes(n: int, k: int, dtype: str) -> int:
-    """Bytes that a weight of shape [n, k] takes once packed."""
+    """Return the bytes of a weight of shape [n, k] once packed."""
     multiple = 32 if dtype == "bfloat16" else 2
     return -(-n // PANEL) * PANEL * (-(-k // multiple) * multiple) * DTYPE_NBYTES[dtype]
 
 
 def quantized_nbytes(n: int, k: int, format: str, group_size: int) -> int:
-    """Bytes that a weight of shape [n, k] takes once quantized and packed.
+    """Return the bytes of a weight of shape [n, k] once quantized and packed.
 
     Args:
         n: outputs.
-        k: inputs; they are padded to whole groups, with int8 to a multiple of 64.
+        k: inputs, padded to whole groups, with int8 to a multiple of 64.
         format: `octavo.kernels.base.QuantFormat`.
         group_size: inputs that share a scale; 0 with int8.
     """

@@ -1,8 +1,8 @@
-"""What no choice is best for on every processor, measured at the first start on one.
+"""Kernel settings without a best value for all processors, measured at the first start.
 
-How weights are fetched, how long threads wait awake, and how little work is shared between them:
-none of it changes a bit of what is computed. The defaults are sound everywhere; another choice is
-taken only where it is quicker by far and every time, as the machine may do other work meanwhile.
+They control how weights are fetched, how long idle threads spin, and how small a piece of work is
+shared. They change no bit of the results. The defaults are sound everywhere. Another choice
+replaces a default only if it is much faster each time, as the machine may run other work meanwhile.
 """
 
 from __future__ import annotations
@@ -32,46 +32,46 @@ from octavo.kernels.sizes import packed_nbytes
 
 logger = logging.getLogger(__name__)
 
-# Of the default's time, in the median of the rounds.
+# Limit of the median of the rounds, relative to the default's time.
 _CLEARLY_BETTER = 1 / 1.15
 _LEAST_ROUNDS = 3
-# For all rounds of a choice. With the memory that is read it makes 100 ms.
+# Time for all rounds of a choice. Including the first read of the memory, tuning takes 100 ms.
 _SECONDS = 0.02
-# More than the caches hold, as the weights of a model are.
+# Larger than the caches, like the weights of a model.
 _WEIGHT_NBYTES = 64 * 2**20
 _DTYPE = torch.bfloat16
-# A file with a choice has fewer.
+# Larger than any file with a choice.
 _MOST_NBYTES = 4096
 
 Value = TypeVar("Value", bool, int)
 
 
 class Tuning(msgspec.Struct, frozen=True):
-    """What was chosen."""
+    """Chosen values."""
 
     past_caches: bool
-    """Whether weights that a step uses once are fetched past the caches (prefetchnta)."""
+    """True if weights that a step uses once are fetched past the caches (prefetchnta)."""
     spin_us: int
-    """Microseconds that a thread waits awake."""
+    """Microseconds that an idle thread spins."""
     grain: int
     """Vector operations that are worth sharing between threads."""
 
     def apply(self) -> None:
-        """Has the kernels of this process go by it; none may be running."""
+        """Set the values for the kernels of this process; no kernel may run."""
         _native.set_tuning(self.past_caches, self.spin_us, self.grain)
 
 
 DEFAULT = Tuning(*_native.tuning())
-"""For all processors; `past_caches` by their maker."""
+"""Default for all processors; `past_caches` depends on their maker."""
 SPINS = (10, 50, 200)
 GRAINS = (2500, 10000, 40000)
 
 
 def tune(folder: Path | None, processor: str) -> None:
-    """Applies what suits a processor, this one, from `folder` or by measuring.
+    """Apply the best choice for this processor, from `folder` or by measuring.
 
-    Without a folder the defaults stay. Whatever is wrong with it costs a line of the log, never the
-    start. While another process measures, the defaults are kept rather than waited for it.
+    Without a folder the defaults stay. An error in the folder is logged and never prevents the
+    start. While another process measures, the defaults stay: this process does not wait.
     """
     if folder is None:
         return
@@ -96,9 +96,9 @@ def tune(folder: Path | None, processor: str) -> None:
 
 
 def measure() -> Tuning:
-    """What suits this processor, with as many threads as kernels use now; takes 100 ms at most.
+    """Measure the best choice for this processor and its current threads; takes 100 ms at most.
 
-    The kernels go by the defaults afterwards.
+    Afterwards the kernels use the defaults.
     """
     with torch.inference_mode():
         past_caches = choose("past_caches", (False, True), _read_weights())
@@ -112,16 +112,16 @@ def measure() -> Tuning:
 
 
 def choose(field: str, values: Sequence[Value], run: Callable[[], object]) -> Value:
-    """The value of a `Tuning`'s field with which `run` is clearly quickest, or else the default's.
+    """Return the value of a `Tuning` field that makes `run` clearly fastest, or else the default's.
 
-    The kernels go by the defaults afterwards.
+    Afterwards the kernels use the defaults.
     """
     choices = [msgspec.structs.replace(DEFAULT, **{field: value}) for value in values]
     taken: list[list[float]] = [[] for _ in choices]
-    run()  # the memory is there, and the threads are awake
+    run()  # allocates the memory and wakes the threads
     end = time.perf_counter() + _SECONDS
     while len(taken[0]) < _LEAST_ROUNDS or time.perf_counter() < end:
-        first = len(taken[0])  # they take turns at it: the first may find the caches in disorder
+        first = len(taken[0])  # rotates: the first may find cold caches
         for i in range(len(choices)):
             now = (first + i) % len(choices)
             choices[now].apply()
@@ -139,13 +139,13 @@ def choose(field: str, values: Sequence[Value], run: Callable[[], object]) -> Va
 
 
 def _read_weights() -> Callable[[], object]:
-    """A row meets a large weight, as in a decode step at batch 1."""
+    """Make a multiplication of one row by a large weight, as in a decode step at batch 1."""
     k = 2048
     return _record([_WEIGHT_NBYTES // (2 * k)], k)
 
 
 def _make_steps() -> Callable[[], object]:
-    """Kernels in a row, then a pause as between two steps, and so on."""
+    """Make sequences of kernels with pauses, as between steps."""
     kernels = _record([512] * 12, 512)
 
     def run() -> None:
@@ -159,15 +159,15 @@ def _make_steps() -> Callable[[], object]:
 
 
 def _make_small_kernels() -> Callable[[], object]:
-    """Products of a few microseconds, of which it is open whether they are worth sharing."""
+    """Make products of a few microseconds, which may or may not be worth sharing."""
     return _record([64, 128, 256, 512, 1024] * 20, 512)
 
 
 def _record(outputs: Sequence[int], k: int) -> Callable[[], object]:
-    """Products of a row and weights with so many outputs, one after the other, as in a step."""
+    """Record products of a row and weights with the given outputs in sequence, as in a step."""
     ops, plan, weights = NativeOps(), _native.Plan(), {}
     for n in set(outputs):
-        # Pages that nothing was written to would all be one.
+        # Without a write, all pages would be one zero page.
         data = map_memory(packed_nbytes(n, k, "bfloat16")).fill_(1)
         weights[n] = PackedWeight(data, n, k, _DTYPE, _native.panel())
     x = torch.zeros(1, k, dtype=_DTYPE)
@@ -183,29 +183,29 @@ def _record(outputs: Sequence[int], k: int) -> Callable[[], object]:
 
 
 def _key(processor: str) -> str:
-    """Of the processor, and of what else the choice may depend on."""
+    """Return a key of the processor and of the other facts that the choice depends on."""
     what = [octavo.__version__, processor, _native.isa(), _native.num_threads()]
     return hashlib.sha256(msgspec.json.encode(what)).hexdigest()
 
 
 def _read(file: Path) -> Tuning | None:
-    """What was chosen before; None: nothing, or nothing that could have been."""
+    """Read an earlier choice; return None if none is stored or the file is invalid."""
     try:
         tuning = msgspec.json.decode(_read_small(file), type=Tuning)
     except FileNotFoundError:
         return None
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
         logger.debug("%s is written anew: %s", file, error)
         return None
     return tuning if tuning.spin_us in SPINS and tuning.grain in GRAINS else None
 
 
 def _read_small(file: Path) -> bytes:
-    """The bytes of a file, if it may be one that `_write` has written.
+    """Read a file if `_write` may have written it.
 
     Raises:
-        ValueError: it is not.
-        OSError: it cannot be read.
+        ValueError: the file is a link, or not a small regular file.
+        OSError: the file cannot be read.
     """
     if file.is_symlink():
         raise ValueError("it is a link")
@@ -221,14 +221,18 @@ def _read_small(file: Path) -> bytes:
 
 def _write(file: Path, tuning: Tuning) -> None:
     descriptor, name = tempfile.mkstemp(".unfinished", dir=file.parent)
-    with open(descriptor, "wb") as stream:
-        stream.write(msgspec.json.encode(tuning))
-    os.replace(name, file)
+    try:
+        with open(descriptor, "wb") as stream:
+            stream.write(msgspec.json.encode(tuning))
+        os.replace(name, file)
+    except OSError:
+        os.unlink(name)
+        raise
 
 
 @contextlib.contextmanager
 def _alone(file: Path) -> Iterator[bool]:
-    """Whether no other process holds the lock; the system unlocks what a dead one had locked."""
+    """Yield True if this process holds the lock; the system releases the lock of a dead process."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,1 +1,1 @@
-"""Bookkeeping of the paged KV cache: which block holds which tokens of which request."""
+"""Bookkeeping of the paged KV cache: the tokens and the requests of each block."""

@@ -1,4 +1,4 @@
-"""The pool of KV-cache blocks: who is free, who is shared, who holds a known prefix."""
+"""Pool of KV-cache blocks: free blocks, shared blocks, and blocks with a known prefix."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from octavo.kv_cache.events import KVEventLog
 
-# Block 0 holds no request's KV; block tables use it where a block is not needed (any more).
+# Block 0 holds no request's KV; block tables use it in place of blocks that are not needed.
 NULL_BLOCK_ID = 0
 
 
 class KVCacheBlock:
-    """The record of one block.
+    """Record of a block.
 
-    A block is in one of three states: in use (`ref_cnt` > 0), free and forgotten, or free but
-    still holding a known prefix (`block_hash` set), which a request may take up again.
+    A block is in one of three states: in use (`ref_cnt` > 0), free and forgotten, or free but still
+    holding a known prefix (`block_hash` set), which a request may use again.
     """
 
     __slots__ = ("block_hash", "block_id", "group_id", "next_free", "prev_free", "ref_cnt")
@@ -23,9 +23,9 @@ class KVCacheBlock:
         self.block_id = block_id
         self.ref_cnt = 0
         self.block_hash: bytes | None = None
-        """Set while the prefix cache knows the block."""
+        """Hash; set while the prefix cache knows the block."""
         self.group_id = 0
-        """KV-cache group under which `block_hash` is known."""
+        """KV-cache group that knows `block_hash`."""
         self.prev_free: KVCacheBlock | None = None
         self.next_free: KVCacheBlock | None = None
 
@@ -37,12 +37,12 @@ class KVCacheBlock:
 class FreeKVCacheBlockQueue:
     """Doubly linked list of the free blocks, in the order in which they will be reused.
 
-    All operations are O(1), removal from the middle included: a cached block that is hit again
-    leaves the queue wherever it stands.
+    All operations are O(1), including removal from the middle: a cached block that is hit again can
+    leave the queue at any position.
     """
 
     def __init__(self, blocks: Iterable[KVCacheBlock]) -> None:
-        # Two sentinels spare every operation the special cases of the ends.
+        # Two sentinels avoid special cases at the ends.
         self._head, self._tail = KVCacheBlock(-1), KVCacheBlock(-1)
         self._head.next_free, self._tail.prev_free = self._tail, self._head
         self.num_free_blocks = 0
@@ -50,7 +50,7 @@ class FreeKVCacheBlockQueue:
             self.append(block)
 
     def popleft(self) -> KVCacheBlock:
-        """Takes the block that has waited longest."""
+        """Remove and return the first block, which was freed least recently."""
         block = self._head.next_free
         assert block is not self._tail, "no free block"
         assert block is not None
@@ -58,16 +58,16 @@ class FreeKVCacheBlockQueue:
         return block
 
     def append(self, block: KVCacheBlock) -> None:
-        """Puts a block at the end: it will be reused last."""
+        """Add a block at the end: it will be reused last."""
         assert self._tail.prev_free is not None
         self._insert_after(self._tail.prev_free, block)
 
     def appendleft(self, block: KVCacheBlock) -> None:
-        """Puts a block at the front: it will be reused next."""
+        """Add a block at the front: it will be reused next."""
         self._insert_after(self._head, block)
 
     def remove(self, block: KVCacheBlock) -> None:
-        """Takes a block out of the middle."""
+        """Remove a block from the middle."""
         prev, next_ = block.prev_free, block.next_free
         assert prev is not None, f"{block} is not in the free queue"
         assert next_ is not None
@@ -76,10 +76,10 @@ class FreeKVCacheBlockQueue:
         self.num_free_blocks -= 1
 
     def to_list(self) -> list[KVCacheBlock]:
-        """All free blocks in order, for checks.
+        """Return all free blocks in order, for checks.
 
         Raises:
-            AssertionError: if the links of the list contradict one another.
+            AssertionError: the links of the list are inconsistent.
         """
         blocks = []
         block = self._head
@@ -101,15 +101,15 @@ class FreeKVCacheBlockQueue:
 
 
 class BlockPool:
-    """All blocks of the KV cache, and the index of those that hold a known prefix.
+    """All blocks of the KV cache, and the index of those with a known prefix.
 
-    Blocks are reused least recently used first. A freed block that holds no known prefix goes to
-    the front of the queue, one that does goes to the end: what can still be useful lives longest.
+    Blocks are reused least recently used first. A freed block without a known prefix is put at the
+    front of the queue, one with a prefix at the end: useful blocks live longest.
 
     Args:
-        num_blocks: blocks in all, the null block included.
-        num_groups: KV-cache groups; a hash is known for each group on its own.
-        enable_caching: keep known prefixes after their last user has gone. Without it, only live
+        num_blocks: blocks in all, including the null block.
+        num_groups: number of KV-cache groups; each has its own known hashes.
+        enable_caching: keep known prefixes after their last user has ended. Without it, only live
             requests share blocks.
     """
 
@@ -122,19 +122,19 @@ class BlockPool:
         self.num_usable_blocks = num_blocks - 1
         self.enable_caching = enable_caching
         self.num_evictions = 0
-        """Known prefixes lost to reuse of their block."""
+        """Number of known prefixes lost to reuse of their block."""
         self.events: KVEventLog | None = None
-        """Told what is forgotten, if anybody wants to know."""
+        """Log of forgotten prefixes, if events are enabled."""
         self._cached: list[dict[bytes, KVCacheBlock]] = [{} for _ in range(num_groups)]
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be handed out, cached ones included."""
+        """Number of blocks that can be allocated, including cached ones."""
         return self.free_queue.num_free_blocks
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks that live requests hold."""
+        """Number of blocks that live requests hold."""
         return self.num_usable_blocks - self.free_queue.num_free_blocks
 
     @property
@@ -143,7 +143,7 @@ class BlockPool:
         return self.num_used_blocks / self.num_usable_blocks
 
     def get_new_blocks(self, count: int) -> list[KVCacheBlock]:
-        """Hands out `count` blocks with one reference each; there must be enough free ones."""
+        """Allocate `count` blocks with one reference each; there must be enough free ones."""
         assert count <= self.num_free_blocks, f"{count} blocks of {self.num_free_blocks} free"
         blocks = []
         for _ in range(count):
@@ -156,7 +156,7 @@ class BlockPool:
         return blocks
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Adds a reference to each block, taking it out of the free queue if it is there."""
+        """Add a reference to each block, removing free ones from the free queue."""
         for block in blocks:
             if block is self.null_block:
                 continue
@@ -165,7 +165,7 @@ class BlockPool:
             block.ref_cnt += 1
 
     def free_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Drops a reference to each block; those without any become free, in the given order."""
+        """Drop a reference to each block; those without any become free, in the given order."""
         for block in blocks:
             if block is self.null_block:
                 continue
@@ -188,9 +188,9 @@ class BlockPool:
         end: int,
         group_id: int,
     ) -> list[KVCacheBlock]:
-        """Makes a request's blocks `start` up to `end` known; returns those that now are.
+        """Make a request's blocks `start` up to `end` known; return the newly known ones.
 
-        Where another block holds the same prefix already, that one stays the known one.
+        If another block already holds the same prefix, that one stays known instead.
         """
         cached = self._cached[group_id]
         new = []
@@ -203,11 +203,11 @@ class BlockPool:
         return new
 
     def cached_blocks(self, group_id: int) -> Mapping[bytes, KVCacheBlock]:
-        """The blocks that hold a known prefix in this group, by its hash."""
+        """Return the blocks with a known prefix in this group, by its hash."""
         return self._cached[group_id]
 
     def uncache(self, block: KVCacheBlock) -> None:
-        """Makes the prefix cache forget a block."""
+        """Remove a block from the prefix cache."""
         assert block.block_hash is not None
         del self._cached[block.group_id][block.block_hash]
         if self.events is not None and self.events.group_id == block.group_id:
@@ -215,7 +215,7 @@ class BlockPool:
         block.block_hash = None
 
     def forget_all(self) -> None:
-        """Forgets all known prefixes; blocks that somebody holds are just that from now on."""
+        """Forget all known prefixes; blocks in use stay in use, but are no longer known."""
         for cached in self._cached:
             for block in list(cached.values()):
                 self.uncache(block)
@@ -223,13 +223,13 @@ class BlockPool:
             self.events.note_cleared()
 
     def check_integrity(self, ref_counts: Sequence[int]) -> None:
-        """Compares the books with one another and with the references that requests really hold.
+        """Check that the records are consistent with each other and with the requests' references.
 
         Args:
             ref_counts: for each block id the number of references to it.
 
         Raises:
-            AssertionError: with what does not add up.
+            AssertionError: the records are inconsistent; the message names the inconsistency.
         """
         free = self.free_queue.to_list()
         if len(free) != self.num_free_blocks:
@@ -246,11 +246,11 @@ class BlockPool:
             if block.block_hash is not None:
                 num_hashed += 1
                 if self._cached[block.group_id].get(block.block_hash) is not block:
-                    raise AssertionError(f"the prefix cache does not know {block}")
+                    raise AssertionError(f"the prefix cache does not list {block}")
                 if block.ref_cnt == 0 and not self.enable_caching:
                     raise AssertionError(f"{block} is kept though caching is off")
         if num_hashed != sum(map(len, self._cached)):
-            raise AssertionError("the prefix cache knows blocks that do not know of it")
+            raise AssertionError("the prefix cache lists blocks without a hash")
         null = self.null_block
         if null.ref_cnt != 1 or null.block_hash is not None or null.block_id in in_queue:
             raise AssertionError(f"the null block was used: {null}")

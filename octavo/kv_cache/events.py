@@ -1,6 +1,6 @@
-"""What becomes of known prefixes, for routers: vLLM's KV events, with its names and its encoding.
+"""Events of the prefix cache, for routers: vLLM's KV events, with its names and its encoding.
 
-Imports nothing but msgspec: subscribers may import it.
+Imports only msgspec, so that subscribers can import it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import msgspec
 
 
 class KVCacheEvent(msgspec.Struct, array_like=True, omit_defaults=True, tag=True):
-    """Something that became of the prefix cache; on the wire an array whose first item is a name.
+    """Event of the prefix cache; on the wire an array that starts with its name.
 
     Hashes are chained: equal ones mean equal tokens from the beginning of the prompt, in the same
     scope (`cache_salt`).
@@ -17,47 +17,47 @@ class KVCacheEvent(msgspec.Struct, array_like=True, omit_defaults=True, tag=True
 
 
 class BlockStored(KVCacheEvent):
-    """Blocks that follow one another hold a known prefix, or will once their step is computed."""
+    """Event: successive blocks hold a known prefix, or will once their step is computed."""
 
     block_hashes: list[bytes]
     parent_block_hash: bytes | None
-    """Of the block before the first one; None: this is the beginning of a prompt."""
+    """Hash of the block before the first one; None: this is the beginning of a prompt."""
     token_ids: list[int]
-    """Of all these blocks."""
+    """Tokens of all these blocks."""
     block_size: int
     lora_id: int | None = None
     medium: str | None = None
-    """Where the blocks are: "CPU", or "GPU"."""
+    """Location of the blocks: "CPU" or "GPU"."""
 
 
 class BlockRemoved(KVCacheEvent):
-    """Blocks are used for something else."""
+    """Event: blocks are reused."""
 
     block_hashes: list[bytes]
     medium: str | None = None
 
 
 class AllBlocksCleared(KVCacheEvent):
-    """Nothing is known any more; also the first event of an engine that has just been started."""
+    """Event: no prefix is known any more; also the first event of a new engine."""
 
 
 AnyKVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
-    """What happened in a step, in order."""
+    """Events of a step, in order."""
 
     ts: float
-    """Seconds since 1970."""
+    """Time in seconds since 1970."""
     events: list[AnyKVEvent]
     data_parallel_rank: int | None = None
 
 
 class KVEventLog:
-    """Takes down events of one KV-cache group until somebody takes them.
+    """Log of events of one KV-cache group, until `take` returns them.
 
     Args:
-        group_id: the group whose blocks decide what a request finds.
+        group_id: the group with blocks that determine a request's hits.
         block_size: tokens of a block.
         medium: see `BlockStored`.
     """
@@ -68,7 +68,7 @@ class KVEventLog:
         self._events: list[AnyKVEvent] = []
 
     def note_stored(self, hash: bytes, parent: bytes | None, token_ids: list[int]) -> None:
-        """A block is known now; those that follow one another become one event."""
+        """Record a newly known block; successive blocks become one event."""
         last = self._events[-1] if self._events else None
         if isinstance(last, BlockStored) and last.block_hashes[-1] == parent:
             last.block_hashes.append(hash)
@@ -79,7 +79,7 @@ class KVEventLog:
             )
 
     def note_removed(self, hash: bytes) -> None:
-        """A block is not known any more."""
+        """Record that a block is no longer known."""
         last = self._events[-1] if self._events else None
         if isinstance(last, BlockRemoved):
             last.block_hashes.append(hash)
@@ -87,10 +87,10 @@ class KVEventLog:
             self._events.append(BlockRemoved([hash], self._medium))
 
     def note_cleared(self) -> None:
-        """None is; what happened before does not matter any more."""
+        """Record that no block is known any more; drop earlier events."""
         self._events = [AllBlocksCleared()]
 
     def take(self) -> list[AnyKVEvent]:
-        """What happened since the last call."""
+        """Return the events since the last call."""
         events, self._events = self._events, []
         return events

@@ -1,9 +1,9 @@
 """KV-cache groups: layers that share block tables, over one pool of equal blocks.
 
 With one kind of cache all layers form one group. With several (Gemma 2 and 3 alternate sliding
-windows and full attention) every group gets the same number of layers, so that a block costs the
-same number of bytes whichever group takes it: the i-th layer of every group lives in the i-th
-physical tensor, and a block id is used by one group at a time. See vLLM's hybrid KV cache manager.
+windows and full attention) every group has the same number of layers, so that a block has the same
+number of bytes in each group. The i-th layer of every group uses the i-th physical tensor, and one
+group uses a block id at a time. See vLLM's hybrid KV cache manager.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _attention_manager(cache: AttentionCache, block_size: int) -> SingleTypeKVCa
 
 _ALIGNMENT = 64  # a cache line
 
-# For each kind of cache spec what makes its manager, of the spec and the block size.
+# Factories of managers by kind of cache spec; the arguments are the spec and the block size.
 MANAGERS: dict[type[Any], Callable[[Any, int], SingleTypeKVCacheManager]] = {
     AttentionCache: _attention_manager,
 }
@@ -38,18 +38,18 @@ class KVCacheGroup:
     """Layers with equal caches, which share block tables."""
 
     layer_indices: tuple[int, ...]
-    """Among the layers that keep something."""
+    """Indices among the layers with a cache."""
     cache: CacheSpec
 
 
 @dataclass(frozen=True)
 class KVCacheConfig:
-    """The shape of the KV cache."""
+    """Shape of the KV cache."""
 
     num_blocks: int
-    """Blocks in all, the null block 0 included."""
+    """Number of blocks in all, including the null block 0."""
     block_size: int
-    """Tokens in a block."""
+    """Number of tokens in a block."""
     groups: Sequence[KVCacheGroup]
 
     def slot_nbytes(self, dtype: str) -> list[int]:
@@ -58,17 +58,17 @@ class KVCacheConfig:
 
     @cached_property
     def layer_to_group(self) -> list[int]:
-        """For each layer the index of its group."""
+        """Index of each layer's group."""
         return [g for _, g, _ in self._places]
 
     @cached_property
     def layer_to_tensor(self) -> list[int]:
-        """For each layer the index of its physical tensor."""
+        """Index of each layer's physical tensor."""
         return [t for _, _, t in self._places]
 
     @cached_property
     def _places(self) -> list[tuple[int, int, int]]:
-        """(layer, group, tensor) of each layer, in order of the layers."""
+        """Tuples (layer, group, tensor) of all layers, in order."""
         places = sorted(
             (layer, g, t)
             for g, group in enumerate(self.groups)
@@ -79,10 +79,10 @@ class KVCacheConfig:
 
 
 def make_kv_cache_groups(caches: Sequence[CacheSpec]) -> list[KVCacheGroup]:
-    """Sorts layers into groups of equal size; the last one of a kind of cache may be short.
+    """Sort layers into groups of equal size; the last group of a kind may be smaller.
 
     Args:
-        caches: what each layer that keeps something keeps, as `ModelSpec.caches` has it.
+        caches: cache spec of each layer with a cache, as in `ModelSpec.caches`.
     """
     kinds: dict[CacheSpec, list[int]] = {}
     for layer, cache in enumerate(caches):
@@ -96,9 +96,9 @@ def make_kv_cache_groups(caches: Sequence[CacheSpec]) -> list[KVCacheGroup]:
 
 
 def select_layers(groups: Sequence[KVCacheGroup], begin: int, end: int) -> list[KVCacheGroup]:
-    """The same groups with the layers from ... to ... only, counted from 0 on: a stage's.
+    """Return the groups with only the layers `begin` up to `end`, renumbered from 0: a stage's.
 
-    All groups stay, since stages have block tables in common; some may have no layer.
+    All groups stay, since stages share block tables; some may have no layer.
     """
     return [
         replace(
@@ -110,7 +110,7 @@ def select_layers(groups: Sequence[KVCacheGroup], begin: int, end: int) -> list[
 
 
 def make_manager(cache: CacheSpec, block_size: int) -> SingleTypeKVCacheManager:
-    """The rules of a group with this cache."""
+    """Make the manager of a group with this cache."""
     return MANAGERS[type(cache)](cache, block_size)
 
 
@@ -141,7 +141,7 @@ def bytes_per_block(groups: Sequence[KVCacheGroup], block_size: int, dtype: str)
 
 
 def find_full_attention(groups: Sequence[KVCacheGroup]) -> int | None:
-    """The first group whose requests keep the pages of all their tokens; None: there is none."""
+    """Return the first group with full attention, or None."""
     for index, group in enumerate(groups):
         if isinstance(group.cache, AttentionCache) and group.cache.sliding_window is None:
             return index
@@ -151,7 +151,7 @@ def find_full_attention(groups: Sequence[KVCacheGroup]) -> int | None:
 def max_blocks_per_request(
     groups: Sequence[KVCacheGroup], block_size: int, num_tokens: int, max_num_batched_tokens: int
 ) -> int:
-    """Blocks that one request of `num_tokens` tokens can hold at most at one time."""
+    """Return the maximum number of blocks that a request of `num_tokens` tokens holds."""
     return sum(
         make_manager(group.cache, block_size).max_blocks(num_tokens, max_num_batched_tokens)
         for group in groups

@@ -1,4 +1,4 @@
-"""Chained block hashes: equal hash means equal tokens from the very beginning of the prompt."""
+"""Chained block hashes: equal hashes mean equal tokens from the very beginning of the prompt."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 
 from octavo.request import BlockHasher, Request
 
-# Whatever else than token ids decides what a block's KV is (an adapter's id, the hashes of media
-# inside the block), for the positions from the second argument up to the third.
+# Returns everything besides token ids that determines a block's KV (such as an adapter's id or the
+# hashes of media inside the block), for the positions from the second argument up to the third.
 ExtraKeys = Callable[[Request, int, int], Sequence[bytes]]
 
 
 def root_hash(cache_salt: str | None, cache_scope: str | None = None) -> bytes:
-    """The parent hash of a request's first block.
+    """Return the parent hash of a request's first block.
 
-    Salt and scope enter here only: every later hash depends on them through the chain.
+    Salt and scope are only used here: every later hash depends on them through the chain.
     """
     salt = b"" if cache_salt is None else b"salt:" + cache_salt.encode()
     root = hashlib.sha256(b"octavo-kv:" + salt).digest()
@@ -26,10 +26,10 @@ def root_hash(cache_salt: str | None, cache_scope: str | None = None) -> bytes:
 
 
 def hash_block(parent: bytes, token_ids: Sequence[int], extra_keys: Sequence[bytes] = ()) -> bytes:
-    """SHA-256 over the parent's hash, the token ids (int64, little-endian) and the extra keys.
+    """Return SHA-256 of the parent's hash, the token ids (int64, little-endian) and the extra keys.
 
     Parent and tokens have a fixed length and each extra key is preceded by its own, so no two
-    inputs run together.
+    inputs have the same encoding.
     """
     message = parent + struct.pack(f"<{len(token_ids)}q", *token_ids)
     for key in extra_keys:
@@ -38,7 +38,7 @@ def hash_block(parent: bytes, token_ids: Sequence[int], extra_keys: Sequence[byt
 
 
 def prompt_embeds_keys(request: Request, start: int, end: int) -> list[bytes]:
-    """`ExtraKeys`: a digest of the embeddings that take the place of tokens."""
+    """Implement `ExtraKeys`: a digest of the embeddings that replace tokens."""
     embeds = request.prompt_embeds
     if embeds is None or start >= embeds.num_tokens:
         return []
@@ -48,10 +48,9 @@ def prompt_embeds_keys(request: Request, start: int, end: int) -> list[bytes]:
 
 
 def make_block_hasher(block_size: int, extra_keys: ExtraKeys | None = None) -> BlockHasher:
-    """Makes the function that hashes a request's full blocks of known tokens.
+    """Make the function that hashes a request's full blocks of known tokens.
 
-    Each call hashes only the blocks that `request.block_hashes` does not have yet, so a request
-    is hashed once, however often tokens are appended to it.
+    Each call hashes only the blocks missing in `request.block_hashes`, so no block is hashed twice.
     """
 
     def hash_new_blocks(request: Request) -> list[bytes]:
@@ -60,7 +59,8 @@ def make_block_hasher(block_size: int, extra_keys: ExtraKeys | None = None) -> B
         start = len(hashes) * block_size
         if len(tokens) - start < block_size:
             return []
-        parent = hashes[-1] if hashes else root_hash(request.cache_salt, request.cache_scope)
+        salt, scope = request.options.cache_salt, request.cache_scope
+        parent = hashes[-1] if hashes else root_hash(salt, scope)
         new = []
         for end in range(start + block_size, len(tokens) + 1, block_size):
             extra = extra_keys(request, end - block_size, end) if extra_keys is not None else ()

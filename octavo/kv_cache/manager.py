@@ -1,33 +1,33 @@
-"""Which KV-cache blocks each request has: prefix hits, allocation, copy on write, giving back.
+"""Allocation of KV-cache blocks to requests: prefix hits, slots, copy on write, release.
 
-Why a cached block is never overwritten, though steps are scheduled before earlier ones have run
-and blocks are handed out again while a step in flight may still write to them:
+A cached block is never overwritten, although steps are scheduled before earlier ones have run, and
+blocks are reallocated while a step in flight may still write to them. The reasons:
 
-1. Steps execute in the order in which they were scheduled, and within a step the model writes the
-   KV of the whole batch before it attends, layer by layer. So a block's content is what the last
-   step scheduled to write it has written.
+1. Steps execute in the order of scheduling, and within a step the model writes the KV of the whole
+batch before it attends, layer by layer. So a block contains the writes of the last step that was
+scheduled to write to it.
 2. A block is made known (hashed) when the step that computes its last position is scheduled, and
-   only if all its tokens are known then: no token that a step in flight has yet to sample, no
-   draft. Whoever hits it is scheduled in the same step or later, and reads what was written.
+only if all its tokens are known then: neither tokens that a step in flight has yet to sample, nor
+drafts. A request that hits it is scheduled in the same step or later, and reads the written
+contents.
 3. A request writes at its own computed position and beyond. Hashed blocks end at or before the end
-   of the step that made them known, and a rejected draft never takes a request back before its
-   last known token; so no request, in flight or later, writes into its own hashed blocks again.
-   While drafts are in flight a request counts as computed up to the last of them, and may stand as
-   many positions further back: it has known and computed all that is hashed even then, and keeps
-   what a sliding window may still show it from there.
-4. What a request has in flight beyond its hashed blocks goes to blocks that only it holds. If it
-   ends or is preempted meanwhile, these blocks are unhashed; a new owner is scheduled later, so
-   its writes come later, and it reads only what it wrote or what was known.
+of the step that made them known, and a rejected draft never moves a request back before its last
+known token. So no request, in flight or later, writes to its own hashed blocks again. While drafts
+are in flight a request counts as computed up to the last of them, and its true position may be
+before them by at most their number. Even then it has known and computed all hashed tokens, and it
+keeps the blocks that a sliding window may reach from there.
+4. A request's writes in flight beyond its hashed blocks use blocks that only this request holds. If
+it ends or is preempted meanwhile, these blocks are unhashed. A new owner is scheduled later, so its
+writes are later, and it only reads its own writes or known contents.
 5. A hit that ends inside a block (a prompt that is known to its end: the last token is computed
-   again for its logits) is the one case in which a request would write into a known block. If
-   somebody else uses the block, the request gets a copy. If nobody does, the cache forgets the
-   block and the request takes it over, to make it known again under rule 2. A block that is made
-   known in this very step has no content yet when copies are made, before the step: then the hit
-   is shortened to exclude it.
-6. The n requests of one prompt (`Request.leader`) have its last block in common, though it is not
-   full and nobody can find it. Once the leader has computed it in earlier steps, the others count
-   it as a hit that ends inside a block, and get copies. What the leader has put behind the prompt
-   is copied with it, and overwritten before anybody looks.
+again for its logits) is the one case in which a request would write to a known block. If another
+request uses the block, the request receives a copy. Otherwise the cache forgets the block and the
+request uses it, to make it known again under rule 2. A block that is made known in this very step
+has no content yet when copies are made, before the step: then the hit is shortened to exclude it.
+6. The n requests of one prompt (`Request.leader`) share its last block, although it is not full and
+cannot be found by hash. Once the leader has computed it in earlier steps, the others treat it as a
+hit that ends inside a block, and receive copies. The leader's tokens after the prompt are copied
+with it, and overwritten before they are read.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from octavo.request import Request
 
 @dataclass(slots=True)
 class KVCacheBlocks:
-    """Blocks in order, one list for each group, and the tokens whose KV they hold already."""
+    """Blocks in order, one list for each group, and the number of tokens with KV in them."""
 
     blocks: list[list[KVCacheBlock]]
     num_tokens: int = 0
@@ -52,15 +52,15 @@ class KVCacheBlocks:
 
 @dataclass(slots=True)
 class _RequestBlocks:
-    """The blocks of one request."""
+    """Blocks of one request."""
 
     blocks: list[list[KVCacheBlock]]
     num_released: list[int]
-    """Blocks at the front that are needed no more: null blocks now."""
+    """Number of released blocks at the front of each group, now null blocks."""
     num_cached_blocks: int
-    """Blocks of tokens that have been offered to the prefix cache."""
+    """Number of blocks of tokens that have been offered to the prefix cache."""
     num_slots: int = 0
-    """Tokens that the blocks can hold."""
+    """Number of tokens that the blocks can hold."""
 
 
 @dataclass(slots=True)
@@ -69,24 +69,23 @@ class _LoadedBlocks:
 
     hit: list[list[KVCacheBlock]]
     new: list[tuple[int, KVCacheBlock, bytes]]
-    """(group, block, hash of what will be in it)."""
+    """Tuples (group, block, hash of its future contents)."""
     request: Request
     start: int
-    """Blocks of tokens before them."""
+    """Number of blocks of tokens before them; -1: the loaded blocks will not be known."""
 
 
 class KVCacheManager:
-    """Hands out the blocks of the KV cache.
+    """Allocator of the blocks of the KV cache.
 
-    What a group's block table looks like is its kind's to say (`kinds/`): its length, what is
-    needed no more, which prefixes will do. Groups of all kinds draw on one pool.
+    The layout of a group's block table is determined by its kind (`kinds/`): its length, the blocks
+    no longer needed, the usable prefixes. Groups of all kinds share one pool.
 
-    Whether a request's blocks are hashed, looked up and shared is decided by the request: it has
-    block hashes or it has none.
+    Blocks of a request are hashed, looked up and shared only if the request has block hashes.
 
     Args:
         config: shape of the cache.
-        enable_caching: keep known prefixes after their last user has gone.
+        enable_caching: keep known prefixes after their last user has ended.
     """
 
     def __init__(self, config: KVCacheConfig, enable_caching: bool) -> None:
@@ -95,22 +94,22 @@ class KVCacheManager:
         self.managers = [make_manager(group.cache, config.block_size) for group in config.groups]
         self.pool = BlockPool(config.num_blocks, len(config.groups), enable_caching)
         self.num_queries = 0
-        """Tokens looked up for requests when they were first admitted."""
+        """Number of tokens looked up for requests when they were first admitted."""
         self.num_hits = 0
-        """Tokens found for them."""
+        """Number of tokens found for them."""
         self._requests: dict[str, _RequestBlocks] = {}
         self._loads: dict[str, _LoadedBlocks] = {}
         # Of the step being scheduled:
         self._copies: list[tuple[KVCacheBlock, KVCacheBlock]] = []
         self._made_known: set[int] = set()
         self._begun: set[str] = set()
-        """Requests that it admits, or of whose prompts it computes something."""
-        # In a kind that keeps no full blocks, no block is a part of a prefix.
+        """Requests that the step admits, or with prompt tokens that it computes."""
+        # In a kind that keeps no full blocks, no block is part of a prefix.
         self._has_pages = all(m.num_full_blocks(self.block_size) == 1 for m in self.managers)
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks that live requests hold."""
+        """Number of blocks that live requests hold."""
         return self.pool.num_used_blocks
 
     @property
@@ -119,10 +118,10 @@ class KVCacheManager:
         return self.pool.usage
 
     def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int]:
-        """Finds the longest known prefix of a request that holds no blocks.
+        """Find the longest known prefix of a request that holds no blocks.
 
-        Every group must be able to go on from it. It reaches to the last token but one at most,
-        since the last one must be computed for its logits.
+        All groups must be able to continue from it. It ends before the last token at the latest,
+        since that one must be computed for its logits.
 
         Returns:
             The blocks (nothing is reserved yet) and the number of tokens in them.
@@ -133,8 +132,8 @@ class KVCacheManager:
         num_blocks = len(hashes)
         if num_blocks and self._ends_in_block_without_content(request, num_blocks):
             num_blocks -= 1
-        # A shorter hit may not do for a group that has agreed to a longer one (a window's blocks
-        # lie before its end), so all are asked again until they agree.
+            # A shorter hit may be unusable for a group that accepts a longer one (a window's
+            # blocks are just before its end), so all groups are queried again until they agree.
         agreed = False
         while num_blocks and not agreed:
             before = num_blocks
@@ -156,10 +155,10 @@ class KVCacheManager:
         return hit, num_tokens
 
     def waits_for_leader(self, request: Request) -> bool:
-        """Whether a request that holds no blocks had better wait for the next step.
+        """Return True if a request that holds no blocks should wait for the next step.
 
-        It does while this step computes the end of its leader's prompt: in the next one all of the
-        prompt can be had of the leader, but for the last token.
+        This is so while this step computes the end of its leader's prompt: in the next step the
+        request can share all of the prompt except for the last token.
         """
         leader = request.leader
         return (
@@ -167,7 +166,7 @@ class KVCacheManager:
             and leader.request_id in self._begun
             and leader.request_id in self._requests
             and leader.num_computed_tokens >= request.num_prompt_tokens
-            and request.num_prompt_tokens % self.block_size != 1  # else it can be had at once
+            and request.num_prompt_tokens % self.block_size != 1  # else it can be shared at once
             and self._has_pages
             and not request.skip_reading_prefix_cache
         )
@@ -178,20 +177,20 @@ class KVCacheManager:
         num_new_tokens: int,
         new_computed_blocks: KVCacheBlocks | None = None,
     ) -> list[list[int]] | None:
-        """Gets a request the slots for its next tokens.
+        """Allocate the slots of a request's next tokens.
 
-        A request that holds no blocks yet is only taken if all its known tokens fit, not just
-        this step's: else it would be the next to be preempted.
+        A request without blocks is only accepted if all its known tokens fit, not just this step's:
+        otherwise it would be the next to be preempted.
 
         Args:
             request: computed up to `num_computed_tokens`.
-            num_new_tokens: tokens to compute in this step, drafts included.
-            new_computed_blocks: for a request that holds no blocks, its known prefix as just
-                found, up to which it counts as computed.
+            num_new_tokens: tokens to compute in this step, including drafts.
+            new_computed_blocks: known prefix of a request without blocks, as just found; the
+                request counts as computed up to its end.
 
         Returns:
-            Ids of the blocks to append, one list for each group ([] if none), or None with
-            nothing changed if there are not enough free blocks.
+            Ids of the blocks to append, one list for each group ([] if none); or None, with nothing
+            changed, if there are not enough free blocks.
         """
         held, hit = self._requests.get(request.request_id), new_computed_blocks
         if held is None:
@@ -202,7 +201,7 @@ class KVCacheManager:
         end = start + num_new_tokens
         if held is None or start < request.num_prompt_tokens:
             self._begun.add(request.request_id)
-        # Drafts in flight may be wrong: so much further back the request may stand.
+        # Drafts in flight may be wrong: the request's true position may be this far back.
         lowest = start - request.num_spec_in_flight
         if held is not None:
             if end <= held.num_slots and len(request.block_hashes) <= held.num_cached_blocks:
@@ -228,30 +227,30 @@ class KVCacheManager:
 
     @property
     def num_loads(self) -> int:
-        """Requests for which blocks are being loaded."""
+        """Number of requests with blocks being loaded."""
         return len(self._loads)
 
     def is_loading(self, request_id: str, block_hashes: Iterable[bytes]) -> bool:
-        """Whether one of some blocks is being loaded for a request."""
+        """Return True if any of the given blocks is being loaded for a request."""
         load = self._loads[request_id]
         return load.start >= 0 and any(h == wanted for wanted in block_hashes for *_, h in load.new)
 
     def start_load(
         self, request: Request, hit: KVCacheBlocks, num_tokens: int
     ) -> list[list[int]] | None:
-        """Reserves the blocks that a KV connector fills, and the known ones before them.
+        """Reserve the blocks that a KV connector fills, and the known ones before them.
 
-        Nobody can find them before `finish_load`, which makes a known prefix of them. Steps in
-        flight may still write to blocks that are handed out here, so the load begins behind these.
+        No request can find them before `finish_load`, which makes them a known prefix. Steps in
+        flight may still write to the allocated blocks, so the load begins after these steps.
 
         Args:
-            request: holds no blocks.
+            request: request without blocks.
             hit: its known prefix: whole blocks.
-            num_tokens: tokens behind it: whole blocks.
+            num_tokens: tokens after it: whole blocks.
 
         Returns:
-            For each group the ids of the blocks up to the end, 0 where none is needed, or None with
-            nothing changed if there is not enough room for all of the request's tokens.
+            For each group the ids of the blocks up to the end, 0 where none is needed; or None,
+            with nothing changed, if there is not enough room for all of the request's tokens.
         """
         start, end = hit.num_tokens, hit.num_tokens + num_tokens
         position = min(end, request.num_tokens - 1)
@@ -278,9 +277,9 @@ class KVCacheManager:
         return ids
 
     def finish_load(self, request_id: str, invalid_block_ids: Container[int]) -> bool:
-        """Makes loaded blocks known, but for those that are not right; whether all are.
+        """Make loaded blocks known, except for invalid ones; return True if all are valid.
 
-        They are free from now on: whoever has the prefix takes them.
+        They are free from now on: any request with the prefix may use them.
         """
         load = self._loads.pop(request_id)
         good = True
@@ -306,21 +305,21 @@ class KVCacheManager:
             events.note_stored(block_hash, parent, tokens)
 
     def free(self, request: Request) -> None:
-        """Gives back all blocks of a request; its last ones are reused first."""
+        """Free all blocks of a request; its last ones are reused first."""
         held = self._requests.pop(request.request_id, None)
         if held is not None:
             for blocks in held.blocks:
                 self.pool.free_blocks(reversed(blocks))
 
     def get_block_ids(self, request: Request) -> list[list[int]]:
-        """All blocks of a request in order, one list for each group."""
+        """Return all blocks of a request in order, one list for each group."""
         held = self._requests[request.request_id]
         return [[block.block_id for block in blocks] for blocks in held.blocks]
 
     def take_blocks_to_copy(self) -> list[tuple[int, int]]:
-        """Ends the scheduling of a step; returns the block copies to make before it.
+        """End the scheduling of a step; return the block copies to make before it.
 
-        The sources may be reused from now on: whoever gets one writes in a later step.
+        The sources may be reused from now on: a new owner writes in a later step.
         """
         pairs = [(source.block_id, copy.block_id) for source, copy in self._copies]
         if pairs:
@@ -331,9 +330,9 @@ class KVCacheManager:
         return pairs
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all known prefixes; False, with nothing changed, while requests hold blocks.
+        """Forget all known prefixes; change nothing and return False while requests hold blocks.
 
-        What is being loaded will not be known either.
+        Blocks that are being loaded will not become known either.
         """
         if self._requests or self._copies:
             return False
@@ -343,10 +342,10 @@ class KVCacheManager:
         return True
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
-        """Checks the books against the requests that should hold blocks. O(blocks).
+        """Check the records against the requests that should hold blocks. O(blocks).
 
         Raises:
-            AssertionError: with what does not add up.
+            AssertionError: the records are inconsistent; the message names the inconsistency.
         """
         live = {request.request_id: request for request in requests}
         if live.keys() != self._requests.keys():
@@ -360,13 +359,13 @@ class KVCacheManager:
                     ref_counts[block.block_id] += 1
             for _, block, _ in load.new:
                 if block.ref_cnt != 1 or block.block_hash is not None:
-                    raise AssertionError(f"{block} is being loaded, and somebody else has it")
+                    raise AssertionError(f"{block} is being loaded, and is also in use")
         for req_id, held in self._requests.items():
             self._check_request(live[req_id], held, ref_counts)
         self.pool.check_integrity(ref_counts)
 
     def _last_prompt_blocks(self, request: Request) -> list[KVCacheBlock] | None:
-        """For each group the leader's block of the prompt's end, if it can be copied (rule 6)."""
+        """Return each group's copyable block of the leader's prompt's end (rule 6), or None."""
         leader, index = request.leader, request.num_prompt_tokens // self.block_size
         held = None if leader is None else self._requests.get(leader.request_id)
         if leader is None or held is None or leader.request_id in self._begun:
@@ -380,7 +379,7 @@ class KVCacheManager:
         return None if self.pool.null_block in blocks else blocks
 
     def _ends_in_block_without_content(self, request: Request, num_blocks: int) -> bool:
-        """Whether a hit of all blocks would copy from a block that this step has yet to fill."""
+        """Return True if a full hit would copy from a block that this step has yet to fill."""
         if not self._made_known or num_blocks * self.block_size < request.num_tokens:
             return False
         last = request.block_hashes[num_blocks - 1]
@@ -393,12 +392,12 @@ class KVCacheManager:
     def _num_blocks_needed(
         self, held: _RequestBlocks, start: int, num_blocks: Sequence[int]
     ) -> int:
-        """Blocks to be found in the free queue, net of those that are given back.
+        """Return the number of free blocks needed, minus those that are released.
 
         Args:
             held: the request's blocks.
             start: first position to compute.
-            num_blocks: for each group the length that its table is to have.
+            num_blocks: required table length of each group.
         """
         needed = 0
         for group_id, manager in enumerate(self.managers):
@@ -411,7 +410,7 @@ class KVCacheManager:
     def _reserve_hit(
         self, request: Request, hit: KVCacheBlocks, start: int, end: int
     ) -> _RequestBlocks | None:
-        """Gives a request its known prefix, if there is room for the rest of its tokens too."""
+        """Reserve a request's known prefix, if there is room for the rest of its tokens too."""
         held = _RequestBlocks(
             blocks=[list(blocks) for blocks in hit.blocks],
             num_released=[manager.first_needed_block(start) for manager in self.managers],
@@ -432,19 +431,19 @@ class KVCacheManager:
             if last.ref_cnt == 1:
                 self.pool.uncache(last)
             else:
-                # The reference just taken keeps the source until the step is scheduled.
+                # The reference just added keeps the source until the step is scheduled.
                 (blocks[-1],) = self.pool.get_new_blocks(1)
                 self._copies.append((last, blocks[-1]))
         self._requests[request.request_id] = held
         looked_up = request.block_hashes and not request.skip_reading_prefix_cache
         if looked_up and not request.num_preemptions:
             self.num_queries += request.num_tokens
-            # What a connector has loaded for it is counted by itself.
+            # Tokens that a connector has loaded for it are counted separately.
             self.num_hits += max(0, start - (request.num_external_tokens or 0))
         return held
 
     def _release_unneeded(self, held: _RequestBlocks, start: int) -> None:
-        """Gives back the blocks that no position from `start` on can see."""
+        """Release the blocks that are invisible to all positions from `start` on."""
         for group_id, manager in enumerate(self.managers):
             first = manager.first_needed_block(start)
             released = held.num_released[group_id]
@@ -455,7 +454,7 @@ class KVCacheManager:
                 held.num_released[group_id] = first
 
     def _cache_full_blocks(self, request: Request, held: _RequestBlocks, computed: int) -> None:
-        """Makes known the blocks that this step fills (rule 2 of the module's note)."""
+        """Make known the blocks that this step fills (rule 2 of the module's docstring)."""
         hashes, done = request.block_hashes, held.num_cached_blocks
         known = min(len(hashes), computed // self.block_size)
         for group_id, manager in enumerate(self.managers):
@@ -470,7 +469,7 @@ class KVCacheManager:
     def _note_stored(
         self, events: KVEventLog, request: Request, start: int, end: int, new: list[KVCacheBlock]
     ) -> None:
-        """Takes down which of a request's blocks from `start` up to `end` have become known."""
+        """Log events for a request's newly known blocks from `start` up to `end`."""
         hashes, size, tokens = request.block_hashes, self.block_size, request.all_token_ids
         made = {block.block_hash for block in new}
         for i in range(start, end):
@@ -479,7 +478,7 @@ class KVCacheManager:
                 events.note_stored(hashes[i], parent, list(tokens[i * size : (i + 1) * size]))
 
     def _check_request(self, request: Request, held: _RequestBlocks, ref_counts: list[int]) -> None:
-        """Checks one request's blocks and adds its references to `ref_counts`."""
+        """Check one request's blocks and add its references to `ref_counts`."""
         req_id, computed = request.request_id, request.num_computed_tokens
         if held.num_slots < computed:
             raise AssertionError(f"{req_id}: {computed} tokens in {held.num_slots} slots")

@@ -89,7 +89,7 @@ class KVConnectorBase(ABC):
         Raises:
             RequestError: its `kv_transfer_params` are wrong.
         """
-        if request.kv_transfer_params is not None:
+        if request.options.kv_transfer_params is not None:
             raise RequestError(
                 f"kv_transfer_params: this server's {type(self).__name__} takes none; leave them "
                 "out, or start it with another kv_connector.",

@@ -117,10 +117,10 @@ def read_offer(request: Request) -> _Offer | None:
     Raises:
         RequestError: they are not such.
     """
-    if request.kv_transfer_params is None:
+    if request.options.kv_transfer_params is None:
         return None
     try:
-        return msgspec.convert(request.kv_transfer_params, _Offer)
+        return msgspec.convert(request.options.kv_transfer_params, _Offer)
     except msgspec.ValidationError as error:
         raise RequestError(
             f"kv_transfer_params: {error}. Send what the prefill server has answered, as it is.",
@@ -219,7 +219,7 @@ class P2PScheduler(OffloadingScheduler):
             )
 
     def _saves_all(self, request: Request) -> bool:
-        params = request.kv_transfer_params
+        params = request.options.kv_transfer_params
         return params is not None and bool(params.get("do_remote_decode"))
 
     def hand_over(self, request: Request) -> dict[str, Any] | None:

@@ -1,1 +1,1 @@
-"""Layers of a decoder, each a plain object around the operations of `octavo.kernels`."""
+"""Layers of a decoder, as plain objects that use the operations of `octavo.kernels`."""

@@ -1,4 +1,4 @@
-"""The attention block: projections, norms and rotation of heads, KV cache, attention, output."""
+"""Attention block: projections, norms and rotation of heads, KV cache, attention, output."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ class Attention:
 
     ops: Ops
     cache: int
-    """Index of its cache in `StepContext.caches`."""
+    """Index of the layer's cache in `StepContext.caches`."""
     qkv_proj: Linear
-    """To queries, keys and values, stacked; with `qk_proj` to values only."""
+    """Projection to queries, keys and values, stacked; with `qk_proj` to values only."""
     o_proj: Linear
-    """From the heads' results to the hidden size."""
+    """Projection from the heads' results to the hidden size."""
     num_heads: int
-    """Of queries."""
+    """Number of query heads."""
     num_kv_heads: int
-    """Of keys and values; divides `num_heads`."""
+    """Number of key and value heads; divides `num_heads`."""
     head_size: int
     scale: float
-    """Of the attention scores."""
+    """Factor of the attention scores."""
     sliding_window: int | None = None
-    """Positions a token sees, itself included; None: all."""
+    """Number of positions visible to a token, including itself; None: all."""
     logits_soft_cap: float | None = None
-    """Of the attention scores."""
+    """Soft cap of the attention scores."""
     alibi_slopes: Tensor | None = None
     """float32 [num_heads]."""
     cos_sin_cache: Tensor | None = None
-    """See `octavo.layers.rotary`; None without rotary positions."""
+    """Table of `octavo.layers.rotary`; None without rotary positions."""
     is_neox: bool = True
-    """Which elements of a head are pairs: see `Ops.rotary_embedding`."""
+    """Layout of a head's pairs: see `Ops.rotary_embedding`."""
     q_norm: RMSNorm | HeadNorms | None = None
-    """Over each head of the queries, or over all of them."""
+    """Norm of each head of the queries, or of all of them together."""
     k_norm: RMSNorm | HeadNorms | None = None
     qk_proj: tuple[Linear, Linear] | None = None
-    """To the queries and the keys of all ranks, where they are normed over all heads."""
+    """Projections to the queries and keys of all ranks, if these are normed over all heads."""
     clip: float | None = None
-    """Queries, keys and values are cut to [-clip, clip]."""
+    """Bound of queries, keys and values: they are clamped to [-clip, clip]."""
     columns: Columns | None = None
-    """Which columns of all heads' results these heads are, where other ranks have the others."""
+    """Columns of these heads in the result of all heads, if other ranks have the others."""
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
-        """[T, hidden_size] -> [T, hidden_size]; writes this step's keys and values."""
+        """Map [T, hidden_size] to [T, hidden_size]; store this step's keys and values."""
         tokens, backend = x.shape[0], step.backend
         kv_cache, metadata = step.caches[self.cache], step.metadata[self.cache]
         query, key, value = self._project(x)
@@ -86,7 +86,7 @@ class Attention:
         return self.o_proj(whole)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [T, num_heads, D], keys and values [T, num_kv_heads, D]; normed, not rotated."""
+        """Return normed queries [T, num_heads, D], keys and values [T, num_kv_heads, D]."""
         heads = self.qkv_proj(x)
         if self.clip is not None:
             self.ops.clamp_(heads, self.clip)
@@ -102,7 +102,7 @@ class Attention:
         return query, key, value
 
     def _norm_all(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys of this rank, out of the norms of all ranks'."""
+        """Return this rank's queries and keys, after the norms over all ranks' heads."""
         assert self.qk_proj is not None
         assert isinstance(self.q_norm, RMSNorm)
         assert isinstance(self.k_norm, RMSNorm)

@@ -1,4 +1,4 @@
-"""Embedding of tokens, and of positions where they are learned."""
+"""Embedding of tokens, and of positions if these are learned."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from octavo.layers.norm import Norm
 
 @dataclass(slots=True)
 class Embedding:
-    """From token ids and positions to the first hidden states."""
+    """Map from token ids and positions to the first hidden states."""
 
     ops: Ops
     weight: Tensor | PackedWeight
-    """[vocab_size, embed_size] in the model's dtype; packed where the LM head shares it."""
+    """[vocab_size, embed_size] in the model's dtype; packed if the LM head shares it."""
     scale: float | None = None
-    """Factor on the embedding (Gemma), rounded to the model's dtype."""
+    """Factor of the embedding (Gemma), rounded to the model's dtype."""
     scale_given: bool = False
-    """Whether embeddings that come with a prompt are still to be scaled."""
+    """True if embeddings that arrive with a prompt still need scaling."""
     project: Linear | None = None
-    """To the hidden size, where the embedding is narrower (OPT-350m)."""
+    """Projection to the hidden size, if the embedding is narrower (OPT-350m)."""
     positions: Tensor | None = None
-    """[max_position, hidden_size], to be added."""
+    """Learned positions [max_position, hidden_size], which are added."""
     norm: Norm | None = None
-    """Applied last (BLOOM)."""
+    """Norm applied last (BLOOM)."""
 
     def __post_init__(self) -> None:
         if self.scale is not None:
             self.scale = torch.tensor(self.scale, dtype=self.weight.dtype).item()
 
     def look_up(self, input_ids: Tensor) -> Tensor:
-        """input_ids [T] int64 -> [T, embed_size], such as may come with a prompt instead."""
+        """Map input_ids [T] int64 to [T, embed_size], the form of prompts' embeddings."""
         x = self.ops.embedding(self.weight, input_ids)
         if self.scale is not None and not self.scale_given:
             self.ops.scale_(x, self.scale)
@@ -44,9 +44,9 @@ class Embedding:
     def __call__(
         self, input_ids: Tensor, positions: Tensor, looked_up: Tensor | None = None
     ) -> Tensor:
-        """input_ids and positions [T] int64 -> [T, hidden_size].
+        """Map input_ids and positions [T] int64 to [T, hidden_size].
 
-        `looked_up` is what to take instead of `look_up(input_ids)`; it is changed.
+        `looked_up` replaces `look_up(input_ids)`; it is changed in place.
         """
         x = self.look_up(input_ids) if looked_up is None else looked_up
         if self.scale is not None and self.scale_given:

@@ -1,4 +1,4 @@
-"""From the last hidden states to logits."""
+"""Computation of logits from the last hidden states."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from octavo.layers.shared import Columns
 
 @dataclass(slots=True)
 class Head:
-    """The LM head, and what is done to its logits."""
+    """LM head and the transformations of its logits."""
 
     ops: Ops
     lm_head: Linear
-    """To the vocabulary."""
+    """Projection to the vocabulary."""
     project: Linear | None = None
-    """From the hidden size to what `lm_head` takes."""
+    """Projection from the hidden size to `lm_head`'s input size."""
     scale: float | None = None
-    """Factor on the logits."""
+    """Factor of the logits."""
     soft_cap: float | None = None
-    """cap * tanh(logit / cap)."""
+    """Cap in cap * tanh(logit / cap)."""
     prompt_columns: Columns | None = None
-    """Of all rows, where other ranks have the rest of the vocabulary: a step's own logits wait
-    while those of prompts are made."""
+    """Columns for the logits of prompts, if other ranks have the rest of the vocabulary: the step's
+    own logits must survive in their buffer meanwhile."""
 
     def __call__(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Rows int64 [M] of hidden [T, hidden_size], or all, to float32 [M, vocab_size].
+        """Map rows int64 [M] of hidden [T, hidden_size], or all rows, to float32 [M, vocab_size].
 
-        With other ranks these are for the one that samples; the others' mean nothing.
+        With several ranks only the result on the sampling rank is defined.
         """
         if rows is not None:
             hidden = self.ops.embedding(hidden, rows)
@@ -43,7 +43,7 @@ class Head:
             lm_head = replace(lm_head, columns=self.prompt_columns)
         logits = lm_head(hidden, torch.float32)
         if lm_head.columns is not None and not lm_head.columns.leads:
-            return logits  # which the rank that samples changes
+            return logits  # the sampling rank changes them
         if self.scale is not None:
             self.ops.scale_(logits, self.scale)
         if self.soft_cap is not None:

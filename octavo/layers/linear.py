@@ -1,4 +1,4 @@
-"""A matrix product with a packed weight."""
+"""Matrix product with a packed weight."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from octavo.layers.shared import Columns
 
 @dataclass(slots=True)
 class Linear:
-    """y = x W^T + b."""
+    """Linear layer y = x W^T + b."""
 
     ops: Ops
     weight: PackedWeight | QuantizedWeight
-    """[out_features, in_features]; for fused projections (q, k and v, or gate and up) the rows of
-    all, stacked."""
+    """Weight [out_features, in_features]; in fused projections (q, k and v, or gate and up) the
+    rows of all, stacked."""
     bias: Tensor | None = None
-    """[out_features] in the model's dtype."""
+    """Bias [out_features] in the model's dtype."""
     columns: Columns | None = None
-    """Where out_features are some of the result's columns, and other ranks compute the others."""
+    """Columns of the result that out_features are, if other ranks compute the others."""
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        """[T, in_features] -> [T, out_features], in `out_dtype` or else the model's dtype.
+        """Map [T, in_features] to [T, out_features], in `out_dtype` or else the model's dtype.
 
-        With other ranks the columns of all, in memory that must not be changed.
+        With other ranks, return the columns of all, in memory that must not be changed.
         """
         if self.columns is None:
             return self.ops.linear(x, self.weight, self.bias, out_dtype)
@@ -37,7 +37,7 @@ class Linear:
         return whole
 
     def act_and_mul(self, x: Tensor, activation: Gate, out: Tensor | None = None) -> Tensor:
-        """[T, in_features] -> [T, out_features / 2]: act(gate) * up of gate and up, stacked.
+        """Map [T, in_features] to [T, out_features / 2]: act(gate) * up of gate and up, stacked.
 
         `out` as in `Ops.linear`.
         """
@@ -46,14 +46,14 @@ class Linear:
 
 @dataclass(slots=True)
 class SummedLinear(Linear):
-    """The same where each rank has some of the inputs: their results are summed in their order."""
+    """Linear layer that sums the results of the ranks' inputs, in order."""
 
     num_summands: int = 1
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        """The rank's inputs [T, in_features] -> [T, out_features].
+        """Map the rank's inputs [T, in_features] to [T, out_features].
 
-        Where ranks split rows, only the rank's own rows of that are defined.
+        If ranks split rows, only the rank's own rows of the result are defined.
         """
         assert self.columns is not None
         whole, own = self.columns.empty(x.shape[0], torch.float32)

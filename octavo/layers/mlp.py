@@ -1,4 +1,4 @@
-"""The feed-forward block, gated or plain."""
+"""Feed-forward block, gated or plain."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from octavo.layers.shared import Columns
 from octavo.layers.step import StepContext
 
 ActivatedLinear = Callable[[Linear, Tensor, Tensor | None], Tensor]
-"""A linear layer and what follows it: the layer and its input [T, K] to [T, I], which goes where
-`Ops.linear` would put it."""
+"""Linear layer with an activation: maps the layer and its input [T, K] to [T, I]; the third
+argument is `out` of `Ops.linear`."""
 
 
 @dataclass(slots=True)
 class MLP:
-    """down(act(up(x))), or down(act(gate(x)) * up(x))."""
+    """Feed-forward block down(act(up(x))), or down(act(gate(x)) * up(x))."""
 
     up: Linear
-    """To the inner size; gated: gate and up, stacked."""
+    """Projection to the inner size; gated: gate and up, stacked."""
     activation: ActivatedLinear
-    """Runs `up` and what follows it."""
+    """Function that runs `up` and the activation."""
     down: Linear
-    """Back to the hidden size."""
+    """Projection back to the hidden size."""
     columns: Columns | None = None
-    """Which of the inner columns `up` computes, where other ranks compute the others."""
+    """Inner columns that `up` computes, if other ranks compute the others."""
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
-        """Compute [T, hidden_size] from [T, hidden_size]."""
+        """Map [T, hidden_size] to [T, hidden_size]."""
         if self.columns is None:
             return self.down(self.activation(self.up, x, None))
         whole, own = self.columns.empty(x.shape[0], x.dtype)
@@ -42,7 +42,7 @@ class MLP:
 
 
 def get_activation(ops: Ops, name: str, gated: bool) -> ActivatedLinear:
-    """The activation called "silu", "gelu", "gelu_tanh" or "relu" in an `MLPSpec`."""
+    """Return the activation called "silu", "gelu", "gelu_tanh" or "relu" in an `MLPSpec`."""
     if gated:
         gates: dict[str, Gate] = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
         gate = gates[name]

@@ -14,29 +14,29 @@ Pair = tuple[Tensor, Tensor]
 
 
 class Norm(Protocol):
-    """A norm over the last dimension."""
+    """Norm over the last dimension."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Norm of x [T, D]."""
+        """Return the norm of x [T, D]."""
         ...
 
     def add(self, x: Tensor, residual: Tensor) -> Pair:
-        """(norm(sum), sum) with sum = x + residual; both [T, D]."""
+        """Return (norm(sum), sum) with sum = x + residual; both [T, D]."""
         ...
 
 
 @dataclass(slots=True)
 class NoNorm:
-    """Changes nothing, where others have a norm."""
+    """Identity in place of a norm."""
 
     ops: Ops
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x itself."""
+        """Return x itself."""
         return x
 
     def add(self, x: Tensor, residual: Tensor) -> Pair:
-        """(sum, sum), the same tensor, with sum = x + residual; both [T, D]."""
+        """Return (sum, sum), the same tensor, with sum = x + residual; both [T, D]."""
         total = self.ops.add(x, residual)
         return total, total
 
@@ -47,26 +47,26 @@ class RMSNorm:
 
     ops: Ops
     weight: Tensor
-    """[D] in the model's dtype."""
+    """Weight [D] in the model's dtype."""
     eps: float
-    """Added to the mean square."""
+    """Term added to the mean square."""
     weight_offset: float
-    """Added to the weight (Gemma: 1)."""
+    """Term added to the weight (Gemma: 1)."""
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Norm of x [T, D]; `out` as in `Ops.linear`."""
+        """Return the norm of x [T, D]; `out` as in `Ops.linear`."""
         return self.ops.rms_norm(x, self.weight, self.eps, self.weight_offset, out)
 
     def add(self, x: Tensor, residual: Tensor, out: Pair | None = None) -> Pair:
-        """(norm(sum), sum) with sum = x + residual; both [T, D]; `out` as in `Ops`."""
+        """Return (norm(sum), sum) with sum = x + residual; both [T, D]; `out` as in `Ops`."""
         return self.ops.fused_add_rms_norm(
             x, residual, self.weight, self.eps, self.weight_offset, out
         )
 
     def heads_(self, x: Tensor) -> None:
-        """Norms each head of x [T, H, D] in place, whatever its strides.
+        """Norm each head of x [T, H, D] in place, with any strides.
 
-        If the weight is of that size, it norms the H * D elements of a token as one.
+        If the weight has H * D elements, norm all elements of a token as one.
         """
         if self.weight.shape[0] != x.shape[2]:
             x = x.view(x.shape[0], -1)
@@ -79,18 +79,18 @@ class LayerNorm:
 
     ops: Ops
     weight: Tensor
-    """[D] in the model's dtype."""
+    """Weight [D] in the model's dtype."""
     bias: Tensor | None
-    """Likewise."""
+    """Bias [D] in the model's dtype."""
     eps: float
-    """Added to the variance."""
+    """Term added to the variance."""
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Norm of x [T, D]; `out` as in `Ops.linear`."""
+        """Return the norm of x [T, D]; `out` as in `Ops.linear`."""
         return self.ops.layer_norm(x, self.weight, self.bias, self.eps, out)
 
     def add(self, x: Tensor, residual: Tensor, out: Pair | None = None) -> Pair:
-        """(norm(sum), sum) with sum = x + residual; both [T, D]; `out` as in `Ops`."""
+        """Return (norm(sum), sum) with sum = x + residual; both [T, D]; `out` as in `Ops`."""
         normed, total = out or (None, None)
         total = self.ops.add(x, residual, total)
         return self.ops.layer_norm(total, self.weight, self.bias, self.eps, normed), total
@@ -98,39 +98,39 @@ class LayerNorm:
 
 @dataclass(slots=True)
 class HeadNorms:
-    """A layer norm for each head, without a bias."""
+    """Layer norm with separate weights for each head, without a bias."""
 
     ops: Ops
     weights: tuple[Tensor, ...]
-    """[D] in the model's dtype, for each head."""
+    """Weight [D] of each head in the model's dtype."""
     eps: float
-    """Added to the variance."""
+    """Term added to the variance."""
 
     def heads_(self, x: Tensor) -> None:
-        """Norm each head of x [T, H, D] in place, whatever its strides."""
+        """Norm each head of x [T, H, D] in place, with any strides."""
         for head, weight in zip(x.unbind(1), self.weights, strict=True):
             self.ops.layer_norm(head, weight, None, self.eps, out=head)
 
 
 @dataclass(slots=True)
 class RowsNorm:
-    """A norm of which each rank computes some rows (sequence parallelism).
+    """Norm with rows split between the ranks (sequence parallelism).
 
-    Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 4.2.2; but
-    a rank has every so-many-th row, so that it has its share of every step. What is added need be
-    defined in a rank's own rows only, and so is the sum.
+    Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 4.2.2,
+    except that a rank has every n-th row of n ranks, so that each has a share of every step. The
+    addends need only be defined in a rank's own rows; so is the sum.
     """
 
     norm: RMSNorm | LayerNorm | None
-    """None: only what is before it is summed."""
+    """Norm of each row; None: only the sum is computed."""
     ops: Ops
     columns: Columns
-    """Where all rows are put together."""
+    """Columns of the buffer that collects all rows."""
     joins: bool = True
-    """False: they are not, since what comes next is of own rows, too."""
+    """False if the rows need not be collected, since the next layer only uses own rows."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Norm of x [T, D]."""
+        """Return the norm of x [T, D]."""
         if self.norm is None:
             return x
         out = self._empty(x)
@@ -139,7 +139,7 @@ class RowsNorm:
         return self._join(out)
 
     def add(self, x: Tensor, residual: Tensor) -> Pair:
-        """(norm(sum), sum) with sum = x + residual; both [T, D]."""
+        """Return (norm(sum), sum) with sum = x + residual; both [T, D]."""
         out, total = self._empty(x), self.ops.empty(*x.shape, like=x)
         with self.columns.own_rows() as rows:
             if self.norm is None:

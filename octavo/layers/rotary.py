@@ -16,25 +16,26 @@ _ROWS_AT_ONCE = 16384
 
 
 def build_cos_sin_cache(rope: RopeSpec, max_position: int) -> Tensor:
-    """The table for `Ops.rotary_embedding`: float32 [max_position, rotary_dim], cosines first.
+    """Make the table for `Ops.rotary_embedding`: float32 [max_position, rotary_dim], cosines first.
 
-    A row depends on its position and on `rope` only, so results never depend on how a sequence was
-    cut into chunks:
+    A row depends on its position and on `rope` only, so results never depend on the chunks of a
+    sequence:
 
-    - dynamic NTK: transformers takes the base from the length of the sequence so far. Row p has
-      the base of a sequence of p + 1 tokens: what transformers uses for token p when it generates
+    - dynamic NTK: transformers computes the base from the length of the sequence so far. Row p has
+      the base of a sequence of p + 1 tokens, which transformers uses for token p when it generates
       token by token.
-    - longrope: transformers takes the long factors as soon as a sequence is longer than the
-      original context, for all of it. Here, as in vLLM, a table longer than that is made of the
-      long factors from row 0, a shorter one of the short factors.
+    - longrope: transformers uses the long factors for the whole sequence as soon as it is longer
+      than the original context. Here, as in vLLM, a table longer than that uses the long factors
+      from row 0, a shorter one the short factors.
     """
     cache = torch.empty(max_position, rope.rotary_dim, dtype=torch.float32)
     frequencies = None if rope.rope_type == "dynamic" else _inverse_frequencies(rope, max_position)
     for start in range(0, max_position, _ROWS_AT_ONCE):
         positions = torch.arange(start, min(start + _ROWS_AT_ONCE, max_position))
         inverse = _dynamic(rope, positions) if frequencies is None else frequencies
-        # The angle is float32, as in transformers. Its cosine is computed in float64 and rounded,
-        # so that no vector unit or size of the table shows in it.
+        # The angle is float32, as in transformers. Its cosine is computed in float64 and
+        # rounded, so that the result depends neither on the vector unit nor on the size of
+        # the table.
         angles = (positions.float()[:, None] * inverse).double()
         rows = cache[start : start + len(positions)]
         rows[:, : rope.rotary_dim // 2] = angles.cos().float() * rope.attention_factor
@@ -47,7 +48,7 @@ def _exponents(rope: RopeSpec) -> Tensor:
 
 
 def _inverse_frequencies(rope: RopeSpec, max_position: int) -> Tensor:
-    """float32 [rotary_dim / 2], rounded where transformers rounds: angles are large."""
+    """Return float32 [rotary_dim / 2], rounded where transformers rounds: angles are large."""
     inverse = 1.0 / rope.theta ** _exponents(rope)
     match rope.rope_type:
         case "default":
@@ -66,7 +67,7 @@ def _inverse_frequencies(rope: RopeSpec, max_position: int) -> Tensor:
 
 
 def _dynamic(rope: RopeSpec, positions: Tensor) -> Tensor:
-    """Dynamic NTK: float32 [rows, rotary_dim / 2]."""
+    """Return the frequencies of dynamic NTK: float32 [rows, rotary_dim / 2]."""
     length = (positions + 1).clamp(min=rope.original_max_position).double()
     stretch = rope.factor * length / rope.original_max_position - (rope.factor - 1)
     base = rope.theta * stretch ** (rope.rotary_dim / (rope.rotary_dim - 2))
@@ -74,7 +75,7 @@ def _dynamic(rope: RopeSpec, positions: Tensor) -> Tensor:
 
 
 def _llama3(rope: RopeSpec, inverse: Tensor) -> Tensor:
-    """Llama 3.1: long waves divided by the factor, short ones kept, smooth between."""
+    """Scale as Llama 3.1: divide long waves by the factor, keep short ones, blend in between."""
     turns = rope.original_max_position / (2 * math.pi / inverse)
     smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     smooth = smooth.clamp(0.0, 1.0)
@@ -82,10 +83,10 @@ def _llama3(rope: RopeSpec, inverse: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeSpec, inverse: Tensor) -> Tensor:
-    """YaRN (arXiv 2309.00071), section 3.2: a ramp between interpolation and extrapolation."""
+    """Scale as YaRN (arXiv 2309.00071), section 3.2: ramp from extrapolation to interpolation."""
 
     def dimension(turns: float) -> float:
-        """The dimension that turns this often within the original context."""
+        """Return the dimension with the given number of turns within the original context."""
         wave = rope.original_max_position / (turns * 2 * math.pi)
         return rope.rotary_dim * math.log(wave) / (2 * math.log(rope.theta))
 

@@ -1,4 +1,4 @@
-"""Rows that the ranks of a group fill together, each its own columns, and then read whole."""
+"""Row buffers of a group: each rank fills its own columns, then all read whole rows."""
 
 from __future__ import annotations
 
@@ -23,37 +23,38 @@ BufferRows = Literal["tokens", "samples", "prompt_logprobs"]
 
 @dataclass(slots=True)
 class Columns:
-    """The columns of one rank in one of the buffers.
+    """Columns of one rank in one of the buffers.
 
-    All ranks fill theirs, then meet, then read. A buffer is filled again only behind another
-    barrier than the one behind which it is read; a layer has four, one for each of its buffers.
+    All ranks fill their columns, wait at a barrier, then read. The barrier before reading a buffer
+    must differ from the one before filling it again; a layer has four barriers, one for each of its
+    buffers.
     """
 
     buffers: SharedBuffers
     name: str
     size: int
-    """Columns of all ranks."""
+    """Number of columns of all ranks."""
     begin: int
     end: int
 
     def empty(self, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """[rows, size], dense, and the rank's columns of it."""
+        """Return a dense tensor [rows, size], and the rank's columns of it."""
         whole = self.buffers.rows(self.name, rows, self.size, dtype)
         return whole, whole[:, self.begin : self.end]
 
     @property
     def leads(self) -> bool:
-        """Whether this rank samples."""
+        """True if this rank samples."""
         return self.buffers.rank.index == 0
 
     @property
     def splits_rows(self) -> bool:
-        """See `Rank`."""
+        """True if the ranks split rows: see `Rank`."""
         return self.buffers.rank.splits_rows
 
     @contextmanager
     def own_rows(self) -> Iterator[slice]:
-        """While this lasts, what is computed is of this rank's rows; which they are."""
+        """Restrict computation within the context to this rank's rows, and yield their slice."""
         index, size = self.buffers.rank.index, self.buffers.rank.size
         _native.share_rows(index, size)
         try:
@@ -62,12 +63,12 @@ class Columns:
             _native.share_rows(0, 1)
 
     def join(self) -> None:
-        """Waits until all ranks have filled their columns, or rows."""
+        """Wait until all ranks have filled their columns or rows."""
         self.buffers.barrier()
 
 
 class SharedBuffers:
-    """The buffers of a model, which lie in the memory of a group at the same places for all.
+    """Buffers of a model at the same places in the memory of a group for all ranks.
 
     The blocks reserve them when they are built, so their sizes follow from the model alone.
 
@@ -103,7 +104,7 @@ class SharedBuffers:
 
     @property
     def nbytes(self) -> int:
-        """What all that has been reserved takes."""
+        """Bytes of all reserved buffers."""
         return sum(map(self._nbytes_of, self._most_rows))
 
     def _nbytes_of(self, name: str) -> int:
@@ -111,13 +112,13 @@ class SharedBuffers:
         return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
     def attach(self, memory: GroupMemory, begin: int) -> None:
-        """Puts the buffers into a group's memory, from that byte on."""
+        """Place the buffers in a group's memory, from byte `begin` on."""
         assert begin % _ALIGNMENT == 0
         assert begin + self.nbytes <= len(memory.data), "the group's memory is too small"
         self._memory, self._begin = memory, begin
 
     def rows(self, name: str, rows: int, size: int, dtype: torch.dtype) -> Tensor:
-        """The first rows of a buffer; without memory, for what is recorded only to be measured."""
+        """Return the first rows of a buffer; placeholders if a recording only measures memory."""
         if self._memory is None:
             return placeholder(rows, size, dtype=dtype)
         assert rows <= self._most_rows[name]
@@ -131,6 +132,6 @@ class SharedBuffers:
         return data.view(dtype).view(rows, size)
 
     def barrier(self) -> None:
-        """See `GroupMemory.barrier`; without memory nobody is there to wait for."""
+        """Call `GroupMemory.barrier`; without memory, do not wait."""
         if self._memory is not None:
             self._memory.barrier()

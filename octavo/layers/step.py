@@ -1,4 +1,4 @@
-"""What blocks know of a step beside their input."""
+"""Context of a step for the blocks of a model."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from octavo.attention.base import AttentionBackend
 
 @dataclass(slots=True)
 class StepContext:
-    """One step, as the blocks of a model see it.
+    """One step, as seen by the blocks of a model.
 
     Attributes:
         positions: int64 [T], each below max_model_len.
         caches: the caches of the model's blocks, as `CacheSpec.view` returns them.
         metadata: for each of them how its tokens are found, as `CacheSpec.metadata` returns it.
         backend: computes attention.
-        kept_layers: layers whose hidden states are wanted.
-        kept: filled by the model: [T, hidden_size] behind each of them, the residual added.
-        embeds: [T, embed_size], what to take instead of the tokens' rows in the embedding's table;
-            changed.
-        received: what the stage before has handed on, (x, residual) as `Layer` takes them.
-        progress: is told of each layer whose keys and values are in the cache.
-        handed: filled by the model, where the layers behind are another stage's: likewise.
+        kept_layers: layers with requested hidden states.
+        kept: filled by the model: [T, hidden_size] after each of `kept_layers`, the residual added.
+        embeds: [T, embed_size], replaces the tokens' rows of the embedding's table; changed in
+            place.
+        received: output of the previous stage: (x, residual) as for `Layer`.
+        progress: notified of each layer with keys and values in the cache.
+        handed: filled by the model if another stage has the next layers: (x, residual) as for
+            `Layer`.
     """
 
     positions: Tensor

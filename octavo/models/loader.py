@@ -138,7 +138,7 @@ class LoadedWeights:
                     f"{weight.name} has {weight.shape[1]} inputs, and quantization={form.name} "
                     f"takes {MOST_INPUTS} at most; leave quantization out."
                 )
-        self._open = partial(_open_checkpoint, spec, path, load_format, seed, device)
+        self._open = partial(open_checkpoint, spec, path, load_format, seed, device)
         self._key = partial(
             weights_key,
             spec,
@@ -300,7 +300,7 @@ class _Memory:
 
 def _load(
     weight: Weight,
-    checkpoint: _Checkpoint,
+    checkpoint: Checkpoint,
     ops: Ops,
     dtype: torch.dtype,
     device: torch.device,
@@ -335,7 +335,7 @@ def _narrow(part: Tensor, dtype: torch.dtype, form: Quantization | None) -> Tens
     return part.to(dtype if form is None else torch.float32)
 
 
-def _rows(source: Source, checkpoint: _Checkpoint, weight: Weight) -> list[Tensor]:
+def _rows(source: Source, checkpoint: Checkpoint, weight: Weight) -> list[Tensor]:
     """The rows of a source that go into a weight; nothing else of it is touched."""
     tensor = checkpoint.read(source, weight)
     if source.transform == "by_group":
@@ -359,7 +359,7 @@ def _rows(source: Source, checkpoint: _Checkpoint, weight: Weight) -> list[Tenso
     return [tensor[begin:end] for begin, end in source.parts]
 
 
-class _Checkpoint(Protocol):
+class Checkpoint(Protocol):
     """Where tensors come from."""
 
     def check(self, weights: list[Weight]) -> None:
@@ -559,9 +559,14 @@ class _TorchCheckpoint(_FileCheckpoint):
         """The file stays mapped until all is loaded."""
 
 
-def _open_checkpoint(
+def open_checkpoint(
     spec: ModelSpec, folder: Path, load_format: LoadFormat, seed: int, device: torch.device
-) -> _Checkpoint:
+) -> Checkpoint:
+    """Return the weights of a folder; `load_format` as in `load_model`.
+
+    Raises:
+        ModelError: the folder holds none, or they cannot be read.
+    """
     match load_format:
         case "dummy":
             return _DummyCheckpoint(seed, device)

@@ -19,7 +19,7 @@ from octavo.models.spec import ModelSpec, read_safetensors_header
 from octavo.models.weights import Source, shorten_names, weight_files
 
 _FILE = re.compile(r"model-(?:rank-(\d+)|pp-\d+-tp-(\d+))-part-\d+\.safetensors")
-_FUSED = {
+FUSED = {
     "q_proj": "qkv_proj",
     "k_proj": "qkv_proj",
     "v_proj": "qkv_proj",
@@ -120,8 +120,8 @@ class ShardedState:
         module, _, kind = name.rpartition(".")
         parent, _, last = module.rpartition(".")
         candidates = [name]
-        if last in _FUSED:
-            candidates.append(f"{parent}.{_FUSED[last]}.{kind}")
+        if last in FUSED:
+            candidates.append(f"{parent}.{FUSED[last]}.{kind}")
         return next((n for n in candidates if any(n in rank for rank in self._ranks)), None)
 
     def _plan(self, source: Source) -> tuple[list[_Piece], int]:

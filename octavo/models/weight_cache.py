@@ -37,8 +37,10 @@ from octavo.system.device import cpu_memory
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 3  # of what the loader puts where
+_VERSION = 4  # of what the loader puts where, and of the sums
 _CHUNK = 2 * 2**20
+# Odd, so that each bit of a word counts; all different, so that its place counts.
+_FACTORS = np.arange(1, _CHUNK // 4, 2, dtype=np.uint64)
 _SUFFIX, _UNFINISHED, _LOCK = ".weights", ".unfinished", "lock"
 # Of the disk, and at least: what is left to others, whatever the cache may hold.
 _MARGIN_SHARE, _MARGIN_NBYTES = 0.05, 2**30
@@ -295,7 +297,7 @@ def _read_checked(
 
 def _sum(chunk: Bytes) -> int:
     whole = len(chunk) // 8 * 8
-    words = int(chunk[:whole].view("<u8").sum(dtype=np.uint64))
+    words = int(np.dot(chunk[:whole].view("<u8"), _FACTORS[: whole // 8]))
     return (words + int.from_bytes(chunk[whole:].tobytes(), "little")) % 2**64
 
 

@@ -9,6 +9,8 @@ from typing import Literal
 from octavo.errors import ModelError
 from octavo.models.config_json import ConfigJson
 
+SHARDED_PATTERN = "model-rank-{rank}-part-{part}.safetensors"
+"""Names of the files of a sharded state."""
 _MOST_NAMES = 6  # listed in an error message
 
 

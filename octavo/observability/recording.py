@@ -34,7 +34,8 @@ from octavo.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
+"""The format that is written. Format 1, whose requests have no `RequestOptions`, can be read."""
 _MARK = b"\xabOCT"
 _HEADER = struct.Struct("<4sIId")
 """Mark, bytes of the records, CRC-32 of time and records, seconds since 1970."""
@@ -345,8 +346,11 @@ class Recorder:
         request, params = record.request, record.params
         request = replace(
             request,
-            cache_salt=self._hide(request.cache_salt),
-            tenant=self._hide(request.tenant),
+            options=replace(
+                request.options,
+                cache_salt=self._hide(request.options.cache_salt),
+                tenant=self._hide(request.options.tenant),
+            ),
         )
         if params.cache_salt is not None:
             params = replace(params, cache_salt=self._hide(params.cache_salt))
@@ -402,7 +406,7 @@ def recording_files(path: Path) -> tuple[Head, list[Path]]:
             f"{path} does not begin as a recording of this Octavo does: it is damaged, or another "
             "Octavo wrote it, which is to replay it."
         )
-    if head.format != FORMAT:
+    if head.format not in (1, FORMAT):
         raise OctavoError(f"{path} is a recording of another format; use the Octavo that wrote it.")
     older = older_file(path)
     if older.is_file() and is_recording(older):
@@ -441,9 +445,24 @@ def _decode(records: bytes) -> Iterator[Record | None]:
             try:
                 yield _DECODER.decode(data)
             except _UNREADABLE:
-                yield None
+                yield _decode_first_format(data)
     except _UNREADABLE:
         yield None
+
+
+def _decode_first_format(record: msgspec.Raw) -> Arrival | None:
+    """Return an arrival of format 1; None: the record is another one, or damaged."""
+    try:
+        kind, request, *rest = msgspec.msgpack.decode(record)
+        request_id, prompt, params, arrival_time, salt, deadline, n, turn, *more = request
+        output, num_logprobs, embeds, first_deadline, tenant, *last = more
+        answers, kv_transfer_params, flow = [*last, None, None, None][:3]
+        options = [arrival_time, tenant, params.pop(13), deadline, first_deadline, turn, salt]
+        request = [request_id, prompt, params, [*options, kv_transfer_params, flow], n, output]
+        request += [num_logprobs, embeds, answers]
+        return msgspec.convert([kind, request, *rest], Arrival)
+    except (*_UNREADABLE, TypeError, ValueError, LookupError, AttributeError):
+        return None
 
 
 _LOST = msgspec.msgpack.encode(Lost(1))

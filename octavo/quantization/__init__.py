@@ -1,1 +1,1 @@
-"""Forms of linear weights with fewer bits, and how ordinary checkpoints are brought into them."""
+"""Formats of linear weights with fewer bits, and the conversion of ordinary checkpoints to them."""

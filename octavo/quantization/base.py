@@ -1,4 +1,4 @@
-"""What a form of quantized weights offers, and which one is used. Imports no torch."""
+"""Interface of quantized weight formats, and the choice of one. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ if TYPE_CHECKING:
 
 
 MOST_INPUTS = 2**17
-"""Of a quantized weight: sums of 32 bits hold no more products."""
+"""Maximum number of inputs of a quantized weight: 32-bit sums hold no more products."""
 
 
 class Quantization(Protocol):
-    """How the linear weights of a model are held.
+    """Format of the linear weights of a model.
 
-    Every linear layer is quantized, the LM head, too; norms, biases and embeddings stay as they
-    are. Any shape will do: what a group lacks is padding, which adds nothing to a product.
+    Every linear layer is quantized, including the LM head; norms, biases and embeddings stay
+    unchanged. Any shape is supported: incomplete groups are padded, which adds nothing to a
+    product.
     """
 
     name: str
 
     def nbytes(self, n: int, k: int, whole: int | None = None) -> int:
-        """Bytes of a packed weight with n outputs and k inputs.
+        """Return the bytes of a packed weight with n outputs and k inputs.
 
-        `whole`: outputs of the weight that these are a part of, which is written as the whole is.
+        `whole`: outputs of the whole weight if this is a part, which has the format of the whole.
         """
         ...
 
     def wrap(
         self, data: Tensor, n: int, k: int, panel: int, whole: int | None = None
     ) -> QuantizedWeight:
-        """A weight that was packed before, in panels of `panel`, from its bytes [`nbytes`]."""
+        """Wrap the bytes [`nbytes`] of a weight that was packed before in panels of `panel`."""
         ...
 
     def pack(
@@ -46,7 +47,7 @@ class Quantization(Protocol):
         out: Tensor | None = None,
         whole: int | None = None,
     ) -> QuantizedWeight:
-        """Quantizes and packs a weight.
+        """Quantize and pack a weight.
 
         Args:
             ops: the table of operations that will use it.
@@ -58,7 +59,7 @@ class Quantization(Protocol):
 
 
 def get_quantization(name: str | None) -> Quantization | None:
-    """The form that the `quantization` setting names; None: weights keep the model's dtype."""
+    """Return the format that the `quantization` setting names; None: weights keep their dtype."""
     from octavo.quantization.int4 import Int4
     from octavo.quantization.int8 import Int8
 
@@ -69,7 +70,7 @@ def get_quantization(name: str | None) -> Quantization | None:
 def linear_nbytes(
     n: int, k: int, dtype: str, form: Quantization | None, whole: int | None = None
 ) -> int:
-    """Bytes of a packed linear weight with n outputs and k inputs, quantized or of a dtype.
+    """Return the bytes of a packed linear weight with n outputs and k inputs, quantized or not.
 
     `whole` as in `Quantization.nbytes`.
     """

@@ -1,7 +1,7 @@
-"""int4: 16 uneven levels, one scale for each output and 32 inputs; activations of 8 bits, likewise.
+"""int4: 16 uneven levels, one scale for each output and 32 inputs; 8-bit activations.
 
-The LM head is no exception: in 8 bits it lowers the perplexity of the built-in model by 0.05 %
-and would cost 5 % of the speed of a 1.1 B model.
+Activations also have a scale for each 32 inputs. The LM head uses int4, too: 8 bits would lower the
+perplexity of the built-in model by 0.05 % and cost 5 % of the speed of a 1.1 B model.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
     from octavo.kernels.base import Ops, QuantizedWeight
 
 GROUP_SIZE = 32
-# Layers of fewer weights are int8: they stay in a core's cache, where fewer bits make nothing
-# faster, and models that consist of such layers suffer most from 4 bits.
+# Layers with fewer weights use int8: they fit in a core's cache, where fewer bits gain no speed,
+# and models of small layers suffer most from 4 bits.
 SMALL = 2**16
 
 
 class Int4:
-    """Weights of 4.5 bits, scales included; see `Quantization`."""
+    """Format with 4.5 bits for each weight, scales included; see `Quantization`."""
 
     name = "int4"
 
     def nbytes(self, n: int, k: int, whole: int | None = None) -> int:
-        """As in `pack`."""
+        """Return the bytes of a weight that `pack` makes."""
         return quantized_nbytes(n, k, *_format(whole or n, k))
 
     def wrap(
         self, data: Tensor, n: int, k: int, panel: int, whole: int | None = None
     ) -> QuantizedWeight:
-        """As `pack` made it."""
+        """Wrap the bytes of a weight that `pack` made."""
         from octavo.kernels.base import QuantizedWeight
 
         return QuantizedWeight(data, n, k, *_format(whole or n, k), panel)
@@ -46,7 +46,7 @@ class Int4:
         out: Tensor | None = None,
         whole: int | None = None,
     ) -> QuantizedWeight:
-        """Of some scales for a group the one with the smallest squared error."""
+        """Quantize with the scale of smallest squared error among several for each group."""
         n, k = sum(part.shape[0] for part in parts), parts[0].shape[1]
         return ops.quantize_weight(parts, *_format(whole or n, k), out)
 

@@ -1,4 +1,4 @@
-"""int8: one scale for each output, symmetric; activations of 8 bits, one scale for each token."""
+"""int8: one scale for each output, symmetric; 8-bit activations, one scale for each token."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 
 
 class Int8:
-    """Weights of 8 bits; see `Quantization`."""
+    """Format with 8 bits for each weight; see `Quantization`."""
 
     name = "int8"
 
     def nbytes(self, n: int, k: int, whole: int | None = None) -> int:
-        """A byte a weight, and the scales."""
+        """Return one byte for each weight, plus the scales."""
         return quantized_nbytes(n, k, "int8", 0)
 
     def wrap(
         self, data: Tensor, n: int, k: int, panel: int, whole: int | None = None
     ) -> QuantizedWeight:
-        """As `pack` made it."""
+        """Wrap the bytes of a weight that `pack` made."""
         from octavo.kernels.base import QuantizedWeight
 
         return QuantizedWeight(data, n, k, "int8", 0, panel)
@@ -37,5 +37,5 @@ class Int8:
         out: Tensor | None = None,
         whole: int | None = None,
     ) -> QuantizedWeight:
-        """The largest magnitude of each output becomes 127."""
+        """Quantize with scales that make the largest magnitude of each output 127."""
         return ops.quantize_weight(parts, "int8", 0, out)

@@ -1,4 +1,4 @@
-"""The router's web application: its own addresses, and those that are passed on."""
+"""Web application of the router: its own endpoints, and those that are passed on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from octavo.server.errors import RouteError, on_http_exception
 from octavo.server.middleware import context_of
 from octavo.system.offload import offload
 
-# What concerns one connection, or is written anew.
+# Headers of a single connection, or rewritten ones.
 _NOT_PASSED_ON = frozenset(
     [
         "connection",
@@ -43,7 +43,7 @@ _NOT_PASSED_ON = frozenset(
 
 
 def build_app(state: RouterState) -> FastAPI:
-    """Makes the application; its lifespan starts the router's servers."""
+    """Make the application; its lifespan starts the router's servers."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -81,7 +81,7 @@ def build_app(state: RouterState) -> FastAPI:
 
 
 async def index(request: Request) -> Response:
-    """What this is, and its servers."""
+    """Describe the router and its servers."""
     state = router_of(request)
     return _json(
         {
@@ -97,12 +97,12 @@ async def index(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """200: the router lives; /ready knows of its servers."""
+    """Return 200: the router is alive; /ready reports on its servers."""
     return _json({"status": "ok", "reason": "ok"})
 
 
 async def ready(request: Request) -> Response:
-    """200 if a server takes requests."""
+    """Return 200 if a server accepts requests."""
     state = router_of(request)
     if state.draining:
         reason = "draining"
@@ -114,27 +114,27 @@ async def ready(request: Request) -> Response:
 
 
 async def load(request: Request) -> Response:
-    """How many requests are being answered, probes not counted."""
+    """Return the number of requests in flight, without probes."""
     return _json({"server_load": router_of(request).num_active})
 
 
 async def version(request: Request) -> Response:
-    """The version of Octavo."""
+    """Return the version of Octavo."""
     return _json({"version": __version__})
 
 
 async def metrics(request: Request) -> Response:
-    """Prometheus metrics of the router."""
+    """Return Prometheus metrics of the router."""
     return Response(router_of(request).metrics.render(), media_type=CONTENT_TYPE)
 
 
 async def streams(request: Request) -> Response:
-    """A stream is one server's: the router does not know which one's."""
-    raise RouteError(404, "Behind a router nobody can come back to a stream; ask again.")
+    """Reject: a stream belongs to one server, and the router does not know which."""
+    raise RouteError(404, "A router does not support resuming a stream; send the request again.")
 
 
 async def relay(request: Request) -> Response:
-    """Passes a request on, and the answer back."""
+    """Pass a request on, and the answer back."""
     state, context = router_of(request), context_of(request)
     body = b""
     if request.method == "POST":
@@ -143,7 +143,7 @@ async def relay(request: Request) -> Response:
         (name, value) for name, value in request.headers.items() if name not in _NOT_PASSED_ON
     ]
     headers += [("accept-encoding", "identity"), ("x-request-id", context.request_id)]
-    # Still percent-encoded; a proxy may have left its own path in front.
+    # Still percent-encoded; a proxy may have prepended its own path.
     path = request.scope.get("raw_path", request.scope["path"].encode()).decode("latin-1")
     path = path.removeprefix(state.config.root_path)
     job = await offload(

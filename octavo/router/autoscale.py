@@ -1,7 +1,7 @@
-"""How many servers of its own a router has: as many as its load needs, between two limits.
+"""Number of a router's own servers: as needed for the load, between two limits.
 
 Prefill servers have prompts in flight and decode servers streams, so each kind follows its own part
-of the traffic: longer prompts bring the ones, longer answers the others.
+of the traffic: longer prompts start prefill servers, longer answers decode servers.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from octavo.router.pool import Pool
 
 logger = logging.getLogger(__name__)
 
-# Seconds between two looks at the load.
+# Interval of load samples in seconds.
 _INTERVAL = 1.0
-# Looks over whose mean load a server is started, and over whose highest one is ended: starting one
-# late costs waiting, ending one early its cache.
+# Windows of samples: the mean over the first starts a server, the maximum over the second ends one.
+# Starting one late costs waiting, ending one early its cache.
 _UP_LOOKS = 3
 _DOWN_LOOKS = 60
-# What a weight of prompts counts (`Job.weight`: 8 KiB) against a stream.
+# Load of a unit of a prompt's weight (`Job.weight`: 8 KiB), relative to a stream.
 _PROMPT_LOAD = 8
 
 
 def load_of_pool(pool: Pool, role: str) -> int:
-    """Requests in flight; of prefill servers what their prompts weigh."""
+    """Return the requests in flight; for prefill servers the weight of their prompts."""
     if role == "prefill":
         return sum(_PROMPT_LOAD * upstream.num_waiting for upstream in pool.upstreams)
     return sum(upstream.num_requests for upstream in pool.upstreams)
 
 
 class Scale:
-    """How many servers of a kind there are to be.
+    """Desired number of servers of a kind.
 
     Args:
-        least: servers there always are.
-        most: servers there may be.
+        least: minimum number of servers.
+        most: maximum number of servers.
         target: load for each of them.
     """
 
@@ -50,7 +50,7 @@ class Scale:
         self._loads: deque[int] = deque(maxlen=_DOWN_LOOKS)
 
     def look(self, load: int, count: int) -> int:
-        """How many there are to be, after a look at the load of `count` of them."""
+        """Return the desired number of servers, after a sample of the load of `count` of them."""
         self._loads.append(load)
         recent = list(self._loads)[-_UP_LOOKS:]
         if len(recent) == _UP_LOOKS:
@@ -68,13 +68,13 @@ class Scale:
 
 
 async def autoscale(owns: Sequence[OwnServers], least: int, most: int, target: int) -> None:
-    """Starts and ends servers with the load, for ever.
+    """Start and end servers with the load, forever.
 
     Args:
         owns: servers of each kind.
-        least: how many of a kind there always are.
-        most: how many there may be.
-        target: load for each of them.
+        least: minimum number of a kind.
+        most: maximum number of a kind.
+        target: load for each server.
     """
     scales = [Scale(least, most, target) for _ in owns]
     while True:

@@ -1,4 +1,4 @@
-"""The router's settings, beside those that it shares with servers."""
+"""Settings of the router, in addition to those that it shares with servers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SHARED = frozenset(
         "middleware",
     ]
 )
-"""Settings of `ServerConfig` that say how the router itself serves."""
+"""Settings of `ServerConfig` that apply to the router's own HTTP server."""
 PASSED_ON = frozenset(
     [
         "max_request_bytes",
@@ -47,111 +47,115 @@ PASSED_ON = frozenset(
         "uvicorn_log_level",
     ]
 )
-"""Those of them that its own servers get, too."""
+"""Settings of `SHARED` that the router also passes to the servers that it starts."""
 REFUSED = {
     "headless": "a router has no engine; start nodes with octavo serve --headless",
     "record": "each server would write the same file; record at a server",
-    "record_prompts": "it goes with record",
-    "record_max_bytes": "it goes with record",
-    "resume_grace": "behind a router nobody can come back to a stream",
-    "admin_key": "a router passes nothing on to the addresses of servers that need it",
-    "enable_admin": "a router passes nothing on to the addresses of servers that need it",
+    "record_prompts": "it belongs to record",
+    "record_max_bytes": "it belongs to record",
+    "resume_grace": "clients of a router cannot resume a stream",
+    "admin_key": "a router does not forward requests to the routes that need it",
+    "enable_admin": "a router does not forward requests to the routes that need it",
 }
-"""Settings of `ServerConfig` that have no meaning here, and why."""
+"""Settings of `ServerConfig` that a router rejects, with the reason."""
 
 
 class RouterConfig(Section, frozen=True):
-    """The router: which servers it has, and how it treats them."""
+    """Servers of the router, their health checks and their number."""
 
     servers: Annotated[
         list[str], Meta(description="Addresses of servers, such as http://host:8000.")
     ] = []
     prefill_servers: Annotated[
         list[str],
-        Meta(description="Those of servers that compute prompts, for --decode-servers to go on."),
+        Meta(description="Addresses of servers that compute prompts for the --decode-servers."),
     ] = []
     decode_servers: Annotated[
-        list[str], Meta(description="Those of servers that answer, see --prefill-servers.")
+        list[str],
+        Meta(description="Addresses of servers that continue prompts of --prefill-servers."),
     ] = []
     replicas: Annotated[
         int,
-        Meta(description="Number of servers that the router starts itself.", ge=0, le=1024),
+        Meta(description="Number of servers that the router starts.", ge=0, le=1024),
     ] = 0
     prefill: Annotated[
         int,
-        Meta(description="Number of prefill servers that the router starts itself.", ge=0, le=1024),
+        Meta(description="Number of prefill servers that the router starts.", ge=0, le=1024),
     ] = 0
     decode: Annotated[
         int,
-        Meta(description="Number of decode servers that the router starts itself.", ge=0, le=1024),
+        Meta(description="Number of decode servers that the router starts.", ge=0, le=1024),
     ] = 0
     backend: Annotated[
         Literal["local", "ray"],
         Meta(
-            description="Where the router's own servers are: on this machine, or on nodes of a Ray"
-            " cluster, each with --num-threads CPUs."
+            description="Place of the servers that the router starts: this machine, or the nodes of"
+            " a Ray cluster, with --num-threads CPUs for each server."
         ),
     ] = "local"
     min_replicas: Annotated[
         Annotated[int, Meta(ge=1, le=1024)] | None,
-        Meta(description="With --max-replicas: fewest servers of its own, of each kind."),
+        Meta(description="Minimum number of started servers of each kind; needs --max-replicas."),
     ] = None
     max_replicas: Annotated[
         Annotated[int, Meta(ge=1, le=1024)] | None,
         Meta(
-            description="Most servers of its own, of each kind: the router starts and ends them"
-            " with the load."
+            description="Maximum number of started servers of each kind; the router starts and"
+            " stops servers according to the load."
         ),
     ] = None
     target_load: Annotated[
         int,
         Meta(
-            description="Requests in flight for which there is to be one more server; at a prefill"
-            " server each 8 KiB of prompt count as eight.",
+            description="Target number of unfinished requests per server, with --max-replicas; at a"
+            " prefill server every 8 KiB of prompt counts as eight requests.",
             ge=1,
         ),
     ] = 16
     server_api_key: Annotated[
         str | None,
         Meta(
-            description="API key that --servers and the like ask for; default: the one in"
-            " OCTAVO_SERVER_API_KEY, else the client's is passed on.",
+            description="API key for --servers, --prefill-servers and --decode-servers; default:"
+            " the one in OCTAVO_SERVER_API_KEY, otherwise the client's key.",
             extra={"secret": True},
         ),
     ] = None
     health_check_interval: Annotated[
-        float, Meta(description="Seconds between two probes of a server.", gt=0)
+        float, Meta(description="Seconds between health checks of a server.", gt=0)
     ] = 2.0
     health_check_timeout: Annotated[
         float,
-        Meta(description="Seconds that a probe may take; after two such a server is lost.", gt=0),
+        Meta(
+            description="Maximum seconds of a health check; a server is lost after two timeouts.",
+            gt=0,
+        ),
     ] = 5.0
     failover_timeout: Annotated[
         float,
-        Meta(description="Seconds that a request waits while no server can take it.", ge=0),
+        Meta(description="Maximum seconds that a request waits for an available server.", ge=0),
     ] = 30.0
 
     @property
     def num_own(self) -> int:
-        """Servers that the router starts at first."""
+        """Number of servers that the router starts initially."""
         return self.replicas + self.prefill + self.decode
 
     @property
     def most_own(self) -> int:
-        """Servers that it may have started at one time."""
+        """Maximum number of concurrent servers that the router starts."""
         counts = [count for count in (self.replicas, self.prefill, self.decode) if count]
         return sum(self.max_replicas or count for count in counts)
 
     @property
     def urls(self) -> list[str]:
-        """All servers that others have started."""
+        """Addresses of all servers that the router does not start."""
         return self.servers + self.prefill_servers + self.decode_servers
 
     def check(self) -> None:
-        """Refuses settings that contradict one another.
+        """Check that the settings fit together.
 
         Raises:
-            ConfigError: naming them.
+            ConfigError: settings contradict each other; the message names them.
         """
         plain = bool(self.servers or self.replicas)
         split = {
@@ -160,7 +164,7 @@ class RouterConfig(Section, frozen=True):
         }
         if plain and any(split.values()):
             raise ConfigError(
-                "servers and replicas do all of a request, prefill and decode servers share it: "
+                "servers and replicas run whole requests, prefill and decode servers share them; "
                 "give --servers or --replicas, or else --prefill(-servers) with --decode(-servers)."
             )
         if not plain and not any(split.values()):
@@ -202,10 +206,10 @@ class RouterConfig(Section, frozen=True):
 
 
 def own_server_settings(given: dict[str, object]) -> dict[str, object]:
-    """What of the given settings of `ServerConfig` the router's own servers get.
+    """Return the settings of `ServerConfig` that apply to the servers that the router starts.
 
     Raises:
-        ConfigError: one has no meaning here.
+        ConfigError: the router does not support a setting.
     """
     for name in REFUSED.keys() & given.keys():
         raise ConfigError(f"{name} cannot be given to a router: {REFUSED[name]}.")

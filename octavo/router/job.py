@@ -1,4 +1,4 @@
-"""A request as the router sees it: what it weighs, what its prompt begins with, what is added."""
+"""Request as seen by the router: its weight, its prompt's prefix, and added fields."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from octavo.errors import RequestError
 from octavo.server.auth import private_salt
 from octavo.server.body import parse_json
 
-# Bytes of text that are looked at together: some 30 tokens.
+# Bytes of text that are hashed together: some 30 tokens.
 _PIECE_NBYTES = 128
-# Pieces of a prompt that are looked at, since hashing holds the event loop.
+# Maximum number of hashed pieces of a prompt, since hashing blocks the event loop.
 _MOST_PIECES = 1024
-# Bytes of a prompt that weigh as much as one more request: about a step's tokens.
+# Bytes of a prompt with the weight of one more request: about a step's tokens.
 _WEIGHT_NBYTES = 8192
-# Bits of the seed of a request without one: any JSON parser can read such a number.
+# Bits of the seed for a request without one: any JSON parser can read such a number.
 _SEED_BITS = 48
 GENERATING = frozenset(["/v1/completions", "/v1/chat/completions", "/invocations"])
-"""Paths whose answers another server can go on with."""
+"""Paths with answers that another server can continue."""
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One request to pass on."""
+    """Request to pass on."""
 
     method: str
     path: str
-    """With the query, as it came."""
+    """Path with the query, unchanged."""
     headers: list[tuple[str, str]]
     body: bytes = field(repr=False)
     generates: bool = False
-    """Whether its answer is text that any server makes alike."""
+    """True if its answer is text that all servers make alike."""
     splits: bool = False
-    """Whether its prefill may be another server's."""
+    """True if another server may compute its prefill."""
     fields: dict[str, Any] = field(default_factory=dict, repr=False)
-    """The parsed body of one that generates."""
+    """Parsed body of a generating request."""
     pieces: list[bytes] = field(default_factory=list, repr=False)
     """Chained hashes of the prompt's first pieces."""
     weight: int = 1
 
     def prefill_body(self) -> bytes:
-        """The body for a server that only computes the prompt (vLLM's contract)."""
+        """Return the body for a server that only computes the prompt (vLLM's contract)."""
         changes: dict[str, Any] = {
             "max_tokens": 1,
             "stream": False,
@@ -55,13 +55,13 @@ class Job:
         if self.fields.get("max_completion_tokens") is not None:
             changes["max_completion_tokens"] = 1
         if self.fields.get("stream_options") is not None:
-            changes["stream_options"] = None  # refused without a stream
+            changes["stream_options"] = None  # rejected without a stream
         if self.fields.get("min_tokens") is not None:
             changes["min_tokens"] = 0
         return with_fields(self.body, changes)
 
     def decode_body(self, params: Any) -> bytes:
-        """The body for the server that answers, with what the prefill's one said."""
+        """Return the body for the answering server, with the parameters from the prefill server."""
         return with_fields(self.body, {"kv_transfer_params": params})
 
 
@@ -73,23 +73,23 @@ def read_job(
     body: bytes,
     api_key: str | None,
 ) -> Job:
-    """Makes the job of a request.
+    """Make the job of a request.
 
-    A request without a seed gets one, so that another server would answer the same. A request with
-    several prompts gets none, as a seed would tie their answers together; nor does a beam search,
-    which does not sample. Where the router knows its clients by their keys, each key is a scope of
-    cached prefixes of its own, as at a server.
+    A request without a seed receives one, so that another server would give the same answer. A
+    request with several prompts receives none, as a seed would correlate their answers; nor does a
+    beam search, which does not sample. If the router has API keys, each key has its own scope of
+    cached prefixes, as at a server.
 
     Args:
         method: GET, POST ...
-        path: without the query.
-        query: the query, as it came.
-        headers: those to pass on.
-        body: all of it.
-        api_key: the client's, if the router has keys.
+        path: path without the query.
+        query: the query, unchanged.
+        headers: headers to pass on.
+        body: the whole body.
+        api_key: the client's key, if the router has keys.
 
     Raises:
-        RequestError: the body is no JSON object, or says where cached tokens are.
+        RequestError: the body is not a JSON object, or contains kv_transfer_params.
     """
     target = f"{path}?{query}" if query else path
     job = Job(method, target, headers, body)
@@ -114,7 +114,7 @@ def read_job(
     asks_prompt = any(
         fields.get(name) not in (None, False, 0) for name in ("prompt_logprobs", "echo")
     )
-    # Servers take kv_transfer_params with one answer only; a wrong n is for them to refuse.
+    # Servers only accept kv_transfer_params with one answer; a server rejects a wrong n.
     alone = not several and not beams and fields.get("n") in (None, 1)
     job.splits = alone and not asks_prompt
     text = _prompt_text(fields)
@@ -124,9 +124,9 @@ def read_job(
 
 
 def with_fields(body: bytes, changes: dict[str, Any]) -> bytes:
-    """A JSON object with fields added: of two of a name, the last counts.
+    """Add fields to a JSON object: among duplicate names, the last counts.
 
-    All else stays as it was written, numbers that no parser here could hold included.
+    The rest stays unchanged, including numbers beyond this parser's range.
     """
     if not changes:
         return body
@@ -150,7 +150,7 @@ def _num_prompts(fields: dict[str, Any]) -> int:
 
 
 def _prompt_text(fields: dict[str, Any]) -> bytes:
-    """What a server computes first of a request, as bytes; equal prompts begin with equal ones."""
+    """Return the first computed part of a request as bytes; equal prompts have equal prefixes."""
     if "messages" in fields:
         return msgspec.json.encode(
             [fields.get("chat_template_kwargs"), fields.get("tools"), fields["messages"]]
@@ -164,7 +164,7 @@ def _prompt_text(fields: dict[str, Any]) -> bytes:
 
 
 def _pieces(text: bytes, scope: list[Any]) -> list[bytes]:
-    """Chained hashes of a text's full pieces, of which servers with another scope share none."""
+    """Return chained hashes of a text's full pieces; they differ between scopes."""
     last = hashlib.blake2b(repr(scope).encode(), digest_size=16).digest()
     pieces: list[bytes] = []
     end = min(len(text), _MOST_PIECES * _PIECE_NBYTES)

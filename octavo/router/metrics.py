@@ -1,4 +1,4 @@
-"""The router's own metrics; each server has its own."""
+"""Metrics of the router itself; each server has its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RouterMetrics(Collector):
 
     Args:
         pools: its servers.
-        num_restarts: how often one of its own was started again.
+        num_restarts: returns the number of restarts of its own servers.
     """
 
     def __init__(self, pools: Sequence[Pool], num_restarts: Callable[[], int]) -> None:
@@ -26,36 +26,36 @@ class RouterMetrics(Collector):
         self._registry.register(self)
         self.retries = Counter(
             "octavo:router_retries",
-            "Requests that went to another server, by reason: unreachable, lost, or refused.",
+            "Requests that were sent to another server, by reason: unreachable, lost, or refused.",
             ["reason"],
             registry=self._registry,
         )
         self.prefills = Counter(
             "octavo:router_prefills",
-            "Prompts computed by a prefill server (remote) or by who answers (local).",
+            "Prompts computed by a prefill server (remote) or by the answering one (local).",
             ["where"],
             registry=self._registry,
         )
         self.tokens = Counter(
             "octavo:router_tokens",
-            "Tokens of prompts and outputs, as far as answers say.",
+            "Tokens of prompts and outputs, as reported by answers.",
             ["kind"],
             registry=self._registry,
         )
 
     def render(self) -> bytes:
-        """The page at /metrics."""
+        """Return the page at /metrics."""
         return generate_latest(self._registry)
 
     def note_usage(self, prompt_tokens: int, completion_tokens: int) -> None:
-        """Counts the tokens of an answer."""
+        """Count the tokens of an answer."""
         self.tokens.labels("prompt").inc(prompt_tokens)
         self.tokens.labels("completion").inc(completion_tokens)
 
     def collect(self) -> Iterator[Metric]:
-        """What is known without counting."""
+        """Yield the metrics that need no counting."""
         ready = GaugeMetricFamily(
-            "octavo:router_server_ready", "Whether a server takes requests.", labels=["server"]
+            "octavo:router_server_ready", "1 if a server accepts requests.", labels=["server"]
         )
         requests = GaugeMetricFamily(
             "octavo:router_requests", "Requests in flight at a server.", labels=["server"]
@@ -67,7 +67,7 @@ class RouterMetrics(Collector):
         yield from (ready, requests)
         yield CounterMetricFamily(
             "octavo:router_server_restarts",
-            "Times that one of the router's own servers was started again.",
+            "Number of restarts of the router's own servers.",
             self._num_restarts(),
         )
         pieces = sum(pool.num_pieces for pool in self._pools)
@@ -76,5 +76,5 @@ class RouterMetrics(Collector):
             "octavo:router_prefix_queries", "Pieces of prompts that were placed.", pieces
         )
         yield CounterMetricFamily(
-            "octavo:router_prefix_hits", "Those whose server likely had them cached.", known
+            "octavo:router_prefix_hits", "Pieces that their server likely had cached.", known
         )

@@ -1,7 +1,7 @@
-"""Servers that the router starts itself: watched, started again, ended.
+"""Servers that the router starts, watches, restarts and ends itself.
 
-On this machine each listens on a Unix socket in a folder that only this user can open, so that
-nobody gets past the router.
+On this machine each listens on a Unix socket in a folder that only this user can open, so that no
+other client can bypass the router.
 """
 
 from __future__ import annotations
@@ -23,58 +23,58 @@ from octavo.system.device import is_stopped
 
 logger = logging.getLogger(__name__)
 
-# Between two looks whether a process lives.
+# Interval of checks for live processes.
 _LOOK_SECONDS = 0.1
-# Before a dead server is started again: twice as long each time, unless it has lived for a while.
+# Delay before the restart of a dead server: doubled each time, until a server lives long enough.
 _FIRST_PAUSE = 0.5
 _LONGEST_PAUSE = 30.0
 _LIVED_SECONDS = 60.0
-# A stop that is over sooner is no reason.
+# Shorter stops are ignored.
 _STOPPED_SECONDS = 0.5
-# Probes in a row that a server lets time out until it is killed, and another one started.
+# Number of consecutive timeouts of probes after which a server is killed and replaced.
 _MOST_SILENT = 6
-# Beside shutdown_timeout, until a server that is to end is killed.
+# Time in addition to shutdown_timeout until a server that is to end is killed.
 _END_SECONDS = 10.0
 
 
 class ServerProcess(Protocol):
-    """A server that was started, wherever it is."""
+    """Process of a started server, on any machine."""
 
     failure: str | None
-    """Why there is none; None: its own last words say it."""
+    """Cause of a failed start; None: the server's log contains it."""
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal such as SIGSTOP holds it."""
+        """True if a signal such as SIGSTOP has stopped it."""
         ...
 
     def poll(self) -> int | None:
-        """Its status, if it has ended; that of a signal is negative."""
+        """Return its exit status if it has ended; negative for a signal."""
         ...
 
     def terminate(self) -> None:
-        """Has it end in order."""
+        """Request an orderly end."""
 
     def kill(self) -> None:
-        """Ends it."""
+        """Kill the server."""
 
     def wait(self) -> int:
-        """Waits until it has ended."""
+        """Wait for its end, and return its exit status."""
         ...
 
 
 class Starter(Protocol):
-    """Starts servers of one kind."""
+    """Starter of servers of one kind."""
 
     def make_upstream(self, name: str) -> Upstream:
-        """A server as the router is to see it, not started yet."""
+        """Make a server for the router, without starting it."""
         ...
 
     def start(self, upstream: Upstream) -> ServerProcess:
-        """Starts it, again or for the first time.
+        """Start or restart a server.
 
         Raises:
-            OSError: the system has no room for it.
+            OSError: the system lacks resources for it.
         """
         ...
 
@@ -88,22 +88,22 @@ class _LocalServer(subprocess.Popen[bytes]):
 
 
 class LocalStarter:
-    """Starts servers on this machine.
+    """Starter of servers on this machine.
 
     Args:
         flags: words for `octavo serve`.
-        folder: for their sockets.
+        folder: folder of their sockets.
     """
 
     def __init__(self, flags: list[str], folder: Path) -> None:
         self._flags, self._folder = flags, folder
 
     def make_upstream(self, name: str) -> Upstream:
-        """See `Starter`."""
+        """Implement `Starter`."""
         return Upstream(name, "http://localhost", str(self._folder / name))
 
     def start(self, upstream: Upstream) -> ServerProcess:
-        """See `Starter`."""
+        """Implement `Starter`."""
         return _LocalServer(
             [
                 *(sys.executable, "-m", "octavo.router.server_process", str(os.getpid())),
@@ -117,14 +117,14 @@ class LocalStarter:
 
 
 class OwnServers:
-    """Servers of one kind.
+    """Own servers of one kind.
 
     Args:
-        pool: where they are to be found.
+        pool: pool that they are added to.
         role: prefill, decode or replica.
-        starter: starts one.
-        shutdown_timeout: seconds that requests in flight get when a server is to end.
-        on_failure: called when none can be started, with the reason.
+        starter: starts a server.
+        shutdown_timeout: seconds for requests in flight when a server is to end.
+        on_failure: called with the cause when no server can be started.
     """
 
     def __init__(
@@ -147,11 +147,11 @@ class OwnServers:
 
     @property
     def staying(self) -> list[Upstream]:
-        """Those that are not to end."""
+        """Servers that are not to end."""
         return [upstream for upstream in self._tasks if not upstream.leaving]
 
     def scale(self, count: int) -> None:
-        """Starts servers, or has those with the least to do end, until there are `count`."""
+        """Start servers, or end those with the least load, until there are `count`."""
         staying = self.staying
         for _ in range(count - len(staying)):
             name = f"{self.role}-{self._next}"
@@ -172,14 +172,14 @@ class OwnServers:
             )
 
     async def close(self) -> None:
-        """Ends them all."""
+        """End all servers."""
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         await asyncio.gather(*(self._end(upstream) for upstream in list(self._processes)))
 
     async def _keep(self, upstream: Upstream) -> None:
-        """Has a server run until it is to end."""
+        """Keep a server running until it is to end."""
         pause = _FIRST_PAUSE
         while True:
             began = time.monotonic()
@@ -208,9 +208,9 @@ class OwnServers:
         del self._tasks[upstream]
 
     async def _watch(self, upstream: Upstream, process: ServerProcess) -> str:
-        """Waits until a server has ended, is to end, or does not answer; returns what it did.
+        """Wait until a server has ended, is to end, or does not answer; return a description.
 
-        One that does not answer is killed.
+        A server that does not answer is killed.
         """
         stopped = 0.0
         while (status := process.poll()) is None:
@@ -231,7 +231,7 @@ class OwnServers:
         )
 
     async def _end(self, upstream: Upstream) -> None:
-        """Ends a server's process, if it has not ended."""
+        """End a server's process, if it still runs."""
         process = self._processes.pop(upstream, None)
         if process is None:
             return

@@ -1,4 +1,4 @@
-"""The servers of a router: which are there, what each has to do, and which gets a request."""
+"""Servers of a router: their state, their load, and the choice of one for a request."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from octavo.fleet.routing import PrefixMap, load_of, score
 
 logger = logging.getLogger(__name__)
 
-# Pieces of prompts that are remembered of all servers together: some 25 MB.
+# Maximum number of remembered pieces of all servers together: some 25 MB.
 _MOST_REMEMBERED = 2**17
-# Seconds in which a server has to accept a connection.
+# Timeout of connecting to a server in seconds.
 _CONNECT_TIMEOUT = 5.0
-# Seconds for which an idle connection is used again: less than servers keep one.
+# Seconds for which an idle connection can be reused: fewer than servers keep one.
 _KEEP_ALIVE = 3.0
-# Probes in a row that a server lets time out until what it answers is taken for lost.
+# Number of consecutive timeouts of probes after which a server's answers are given up.
 _SILENT_PROBES = 2
 
 
 class Upstream:
-    """One server.
+    """Server of a router.
 
     Args:
-        name: how it is called in logs and metrics.
-        url: where it answers, without a slash at the end.
+        name: name in logs and metrics.
+        url: its address, without a slash at the end.
         socket: the Unix socket on which it listens; None: it listens at the URL's host.
-        api_key: sent instead of the client's; None: that one is passed on.
+        api_key: sent instead of the client's key; None: the client's is passed on.
     """
 
     def __init__(
@@ -56,32 +56,33 @@ class Upstream:
             skip_auto_headers=["User-Agent", "Accept", "Accept-Encoding", "Content-Type"],
         )
         self.ready = False
-        """Whether it takes requests, as far as is known."""
+        """True if it accepts requests, as far as known."""
         self.epoch = 0
-        """How often it has become ready: who failed in one epoch may be tried in the next."""
+        """Number of times that it became ready: after a failure it may be tried in the next
+        epoch."""
         self.leaving = False
-        """Whether it gets no more requests, though it is there."""
+        """True if it receives no more requests, though it is running."""
         self.num_waiting = 0
-        """Weight of its requests without an answer yet."""
+        """Weight of its requests without an answer so far."""
         self.num_running = 0
-        """Requests whose answers have begun."""
+        """Number of requests with answers in progress."""
         self.num_requests = 0
-        """Requests in flight."""
+        """Number of requests in flight."""
         self.silent = 0
-        """Probes in a row that timed out."""
+        """Number of consecutive probes that timed out."""
         self.suspected = asyncio.Event()
-        """Set when somebody found it dead: it is probed at once."""
+        """Event that is set after a failed connection, to probe the server at once."""
         self._guards: set[asyncio.Timeout] = set()
 
     @property
     def load(self) -> int:
-        """See `engine.routing.load_of`."""
+        """Load, see `fleet.routing.load_of`."""
         return load_of(self.num_waiting, self.num_running)
 
     async def ask(
         self, method: str, path: str, headers: list[tuple[str, str]], body: bytes
     ) -> aiohttp.ClientResponse:
-        """Sends a request; returns once the head of the answer is there, to be closed at the end.
+        """Send a request; return an answer with its head, which the caller closes.
 
         Raises:
             aiohttp.ClientError: the server cannot be reached, or broke the connection.
@@ -99,10 +100,10 @@ class Upstream:
 
     @asynccontextmanager
     async def guard(self) -> AsyncIterator[None]:
-        """While something is awaited from this server.
+        """Guard waiting for this server, which `give_up` ends.
 
         Raises:
-            TimeoutError: it is taken for lost.
+            TimeoutError: the server was given up.
         """
         async with asyncio.timeout(None) as timeout:
             self._guards.add(timeout)
@@ -112,18 +113,18 @@ class Upstream:
                 self._guards.discard(timeout)
 
     def give_up(self) -> None:
-        """Ends what is awaited from it."""
+        """End all guarded waiting for it."""
         now = asyncio.get_running_loop().time()
         for guard in list(self._guards):
             guard.reschedule(now)
 
 
 class Hold:
-    """A request's place at a server.
+    """Place of a request at a server.
 
     Args:
         upstream: the server.
-        weight: what it counts until its answer begins, 1 for a short prompt.
+        weight: its load until its answer begins, 1 for a short prompt.
     """
 
     def __init__(self, upstream: Upstream, weight: int) -> None:
@@ -134,31 +135,31 @@ class Hold:
         upstream.num_requests += 1
 
     def begin(self) -> None:
-        """The answer begins."""
+        """Record that the answer begins."""
         if not self._begun:
             self._begun = True
             self.upstream.num_waiting -= self._weight
             self.upstream.num_running += 1
 
     def end(self) -> None:
-        """The request is over."""
+        """Record that the request has ended."""
         self.begin()
         self.upstream.num_running -= 1
         self.upstream.num_requests -= 1
 
 
 class Pool:
-    """Servers that can take each other's place.
+    """Interchangeable servers.
 
     Args:
         interval: seconds between two probes of a server.
-        timeout: seconds that a probe may take.
+        timeout: timeout of a probe in seconds.
     """
 
     def __init__(self, interval: float, timeout: float) -> None:
         self.upstreams: list[Upstream] = []
         self.num_pieces = self.num_known = 0
-        """Pieces of placed prompts, and those of them that the server likely had."""
+        """Numbers of pieces of placed prompts, and of those that the server likely had cached."""
         self._interval = interval
         self._timeout = timeout
         self._numbers: dict[Upstream, int] = {}
@@ -169,7 +170,7 @@ class Pool:
         self._probing: dict[Upstream, asyncio.Task[None]] = {}
 
     def add(self, upstream: Upstream) -> None:
-        """Takes a server in, which gets requests once it is found ready."""
+        """Add a server, which receives requests once a probe finds it ready."""
         self._numbers[upstream] = self._next_number
         self._next_number += 1
         self.upstreams.append(upstream)
@@ -177,7 +178,7 @@ class Pool:
         self._share()
 
     async def remove(self, upstream: Upstream) -> None:
-        """Forgets a server."""
+        """Remove a server."""
         self.upstreams.remove(upstream)
         self._prefixes.forget(self._numbers.pop(upstream))
         task = self._probing.pop(upstream)
@@ -189,27 +190,28 @@ class Pool:
         self._share()
 
     def _share(self) -> None:
-        """Divides what is remembered among the servers."""
+        """Divide the capacity for remembered pieces among the servers."""
         self._prefixes.capacity = _MOST_REMEMBERED // max(1, len(self.upstreams))
 
     async def close(self) -> None:
-        """Ends the probes."""
+        """End the probes."""
         for upstream in list(self.upstreams):
             await self.remove(upstream)
 
     # Choice
 
     def choose(self, pieces: Sequence[bytes], tried: Mapping[Upstream, int]) -> Upstream | None:
-        """The server for a request: the least busy one, or one that has its prefix.
+        """Choose the server for a request: the least busy one, or one with its prefix.
 
-        Of equals the one that comes after the last one chosen.
+        Equal servers take turns.
 
         Args:
             pieces: chained hashes of the prompt's pieces.
-            tried: servers that failed it, with their epochs then; they are left out.
+            tried: servers that failed the request, with their epochs at that time; they are
+                omitted.
 
         Returns:
-            None if there is none to be tried.
+            None if no server can be tried.
         """
         usable = self.choosable(tried)
         if not usable:
@@ -231,7 +233,7 @@ class Pool:
 
     @contextmanager
     def hold(self, upstream: Upstream, weight: int) -> Iterator[Hold]:
-        """Counts a request at a server while it is answered there."""
+        """Count a request at a server while it is answered there."""
         hold = Hold(upstream, weight)
         try:
             yield hold
@@ -239,7 +241,7 @@ class Pool:
             hold.end()
 
     async def wait_ready(self, tried: Mapping[Upstream, int], timeout: float) -> bool:
-        """Waits until a server can be tried; false if none could within `timeout` seconds."""
+        """Wait until a server can be tried; return False after `timeout` seconds without one."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 while not self.choosable(tried):
@@ -249,18 +251,18 @@ class Pool:
         return False
 
     def choosable(self, tried: Mapping[Upstream, int] = MappingProxyType({})) -> list[Upstream]:
-        """The servers that can be tried."""
+        """Return the servers that can be tried."""
         return [u for u in self.upstreams if u.ready and not u.leaving and tried.get(u) != u.epoch]
 
     # Health
 
     def suspect(self, upstream: Upstream) -> None:
-        """A connection to a server failed: it gets no more requests until it answers a probe."""
+        """Stop sending requests to a server after a failed connection, until it answers a probe."""
         self._note(upstream, False, "a connection to it failed")
         upstream.suspected.set()
 
     def restarted(self, upstream: Upstream) -> None:
-        """Another process is to be at its place, with nothing cached."""
+        """Record that another process replaces a server, with an empty cache."""
         self._prefixes.forget(self._numbers[upstream])
         upstream.silent = 0
         self._note(upstream, False, "its process has ended")
@@ -288,7 +290,7 @@ class Pool:
                 upstream.silent += 1
                 if upstream.silent >= _SILENT_PROBES:
                     upstream.give_up()
-            except Exception as error:  # whatever it is, the server is asked again
+            except Exception as error:  # after any error, the server is probed again
                 reason = reason_of(error)
                 upstream.silent = 0
             self._note(upstream, reason is None, reason or "")
@@ -298,7 +300,7 @@ class Pool:
                     await asyncio.sleep(min(0.05, self._interval))
 
     async def _probe(self, upstream: Upstream) -> str | None:
-        """Why a server takes no requests; None: it does."""
+        """Probe a server; return why it accepts no requests, or None if it does."""
         status = 0
         for path in ("/ready", "/health"):  # other servers have no /ready
             response = await upstream.ask("GET", path, [], b"")

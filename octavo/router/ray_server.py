@@ -1,6 +1,6 @@
-"""A server that a router has started on a node of a Ray cluster, in an actor's care.
+"""Server that a router has started on a node of a Ray cluster, in an actor.
 
-The router's side is a thread, since Ray's calls wait.
+The router's side is a thread, since Ray's calls block.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from octavo.router.server_flags import HOST
 from octavo.system.device import is_stopped
 
 _LOOK_SECONDS = 0.25
-# An actor that says nothing for so long is lost, with its server.
+# Time without an answer after which an actor is lost, with its server.
 _LOST_SECONDS = 30.0
 
 
 class ServerActor:
-    """On a node: starts a server, and ends it."""
+    """Ray actor that starts a server on its node, and ends it."""
 
     def start(self, words: list[str], key: str) -> str:
-        """Starts it; returns its address."""
+        """Start the server; return its address."""
         host = ray.util.get_node_ip_address()
         with socket.create_server((host, 0)) as free:
             port = free.getsockname()[1]
@@ -49,26 +49,26 @@ class ServerActor:
         return f"http://{host}:{port}"
 
     def poll(self) -> tuple[int | None, bool]:
-        """Its status, if it has ended; and whether a signal holds it."""
+        """Return its exit status, if it has ended, and True if a signal has stopped it."""
         status = self._process.poll()
         return status, status is None and is_stopped(self._process.pid)
 
     def terminate(self) -> None:
-        """Has it end in order."""
+        """Request an orderly end."""
         self._process.terminate()
 
     def kill(self) -> None:
-        """Ends it."""
+        """Kill the server."""
         self._process.kill()
 
 
 class RayServer:
-    """What `subprocess.Popen` is for a server on this machine.
+    """Counterpart of `subprocess.Popen` for a server on a node.
 
     Args:
-        words: for `octavo serve`.
-        num_cpus: cores of a node that Ray counts for it.
-        on_start: called, on a thread, with its address and the key that it asks for.
+        words: words for `octavo serve`.
+        num_cpus: cores of a node that Ray reserves for it.
+        on_start: called, on a thread, with its address and the API key that it requires.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class RayServer:
         self.returncode: int | None = None
         self.is_stopped = False
         self.failure: str | None = None
-        """Why there is none."""
+        """Cause of a failed start, or None."""
         self._words, self._num_cpus, self._on_start = words, num_cpus, on_start
         self._wanted: signal.Signals | None = None
         self._changed = threading.Event()
@@ -85,15 +85,15 @@ class RayServer:
         self._thread.start()
 
     def poll(self) -> int | None:
-        """Its status, if it has ended; -9 if it was lost with its node."""
+        """Return its exit status, if it has ended; -9 if it was lost with its node."""
         return self.returncode
 
     def terminate(self) -> None:
-        """Has it end in order."""
+        """Request an orderly end."""
         self._want(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Ends it."""
+        """Kill the server."""
         self._want(signal.SIGKILL)
 
     def _want(self, number: signal.Signals) -> None:
@@ -101,7 +101,7 @@ class RayServer:
         self._changed.set()
 
     def wait(self) -> int:
-        """Waits until it has ended; returns its status."""
+        """Wait for its end; return its exit status."""
         self._thread.join()
         assert self.returncode is not None
         return self.returncode
@@ -119,7 +119,7 @@ class RayServer:
         self.returncode = status
 
     def _keep(self) -> int:
-        """Has a server run on some node; returns its status."""
+        """Run a server on some node; return its exit status."""
         actor: Any = (
             ray.remote(ServerActor)
             .options(num_cpus=self._num_cpus, scheduling_strategy="SPREAD")
@@ -149,10 +149,10 @@ class RayServer:
 
 
 class RayStarter:
-    """Starts servers on nodes of a Ray cluster.
+    """Starter of servers on nodes of a Ray cluster.
 
     Args:
-        flags: words for `octavo serve`; --num-threads is among them.
+        flags: words for `octavo serve`, including --num-threads.
     """
 
     def __init__(self, flags: list[str]) -> None:
@@ -161,11 +161,11 @@ class RayStarter:
         self._loop = asyncio.get_running_loop()
 
     def make_upstream(self, name: str) -> Upstream:
-        """See `Starter`."""
+        """Implement `Starter`."""
         return Upstream(name, "")
 
     def start(self, upstream: Upstream) -> RayServer:
-        """See `Starter`."""
+        """Implement `Starter`."""
 
         def begin(url: str, key: str) -> None:
             upstream.url, upstream.api_key = url, key

@@ -1,4 +1,4 @@
-"""One request on its way: to a server, to another one if that is lost, and the answer back."""
+"""Relay of one request to a server, or to another one after a failure, and of the answer."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Statuses that say more of the server than of the request; 429: it is full.
+# Statuses that describe the server rather than the request; 429: it is full.
 _ELSEWHERE = frozenset([429, 502, 503, 504])
-# Codes of errors within a stream that say so.
+# Codes of errors, also within a stream, of servers that cannot continue.
 _LOST_CODES = frozenset(["engine_unavailable", "unavailable", 503])
-# Servers that may die over a request, one after the other with no text between, until it is
-# taken for the cause.
+# Number of servers that may die during a request, one after the other without text between, before
+# the request is considered the cause.
 _MOST_DEATHS = 3
-# Bytes of an event, and of an answer that is no stream: more than any server sends.
+# Maximum bytes of an event, and of an answer that is not a stream: more than any server sends.
 _MOST_EVENT = 16 * 2**20
 _MOST_ANSWER = 256 * 2**20
 # Seconds within which a stream ends after its last event.
 _END_SECONDS = 1.0
 _DONE = b"[DONE]"
-# What concerns one connection, or is the router's own.
+# Headers of a single connection, or of the router itself.
 _NOT_PASSED_BACK = frozenset(
     [
         "connection",
@@ -63,11 +63,11 @@ _NOT_PASSED_BACK = frozenset(
 
 
 class ServerLostError(OctavoError):
-    """A server did not bring the whole answer; another one may.
+    """Error of a server that did not deliver the whole answer; another server may.
 
     Args:
-        message: what it did.
-        took: whether it had the request: it may have died of it.
+        message: description of the failure.
+        took: True if the server had received the request, which may have killed it.
     """
 
     def __init__(self, message: str, *, took: bool) -> None:
@@ -77,7 +77,7 @@ class ServerLostError(OctavoError):
 
 @dataclass(slots=True)
 class Answer:
-    """A whole answer."""
+    """Complete answer."""
 
     status: int
     headers: list[tuple[bytes, bytes]]
@@ -85,10 +85,10 @@ class Answer:
 
 
 class Relay(Response):
-    """The answer to a job, from whichever servers make it.
+    """Response to a job, from one or several servers.
 
-    A server that refuses the connection, breaks it, or says that it cannot serve now is followed
-    by another one, at any moment: what the client has already is left out of the new answer.
+    If a server refuses the connection, breaks it, or reports that it cannot serve now, another one
+    replaces it at any time: the part that the client already has is omitted from the new answer.
 
     Args:
         state: the router.
@@ -104,7 +104,7 @@ class Relay(Response):
         self._arrival = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the answer, until it ends or the client goes away."""
+        """Send the answer, until it ends or the client disconnects."""
         try:
             with self._state.admit():
                 await self._state.run(receive, self._relay(send), None)
@@ -144,7 +144,7 @@ class Relay(Response):
                 state.metrics.retries.labels("refused").inc()
             except ServerLostError as error:
                 logger.warning(
-                    "request goes to another server",
+                    "request is sent to another server",
                     extra={"server": upstream.name, "reason": str(error)},
                 )
                 state.metrics.retries.labels("lost" if error.took else "unreachable").inc()
@@ -153,7 +153,7 @@ class Relay(Response):
                     deaths, tried = 0, {}
                 deaths += error.took
                 if self._started and not job.generates:
-                    raise  # nobody knows what of it the client has
+                    raise  # it is unknown what the client has received
                 if deaths >= _MOST_DEATHS:
                     raise UnavailableError(
                         f"{deaths} servers in a row were lost over this request; it is not tried "
@@ -162,10 +162,10 @@ class Relay(Response):
             tried[upstream] = epoch
 
     async def _attempt(self, send: Send, hold: Hold) -> Answer | None:
-        """Has a server answer; returns its answer if another one may do better, else None.
+        """Have a server answer; return its answer if another server may do better, else None.
 
         Raises:
-            ServerLostError: it did not bring the whole answer.
+            ServerLostError: the server did not deliver the whole answer.
         """
         job, upstream = self._job, hold.upstream
         body = await self._handed_over() if self._state.prefilling is not None else job.body
@@ -184,10 +184,12 @@ class Relay(Response):
         finally:
             response.close()
         if answer.status in _ELSEWHERE:
+            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):  # a proxy's page
+                _check_error(answer.body)
             return answer
         if self._started:
             raise UnavailableError(
-                "The server that answered was lost, and another one refused to go on: "
+                "The server that answered was lost, and another one refused to continue: "
                 + answer.body[:500].decode(errors="replace")
             )
         self._count(answer)
@@ -195,7 +197,7 @@ class Relay(Response):
         return None
 
     def _count(self, answer: Answer) -> None:
-        """Takes down how many tokens a whole answer had."""
+        """Count the tokens of a whole answer."""
         if self._job.generates and answer.status == 200:
             self._state.metrics.note_usage(*_usage_of(answer.body))
 
@@ -214,28 +216,29 @@ class Relay(Response):
         async for events in _events(self._chunks(upstream, response)):
             out: list[bytes] = []
             done = False
-            for data in events:
-                if data == _DONE:
-                    done = True
-                    break
-                out += self._take(data)
-            if done:
-                self._transcript.check_complete()
-                out.append(b"data: [DONE]\n\n")
-            if out:
-                await self._start(send, response)
-                await send(
-                    {"type": "http.response.body", "body": b"".join(out), "more_body": not done}
-                )
+            try:
+                for data in events:
+                    if data == _DONE:
+                        self._transcript.check_complete()
+                        out.append(b"data: [DONE]\n\n")
+                        done = True
+                        break
+                    out += self._take(data)
+            finally:  # what was taken counts as sent, also where the next event is an error
+                if out:
+                    await self._start(send, response)
+                    await send(
+                        {"type": "http.response.body", "body": b"".join(out), "more_body": not done}
+                    )
             if done:
                 with contextlib.suppress(aiohttp.ClientError, OSError):
                     async with asyncio.timeout(_END_SECONDS):
-                        await response.content.readany()  # nothing; the connection is free again
+                        await response.content.readany()  # empty; frees the connection
                 return
         raise ServerLostError("its stream ended before the answer", took=True)
 
     def _take(self, data: bytes) -> list[bytes]:
-        """What to send of an event."""
+        """Return the parts of an event to send."""
         try:
             if b'"error"' in data:
                 _check_error(data)
@@ -245,7 +248,7 @@ class Relay(Response):
         except (msgspec.MsgspecError, ValueError) as error:
             if isinstance(error, OctavoError):
                 raise
-            raise ServerLostError(f"it sent an event that is none: {error}", took=True) from None
+            raise ServerLostError(f"it sent an invalid event: {error}", took=True) from None
         return [] if kept is None else [b"data: " + kept + b"\n\n"]
 
     async def _start(self, send: Send, response: aiohttp.ClientResponse) -> None:
@@ -270,9 +273,9 @@ class Relay(Response):
     # Servers
 
     async def _handed_over(self) -> bytes:
-        """The request's body for the server that answers, once another one has the prompt.
+        """Return the body for the answering server, after a prefill server has computed the prompt.
 
-        Where none can compute the prompt, the server that answers does.
+        If no server can compute the prompt, the answering one does.
         """
         state, job, pool = self._state, self._job, self._state.prefilling
         assert pool is not None
@@ -291,7 +294,7 @@ class Relay(Response):
                         response.close()
             except ServerLostError as error:
                 logger.warning(
-                    "prefill goes to another server",
+                    "prefill is sent to another server",
                     extra={"server": upstream.name, "reason": str(error)},
                 )
                 pool.suspect(upstream)
@@ -302,13 +305,13 @@ class Relay(Response):
                     state.metrics.prefills.labels("remote").inc()
                     return job.decode_body(params)
                 if response.status not in _ELSEWHERE:
-                    break  # the server that answers will say the same, or does without
+                    break  # the answering server reports the same, or needs no prefill
             tried[upstream] = epoch
         state.metrics.prefills.labels("local").inc()
         return job.body
 
     async def _send_request(self, upstream: Upstream, body: bytes) -> aiohttp.ClientResponse:
-        """Sends the request; returns once the head of the answer is there.
+        """Send the request; return when the head of the answer has arrived.
 
         Raises:
             ServerLostError: the server could not be reached, or broke the connection.
@@ -332,10 +335,10 @@ class Relay(Response):
     async def _chunks(
         self, upstream: Upstream, response: aiohttp.ClientResponse
     ) -> AsyncIterator[bytes]:
-        """The body of an answer as it comes.
+        """Yield the body of an answer as it arrives.
 
         Raises:
-            ServerLostError: it broke off.
+            ServerLostError: the connection broke.
         """
         while True:
             try:
@@ -359,7 +362,7 @@ class Relay(Response):
 
 
 async def _events(chunks: AsyncIterator[bytes]) -> AsyncIterator[list[bytes]]:
-    """The data of whole server-sent events, as many at a time as there are."""
+    """Yield the data of complete server-sent events, all available ones at a time."""
     rest = b""
     async for chunk in chunks:
         *events, rest = (rest + chunk).replace(b"\r\n", b"\n").split(b"\n\n")
@@ -376,11 +379,13 @@ def _data_of(event: bytes) -> bytes:
 
 
 def _check_error(data: bytes) -> None:
-    """Raises ServerLostError for an error that another server may not have."""
+    """Raise ServerLostError for an error that another server may not have."""
     event = msgspec.json.decode(data)
     error = event.get("error") if isinstance(event, dict) else None
     if isinstance(error, dict) and error.get("code") in _LOST_CODES:
-        raise ServerLostError(f"it said: {str(error.get('message'))[:200]}", took=True)
+        # A server that is shut down does not die of the request.
+        took = error["code"] != "unavailable"
+        raise ServerLostError(f"it said: {str(error.get('message'))[:200]}", took=took)
 
 
 def _transfer_params(answer: bytes) -> Any:
@@ -401,7 +406,7 @@ class _Counted(msgspec.Struct):
 
 
 def _usage_of(answer: bytes) -> tuple[int, int]:
-    """Tokens of prompt and answer, as the server says."""
+    """Return the tokens of prompt and answer, as reported by the server."""
     try:
         usage = msgspec.json.decode(answer, type=_Counted).usage or _Usage()
     except msgspec.MsgspecError:
@@ -414,6 +419,6 @@ def _reason(error: Exception) -> str:
 
 
 def _head(response: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:
-    """The headers of an answer, to be passed on."""
+    """Return the headers of an answer that are passed on."""
     headers = [(name.lower(), value) for name, value in response.raw_headers]
     return [header for header in headers if header[0].decode("latin-1") not in _NOT_PASSED_BACK]

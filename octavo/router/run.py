@@ -1,4 +1,4 @@
-"""`octavo router`: listening, signals, and a clean end."""
+"""`octavo router`: listening, signals, and an orderly end."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from octavo.server.run import (
     allow_files,
     bind,
     bind_unix,
-    check_tls,
     client_address,
     is_any_address,
     log_host_check,
     prepare_process,
     serve_app,
+    tls_context,
 )
 from octavo.system.logs import setup_logging
 
@@ -34,21 +34,21 @@ logger = logging.getLogger(__name__)
 
 
 def run_router(config: ServerConfig, router: RouterConfig, flags: Mapping[str, list[str]]) -> int:
-    """Routes until a signal ends it; returns the exit status.
+    """Route until a signal ends it; return the exit status.
 
     Args:
         config: the settings that it shares with servers: address, keys, limits.
-        router: its own.
+        router: its own settings.
         flags: words for `octavo serve`, for each kind of server that it starts itself.
 
     Raises:
-        OctavoError: the address cannot be used, or no server can be started.
+        OctavoError: the address is unusable, or no server can be started.
     """
-    # It has no documentation, and no addresses for an operator.
+    # A router has neither documentation nor endpoints for an operator.
     config = msgspec.structs.replace(config, disable_fastapi_docs=True, enable_admin=False)
     setup_logging(config.log_level, config.log_format)
     prepare_process()
-    check_tls(config)
+    tls_context(config)  # refuse a bad certificate at once
     allow_files()
     config, sources = with_all_keys(config)
     if not sources and config.uds is None and is_any_address(config.host):

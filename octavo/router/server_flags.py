@@ -1,4 +1,4 @@
-"""What a router's own servers are started with: words for `octavo serve`."""
+"""Words for `octavo serve` that start a router's own servers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from octavo.router.config import PASSED_ON, RouterConfig
 from octavo.system.device import num_cpus
 
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
-"""What servers of a kind do with the KV cache; those of other kinds do all of a request."""
+"""Roles of kinds of servers with the KV cache; other kinds compute whole requests."""
 
-# Memory for prompts that wait until a decode server has fetched them; who fetches keeps none.
+# Memory for prompts that wait until a decode server has fetched them; decode servers keep none.
 _HANDED_NBYTES = 2**30
 _KEPT_NBYTES = 64 * 2**20
 HOST = "{host}"
-"""Stands in the words for the address of a server's node, where that is not known yet."""
+"""Placeholder in the words for the address of a server's node, while that is unknown."""
 
 
 def flags_of_kinds(
@@ -29,16 +29,17 @@ def flags_of_kinds(
     engine: Mapping[str, Any],
     config: EngineConfig,
 ) -> dict[str, list[str]]:
-    """The words for `octavo serve`, for each kind of server that a router starts itself.
+    """Return the words for `octavo serve`, for each kind of server that a router starts itself.
 
     Args:
-        router: which these are.
+        router: settings of the router, which determine the kinds.
         server: settings of the server that were given for them.
-        engine: those of the engine.
-        config: the engine's, complete.
+        engine: settings of the engine that were given for them.
+        config: the engine's complete settings.
 
     Raises:
-        ConfigError: there is none, though settings for some were given, or they contradict.
+        ConfigError: settings were given for servers, but the router starts none, or the settings
+            are inconsistent.
     """
     if router.num_own == 0:
         if given := [*engine, *(name for name in server if name not in PASSED_ON)]:
@@ -68,17 +69,17 @@ def server_flags(
     config: EngineConfig,
     router: RouterConfig,
 ) -> list[str]:
-    """The words for `octavo serve` that start one of several servers.
+    """Return the words for `octavo serve` that start one of several servers.
 
-    On one machine, cores and memory are shared equally among them, unless the settings say how many
+    On one machine, the servers share cores and memory equally, if the settings do not specify the
     threads.
 
     Args:
         role: prefill, decode or replica.
         server: settings of the server that were given.
-        engine: those of the engine.
-        config: the engine's, complete.
-        router: how many there may be at one time, and where.
+        engine: settings of the engine that were given.
+        config: the engine's complete settings.
+        router: settings of the router: maximum number of servers, and their location.
 
     Raises:
         ConfigError: a setting is missing.
@@ -92,7 +93,7 @@ def server_flags(
         shared["gpu_memory_utilization"] = cache.gpu_memory_utilization / most
     elif device.num_threads is None or num_processes > 1:
         raise ConfigError(
-            "backend='ray' needs num_threads: as many CPUs of a node are set aside for each "
+            "backend='ray' needs num_threads: this number of CPUs of a node is reserved for each "
             "server, which has to be one process (tensor_parallel_size=1 and so on)."
         )
     if device.num_threads is None:

@@ -1,4 +1,4 @@
-"""A server that a router has started: `octavo serve`, which ends when the router does.
+"""Server that a router has started: `octavo serve`, which ends when the router does.
 
 Arguments: the router's process id, and the words after `octavo serve`.
 """
@@ -12,7 +12,7 @@ import sys
 from octavo.system.device import signal_at_parents_end
 
 if __name__ == "__main__":
-    signal_at_parents_end(signal.SIGTERM)  # the program that takes over keeps it
-    if os.getppid() != int(sys.argv[1]):  # it has ended already
+    signal_at_parents_end(signal.SIGTERM)  # kept by the program of execv
+    if os.getppid() != int(sys.argv[1]):  # the router has ended already
         sys.exit(1)
     os.execv(sys.executable, [sys.executable, "-m", "octavo", "serve", *sys.argv[2:]])

@@ -1,4 +1,4 @@
-"""What all requests of one router share: its servers."""
+"""State shared by all requests of one router: its servers."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from octavo.router.config import RouterConfig
 from octavo.router.metrics import RouterMetrics
 from octavo.router.own_servers import LocalStarter, OwnServers, Starter
 from octavo.router.pool import Pool, Upstream
-from octavo.router.socket_folder import SocketFolder
 from octavo.server.http_state import HttpState
+from octavo.system.socket_folder import SocketFolder
 
 
 class RouterState(HttpState):
-    """One router.
+    """State of one router.
 
     Args:
         config: the settings that it shares with servers: address, keys, limits.
-        router: its own.
+        router: its own settings.
         flags: words for `octavo serve`, for each kind of server that it starts itself.
     """
 
@@ -43,15 +43,15 @@ class RouterState(HttpState):
         self.pools = [self.answering, *([] if self.prefilling is None else [self.prefilling])]
         self.metrics = RouterMetrics(self.pools, lambda: self.num_restarts)
         self.failure: OctavoError | None = None
-        """Why the router cannot go on."""
+        """Error that ends the router."""
         self._flags = flags
         self._own: list[OwnServers] = []
         self._num_admitted = 0
-        self._folder = SocketFolder()
+        self._folder = SocketFolder("octavo-router-")
         self._scaling: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begins to look at servers, and starts its own."""
+        """Start to probe servers, and start the router's own."""
         router = self.router
         for role, urls in (
             ("decode", router.servers + router.decode_servers),
@@ -95,7 +95,7 @@ class RouterState(HttpState):
         self.on_failure()
 
     async def close(self) -> None:
-        """Ends its servers and all that it does."""
+        """End its servers and its tasks."""
         if self._scaling is not None:
             self._scaling.cancel()
             await asyncio.gather(self._scaling, return_exceptions=True)
@@ -106,20 +106,20 @@ class RouterState(HttpState):
 
     @property
     def num_restarts(self) -> int:
-        """How often one of its own servers was started again."""
+        """Number of restarts of its own servers."""
         return sum(own.num_restarts for own in self._own)
 
     @property
     def ready(self) -> bool:
-        """Whether a request would be answered."""
+        """True if a request would be answered."""
         return bool(self.answering.choosable())
 
     @contextmanager
     def admit(self) -> Iterator[None]:
-        """Holds a place for a request while it is answered, from the time its body is here.
+        """Hold a place for a request from the arrival of its body until the end of its answer.
 
         Raises:
-            QueueFullError: there is none; the request may be sent again later.
+            QueueFullError: no place is free; the request may be sent again later.
         """
         limit = self.config.max_num_queued_reqs
         if limit and self._num_admitted >= limit:
@@ -136,7 +136,7 @@ class RouterState(HttpState):
 
 
 def router_of(request: Request) -> RouterState:
-    """The router that a request came to."""
+    """Return the router that received a request."""
     state = request.app.state.octavo
     assert isinstance(state, RouterState)
     return state

@@ -1,8 +1,8 @@
-"""What a client has of a stream, so that another server's same answer goes on behind it.
+"""Record of the part of a stream that a client has, so that another server can continue it.
 
-An answer may be cut into events differently each time, so what was sent is counted in characters
-of each text and entries of each list, choice by choice. Texts are also hashed: an answer that is
-not the same is found out before any of it is sent.
+An answer may be split into events differently each time, so the sent part is counted in characters
+of each text and entries of each list, choice by choice. Texts are also hashed: a different answer
+is detected before any of it is sent.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import msgspec
 from octavo.errors import OctavoError
 
 Event = dict[str, Any]
-"""An event of a stream, decoded."""
+"""Decoded event of a stream."""
 
-# Fields that come once and as a whole; other texts come in pieces.
+# Fields that arrive once and whole; other texts arrive in pieces.
 _WHOLE = frozenset(["role", "id", "type", "name", "finish_reason", "stop_reason", "object"])
-# What names the part that is meant; it is no news.
+# Index that names the part; it is not news.
 _INDEX = "index"
 
 
 class DifferentAnswerError(OctavoError):
-    """Another server's answer to the same request does not begin as the client's does."""
+    """Error: another server's answer to the same request differs from the part that was sent."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -35,12 +35,12 @@ class DifferentAnswerError(OctavoError):
 
 
 class _Text:
-    """One text: how much of it was sent, and how much of that has come again."""
+    """Text with the numbers of its sent, and of its repeated, characters."""
 
     def __init__(self) -> None:
         self.num_sent = 0
         self.missing = 0
-        """Characters that were sent and have not come again."""
+        """Number of characters that were sent and not repeated so far."""
         self._sent = hashlib.blake2b()
         self._again = hashlib.blake2b()
 
@@ -49,7 +49,7 @@ class _Text:
         self._again = hashlib.blake2b()
 
     def take(self, text: str) -> str:
-        """The part of the text that is new; it counts as sent."""
+        """Return the new part of the text; it counts as sent."""
         if self.missing:
             known, text = text[: self.missing], text[self.missing :]
             self.missing -= len(known)
@@ -62,14 +62,14 @@ class _Text:
 
 
 class _Entries:
-    """One list: how many of its entries were sent, and how many of these have not come again."""
+    """List with the numbers of its sent, and of its not yet repeated, entries."""
 
     def __init__(self) -> None:
         self.num_sent = 0
         self.missing = 0
 
     def take(self, entries: list[Any]) -> list[Any]:
-        """The entries that are new; they count as sent."""
+        """Return the new entries; they count as sent."""
         known = min(self.missing, len(entries))
         self.missing -= known
         self.num_sent += len(entries) - known
@@ -77,11 +77,11 @@ class _Entries:
 
 
 class Transcript:
-    """One stream, over all servers that have a part in it."""
+    """Stream of one request, over all servers that take part."""
 
     def __init__(self) -> None:
         self.num_sent = 0
-        """Events that had something new."""
+        """Number of events with new parts."""
         self._again = False
         self._envelope: Event = {}
         self._texts: dict[str, _Text] = {}
@@ -90,7 +90,7 @@ class Transcript:
         self._usage_sent = False
 
     def begin_again(self) -> None:
-        """From now on come the events of the same request, from its beginning."""
+        """Start over: the next events repeat the same request from its beginning."""
         self._again = self.num_sent > 0
         for text in self._texts.values():
             text.begin_again()
@@ -98,11 +98,11 @@ class Transcript:
             entries.missing = entries.num_sent
 
     def take(self, data: bytes) -> bytes | None:
-        """What to send of an event's data; None: nothing, the client has it.
+        """Return the data of an event to send, or None if the client has all of it.
 
         Raises:
-            DifferentAnswerError: it is not the answer that the client has the beginning of.
-            ValueError: it is no JSON object.
+            DifferentAnswerError: the answer differs from the part that the client has.
+            ValueError: the data is not a JSON object.
         """
         event = msgspec.json.decode(data, type=Event)
         if not self._again:
@@ -118,20 +118,20 @@ class Transcript:
         return msgspec.json.encode(event | self._envelope)
 
     def check_complete(self) -> None:
-        """To be called at the answer's end.
+        """Check completeness at the answer's end.
 
         Raises:
-            DifferentAnswerError: the client has more than there is.
+            DifferentAnswerError: the client has more than the answer contains.
         """
         if any(text.missing for text in self._texts.values()):
             raise DifferentAnswerError
 
     def _cut_event(self, event: Event) -> bool:
-        """Leaves what is new in an event; returns whether there is anything."""
+        """Remove the known parts of an event; return True if any part is new."""
         choices = event.get("choices")
         if not isinstance(choices, list):
-            return True  # nothing that a stream of ours has
-        if not choices:  # the usage, at the end
+            return True  # not an event of Octavo's streams
+        if not choices:  # usage, at the end
             news = not self._usage_sent
             self._usage_sent = True
             return news
@@ -154,7 +154,7 @@ class Transcript:
         return bool(new)
 
     def _cut(self, path: str, value: Any) -> tuple[Any, bool]:
-        """The part of a value that is new, and whether there is any."""
+        """Return the new part of a value, and True if there is any."""
         name = path.rpartition(".")[2]
         if value is None or name == _INDEX:
             return value, False

@@ -1,1 +1,1 @@
-"""The sampler: from logits to tokens, row by row and independent of the batch."""
+"""Sampler: turns logits into tokens, row by row and independently of the batch."""

@@ -1,7 +1,7 @@
-"""Which drafts are kept, where that is not to be decided by what would have been sampled anyway.
+"""Acceptance of drafts by other rules than equality with the sampled token.
 
-Both ways say for a position either the draft or another token; a draft is kept, as everywhere, as
-long as it is what was said. With temperature 0 both keep what the plain answer has.
+Both rules return for a position either the draft or another token. A draft is kept as long as it
+equals the returned token. With temperature 0 both rules keep the tokens of plain decoding.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from octavo.kernels.memory import to_device
 from octavo.kernels.reference import sampling_weights
 from octavo.sampling.sizes import rows_per_chunk
 
-# Of typical acceptance: a draft is kept if its probability is more than the lower of these, the
-# second one times exp(-entropy).
+# Thresholds of typical acceptance: a draft is kept if its probability is above the smaller of the
+# first, and the second times exp(-entropy).
 _EPSILON, _DELTA = 0.09, 0.3
-# Streams of random numbers beside the one that tokens are sampled with.
+# Streams of random numbers in addition to the one for sampling tokens.
 ACCEPT, RECOVER, DRAFT = 1, 2, 3
 
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """The drafts of a step's rows of logits that have one."""
+    """Drafts of the rows of a step's logits that have one."""
 
     typical: bool
-    """Whether they are accepted as typical; else by rejection sampling."""
+    """True for typical acceptance, False for rejection sampling."""
     at: NDArray[np.int64]
-    """[A], which rows; none twice."""
+    """[A], rows of the drafts, without duplicates."""
     token_ids: NDArray[np.int64]
     """[A]"""
     probs: torch.Tensor | None
-    """float32 [A, V], what each was drawn from; None: each was certain."""
+    """float32 [A, V], distribution that each draft was drawn from; None: each was certain."""
     accept: NDArray[np.float64]
-    """[A] random numbers in [0, 1), that say whether a draft is kept,"""
+    """[A] random numbers in [0, 1) that decide if a draft is kept."""
     recover: NDArray[np.float64]
-    """and which token takes its place."""
+    """[A] random numbers in [0, 1) that choose the replacement."""
 
 
 def accept_drafts(
@@ -49,20 +49,20 @@ def accept_drafts(
     drafted: Drafted,
     token_ids: torch.Tensor,
 ) -> None:
-    """Puts drafts that are accepted, and tokens that recover from others, in place of tokens.
+    """Replace tokens by accepted drafts, and by recovered tokens where a draft is rejected.
 
     rejection: Leviathan et al., "Fast inference from transformers via speculative decoding", 2023,
-    section 2.3: a draft is kept with the probability min(1, p / q), else a token is drawn from
-    what p has more than q; the tokens that come out are distributed as without drafts.
-    typical: Cai et al., "Medusa", 2024, section 3.3.1: what is likely enough is kept, else the
-    token stays that was sampled; that changes the distribution.
+    section 2.3. A draft is kept with probability min(1, p / q); else a token is drawn from the
+    excess of p over q. The distribution of the tokens is the same as without drafts.
+    typical: Cai et al., "Medusa", 2024, section 3.3.1. A draft that is likely enough is kept; else
+    the sampled token stays. That changes the distribution.
 
     Args:
         ops: the operations of the logits' device.
         logits: float32 [R, V], as they are sampled from.
         params: `SAMPLING_ROW` [R].
-        drafted: of A of these rows.
-        token_ids: int64 [R], the tokens sampled; changed in place. -1, of a row that failed, stays.
+        drafted: drafts of A of these rows.
+        token_ids: int64 [R], the sampled tokens; changed in place. -1, of a row that failed, stays.
     """
     step = rows_per_chunk(logits.shape[1])
     for begin in range(0, len(drafted.at), step):
@@ -76,13 +76,13 @@ def accept_drafts(
 def _choose(
     weights: torch.Tensor, drafted: Drafted, some: slice, sampled: torch.Tensor
 ) -> torch.Tensor:
-    """Some drafts, or the tokens in their places; see `accept_drafts`.
+    """Return accepted drafts, or the tokens in their places; see `accept_drafts`.
 
     Args:
         weights: int64 [A, V], of the tokens that are sampled from.
         drafted: the drafts.
-        some: which of them.
-        sampled: int64 [A], what was sampled there.
+        some: slice of the drafts.
+        sampled: int64 [A], the tokens sampled there.
 
     Returns:
         int64 [A].
@@ -103,7 +103,7 @@ def _choose(
         q = drafted.probs[some].to(torch.float64)
     cumulative = (p - q).clamp_min(0.0).cumsum(-1)
     total = cumulative[:, -1:]
-    # Where rounding leaves nothing that p has more than q, the two are equal.
+    # If rounding leaves no excess of p over q, the two are equal.
     keep = (accept * q.gather(1, drafts) < likely) | (total == 0)
     recovered = torch.searchsorted(cumulative, recover * total, right=True)
     return torch.where(keep, drafts, recovered)[:, 0]

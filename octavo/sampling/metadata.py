@@ -1,4 +1,4 @@
-"""One step's view of the sampling parameters: what the sampler has to know about each row."""
+"""Sampling parameters of the rows of one step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from octavo.sampling.acceptance import Drafted
 from octavo.sampling.logits_processors.base import LogitsProcessor, StepRows
 
 NO_LOGPROBS = -2
-"""In `SamplingMetadata.num_logprobs`: the row asks for none (-1 asks for the whole vocabulary)."""
+"""Value of `SamplingMetadata.num_logprobs` of a row without logprobs (-1: whole vocabulary)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,20 +21,20 @@ class SamplingMetadata:
     params: NDArray[np.void]
     """`SAMPLING_ROW` [R]."""
     num_logprobs: NDArray[np.int64]
-    """[R]; -1: the whole vocabulary, `NO_LOGPROBS`: none asked for."""
+    """[R], number of logprobs; -1: the whole vocabulary, `NO_LOGPROBS`: none requested."""
     processors: list[tuple[LogitsProcessor, StepRows]]
-    """Those that change logits in this step, in their order, each with its rows."""
+    """Processors that change logits in this step, in order, each with its rows."""
     logprob_token_ids: dict[int, NDArray[np.int32]] = field(default_factory=dict)
-    """[number of logprobs], the tokens that a row asks for by their ids."""
+    """[number of logprobs], the token ids that a row requests explicitly."""
     drafted: Drafted | None = None
-    """Drafts that are kept by other rules than that they are what is sampled."""
+    """Drafts with other rules of acceptance than equality with the sampled token."""
 
     @property
     def num_rows(self) -> int:
-        """R."""
+        """Number of rows, R."""
         return len(self.params)
 
     @property
     def plain(self) -> bool:
-        """Whether tokens are chosen from the logits as they are, and nothing else is asked for."""
+        """True if tokens are chosen from unchanged logits and no logprobs are requested."""
         return not self.processors and bool((self.num_logprobs == NO_LOGPROBS).all())

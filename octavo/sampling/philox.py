@@ -1,8 +1,8 @@
 """Counter-based random numbers: Philox4x32-10.
 
 J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw, "Parallel random numbers: as easy as 1, 2, 3",
-SC'11, section 3.3. A number is a pure function of (seed, position, stream): no state to carry, so
-a request draws the same numbers wherever and in whatever company it runs.
+SC'11, section 3.3. A number is a pure function of (seed, position, stream). So no state is carried,
+and a request draws the same numbers on every engine and in every batch.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from octavo import _native
 def uniform(
     seeds: NDArray[np.uint64], positions: NDArray[np.uint32], stream: int
 ) -> NDArray[np.float64]:
-    """One number in [0, 1) for each row, with all 53 bits of a double.
+    """Return one number in [0, 1) for each row, with all 53 bits of a double.
 
     Args:
         seeds: uint64 [R], the key.
         positions: uint32 [R]; the counter is (position, stream, 0, 0).
-        stream: which of several independent numbers for one position; in [0, 2**32).
+        stream: index of one of several independent numbers for a position; in [0, 2**32).
 
     Returns:
         float64 [R].

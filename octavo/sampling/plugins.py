@@ -1,4 +1,4 @@
-"""Logits processors of others: entry points `octavo.logits_processors`, and classes by name."""
+"""Logits processor plug-ins: entry points `octavo.logits_processors`, and classes by name."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ logger = logging.getLogger(__name__)
 ENTRY_POINTS = "octavo.logits_processors"
 """Group of entry points: name -> a subclass of `LogitsProcessor`."""
 
-# Whatever another package's code raises, even what would end this process.
+# Exceptions of another package's code, including those that would end this process.
 _FAULTS = (Exception, SystemExit)
 
 
 def load_plugins(max_num_rows: int, vocab_size: int) -> list[LogitsProcessor]:
-    """Makes the processors of all installed packages, in the order of their names.
+    """Make the processors of all installed packages, in the order of their names.
 
     Args:
         max_num_rows: rows of the sampling state.
         vocab_size: width of the logits.
 
     Raises:
-        ConfigError: if one of them cannot be used; it names the package and the entry point.
+        ConfigError: a processor is unusable; the message names the package and the entry point.
     """
     plugins: list[LogitsProcessor] = []
     owners: dict[str, str] = {}
@@ -52,16 +52,16 @@ def load_plugins(max_num_rows: int, vocab_size: int) -> list[LogitsProcessor]:
                 raise TypeError("it is not a subclass of LogitsProcessor")
             if not (isinstance(kind.extra_args, frozenset) and kind.extra_args):
                 raise TypeError(
-                    "its extra_args is not a frozenset of keys, so no request could ask for it"
+                    "its extra_args is not a frozenset of keys, so no request could use it"
                 )
             for key in kind.extra_args:
                 if key in owners:
-                    raise ValueError(f"{owners[key]} takes the key {key!r} of extra_args already")
+                    raise ValueError(f"{owners[key]} already accepts the key {key!r} of extra_args")
                 owners[key] = point.name
             plugins.append(_Plugin(point.name, kind(max_num_rows, vocab_size)))
         except Exception as error:
             raise ConfigError(
-                f"The {where} cannot be used: {error!r}. Mend or uninstall it."
+                f"The {where} cannot be used: {error!r}. Fix or uninstall it."
             ) from error
     return plugins
 
@@ -72,16 +72,16 @@ def load_named(
     vocab_size: int,
     make_vllm: Callable[[type[VllmLogitsProcessor]], VllmLogitsProcessor],
 ) -> list[LogitsProcessor]:
-    """Makes the processors of the setting `logits_processors`, in its order.
+    """Make the processors of the setting `logits_processors`, in its order.
 
     Args:
         names: classes, each as module:Class.
         max_num_rows: rows of the sampling state.
         vocab_size: width of the logits.
-        make_vllm: makes one of vLLM's interface; it is called for each request.
+        make_vllm: makes a processor of vLLM's interface; called for each request.
 
     Raises:
-        ConfigError: if one of them cannot be used.
+        ConfigError: a processor is unusable.
     """
     plugins: list[LogitsProcessor] = []
     for name in names:
@@ -114,28 +114,28 @@ def _find_class(name: str) -> type:
             return _as_class(pkgutil.resolve_name(name))
         except AttributeError:
             raise ValueError(
-                "the engine is in a process of its own, which has not run your script; put the "
+                "the engine runs in another process, which has not run your script; put the "
                 "class into a module"
             ) from None
     if "vllm" not in sys.modules:
-        # What was written for vLLM imports vLLM. This package is above the sampler, so it is
-        # found by its name, as the class is.
+        # Code written for vLLM imports vLLM. The compat package is above the sampler, so it
+        # is resolved by name, like the class.
         pkgutil.resolve_name("octavo.compat.vllm:install")()
     return _as_class(pkgutil.resolve_name(name))
 
 
 def _as_class(found: object) -> type:
     if not isinstance(found, type):
-        raise TypeError("it is no class")
+        raise TypeError("it is not a class")
     return found
 
 
 class _Plugin(LogitsProcessor):
-    """Keeps a plug-in to the requests that ask for it, and its faults to these.
+    """Wrapper that limits a plug-in to requests with its keys, and its errors to these requests.
 
     Args:
-        name: its entry point's.
-        inner: what is kept.
+        name: name of its entry point.
+        inner: the plug-in.
     """
 
     def __init__(self, name: str, inner: LogitsProcessor) -> None:
@@ -145,14 +145,14 @@ class _Plugin(LogitsProcessor):
         self.takes_all = inner.takes_all
         self._rows: set[int] = set()
         self._failed: dict[int, BaseException] = {}
-        """What it raised for some of its rows; their requests fail when it is applied."""
+        """Exceptions by row; their requests fail when the processor is applied."""
 
     def add_row(self, new: NewRow) -> bool:
-        """Passes on a request that asks for it."""
+        """Pass on a request that uses the plug-in."""
         if not self.takes_all and self.extra_args.isdisjoint(new.params.extra_args or ()):
             return False
         self._rows.add(new.row)
-        # Its own: the answers of a request share theirs, and a resumed one brings it again.
+        # A copy: the answers of a request share extra_args, and a resumed request passes it again.
         extra_args = copy.deepcopy(new.params.extra_args)
         params = msgspec.structs.replace(new.params, extra_args=extra_args)
         try:
@@ -161,39 +161,39 @@ class _Plugin(LogitsProcessor):
             raise self._error(error) from error
 
     def remove_row(self, row: int) -> None:
-        """Passes on that such a request is gone."""
+        """Pass on the removal of a request."""
         if row in self._rows:
             self._rows.remove(row)
             self._failed.pop(row, None)
             try:
                 self._inner.remove_row(row)
-            except _FAULTS:  # nobody is left whom it could fail
+            except _FAULTS:  # no request is left to fail
                 logger.exception("logits processor %s failed to forget a request", self._name)
 
     def append(self, rows: LongArray, tokens: LongArray) -> None:
-        """Passes on tokens."""
+        """Pass on tokens."""
         try:
             self._inner.append(rows, tokens)
         except _FAULTS as error:
             self._failed |= dict.fromkeys(rows.tolist(), error)
 
     def select(self, step: StepRows) -> StepRows:
-        """What it selects; all if it has failed, so that `apply` can say so."""
+        """Return the plug-in's selection; all rows if it has failed, so that `apply` can raise."""
         try:
             selected = self._inner.select(step)
             own = set(zip(step.at.tolist(), step.rows.tolist(), strict=True))
             if not own.issuperset(zip(selected.at.tolist(), selected.rows.tolist(), strict=True)):
-                raise ValueError("select returned rows that it was not given")
+                raise ValueError("select returned rows that were not passed to it")
         except _FAULTS as error:
             self._failed |= dict.fromkeys(step.rows.tolist(), error)
             return step
         return step if self._failed.keys() & step.rows.tolist() else selected
 
     def apply(self, ops: Ops, logits: torch.Tensor, step: StepRows) -> None:
-        """Shows it its rows, in portions, which bound the memory.
+        """Pass the plug-in its rows, in portions, which bound the memory.
 
         Raises:
-            RequestError: if it has failed.
+            RequestError: the plug-in has failed.
         """
         count = rows_per_chunk(self.vocab_size)
         try:

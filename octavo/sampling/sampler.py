@@ -1,10 +1,10 @@
-"""From logits to tokens.
+"""Sampling of tokens from logits.
 
 A sampled row draws by a race among its tokens, each with a Philox number for (request seed, output
-position, token); `Ops.sample` says how. A row's token depends neither on the other rows nor on how
-a device orders its sums, ties cannot be broken by rounding, and a token of weight zero can never be
-drawn. (Tokens 2**40 times less probable than the most probable one have weight zero, and one that
-is 2**33 times less probable than all together is hardly ever drawn: numbers have 32 bits.)
+position, token); see `Ops.sample`. A row's token depends neither on the other rows nor on a
+device's order of sums. Rounding cannot break ties, and a token of weight zero can never be drawn.
+(Tokens 2**40 times less probable than the most probable one have weight zero, and one that is 2**33
+times less probable than all together is hardly ever drawn: numbers have 32 bits.)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from octavo.sampling.sizes import rows_per_chunk
 
 LongArray = NDArray[np.int64]
 
-# Candidates up to which `Ops.top_k` is the quickest way to find them.
+# Maximum number of candidates for which `Ops.top_k` is the fastest way to find them.
 FEW_CANDIDATES = 64
 _LOW_WORD = 0xFFFFFFFF
 NOT_FINITE = "the model's logits for it are not finite (NaN or infinity)"
@@ -35,18 +35,18 @@ NOT_FINITE = "the model's logits for it are not finite (NaN or infinity)"
 
 @dataclass(slots=True)
 class SamplerOutput:
-    """What one call of the sampler brought."""
+    """Result of one call of the sampler."""
 
     token_ids: torch.Tensor
     """int64 [R], on the logits' device; -1 for a row that failed."""
     logprobs: dict[int, LogprobsLists] = field(default_factory=dict)
-    """For each row that asks: one position, the chosen token first, then its top candidates."""
+    """Logprobs of each row that requests them: one position, the chosen token, then candidates."""
     errors: dict[int, str] = field(default_factory=dict)
-    """Rows that failed by themselves: logits that are not finite, no token left, or a plug-in."""
+    """Errors of single rows: logits that are not finite, no token left, or a plug-in."""
 
 
 class Sampler:
-    """Chooses one token for each row of logits.
+    """Sampler of one token for each row of logits.
 
     Args:
         ops: the operations of the logits' device.
@@ -56,13 +56,13 @@ class Sampler:
         self.ops = ops
 
     def sample(self, logits: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
-        """Chooses a token for each row.
+        """Choose a token for each row.
 
         Logprobs are vLLM's `raw_logprobs`: of the logits before any processor.
 
         Args:
             logits: float32 [R, V], contiguous; changed in place.
-            metadata: of the same R rows.
+            metadata: parameters of the same R rows.
         """
         errors: dict[int, str] = {}
         changes = len(metadata.processors) > 0
@@ -101,7 +101,7 @@ class Sampler:
         return output
 
     def _fail_rows(self, logits: torch.Tensor, errors: dict[int, str], message: str) -> None:
-        """Notes the rows without a finite maximum."""
+        """Add an error for each row without a finite maximum."""
         good = self.ops.row_max(logits).isfinite()
         for row in (~good).nonzero().flatten().tolist():
             errors.setdefault(row, message)
@@ -114,9 +114,9 @@ class Sampler:
         rows: LongArray,
         output: SamplerOutput,
     ) -> None:
-        """Reports logprobs; rows that ask for equally many candidates go together.
+        """Add logprobs; rows with the same number of candidates are processed together.
 
-        `raw_rows[i]` is where the unchanged logits of row `rows[i]` are in `raw`.
+        `raw_rows[i]` is the index in `raw` of the unchanged logits of row `rows[i]`.
         """
         asked, ids = metadata.num_logprobs[rows], metadata.logprob_token_ids
         by_id = np.array([row in ids for row in rows.tolist()], np.bool_)
@@ -137,13 +137,14 @@ class Sampler:
 def prompt_logprobs(
     ops: Ops, logits: torch.Tensor, target_token_ids: torch.Tensor, num_logprobs: int
 ) -> LogprobsLists:
-    """Logprobs of given tokens, such as the prompt tokens that follow.
+    """Return logprobs of given tokens, such as the prompt tokens that follow.
 
     Args:
         ops: the operations of the logits' device.
         logits: float32 [T, V].
         target_token_ids: int64 [T], the token to report for each row.
-        num_logprobs: most probable tokens to report beside it; -1: the whole vocabulary.
+        num_logprobs: number of most probable tokens to report in addition; -1: the whole
+            vocabulary.
 
     Returns:
         T rows of 1 + num_logprobs entries.
@@ -160,7 +161,7 @@ def prompt_logprobs(
 
 
 def top_candidates(ops: Ops, logits: torch.Tensor, k: int) -> torch.Tensor:
-    """Ids of the k largest of each row: by value descending, then by id ascending.
+    """Return ids of the k largest of each row: by value descending, then by id ascending.
 
     Args:
         ops: the operations of the logits' device.
@@ -172,8 +173,8 @@ def top_candidates(ops: Ops, logits: torch.Tensor, k: int) -> torch.Tensor:
     """
     if k <= FEW_CANDIDATES:
         return ops.top_k(logits, k)[1]
-    # Value and id packed into one integer that sorts like the pair: no two are equal, so any
-    # algorithm gives the same answer.
+        # Pack value and id into one integer that sorts like the pair: no two are equal, so every
+        # algorithm returns the same order.
     vocab_size = logits.shape[1]
     bits = (logits + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
     bits ^= (bits >> 31) & 0x7FFFFFFF  # negative floats sort backwards as integers
@@ -198,12 +199,10 @@ def _gather_logprobs(
     k: int,
     candidates: torch.Tensor | None = None,
 ) -> LogprobsLists:
-    """The given token of each row and its k most probable ones (-1: all), ranked as for sampling.
+    """Return the logprobs of each row's token and its k most probable ones (-1: all).
 
-    Or the candidates that are given, int64 [R, k].
-
-    Ranks come from the logits, not from the logprobs, which rounding may have made equal: the
-    greedy token has rank 1.
+    `candidates`, int64 [R, k], replaces the most probable ones. Ranks are those of the logits,
+    since rounding may make logprobs equal: the greedy token has rank 1.
     """
     logprobs = ops.log_softmax(logits)
     token = token_ids.unsqueeze(1)
@@ -227,7 +226,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 
 def _chunks(rows: LongArray, vocab_size: int) -> Iterator[LongArray]:
-    """Splits rows so that temporaries stay small."""
+    """Split rows so that temporaries stay small."""
     step = rows_per_chunk(vocab_size)
     for at in range(0, len(rows), step):
         yield rows[at : at + step]

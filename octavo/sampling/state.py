@@ -1,4 +1,4 @@
-"""The sampler's memory: persistent rows for the live requests."""
+"""Persistent state of the sampler: rows for the live requests."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from octavo.sampling.metadata import NO_LOGPROBS, SamplingMetadata
 class SamplingState:
     """One row of sampling state for each live request.
 
-    All of it follows from the parameters and the tokens so far: a resumed request is `add_row`
-    with all its tokens. A row that was never added, or was removed, is greedy and plain.
-    The state is on the host; `sizes.state_nbytes` says how large it can grow.
+    The state follows from the parameters and the tokens so far: to resume a request, call `add_row`
+    with all its tokens. A row without a request is greedy and plain. The state is on the host;
+    `sizes.state_nbytes` returns its maximum size.
 
     Args:
-        max_num_rows: how many rows there are.
+        max_num_rows: number of rows.
         vocab_size: width of the logits.
-        plugins: processors beside the built-in ones; `load_plugins` makes them.
+        plugins: processors in addition to the built-in ones; `load_plugins` makes them.
     """
 
     def __init__(
@@ -44,23 +44,23 @@ class SamplingState:
         self._num_output_tokens = np.zeros(max_num_rows, np.int64)
         self._num_logprobs = np.full(max_num_rows, NO_LOGPROBS, np.int64)
         self._logprob_token_ids: dict[int, NDArray[np.int32]] = {}
-        """Of the rows that ask for certain tokens."""
+        """Token ids of the rows that request certain tokens."""
         small = (AllowedTokenIds, BadWords, MinTokens, LogitBias)
         self.processors: list[LogitsProcessor] = [
             *(processor(max_num_rows, vocab_size) for processor in small),
             *plugins,
             Penalties(max_num_rows, vocab_size),
         ]
-        """In the order in which they change logits."""
+        """Processors, in the order in which they change logits."""
         self._takes = np.zeros((len(self.processors), max_num_rows), np.bool_)
-        """Which rows each processor has, or will have, something to do for."""
+        """True for rows in which a processor has work, now or later."""
         self._wanting_tokens = [
             (takes, processor)
             for takes, processor in zip(self._takes, self.processors, strict=True)
             if processor.needs_tokens
         ]
         self._processed = np.zeros(max_num_rows, np.bool_)
-        """Whether any has."""
+        """True for rows in which any processor has work."""
         self._needs_tokens = np.zeros(max_num_rows, np.bool_)
         self._extra_args = frozenset[str]().union(*(p.extra_args for p in plugins))
         self._takes_any_args = any(p.takes_all for p in plugins)
@@ -72,18 +72,16 @@ class SamplingState:
         token_ids: Sequence[int],
         num_prompt_tokens: int,
     ) -> None:
-        """Fills an empty row for a new or resumed request.
+        """Fill an empty row for a new or resumed request. After an exception the row stays empty.
 
         Args:
-            row: which one.
-            params: what is long in it is referred to, not copied.
-            token_ids: prompt and what was generated so far.
-            num_prompt_tokens: how many of them are the prompt.
+            row: index of the row.
+            params: the parameters; long lists are referred to, not copied.
+            token_ids: prompt tokens and the tokens generated so far.
+            num_prompt_tokens: number of prompt tokens.
 
         Raises:
-            RequestError: if no processor takes one of its `extra_args`, or a plug-in fails.
-
-        Whatever is raised, the row stays empty.
+            RequestError: no processor accepts one of the `extra_args`, or a plug-in fails.
         """
         try:
             for key in params.extra_args or ():
@@ -91,7 +89,7 @@ class SamplingState:
                     known = ", ".join(sorted(self._extra_args)) or "none"
                     raise RequestError(
                         f"extra_args (over HTTP: vllm_xargs) has the key {key[:80]!r}, which no "
-                        f"logits processor takes; leave it out, or install one (taken: {known}).",
+                        f"logits processor accepts; omit it, or install one (accepted: {known}).",
                         "extra_args",
                     )
             new = NewRow(row, params, token_ids, num_prompt_tokens)
@@ -114,7 +112,7 @@ class SamplingState:
             raise
 
     def remove_row(self, row: int) -> None:
-        """Empties a row."""
+        """Empty a row."""
         for processor in self.processors:
             processor.remove_row(row)
         self._takes[:, row] = False
@@ -125,29 +123,29 @@ class SamplingState:
         self._logprob_token_ids.pop(row, None)
 
     def advance(self, rows: LongArray, counts: LongArray) -> None:
-        """Notes that each of `rows` has generated that many more tokens, whatever they are.
+        """Record the number of new tokens of each of `rows`, before the tokens are known.
 
         Args:
-            rows: int64 [R], no row twice.
+            rows: int64 [R], without duplicates.
             counts: int64 [R], not negative.
         """
         self._num_output_tokens[rows] += counts
 
     def append(self, rows: LongArray, tokens: LongArray, counts: LongArray) -> None:
-        """`advance` and `record` in one."""
+        """Call `advance` and `record`."""
         self.advance(rows, counts)
         self.record(rows, tokens, counts)
 
     def needs_tokens(self, rows: LongArray) -> bool:
-        """Whether a token of these rows depends on which tokens came before."""
+        """Return True if a token of these rows depends on the previous tokens."""
         return bool(self._needs_tokens[rows].any())
 
     def record(self, rows: LongArray, tokens: LongArray, counts: LongArray) -> None:
-        """Takes in the tokens of an `advance`.
+        """Add the tokens of an `advance`.
 
         Args:
-            rows: int64 [R], no row twice.
-            tokens: int64 [sum of counts], first all those of the first row, then of the next ...
+            rows: int64 [R], without duplicates.
+            tokens: int64 [sum of counts], first all tokens of the first row, then of the next ...
             counts: int64 [R], not negative.
         """
         if not self.needs_tokens(rows):
@@ -162,12 +160,12 @@ class SamplingState:
                     processor.append(some[own], their[own])
 
     def uniforms(self, rows: LongArray, offsets: LongArray, stream: int) -> NDArray[np.float64]:
-        """Random numbers of the rows' next positions, beside those that tokens are sampled with.
+        """Return random numbers of the rows' next positions, independent of those for sampling.
 
         Args:
             rows: int64 [R].
             offsets: int64 [R], see `metadata`.
-            stream: which of several independent ones; not 0.
+            stream: index of one of several independent streams; not 0.
 
         Returns:
             float64 [R] in [0, 1).
@@ -176,7 +174,7 @@ class SamplingState:
         return philox.uniform(self._params["seed"][rows], positions, stream)
 
     def params(self, rows: LongArray, offsets: LongArray | None = None) -> NDArray[np.void]:
-        """How tokens of the rows' next positions are chosen from their logits.
+        """Return the sampling parameters of the rows' next positions.
 
         Args:
             rows: int64 [R].
@@ -198,15 +196,16 @@ class SamplingState:
         offsets: LongArray | None = None,
         grammar: GrammarBitmask | None = None,
     ) -> SamplingMetadata:
-        """Gathers what one step needs.
+        """Collect the parameters of one step.
 
         Processors read the state when they are applied, so sample before it changes.
 
         Args:
-            rows: int64 [R]; `rows[i]` belongs to row i of the logits. A row may come several times.
-            offsets: int64 [R], how many tokens come before this one beyond those appended: drafts
-                taken as right. More than 0 only where `needs_tokens` is false; None: all 0.
-            grammar: what the grammars of some rows allow.
+            rows: int64 [R]; `rows[i]` belongs to row i of the logits. A row may occur several
+                times.
+            offsets: int64 [R], number of tokens between the appended ones and this one: drafts
+                assumed to be right. Positive only where `needs_tokens` is false; None: all 0.
+            grammar: tokens that the grammars of some rows allow.
         """
         num_output_tokens = self._num_output_tokens[rows]
         if offsets is not None:

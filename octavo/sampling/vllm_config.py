@@ -1,4 +1,4 @@
-"""The settings of an engine in the form in which code that was written for vLLM reads them."""
+"""Engine settings under vLLM's names, for code that was written for vLLM."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class VllmConfig:
 
     Args:
         config: the settings.
-        vocab_size: the model's.
-        max_model_len: what came out.
+        vocab_size: the model's vocabulary size.
+        max_model_len: the resolved maximum length.
     """
 
     def __init__(self, config: EngineConfig, vocab_size: int, max_model_len: int) -> None:
@@ -33,7 +33,7 @@ class VllmConfig:
         self.speculative_config = config.speculation.speculative_config
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse a section that Octavo does not have."""
+        """Raise AttributeError for a section that Octavo does not have."""
         raise AttributeError(
             f"Octavo's settings have no {name}; of vLLM's there are kv_transfer_config, "
             f"model_config, speculative_config, {', '.join(_SECTIONS)}."
@@ -41,7 +41,7 @@ class VllmConfig:
 
 
 class VllmModelConfig:
-    """vLLM's `ModelConfig`: the model's settings, with what is known of the model itself."""
+    """vLLM's `ModelConfig`: the model's settings, with known facts about the model."""
 
     def __init__(self, config: EngineConfig, vocab_size: int, max_model_len: int) -> None:
         self._settings, self._vocab_size = config.model, vocab_size

@@ -1,8 +1,8 @@
 """vLLM's interface of logits processors (`vllm.v1.sample.logits_processor`), run on Octavo's.
 
-vLLM's processors see the whole batch, and a row of it moves as requests come and go. Here each
-request has a processor of its own, whose batch is that request alone, at index 0: so no answer
-depends on what else is computed, whatever the processor does.
+vLLM's processors see the whole batch, and rows move as requests arrive and end. Here each request
+has its own processor with a batch of that request alone, at index 0. So no answer depends on other
+requests, whatever the processor does.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ S = TypeVar("S")
 
 
 class MoveDirectionality(Enum):
-    """How a request moves within a batch."""
+    """Kind of movement of a request within a batch."""
 
     UNIDIRECTIONAL = auto()
-    """From the first index to the second."""
+    """Move from the first index to the second."""
     SWAP = auto()
-    """Two requests take each other's place."""
+    """Swap of two requests."""
 
 
 RemovedRequest = int
 AddedRequest = tuple[int, SamplingParams, list[int] | None, list[int]]
-"""Index, parameters, prompt, and the list of generated tokens, which grows by itself."""
+"""Index, parameters, prompt, and the list of generated tokens, which grows automatically."""
 MovedRequest = tuple[int, int, MoveDirectionality]
 RequestLogitsProcessor = Callable[..., torch.Tensor]
-"""Of one request: takes (prompt,) generated tokens and logits [V]; returns logits."""
+"""Processor of one request: maps ([prompt,] generated tokens, logits [V]) to logits."""
 
 
 @dataclass(frozen=True)
 class BatchUpdate:
-    """What has changed in a batch: first removals, then additions, then moves."""
+    """Changes of a batch: first removals, then additions, then moves."""
 
     batch_size: int
     removed: Sequence[RemovedRequest]
@@ -55,7 +55,7 @@ class BatchUpdate:
 
 
 class LogitsProcessor(ABC):
-    """A logits processor that was written for vLLM."""
+    """Logits processor that was written for vLLM."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -68,30 +68,30 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits [batch, V] as they are to be; they may be changed in place."""
+        """Return the changed logits [batch, V]; they may be changed in place."""
 
     @abstractmethod
     def is_argmax_invariant(self) -> bool:
-        """Whether the most probable token stays the most probable one."""
+        """Return True if the most probable token always stays the most probable one."""
 
     @abstractmethod
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Take in what has changed since the last step; None: only tokens were generated."""
+        """Apply the changes since the last step; None: only tokens were generated."""
 
 
 class AdapterLogitsProcessor(LogitsProcessor):
-    """Makes a processor of a batch from those of single requests."""
+    """Processor of a batch made of processors of single requests."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self.req_info: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
-        """By index what processes a row."""
+        """Processor of each row, by index."""
 
     @abstractmethod
     def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
-        """Return what processes a request's logits; None: nothing does."""
+        """Return the processor of a request's logits, or None."""
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Take in what has changed since the last step."""
+        """Apply the changes since the last step."""
         process_dict_updates(self.req_info, batch_update, self._new_state)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
@@ -118,12 +118,12 @@ def process_dict_updates(
     batch_update: BatchUpdate | None,
     new_state: Callable[[SamplingParams, list[int] | None, list[int]], S | None],
 ) -> bool:
-    """Apply changes of a batch to what is kept by index; return whether anything has changed.
+    """Apply changes of a batch to entries kept by index; return True if anything has changed.
 
     Args:
-        req_entries: what is kept.
-        batch_update: the changes; None: there are none.
-        new_state: makes what is kept of an added request; None: nothing.
+        req_entries: the entries.
+        batch_update: the changes, or None.
+        new_state: makes the entry of an added request; None: no entry.
     """
     if batch_update is None:
         return False
@@ -146,7 +146,7 @@ def process_dict_updates(
 
 @dataclass
 class _Live:
-    """A live request's processor."""
+    """Processor of a live request."""
 
     processor: LogitsProcessor
     output: list[int]
@@ -154,13 +154,13 @@ class _Live:
 
 
 class PerRequest(base.LogitsProcessor):
-    """Runs a class of vLLM's interface: one of its objects for each request.
+    """Adapter of a class of vLLM's interface: one object for each request.
 
     Args:
         max_num_rows: see `base.LogitsProcessor`.
-        vocab_size: likewise.
+        vocab_size: see `base.LogitsProcessor`.
         kind: the class.
-        make: makes one of its objects.
+        make: makes an object of the class.
     """
 
     takes_all = True
@@ -176,11 +176,11 @@ class PerRequest(base.LogitsProcessor):
         super().__init__(max_num_rows, vocab_size)
         self._kind, self._make = kind, make
         self._live: dict[int, _Live] = {}
-        # A class that cannot be used is to be known at the start.
+        # Make one now, so that an unusable class fails at the start.
         self._argmax_invariant = make(kind).is_argmax_invariant()
 
     def add_row(self, new: NewRow) -> bool:
-        """Make the request's processor, and show it the tokens one by one, as they came."""
+        """Make the request's processor, and pass it the tokens one by one."""
         params = _sampling_params(new.params)
         self._kind.validate_params(params)
         prompt = list(new.token_ids[: new.num_prompt_tokens])
@@ -192,26 +192,26 @@ class PerRequest(base.LogitsProcessor):
             live.processor.update_state(None)
         if isinstance(live.processor, AdapterLogitsProcessor) and not live.processor.req_info:
             return False
-        if self._argmax_invariant and params.temperature == 0:  # vLLM leaves these out, too
+        if self._argmax_invariant and params.temperature == 0:  # vLLM skips these, too
             return False
         self._live[new.row] = live
         return True
 
     def remove_row(self, row: int) -> None:
-        """Forget the request."""
+        """Remove the request."""
         self._live.pop(row, None)
 
     def append(self, rows: LongArray, tokens: LongArray) -> None:
-        """Take in a token of each of some requests."""
+        """Add a token to each of some requests."""
         for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
             self._live[row].output.append(token)
             self._live[row].processor.update_state(None)
 
     def apply(self, ops: Ops, logits: torch.Tensor, step: StepRows) -> None:
-        """Show each processor its own row."""
+        """Pass each processor its own row."""
         for at, row in zip(step.at.tolist(), step.rows.tolist(), strict=True):
             live, own = self._live[row], logits[at : at + 1]
-            # vLLM shows such processors the logits after the temperature.
+            # vLLM passes such processors the logits after the temperature.
             scale = live.temperature if self._argmax_invariant else 1.0
             if scale != 1.0:
                 own /= scale
@@ -223,7 +223,7 @@ class PerRequest(base.LogitsProcessor):
 
 
 def _sampling_params(core: CoreSamplingParams) -> SamplingParams:
-    """Parameters as vLLM's processors read them, of what the engine core knows of a request."""
+    """Convert the engine core's parameters of a request to those of vLLM's processors."""
     shared: dict[str, Any] = {
         name: getattr(core, name)
         for name in SamplingParams.__struct_fields__

@@ -16,7 +16,8 @@ OUTPUT_WEIGHT = 2
 # short, as prompts go.
 CREDIT_STEPS = 4
 
-Tenant = str | None
+Tenant = str | int | None
+"""An API key's, or where there are none a flow: a class of client addresses."""
 
 
 class TenantCounters:

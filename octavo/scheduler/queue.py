@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from octavo.request import QueueKey, Request
-from octavo.scheduler.fairness import TenantCounters
+from octavo.scheduler.fairness import Tenant, TenantCounters
 
 Policy = Literal["fcfs", "priority"]
 
@@ -40,9 +40,9 @@ class Arrivals:
     def next_key(self, request: Request) -> QueueKey:
         """The key of the request that comes next; the smallest key is served first."""
         self._num_requests += 1
-        self._num_calls += request.turn == 0
-        priority = request.priority if self._policy == "priority" else 0
-        return (priority, self._num_calls + request.turn, self._num_requests)
+        self._num_calls += request.options.turn == 0
+        priority = request.options.priority if self._policy == "priority" else 0
+        return (priority, self._num_calls + request.options.turn, self._num_requests)
 
 
 def _by_arrival(request: Request) -> QueueKey:
@@ -51,7 +51,7 @@ def _by_arrival(request: Request) -> QueueKey:
 
 def _by_deadline(request: Request) -> tuple[float, ...]:
     priority, *arrival = request.queue_key
-    return (priority, request.due, *arrival)
+    return (priority, request.options.due, *arrival)
 
 
 class RequestQueue:
@@ -154,7 +154,7 @@ class TenantQueue:
         self._queue_of(request).remove(request)
 
     def _queue_of(self, request: Request) -> RequestQueue:
-        return self._others if request.due == math.inf else self._timed
+        return self._others if request.options.due == math.inf else self._timed
 
 
 class WaitingQueue:
@@ -169,7 +169,7 @@ class WaitingQueue:
 
     def __init__(self, tenants: TenantCounters) -> None:
         self._tenants = tenants
-        self._queues: dict[str | None, TenantQueue] = {}
+        self._queues: dict[Tenant, TenantQueue] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
@@ -178,7 +178,8 @@ class WaitingQueue:
         return bool(self._queues)  # it is asked several times a step
 
     def __contains__(self, request: Request) -> bool:
-        return request.tenant in self._queues and request in self._queues[request.tenant]
+        queue = self._queues.get(request.options.share)
+        return queue is not None and request in queue
 
     def __iter__(self) -> Iterator[Request]:
         """The requests, tenant by tenant. O(n log n)."""
@@ -187,7 +188,7 @@ class WaitingQueue:
 
     def push(self, request: Request) -> None:
         """Adds a request at its place."""
-        self._queues.setdefault(request.tenant, TenantQueue()).push(request)
+        self._queues.setdefault(request.options.share, TenantQueue()).push(request)
 
     def peek(self) -> Request:
         """The request to be served next; there must be one."""
@@ -196,18 +197,18 @@ class WaitingQueue:
     def rank(self, request: Request) -> tuple[int, ...]:
         """Whose turn it is among tenants' first requests: the smallest one's."""
         priority, *arrival = request.queue_key
-        return (priority, *self._tenants.rank(request.tenant), *arrival)
+        return (priority, *self._tenants.rank(request.options.share), *arrival)
 
     def start(self, request: Request) -> None:
         """Takes out a request that is started."""
-        self._queues[request.tenant].start(request)
-        self._drop_empty(request.tenant)
+        self._queues[request.options.share].start(request)
+        self._drop_empty(request.options.share)
 
     def remove(self, request: Request) -> None:
         """Takes a request out, wherever it stands."""
-        self._queues[request.tenant].remove(request)
-        self._drop_empty(request.tenant)
+        self._queues[request.options.share].remove(request)
+        self._drop_empty(request.options.share)
 
-    def _drop_empty(self, tenant: str | None) -> None:
+    def _drop_empty(self, tenant: Tenant) -> None:
         if not self._queues[tenant]:
             del self._queues[tenant]

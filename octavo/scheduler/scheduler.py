@@ -190,7 +190,7 @@ class Scheduler:
         request.queue_key = self._arrivals.next_key(request)
         self.requests[request.request_id] = request
         self._next_deadline = min(self._next_deadline, request.next_deadline)
-        self._tenants.arrive(request.tenant)
+        self._tenants.arrive(request.options.share)
         request.competes = True
         if self.paused and request.status == RequestStatus.WAITING:
             request.status = RequestStatus.WAITING_FOR_WAKE_UP
@@ -387,7 +387,7 @@ class Scheduler:
                     tokens = tokens[:count]
                     token_logprobs = token_logprobs and token_logprobs.select(0, count)
                 request.append_output_token_ids(tokens)
-                charge(request.tenant, OUTPUT_WEIGHT * len(tokens))
+                charge(request.options.share, OUTPUT_WEIGHT * len(tokens))
             new_prompt_logprobs = None
             if prompt_logprobs and req_id in prompt_logprobs:
                 new_prompt_logprobs = self._take_prompt_logprobs(
@@ -618,7 +618,7 @@ class Scheduler:
         """Refuses what a KV connector cannot do for a request."""
         if self._connector is not None:
             self._connector.check_request(request)
-        elif request.kv_transfer_params is not None:
+        elif request.options.kv_transfer_params is not None:
             raise RequestError(
                 "kv_transfer_params: this server has no KV connector; leave them out, or start it "
                 "with --kv-transfer-config.",
@@ -656,7 +656,8 @@ class Scheduler:
             if request in step.busy:
                 i += 1
                 continue
-            if may_overtake and self.waiting and self.waiting.peek().priority < request.priority:
+            priority = request.options.priority
+            if may_overtake and self.waiting and self.waiting.peek().options.priority < priority:
                 # It enters `running` at or before i, so i still is the next one to look at.
                 may_overtake = self._admit(step, now, preempt=True)
                 i += may_overtake
@@ -744,7 +745,7 @@ class Scheduler:
         if request.num_output_placeholders:
             # Preempted a moment ago; tokens of steps in flight belong to it.
             return self._note_wait(request, WaitReason.IN_FLIGHT)
-        manager = self.kv_cache_manager
+        manager, options = self.kv_cache_manager, request.options
         if manager.waits_for_leader(request):
             return self._note_wait(request, WaitReason.LEADER)
         whole = not self.config.enable_chunked_prefill
@@ -758,12 +759,13 @@ class Scheduler:
                 return self._note_wait(request, WaitReason.BUDGET)
             num_new = min(num_new, step.budget)
             seats = self.config.max_num_seqs
-            if request.turn > 0:  # the last eighth is for others than calls of many requests
+            if options.turn > 0:  # the last eighth is for others than calls of many requests
                 seats -= seats // 8
             has_seat = len(self.running) < seats
             if has_seat and manager.allocate_slots(request, num_new, hit) is not None:
                 break
-            if not preempt or not self.running or self.running[-1].priority <= request.priority:
+            worst = self.running[-1] if preempt and self.running else None
+            if worst is None or worst.options.priority <= options.priority:
                 return self._note_wait(request, WaitReason.BLOCKS if has_seat else WaitReason.SEAT)
             self._preempt(self.running.pop(), request)
             step.preempted = True
@@ -782,7 +784,7 @@ class Scheduler:
                 request.num_prompt_tokens,
                 request.sampling_params,
                 start,
-                private=request.cache_salt is not None,
+                private=request.options.cache_salt is not None,
                 prompt_embeds=request.prompt_embeds,
             ),
         )
@@ -900,12 +902,12 @@ class Scheduler:
             # What was cached costs nothing, what is computed again was charged before.
             first, end = max(start, request.num_charged), min(end, request.num_prompt_tokens)
             if first < end:
-                self._tenants.charge(request.tenant, PROMPT_WEIGHT * (end - first))
+                self._tenants.charge(request.options.share, PROMPT_WEIGHT * (end - first))
                 request.num_charged = end
         if request.num_computed_tokens >= total:
             if request.competes:
                 request.competes = False
-                self._tenants.cease(request.tenant)
+                self._tenants.cease(request.options.share)
             num_sampled = scheduled.num_drafts + 1
             request.num_output_placeholders += num_sampled
             request.num_spec_in_flight += scheduled.num_drafts
@@ -1002,7 +1004,7 @@ class Scheduler:
     def _fail_expired(self, now: float) -> None:
         """Ends the requests whose deadline has passed; a scan only when one may have."""
         for request in [r for r in self.requests.values() if r.next_deadline <= now]:
-            if request.deadline is None or request.deadline > now:
+            if request.options.deadline is None or request.options.deadline > now:
                 message, kind = "The first token did not come in time.", "FirstTokenError"
             else:
                 message = f"The deadline passed after {request.num_output_tokens} output tokens."
@@ -1034,8 +1036,8 @@ class Scheduler:
         del self.requests[req_id]
         if request.competes:
             request.competes = False
-            self._tenants.cease(request.tenant)
-        self._tenants.leave(request.tenant)
+            self._tenants.cease(request.options.share)
+        self._tenants.leave(request.options.share)
         if request.status == RequestStatus.RUNNING:
             self.kv_cache_manager.free(request)
             self._finished_req_ids.append(req_id)

@@ -451,9 +451,21 @@ def _check_operator(request: Request) -> None:
 
 
 def _check_admin(request: Request) -> None:
-    """The same for a POST, which a web page could send."""
+    """Check the same of a POST, and that no web page of another site sent it.
+
+    A page can send neither a key nor a JSON type to another site unasked, and a browser adds
+    `Origin` to each POST. Without any of the three, a request without a body is from a program.
+
+    Raises:
+        AdminError: the request has no admin key, and --enable-admin is off.
+        MediaTypeError: the request could be from a web page.
+    """
     _check_operator(request)
-    check_media_type(request)
+    headers = request.headers
+    has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+    is_programs = not has_body and not {"content-type", "origin"} & set(headers)
+    if context_of(request).api_key is None and not is_programs:
+        check_media_type(request)
 
 
 async def _profiled_engine(request: Request) -> AsyncLLM:

@@ -8,6 +8,7 @@ import ipaddress
 import logging
 import socket
 import stat
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from octavo.server.errors import AuthenticationError, HostError, show
 
 logger = logging.getLogger(__name__)
 
+_NUM_FLOWS = 64
 # Probes, scrapers and a browser that reads the documentation carry no key.
 OPEN_PATHS = frozenset(
     ["/health", "/ping", "/ready", "/load", "/version", "/metrics", "/docs", "/openapi.json"]
@@ -210,6 +212,15 @@ def tenant_of(api_key: str | None) -> str | None:
     if api_key is None:
         return None
     return hmac.new(api_key.encode(), b"tenant", hashlib.sha256).hexdigest()
+
+
+def flow_of(address: str | None) -> int | None:
+    """Return the class of a client's address, between which tokens are shared without tenants.
+
+    Classes are few (McKenney, "Stochastic Fairness Queueing", 1990), so that many addresses cannot
+    make the scheduler slow.
+    """
+    return None if address is None else zlib.crc32(address.encode()) % _NUM_FLOWS
 
 
 def private_salt(api_key: str | None, cache_salt: str | None) -> str | None:

@@ -49,6 +49,7 @@ async def render_messages(
     continue_final_message: bool | None,
     template_kwargs: dict[str, Any] | None,
     tools: list[Tool] | None = None,
+    documents: list[dict[str, str]] | None = None,
 ) -> str:
     """Return the prompt text of a chat.
 
@@ -59,6 +60,7 @@ async def render_messages(
         continue_final_message: leave the last message open, so that the answer goes on with it.
         template_kwargs: more variables for the template.
         tools: definitions of tools, for templates that know them.
+        documents: texts for retrieval, likewise.
 
     Raises:
         RequestError: the template refuses the chat, leaves its tool calls out, or takes too much
@@ -73,6 +75,7 @@ async def render_messages(
         template.submit(
             plain,
             tools=[_plain_tool(tool) for tool in tools or []],
+            documents=documents,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=bool(continue_final_message),
             template_kwargs=template_kwargs,
@@ -161,6 +164,9 @@ class ChatCompletion(Generation[ChatFields]):
             else None,
         )
         template = await self.state.chat_template(tokenizer)
+        without_tools = (
+            body.tool_choice == "none" and self.state.config.exclude_tools_when_tool_choice_none
+        )
         prompts = [
             await render_messages(
                 template,
@@ -168,7 +174,8 @@ class ChatCompletion(Generation[ChatFields]):
                 body.add_generation_prompt,
                 body.continue_final_message,
                 self.state.template_kwargs(body.chat_template_kwargs, body.reasoning_effort),
-                body.tools,
+                None if without_tools else body.tools,
+                body.documents,
             )
             for messages in body.conversations
         ]

@@ -1,4 +1,4 @@
-"""What each field of the request bodies means, for `/docs` and for docs/api.md."""
+"""Descriptions of the fields of request bodies, for `/docs` and docs/api.md."""
 
 from __future__ import annotations
 
@@ -9,22 +9,29 @@ from octavo.server import schema, structured_outputs
 from octavo.server.body import Body
 
 FIELD_DOCS: Mapping[type[Body], Mapping[str, str]] = {
-    schema.GenerationBody: {
-        "model": "One of the served names; default: the first.",
-        "n": "Number of answers; with beam search, the number of beams. Default 1.",
-        "temperature": "Divides the logits; 0 is greedy. Default 1, or the model's own.",
-        "top_p": "Keep the most probable tokens that add up to this; 1: all. Default 1.",
-        "max_tokens": "Maximum tokens of an answer; default: 16, in a chat as many as fit.",
-        "seed": "Random seed, which makes the answer repeatable; default: none.",
-        "stop": "Texts that end the answer; they are not part of it.",
-        "presence_penalty": "Above 0: repeat less; -2 to 2. Default 0.",
-        "frequency_penalty": "Above 0: repeat less, the more often; -2 to 2. Default 0.",
-        "logit_bias": "Token ids, and what is added to their logits, -100 to 100.",
+    schema.ServedBody: {
+        "model": "Served model name; default: the first one.",
+        "request_id": "Request id in printable ASCII; default: X-Request-Id, or generated.",
         "stream": "Stream the answer as server-sent events.",
-        "stream_options": "What a stream reports besides the text; needs stream.",
-        "user": "The end user; it has no effect.",
-        "top_k": "Keep this many most probable tokens; 0 or -1: all. Default 0.",
-        "min_p": "Drop tokens less probable than this share of the best one. Default 0.",
+        "stream_options": "Additional reports of a stream; needs stream.",
+        "cache_salt": "Salt of the prefix cache, which only requests with the same salt share.",
+        "priority": "Priority with --scheduling-policy priority; lower runs first. Default 0.",
+        "kv_transfer_params": "With --kv-transfer-config: the part of the prompt that another "
+        "server has computed, or the request to compute the prompt for another server.",
+    },
+    schema.GenerationBody: {
+        "n": "Number of answers, or of beams with use_beam_search. Default 1.",
+        "temperature": "Divisor of the logits; 0: greedy. Default 1, or the model's default.",
+        "top_p": "Keep the most probable tokens up to this total probability; 1: all. Default 1.",
+        "max_tokens": "Maximum tokens of an answer; default: 16, in a chat all that fit.",
+        "seed": "Random seed for a repeatable answer; default: none.",
+        "stop": "Texts that end the answer and are not part of it.",
+        "presence_penalty": "Above 0: repeat less; -2 to 2. Default 0.",
+        "frequency_penalty": "Above 0: repeat less, by each token's count; -2 to 2. Default 0.",
+        "logit_bias": "Token ids with values to add to their logits, -100 to 100.",
+        "user": "End user; no effect.",
+        "top_k": "Number of most probable tokens to keep; 0 or -1: all. Default 0.",
+        "min_p": "Drop tokens below this share of the highest probability. Default 0.",
         "repetition_penalty": "Above 1: repeat less of the prompt and the answer. Default 1.",
         "stop_token_ids": "Tokens that end the answer.",
         "ignore_eos": "Continue after the end-of-sequence token.",
@@ -33,163 +40,159 @@ FIELD_DOCS: Mapping[type[Body], Mapping[str, str]] = {
         "spaces_between_special_tokens": "Put spaces between special tokens in the text. "
         "Default true.",
         "include_stop_str_in_output": "Keep the stop text in the answer.",
-        "truncate_prompt_tokens": "Keep this many tokens of the prompt; -1: as many as fit.",
-        "truncation_side": "Which end truncate_prompt_tokens cuts off: left (default) or right.",
-        "prompt_logprobs": "Logprobs of the prompt's tokens, with this many candidates each; "
-        "not with stream.",
-        "logprob_token_ids": "With logprobs: give the logprobs of these tokens, at most 128, in "
-        "place of the most probable ones.",
-        "allowed_token_ids": "The only tokens that may be generated.",
-        "bad_words": "Texts that may not be generated.",
-        "priority": "With --scheduling-policy priority: lower goes first. Default 0.",
-        "cache_salt": "Only requests with the same salt share the prefix cache.",
+        "truncate_prompt_tokens": "Number of prompt tokens to keep; -1: the number that fits.",
+        "truncation_side": "End that truncate_prompt_tokens cuts: left (default) or right.",
+        "prompt_logprobs": "Number of candidates for each prompt token's logprobs; not with "
+        "stream.",
+        "logprob_token_ids": "Tokens, at most 128, to report instead of the most probable ones; "
+        "needs logprobs.",
+        "allowed_token_ids": "Tokens that the answer may contain.",
+        "bad_words": "Texts that the answer must not contain.",
         "vllm_xargs": "Arguments for logits processors of plug-ins.",
-        "kv_transfer_params": "With --kv-transfer-config: what another server has computed of the "
-        "prompt, or that another one will go on with it.",
-        "add_special_tokens": "Let the tokenizer add its special tokens to the prompt; default: "
-        "true for a text, false for a chat, whose template writes them.",
-        "return_tokens_as_token_ids": "Show tokens in logprobs by their ids: token_id:N.",
-        "return_token_ids": "Return the token ids of prompt and answer.",
-        "request_id": "Id of the request, printable ASCII; default: X-Request-Id, or generated.",
-        "deadline_ms": "Milliseconds after which the request fails with 408; with 429, at once, "
-        "if they cannot be enough. Also as the header X-Deadline-Ms.",
-        "max_ttft_ms": "The same for the first token. Also as the header X-Max-TTFT-Ms.",
+        "add_special_tokens": "Add the tokenizer's special tokens to the prompt; default: true for "
+        "a text, false for a chat, because its template adds them.",
+        "return_tokens_as_token_ids": "Show tokens in logprobs as token_id:N.",
+        "return_token_ids": "Return the token ids of the prompt and the answer.",
+        "deadline_ms": "Milliseconds after which the request fails with 408; it fails at once with "
+        "429 if they cannot suffice. Also as the header X-Deadline-Ms.",
+        "max_ttft_ms": "Deadline of the first token, like deadline_ms. Also as the header "
+        "X-Max-TTFT-Ms.",
         "use_beam_search": "Find the most probable answers instead of sampling.",
         "length_penalty": "Beam search: above 1 favours long answers. Default 1.",
-        "early_stopping": "Beam search: stop at n finished beams; never: when none can improve.",
+        "early_stopping": "Beam search: stop at n finished beams; never: if none can improve.",
     },
     schema.CompletionBody: {
-        "prompt": "Text or token ids, or a list of them. Required, but with prompt_embeds.",
+        "prompt": "Text or token ids, or a list of either. Required without prompt_embeds.",
         "prompt_embeds": "Embeddings instead of tokens, with --enable-prompt-embeds: a tensor "
-        "[tokens, hidden size] saved with torch.save, in base64, or a list of them. Their answers "
-        "come before those of prompt.",
+        "[tokens, hidden size] saved with torch.save, in base64, or a list of tensors. Their "
+        "answers precede those of prompt.",
         "echo": "Repeat the prompt before each answer.",
-        "logprobs": "Return logprobs of each token and of this many most probable ones.",
-        "best_of": "Generate this many answers and return the n best; not with stream.",
+        "logprobs": "Return the logprobs of each token and of this number of most probable ones.",
+        "best_of": "Number of answers to generate, of which the n best are returned; not with "
+        "stream.",
     },
-    schema.ChatBody: {"messages": "The chat so far."},
-    schema.BatchChatBody: {"messages": "The chats so far, each a list of messages."},
+    schema.ChatBody: {"messages": "Messages of the chat."},
+    schema.BatchChatBody: {"messages": "Chats, each a list of messages."},
     schema.ChatFields: {
         "echo": "Repeat the last message before the answer.",
-        "max_completion_tokens": "Maximum tokens of an answer: the newer name of max_tokens.",
-        "logprobs": "Return logprobs of each token.",
-        "top_logprobs": "Also return those of this many most probable ones; needs logprobs.",
+        "max_completion_tokens": "Maximum tokens of an answer; newer name for max_tokens.",
+        "logprobs": "Return the logprobs of each token.",
+        "top_logprobs": "Number of most probable tokens with logprobs; needs logprobs.",
         "add_generation_prompt": "Let the template begin the assistant's turn. Default true.",
         "continue_final_message": "Continue the last message instead of answering it.",
         "chat_template_kwargs": "Variables for the chat template.",
-        "reasoning_effort": "A variable for the chat template; it also sets enable_thinking there, "
-        "unless chat_template_kwargs does.",
-        "tools": "Definitions of tools, for templates that know them; with tool_choice none.",
-        "tool_choice": "none: the answer calls no tool. Needed with tools; other values are "
-        "refused.",
+        "reasoning_effort": "Variable for the chat template; it also sets enable_thinking if "
+        "chat_template_kwargs does not.",
+        "documents": "Texts for retrieval, for templates that use them: objects of strings, such "
+        "as title and text.",
+        "tools": "Definitions of tools for templates that use them; needs tool_choice none.",
+        "tool_choice": "Must be none, so that the answer calls no tool. Required with tools.",
     },
-    schema.Tool: {"type": "function.", "function": "The function."},
+    schema.Tool: {"type": "function.", "function": "Function of the tool."},
     schema.FunctionDefinition: {
-        "name": "Its name.",
-        "description": "What it does.",
-        "parameters": "A JSON schema of its arguments.",
-        "strict": "A variable for the template; it has no other effect.",
+        "name": "Name of the function.",
+        "description": "Purpose of the function.",
+        "parameters": "JSON schema of the arguments.",
+        "strict": "Variable for the template; no other effect.",
     },
     schema.ToolCall: {
-        "id": "A name for the call, which the tool's message repeats.",
+        "id": "Id of the call, repeated in the tool's message.",
         "type": "function.",
-        "function": "What was called.",
+        "function": "Called function.",
     },
     schema.FunctionCall: {
-        "name": "The function's name.",
-        "arguments": "Its arguments: an object, or the JSON of one.",
+        "name": "Name of the function.",
+        "arguments": "Arguments, as an object or as JSON text.",
     },
     schema.Message: {
-        "role": "Who speaks: system, user, assistant, tool ...",
-        "content": "The text, or a list of text parts.",
-        "name": "The speaker's name, for templates that show it.",
-        "tool_calls": "The calls of tools in an assistant's earlier answer.",
-        "tool_call_id": "Which of these calls a tool's message answers.",
+        "role": "Role of the speaker: system, user, assistant, tool ...",
+        "content": "Text, or a list of text parts.",
+        "name": "Name of the speaker, for templates that show it.",
+        "tool_calls": "Calls of tools in an earlier answer of the assistant.",
+        "tool_call_id": "Id of the call that a tool's message answers.",
     },
-    schema.ContentPart: {"type": "text.", "text": "The text."},
+    schema.ContentPart: {"type": "text.", "text": "Text of the part."},
     schema.StreamOptions: {
         "include_usage": "End the stream with a chunk of token counts.",
         "continuous_usage_stats": "Report token counts in every chunk.",
     },
     structured_outputs.StructuredOutputsBody: {
-        "response_format": "OpenAI's: the form that the answer must have.",
-        "structured_outputs": "vLLM's: the form that the answer must have.",
-        "guided_json": "A JSON schema; older vLLM.",
-        "guided_regex": "A regular expression; older vLLM.",
-        "guided_choice": "The answer is one of these; older vLLM.",
-        "guided_grammar": "A grammar in EBNF or Lark's notation; older vLLM.",
+        "response_format": "Required form of the answer; OpenAI.",
+        "structured_outputs": "Required form of the answer; vLLM.",
+        "guided_json": "JSON schema; older vLLM.",
+        "guided_regex": "Regular expression; older vLLM.",
+        "guided_choice": "Allowed answers; older vLLM.",
+        "guided_grammar": "Grammar in EBNF or Lark's notation; older vLLM.",
         "guided_decoding_backend": "auto, xgrammar or llguidance; default: the server's.",
-        "json_schema": "A JSON schema; llama.cpp and SGLang.",
-        "regex": "A regular expression; SGLang.",
-        "grammar": "A grammar; llama.cpp.",
-        "ebnf": "A grammar; SGLang.",
-        "structural_tag": "Tags whose insides follow schemas; SGLang.",
+        "json_schema": "JSON schema; llama.cpp and SGLang.",
+        "regex": "Regular expression; SGLang.",
+        "grammar": "Grammar; llama.cpp.",
+        "ebnf": "Grammar; SGLang.",
+        "structural_tag": "Tags with content that follows schemas; SGLang.",
     },
     structured_outputs.ResponseFormat: {
-        "type": "What kind; text asks for nothing.",
-        "json_schema": "With type json_schema.",
-        "schema": "With type json_object, llama.cpp's: a JSON schema.",
-        "format": "With type structural_tag: xgrammar's description.",
-        "structures": "With type structural_tag, the older form: begin, schema and end of each.",
-        "triggers": "With type structural_tag, the older form: what a tag begins with.",
+        "type": "Kind of the form; text: no constraint.",
+        "json_schema": "JSON schema with a name, for type json_schema.",
+        "schema": "JSON schema for type json_object; llama.cpp.",
+        "format": "Description in xgrammar's notation, for type structural_tag.",
+        "structures": "Begin, schema and end of each tag, for the older form of structural_tag.",
+        "triggers": "Texts with which tags begin, for the older form of structural_tag.",
     },
     structured_outputs.JsonSchema: {
-        "name": "A name for the schema; it has no effect.",
-        "description": "What it is for; it has no effect.",
-        "strict": "It has no effect: the answer always follows the schema.",
-        "schema": "The JSON schema.",
+        "name": "Name of the schema; no effect.",
+        "description": "Purpose of the schema; no effect.",
+        "strict": "Reject a format that cannot be enforced instead of ignoring it.",
+        "schema": "JSON schema.",
     },
     structured_outputs.StructuredOutputs: {
-        "json": "A JSON schema.",
-        "regex": "A regular expression that the whole answer matches.",
-        "choice": "The answer is one of these.",
-        "grammar": "A grammar in EBNF or Lark's notation.",
-        "json_object": "The answer is any JSON object.",
-        "structural_tag": "Tags whose insides follow schemas, in xgrammar's notation.",
-        "disable_any_whitespace": "JSON without white space between its parts.",
+        "json": "JSON schema.",
+        "regex": "Regular expression that the whole answer matches.",
+        "choice": "Allowed answers.",
+        "grammar": "Grammar in EBNF or Lark's notation.",
+        "json_object": "Allow any JSON object.",
+        "structural_tag": "Tags with content that follows schemas, in xgrammar's notation.",
+        "disable_any_whitespace": "Write JSON without white space between its parts.",
         "backend": "auto, xgrammar or llguidance; default: the server's.",
     },
     schema.GenerateBody: {
-        "token_ids": "The prompt.",
+        "token_ids": "Token ids of the prompt.",
         "sampling_params": "Fields of SamplingParams, such as max_tokens and temperature.",
-        "model": "One of the served names; default: the first.",
-        "request_id": "Id of the request, printable ASCII; default: X-Request-Id, or generated.",
-        "output_mode": "tokens (default), or text: return the text of the answer, too.",
-        "return_token_ids": "Return the token ids of the prompt, too.",
-        "stream": "Stream the answer as server-sent events.",
-        "stream_options": "What a stream reports besides the tokens; needs stream.",
-        "cache_salt": "Only requests with the same salt share the prefix cache.",
-        "priority": "With --scheduling-policy priority: lower goes first. Default 0.",
-        "kv_transfer_params": "With --kv-transfer-config: what another server has computed of the "
-        "prompt, or that another one will go on with it.",
+        "output_mode": "tokens (default), or text: also return the text of the answer.",
+        "return_token_ids": "Also return the token ids of the prompt.",
     },
     schema.TokenizeBody: {
-        "model": "One of the served names; default: the first.",
-        "prompt": "The text; give this or messages.",
-        "messages": "A chat, rendered by the template.",
+        "model": "Served model name; default: the first one.",
+        "prompt": "Text to tokenize; give this or messages.",
+        "messages": "Chat to render with the template and tokenize.",
         "add_special_tokens": "Add special tokens; default: true for a prompt.",
         "add_generation_prompt": "Let the template begin the assistant's turn. Default true.",
-        "continue_final_message": "Leave the last message open, to be continued.",
+        "continue_final_message": "Leave the last message open, so that it can be continued.",
         "chat_template_kwargs": "Variables for the chat template.",
-        "tools": "Definitions of tools, for templates that know them.",
-        "return_token_strs": "Return the text of each token, too.",
+        "documents": "Texts for retrieval, for templates that use them: objects of strings, such "
+        "as title and text.",
+        "tools": "Definitions of tools for templates that use them.",
+        "return_token_strs": "Also return the text of each token.",
     },
     schema.ScaleBody: {
-        "new_data_parallel_size": "How many engines there are to be.",
-        "drain_timeout": "Accepted; nothing is drained, as requests go on at other engines.",
+        "new_data_parallel_size": "New number of engines.",
+        "drain_timeout": "No effect; requests continue on other engines instead of being drained.",
     },
     schema.DetokenizeBody: {
-        "model": "One of the served names; default: the first.",
-        "tokens": "Token ids.",
+        "model": "Served model name; default: the first one.",
+        "tokens": "Token ids to detokenize.",
     },
 }
 
 
 def field_doc(body: type[Body], name: str) -> str:
-    """What a field means, by the name that requests use.
+    """Return the description of a field.
+
+    Args:
+        body: class of the body.
+        name: name of the field in requests.
 
     Raises:
-        KeyError: nobody has said it.
+        KeyError: `FIELD_DOCS` does not describe the field.
     """
     for base in body.__mro__:
         docs = FIELD_DOCS.get(base, {})
@@ -199,6 +202,6 @@ def field_doc(body: type[Body], name: str) -> str:
 
 
 def describe(body: type[Body], properties: dict[str, Any]) -> None:
-    """Writes the meanings into the `properties` of a body's JSON schema."""
+    """Write the descriptions into the `properties` of a body's JSON schema."""
     for name, described in properties.items():
         described["description"] = field_doc(body, name)

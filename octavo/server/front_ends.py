@@ -12,10 +12,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import shutil
 import signal
 import socket
-import tempfile
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -28,6 +26,7 @@ from octavo.fleet.front_end import addresses_of
 from octavo.models.hub import resolve_folders
 from octavo.server.child_process import Child
 from octavo.system import clock
+from octavo.system.socket_folder import SocketFolder
 
 logger = logging.getLogger(__name__)
 
@@ -122,13 +121,13 @@ async def serve_by_front_ends(
     """
     # A download may take long; signals are heard meanwhile.
     path, tokenizer_path = await asyncio.to_thread(resolve_folders, engine_config)
-    folder = tempfile.mkdtemp(prefix="octavo-")
+    folder = SocketFolder("octavo-engine-")
     setup = FrontEndSetup(
         config,
         engine_config,
         str(path),
         str(tokenizer_path),
-        folder,
+        str(folder.path),
         listener=listener.fileno(),
         created=int(time.time()),
         clock_epoch=clock.epoch(),
@@ -140,7 +139,7 @@ async def serve_by_front_ends(
     try:
         return await processes.run()
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        folder.close()
 
 
 def _start(module: str, *descriptors: int) -> Child:

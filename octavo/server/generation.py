@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing
-from typing import TYPE_CHECKING, Generic, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -18,15 +18,17 @@ from starlette.types import Receive, Scope, Send
 from octavo.errors import RequestError
 from octavo.frontend.input_processor import EmbedsPrompt
 from octavo.frontend.request_memory import logprobs_nbytes
+from octavo.messages import RequestOptions
 from octavo.outputs import FlatLogprobs, Logprob, PromptLogprobs, RequestMetrics, RequestOutput
 from octavo.sampling_params import SamplingParams
-from octavo.server.auth import private_salt
+from octavo.server.auth import flow_of, private_salt
 from octavo.server.errors import ClientDisconnectError, error_event, log_unexpected
 from octavo.server.load_report import add_load_report
 from octavo.server.middleware import context_of
 from octavo.server.schema import GenerationBody
 from octavo.server.state import ServerState, state_of
 from octavo.server.streams import DONE, Events, Stream
+from octavo.system import clock
 from octavo.system.offload import offload
 from octavo.text.tokenizer import Tokenizer
 
@@ -48,17 +50,6 @@ _PROMPTS_AT_ONCE = 4
 _MANY_CANDIDATES = 2000
 
 encode = msgspec.json.encode
-
-
-class _Options(TypedDict):
-    """What the engine is told beside prompt and parameters."""
-
-    cache_salt: str | None
-    deadline: float | None
-    first_token_deadline: float | None
-    tenant: str | None
-    add_special_tokens: bool
-    turn: int
 
 
 class Generation(ABC, Generic[B]):
@@ -295,20 +286,32 @@ class Generation(ABC, Generic[B]):
             async def one(index: int) -> AsyncGenerator[IndexedOutput, None]:
                 prompt = prompts[index]
                 request_id = f"{self.id}-{index}-{self.state.next_id()}"
-                options = _Options(
-                    cache_salt=salt,
-                    # The server's own limit is its own affair: it makes nobody's request urgent.
+                options = RequestOptions(
+                    clock.now(),
+                    tenant=tenant,
+                    # The server's own limit does not make a request urgent.
                     deadline=self._own_deadline,
                     first_token_deadline=self._first_token_deadline,
-                    tenant=tenant,
-                    add_special_tokens=add_special_tokens,
                     turn=index * params.n,
+                    cache_salt=salt,
+                    flow=flow_of(self.context.address),
                 )
                 if self.body.use_beam_search:
                     beams = self.body.beam_params(params.max_tokens)
-                    yield index, await engine.beam_search(prompt, beams, request_id, **options)
+                    yield (
+                        index,
+                        await engine.serve_beams(
+                            prompt,
+                            beams,
+                            request_id,
+                            options,
+                            add_special_tokens=add_special_tokens,
+                        ),
+                    )
                     return
-                stream = engine.generate(prompt, params, request_id, **options)
+                stream = engine.serve(
+                    prompt, params, request_id, options, add_special_tokens=add_special_tokens
+                )
                 async with aclosing(stream):  # closing aborts what has not finished
                     async for output in stream:
                         yield index, output
@@ -365,7 +368,8 @@ def metrics_json(times: RequestMetrics, num_tokens: int) -> dict[str, float | No
 
 
 def _after(arrival: float, milliseconds: int | None) -> float | None:
-    return None if milliseconds is None else arrival + milliseconds / 1000
+    """Return a time of `clock`: a number of milliseconds after a second of `time.monotonic`."""
+    return None if milliseconds is None else clock.from_monotonic(arrival + milliseconds / 1000)
 
 
 class Usage:

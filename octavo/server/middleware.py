@@ -37,6 +37,8 @@ class RequestContext:
     request_id: str
     arrival: float
     """Second of `time.monotonic`."""
+    address: str | None = None
+    """Of the client's machine, or of the proxy before it; None: a Unix socket."""
     api_key: str | None = field(default=None, repr=False)
     is_admin: bool = False
     """Whether that key is the operator's."""
@@ -72,7 +74,10 @@ class RequestMiddleware:
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        context = RequestContext(_request_id(headers.get("x-request-id")), time.monotonic())
+        address = (scope.get("client") or [None])[0]
+        context = RequestContext(
+            _request_id(headers.get("x-request-id")), time.monotonic(), address
+        )
         scope["octavo"] = context
         token = REQUEST_ID.set(context.request_id)
         path, root = scope["path"], scope.get("root_path", "")
@@ -147,11 +152,10 @@ def _milliseconds(headers: Headers, name: str) -> int | None:
 
 
 def _log_access(scope: Scope, context: RequestContext, quiet: bool) -> None:
-    client = scope.get("client")
     fields: dict[str, object] = {
         "status": context.status,
         "latency_ms": round((time.monotonic() - context.arrival) * 1000, 1),
-        "client": client[0] if client else None,
+        "client": context.address,
     }
     if context.prompt_tokens is not None:
         fields["prompt_tokens"] = context.prompt_tokens

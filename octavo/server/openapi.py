@@ -1,6 +1,6 @@
-"""What `/openapi.json` says of each address: bodies, path parameters, answers, errors.
+"""Content of `/openapi.json` for each route: bodies, path parameters, answers and errors.
 
-Bodies are parsed by `octavo.server.body` and answers are written by hand, so FastAPI knows neither.
+FastAPI cannot derive them: `octavo.server.body` parses bodies, and handlers write answers directly.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from octavo.server.schema import (
 )
 
 _SCHEMA_REF = "#/components/schemas/{model}"
-# No HTTP, and the Host header; key, and draining, where keys are asked for; what a body can get.
+# Errors of all routes (not HTTP, Host header), of routes with a key (also draining), of bodies.
 _ALWAYS = (400, 421, 500)
 _GUARDED = (*_ALWAYS, 401, 503)
 _WITH_BODY = (*_GUARDED, 404, 408, 413, 415, 429)
@@ -37,26 +37,26 @@ _FLAG = ("false", "true")
 
 
 class InvocationBody(RootModel[ChatBody | CompletionBody]):
-    """POST /invocations."""
+    """Body of POST /invocations."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """The documentation of one address."""
+    """Documentation of one route."""
 
     answer: type[BaseModel] | None
-    """None: plain text, or only `chunk`."""
+    """Class of the answer; None: plain text, or only `chunk`."""
     errors: Sequence[int]
     body: type[BaseModel] | None = None
     chunk: type[BaseModel] | None = None
-    """The data of a stream's events, where there can be a stream."""
+    """Class of the data of a stream's events; None if the route cannot stream."""
     states: Sequence[int] = (200,)
-    """Statuses that come with `answer`."""
+    """Statuses of responses with `answer`."""
     query: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Parameters of the query, and the values of each, the default first; with one: any number."""
+    """Query parameters and their values, the default first; one value: any integer >= 0."""
 
     def responses(self) -> dict[int | str, dict[str, Any]]:
-        """The `responses` of FastAPI's route."""
+        """Return the `responses` of FastAPI's route."""
         content: dict[str, Any] = {}
         if self.answer is None and self.chunk is None:
             content = {"text/plain": {"schema": {"type": "string"}}}
@@ -66,9 +66,9 @@ class Operation:
             content["text/event-stream"] = {
                 "schema": {
                     "type": "string",
-                    "description": "With stream=true: server-sent events. The data of each is "
+                    "description": "Server-sent events, with stream=true. The data of each is "
                     "JSON (x-event-schema); the last one is [DONE]. With --resume-grace each has "
-                    "an id, which the header Last-Event-ID of a later request takes.",
+                    "an id, which a later request passes in the header Last-Event-ID.",
                     "x-event-schema": {"anyOf": [_ref(self.chunk), _ref(answers.ErrorAnswer)]},
                 }
             }
@@ -79,7 +79,7 @@ class Operation:
         return found | {s: _response(s, error) for s in sorted(self.errors)}
 
     def extra(self, path: str) -> dict[str, Any] | None:
-        """The rest of the documentation, for the route's `openapi_extra`."""
+        """Return the rest of the documentation, for the route's `openapi_extra`."""
         extra: dict[str, Any] = {}
         if self.body is not None:
             content = {"application/json": {"schema": _ref(self.body)}}
@@ -159,7 +159,7 @@ OPERATIONS: dict[str, Operation] = {
 
 
 def document(app: FastAPI) -> None:
-    """Adds the schemas to the OpenAPI description that FastAPI makes."""
+    """Add the schemas to FastAPI's OpenAPI description."""
     make = app.openapi
     models: list[tuple[type[BaseModel], JsonSchemaMode]] = [(answers.ErrorAnswer, "validation")]
     for operation in OPERATIONS.values():
@@ -170,7 +170,7 @@ def document(app: FastAPI) -> None:
         if app.openapi_schema is None:
             _, schemas = models_json_schema(models, ref_template=_SCHEMA_REF)
             for body in FIELD_DOCS:
-                if body.__name__ in schemas["$defs"]:  # a base has no schema of its own
+                if body.__name__ in schemas["$defs"]:  # base classes have no schema
                     describe(body, schemas["$defs"][body.__name__]["properties"])
             make().setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
         assert app.openapi_schema is not None

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import http
+import ssl
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.utils import get_remote_addr
+from uvloop.loop import SSLProtocol  # type: ignore[attr-defined]  # not in uvloop's stub
 
 from octavo.errors import RequestError
 from octavo.server.errors import ProtocolError, error_response
@@ -23,33 +26,86 @@ MAX_HEADERS = 100
 MAX_PIPELINED = 16
 """Requests that may wait on a connection while one is answered."""
 HEAD_TIMEOUT = 10.0
-"""Seconds in which a request's head must have arrived."""
+"""Seconds in which a request's head must have arrived, and before it a TLS handshake."""
 KEEP_ALIVE_TIMEOUT = 75
 """Seconds that a connection may be idle between two requests."""
 SEND_TIMEOUT = 60.0
 """Seconds that an answer may wait for a client which does not read it."""
 
 
+class ConnectionCounter:
+    """Count a server's connections by client address.
+
+    Args:
+        maximum: most connections for one address; 0: no limit.
+    """
+
+    def __init__(self, maximum: int) -> None:
+        self.maximum = maximum
+        self._counts: Counter[str] = Counter()
+
+    def add(self, address: str) -> bool:
+        """Count a connection; return False if its client has too many."""
+        self._counts[address] += 1
+        return self.maximum == 0 or self._counts[address] <= self.maximum
+
+    def remove(self, address: str) -> None:
+        """Forget a connection that has ended, refused ones included."""
+        self._counts[address] -= 1
+        if not self._counts[address]:
+            del self._counts[address]
+
+
+class TlsProtocol(SSLProtocol):  # type: ignore[misc]  # see the import
+    """One TLS connection; it counts from the moment the TCP connection is accepted.
+
+    Args:
+        connections: the counter of the server.
+        protocol: receives what the client sends, decrypted.
+        context: holds the certificate.
+    """
+
+    def __init__(
+        self, connections: ConnectionCounter, protocol: Protocol, context: ssl.SSLContext
+    ) -> None:
+        super().__init__(
+            asyncio.get_running_loop(),
+            protocol,
+            context,
+            None,
+            server_side=True,
+            ssl_handshake_timeout=HEAD_TIMEOUT,
+        )
+        self._connections = connections
+        self._client: tuple[str, int] | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        """Count the connection, and close it if its client has too many."""
+        self._client = get_remote_addr(transport)
+        if self._client is not None and not self._connections.add(self._client[0]):
+            transport.abort()
+        else:
+            super().connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        super().connection_lost(exc)
+        if self._client is not None:
+            self._connections.remove(self._client[0])
+
+
 class Protocol(HttpToolsProtocol):
     """One connection.
 
     Args:
-        num_connections: connections by client address, shared by all of a server.
-        max_connections: most of them for one address; 0: no limit.
+        connections: the counter of the server; None: `TlsProtocol` counts the connection.
         args: uvicorn's own.
         kwargs: uvicorn's own.
     """
 
-    def __init__(
-        self,
-        num_connections: Counter[str],
-        max_connections: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, connections: ConnectionCounter | None, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._num_connections = num_connections
-        self._max_connections = max_connections
+        self._connections = connections
         self._in_head = False
         self._header_bytes = 0
         self._unheard_bytes = 0
@@ -62,31 +118,28 @@ class Protocol(HttpToolsProtocol):
     # What asyncio calls
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        """Counts the connection, and refuses it if its client has too many."""
+        """Count the connection, and refuse it if its client has too many."""
         super().connection_made(transport)
-        if self.client is not None:
-            self._num_connections[self.client[0]] += 1
-            if 0 < self._max_connections < self._num_connections[self.client[0]]:
-                self._refuse(
-                    ProtocolError(
-                        429,
-                        f"More than {self._max_connections} connections of one client "
-                        "(--max-connections-per-client).",
-                    )
+        counter = self._connections
+        if counter is not None and self.client is not None and not counter.add(self.client[0]):
+            self._refuse(
+                ProtocolError(
+                    429,
+                    f"More than {counter.maximum} connections of one client "
+                    "(--max-connections-per-client).",
                 )
-                return
+            )
+            return
         self._head_timer = self.loop.call_later(HEAD_TIMEOUT, self._head_is_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forgets the connection."""
+        """Forget the connection."""
         super().connection_lost(exc)
         for timer in (self._head_timer, self._send_timer):
             if timer is not None:
                 timer.cancel()
-        if self.client is not None:
-            self._num_connections[self.client[0]] -= 1
-            if not self._num_connections[self.client[0]]:
-                del self._num_connections[self.client[0]]
+        if self._connections is not None and self.client is not None:
+            self._connections.remove(self.client[0])
 
     def data_received(self, data: bytes) -> None:
         """Parses what has come, and sees to it that a head has an end."""
@@ -202,12 +255,24 @@ class Protocol(HttpToolsProtocol):
             self.transport.close()
 
 
-def make_protocol(max_connections: int) -> Callable[..., Protocol]:
-    """The protocol of a server's connections, as uvicorn wants it."""
-    num_connections: Counter[str] = Counter()
+def make_protocol(
+    max_connections: int, context: ssl.SSLContext | None = None
+) -> Callable[..., asyncio.BaseProtocol]:
+    """Return the factory of a server's connections, as uvicorn calls it.
 
-    def protocol(*args: Any, **kwargs: Any) -> Protocol:
-        return Protocol(num_connections, max_connections, *args, **kwargs)
+    Args:
+        max_connections: most connections for one client address; 0: no limit.
+        context: holds the certificate; None: no TLS.
+    """
+    connections = ConnectionCounter(max_connections)
+
+    def protocol(*args: Any, **kwargs: Any) -> asyncio.BaseProtocol:
+        if context is None:
+            return Protocol(connections, *args, **kwargs)
+        tls: asyncio.BaseProtocol = TlsProtocol(
+            connections, Protocol(None, *args, **kwargs), context
+        )
+        return tls
 
     return protocol
 

@@ -69,7 +69,7 @@ def run_server(
     setup_logging(config.log_level, config.log_format)
     config, sources = with_all_keys(config)
     prepare_process()
-    check_tls(config)
+    tls_context(config)  # refuse a bad certificate at once
     check_front_ends(config, engine_config)
     if reserved := RESERVED_VARIABLES & config.default_chat_template_kwargs.keys():
         raise ConfigError(
@@ -176,15 +176,13 @@ async def serve_app(
     server = _UvicornServer(
         uvicorn.Config(
             app,
-            http=make_protocol(config.max_connections_per_client),  # type: ignore[arg-type]  # a subclass
+            http=make_protocol(config.max_connections_per_client, tls_context(config)),  # type: ignore[arg-type]  # a factory
             timeout_keep_alive=KEEP_ALIVE_TIMEOUT,
             ws="none",
             log_config=None,
             log_level=config.uvicorn_log_level,
             access_log=False,
             server_header=False,
-            ssl_keyfile=config.ssl_keyfile,
-            ssl_certfile=config.ssl_certfile,
             timeout_graceful_shutdown=_CLOSE_TIMEOUT,
         )
     )
@@ -388,11 +386,11 @@ def _check_model(config: ServerConfig, engine_config: EngineConfig) -> None:
         resolve_model(name.tokenizer, download_dir=load.download_dir, load_format="dummy")
 
 
-def check_tls(config: ServerConfig) -> None:
-    """Checks key and certificate.
+def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
+    """Return what a server's TLS connections share; None: it has no TLS.
 
     Raises:
-        ConfigError: they cannot be used, or one of them is missing.
+        ConfigError: key and certificate cannot be used, or one of them is missing.
     """
     if (config.ssl_keyfile is None) != (config.ssl_certfile is None):
         raise ConfigError("ssl_keyfile and ssl_certfile go together; give both or neither.")
@@ -400,12 +398,14 @@ def check_tls(config: ServerConfig) -> None:
         path = getattr(config, name)
         if path is not None and not Path(path).is_file():
             raise ConfigError(f"{name}={path!r} is not a file.")
-    if config.ssl_certfile is not None:
-        try:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
-        except OSError as error:
-            raise ConfigError(
-                f"ssl_certfile={config.ssl_certfile!r} and ssl_keyfile={config.ssl_keyfile!r} "
-                f"cannot be used: {reason_of(error)}."
-            ) from None
+    if config.ssl_certfile is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+    except OSError as error:
+        raise ConfigError(
+            f"ssl_certfile={config.ssl_certfile!r} and ssl_keyfile={config.ssl_keyfile!r} "
+            f"cannot be used: {reason_of(error)}."
+        ) from None
+    return context

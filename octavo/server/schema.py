@@ -1,4 +1,4 @@
-"""The request bodies of the API: OpenAI's fields, and vLLM's additions."""
+"""Request bodies of the API, with OpenAI's fields and vLLM's additions."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ MAX_TOKEN_ID = 2**31 - 1
 MAX_PROMPTS = 4096
 MAX_ENGINES = 1024
 MAX_ROLE_LENGTH = 64
+MAX_DOCUMENTS = 4096
 
 RequestId: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[!-~]{1,128}$")]
 _INTEGER = re.compile(r"[+-]?[0-9]{1,40}(\.0*)?")
@@ -37,38 +38,38 @@ _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
 
 
 def _read_int(value: object) -> object:
-    """An integer, also from 3.0, "3" or "3.0"; what is none is left for pydantic to refuse."""
+    """Return an integer, also from 3.0, "3" or "3.0"; leave others for pydantic to reject."""
     if isinstance(value, str) and _INTEGER.fullmatch(value):
         return int(value.partition(".")[0])
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _read_ints(value: object) -> object:
-    """The same for each entry of a list."""
+    """Return a list with each entry converted by `_read_int`."""
     if isinstance(value, list) and not set(map(type, value)) <= {int}:
         return [_read_int(entry) for entry in value]
     return value
 
 
 def _read_float(value: object) -> object:
-    """A number, also from "0.5"; what is none is left for pydantic to refuse."""
+    """Return a number, also from "0.5"; leave others for pydantic to reject."""
     return float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
 
 
 Int: TypeAlias = Annotated[int, BeforeValidator(_read_int)]
 Milliseconds: TypeAlias = Annotated[int, Field(gt=0, le=2**53), BeforeValidator(_read_int)]
 Float: TypeAlias = Annotated[float, BeforeValidator(_read_float)]
-# One error is enough: without it pydantic makes one for each entry.
+# One error is enough; without `fail_fast` pydantic makes one for each entry.
 Ints: TypeAlias = Annotated[list[int], Field(fail_fast=True), BeforeValidator(_read_ints)]
 Xargs: TypeAlias = dict[str, str | int | float | list[str | int | float]] | None
 Prompts: TypeAlias = str | list[int] | list[str] | list[list[int]]
 
 
 def check_token_ids(value: object, param: str) -> list[int]:
-    """Returns `value` if it is a list of one or more token ids; the vocabulary is not known here.
+    """Return `value` if it is a list of one or more token ids, of any vocabulary.
 
     Raises:
-        RequestError: naming the first wrong entry.
+        RequestError: `value` is not such a list; the message names the first wrong entry.
     """
     if not isinstance(value, list) or not value:
         raise RequestError(f"{param}={show(value)} is not a list of token ids.", param)
@@ -118,7 +119,7 @@ def _check_prompt(value: object) -> object:
 
 
 def _check_prompt_embeds(value: object) -> list[str] | None:
-    """Tensors in base64, as a list; they are decoded where the model is known."""
+    """Return tensors in base64 as a list; code that knows the model decodes them later."""
     if value is None or value == []:
         return None
     tensors: list[Any] = value if isinstance(value, list) else [value]
@@ -161,12 +162,12 @@ def _check_bias(value: object) -> object:
 
 
 def _clamp_bias(value: dict[str, float] | None) -> dict[str, float] | None:
-    """Within what `SamplingParams` takes: beyond it a bias has the same effect."""
+    """Clamp values to the range of `SamplingParams`; beyond it a bias has the same effect."""
     return value and {token: min(max(bias, -100.0), 100.0) for token, bias in value.items()}
 
 
 def _check_xargs(value: object) -> object:
-    """Strings and numbers, and lists of these, by name: as vLLM has it."""
+    """Check for strings, numbers and lists of either by name, as vLLM does."""
     for name, entry in value.items() if isinstance(value, dict) else ():
         entries = entry if isinstance(entry, list) else [entry]
         if not set(map(type, entries)) <= {str, int, float, bool}:
@@ -179,7 +180,7 @@ def _check_xargs(value: object) -> object:
 
 
 def _check_content(value: object) -> object:
-    """Text, or a list of text parts joined by newlines."""
+    """Return text; join a list of text parts with newlines."""
     if not isinstance(value, list):
         return value
     texts: list[str] = []
@@ -210,14 +211,14 @@ def _check_content(value: object) -> object:
 
 
 class ContentPart(Body):
-    """A part of a message's content."""
+    """Part of a message's content."""
 
     type: str
     text: str
 
 
 class FunctionCall(Body):
-    """The function of a tool call, and what it was called with."""
+    """Function of a tool call, with its arguments."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
@@ -227,7 +228,7 @@ _CALL_PARTS: Mapping[str, type[Body]] = {"function": FunctionCall}
 
 
 class ToolCall(Body):
-    """A call that the assistant made in an earlier message."""
+    """Tool call of the assistant in an earlier message."""
 
     inner = _CALL_PARTS
 
@@ -237,7 +238,7 @@ class ToolCall(Body):
 
 
 class FunctionDefinition(Body):
-    """A function that the model may call."""
+    """Function that the model may call."""
 
     name: str
     description: str | None = None
@@ -249,7 +250,7 @@ _TOOL_PARTS: Mapping[str, type[Body]] = {"function": FunctionDefinition}
 
 
 class Tool(Body):
-    """A tool, for chat templates that know them."""
+    """Tool for chat templates that use tools."""
 
     inner = _TOOL_PARTS
 
@@ -258,7 +259,7 @@ class Tool(Body):
 
 
 class Message(Body):
-    """One message of a chat; a list of text parts has become one text."""
+    """Message of a chat; a list of text parts is joined to one text."""
 
     unsupported = known_fields.MESSAGE
     inner: ClassVar[Mapping[str, type[Body]]] = {"content": ContentPart, "tool_calls": ToolCall}
@@ -309,7 +310,7 @@ def _check_messages(value: object, chat: str = "messages") -> object:
                 )
         may_lack_content = "content" in message or message.get("tool_calls")
         if role == "assistant" and message.get("content") is None and may_lack_content:
-            message["content"] = ""  # so OpenAI's own answers look that have no text
+            message["content"] = ""  # as in OpenAI's answers without text
         if not isinstance(message.get("content"), str | list):
             raise RequestError(
                 f"{where}.content={show(message.get('content'))} is not allowed; it is a string "
@@ -319,7 +320,7 @@ def _check_messages(value: object, chat: str = "messages") -> object:
         try:
             _check_content(message["content"])
         except RequestError as error:
-            # Says which message; the kind of error stays.
+            # Name the message, and keep the type of the error.
             raise type(error)(f"{where}.{error.message}", "messages") from None
     return value
 
@@ -328,6 +329,9 @@ Messages: TypeAlias = Annotated[
     list[Message], Field(fail_fast=True), BeforeValidator(_check_messages)
 ]
 Tools: TypeAlias = Annotated[list[Tool], Field(fail_fast=True)] | None
+Documents: TypeAlias = (
+    Annotated[list[dict[str, str]], Field(max_length=MAX_DOCUMENTS, fail_fast=True)] | None
+)
 
 
 def _check_tool_choice(value: object) -> object:
@@ -353,7 +357,7 @@ def _check_conversations(value: object) -> object:
 
 
 class StreamOptions(Body):
-    """What a stream tells besides the text."""
+    """Options for additional reports of a stream."""
 
     unsupported = known_fields.STREAM_OPTIONS
 
@@ -361,10 +365,21 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationBody(StructuredOutputsBody):
-    """The fields that both generation endpoints take. null means "not given" throughout."""
+class ServedBody(Body):
+    """Fields of every generation request that say how the server answers it."""
 
     model: str | None = None
+    request_id: RequestId | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: Annotated[str, StringConstraints(min_length=1)] | None = None
+    priority: Int | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+class GenerationBody(ServedBody, StructuredOutputsBody):
+    """Fields of both generation endpoints; null means not given."""
+
     n: Int | None = None
     temperature: Float | None = None
     top_p: Float | None = None
@@ -376,8 +391,6 @@ class GenerationBody(StructuredOutputsBody):
     logit_bias: Annotated[
         dict[str, Float] | None, BeforeValidator(_check_bias), AfterValidator(_clamp_bias)
     ] = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     user: str | None = None
 
     top_k: Int | None = None
@@ -395,14 +408,10 @@ class GenerationBody(StructuredOutputsBody):
     logprob_token_ids: Ints | None = None
     allowed_token_ids: Ints | None = None
     bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
-    priority: Int | None = None
-    cache_salt: Annotated[str, StringConstraints(min_length=1)] | None = None
     vllm_xargs: Annotated[Xargs, PlainValidator(_check_xargs, json_schema_input_type=Xargs)] = None
-    kv_transfer_params: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    request_id: RequestId | None = None
     deadline_ms: Milliseconds | None = None
     max_ttft_ms: Milliseconds | None = None
 
@@ -417,10 +426,10 @@ class GenerationBody(StructuredOutputsBody):
     }
 
     def check(self) -> None:
-        """Refuses fields that contradict one another.
+        """Check that the fields fit together.
 
         Raises:
-            RequestError: naming one of them.
+            RequestError: fields contradict each other; the message names one of them.
         """
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream=true.", "stream_options")
@@ -446,11 +455,11 @@ class GenerationBody(StructuredOutputsBody):
             raise RequestError("logprob_token_ids needs logprobs.", "logprob_token_ids")
 
     def _check_beams(self) -> None:
-        """Refuses what a beam search cannot do: it neither samples nor streams."""
+        """Raise RequestError for fields that beam search does not support (sampling, streaming)."""
         for name, nothing in _WITHOUT_BEAMS.items():
             value = getattr(self, name, None)
             if name == "logprobs" and value is False:
-                continue  # a chat's; a completion's 0 asks for something
+                continue  # of a chat; 0 in a completion is a request
             if name not in _WITH_BEAMS and value not in nothing:
                 raise RequestError(
                     f"{name}={show(value)} is not available with use_beam_search=true; leave one "
@@ -460,10 +469,10 @@ class GenerationBody(StructuredOutputsBody):
         self.beam_params(None)
 
     def beam_params(self, max_tokens: int | None) -> BeamSearchParams:
-        """The parameters of the beam search; n is its width.
+        """Return the parameters of the beam search, with n as its width.
 
         Args:
-            max_tokens: most tokens of an answer; None: as many as fit the context.
+            max_tokens: maximum number of tokens of an answer; None: the rest of the context.
 
         Raises:
             RequestError: a value is out of its range.
@@ -487,10 +496,10 @@ class GenerationBody(StructuredOutputsBody):
     def sampling_params(
         self, defaults: Mapping[str, float | int | None], **overrides: object
     ) -> SamplingParams:
-        """The sampling parameters of this request.
+        """Return the sampling parameters of this request.
 
         Args:
-            defaults: the model's own (its generation config); given fields win.
+            defaults: defaults of the model's generation config; given fields override them.
             overrides: fields that the endpoint derives; None: not given.
 
         Raises:
@@ -543,7 +552,7 @@ _SAMPLING_FIELDS = (
 )
 
 
-# What a beam search cannot do, and the values of it that ask for nothing.
+# Fields unsupported in beam search, with the values that have no effect.
 _WITHOUT_BEAMS: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(_SAMPLING_FIELDS, (None,)),
     **dict.fromkeys(("best_of", "logprobs", "vllm_xargs", "kv_transfer_params"), (None,)),
@@ -568,9 +577,9 @@ _WITH_BEAMS = (
 
 
 class CompletionBody(GenerationBody):
-    """POST /v1/completions."""
+    """Body of POST /v1/completions."""
 
-    # Checked once, and not by pydantic, which would try one kind of list after the other.
+    # `_check_prompt` checks it once; pydantic would try one kind of list after the other.
     prompt: Annotated[
         Prompts | None, PlainValidator(_check_prompt, json_schema_input_type=Prompts)
     ] = None
@@ -585,7 +594,7 @@ class CompletionBody(GenerationBody):
     unsupported = known_fields.COMPLETION
 
     def check(self) -> None:
-        """See `GenerationBody.check`."""
+        """Check that the fields fit together; see `GenerationBody.check`."""
         super().check()
         if self.prompt_embeds is not None:
             self._check_without_tokens()
@@ -608,7 +617,7 @@ class CompletionBody(GenerationBody):
             )
 
     def _check_without_tokens(self) -> None:
-        """Refuses what needs the prompt's tokens."""
+        """Raise RequestError for fields that need the prompt's tokens."""
         for name, asked in (
             ("echo", self.echo),
             ("prompt_logprobs", self.prompt_logprobs is not None),
@@ -622,7 +631,7 @@ class CompletionBody(GenerationBody):
 
 
 class ChatFields(GenerationBody):
-    """What chats have beside their messages."""
+    """Fields of chats, except the messages."""
 
     echo: bool | None = None
     max_completion_tokens: (
@@ -636,6 +645,7 @@ class ChatFields(GenerationBody):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         None
     )
+    documents: Documents = None
     tools: Tools = None
     tool_choice: Annotated[Literal["none"] | None, BeforeValidator(_check_tool_choice)] = None
 
@@ -649,14 +659,14 @@ class ChatFields(GenerationBody):
     @property
     @abstractmethod
     def conversations(self) -> list[list[Message]]:
-        """The chats to be answered."""
+        """Chats to answer."""
 
     def check(self) -> None:
-        """See `GenerationBody.check`."""
+        """Check that the fields fit together; see `GenerationBody.check`."""
         super().check()
         if self.tools and self.tool_choice is None:
             raise UnsupportedError(
-                'tools is supported with tool_choice="none" only: calls of tools are not read from '
+                'tools is supported with tool_choice="none" only: tool calls are not parsed from '
                 "answers yet; add that, or use response_format to ask for JSON.",
                 "tools",
             )
@@ -672,18 +682,18 @@ class ChatFields(GenerationBody):
 
 
 class ChatBody(ChatFields):
-    """POST /v1/chat/completions."""
+    """Body of POST /v1/chat/completions."""
 
     messages: Messages
 
     @property
     def conversations(self) -> list[list[Message]]:
-        """See `ChatFields.conversations`."""
+        """Chats to answer; see `ChatFields.conversations`."""
         return [self.messages]
 
 
 class BatchChatBody(ChatFields):
-    """POST /v1/chat/completions/batch: vLLM's, several chats in one request."""
+    """Body of vLLM's POST /v1/chat/completions/batch: several chats in one request."""
 
     messages: Annotated[
         list[Annotated[list[Message], Field(fail_fast=True)]],
@@ -693,11 +703,11 @@ class BatchChatBody(ChatFields):
 
     @property
     def conversations(self) -> list[list[Message]]:
-        """See `ChatFields.conversations`."""
+        """Chats to answer; see `ChatFields.conversations`."""
         return self.messages
 
     def check(self) -> None:
-        """See `GenerationBody.check`."""
+        """Check that the fields fit together; see `GenerationBody.check`."""
         super().check()
         for name, nothing in _WITHOUT_BATCH.items():
             value = getattr(self, name)
@@ -718,8 +728,8 @@ _WITHOUT_BATCH: Mapping[str, tuple[object, ...]] = {
 }
 
 
-class GenerateBody(Body):
-    """POST /inference/v1/generate: vLLM's, tokens in and tokens out."""
+class GenerateBody(ServedBody):
+    """Body of vLLM's POST /inference/v1/generate: tokens in, tokens out."""
 
     unsupported = known_fields.GENERATE
     inner: ClassVar[Mapping[str, type[Body]]] = {"stream_options": StreamOptions}
@@ -730,19 +740,12 @@ class GenerateBody(Body):
         BeforeValidator(_read_ints),
     ]
     sampling_params: dict[str, Any]
-    model: str | None = None
-    request_id: RequestId | None = None
     output_mode: Literal["tokens", "text"] | None = None
     return_token_ids: bool | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    cache_salt: Annotated[str, StringConstraints(min_length=1)] | None = None
-    priority: Int | None = None
-    kv_transfer_params: dict[str, Any] | None = None
 
 
 class TokenizeBody(Body):
-    """POST /tokenize: a text, or a chat to render."""
+    """Body of POST /tokenize: a text, or a chat to render."""
 
     model: str | None = None
     prompt: str | None = None
@@ -751,6 +754,7 @@ class TokenizeBody(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: Documents = None
     tools: Tools = None
     return_token_strs: bool | None = None
 
@@ -758,13 +762,13 @@ class TokenizeBody(Body):
     inner: ClassVar[Mapping[str, type[Body]]] = {"messages": Message, "tools": Tool}
 
     def check(self) -> None:
-        """Refuses fields that contradict one another."""
+        """Raise RequestError if fields contradict each other."""
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("Give either prompt or messages.", "prompt")
 
 
 class ScaleBody(Body):
-    """POST /scale_elastic_ep."""
+    """Body of POST /scale_elastic_ep."""
 
     unsupported = known_fields.SCALE
 
@@ -773,7 +777,7 @@ class ScaleBody(Body):
 
 
 class DetokenizeBody(Body):
-    """POST /detokenize."""
+    """Body of POST /detokenize."""
 
     unsupported = known_fields.DETOKENIZE
 

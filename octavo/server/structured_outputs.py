@@ -1,4 +1,4 @@
-"""What the answer has to look like, in all the spellings of OpenAI's, vLLM's and others' APIs."""
+"""Fields for the form of the answer, as in the APIs of OpenAI, vLLM, SGLang and llama.cpp."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FLAT: dict[str, GrammarKind] = {
     "ebnf": "grammar",
     "structural_tag": "structural_tag",
 }
-"""The fields of a body that hold one thing, and which."""
+"""Kind of the grammar in each body field that holds a single grammar."""
 
 _PARTS = {
     "text": (),
@@ -31,9 +31,9 @@ _PARTS = {
     "json_schema": ("json_schema",),
     "structural_tag": ("format", "structures", "triggers"),
 }
-"""What goes with each type of `response_format`."""
+"""Fields of `response_format` that each type allows."""
 
-# One error is enough: without it pydantic makes one for each entry.
+# One error is enough; without `fail_fast` pydantic makes one for each entry.
 Choice: TypeAlias = Annotated[list[str], Field(fail_fast=True)]
 Schema: TypeAlias = dict[str, Any] | bool
 SchemaOrText: TypeAlias = dict[str, Any] | bool | str
@@ -41,7 +41,7 @@ ObjectOrText: TypeAlias = dict[str, Any] | str
 
 
 class JsonSchema(Body):
-    """`response_format.json_schema`. An answer always follows the schema, strict or not."""
+    """JSON schema of `response_format`; an answer always follows it."""
 
     name: str | None = None
     description: str | None = None
@@ -50,7 +50,7 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """OpenAI's `response_format`; vLLM's structural tags; llama.cpp's `schema` of a json_object."""
+    """`response_format`: OpenAI's, with vLLM's structural tags and llama.cpp's `schema`."""
 
     inner: ClassVar[Mapping[str, type[Body]]] = {"json_schema": JsonSchema}
 
@@ -62,10 +62,10 @@ class ResponseFormat(Body):
     triggers: list[str] | None = None
 
     def parts(self) -> dict[str, object]:
-        """What is given besides the type.
+        """Return the given fields except the type.
 
         Raises:
-            RequestError: some of it does not go with the type.
+            RequestError: the type does not allow a given field.
         """
         parts = {
             "json_schema": self.json_schema,
@@ -85,7 +85,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """vLLM's `structured_outputs`."""
+    """`structured_outputs`, as in vLLM."""
 
     unsupported = known_fields.STRUCTURED_OUTPUTS
 
@@ -100,7 +100,7 @@ class StructuredOutputs(Body):
 
 
 class StructuredOutputsBody(Body):
-    """The fields of a request for text that say what the answer has to look like."""
+    """Fields of a request that constrain the form of the answer."""
 
     inner: ClassVar[Mapping[str, type[Body]]] = {
         "response_format": ResponseFormat,
@@ -114,7 +114,7 @@ class StructuredOutputsBody(Body):
     guided_choice: Choice | None = None
     guided_grammar: str | None = None
     guided_decoding_backend: str | None = None
-    # SGLang, llama.cpp (which sends an empty grammar for none)
+    # SGLang and llama.cpp, which sends an empty grammar to mean none.
     json_schema: SchemaOrText | None = None
     regex: str | None = None
     grammar: Annotated[str | None, AfterValidator(lambda text: text or None)] = None
@@ -122,13 +122,13 @@ class StructuredOutputsBody(Body):
     structural_tag: ObjectOrText | None = None
 
     def constraint(self) -> tuple[str, GrammarKind, object] | None:
-        """Return the field with what the answer has to look like, its kind, and what it holds.
+        """Return the name, the kind and the value of the field that constrains the answer.
 
-        Several fields that hold the same, such as `structured_outputs.grammar` and
-        `guided_grammar`, count as one: clients send both spellings to reach every version of vLLM.
+        Fields with equal values, such as `structured_outputs.grammar` and `guided_grammar`, count
+        as one, because clients send both to support every version of vLLM.
 
         Raises:
-            RequestError: two fields differ, or one lacks something.
+            RequestError: two fields differ, or a field is incomplete.
         """
         found = [*self._response_format(), *self._structured_outputs()]
         for name, kind in _FLAT.items():
@@ -140,17 +140,17 @@ class StructuredOutputsBody(Body):
                 continue
             differ = " and differ" if kind == first[1] else ""
             raise RequestError(
-                f"{first[0]} and {name} both say what the answer has to look like{differ}; give "
-                "one of them.",
+                f"{first[0]} and {name} both constrain the form of the answer{differ}; give one "
+                "of them.",
                 name,
             )
         return found[0] if found else None
 
     def structured_outputs_params(self) -> StructuredOutputsParams | None:
-        """The same as a sampling parameter.
+        """Return the constraint as a sampling parameter; None if the request has none.
 
         Raises:
-            RequestError: naming the field.
+            RequestError: a field is wrong; the message names the field.
         """
         found = self.constraint()
         if found is None:
@@ -160,6 +160,9 @@ class StructuredOutputsBody(Body):
         names = {kind: field, "backend": "guided_decoding_backend"}
         if self.guided_decoding_backend is not None:
             options["backend"] = self.guided_decoding_backend
+        if kind == "json" and self.response_format is not None:
+            schema = self.response_format.json_schema
+            options["strict"] = schema is not None and bool(schema.strict)
         wanted = self.structured_outputs
         if wanted is not None:
             options["disable_any_whitespace"] = bool(wanted.disable_any_whitespace)

@@ -35,6 +35,7 @@ async def tokenize(request: Request) -> Response:
             body.continue_final_message,
             state.template_kwargs(body.chat_template_kwargs),
             body.tools,
+            body.documents,
         )
         special = bool(special)  # the template writes them itself
     return Response(

@@ -1,1 +1,1 @@
-"""Run an engine's schedule without its model, or a recording again."""
+"""Simulation of an engine's schedule without its model, and replay of recordings."""

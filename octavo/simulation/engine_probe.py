@@ -1,4 +1,4 @@
-"""The real engine, for `octavo simulate`: what its steps take, and how it serves requests."""
+"""Probe of the real engine for `octavo simulate`: its step times, and how it serves requests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from octavo.simulation.step_times import (
 from octavo.system import clock
 from octavo.system.device import cpu_model
 
-# Rounds of the probe; each has some requests at once, of these numbers.
+# Rounds of the probe; each sends groups of these numbers of concurrent requests.
 _ROUNDS = 3
 _CONCURRENCIES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
 _OUTPUT_LEN = 24
@@ -39,13 +39,13 @@ _PROBE_SECONDS = 30.0
 
 
 class EngineProbe:
-    """An engine in this process, to be measured.
+    """Engine in this process, for measurements.
 
     Args:
         config: the settings.
 
     Raises:
-        ConfigError, ModelError: they cannot be used.
+        ConfigError, ModelError: the settings or the model are unusable.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -55,7 +55,7 @@ class EngineProbe:
         assert isinstance(client, InprocClient)
         self._core = client.core
         self._arrivals: list[tuple[float, float]] = []
-        """Of requests that came: tokens of the prompt, and the seconds that taking them in took."""
+        """Prompt tokens of arrived requests, and the seconds of adding each request."""
 
     def __enter__(self) -> EngineProbe:
         return self
@@ -64,7 +64,7 @@ class EngineProbe:
         self._engine.shutdown()
 
     def measure_steps(self, quiet: bool = False) -> StepTimes:
-        """Run requests of many sizes, a few and many at once, and fit the times of their steps.
+        """Run requests of many sizes and concurrencies, and fit the times of their steps.
 
         Args:
             quiet: show no progress.
@@ -108,9 +108,9 @@ class EngineProbe:
         arrivals: Sequence[float],
         on_end: Callable[[], object] = lambda: None,
     ) -> list[RequestRecord]:
-        """Serves requests, each at its time; see `simulate`. The prefix cache is emptied first.
+        """Serve requests, each at its time; see `simulate`. The prefix cache is emptied first.
 
-        Of the tokens' times, the first and the last of each request are known.
+        Only the times of each request's first and last token are known.
         """
         engine = self._engine
         engine.reset_prefix_cache()
@@ -138,7 +138,7 @@ class EngineProbe:
         return [records[str(index)] for index in range(len(requests))]
 
     def _make_request(self, rng: np.random.Generator) -> BenchRequest:
-        """One of any size, small ones as often as large ones."""
+        """Make a request of random size, with a log-uniform distribution."""
         longest = max(2, self._engine.memory_plan.max_model_len - _OUTPUT_LEN - 1)
         size = int(np.exp(rng.uniform(0, np.log(longest))))
         ids = rng.integers(self._engine.spec.vocab_size, size=size).tolist()
@@ -151,11 +151,11 @@ class EngineProbe:
 
 
 class _WatchedExecutor(Executor):
-    """Another executor, of which it notes how long each step takes.
+    """Wrapper of an executor that measures each step.
 
     Attributes:
-        executor: the other one.
-        steps: what was noted.
+        executor: the inner executor.
+        steps: the measured steps.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -165,14 +165,13 @@ class _WatchedExecutor(Executor):
         self._reader = BatchReader()
         self._last_end = 0.0
         self._last_taken: float | None = None
-        """When a result was taken; None: nothing ran since."""
+        """Time of the last read result; None: nothing has run since."""
 
     def forget(self) -> None:
-        """Begins anew."""
+        """Drop the measured steps."""
         self.steps = []
 
     def execute(self, work: SchedulerOutput) -> StepHandle:
-        """See `Executor`."""
         batch, _ = self._reader.read(work)
         step = MeasuredStep(batch, len(work.scheduled_reqs), 0.0, None)
         begin = time.perf_counter()
@@ -180,7 +179,7 @@ class _WatchedExecutor(Executor):
         return _WatchedStep(self, handle, step, begin) if work.scheduled_reqs else handle
 
     def note(self, step: MeasuredStep, begin: float) -> None:
-        """A step has ended just now."""
+        """Record a step that has just ended."""
         end = time.perf_counter()
         step.seconds, self._last_end = end - max(begin, self._last_end), end
         self.steps.append(step)
@@ -188,7 +187,7 @@ class _WatchedExecutor(Executor):
     def take(
         self, step: MeasuredStep, result: Future[ModelRunnerOutput], timeout: float | None
     ) -> ModelRunnerOutput:
-        """Waits for a step's result."""
+        """Wait for a step's result."""
         if self._last_taken is not None:
             step.host_seconds = time.perf_counter() - self._last_taken
         try:
@@ -197,11 +196,9 @@ class _WatchedExecutor(Executor):
             self._last_taken = time.perf_counter()
 
     def measure_memory(self) -> MemoryBudget:
-        """See `Executor`."""
         return self.executor.measure_memory()
 
     def initialize_kv_cache(self, kv_cache: KVCacheConfig) -> None:
-        """See `Executor`."""
         self.executor.initialize_kv_cache(kv_cache)
 
     def collective_rpc(
@@ -211,25 +208,22 @@ class _WatchedExecutor(Executor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """See `Executor`."""
         return self.executor.collective_rpc(method, timeout, args, kwargs)
 
     @property
     def pids(self) -> list[int]:
-        """See `Executor`."""
+        """Process ids of the workers."""
         return self.executor.pids
 
     def register_failure_callback(self, callback: Callable[[Exception], object]) -> None:
-        """See `Executor`."""
         self.executor.register_failure_callback(callback)
 
     def shutdown(self) -> None:
-        """See `Executor`."""
         self.executor.shutdown()
 
 
 class _WatchedStep:
-    """See `StepHandle`."""
+    """Implementation of `StepHandle`."""
 
     def __init__(
         self, executor: _WatchedExecutor, handle: StepHandle, step: MeasuredStep, begin: float
@@ -238,18 +232,16 @@ class _WatchedStep:
         self._step, self._begin = step, begin
 
     def drafts(self) -> dict[str, list[int]]:
-        """See `StepHandle`."""
         return self._handle.drafts()
 
     def sample(self, grammar: GrammarOutput | None = None) -> Future[ModelRunnerOutput]:
-        """See `StepHandle`."""
         result = self._handle.sample(grammar)
         result.add_done_callback(lambda _: self._executor.note(self._step, self._begin))
         return _WatchedResult(self._executor, self._step, result)
 
 
 class _WatchedResult(Future[ModelRunnerOutput]):
-    """Another future, which the executor takes."""
+    """Wrapper of a future that measures when its result is read."""
 
     def __init__(
         self, executor: _WatchedExecutor, step: MeasuredStep, result: Future[ModelRunnerOutput]
@@ -258,7 +250,7 @@ class _WatchedResult(Future[ModelRunnerOutput]):
         self._executor, self._step, self._inner = executor, step, result
 
     def result(self, timeout: float | None = None) -> ModelRunnerOutput:
-        """The other one's."""
+        """Return the inner future's result."""
         return self._executor.take(self._step, self._inner, timeout)
 
 

@@ -1,4 +1,4 @@
-"""What an engine's steps took while it was recorded, for `octavo simulate --step-times FILE`."""
+"""Step times from a recording of an engine, for `octavo simulate --step-times FILE`."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _LONGEST = 3600.0
 
 
 def read_step_times(path: Path) -> StepTimes:
-    """Fits the times of the steps in a recording (`octavo serve --record`).
+    """Fit the times of the steps in a recording (`octavo serve --record`).
 
-    Left out are steps with drafts, those of requests that came before the recording begins, and the
-    first one of each engine, which takes longer than any other.
+    Steps with drafts are omitted, as are those of requests that arrived before the recording, and
+    the first step of each engine, which takes longer than any other.
 
     Raises:
-        BenchError: it has too few steps, or does not say how large the KV cache is.
-        OctavoError: it cannot be read, or is of another format.
+        BenchError: the recording has too few steps, or does not contain the KV cache's size.
+        OctavoError: the recording cannot be read, or has another format.
     """
     head, files = recording_files(path)
     front = _FrontEnd(_records(files))
@@ -57,14 +57,14 @@ def _records(files: Sequence[Path]) -> Iterator[Record | None]:
 
 
 class _FrontEnd:
-    """What the front end has recorded: the plan, and how many tokens each request had when."""
+    """The front end's records: the plan, and each request's number of tokens over time."""
 
     def __init__(self, records: Iterator[Record | None]) -> None:
         self.num_blocks: int | None = None
         self.max_model_len: int | None = None
         self._prompts: dict[str, int] = {}
         self._times: defaultdict[str, list[float]] = defaultdict(list)
-        """When each token of the output came, in order."""
+        """Times of the output tokens, in order."""
         for record in records:
             if isinstance(record, Head) and record.num_blocks is not None:
                 self.num_blocks, self.max_model_len = record.num_blocks, record.max_model_len
@@ -79,7 +79,7 @@ class _FrontEnd:
                     self._times[output.request_id] += times
 
     def num_tokens(self, request_id: str, time: float) -> int | None:
-        """The request's tokens, prompt and output; None: its arrival was not recorded."""
+        """Return the request's tokens, prompt and output; None if its arrival was not recorded."""
         prompt = self._prompts.get(request_id)
         if prompt is None:
             return None
@@ -87,7 +87,7 @@ class _FrontEnd:
 
 
 def _measured_steps(files: Sequence[Path], front: _FrontEnd) -> list[MeasuredStep]:
-    """The steps whose times and batches are known."""
+    """Return the steps with known times and batches."""
     reader, pending = BatchReader(), dict[int, MeasuredStep]()
     found: list[MeasuredStep] = []
     for record in _records(files):
@@ -99,7 +99,7 @@ def _measured_steps(files: Sequence[Path], front: _FrontEnd) -> list[MeasuredSte
             reader, pending = BatchReader(), {}
         for ended in record.ended:
             step = pending.pop(ended.number, None)
-            # What lasts longer is no measurement but damage.
+            # A longer time means damage, not a measurement.
             if step is not None and all(
                 0 <= s < _LONGEST for s in (ended.seconds, ended.host_seconds or 0.0)
             ):
@@ -112,7 +112,7 @@ def _measured_steps(files: Sequence[Path], front: _FrontEnd) -> list[MeasuredSte
 
 
 def _read_batch(step: Step, reader: BatchReader, front: _FrontEnd) -> StepBatch | None:
-    """What a step computed; None: it is not known of all of its requests."""
+    """Return the batch of a step; None if any of its requests is unknown."""
     batch, known = StepBatch(), True
     reader.forget(step.freed)
     for request in step.requests:
@@ -121,6 +121,6 @@ def _read_batch(step: Step, reader: BatchReader, front: _FrontEnd) -> StepBatch 
             if size is not None:
                 reader.start(request.req_id, request.num_computed_tokens, size)
         known = known and not request.num_drafts and request.req_id in reader
-        if request.req_id in reader:  # of its drafts none may have been right
+        if request.req_id in reader:  # maybe none of its drafts was right
             reader.add(batch, request.req_id, request.num_tokens - request.num_drafts)
     return batch if known else None

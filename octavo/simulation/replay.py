@@ -1,4 +1,4 @@
-"""`octavo replay`: the requests of a recording once more, and what differs."""
+"""`octavo replay`: run the requests of a recording again, and report differences."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from octavo.system import clock
 from octavo.text.tokenizer import Tokenizer
 
 _COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
-# Settings that say the same in two ways: one that is given takes the place of the recorded other.
+# Equivalent settings: one that is given replaces the recorded other.
 _INSTEAD = {
     "kv_cache_memory_bytes": "num_gpu_blocks_override",
     "num_gpu_blocks_override": "kv_cache_memory_bytes",
@@ -46,66 +46,66 @@ _INSTEAD = {
 
 @dataclass
 class Answer:
-    """One of the n answers of a request, as it came."""
+    """One of the n answers of a request."""
 
     request_id: str
-    """The core's."""
+    """Request id of the core."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[LogprobsLists] = field(default_factory=list)
     prompt_logprobs: list[LogprobsLists] = field(default_factory=list)
     first_time: float | None = None
     last_time: float | None = None
     end: End | None = None
-    """None: the recording ends before it does."""
+    """End of the answer; None: the recording ends before it."""
     error: str | None = None
     sure: int | None = None
-    """None: all is there. Otherwise records are missing behind so many tokens."""
+    """Number of tokens before a gap of the records; None: the answer has no gap."""
 
     @property
     def complete(self) -> bool:
-        """Whether it ended by itself, as it would anywhere, and all of it is there."""
+        """True if it ended by a stop or its length, and has no gap."""
         return self.end is not None and self.end.reason in _COMPLETE and self.sure is None
 
     def miss(self) -> None:
-        """Records are missing here, perhaps some of its tokens."""
+        """Record a gap, which may contain some of its tokens."""
         self.sure = len(self.token_ids)
 
     def close(self, end: End | None) -> None:
-        """Nothing more comes: it has ended, or the recording has."""
+        """Record the end of the answer, or of the recording."""
         self.end = end
         if self.sure is not None and end is not None and end.num_tokens <= len(self.token_ids):
-            self.sure = None  # what is missing was of others
+            self.sure = None  # the gap was of other answers
         if self.sure is not None:
             del self.token_ids[self.sure :]
         elif end is not None:
             del self.token_ids[end.num_tokens :]
 
     def tpot(self) -> float | None:
-        """Seconds a token after the first one."""
+        """Return the seconds per token after the first one."""
         if self.first_time is None or self.last_time is None or len(self.token_ids) < 2:
             return None
         return (self.last_time - self.first_time) / (len(self.token_ids) - 1)
 
 
 class Transcript:
-    """What records say, put together: requests and what each answer got.
+    """Requests and their answers, assembled from records.
 
     Args:
-        records: in order; None stands for what could not be read.
+        records: records in order; None for unreadable ones.
     """
 
     def __init__(self, records: Iterable[Record | None] = ()) -> None:
         self.head: Head | None = None
         self.arrivals: dict[str, Arrival] = {}
-        """By the request's id, in order."""
+        """Arrivals by the request's id, in order."""
         self.answers: dict[str, Answer] = {}
-        """By the core's id."""
+        """Answers by the core's id."""
         self._first_steps: dict[str, int] = {}
-        """By what a core was given: before which of all steps, from 0."""
+        """Number of steps before a core received a request, by its id."""
         self._whole: dict[str, Answer] = {}
-        """Those that have not ended, of which nothing is missing."""
+        """Unfinished answers without a gap."""
         self._steps_before: dict[str, int] = {}
-        """Of requests: steps that were recorded before their arrival was."""
+        """Number of steps that were recorded before a request's arrival."""
         self.num_steps = 0
         self.num_deaths = 0
         self.num_unreadable = 0
@@ -120,7 +120,7 @@ class Transcript:
                 answer.close(None)
 
     def add(self, record: Record) -> None:
-        """Takes in the next record."""
+        """Process the next record."""
         match record:
             case Head():
                 self.head = record
@@ -161,7 +161,7 @@ class Transcript:
         for output in record.outputs:
             answer = self.answers.get(output.request_id)
             if answer is None or answer.end is not None:
-                continue  # it came before the recording, or after the answer had ended
+                continue  # from before the recording, or after the answer's end
             answer.error = output.error or answer.error
             if output.new_prompt_logprobs is not None:
                 answer.prompt_logprobs.append(output.new_prompt_logprobs)
@@ -175,37 +175,37 @@ class Transcript:
             answer.last_time = record.time
 
     def first_step(self, arrival: Arrival) -> int:
-        """Before which of all steps a core first got the request, from 0."""
+        """Return the number of steps before a core first received the request."""
         request_id = arrival.request.request_id
         return self._first_steps.get(request_id, self._steps_before[request_id])
 
     def ttfts(self) -> list[float]:
-        """Seconds from each request's arrival to its first token."""
+        """Return the seconds from each request's arrival to its first token."""
         firsts = (
-            (arrival.request.arrival_time, self.answers[i].first_time)
+            (arrival.request.options.arrival_time, self.answers[i].first_time)
             for arrival in self.arrivals.values()
             for i in arrival.request.child_ids[:1]
         )
         return [first - arrived for arrived, first in firsts if first is not None]
 
     def tpots(self) -> list[float]:
-        """Seconds a token of each answer."""
+        """Return the seconds per token of each answer."""
         return [t for answer in self.answers.values() if (t := answer.tpot()) is not None]
 
     def seconds(self) -> float:
-        """From the first arrival to the last token."""
+        """Return the seconds from the first arrival to the last token."""
         last = [a.last_time for a in self.answers.values() if a.last_time is not None]
-        arrived = [a.request.arrival_time for a in self.arrivals.values()]
+        arrived = [a.request.options.arrival_time for a in self.arrivals.values()]
         return max(last) - min(arrived) if last and arrived else 0.0
 
 
 @dataclass(frozen=True)
 class Difference:
-    """An answer that came out otherwise."""
+    """Difference between a recorded and a replayed answer."""
 
     request_id: str
     position: int | None
-    """Of the first token that differs; None: only the end differs."""
+    """Position of the first different token; None: only the ends differ."""
     recorded: str
     replayed: str
 
@@ -216,26 +216,26 @@ class Difference:
 
 @dataclass
 class Report:
-    """What a replay brought to light."""
+    """Results of a replay."""
 
     recorded: Transcript
     replayed: Transcript
     differences: list[Difference] = field(default_factory=list)
     num_compared: int = 0
-    """Answers."""
+    """Number of compared answers."""
     num_tokens: int = 0
-    """Of these, in the recording."""
+    """Number of their recorded tokens."""
     num_cut: int = 0
-    """Of these, those that did not end by themselves: compared as far as they go."""
+    """Number of them that are incomplete, and compared as far as possible."""
     num_logprobs: int = 0
-    """Positions whose logprobs were compared."""
+    """Number of positions with compared logprobs."""
     num_other_logprobs: int = 0
-    """Those of them whose logprobs are not the same bytes."""
+    """Number of these positions with different bytes."""
     most_logprob_difference: float = 0.0
-    """Of the tokens themselves."""
+    """Largest difference of the tokens' own logprobs."""
 
     def lines(self) -> Iterator[str]:
-        """The report, for people."""
+        """Yield the lines of the report."""
         recorded, replayed = self.recorded, self.replayed
         if recorded.num_unreadable or recorded.num_lost:
             yield (
@@ -247,7 +247,7 @@ class Report:
             f"{len(recorded.arrivals)} requests, {self.num_compared} answers with "
             f"{self.num_tokens} tokens"
             + (f", {self.num_cut} of them cut off" if self.num_cut else "")
-            + (f"; {left_out} that got nothing are left out" if left_out else "")
+            + (f"; {left_out} without tokens are left out" if left_out else "")
             + (f"; the engine died {recorded.num_deaths} times" if recorded.num_deaths else "")
         )
         yield from map(str, self.differences)
@@ -270,10 +270,10 @@ class Report:
 
 
 def load_recording(path: Path) -> Transcript:
-    """Reads a recording: both of its files, if there is an older half.
+    """Read a recording: both of its files, if there is an older half.
 
     Raises:
-        OctavoError: it cannot be read, is of another format, or its prompts were not kept.
+        OctavoError: the recording cannot be read, has another format, or lacks prompts.
     """
     head, files = recording_files(path)
     if head.prompts == "hash":
@@ -288,11 +288,11 @@ def load_recording(path: Path) -> Transcript:
 
 
 def replay_config(head: Head, given: dict[str, Any]) -> EngineConfig:
-    """The recorded settings, with others in place of some.
+    """Return the recorded settings, overridden by the given ones.
 
     Raises:
-        ConfigError: the settings contradict one another, or the recorded ones are another build's.
-        OctavoError: the recorded ones are damaged.
+        ConfigError: the settings are inconsistent, or the recorded ones are those of another build.
+        OctavoError: the recorded settings are damaged.
     """
     if not all(isinstance(section, dict) for section in head.config.values()):
         raise OctavoError("The settings in the recording are damaged.")
@@ -311,16 +311,16 @@ def replay_config(head: Head, given: dict[str, Any]) -> EngineConfig:
 def replay(
     recorded: Transcript, config: EngineConfig, *, free: bool = False, other_model: bool = False
 ) -> Report:
-    """Runs the requests of a recording again, in this process.
+    """Run the requests of a recording again, in this process.
 
     Args:
         recorded: see `load_recording`.
         config: the engine's settings.
-        free: hand in all requests at once, not before the steps that they came before.
-        other_model: whether it may be another model than the recorded one.
+        free: submit all requests at once, instead of before their recorded steps.
+        other_model: True to allow another model than the recorded one.
 
     Raises:
-        ModelError: it is another model, or cannot be loaded.
+        ModelError: the model is another one, or cannot be loaded.
         ConfigError, EngineDeadError: as for `LLMEngine`.
     """
     head = recorded.head
@@ -343,7 +343,7 @@ def replay(
 
 
 def _run(engine: LLMEngine, recorded: Transcript, replayed: Transcript, free: bool) -> None:
-    """Hands the requests in, each before its step, until all have what the recorded ones got."""
+    """Submit each request before its step, and run until all recorded tokens are replayed."""
     step = 0
     wanted = [
         (recorded.first_step(arrival), arrival)
@@ -353,7 +353,7 @@ def _run(engine: LLMEngine, recorded: Transcript, replayed: Transcript, free: bo
     waiting = deque(sorted(wanted, key=lambda pair: pair[0]))
     live: dict[str, Arrival] = {}
     while waiting or live:
-        if waiting and not live:  # nothing happens until it comes
+        if waiting and not live:  # nothing happens until it arrives
             step = max(step, waiting[0][0])
         with late_interrupts():
             while waiting and (free or waiting[0][0] <= step):
@@ -369,10 +369,10 @@ def _run(engine: LLMEngine, recorded: Transcript, replayed: Transcript, free: bo
 
 
 def _hand_in(engine: LLMEngine, arrival: Arrival, replayed: Transcript) -> bool:
-    """Whether this engine takes the request; otherwise its answers say why not."""
+    """Submit a request; return False, with errors as its answers, if the engine rejects it."""
     params = msgspec.structs.replace(arrival.params, output_kind=RequestOutputKind.FINAL_ONLY)
     try:
-        # Its time is over, so it has no deadlines.
+        # No deadlines: the recorded ones have passed.
         request = engine.input_processor.renew(arrival.request, params, clock.now())
         engine.start(request, params, None)
     except RequestError as error:
@@ -385,12 +385,12 @@ def _hand_in(engine: LLMEngine, arrival: Arrival, replayed: Transcript) -> bool:
 
 
 def _has_something(answer: Answer) -> bool:
-    """Whether there is anything to compare with."""
+    """Return True if an answer can be compared."""
     return answer.complete or bool(answer.token_ids)
 
 
 def _has_all(arrival: Arrival, recorded: Transcript, replayed: Transcript) -> bool:
-    """Whether each answer has ended, or has as much as a recorded one that was cut off."""
+    """Return True if each answer has ended, or is as long as an incomplete recorded one."""
     for request_id in arrival.request.child_ids:
         before, now = recorded.answers[request_id], replayed.answers[request_id]
         enough = not before.complete and len(now.token_ids) >= len(before.token_ids)
@@ -400,12 +400,12 @@ def _has_all(arrival: Arrival, recorded: Transcript, replayed: Transcript) -> bo
 
 
 def compare(recorded: Transcript, replayed: Transcript, tokenizer: Tokenizer | None) -> Report:
-    """Holds the answers of a replay against the recorded ones.
+    """Compare the answers of a replay with the recorded ones.
 
     Args:
-        recorded: what was recorded.
-        replayed: what came of the same requests.
-        tokenizer: has the text of tokens; None: they are shown as numbers.
+        recorded: the recording.
+        replayed: answers to the same requests.
+        tokenizer: converts tokens to text; None: they are shown as numbers.
     """
     report = Report(recorded, replayed)
     for request_id, before in recorded.answers.items():
@@ -422,7 +422,7 @@ def compare(recorded: Transcript, replayed: Transcript, tokenizer: Tokenizer | N
         elif before.complete and _end_of(before) != _end_of(now):
             ends = (" ".join(map(str, _end_of(answer))) for answer in (before, now))
             report.differences.append(Difference(request_id, None, *ends))
-        # Behind the first token that differs the contexts do, too.
+        # After the first different token the contexts differ, too.
         same = len(before.token_ids) if position is None else position
         _compare_logprobs(report, before.logprobs, now.logprobs, same)
         if before.complete:
@@ -431,7 +431,7 @@ def compare(recorded: Transcript, replayed: Transcript, tokenizer: Tokenizer | N
 
 
 def _first_difference(before: Answer, now: Answer) -> int | None:
-    """The first position that is not the same; what a recording cut off may be longer."""
+    """Return the first different position; a replay may be longer than an incomplete recording."""
     for i, (a, b) in enumerate(zip(before.token_ids, now.token_ids, strict=False)):
         if a != b:
             return i
@@ -476,13 +476,13 @@ def _milliseconds(values: list[float], share: float) -> str:
 
 
 def run_replay(path: str, given: dict[str, Any], *, free: bool, allow_other_model: bool) -> int:
-    """The command: prints a report.
+    """Run the command: replay and print a report.
 
     Args:
         path: the recording.
-        given: settings in place of the recorded ones.
+        given: settings that override the recorded ones.
         free: see `replay`.
-        allow_other_model: likewise.
+        allow_other_model: see `replay`.
 
     Returns:
         1 if any answer differs, otherwise 0.

@@ -1,7 +1,8 @@
 """`octavo simulate`: how an engine would serve a load, in virtual time.
 
-The scheduler, the block pool and the front end's records are the real ones; only the model is a
-function that tells how long a step takes. A day is over in as long as scheduling it takes.
+The scheduler, the block pool and the front end's records are the real ones; only the model is
+replaced by a function for the time of a step. Simulating a day only takes the time of scheduling
+it.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _LATENCIES = ("ttft", "tpot", "itl")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags: of the simulation, of data sets, and of the engine."""
+    """Add the flags: of the simulation, of data sets, and of the engine."""
     parser.add_argument(
         "model_arg", nargs="?", metavar="MODEL", help="The model; default: built in."
     )
@@ -61,10 +62,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--step-times",
         metavar="FILE",
-        help="What steps take, as --save-step-times wrote it, or a recording of octavo serve "
+        help="Step times: a file of --save-step-times, or a recording of octavo serve "
         "--record; default: measure the model now.",
     )
-    add("--save-step-times", metavar="FILE", help="Save what was measured for other simulations.")
+    add(
+        "--save-step-times",
+        metavar="FILE",
+        help="Save the measured step times for other simulations.",
+    )
     add(
         "--check",
         action="store_true",
@@ -99,16 +104,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Simulates, prints the figures, and saves and draws them if asked to.
+    """Simulate, print the figures, and save and draw them on request.
 
     Returns:
         metadata; the figures of `summarize`, in virtual time; kv_cache_usage_max_perc,
-        prefix_cache_hit_rate_perc, num_preemptions, num_steps; simulation_seconds, that it took;
-        step_times, see `StepTimes`; `notes`; with --slo max_rate (requests a second; null: none)
-        and `probes`; with --check `check`: simulated, measured and error by figure.
+        prefix_cache_hit_rate_perc, num_preemptions, num_steps; simulation_seconds, the duration of
+        the simulation; step_times, see `StepTimes`; `notes`; with --slo max_rate (requests per
+        second, or null) and `probes`; with --check `check`: simulated, measured and error by
+        figure.
 
     Raises:
-        ConfigError, ModelError: a flag, a setting or the model cannot be used.
+        ConfigError, ModelError: a flag, a setting or the model is unusable.
         BenchError, DatasetError: a file is wrong, or there is no usable request.
     """
     simulation = _Simulation(args)
@@ -129,10 +135,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class _Simulation:
-    """What the flags ask for."""
+    """Simulation that the flags describe."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        """Raises ConfigError, ModelError, BenchError for what is wrong before anything runs."""
+        """Check the flags; raise ConfigError, ModelError or BenchError before anything runs."""
         self._args = args
         self._slos = None if args.slo is None else parse_slos(args.slo)
         for name in ("request_rate", "burstiness"):
@@ -144,13 +150,12 @@ class _Simulation:
         config = EngineConfig.from_kwargs(**kwargs)
         if config.speculation.speculative_config is not None:
             raise ConfigError(
-                "speculative_config: a simulation does not know which drafts are right; leave it "
-                "out."
+                "speculative_config: a simulation cannot know which drafts are right; leave it out."
             )
         if (stages := config.device.pipeline_parallel_size) > 1:
             raise ConfigError(
-                f"pipeline_parallel_size={stages}: a simulation does not know steps that several "
-                "stages compute at once; leave it out."
+                f"pipeline_parallel_size={stages}: a simulation does not support concurrent steps "
+                "of several stages; leave it out."
             )
         self.spec = read_spec(
             resolve_folders(config)[0],
@@ -161,13 +166,13 @@ class _Simulation:
         self._budget = resolve_max_num_batched_tokens(
             config, platform.server_batched_tokens, self.spec.max_model_len
         )
-        # What a server would have.
+        # The default of a server.
         kwargs["max_num_batched_tokens"] = self._budget
         self.config = EngineConfig.from_kwargs(**kwargs)
         self._notes: list[str] = []
 
     def run(self) -> tuple[dict[str, Any], SimulatedRun]:
-        """All of it."""
+        """Run the whole simulation."""
         args = self._args
         if args.step_times is not None and not args.check:
             return self._run(_load_step_times(args.step_times), None)
@@ -187,7 +192,7 @@ class _Simulation:
             return self._run(step_times, probe)
 
     def _run(self, step_times: StepTimes, probe: Any) -> tuple[dict[str, Any], SimulatedRun]:
-        """Simulates; `probe` is the real engine, if there is one."""
+        """Simulate; `probe` is the real engine, or None."""
         args = self._args
         if args.save_step_times is not None:
             step_times.save(args.save_step_times)
@@ -220,7 +225,7 @@ class _Simulation:
         return result, simulated
 
     def _make_engine(self, step_times: StepTimes) -> SimulatedEngine:
-        """Raises ConfigError: the cache is too small for the context."""
+        """Make the engine; raise ConfigError if the cache is too small for the context."""
         config, cache = self.config, self.config.cache
         groups = make_kv_cache_groups(self.spec.caches)
         num_blocks = step_times.num_blocks
@@ -249,7 +254,7 @@ class _Simulation:
         return SimulatedEngine(config, kv_cache, max_model_len, self._budget, step_times)
 
     def _load(self, max_model_len: int) -> list[BenchRequest]:
-        """The requests that fit the context; traces at their recorded times."""
+        """Return the requests that fit the context; traces at their recorded times."""
         args = argparse.Namespace(**vars(self._args))
         args.request_rate = math.inf if self._args.trace else self._args.request_rate
         loaded = load_dataset(args, _tokenizer(args, self.config), _vocab(args, self.spec))
@@ -275,7 +280,7 @@ class _Simulation:
     def _find_max_rate(
         self, engine: SimulatedEngine, requests: Sequence[BenchRequest], slos: Slos
     ) -> dict[str, Any]:
-        """The highest rate within the service levels."""
+        """Find the highest rate within the service levels."""
 
         def probe(rate: float) -> Probe:
             arrivals = _arrivals(requests, rate, self._args, recorded=False)
@@ -298,15 +303,15 @@ class _Simulation:
 
 
 def _load_step_times(path: str) -> StepTimes:
-    """Raises BenchError: it is neither what --save-step-times nor what --record writes."""
-    with contextlib.suppress(OSError):  # `load` says why
+    """Read step times; raise BenchError for a file of neither --save-step-times nor --record."""
+    with contextlib.suppress(OSError):  # `load` reports it
         if is_recording(Path(path)):
             return read_step_times(Path(path))
     return StepTimes.load(path)
 
 
 def _set_trace(args: argparse.Namespace) -> None:
-    """--trace FILE is --dataset-name and --dataset-path at once."""
+    """Replace --trace FILE by --dataset-name and --dataset-path."""
     if args.trace is None:
         return
     if args.dataset_path is not None:
@@ -320,7 +325,7 @@ def _set_trace(args: argparse.Namespace) -> None:
 
 
 def _tokenizer(args: argparse.Namespace, config: EngineConfig) -> Any:
-    """The model's tokenizer, which all but token ids as they are need."""
+    """Return the model's tokenizer, which all data sets except token ids need."""
     if args.dataset_name == "workload" or config.model.skip_tokenizer_init:
         return None
     from octavo.text.tokenizer import Tokenizer
@@ -339,13 +344,13 @@ def _arrivals(
     *,
     recorded: bool = True,
 ) -> list[float]:
-    """When each request comes: at its recorded time, those stretched to a rate, or as drawn.
+    """Return the arrival of each request: recorded, scaled to a rate, or random.
 
     Args:
         requests: in the order of their recorded times, if they have any.
-        rate: requests a second.
+        rate: requests per second.
         args: the flags.
-        recorded: whether an infinite rate means recorded times rather than all at once.
+        recorded: True if an infinite rate means recorded times rather than all at once.
     """
     times = [request.arrival for request in requests]
     known = [at for at in times if at is not None]
@@ -354,7 +359,7 @@ def _arrivals(
     if math.isinf(rate):
         return known if recorded else [0.0] * len(known)
     if args.trace is None and recorded:
-        return known  # the data set has heeded the rate
+        return known  # the data set has applied the rate
     span = max(known) - min(known)
     scale = (len(known) - 1) / (span * rate) if span else 1.0
     return [(at - known[0]) * scale for at in known]
@@ -365,7 +370,7 @@ def _percentiles(slos: Slos | None) -> list[float]:
 
 
 def _figures(simulated: SimulatedRun, percentiles: Sequence[float]) -> dict[str, Any]:
-    """`summarize`, and what the engine itself says."""
+    """Return the figures of `summarize`, and those of the engine itself."""
     stats = simulated.stats
     figures: dict[str, Any] = dict(
         summarize(simulated.records, simulated.duration, percentiles=percentiles)
@@ -382,7 +387,7 @@ def _figures(simulated: SimulatedRun, percentiles: Sequence[float]) -> dict[str,
 def _compare(
     simulated: Sequence[RequestRecord], measured: Sequence[RequestRecord]
 ) -> dict[str, dict[str, float]]:
-    """The figures of acceptance, and the simulation's error as a share of what was measured."""
+    """Compare the main figures; return the simulation's error relative to the measurement."""
     found = {}
     ours, real = (summarize(records, 1.0) for records in (simulated, measured))
     for name in _CHECKED:

@@ -1,7 +1,7 @@
-"""A simulated engine: the real one, but for the clock and the model.
+"""Simulated engine: the real one, except for the clock and the model.
 
-Scheduler, block pool, engine core and front-end records are those of every engine. A step's tokens
-are all 0, and its time is what `StepTimes` says. Time that nothing happens in costs nothing.
+Scheduler, block pool, engine core and front-end records are those of every engine. All tokens are
+0, and the time of a step is that of `StepTimes`. Idle time costs nothing.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from octavo.messages import (
     EngineCoreRequest,
     GrammarOutput,
     ModelRunnerOutput,
+    RequestOptions,
     SchedulerOutput,
     SchedulerStats,
 )
@@ -40,14 +41,14 @@ _PARAMS = SamplingParams(detokenize=False, output_kind=RequestOutputKind.FINAL_O
 
 @dataclass(frozen=True)
 class SimulatedEngine:
-    """What an engine is made of.
+    """Properties of an engine.
 
     Attributes:
         config: the settings.
         kv_cache: shape of the KV cache.
-        max_model_len: most tokens of a request.
+        max_model_len: maximum tokens of a request.
         max_num_batched_tokens: token budget of a step.
-        step_times: what its steps take.
+        step_times: times of its steps.
     """
 
     config: EngineConfig
@@ -59,14 +60,14 @@ class SimulatedEngine:
 
 @dataclass
 class SimulatedRun:
-    """What came of the requests.
+    """Result of simulated requests.
 
     Attributes:
-        records: in the order of the requests.
+        records: records in the order of the requests.
         duration: seconds of virtual time.
-        stats: the schedulers' together, in the end.
-        kv_usage_max: the largest share of KV blocks in use after a step.
-        timeline: of the first engine.
+        stats: final sum of the schedulers' statistics.
+        kv_usage_max: maximum share of KV blocks in use after a step.
+        timeline: load of the first engine.
     """
 
     records: list[RequestRecord]
@@ -83,14 +84,15 @@ def simulate(
     on_end: Callable[[], object] = lambda: None,
     router: Router | None = None,
 ) -> SimulatedRun:
-    """Serves requests in virtual time.
+    """Serve requests in virtual time.
 
     Args:
-        engine: who serves; with `data_parallel_size`, so many of the same.
+        engine: the engine; with `data_parallel_size`, the properties of each of that number of
+            engines.
         requests: each with its prompt's tokens, within the context.
-        arrivals: of each, in seconds since the start.
-        on_end: is called when a request has ended.
-        router: says who gets which request; default: as in a server.
+        arrivals: arrival of each, in seconds since the start.
+        on_end: called when a request has ended.
+        router: assigns requests to engines; default: as in a server.
     """
     config = engine.config
     count = config.parallel.data_parallel_size
@@ -146,14 +148,14 @@ class _Replica:
         self._records, self._router, self._on_end = records, router, on_end
 
     def add(self, request: EngineCoreRequest) -> None:
-        """A request that comes now, or came while the last step was computed."""
+        """Add a request that arrives now, or arrived during the last step."""
         self._processor.add_request(request, _PARAMS)
         self.core.add_request(request)
         self.clock.seconds += self._times.arrival_seconds
         self.clock.seconds += self._times.arrival_token_seconds * len(request.prompt_token_ids)
 
     def run(self, until: float) -> None:
-        """Makes all steps that begin before a second; with nothing to do time passes at once."""
+        """Run all steps that begin before a time; skip idle time."""
         while self.clock.seconds < until and self.core.has_work():
             self._step()
         if until < math.inf:
@@ -187,27 +189,27 @@ class _Replica:
 
 
 class VirtualClock:
-    """Time that is set.
+    """Clock that is set explicitly.
 
     Attributes:
-        seconds: since the start.
+        seconds: seconds since the start.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     def now(self) -> float:
-        """The time as messages have it: 0 of this clock is 0 of `time.monotonic`."""
+        """Return the time as in messages: 0 of this clock is 0 of `time.monotonic`."""
         return clock.from_monotonic(self.seconds)
 
 
 class ModelledExecutor(Executor):
-    """Steps that take the time that they would take, one after the other.
+    """Executor with modelled step times, one step after the other.
 
     Args:
-        step_times: what they take.
-        virtual: is set to a step's end when its result is asked for.
-        async_scheduling: whether the next step is taken meanwhile.
+        step_times: times of the steps.
+        virtual: set to a step's end when its result is read.
+        async_scheduling: True if the next step is submitted meanwhile.
     """
 
     def __init__(
@@ -220,7 +222,7 @@ class ModelledExecutor(Executor):
         self._free_at = 0.0
 
     def execute(self, work: SchedulerOutput) -> ModelledStep:
-        """See `Executor`."""
+        """Implement `Executor`."""
         batch, sampled = self._reader.read(work)
         seconds = self._draw(self._predict(batch)) if work.scheduled_reqs else 0.0
         self._free_at = max(self._free_at, self._clock.seconds) + seconds
@@ -231,11 +233,11 @@ class ModelledExecutor(Executor):
         return ModelledStep(self._clock, self._free_at, output)
 
     def measure_memory(self) -> MemoryBudget:
-        """There is no model."""
+        """Raise NotImplementedError: there is no model."""
         raise NotImplementedError
 
     def initialize_kv_cache(self, kv_cache: KVCacheConfig) -> None:
-        """Nothing is kept."""
+        """Do nothing: there is no KV cache."""
 
     def collective_rpc(
         self,
@@ -244,30 +246,30 @@ class ModelledExecutor(Executor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """There are no workers."""
+        """Return []: there are no workers."""
         return []
 
     def shutdown(self) -> None:
-        """See `Executor`."""
+        """Implement `Executor`."""
 
 
 class ModelledStep(Future[ModelRunnerOutput]):
-    """See `StepHandle`; and its own result, which moves the clock to the step's end."""
+    """Implementation of `StepHandle` and its own result, which sets the clock to the step's end."""
 
     def __init__(self, virtual: VirtualClock, end: float, output: ModelRunnerOutput) -> None:
         super().__init__()
         self._clock, self._end, self._output = virtual, end, output
 
     def drafts(self) -> dict[str, list[int]]:
-        """See `StepHandle`."""
+        """Implement `StepHandle`."""
         return {}
 
     def sample(self, grammar: GrammarOutput | None = None) -> Future[ModelRunnerOutput]:
-        """See `StepHandle`."""
+        """Implement `StepHandle`."""
         return self
 
     def result(self, timeout: float | None = None) -> ModelRunnerOutput:
-        """The result, at its time."""
+        """Set the clock to the step's end; return the result."""
         self._clock.seconds = max(self._clock.seconds, self._end)
         return self._output
 
@@ -277,7 +279,7 @@ def _core_request(request_id: str, request: BenchRequest, at: float) -> EngineCo
         request_id,
         _ids(request),
         CoreSamplingParams(temperature=0.0, max_tokens=request.max_tokens),
-        arrival_time=clock.from_monotonic(at),
+        RequestOptions(clock.from_monotonic(at)),
     )
 
 

@@ -1,4 +1,4 @@
-"""How long a step takes, as a function of its batch: fitted to steps that were measured."""
+"""Time of a step as a function of its batch, fitted to measured steps."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ from octavo.bench import results
 from octavo.errors import BenchError
 from octavo.messages import SchedulerOutput
 
-# A matrix product's time over its rows is no straight line: with few rows it is that of reading the
-# weights, and kernels work on some rows at a time.
+# A matrix product's time is not linear in its rows: with few rows it is that of reading the
+# weights, and kernels process several rows at a time.
 _KNOTS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _NAMES = ("step", *(f"tokens_from_{k}" for k in _KNOTS), "samples", "prompts", "reads", "pairs")
 _UNITS = np.asarray([1.0] * (len(_KNOTS) + 3) + [1e-3, 1e-6])
-# Beyond so many times the usual error a measured step was held up by something else.
+# A measured step with an error above this multiple of the usual one was delayed by something else.
 _OUTLIER = 8.0
 _ROUNDS = 4
 _LEAST_STEPS = 20
-# Of a spread: parts, steps in each at least, and numbers that are kept of a part.
+# Limits of a spread: parts, steps in each part at least, and stored ratios of a part.
 _MOST_PARTS, _LEAST_IN_PART, _MOST_RATIOS = 8, 50, 100
 
 
 @dataclass(slots=True)
 class StepBatch:
-    """What a step's time depends on."""
+    """Inputs of a step's time."""
 
     num_tokens: int = 0
     num_samples: int = 0
-    """Requests that get a token."""
+    """Number of requests that receive a token."""
     num_prompts: int = 0
-    """Requests of which more than one token is computed."""
+    """Number of requests with more than one computed token."""
     num_reads: int = 0
-    """Tokens in the KV cache that requests with one token look at."""
+    """Number of tokens in the KV cache that requests with one token read."""
     num_pairs: int = 0
-    """Sum over the tokens of prompts of the tokens that each looks at."""
+    """Sum over the tokens of prompts of the number of tokens that each attends to."""
 
 
 @dataclass(slots=True)
 class MeasuredStep:
-    """A step of a real engine.
+    """Step of a real engine.
 
     Attributes:
-        batch: what it computed.
-        num_requests: how many requests were in it.
-        seconds: that it took, from when it could begin.
-        host_seconds: between the result before it and waiting for its own; None: the engine was
+        batch: the computed batch.
+        num_requests: number of its requests.
+        seconds: its duration, from the time at which it could begin.
+        host_seconds: time between the previous result and waiting for its own; None: the engine was
             idle.
     """
 
@@ -64,18 +64,18 @@ class MeasuredStep:
 
 
 class BatchReader:
-    """Follows steps, as a worker does, to tell what each is made of. Without speculation."""
+    """Tracker of requests that determines the batch of each step. Without speculation."""
 
     def __init__(self) -> None:
         self._rows: dict[str, list[int]] = {}
-        """For each request the tokens computed and known."""
+        """Numbers of computed and known tokens of each request."""
 
     def __contains__(self, req_id: str) -> bool:
-        """Whether a request has a row."""
+        """Return True if a request has a row."""
         return req_id in self._rows
 
     def read(self, work: SchedulerOutput) -> tuple[StepBatch, list[bool]]:
-        """A step's batch, and which of its requests get a token."""
+        """Return a step's batch, and which of its requests receive a token."""
         batch = StepBatch()
         self.forget(work.finished_req_ids)
         for scheduled in work.scheduled_reqs:
@@ -85,16 +85,16 @@ class BatchReader:
         return batch, sampled
 
     def forget(self, req_ids: Iterable[str]) -> None:
-        """Requests that finished, or were preempted, have no rows any more."""
+        """Remove requests that finished or were preempted."""
         for req_id in req_ids:
             self._rows.pop(req_id, None)
 
     def start(self, req_id: str, num_computed: int, num_known: int) -> None:
-        """A request gets a row: so many of its tokens are computed, so many known."""
+        """Add a request with its numbers of computed and known tokens."""
         self._rows[req_id] = [num_computed, num_known]
 
     def add(self, batch: StepBatch, req_id: str, count: int) -> bool:
-        """Adds a request's next tokens to a batch; whether that brings one more."""
+        """Add a request's next tokens to a batch; return True if it then receives a token."""
         row = self._rows[req_id]
         batch.num_tokens += count
         if count == 1:
@@ -110,12 +110,12 @@ class BatchReader:
 
 
 class Spread(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """By how much steps of some length differ from what they should take."""
+    """Distribution of the deviations of steps with similar expected times."""
 
     least: float
-    """Seconds that a step should take, from which on it holds."""
+    """Minimum expected seconds of the steps to which it applies."""
     ratios: list[float]
-    """What steps took over what they should, shortest first, each as often as the others."""
+    """Ratios of actual to expected time, in ascending order and with equal weights."""
 
     def __post_init__(self) -> None:
         if not self.ratios or not all(0 <= ratio < math.inf for ratio in self.ratios):
@@ -123,7 +123,7 @@ class Spread(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class StepTimes(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A fitted model of step times, and the engine that it is of.
+    """Fitted model of step times, with the properties of its engine.
 
     The time is a sum of shares that are each at least 0: of the step itself, of its tokens
     (piecewise linear), of requests that sample, of prompts, and of attention.
@@ -132,23 +132,23 @@ class StepTimes(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str
     cpu: str
     num_blocks: int
-    """Of the KV cache."""
+    """Number of blocks of the KV cache."""
     max_model_len: int
     seconds: dict[str, float]
-    """Seconds for one of each of the shares by name."""
+    """Seconds for one unit of each share, by name."""
     spread: list[Spread] = []
-    """How steps differ from that, those of short steps first; none: not at all."""
+    """Deviations of steps, those of short steps first; empty: none."""
     host_seconds: float = 0.0
-    """What the engine's thread does for a step beside waiting for it; most of it while another step
-    is computed."""
+    """Time of the engine's thread for a step besides waiting for it; most of it overlaps with
+    another step."""
     host_request_seconds: float = 0.0
-    """What it does besides for each request in the step."""
+    """Additional time for each request in the step."""
     arrival_seconds: float = 0.0
-    """What it does for a request that comes."""
+    """Time of the engine's thread for an arriving request."""
     arrival_token_seconds: float = 0.0
-    """What it does besides for each token of its prompt."""
+    """Additional time for each token of its prompt."""
     error: float
-    """Median error of a measured step, as a share of its time."""
+    """Median relative error of a measured step."""
 
     def __post_init__(self) -> None:
         if self.seconds.keys() - set(_NAMES):
@@ -162,14 +162,14 @@ class StepTimes(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def of_steps(
         steps: Sequence[MeasuredStep], *, model: str, cpu: str, num_blocks: int, max_model_len: int
     ) -> StepTimes:
-        """Fits the times of steps.
+        """Fit the times of steps.
 
         Args:
-            steps: as they were measured.
+            steps: measured steps.
             model: the model's name.
-            cpu: the processor's.
-            num_blocks: of the KV cache.
-            max_model_len: most tokens of a request.
+            cpu: the processor's name.
+            num_blocks: number of blocks of the KV cache.
+            max_model_len: maximum tokens of a request.
 
         Raises:
             BenchError: there are too few steps.
@@ -191,12 +191,12 @@ class StepTimes(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return found
 
     def make_predictor(self) -> StepPredictor:
-        """The function that it is."""
+        """Return the model as a function."""
         return StepPredictor([self.seconds.get(name, 0.0) for name in _NAMES])
 
     @staticmethod
     def load(path: str) -> StepTimes:
-        """Reads what `save` wrote.
+        """Read a file of `save`.
 
         Raises:
             BenchError: the file cannot be read, or is something else.
@@ -211,7 +211,7 @@ class StepTimes(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             ) from None
 
     def save(self, path: str) -> None:
-        """Writes it as JSON.
+        """Write the model as JSON.
 
         Raises:
             BenchError: the file cannot be written.
@@ -220,10 +220,10 @@ class StepTimes(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class StepPredictor:
-    """Seconds of a step.
+    """Function from a batch to the seconds of its step.
 
     Args:
-        seconds: in the order of the shares.
+        seconds: seconds in the order of the shares.
     """
 
     def __init__(self, seconds: Sequence[float]) -> None:
@@ -238,7 +238,7 @@ class StepPredictor:
         self._samples, self._prompts, self._reads, self._pairs = map(float, rates[-4:])
 
     def __call__(self, batch: StepBatch) -> float:
-        """The time of a step that has something to compute."""
+        """Return the time of a step with a non-empty batch."""
         count = batch.num_tokens
         tokens = self._of_tokens.get(count)
         if tokens is None:
@@ -256,9 +256,9 @@ class StepPredictor:
 
 
 class StepDraws:
-    """By how much each of the steps to come differs from what it should take.
+    """Random deviations of successive steps from their expected times.
 
-    The same draws each time that one is made.
+    Each new object repeats the same draws.
 
     Args:
         spread: see `StepTimes`.
@@ -270,25 +270,25 @@ class StepDraws:
         self._rng = random.Random(0)
 
     def __call__(self, seconds: float) -> float:
-        """What a step takes that should take so many seconds."""
+        """Return the time of a step with the given expected time."""
         if not self._ratios:
             return seconds
         return seconds * self._rng.choice(self._ratios[bisect.bisect(self._bounds, seconds)])
 
 
 def make_spread(expected: Sequence[float], seconds: Sequence[float]) -> list[Spread]:
-    """How measured steps differ from what they should have taken, by what that was.
+    """Determine the deviations of measured steps by their expected time.
 
-    No step is left out: what holds one up now and then does so in any run, and the sum of all is
-    what a load takes.
+    No step is omitted: occasional delays occur in every run, and the sum of all steps is the
+    duration of a load.
 
     Args:
-        expected: what each step should have taken, in seconds.
-        seconds: what it took.
+        expected: expected seconds of each step.
+        seconds: measured seconds of each step.
     """
     wanted, taken = np.asarray(expected, np.float64), np.asarray(seconds, np.float64)
     count = max(1, min(_MOST_PARTS, len(wanted) // _LEAST_IN_PART))
-    # Steps that should take the same are in one part, however many they are.
+    # Steps with the same expected time are in the same part, regardless of their number.
     bounds = np.unique(np.sort(wanted)[[len(wanted) * i // count for i in range(count)]])
     part_of = np.searchsorted(bounds, wanted, side="right") - 1
     spread = []
@@ -304,10 +304,10 @@ def make_spread(expected: Sequence[float], seconds: Sequence[float]) -> list[Spr
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """What something costs at least, and for each of what it is done for; neither is below 0.
+    """Fit a fixed cost and a cost per item; neither is below 0.
 
     Args:
-        points: of each time the count, and the seconds that it took. None: both are 0.
+        points: pairs of a number of items and their seconds. Without points both costs are 0.
     """
     if not points:
         return 0.0, 0.0
@@ -321,11 +321,11 @@ def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def fit(batches: Sequence[StepBatch], seconds: Sequence[float]) -> tuple[dict[str, float], float]:
-    """Fits the shares to measured steps: least squares of relative errors, none below 0.
+    """Fit the shares to measured steps: least squares of relative errors, none below 0.
 
     Args:
-        batches: of the steps.
-        seconds: that they took.
+        batches: batches of the steps.
+        seconds: durations of the steps.
 
     Returns:
         `StepTimes.seconds` and `StepTimes.error`.
@@ -335,13 +335,13 @@ def fit(batches: Sequence[StepBatch], seconds: Sequence[float]) -> tuple[dict[st
     """
     if len(batches) < _LEAST_STEPS:
         raise BenchError(
-            f"{len(batches)} steps were measured, and {_LEAST_STEPS} are needed: have more "
-            "requests recorded, or raise max_model_len or max_num_seqs."
+            f"{len(batches)} steps were measured, and {_LEAST_STEPS} are needed: record more "
+            "requests, or raise max_model_len or max_num_seqs."
         )
     times = scale = np.asarray(seconds, np.float64)
     matrix = _features(batches)
     kept = np.ones(len(times), bool)
-    # By what is expected, not by what was measured: else steps that were held up would count less.
+    # Relative to the expected time, not the measured one: otherwise delayed steps would count less.
     for _ in range(_ROUNDS):
         rates = _solve(matrix[kept] / scale[kept, None], times[kept] / scale[kept])
         scale = np.maximum(matrix @ rates, 1e-9)
@@ -352,7 +352,7 @@ def fit(batches: Sequence[StepBatch], seconds: Sequence[float]) -> tuple[dict[st
 
 
 def _features(batches: Sequence[StepBatch]) -> NDArray[np.float64]:
-    """[steps, shares], in units that are about as large as one another."""
+    """Return [steps, shares], in units of similar magnitude."""
     values = np.asarray([astuple(batch) for batch in batches], np.float64)
     tokens, rest = values[:, :1], values[:, 1:]
     low = np.asarray(_KNOTS, np.float64)
@@ -362,7 +362,7 @@ def _features(batches: Sequence[StepBatch]) -> NDArray[np.float64]:
 
 
 def _solve(matrix: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Non-negative x with matrix @ x about `target` (Lawson and Hanson 1974)."""
+    """Find a non-negative x with matrix @ x close to `target` (Lawson and Hanson 1974)."""
     count = matrix.shape[1]
     x, used = np.zeros(count), np.zeros(count, bool)
     for _ in range(3 * count):

@@ -21,6 +21,7 @@ from octavo.messages import GrammarSpec
 from octavo.system.device import private_memory, process_seconds
 
 _LENGTH_BYTES = 8
+_MOST_MESSAGE_NBYTES = 2**26
 _FORK, _WAIT = b"f", b"w"
 # The helper answers in milliseconds, unless the machine is very busy.
 _HELPER_SECONDS = 10.0
@@ -278,9 +279,9 @@ class GrammarHelper:
         return int.from_bytes(data, "little", signed=True)
 
 
-def send(connection: socket.socket, message: bytes) -> None:
-    """Send one message."""
-    connection.sendall(len(message).to_bytes(_LENGTH_BYTES, "little") + message)
+def send(connection: socket.socket, message: bytes, rows: bytes | memoryview = b"") -> None:
+    """Send one message at once, and after it rows of bitmasks."""
+    connection.sendall(b"".join((len(message).to_bytes(_LENGTH_BYTES, "little"), message, rows)))
 
 
 def receive(connection: socket.socket) -> bytes | None:
@@ -288,9 +289,15 @@ def receive(connection: socket.socket) -> bytes | None:
 
     Raises:
         TimeoutError: the socket has a timeout, and no whole message came in that time.
+        DecodeError: the message claims to be larger than any message is.
     """
     head = _receive_exactly(connection, _LENGTH_BYTES)
-    return None if head is None else _receive_exactly(connection, int.from_bytes(head, "little"))
+    if head is None:
+        return None
+    size = int.from_bytes(head, "little")
+    if size > _MOST_MESSAGE_NBYTES:
+        raise msgspec.DecodeError(f"a message of {size} bytes")
+    return _receive_exactly(connection, size)
 
 
 def receive_into(connection: socket.socket, view: memoryview) -> bool:
@@ -301,8 +308,12 @@ def receive_into(connection: socket.socket, view: memoryview) -> bool:
     """
     timeout = connection.gettimeout()
     deadline = None if timeout is None else time.monotonic() + timeout
-    got = 0
+    got = connection.recv_into(view)
+    if got in (0, len(view)):  # at once, as nearly always
+        return got == len(view)
     try:
+        if deadline is not None:
+            connection.settimeout(max(1e-3, deadline - time.monotonic()))
         while got < len(view):
             count = connection.recv_into(view[got:])
             if not count:

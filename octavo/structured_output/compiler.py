@@ -29,6 +29,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 
@@ -91,6 +92,10 @@ _BUSY = GrammarBusyError(
 
 # Processor time of a request's matching in all, and of feeding the output that it comes with.
 MATCH_SECONDS, MATCH_SECONDS_PER_TOKEN = 2.0, 0.02
+_MESSAGE_DECODER = msgspec.msgpack.Decoder(Compiled | Fed)
+_COMPILED_DECODER = msgspec.msgpack.Decoder(Compiled)
+_T = TypeVar("_T")
+BROKEN_ANSWER = "its grammar made the library answer with something unreadable; simplify it"
 TOO_SLOW_TO_MATCH = "its grammar takes too long to match; simplify it"
 
 Key = tuple[str | None, GrammarSpec]
@@ -301,11 +306,10 @@ class GrammarCompiler:
 
     def _take_message(self, process: GrammarProcess) -> None:
         """A process whose grammars are compiled has an answer, or has died."""
-        data = _receive(process)
-        if data is None:
+        answer = _receive(process, _MESSAGE_DECODER)
+        if answer is None:
             self._drop(process)
             return
-        answer = msgspec.msgpack.decode(data, type=Compiled | Fed)
         if isinstance(answer, Fed):
             self._done(FeedResult(process, answer))
             count, limit = self._feeds.pop(process)
@@ -426,9 +430,8 @@ class GrammarCompiler:
         """A grammar process has answered, or died."""
         process = job.process
         assert process is not None
-        data = _receive(process)
-        if data is not None:
-            answer = msgspec.msgpack.decode(data, type=Compiled)
+        answer = _receive(process, _COMPILED_DECODER)
+        if answer is not None:
             if answer.error is None:
                 process.stop_token_ids = frozenset(answer.stop_token_ids)
                 self._settle(job, process)
@@ -630,11 +633,16 @@ def _send_grammar(process: GrammarProcess, spec: GrammarSpec) -> None:
     send(process.jobs, msgspec.msgpack.encode(Compile(number, spec)))
 
 
-def _receive(process: GrammarProcess) -> bytes | None:
-    """Return a process's next message on `jobs`; None: it has ended."""
+def _receive(process: GrammarProcess, decoder: msgspec.msgpack.Decoder[_T]) -> _T | None:
+    """Return a process's next message on `jobs`; None: the process has ended.
+
+    A process whose message cannot be read is killed.
+    """
     try:
-        return receive(process.jobs)
-    except OSError:
+        data = receive(process.jobs)
+        return None if data is None else decoder.decode(data)
+    except (OSError, msgspec.MsgspecError):
+        process.kill(BROKEN_ANSWER)
         return None
 
 

@@ -194,7 +194,7 @@ def _source(spec: GrammarSpec) -> str:
 
 def _from_schema(text: str, spec: GrammarSpec) -> str:
     schema = parse_json(text)
-    rewrite(schema, spec.additional_properties)
+    rewrite(schema, spec.additional_properties, spec.strict)
     _check_schema(schema)
     _mend(schema)
     _check_bounds(schema)

@@ -19,8 +19,6 @@ from functools import partial
 from weakref import WeakKeyDictionary, finalize
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from octavo.errors import GrammarError, RequestError
 from octavo.messages import GrammarOutput
@@ -36,6 +34,7 @@ from octavo.structured_output.client import (
     send,
 )
 from octavo.structured_output.compiler import (
+    BROKEN_ANSWER,
     MATCH_SECONDS,
     MATCH_SECONDS_PER_TOKEN,
     TOO_SLOW_TO_MATCH,
@@ -56,6 +55,8 @@ MAX_TEXT = 512 * 2**10
 _STEP_SECONDS, _STEP_SECONDS_PER_ROW, _STEP_SECONDS_PER_TOKEN = 0.15, 0.002, 0.02
 # Seconds within which a process must answer, however busy the machine is.
 _ANSWER_SECONDS = 10.0
+
+_ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(list[Matched])
 
 _MAX_ALONE, _MAX_REFUSED = 10_000, 1_000
 
@@ -80,11 +81,12 @@ class _Job:
     """A request's part of a step."""
 
     request: Request
+    state: _State
     drafts: list[int]
-    rows: NDArray[np.int32]
-    """[1 + drafts, words]"""
     num_forced: int
     """Forced tokens wanted, those of this step included."""
+    rows: memoryview | bytes = b""
+    """int32 [1 + drafts, words], as bytes."""
     forced: list[int] = field(default_factory=list)
     error: str | None = None
 
@@ -104,7 +106,7 @@ class StructuredOutputManager:
         self.wake: Callable[[], None] = lambda: None
         """Called, on another thread, when `take_finished` has something."""
         self._start_helper, self._backends = start_helper, backends
-        self._num_words = -(-vocab_size // 32)
+        self._row_nbytes = 4 * -(-vocab_size // 32)
         self._compiler: GrammarCompiler | None = None
         self._ready: dict[Key, Placed] = {}
         self._alone: set[int] = set()
@@ -180,19 +182,11 @@ class StructuredOutputManager:
         Returns:
             The worker's part, and requests that fail, with the reason.
         """
-        counts = [1 + len(drafts.get(request.request_id, ())) for request, _ in requests]
-        words = np.zeros((sum(counts), self._num_words), np.int32)
-        jobs, end = [], 0
-        for (request, wanted), count in zip(requests, counts, strict=True):
-            end += count
-            jobs.append(
-                _Job(
-                    request,
-                    drafts.get(request.request_id, []),
-                    words[end - count : end],
-                    wanted and wanted + count,
-                )
-            )
+        jobs = []
+        for request, wanted in requests:
+            tokens = drafts.get(request.request_id, [])
+            forced = wanted and wanted + 1 + len(tokens)
+            jobs.append(_Job(request, self._states[request], tokens, forced))
         lost = self._match(jobs)
         if lost:  # something else has killed the process: the tokens bring it all back
             self._revive(lost)
@@ -201,7 +195,7 @@ class StructuredOutputManager:
         good = [job for job in jobs if job.error is None]
         output = GrammarOutput(
             [job.request.request_id for job in good],
-            b"".join(job.rows.tobytes() for job in good),
+            b"".join([job.rows for job in good]),
             {job.request.request_id: job.forced for job in good if job.forced},
         )
         return output, {job.request: job.error for job in jobs if job.error is not None}
@@ -311,7 +305,7 @@ class StructuredOutputManager:
         """Have the processes do a step; return the jobs of those that somebody else has killed."""
         groups: dict[GrammarProcess, list[_Job]] = {}
         for job in jobs:
-            groups.setdefault(self._states[job.request].process, []).append(job)
+            groups.setdefault(job.state.process, []).append(job)
         pending = {process.steps.fileno(): process for process in groups}
         began: dict[GrammarProcess, float | None] = {}
         limits: dict[GrammarProcess, float] = {}
@@ -322,7 +316,7 @@ class StructuredOutputManager:
             began[process], limits[process] = process.seconds, _limit(message)
             try:
                 process.steps.settimeout(_ANSWER_SECONDS)
-                send(process.steps, msgspec.msgpack.encode(message))
+                send(process.steps, _ENCODER.encode(message))
                 poll.register(process.steps, select.POLLIN)
             except OSError:
                 del pending[process.steps.fileno()]
@@ -347,7 +341,7 @@ class StructuredOutputManager:
         process.known -= ended
         jobs = []
         for job in group:
-            request, state = job.request, self._states[job.request]
+            request, state = job.request, job.state
             new = request.all_token_ids[request.num_prompt_tokens + state.num_sent :]
             state.num_sent += len(new)
             process.known.add(state.key)
@@ -360,18 +354,26 @@ class StructuredOutputManager:
             data = receive(process.steps)
             if data is None:
                 return False
-            answers = msgspec.msgpack.decode(data, type=list[Matched])
-            for job in group:
-                if not receive_into(process.steps, job.rows.data.cast("B")):
-                    return False
+            answers = _DECODER.decode(data)
+            if len(answers) != len(group):
+                raise msgspec.ValidationError("another number of answers than of requests")
+            counts = [1 + len(job.drafts) for job in group]
+            rows = memoryview(bytearray(sum(counts) * self._row_nbytes))
+            if not receive_into(process.steps, rows):
+                return False
         except OSError:
             return False
-        for job, answer in zip(group, answers, strict=True):
-            state = self._states[job.request]
-            state.seconds += answer.seconds
+        except msgspec.MsgspecError:
+            process.kill(BROKEN_ANSWER)
+            return False
+        end = 0
+        for job, count, answer in zip(group, counts, answers, strict=True):
+            begin, end = end, end + count * self._row_nbytes
+            job.rows = rows[begin:end]
             job.error, job.forced = answer.error, answer.forced
+            job.state.seconds += answer.seconds
             allowed = MATCH_SECONDS + MATCH_SECONDS_PER_TOKEN * job.request.num_output_tokens
-            if state.seconds > allowed:
+            if job.state.seconds > allowed:
                 job.error = TOO_SLOW_TO_MATCH
         return True
 
@@ -421,7 +423,11 @@ class StructuredOutputManager:
                 if request not in left:
                     others.append((request, error))
                     continue
-                left.pop(request).error = None if error is None else error.message
+                job = left.pop(request)
+                if error is None:
+                    job.state = self._states[request]
+                else:
+                    job.error = error.message
             self._found += others
         for job in left.values():
             job.error = "the process of its grammar was killed, and no other one came in time"
@@ -430,7 +436,7 @@ class StructuredOutputManager:
 def _key_of(request: Request) -> Key:
     spec = request.sampling_params.grammar
     assert spec is not None
-    return request.tenant, spec
+    return request.options.tenant, spec
 
 
 def _is_wanted(waiting: Sequence[Request]) -> bool:

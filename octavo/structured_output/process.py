@@ -65,6 +65,8 @@ _BACKENDS = {"llguidance": "LLGuidanceBackend", "xgrammar": "XGrammarBackend"}
 # A trial of a new grammar: tokens of a text that it allows, and processor time of each mask.
 _TRIAL_TOKENS, _TRIAL_SECONDS = 8, 0.05
 
+_ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Match)
+
 MakeBackend = Callable[[HelperSetup], GrammarBackend]
 
 
@@ -181,7 +183,7 @@ class GrammarServer:
                 if data is None:
                     return
                 if fd == steps.fileno():
-                    self._match(msgspec.msgpack.decode(data, type=Match), steps)
+                    self._match(_DECODER.decode(data), steps)
                     continue
                 message = msgspec.msgpack.decode(data, type=Compile | Feed)
                 if isinstance(message, Compile):
@@ -259,34 +261,36 @@ class GrammarServer:
             self._grammars.pop(key, None)
         counts = [1 + len(job.drafts) for job in match.jobs]
         rows = np.zeros((sum(counts), self._num_words), np.int32)
-        answers, end = [], 0
+        answers, end, began = [], 0, time.process_time()
         for job, count in zip(match.jobs, counts, strict=True):
             end += count
-            answers.append(self._run(job, rows[end - count : end]))
-        send(steps, msgspec.msgpack.encode(answers))
-        steps.sendall(rows.data)
+            error, forced = self._run(job, rows[end - count : end])
+            began, before = time.process_time(), began
+            answers.append(Matched(error, began - before, forced))
+        # In one piece: the engine must not wake for less.
+        send(steps, _ENCODER.encode(answers), rows.data.cast("B"))
 
-    def _run(self, job: MatchJob, rows: NDArray[np.int32]) -> Matched:
+    def _run(self, job: MatchJob, rows: NDArray[np.int32]) -> tuple[str | None, list[int]]:
         """Advance a request by its new tokens, and fill its rows.
 
         Args:
             job: the request's part of the step.
             rows: int32 [1 + drafts, words], zero.
+
+        Returns:
+            Why the request fails, and its forced tokens.
         """
-        began, error, forced = time.process_time(), None, list[int]()
         try:
             grammar = self._get_grammar(job.key, job.grammar)
             accepted = grammar.accept_tokens(job.token_ids)
             if accepted < len(job.token_ids):
-                error = (
-                    f"internal error: token {job.token_ids[accepted]} was sampled, which its "
-                    "grammar does not allow"
-                )
-            else:
-                forced = _fill(grammar, job, rows)
+                token = job.token_ids[accepted]
+                return (
+                    f"internal error: token {token} was sampled, which its grammar does not allow"
+                ), []
+            return None, _fill(grammar, job, rows)
         except Exception as failure:
-            error = _describe(failure)
-        return Matched(error, time.process_time() - began, forced)
+            return _describe(failure), []
 
     def _get_grammar(self, key: int, number: int) -> Grammar:
         """Return where a request stands in a grammar: at its beginning if the request is new."""

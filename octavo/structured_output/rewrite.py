@@ -2,7 +2,8 @@
 
 `not`, `if`, `oneOf`, `dependentRequired`, `dependentSchemas`, `dependencies` and `contains` become
 `anyOf` and `allOf` where that is exact. Where it is not, the keyword stays, and the backend refuses
-it by its name. Formats that no backend knows are annotations, as JSON schema has it.
+it by its name. Formats that no backend knows are annotations, as JSON schema has it; with `strict`
+they are refused.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from octavo.errors import GrammarError
 from octavo.structured_output.json_schema import (
     are_disjoint,
     check_depth,
@@ -70,21 +72,34 @@ class _NotExactError(Exception):
     """A schema has no exact opposite."""
 
 
-def rewrite(root: Any, additional_properties: bool) -> None:
+def rewrite(root: Any, additional_properties: bool, strict: bool) -> None:
     """Write a schema so that backends can honour more of it.
 
     Args:
         root: the schema, which is changed.
         additional_properties: allow properties and items that a schema neither names nor forbids.
+        strict: refuse a `format` that backends cannot enforce, instead of leaving it out.
 
     Raises:
-        GrammarError: it is nested too deeply.
+        GrammarError: it is nested too deeply, or has such a format.
     """
     check_depth(root)
     if not isinstance(root, dict):
         return
+    if strict:
+        _check_formats(root)
     _Rewriter(root).run()
     _settle_additional(root, additional_properties)
+
+
+def _check_formats(root: dict[str, Any]) -> None:
+    for schema in schemas_of(root):
+        name = schema.get("format")
+        if isinstance(name, str) and name not in FORMATS:
+            raise GrammarError(
+                f"The format {name[:80]!r} cannot be enforced, which strict asks for; leave the "
+                f"format or strict out, or use one of {', '.join(sorted(FORMATS))}."
+            )
 
 
 class _Rewriter:

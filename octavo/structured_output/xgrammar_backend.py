@@ -77,7 +77,7 @@ class XGrammarBackend(GrammarBackend):
             text = '{"type": "object"}'
         if spec.kind in ("json", "json_object"):
             schema = parse_json(text)
-            rewrite(schema, spec.additional_properties)
+            rewrite(schema, spec.additional_properties, spec.strict)
             prepare_schema(schema)
             text = json.dumps(schema, ensure_ascii=False)
             return compiler.compile_json_schema(text, any_whitespace=spec.any_whitespace)
@@ -209,7 +209,7 @@ def _prepare_tag(tag: Any, spec: GrammarSpec) -> None:
         if isinstance(value, dict):
             for key in ("schema", "json_schema"):
                 if isinstance(value.get(key), dict):
-                    rewrite(value[key], spec.additional_properties)
+                    rewrite(value[key], spec.additional_properties, spec.strict)
                     prepare_schema(value[key])
             if value.get("type") == "regex" and isinstance(value.get("pattern"), str):
                 grammar = _from_regex(value.pop("pattern"))

@@ -1,8 +1,8 @@
-"""The clock of all messages: seconds since 1970, which mean something on another host too.
+"""Clock of all messages: seconds since 1970, which are meaningful on other hosts, too.
 
-It is set once, when the process starts, and runs as `time.monotonic` does from then on: no deadline
-jumps when somebody sets the wall clock. An engine process, which may start days later, is given its
-parent's; two hosts differ by as much as their wall clocks do.
+It is set once, when the process starts, and then advances like `time.monotonic`: changes of the
+wall clock do not move deadlines. An engine process, which may start days later, receives its
+parent's clock. Clocks of two hosts differ by the difference of their wall clocks.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ _EPOCH = time.time() - time.monotonic()
 
 
 def epoch() -> float:
-    """The time at second 0 of `time.monotonic`, which all processes of a host share."""
+    """Return the time at second 0 of `time.monotonic`, which all processes of a host share."""
     return _EPOCH
 
 
 def set_epoch(seconds: float) -> None:
-    """Makes this clock that of the process whose `epoch` is given."""
+    """Set this clock to that of the process with the given `epoch`."""
     global _EPOCH
     _EPOCH = seconds
 
 
 def now() -> float:
-    """The time."""
+    """Return the time."""
     return time.monotonic() + _EPOCH
 
 
 def from_monotonic(seconds: float) -> float:
-    """The time at a second of this process' `time.monotonic`."""
+    """Convert a second of this process' `time.monotonic` to a time."""
     return seconds + _EPOCH
 
 
 def to_monotonic(seconds: float) -> float:
-    """The second of this process' `time.monotonic` at a time."""
+    """Convert a time to a second of this process' `time.monotonic`."""
     return seconds - _EPOCH

@@ -1,6 +1,6 @@
-"""The only file that asks what the device is and what it has.
+"""Properties of the device; the only file that queries them.
 
-Nothing here imports torch at module level: the control plane uses the memory and core counts.
+Does not import torch at module level: the control plane uses the memory and core counts.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ logger = logging.getLogger(__name__)
 
 _CGROUP = Path("/sys/fs/cgroup")
 _NODES = Path("/sys/devices/system/node")
-# The C library has no function for it, so Linux' system call is made by its number.
+# The C library has no wrapper, so Linux' system call is made by its number.
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 _MPOL_BIND = 2
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def num_cpus() -> int:
-    """Cores that this process may use: affinity and cgroup quota considered."""
+    """Return the number of cores that this process may use, by affinity and cgroup quota."""
     try:
         cores = len(os.sched_getaffinity(0))
     except AttributeError:  # not Linux
@@ -47,7 +47,7 @@ def num_cpus() -> int:
 
 
 def cpu_model() -> str:
-    """The processor's name as the system tells it."""
+    """Return the processor's name as reported by the system."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             name, _, value = line.partition(":")
@@ -59,10 +59,10 @@ def cpu_model() -> str:
 
 
 def cpu_memory(numa_node: int | None = None) -> tuple[int, int]:
-    """Memory of the machine, the cgroup or a NUMA node, the least: (total, available) in bytes.
+    """Return (total, available) bytes: the minimum over the machine, the cgroup and a NUMA node.
 
     Raises:
-        ConfigError: if there is no such node.
+        ConfigError: the node does not exist.
     """
     page = os.sysconf("SC_PAGE_SIZE")
     total = os.sysconf("SC_PHYS_PAGES") * page
@@ -76,7 +76,7 @@ def cpu_memory(numa_node: int | None = None) -> tuple[int, int]:
     try:
         limit = int((_CGROUP / "memory.max").read_text())
         used = int((_CGROUP / "memory.current").read_text())
-        # Counted as used, but given back as soon as somebody needs it: files read lately.
+        # Counted as used, but released on demand: recently read files.
         stat = dict(map(str.split, (_CGROUP / "memory.stat").read_text().splitlines()))
         used -= int(stat.get("inactive_file", 0))
         total, available = min(total, limit), min(available, max(0, limit - used))
@@ -86,17 +86,17 @@ def cpu_memory(numa_node: int | None = None) -> tuple[int, int]:
         lines = (_node_folder(numa_node) / "meminfo").read_text().splitlines()
         kib = {words[2]: int(words[3]) for words in map(str.split, lines)}
         total = min(total, kib["MemTotal:"] * 1024)
-        # Files read lately and the kernel's caches are given back when they are in the way.
+        # Recently read files and the kernel's caches are released on demand.
         reclaimable = kib.get("Inactive(file):", 0) + kib.get("SReclaimable:", 0)
         available = min(available, (kib["MemFree:"] + reclaimable) * 1024)
     return total, available
 
 
 def numa_cpus(node: int) -> set[int]:
-    """Cores of a NUMA node that the calling thread may use.
+    """Return the cores of a NUMA node that the calling thread may use.
 
     Raises:
-        ConfigError: if there is no such node, or none of its cores may be used.
+        ConfigError: the node does not exist, or none of its cores may be used.
     """
     text = (_node_folder(node) / "cpulist").read_text().strip()
     allowed = _parse_list(text) & os.sched_getaffinity(0)
@@ -109,13 +109,13 @@ def numa_cpus(node: int) -> set[int]:
 
 
 def bind_to_numa_node(node: int) -> None:
-    """Keeps the calling thread, and threads it starts, on a node's cores and in its memory.
+    """Bind the calling thread, and threads it starts, to a node's cores and memory.
 
-    Memory that was touched before stays where it is.
+    Memory that was touched before is not moved.
 
     Raises:
-        ConfigError: if there is no such node, none of its cores may be used, or the system does
-            not allow it.
+        ConfigError: the node does not exist, none of its cores may be used, or the system does not
+            allow it.
     """
     cpus = numa_cpus(node)
     number = _SET_MEMPOLICY.get(platform.machine())
@@ -128,7 +128,7 @@ def bind_to_numa_node(node: int) -> None:
     mask = (ctypes.c_ulong * (node // bits + 1))()
     mask[node // bits] = 1 << node % bits
     libc = ctypes.CDLL(None, use_errno=True)
-    # The kernel leaves out the last of the bits that it is told of.
+    # The kernel ignores the last of the given number of bits.
     if libc.syscall(number, _MPOL_BIND, mask, ctypes.c_ulong(len(mask) * bits + 1)) != 0:
         raise ConfigError(
             f"numa_node={node}: memory cannot be bound ({os.strerror(ctypes.get_errno())}); a "
@@ -152,7 +152,7 @@ def _node_folder(node: int) -> Path:
 
 
 def _parse_list(text: str) -> set[int]:
-    """Linux' lists of cores: "0-3,8"."""
+    """Parse Linux' lists of cores: "0-3,8"."""
     cpus: set[int] = set()
     for part in text.split(",") if text else []:
         first, _, last = part.partition("-")
@@ -161,7 +161,7 @@ def _parse_list(text: str) -> set[int]:
 
 
 def resident_memory(pid: int | None = None) -> int | None:
-    """Bytes of a process that are in memory, shared libraries included; None if unknown.
+    """Return the resident bytes of a process, including shared libraries; None if unknown.
 
     Args:
         pid: the process; None: this one.
@@ -175,9 +175,9 @@ def resident_memory(pid: int | None = None) -> int | None:
 
 
 def private_memory(pid: int) -> int:
-    """Return the bytes of a process in memory that no file has; 0 if unknown.
+    """Return the bytes of a process' anonymous memory; 0 if unknown.
 
-    What it shares with the process that it was forked from counts, too.
+    Memory that it shares with the process that it was forked from counts, too.
 
     Args:
         pid: the process.
@@ -196,28 +196,28 @@ def process_seconds(pid: int) -> float | None:
     Args:
         pid: the process.
     """
-    try:  # Linux numbers the clocks of processes so (clock_getcpuclockid)
+    try:  # as clock_getcpuclockid does on Linux
         return time.clock_gettime((~pid << 3) | 2)
     except (OSError, OverflowError):  # not Linux, or the process is gone
         return None
 
 
 def trim_memory() -> None:
-    """Gives memory that was freed back to the system, where the C library can (glibc)."""
+    """Return freed memory to the system, if the C library can (glibc)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 SWITCH_INTERVAL = 0.0002
-"""Seconds between two switches among Python threads, where an engine runs.
+"""Seconds between two switches among Python threads in an engine.
 
-A worker's thread comes back from a kernel, or launches one, many times a step, and must not wait
-5 ms (Python's default) for a busy thread each time."""
+A worker's thread returns from a kernel, or launches one, many times a step, and must not wait 5 ms
+(Python's default) for a busy thread each time."""
 
 
 def num_cuda_devices() -> int:
-    """NVIDIA GPUs that this process may use. Asks the driver, without torch."""
+    """Return the number of NVIDIA GPUs that this process may use, by the driver, without torch."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -229,28 +229,28 @@ def num_cuda_devices() -> int:
 
 
 def cuda_cores(device: torch.device) -> int:
-    """Multiprocessors of a GPU: so many programs run side by side at least."""
+    """Return the number of multiprocessors of a GPU, the minimum number of concurrent programs."""
     import torch
 
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def cuda_name(device: torch.device) -> str:
-    """The name of a GPU, for people."""
+    """Return the name of a GPU."""
     import torch
 
     return torch.cuda.get_device_name(device)
 
 
 def cuda_capability(device: torch.device) -> tuple[int, int]:
-    """A GPU's compute capability: (8, 0) is an A100, (9, 0) an H100."""
+    """Return a GPU's compute capability: (8, 0) is an A100, (9, 0) an H100."""
     import torch
 
     return torch.cuda.get_device_capability(device)
 
 
 def cuda_memory(device: torch.device) -> tuple[int, int]:
-    """Memory of a GPU: (total, free) in bytes."""
+    """Return (total, free) bytes of a GPU's memory."""
     import torch
 
     free, total = torch.cuda.mem_get_info(device)
@@ -258,10 +258,10 @@ def cuda_memory(device: torch.device) -> tuple[int, int]:
 
 
 def check_isa() -> None:
-    """Looks whether there are kernels for what the environment's OCTAVO_ISA names.
+    """Check that there are kernels for the environment variable OCTAVO_ISA.
 
     Raises:
-        ConfigError: if there are none on this processor.
+        ConfigError: this processor has no kernels for it.
     """
     from octavo import _native
 
@@ -272,10 +272,10 @@ def check_isa() -> None:
 
 
 def check_num_threads(num_threads: int | None) -> int:
-    """Looks whether there is a core for each thread; returns the number of cores.
+    """Check that there is a core for each thread; return the number of cores.
 
     Raises:
-        ConfigError: if there are fewer.
+        ConfigError: there are fewer cores.
     """
     cores = num_cpus()
     if num_threads is not None and num_threads > cores:
@@ -287,13 +287,13 @@ def check_num_threads(num_threads: int | None) -> int:
 
 
 def set_num_threads(num_threads: int | None) -> int:
-    """Sizes the pool of threads that compute; returns its size.
+    """Set the size of the pool of computing threads; return its size.
 
-    The pool is the native kernels'. Torch's operations between them are small: they stay on the
-    calling thread, so that no second pool competes for the cores.
+    The pool is that of the native kernels. Torch's operations between them are small: they stay on
+    the calling thread, so that no second pool competes for the cores.
 
     Raises:
-        ConfigError: if more threads are asked for than there are cores.
+        ConfigError: more threads than cores are configured.
     """
     import torch
 
@@ -306,19 +306,20 @@ def set_num_threads(num_threads: int | None) -> int:
 
 
 def signal_at_parents_end(number: signal.Signals) -> None:
-    """Has the system send this process a signal when the thread that started it ends; on Linux.
+    """Have Linux send this process a signal when the thread that started it ends.
 
     Args:
-        number: SIGKILL, or for who notices by itself SIGCONT: it may be stopped then.
+        number: SIGKILL; or SIGCONT for a process that notices the end itself, but may be stopped
+            then.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal such as SIGSTOP holds a child process; not whether a debugger does."""
+    """Return True if a signal such as SIGSTOP, but not a debugger, has stopped a child process."""
     try:
         options = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
         return os.waitid(os.P_PID, pid, options) is not None
-    except ChildProcessError:  # it has ended, and been seen to
+    except ChildProcessError:  # it has ended, and its status was read
         return False

@@ -1,11 +1,13 @@
-"""Processes of one host that compute one model together, and the memory that they share. No torch.
+"""Processes of one host that compute one model together, and their shared memory. No torch.
 
-Linear layers are split by their outputs, so each number is still summed by one process in the one
-order: however many there are, the bits are those of one process. What a next layer reads whole lies
-in shared memory, of which each writes its part; barriers lie between writing and reading.
+Linear layers are split by their outputs, so each number is still summed by one process in the same
+order: with any number of processes, the bits are those of one process. Inputs that a next layer
+reads whole are in shared memory, of which each process writes a part; barriers separate writing and
+reading.
 
-Layers are divided among stages, each of so many processes. Counters in the same memory say how far
-somebody has come: a stage with what it hands to the next one, or who samples with the tokens.
+Layers are divided among stages, each with the same number of processes. Counters in the same memory
+report progress: that of a stage with its outputs for the next stage, or of the sampling process
+with the tokens.
 """
 
 from __future__ import annotations
@@ -25,38 +27,38 @@ if TYPE_CHECKING:
 
 _PAGE = 4096
 _BARRIER_NBYTES = 256
-"""`SharedBarrier` in csrc/barrier.h."""
+"""Size of `SharedBarrier` in csrc/barrier.h."""
 COUNTER_NBYTES = 128
-"""`SharedCounter` there."""
+"""Size of `SharedCounter` in csrc/barrier.h."""
 
 BARRIER_TIMEOUT = 60.0
-"""Seconds that a process waits for the others before it takes one of them for dead."""
+"""Seconds that a process waits for the others before it considers one of them dead."""
 STAGE_TIMEOUT = 3600.0
-"""The same where it waits for all that another stage computes in a step."""
+"""Seconds that a process waits for a whole step of another stage."""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """One of the processes."""
+    """Position of one of the processes."""
 
     index: int = 0
-    """From 0 on, among those that compute the same layers together."""
+    """Index, from 0 on, among the processes that compute the same layers together."""
     size: int = 1
-    """How many these are."""
+    """Number of processes of a stage."""
     stage: int = 0
-    """Which part of the layers is theirs."""
+    """Index of the stage."""
     num_stages: int = 1
     reduces: bool = False
-    """Whether output projections are split by their inputs, and what the processes of a stage have
-    computed is summed in their order; otherwise by their outputs, each of which one process sums.
+    """True if output projections are split by their inputs, and the results of a stage's processes
+    are summed in order; otherwise they are split by their outputs, each summed by one process.
     """
     splits_rows: bool = False
-    """Whether norms, and the sums before them, are computed of every `size`-th row by each process,
-    and put together behind the norm."""
+    """True if each process computes the norms, and the sums before them, of every `size`-th row,
+    and the rows are collected after the norm."""
 
     @classmethod
     def of(cls, number: int, device: DeviceConfig) -> Rank:
-        """The process with that number: those of a stage follow one another."""
+        """Return the rank of process `number`; numbers of a stage are successive."""
         size, num_stages = device.tensor_parallel_size, device.pipeline_parallel_size
         reduces = device.tensor_parallel_mode == "reduce" and size > 1
         splits = device.enable_sequence_parallel
@@ -64,36 +66,36 @@ class Rank:
 
     @property
     def number(self) -> int:
-        """Its number among all."""
+        """Index among all processes."""
         return self.stage * self.size + self.index
 
     @property
     def world_size(self) -> int:
-        """How many processes there are in all."""
+        """Number of processes in all."""
         return self.size * self.num_stages
 
     @property
     def is_first(self) -> bool:
-        """Whether it has the first layers."""
+        """True if it has the first layers."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it has the last layers and a part of the LM head."""
+        """True if it has the last layers and a part of the LM head."""
         return self.stage == self.num_stages - 1
 
     @property
     def drafts(self) -> bool:
-        """Whether it is the one that drafts."""
+        """True if it makes the drafts."""
         return self.index == 0 and self.is_first
 
     @property
     def samples(self) -> bool:
-        """Whether it is the one that samples."""
+        """True if it samples."""
         return self.index == 0 and self.is_last
 
     def share(self, n: int) -> tuple[int, int]:
-        """Its part of n outputs, from ... to ...; no other's is larger than rank 0's."""
+        """Return the range of its part of n outputs; no part is larger than rank 0's."""
         each, more = divmod(n, self.size)
         begin = self.index * each + min(self.index, more)
         return begin, begin + each + (self.index < more)
@@ -103,25 +105,25 @@ ALONE = Rank()
 
 
 class GroupMemory:
-    """Memory of all processes that compute one model, and the barriers and counters in it.
+    """Memory of all processes that compute one model, with barriers and counters.
 
-    It has no name in the system: who is to have it inherits the descriptor, and it is gone with
-    the last process that does.
+    It is anonymous: processes inherit the descriptor, and the memory is freed with the last of
+    them.
 
     Args:
-        descriptor: what `create` made; stays the caller's.
-        nbytes: as `create` was given.
-        rank: of this process.
-        timeout: seconds that a barrier waits at most.
+        descriptor: descriptor made by `create`; the caller keeps its ownership.
+        nbytes: size given to `create`.
+        rank: rank of this process.
+        timeout: maximum wait at a barrier in seconds.
 
     Raises:
-        ConfigError: what the descriptor leads to has not that size.
+        ConfigError: the memory has another size.
     """
 
     def __init__(
         self, descriptor: int, nbytes: int, rank: Rank, timeout: float = BARRIER_TIMEOUT
     ) -> None:
-        from octavo import _native  # memory is planned without it
+        from octavo import _native  # the memory plan does not need it
 
         header = _header_nbytes(rank.num_stages)
         if os.fstat(descriptor).st_size != header + nbytes:
@@ -137,17 +139,17 @@ class GroupMemory:
             self._bytes.ctypes.data + stage * _BARRIER_NBYTES for stage in range(rank.num_stages)
         ]
         self.barrier_address: int = self._barriers[rank.stage]
-        """Of the stage's."""
+        """Address of the stage's barrier."""
         self._rank = rank
         self._native = _native
         self._timeout = timeout
 
     @staticmethod
     def create(nbytes: int, num_stages: int = 1) -> int:
-        """Makes zeroed memory of so many bytes beside the header; returns its descriptor.
+        """Make zeroed memory of `nbytes` bytes plus a header; return its descriptor.
 
         Raises:
-            ConfigError: on systems that have no such memory.
+            ConfigError: the system does not support such memory.
         """
         if not hasattr(os, "memfd_create"):
             raise ConfigError(
@@ -160,7 +162,7 @@ class GroupMemory:
 
     @staticmethod
     def end(descriptor: int, num_stages: int) -> None:
-        """Has who waits in the memory behind a descriptor, now or later, end with an error."""
+        """End all present and future waiting in the memory of a descriptor with an error."""
         from octavo import _native
 
         header = np.frombuffer(mmap.mmap(descriptor, _header_nbytes(num_stages)), np.uint8)
@@ -169,42 +171,42 @@ class GroupMemory:
 
     @property
     def data(self) -> NDArray[np.uint8]:
-        """uint8 [nbytes], the same for all."""
+        """Shared data: uint8 [nbytes]."""
         return self._bytes[self._header :]
 
     def barrier(self) -> None:
-        """Waits until all of the stage have come here; while a plan records, it is noted there.
+        """Wait until all processes of the stage arrive; while a plan records, record the barrier.
 
         Raises:
-            GroupError: `octavo._native`'s, also when a plan runs: another process has failed, or
-                did not come in time.
+            GroupError: of `octavo._native`, also when a plan runs: another process has failed, or
+                did not arrive in time.
         """
         self._native.shared_barrier(
             barrier=self.barrier_address, ranks=self._rank.size, timeout=self._timeout
         )
 
     def break_(self) -> None:
-        """Has all waiting end, now and later, with an error: this process, or another, is lost."""
+        """End all present and future waiting with an error: this process, or another, is lost."""
         for barrier in self._barriers:
             self._native.break_group(barrier)
 
     @property
     def broken(self) -> bool:
-        """Whether somebody has called `break_`, or waited in vain."""
+        """True after `break_` or a timeout in any process."""
         return self._native.group_broken(self.barrier_address)
 
     def counter(self, begin: int) -> Counter:
-        """The counter in the `COUNTER_NBYTES` bytes from there on."""
+        """Return the counter in the `COUNTER_NBYTES` bytes from `begin` on."""
         assert begin % 64 == 0
         return Counter(self, begin)
 
 
 class Counter:
-    """How far one process has come, for others to wait for; from 0 on, and beyond 32 bits.
+    """Progress of one process for others to wait for; from 0 on, and beyond 32 bits.
 
     Args:
-        memory: whose data has it.
-        begin: its first byte there.
+        memory: memory with the counter.
+        begin: offset of the counter.
     """
 
     def __init__(self, memory: GroupMemory, begin: int) -> None:
@@ -215,15 +217,15 @@ class Counter:
         self._address: int = memory.data.ctypes.data + begin
 
     def post(self, value: int) -> None:
-        """Says that it has come to a value; what was written before can be read by who knows."""
+        """Set the value; earlier writes are visible to processes that read it."""
         self._native.counter_post(self._address, value & 0xFFFFFFFF)
 
     def reached(self, value: int) -> bool:
-        """Whether it has come there."""
+        """Return True if the counter has reached a value."""
         return self._native.counter_reached(self._address, value & 0xFFFFFFFF)
 
     def wait(self, value: int, timeout: float = STAGE_TIMEOUT) -> None:
-        """Waits until it has, for so many seconds at most.
+        """Wait until the counter has reached a value, for at most `timeout` seconds.
 
         Raises:
             GroupError: as `GroupMemory.barrier`.
@@ -237,12 +239,12 @@ class Counter:
 
 
 def _header_nbytes(num_stages: int) -> int:
-    """Whole pages for the barriers of all stages."""
+    """Return the bytes of whole pages for the barriers of all stages."""
     return -(-num_stages * _BARRIER_NBYTES // _PAGE) * _PAGE
 
 
 def group_failure(error: BaseException) -> EngineDeadError:
-    """What a failure in one process of a group means: the others cannot know how far it came."""
+    """Return the error for a failure in one process of a group: the others' state is unknown."""
     if isinstance(error, EngineDeadError):
         return error
     return EngineDeadError(f"a process of the group failed: {type(error).__name__}: {error}")

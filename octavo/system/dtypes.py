@@ -1,4 +1,4 @@
-"""Bytes of one number of each type that weights, activations and caches have. No torch."""
+"""Bytes of one number of each type of weights, activations and caches. No torch."""
 
 from __future__ import annotations
 
@@ -11,4 +11,4 @@ DTYPE_NBYTES = {
     "fp8_e5m2": 1,
     "int8": 1,
 }
-"""By torch's names, but for fp8, which goes by the cache's."""
+"""Sizes by torch's names, except for fp8, which has the cache's name."""

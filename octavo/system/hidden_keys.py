@@ -1,4 +1,4 @@
-"""Keys on a command line: made unreadable in the list of processes."""
+"""Hiding of keys on the command line from the list of processes."""
 
 from __future__ import annotations
 
@@ -7,28 +7,29 @@ import re
 from pathlib import Path
 
 _KEY_FLAG = re.compile(rb"--(\w+[-_])*(api|admin)[-_]key(=|$)")
-# Of /proc/PID/stat, behind the name of the program.
+# Fields of /proc/PID/stat, counted after the program's name.
 _ARG_START, _ARG_END = 45, 46
 
 
 def hide_keys() -> None:
-    """Overwrites the keys in this process' own arguments, which all users may read.
+    """Overwrite the keys in this process' own arguments, which all users may read.
 
-    `sys.argv` keeps them, since Python has copied them. Nothing happens on systems but Linux.
+    `sys.argv` keeps them, since Python has copied them. On systems other than Linux this does
+    nothing.
     """
     stat = Path("/proc/self/stat")
     if not stat.exists():
         return
     fields = stat.read_text(errors="replace").rpartition(")")[2].split()
     begin, end = int(fields[_ARG_START]), int(fields[_ARG_END])
-    if not begin:  # the system does not say
+    if not begin:  # unknown
         return
     for place, size in _find_keys(ctypes.string_at(begin, end - begin)):
         ctypes.memset(begin + place, ord("*"), size)
 
 
 def _find_keys(arguments: bytes) -> list[tuple[int, int]]:
-    """Place and size of each key among arguments, each of which ends with a zero byte."""
+    """Return place and size of each key among arguments, each of which ends with a zero byte."""
     found: list[tuple[int, int]] = []
     place, is_key = 0, False
     for word in arguments.split(b"\0"):

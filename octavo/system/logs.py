@@ -1,4 +1,4 @@
-"""Structured logs: one line an event, for people (text) or for machines (json)."""
+"""Structured logs: one line for each event, as text or as JSON."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
-"""Id of the HTTP request that the current task serves."""
+"""Id of the HTTP request of the current task."""
 
-# What every line of this process says beside its own.
+# Fields of every line of this process.
 _OWN_FIELDS: dict[str, Any] = {}
 
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "color_message"}
@@ -21,7 +21,7 @@ _STANDARD |= {"_ray_timestamp_ns"}  # every record has it once Ray is imported
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:
-    """What was given as `extra`, and the request id."""
+    """Return the fields given as `extra`, and the request id."""
     fields = {k: v for k, v in record.__dict__.items() if k not in _STANDARD}
     request_id = REQUEST_ID.get()
     if request_id is not None:
@@ -30,10 +30,10 @@ def _fields(record: logging.LogRecord) -> dict[str, object]:
 
 
 class TextFormatter(logging.Formatter):
-    """`2026-01-31 12:00:00.123 INFO message key=value ...`."""
+    """Formatter of lines `2026-01-31 12:00:00.123 INFO message key=value ...`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Formats one line, and the traceback if there is one."""
+        """Format one line, and the traceback if there is one."""
         stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
         line = f"{stamp}.{int(record.msecs):03d} {record.levelname} {record.getMessage()}"
         line += "".join(f" {key}={value}" for key, value in _fields(record).items())
@@ -43,10 +43,10 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time (seconds since 1970), level, logger, message, fields."""
+    """Formatter of JSON lines: time (seconds since 1970), level, logger, message, fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Formats one line; a traceback becomes the field `exception`."""
+        """Format one line; a traceback becomes the field `exception`."""
         entry: dict[str, object] = {
             "time": round(record.created, 3),
             "level": record.levelname.lower(),
@@ -60,12 +60,12 @@ class JsonFormatter(logging.Formatter):
 
 
 def setup_logging(level: str, log_format: str, **fields: int) -> None:
-    """Sends the logs of Octavo and of uvicorn to stderr, in one form.
+    """Send the logs of Octavo and of uvicorn to stderr, in the same format.
 
     Args:
-        level: minimum level of Octavo's.
+        level: minimum level of Octavo's logs.
         log_format: "text" or "json".
-        fields: what every line says beside its own, such as the rank of a worker.
+        fields: additional fields of every line, such as the rank of a worker.
     """
 
     _OWN_FIELDS.clear()
@@ -86,13 +86,13 @@ def setup_logging(level: str, log_format: str, **fields: int) -> None:
 
 
 def setup_default_logging(level: str) -> None:
-    """Shows Octavo's logs on stderr, unless the program has set up logging itself."""
+    """Show Octavo's logs on stderr, if the program has not set up logging."""
     if not logging.getLogger("octavo").handlers and not logging.getLogger().handlers:
         setup_logging(level, "text")
 
 
 def current_logging() -> tuple[str, str, dict[str, int]]:
-    """Level, format and fields of Octavo's logs in this process, for one that it starts."""
+    """Return level, format and fields of Octavo's logs in this process, for a child process."""
     log = logging.getLogger("octavo")
     json = any(isinstance(handler.formatter, JsonFormatter) for handler in log.handlers)
     level = logging.getLevelName(log.getEffectiveLevel()).lower()

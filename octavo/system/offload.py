@@ -1,8 +1,8 @@
-"""Work that would hold up an event loop is done on threads.
+"""Threads for work that would block an event loop.
 
-A thread helps only if the work lets go of the interpreter's lock: what is written in Python does,
-every `SWITCH_INTERVAL` in a server, and so do `Tokenizer.encode` and `decode` for long texts. A
-call into another library may keep it, so what such a call can be given is bounded by its callers.
+A thread only helps if the work releases the interpreter's lock. Python code does, every
+`SWITCH_INTERVAL` in a server, and so do `Tokenizer.encode` and `decode` for long texts. A call of
+another library may keep it, so callers must bound the inputs of such calls.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# In microseconds. Shorter work is done at once: to hand it to a thread and back takes 100 or so.
+# In microseconds. Shorter work runs at once: a round trip to a thread takes about 100.
 _LONG = 2_000
 _VERY_LONG = 200_000
-# Few threads, since the cores are the model's. The longest work is done one by one and has a thread
-# of its own: what is merely long does not wait for it.
+# Few threads, since the model uses the cores. A separate thread runs the longest work, one piece at
+# a time: merely long work does not wait for it.
 _long_work = ThreadPoolExecutor(2, "octavo-long-work")
 _very_long_work = ThreadPoolExecutor(1, "octavo-very-long-work")
 
@@ -28,13 +28,13 @@ _very_long_work = ThreadPoolExecutor(1, "octavo-very-long-work")
 async def offload(
     microseconds: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 ) -> T:
-    """Calls a function without holding up the event loop.
+    """Call a function without blocking the event loop.
 
     Args:
-        microseconds: about how long it takes.
-        function: is called at once, or on a thread.
+        microseconds: approximate duration.
+        function: called at once, or on a thread.
         args: its arguments.
-        kwargs: its named arguments.
+        kwargs: its keyword arguments.
     """
     if microseconds < _LONG:
         return function(*args, **kwargs)

@@ -1,1 +1,1 @@
-"""What people see in a terminal: the chat of `octavo run` and `octavo chat`, and its commands."""
+"""Terminal interface: the chat of `octavo run` and `octavo chat`, and its commands."""

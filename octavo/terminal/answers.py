@@ -1,4 +1,4 @@
-"""Who answers: a model in this process, or a server. Both give text, and figures afterwards."""
+"""Sources of answers: a model in this process, or a server. Both return text and figures."""
 
 from __future__ import annotations
 
@@ -21,40 +21,40 @@ Message = dict[str, str]
 
 
 class Source(Protocol):
-    """Who answers; `octavo.server.client.Client` is one."""
+    """Source of answers; `octavo.server.client.Client` is one."""
 
     model: str
-    """Its name."""
+    """Name of the model."""
     usage: Usage | None
-    """Tokens of the latest answer as far as they are known."""
+    """Tokens of the latest answer, as far as known."""
     defaults: dict[str, Any]
-    """The model's own sampling parameters by name, as far as they are known."""
+    """The model's own sampling parameters by name, as far as known."""
 
     def chat(self, messages: Sequence[Message], params: dict[str, Any]) -> Iterator[str]:
-        """Streams the answer to a chat, with sampling parameters by name."""
+        """Stream the answer to a chat, with sampling parameters by name."""
 
     def complete(self, prompt: str, params: dict[str, Any]) -> Iterator[str]:
-        """Streams the continuation of a text."""
+        """Stream the continuation of a text."""
 
 
 class LocalModel:
-    """A model in this process as a `Source`."""
+    """Model in this process as a `Source`."""
 
     def __init__(self, llm: LLM, name: str) -> None:
         self.model = name
         self.usage: Usage | None = None
         self._llm = llm
-        # As many tokens as fit, not the API's 16.
+        # Without a limit on the number of tokens, instead of the API's 16.
         self._default = msgspec.structs.replace(llm.get_default_sampling_params(), max_tokens=None)
         self.defaults = msgspec.structs.asdict(self._default)
 
     def chat(self, messages: Sequence[Message], params: dict[str, Any]) -> Iterator[str]:
-        """See `Source`."""
+        """Implement `Source`."""
         text = self._llm.render_chat(messages)
         return self._text(self._llm.stream(text, self._params(params), add_special_tokens=False))
 
     def complete(self, prompt: str, params: dict[str, Any]) -> Iterator[str]:
-        """See `Source`."""
+        """Implement `Source`."""
         return self._text(self._llm.stream(prompt, self._params(params)))
 
     def _params(self, given: dict[str, Any]) -> SamplingParams:
@@ -75,16 +75,16 @@ class LocalModel:
 
 
 def show_answer(source: Source, pieces: Iterator[str]) -> tuple[str, bool]:
-    """Shows an answer as it comes, then a line of figures.
+    """Show an answer as it arrives, then a line of figures.
 
-    Ctrl-C ends the answer, and nothing else.
+    Ctrl-C only ends the answer.
 
     Args:
-        source: who gives it.
-        pieces: its text.
+        source: source of the answer.
+        pieces: text of the answer.
 
     Returns:
-        The text, and whether Ctrl-C ended it.
+        The text, and True if Ctrl-C ended it.
     """
     begin = time.monotonic()
     first: float | None = None
@@ -112,7 +112,7 @@ def show_answer(source: Source, pieces: Iterator[str]) -> tuple[str, bool]:
 def _figures(
     usage: Usage | None, begin: float, first: float | None, end: float, stopped: bool
 ) -> str:
-    """`[12 tokens | first token 30 ms | 40.1 tokens/s | 16 of 20 prompt tokens cached]`."""
+    """Format `[12 tokens | first token 30 ms | 40.1 tokens/s | 16 of 20 prompt tokens cached]`."""
     facts = ["stopped"] if stopped else []
     if usage is not None:
         facts.append(f"{usage.completion_tokens} tokens")

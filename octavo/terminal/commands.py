@@ -1,4 +1,4 @@
-"""`octavo run | chat | complete | scale | list | pull`: their flags, and what they do."""
+"""Flags and functions of `octavo run | chat | complete | scale | list | pull`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DEFAULT_URL = "http://localhost:8000/v1"
 _KEYS = " or ".join(API_KEY_VARIABLES)
 _STDIN = "-"
 _NAME = re.compile(r"[\w.~/\\:@+-]+", re.ASCII)
-"""What a model's name, path or URL is made of."""
+"""Pattern of a model's name, path or URL."""
 
 _RUN_EXAMPLES = """examples:
   octavo run                          chat with the built-in model
@@ -67,7 +67,7 @@ _PULL_EXAMPLE = """example:
 
 
 def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
-    """Adds the terminal's commands to the parser's; returns their parsers."""
+    """Add the terminal's commands to the parser; return their parsers."""
     run = commands.add_parser(
         "run",
         help="generate in the terminal, without a server",
@@ -94,7 +94,7 @@ def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
         default=argparse.SUPPRESS,
         help=f"{level.doc} [{level.default}]",
     )
-    _add_sampling_flags(run, exclude="seed")  # the engine has it
+    _add_sampling_flags(run, exclude="seed")  # it is an engine setting
     add_engine_settings(run)
     run.set_defaults(command=run_model)
 
@@ -182,7 +182,7 @@ def _add_address_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _sampling(args: argparse.Namespace) -> dict[str, Any]:
-    """The sampling flags that were given."""
+    """Return the sampling flags that were given."""
     given = {name: getattr(args, name) for name in SAMPLING if hasattr(args, name)}
     check_sampling(given)
     return given
@@ -192,14 +192,14 @@ def _sampling(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_model(args: argparse.Namespace) -> int:
-    """`octavo run`."""
+    """Run `octavo run`."""
     model, prompt = model_and_prompt(args.words, hasattr(args, "model"))
     kwargs = engine_kwargs(args, model)
     # Wrong settings are reported before torch is imported.
     config = EngineConfig.from_kwargs(**engine_settings(kwargs))
     params = _sampling(args)
     if prompt == _STDIN or (prompt is None and not sys.stdin.isatty()):
-        _check_local(config)  # what is piped in may take long to come
+        _check_local(config)  # piped input may take long to arrive
         prompt = read_all()
     if prompt is not None and args.system_prompt is not None:
         raise ConfigError("--system-prompt is for a chat; a text to continue has none.")
@@ -231,7 +231,7 @@ def run_model(args: argparse.Namespace) -> int:
 
 
 def _load(kwargs: dict[str, Any], config: EngineConfig, *, show_progress: bool) -> LLM:
-    """Load the model; with `show_progress` a terminal shows that it is being loaded."""
+    """Load the model; with `show_progress` show that on a terminal."""
     from octavo.models.hub import resolve_folders
 
     resolve_folders(config)  # a download shows its own progress
@@ -251,7 +251,7 @@ def _load(kwargs: dict[str, Any], config: EngineConfig, *, show_progress: bool) 
 
 
 def _check_local(config: EngineConfig) -> None:
-    """Raises ModelError if the model is a folder that does not exist, or not a supported model."""
+    """Raise ModelError if the model is a missing folder, or not a supported model."""
     from octavo.models.hub import local_folder
     from octavo.models.registry import read_spec
 
@@ -265,14 +265,14 @@ def _check_local(config: EngineConfig) -> None:
 
 
 def model_and_prompt(words: list[str], has_model: bool) -> tuple[str | None, str | None]:
-    """Tells the model from the prompt.
+    """Distinguish the model from the prompt.
 
     Args:
         words: the positional arguments.
-        has_model: --model was given, so none of them is a model.
+        has_model: --model was given, so none of the arguments is a model.
 
     Raises:
-        ConfigError: there are more than there can be.
+        ConfigError: there are too many arguments.
     """
     most = 1 if has_model else 2
     if len(words) > most:
@@ -289,9 +289,9 @@ def model_and_prompt(words: list[str], has_model: bool) -> tuple[str | None, str
 
 
 def _is_model(word: str) -> bool:
-    """Whether a word that stands alone names a model: a path, a hub id, or any name.
+    """Return True if a single word names a model: a path, a hub id, or any name.
 
-    Only what has white space or signs that no name has is a text.
+    Only words with white space or characters that no name contains are texts.
     """
     if word == _STDIN:
         return False
@@ -309,7 +309,7 @@ def _answer(source: Source, prompt: str, params: dict[str, Any]) -> int:
 
 
 def chat_with_server(args: argparse.Namespace) -> int:
-    """`octavo chat`."""
+    """Run `octavo chat`."""
     params, text = _sampling(args), _text(args)
     with _connect(args) as client:
         session = Session(client, params, args.system_prompt)
@@ -320,7 +320,7 @@ def chat_with_server(args: argparse.Namespace) -> int:
 
 
 def complete_with_server(args: argparse.Namespace) -> int:
-    """`octavo complete`."""
+    """Run `octavo complete`."""
     params, text = _sampling(args), _text(args)
     with _connect(args) as client:
         if text is not None:
@@ -336,7 +336,7 @@ def complete_with_server(args: argparse.Namespace) -> int:
 
 
 def _text(args: argparse.Namespace) -> str | None:
-    """The one text that is asked for; None: what the user types in a terminal."""
+    """Return the text of the arguments or of piped input; None: the user types in a terminal."""
     if args.text is not None and args.quick is not None:
         raise ConfigError("There are two texts, as an argument and with -q; give one.")
     text: str | None = args.quick if args.text is None else args.text
@@ -353,7 +353,7 @@ def _connect(args: argparse.Namespace, key: str | None = None) -> Any:
 
 
 def scale_server(args: argparse.Namespace) -> int:
-    """`octavo scale`."""
+    """Run `octavo scale`."""
     key = args.admin_key or next(iter(admin_keys_from_environment()), None)
     with _connect(args, key) as client:
         print(harmless(client.scale(args.size)))
@@ -364,7 +364,7 @@ def scale_server(args: argparse.Namespace) -> int:
 
 
 def list_models(args: argparse.Namespace) -> int:
-    """`octavo list`."""
+    """Run `octavo list`."""
     from octavo.models.hub import list_models as find
 
     rows = [("NAME", "SIZE", "WHERE")]
@@ -378,13 +378,13 @@ def list_models(args: argparse.Namespace) -> int:
 
 
 def pull_model(args: argparse.Namespace) -> int:
-    """`octavo pull`."""
+    """Run `octavo pull`."""
     from octavo.models.hub import resolve_model
     from octavo.models.registry import read_spec
 
     model, revision = read_hub_address(args.model)
     where = {"revision": args.revision or revision, "download_dir": args.download_dir}
-    # Its description first: a model that is not supported is not downloaded.
+    # Description first: unsupported models are not downloaded.
     read_spec(resolve_model(model, **where, load_format="dummy"), trust_remote_code=True)
     print(f"{model} is in {resolve_model(model, **where)}")
     return 0

@@ -1,4 +1,4 @@
-"""`octavo completion`: scripts with which a shell completes commands, flags and their values."""
+"""`octavo completion`: scripts for shells that complete commands, flags and their values."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ import shlex
 from collections.abc import Mapping
 
 Parsers = Mapping[tuple[str, ...], argparse.ArgumentParser]
-"""The parser of each command by its words: ("serve",), ("bench", "serve")."""
+"""Parsers of the commands by their words: ("serve",), ("bench", "serve")."""
 
 SHELLS = ("bash", "zsh", "fish")
 
 _BASH = """\
 _octavo() {{
-    local cur=${{COMP_WORDS[COMP_CWORD]}} prev=${{COMP_WORDS[COMP_CWORD-1]}} at=
+    local cur=${{COMP_WORDS[COMP_CWORD]}} prev=${{COMP_WORDS[COMP_CWORD-1]}} at= before=
     [[ $prev == = ]] && prev=${{COMP_WORDS[COMP_CWORD-2]}}
     [[ $cur == = ]] && cur= && prev=${{COMP_WORDS[COMP_CWORD-1]}}
+    if [[ $cur == --*=* ]]; then  # one word in zsh
+        prev=${{cur%%=*}} before=${{cur%%=*}}= cur=${{cur#*=}}
+    fi
     (( COMP_CWORD > 1 )) && at=${{COMP_WORDS[1]}}
     [[ $at == bench ]] && (( COMP_CWORD > 2 )) && at="bench ${{COMP_WORDS[2]}}"
     local found=
@@ -28,26 +31,25 @@ _octavo() {{
         esac
         [[ -n $at && $at != bench && $cur != -* ]] && return
     fi
-    COMPREPLY=($(compgen -W "$found" -- "$cur"))
+    COMPREPLY=($(compgen -P "$before" -W "$found" -- "$cur"))
 }}
 complete -o default -F _octavo octavo
 """
 _FISH = """\
 function __octavo_at
     set -l words (commandline -opc)
-    for i in (seq (count $argv))
-        test "$words[(math $i + 1)]" = "$argv[$i]"; or return 1
-    end
+    set -e words[1]
+    string match -q -- "$argv *" "$words "
 end
 """
 
 
 def script(shell: str, parsers: Parsers) -> str:
-    """Return what a shell reads.
+    """Return the completion script of a shell.
 
     Args:
         shell: one of `SHELLS`.
-        parsers: what there is to complete.
+        parsers: parsers of the commands to complete.
     """
     if shell == "fish":
         return _fish(parsers)
@@ -62,7 +64,8 @@ def _bash(parsers: Parsers) -> str:
         at = " ".join(words)
         found = [*_next(parsers, words), *(flag for action in _flags(parser) for flag in action)]
         flags.append(f"            {shlex.quote(at)}) found={shlex.quote(' '.join(found))};;")
-        for names, action in _flags(parser).items():
+        # What a command itself takes comes after its last word.
+        for names, action in {words[-1:]: _argument(parser), **_flags(parser)}.items():
             if choices := _choices(action):
                 pattern = "|".join(shlex.quote(f"{at} {name}") for name in names)
                 values.append(f"        {pattern}) found={shlex.quote(' '.join(choices))};;")
@@ -83,6 +86,11 @@ def _fish(parsers: Parsers) -> str:
                 )
         if parser is None:
             continue
+        if choices := _choices(_argument(parser)):
+            lines.append(
+                f"complete -c octavo -n {shlex.quote(_at(words))} -x -a "
+                f"{shlex.quote(' '.join(choices))}"
+            )
         for names, action in _flags(parser).items():
             choices = _choices(action)
             takes = "" if action.nargs == 0 else " -r"
@@ -102,12 +110,12 @@ def _at(words: tuple[str, ...]) -> str:
 
 
 def _next(parsers: Parsers, words: tuple[str, ...]) -> list[str]:
-    """The words of commands that may come after others."""
+    """Return the words of commands that may follow others."""
     return [found[-1] for found in parsers if found[:-1] == words]
 
 
 def _flags(parser: argparse.ArgumentParser) -> dict[tuple[str, ...], argparse.Action]:
-    """The long flags that the help shows, of each action together."""
+    """Return the long flags shown in the help, grouped by action."""
     return {
         names: action
         for action in parser._actions
@@ -116,5 +124,12 @@ def _flags(parser: argparse.ArgumentParser) -> dict[tuple[str, ...], argparse.Ac
     }
 
 
-def _choices(action: argparse.Action) -> list[str]:
-    return [str(choice) for choice in action.choices or ()]
+def _argument(parser: argparse.ArgumentParser) -> argparse.Action | None:
+    """Return what a command takes first beside flags and further commands."""
+    positional = [action for action in parser._actions if not action.option_strings]
+    is_command = positional and isinstance(positional[0], argparse._SubParsersAction)
+    return positional[0] if positional and not is_command else None
+
+
+def _choices(action: argparse.Action | None) -> list[str]:
+    return [str(choice) for choice in (action.choices if action else None) or ()]

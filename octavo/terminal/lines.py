@@ -1,4 +1,4 @@
-"""Reading what the user types: editing, history across runs, a paste is one message."""
+"""Input of the user: editing, history across runs, a paste as one message."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ _MOST_LINES = 1000
 
 
 def history_file() -> Path | None:
-    """Where typed messages are kept for later runs; None: the user has no cache folder."""
+    """Return the file that keeps typed messages; None without a cache folder."""
     folder = cache_folder()
     return None if folder is None else folder / "history.jsonl"
 
 
 class Reader:
-    """The user at the terminal, message by message.
+    """Reader of the user's messages in the terminal.
 
-    Each line of the history's file is one message as a JSON string, as a message may have lines of
-    its own; only its owner may read it. Without a file, or one that cannot be read or written, the
-    history is this run's.
+    Each line of the history file is one message as a JSON string, as a message may have several
+    lines; only its owner may read it. Without a usable file, the history only lasts for this run.
 
     Args:
         history: the file.
@@ -41,16 +40,16 @@ class Reader:
 
         self._readline = readline
         self._history = history
-        # A paste is one message, however many lines it has (GNU readline; libedit does not know
-        # the setting). What is typed is kept by us, as whole messages.
+        # A paste of any number of lines is one message (with GNU readline; libedit lacks
+        # the setting). This class stores whole messages itself.
         readline.parse_and_bind("set enable-bracketed-paste on")
         readline.set_auto_history(False)
         self._load()
 
     def read(self) -> str | None:
-        """The next message that is not empty; None at the end of the input (Ctrl-D).
+        """Return the next message that is not empty; None at the end of the input (Ctrl-D).
 
-        Ctrl-C throws away what has been typed.
+        Ctrl-C discards the typed text.
         """
         while True:
             try:
@@ -90,7 +89,7 @@ class Reader:
             return
         kept = lines[-_MOST_LINES:]
         for line in kept:
-            with contextlib.suppress(msgspec.MsgspecError):  # a line cut off by a full disk
+            with contextlib.suppress(msgspec.MsgspecError):  # a line may be cut off by a full disk
                 self._readline.add_history(msgspec.json.decode(line, type=str))
         if len(lines) > 2 * _MOST_LINES:
             self._write("w", b"".join(line + b"\n" for line in kept))
@@ -116,10 +115,10 @@ class Reader:
 
 
 def read_all() -> str:
-    """All of standard input, as one prompt: the text without its last newline.
+    """Read all of standard input as one prompt, without its last newline.
 
     Raises:
-        ConfigError: it is no text, or there is none.
+        ConfigError: standard input is empty, or not text.
     """
     try:
         text = sys.stdin.buffer.read().decode()

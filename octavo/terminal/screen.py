@@ -1,4 +1,4 @@
-"""Writing to the terminal: answers with words wrapped, notes and errors beside them."""
+"""Output to the terminal: answers with wrapped words, notes and errors."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-# What a terminal takes as an order (move, erase, rename the window ...), apart from line and tab.
+# Control characters that a terminal interprets, except for line feed and tab.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _TAB = 8
 
 
 def write(text: str) -> None:
-    """Writes to standard output at once."""
+    """Write to standard output at once."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
 def note(text: str) -> None:
-    """A line that is not part of an answer: on stderr, dim where that is a terminal."""
+    """Print a line that is not part of an answer on stderr, dim on a terminal."""
     if sys.stderr.isatty():
         console = _console()
         style = "" if console.no_color else "dim"
@@ -35,7 +35,7 @@ def note(text: str) -> None:
 
 
 def print_error(message: str) -> None:
-    """The line of an error: on stderr, red where that is a terminal."""
+    """Print an error in one line on stderr, red on a terminal."""
     line = "octavo: error: " + " ".join(message.split())
     if sys.stderr.isatty():
         _console().print(harmless(line), style="red", markup=False, emoji=False)
@@ -45,9 +45,9 @@ def print_error(message: str) -> None:
 
 @contextlib.contextmanager
 def spinner(text: str) -> Iterator[Callable[[str], None]]:
-    """Show in a terminal that something takes a while; the first log line takes its place.
+    """Show progress in a terminal until the first log line.
 
-    What it yields changes the text.
+    Yields a function that changes the text.
     """
     if not sys.stderr.isatty():
         yield lambda text: None
@@ -71,15 +71,15 @@ def spinner(text: str) -> Iterator[Callable[[str], None]]:
 
 
 def harmless(text: str) -> str:
-    """The text without what would command a terminal: control characters become visible."""
+    """Replace control characters by visible signs."""
     return _CONTROL.sub(lambda match: _picture(match[0]), text)
 
 
 def show(pieces: Iterable[str]) -> None:
-    """Writes an answer as it comes, and ends its line.
+    """Write an answer as it arrives, and end its line.
 
-    In a terminal its words are wrapped and control characters are shown, not obeyed; a file or a
-    pipe gets the text as it is. However the pieces end, what came is shown.
+    On a terminal, words are wrapped and control characters are made visible; a file or a pipe
+    receives the unchanged text. If the pieces end with an exception, all text so far is shown.
     """
     wrapper = Wrapper() if sys.stdout.isatty() else None
     came = False
@@ -99,13 +99,13 @@ def _last(wrapper: Wrapper | None) -> str:
 
 
 class Wrapper:
-    """Breaks lines between words, for text that comes in pieces.
+    """Line breaker between words, for text that arrives in pieces.
 
-    A word is held back until it is known where it goes: until its end comes. Between wide
-    characters (Chinese, Japanese ...) lines may break anywhere.
+    A word is held back until its end arrives and its position is known. Between wide characters
+    (Chinese, Japanese ...) lines may break anywhere.
 
     Args:
-        width: columns of the terminal; None: what it has when a line begins.
+        width: columns of the terminal; None: its width at the beginning of each line.
     """
 
     def __init__(self, width: int | None = None) -> None:
@@ -117,7 +117,7 @@ class Wrapper:
         self._width = self._measure()
 
     def feed(self, text: str) -> str:
-        """Takes in a piece; returns what may be written now."""
+        """Add a piece; return the text that may be written now."""
         from rich.cells import cell_len
 
         out: list[str] = []
@@ -142,14 +142,14 @@ class Wrapper:
         return "".join(out)
 
     def end(self) -> str:
-        """What is left to be written at the end of the text."""
+        """Return the remaining text at the end."""
         return self._flush()
 
     def _place(self) -> int:
         return self._column + len(self._spaces)
 
     def _flush(self) -> str:
-        """The word that is held back, on this line or on the next one."""
+        """Return the held word, on this line or on the next one."""
         if not self._word:
             return ""
         if self._column and self._place() + self._word_width > self._width:
@@ -171,7 +171,7 @@ class Wrapper:
 
 
 def _picture(char: str) -> str:
-    """A visible sign for a control character."""
+    """Return a visible sign for a control character."""
     if char < " ":
         return chr(0x2400 + ord(char))
     return "\u2421" if char == "\x7f" else "\ufffd"

@@ -1,4 +1,4 @@
-"""An interactive chat: questions, answers, and commands that begin with a slash."""
+"""Interactive chat: questions, answers, and commands that begin with a slash."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ SAMPLING: dict[str, tuple[type, str]] = {
     "stop": (str, "Text that ends the answer; may be given several times."),
     "seed": (int, "Seed of the sampling."),
 }
-"""What may be set of a request: type and help by name; SamplingParams and the API know them."""
+"""Settable parameters of a request: type and help by name, as in SamplingParams and the API."""
 
 
 def check_sampling(params: dict[str, Any]) -> None:
-    """Refuses wrong sampling parameters before anybody is asked.
+    """Reject wrong sampling parameters before a request is sent.
 
     Raises:
-        ConfigError: names the parameter, the value and what may be.
+        ConfigError: a parameter is wrong; the message names it, its value and the allowed values.
     """
     try:
         SamplingParams(**params)
@@ -46,13 +46,13 @@ def check_sampling(params: dict[str, Any]) -> None:
 
 @dataclass
 class Session:
-    """A chat with a model.
+    """Chat with a model.
 
     Args:
         source: the model or the server that answers.
         params: sampling parameters by name; the others are the model's own.
         system: the system prompt.
-        is_chat: False: the model continues each text by itself, without a conversation.
+        is_chat: False if the model continues each text by itself, without a conversation.
     """
 
     source: Source
@@ -60,10 +60,10 @@ class Session:
     system: str | None = None
     is_chat: bool = True
     messages: list[Message] = field(default_factory=list)
-    """The conversation without the system prompt: questions and answers in turn."""
+    """Conversation without the system prompt: alternating questions and answers."""
 
     def run(self) -> None:
-        """Talks until the user leaves."""
+        """Run until the user leaves."""
         reader = Reader(history_file())
         keys = "Ctrl-C stops an answer, Ctrl-D leaves, /help lists commands."
         if self.is_chat:
@@ -83,10 +83,10 @@ class Session:
                 write("\n")
 
     def take(self, text: str) -> bool:
-        """Does what a message asks for; returns False if it wants to leave.
+        """Handle a message; return False if it ends the session.
 
         Raises:
-            OctavoError: it cannot be done; the conversation is as before.
+            OctavoError: the message failed; the conversation is unchanged.
         """
         if not text.startswith("/") or "\n" in text:
             self.ask(text)
@@ -106,13 +106,13 @@ class Session:
         return True
 
     def ask(self, question: str) -> bool:
-        """Asks and shows the answer; an answer that Ctrl-C ended stays as far as it came.
+        """Ask and show the answer; keep the part of an answer that Ctrl-C ended.
 
         Returns:
-            Whether Ctrl-C ended it.
+            True if Ctrl-C ended it.
 
         Raises:
-            OctavoError: it was refused or failed; the conversation is as before.
+            OctavoError: the request was rejected or failed; the conversation is unchanged.
         """
         asked: list[Message] = [*self.messages, {"role": "user", "content": question}]
         if self.is_chat:
@@ -124,12 +124,12 @@ class Session:
             asked = asked[-1:]
             pieces = self.source.complete(question, self.params)
         answer, stopped = show_answer(self.source, pieces)
-        if answer:  # a question without an answer would stand before the next question
+        if answer:  # otherwise two questions would be adjacent
             self.messages = [*asked, {"role": "assistant", "content": answer}]
         return stopped
 
     def _commands(self) -> dict[str, _Command]:
-        """The commands that this session has."""
+        """Return the commands of this session."""
         return {
             name: command
             for name, command in _COMMANDS.items()
@@ -167,7 +167,7 @@ class Session:
         note(f"{name}: {self._shown(name)}")
 
     def _shown(self, name: str) -> str:
-        """The value of a sampling parameter: what was set, or else the model's own."""
+        """Return the value of a sampling parameter: the set one, or else the model's own."""
         if name in self.params:
             return str(self.params[name])
         default = self.source.defaults.get(name)
@@ -224,7 +224,7 @@ class Session:
         before, params = self.messages, self.params
         question = before[-2]["content"]
         self.messages = before[:-2]
-        if "seed" in params:  # the same one would give the same answer
+        if "seed" in params:  # the same seed would repeat the answer
             self.params = {**params, "seed": params["seed"] + 1}
         try:
             self.ask(question)
@@ -234,10 +234,10 @@ class Session:
 
 
 class _Saved(msgspec.Struct, forbid_unknown_fields=True):
-    """A chat in a file, as JSON."""
+    """Chat in a file, as JSON."""
 
     model: str
-    """Who it was with; for the reader."""
+    """Name of its model; for information only."""
     system: str | None
     params: dict[str, Any]
     messages: list[dict[str, str]]
@@ -248,9 +248,9 @@ class _Command:
     takes: str
     doc: str
     do: Callable[[Session, str], None] | None
-    """None: it leaves."""
+    """Function of the command; None: it ends the session."""
     is_for_chats: bool = False
-    """Whether it needs a conversation."""
+    """True if it needs a conversation."""
 
 
 _COMMANDS = {

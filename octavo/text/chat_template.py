@@ -1,4 +1,4 @@
-"""Chat templates: from a list of messages to the text that the model was trained on."""
+"""Chat templates: convert a list of messages to the text format that the model was trained on."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from octavo.text.template_client import RenderRequest, TemplateClient
 RESERVED_VARIABLES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
 )
-"""Variables of templates that no caller sets by name."""
-# Two processes for all templates: a short chat does not wait while a long one is rendered.
+"""Variables of templates that callers cannot set by name."""
+# Two processes for all templates: a short chat does not wait for the rendering of a long one.
 _short_client = TemplateClient()
 _long_client = TemplateClient()
 atexit.register(_short_client.close)
 atexit.register(_long_client.close)
-# In characters of the messages and in messages.
+# In characters of the messages, and in messages.
 _LONG_TEXT = 20_000
 _MANY_MESSAGES = 100
 
 
 class HasTemplates(Protocol):
-    """What is needed of a tokenizer."""
+    """Interface that is needed of a tokenizer."""
 
     @property
     def chat_templates(self) -> Mapping[str, str]:
@@ -38,9 +38,9 @@ class HasTemplates(Protocol):
 
 
 class ChatTemplate:
-    """A model's chat template, or several by name: "default", and "tool_use" for tools.
+    """Chat templates of a model by name: "default", and "tool_use" for tools.
 
-    They are rendered by a process of their own, so whatever a template does harms nobody.
+    A separate process renders them, so that no template can harm this process.
 
     Args:
         sources: jinja sources by name.
@@ -53,16 +53,16 @@ class ChatTemplate:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: HasTemplates, override: str | None = None) -> ChatTemplate:
-        """The template of the model, or another one given by the operator.
+        """Return the template of the model, or another one configured by the operator.
 
-        A model's own template is compiled meanwhile, and a broken one fails chats only.
+        A model's own template is compiled concurrently, and a broken one only makes chats fail.
 
         Args:
             tokenizer: has the model's templates and special tokens.
             override: a template file, or the template itself.
 
         Raises:
-            ConfigError: `override` is no readable file and no template, or does not compile.
+            ConfigError: `override` is neither a readable file nor a template, or does not compile.
         """
         if override is None:
             template = cls(tokenizer.chat_templates, tokenizer.special_tokens)
@@ -78,12 +78,12 @@ class ChatTemplate:
 
     @property
     def source(self) -> str | None:
-        """The template of chats without tools; None if there is none."""
+        """Template of chats without tools; None without one."""
         return self._sources.get("default")
 
     @property
     def available(self) -> bool:
-        """Whether there is a template at all."""
+        """True if there is any template."""
         return bool(self._sources)
 
     def submit(
@@ -97,10 +97,10 @@ class ChatTemplate:
         template_kwargs: Mapping[str, Any] | None = None,
         may_drop_tool_calls: bool = True,
     ) -> Future[str]:
-        """Begins to make the prompt of a conversation: `render` as a future.
+        """Start to make the prompt of a conversation; return a future of `render`'s result.
 
         Raises:
-            RequestError: as `render`; what the template itself refuses comes with the future.
+            RequestError: as `render`; errors of the template itself are raised by the future.
         """
         if continue_final_message and add_generation_prompt:
             raise RequestError(
@@ -110,7 +110,7 @@ class ChatTemplate:
         for name in template_kwargs or {}:
             if name in RESERVED_VARIABLES:
                 raise RequestError(
-                    f"{name!r} is a variable of its own; do not give it in chat_template_kwargs.",
+                    f"{name!r} is a reserved variable; do not pass it in chat_template_kwargs.",
                     "chat_template_kwargs",
                 )
         if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
@@ -131,30 +131,30 @@ class ChatTemplate:
         return (_long_client if long else _short_client).submit(request)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """Makes the prompt of a conversation; tokenise it without adding special tokens.
+        """Make the prompt of a conversation; tokenise it without adding special tokens.
 
-        Messages are OpenAI's. Their content may be text or a list of text parts; it is passed on
-        in a form that the template can handle, with parts joined by newlines where it only knows
-        text. Arguments of tool calls may be JSON texts or objects, likewise.
+        Messages are OpenAI's. Their content may be text or a list of text parts. The template
+        receives it in a form that it supports, with parts joined by newlines if it only supports
+        text. Arguments of tool calls may be JSON texts or objects, and are adapted in the same way.
 
         Args:
             messages: the conversation.
             options: `tools`: tool definitions (OpenAI's form); `documents`: texts for retrieval,
-                for templates that know them; `add_generation_prompt` (default): end with the
+                for templates that support them; `add_generation_prompt` (default): end with the
                 beginning of the assistant's turn; `continue_final_message`: end inside the last
-                message, so that the model goes on with it, which excludes the former;
+                message, so that the model continues it, which excludes the former;
                 `template_kwargs`: further variables for the template; `may_drop_tool_calls`
-                (default): render messages with tool calls by a template that leaves these out.
+                (default): render messages with tool calls by a template that omits these.
 
         Raises:
-            RequestError: the messages are malformed, or the template refuses them, or takes too
+            RequestError: the messages are malformed, or the template rejects them, or needs too
                 much time or memory for them.
             ModelError: the template is broken.
         """
         return self.submit(messages, **options).result()
 
     def _compile(self) -> Future[str]:
-        """Has the process started, and its templates compiled."""
+        """Start the process, and compile its templates."""
         return _short_client.submit(RenderRequest(self._sources, self._special_tokens))
 
 
@@ -162,17 +162,17 @@ def _is_long(messages: Sequence[Mapping[str, Any]]) -> bool:
     if len(messages) > _MANY_MESSAGES:
         return True
     contents = [m.get("content") for m in messages if isinstance(m, Mapping)]
-    # Parts and tool calls count as long: to see that they are not takes as long as it saves.
+    # Parts and tool calls count as long: a check would take as long as it saves.
     several = any(m.get("tool_calls") for m in messages if isinstance(m, Mapping))
     several = several or any(isinstance(c, list) for c in contents)
     return several or sum(len(c) for c in contents if isinstance(c, str)) > _LONG_TEXT
 
 
 def read_override(override: str) -> str:
-    """The template that an operator named or wrote.
+    """Return the template that an operator named or wrote.
 
     Raises:
-        ConfigError: it is no template, and no file that can be read.
+        ConfigError: it is neither a template nor a readable file.
     """
     if "{" in override or "\n" in override:
         return override

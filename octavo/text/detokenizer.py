@@ -1,4 +1,4 @@
-"""Tokens to text, one at a time: whole characters only, and stop texts cut off."""
+"""Conversion of tokens to text, one at a time: whole characters only, without stop texts."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from typing import Protocol
 from octavo.sampling_params import SamplingParams
 from octavo.text.tokenizer import REPLACEMENT, Tokenizer
 
-# So many pieces of text are kept before they are joined: small ones take ten times their length.
+# Maximum number of pieces kept before they are joined: small ones use ten times their length.
 _MAX_PIECES = 256
-# How many tokens of the prompt are looked at for context; a character has at most 4 bytes.
+# Number of the prompt's tokens that are decoded for context; a character has at most 4 bytes.
 _NUM_CONTEXT_TOKENS = 6
-# No character takes more tokens than this: text that still ends in U+FFFD then is really broken.
+# Maximum number of tokens of a character: text that still ends in U+FFFD then is invalid.
 _MAX_HELD_TOKENS = 8
 
 
 class TextStream(Protocol):
-    """Turns tokens into the text they add; holds back characters that are not complete."""
+    """Stream that converts tokens to text; it holds incomplete characters back."""
 
     def push(self, token_id: int) -> str:
-        """Text that is complete with this token."""
+        """Return the text that this token completes."""
 
     def flush(self) -> str:
-        """What is held back, with U+FFFD for what never got complete."""
+        """Return the held text, with U+FFFD for incomplete characters."""
 
 
 class ByteStream:
-    """Stream for tokenizers whose tokens stand for fixed bytes (`Tokenizer.has_bytes`).
+    """Stream for tokenizers with tokens that stand for fixed bytes (`Tokenizer.has_bytes`).
 
-    The text is what `Tokenizer.decode` makes of all tokens. Only where a sentencepiece model makes
-    bytes that are not UTF-8 can the number of U+FFFD differ: `decode` looks back there.
+    The text equals `Tokenizer.decode` of all tokens, with one exception: for invalid UTF-8 of a
+    sentencepiece model the number of U+FFFD may differ, since `decode` looks back there.
 
     Args:
-        tokenizer: with `has_bytes`.
-        prompt_token_ids: what goes before; a character begun there is completed.
-        skip_special_tokens: leave special tokens out.
+        tokenizer: tokenizer with `has_bytes`.
+        prompt_token_ids: preceding tokens; a character begun there is completed.
+        skip_special_tokens: True to omit special tokens.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class ByteStream:
         )
 
     def push(self, token_id: int) -> str:
-        """Text that is complete with this token."""
+        """Return the text that this token completes."""
         piece = self._pieces[token_id]
         if self._incomplete or isinstance(piece, bytes):
             data = piece.encode() if isinstance(piece, str) else piece
@@ -68,7 +68,7 @@ class ByteStream:
         return piece
 
     def flush(self) -> str:
-        """What is held back, with U+FFFD for what never got complete."""
+        """Return the held text, with U+FFFD for incomplete characters."""
         self._incomplete = False
         return self._decoder.decode(b"", final=True)
 
@@ -77,9 +77,9 @@ class WindowStream:
     """Stream for any tokenizer: decodes a window of the last tokens with and without the new one.
 
     Args:
-        tokenizer: any.
-        prompt_token_ids: what goes before; its last tokens decide about a leading space.
-        skip_special_tokens: leave special tokens out.
+        tokenizer: any tokenizer.
+        prompt_token_ids: preceding tokens; the last of them decide about a leading space.
+        skip_special_tokens: True to omit special tokens.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class WindowStream:
         self._read_text = tokenizer.decode(self._ids)
 
     def push(self, token_id: int) -> str:
-        """Text that is complete with this token."""
+        """Return the text that this token completes."""
         if token_id in self._skipped:
             return ""
         self._ids.append(token_id)
@@ -106,7 +106,7 @@ class WindowStream:
         return self._take(text)
 
     def flush(self) -> str:
-        """What is held back, with U+FFFD for what never got complete."""
+        """Return the held text, with U+FFFD for incomplete characters."""
         return self._take(self._tokenizer.decode(self._ids))
 
     def _take(self, text: str) -> str:
@@ -120,21 +120,21 @@ class WindowStream:
 def make_text_stream(
     tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool
 ) -> TextStream:
-    """The stream that suits the tokenizer."""
+    """Make the stream that fits the tokenizer."""
     kind = ByteStream if tokenizer.has_bytes else WindowStream
     return kind(tokenizer, prompt_token_ids, skip_special_tokens)
 
 
 class IncrementalDetokenizer:
-    """Tokens and text of one answer, in constant time a token.
+    """Tokens and text of one answer, in constant time per token.
 
-    Text goes through two hands: the stream holds back incomplete characters, and with stop texts
-    the last `max(len(stop)) - 1` characters wait, as they may turn into one.
+    Text passes two stages: the stream holds incomplete characters back, and with stop texts the
+    last `max(len(stop)) - 1` characters wait, as they may become one.
 
     Args:
-        tokenizer: None for no text at all; so does `params.detokenize = False`.
+        tokenizer: None for no text, like `params.detokenize = False`.
         prompt_token_ids: the prompt.
-        params: stop texts, `min_tokens` and what to leave out.
+        params: has stop texts, `min_tokens` and the texts to omit.
     """
 
     def __init__(
@@ -155,14 +155,14 @@ class IncrementalDetokenizer:
         self._held = ""
 
     def update(self, new_token_ids: Sequence[int], ended_by_stop_token: bool = False) -> str | None:
-        """Takes in new tokens; returns the stop text if one ended the answer.
+        """Add tokens; return the stop text if one ended the answer.
 
-        Tokens behind the one that completes a stop text are dropped, so the answer does not depend
-        on how many tokens came at once. After `min_tokens` tokens stop texts begin to count.
+        Tokens after the one that completes a stop text are dropped, so the answer does not depend
+        on the number of tokens in a call. Stop texts have no effect before `min_tokens` tokens.
 
         Args:
-            new_token_ids: in order.
-            ended_by_stop_token: the last of them is a stop token: it is kept as a token but, unless
+            new_token_ids: tokens in order.
+            ended_by_stop_token: the last token is a stop token: it is kept as a token but, without
                 `include_stop_str_in_output`, not as text.
         """
         stream = self._stream
@@ -194,27 +194,27 @@ class IncrementalDetokenizer:
         return None
 
     def finish(self) -> None:
-        """No more tokens come: nothing is held back any longer."""
+        """Release all held text after the last token."""
         if self._stream is not None:
             self._held += self._stream.flush()
         self._release(len(self._held))
 
     def text(self) -> str:
-        """All text released so far."""
+        """Return all text released so far."""
         text = "".join(self._released)
         self._released = [text]
         return text
 
     def take_text(self) -> str:
-        """The text released since the last call; to be used instead of `text`, not with it."""
+        """Return the text released since the last call; use either this or `text`."""
         text = "".join(self._released)
         self._released.clear()
         return text
 
     def _find_stop(self, num_old: int) -> str | None:
-        """Looks for stop texts that end behind the first `num_old` held characters.
+        """Find a stop text that ends after the first `num_old` held characters.
 
-        The one that begins first counts; of several, the one given first.
+        The one that begins first wins; among several, the one given first.
         """
         best: tuple[int, str] | None = None
         for stop in self._stops:

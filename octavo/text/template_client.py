@@ -1,7 +1,7 @@
-"""How chat templates are rendered: by a process of its own, which this starts and keeps.
+"""Rendering of chat templates by a separate process, which this module starts and keeps.
 
-`text/template_process.py` is the other side, and says why. The first render starts the process,
-which serves all templates of this one. If it ends, the next render starts another.
+`text/template_process.py` is the other side, and explains the reason. The first render starts the
+process, which serves all templates of this one. If it ends, the next render starts another.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ import msgspec
 from octavo.errors import ModelError, RequestError, make_error
 
 MAX_RENDER_SECONDS = 2.0
-"""Processor time of one render."""
+"""Limit of the processor time of one render."""
 MAX_RENDER_BYTES = 512 * 2**20
-"""Address space of the process, which is about 40 MiB when nothing is rendered."""
-# A render that waits for a busy machine is given more time than one that computes.
+"""Limit of the process' address space, which is about 40 MiB when idle."""
+# A render that waits for a busy machine may take longer than one that computes.
 _MAX_WAIT_SECONDS = 10.0
 _LENGTH_BYTES = 8
 
 
 class RenderRequest(msgspec.Struct):
-    """One conversation to be rendered; see `ChatTemplate.render`."""
+    """Conversation to be rendered; see `ChatTemplate.render`."""
 
     sources: dict[str, str]
     """Jinja sources by name."""
     special_tokens: dict[str, str]
     messages: Any = None
-    """None: the templates are only compiled."""
+    """Messages; None: the templates are only compiled."""
     tools: Any = None
     documents: Any = None
     add_generation_prompt: bool = True
@@ -47,7 +47,7 @@ class RenderRequest(msgspec.Struct):
 
 
 class RenderResult(msgspec.Struct):
-    """The text, or why there is none."""
+    """Rendered text, or an error."""
 
     text: str = ""
     error: str | None = None
@@ -57,9 +57,9 @@ class RenderResult(msgspec.Struct):
 
 
 class TemplateClient:
-    """One rendering process, and the thread that waits for it.
+    """Rendering process, and the thread that waits for it.
 
-    Renders are done one after the other, in the order in which they were asked for.
+    Renders run one after the other, in the order of submission.
     """
 
     def __init__(self) -> None:
@@ -68,16 +68,16 @@ class TemplateClient:
         self._socket: socket.socket | None = None
 
     def submit(self, request: RenderRequest) -> Future[str]:
-        """Begins a render; the future's result is the text.
+        """Start a render; the future's result is the text.
 
-        It fails with:
+        The future's errors:
             RequestError: the request cannot be rendered within the limits.
             ModelError: the template is broken, or its process does not answer.
         """
         return self._thread.submit(self._render, request)
 
     def close(self) -> None:
-        """Ends the process and the thread; renders that wait are cancelled."""
+        """End the process and the thread; cancel waiting renders."""
         self._thread.shutdown(cancel_futures=True)
         self._end()
 
@@ -99,7 +99,7 @@ class TemplateClient:
         raise failure
 
     def _exchange(self, data: bytes) -> bytes:
-        """Sends a request and waits for its answer."""
+        """Send a request and wait for its answer."""
         for last in (False, True):
             connection = self._connect()
             try:
@@ -108,7 +108,8 @@ class TemplateClient:
             except TimeoutError:
                 self._end()
                 raise ModelError(
-                    f"The chat template was stopped: no answer came in {_MAX_WAIT_SECONDS:g} s."
+                    "The chat template was stopped: no answer arrived within "
+                    f"{_MAX_WAIT_SECONDS:g} s."
                 ) from None
             except OSError:
                 answer = None
@@ -121,12 +122,12 @@ class TemplateClient:
                     f"{MAX_RENDER_SECONDS:g} s of processor time.",
                     "messages",
                 )
-            if code != -signal.SIGKILL or last:  # the kernel, or a person: not the template's doing
+            if code != -signal.SIGKILL or last:  # SIGKILL: not the template's fault
                 break
         raise ModelError(f"The process that renders chat templates ended with status {code}.")
 
     def _connect(self) -> socket.socket:
-        """The socket of a process that lives."""
+        """Return the socket of a live process."""
         if self._process is not None and self._process.poll() is not None:
             self._end()
         if self._socket is None:
@@ -143,13 +144,13 @@ class TemplateClient:
                     stdin=theirs.fileno(),
                     process_group=0,  # a Ctrl-C in the terminal is for the parent, from the start
                 )
-            # Somebody always waits for it, so it is no zombie however it ends.
+            # A thread always waits for the process, so it never stays a zombie.
             threading.Thread(target=self._process.wait, daemon=True).start()
         self._socket.settimeout(_MAX_WAIT_SECONDS)
         return self._socket
 
     def _end(self) -> int:
-        """Ends the process; returns its exit status."""
+        """End the process; return its exit status."""
         if self._process is None or self._socket is None:
             return 0
         self._socket.close()
@@ -162,7 +163,7 @@ class TemplateClient:
 
 
 def _plain_container(value: object) -> object:
-    """What msgpack can carry of a value that it does not know."""
+    """Convert a container that msgpack does not support."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Sequence):
@@ -171,13 +172,13 @@ def _plain_container(value: object) -> object:
 
 
 def send(connection: socket.socket, message: bytes) -> None:
-    """Sends one message."""
+    """Send one message."""
     connection.sendall(len(message).to_bytes(_LENGTH_BYTES, "little"))
     connection.sendall(message)
 
 
 def receive(connection: socket.socket) -> bytes | None:
-    """The next message; None at the end.
+    """Return the next message; None at the end.
 
     Raises:
         TimeoutError: the socket has a timeout, and the message was not complete in that time.

@@ -1,12 +1,12 @@
-"""The process that renders chat templates, under limits of memory and time.
+"""Process that renders chat templates, within limits of memory and time.
 
-A template is a program that comes with a model, and one filter or operator is enough to ask for
-more memory or time than there is. So it runs here, where that harms nobody, in a sandbox with the
-extras that Hugging Face transformers gives templates (`raise_exception`, `strftime_now`, `tojson`,
-loop controls, `generation` blocks). Nothing that a request sends is ever run as a template.
+A template is a program that is part of a model, and one filter or operator can exhaust memory or
+time. So it runs in this process, isolated from the server, in a sandbox with the extras that
+Hugging Face transformers provides (`raise_exception`, `strftime_now`, `tojson`, loop controls,
+`generation` blocks). Data of requests are never run as a template.
 
-Requests come one at a time through the socket that is standard input; its end ends the process. Too
-much memory is an error of the render. Too much processor time ends the process, wherever it is;
+Requests arrive one at a time through the socket that is standard input; its end ends the process.
+Too much memory is an error of the render. Too much processor time ends the process at any point;
 `text/template_client.py` then starts another one.
 """
 
@@ -35,7 +35,7 @@ from octavo.errors import ModelError, OctavoError, RequestError, UnsupportedErro
 from octavo.text.template_client import RenderRequest, RenderResult, receive, send
 
 MAX_RENDERED_CHARS = 2**24
-# "Private use" characters keep the marks apart from anything that a template or a person writes.
+# "Private use" characters distinguish the marks from texts of templates and users.
 _CONTINUE_MARK = "\ue000octavo-continue\ue001"
 _PROBE = "octavoprobe"
 _RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
@@ -46,8 +46,8 @@ Message = dict[str, Any]
 
 
 def main() -> None:
-    """Renders until standard input ends. Arguments: seconds of one render, bytes of memory."""
-    # The parent decides when to stop. It has started this process in a group of its own, which a
+    """Render until standard input ends. Arguments: seconds of one render, bytes of memory."""
+    # The parent decides when to stop. It has started this process in a separate group, which a
     # Ctrl-C in the terminal does not reach while modules are imported.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -60,7 +60,7 @@ def main() -> None:
 
 def _serve(connection: socket.socket, max_seconds: float, max_bytes: int) -> None:
     while (data := receive(connection)) is not None:
-        # The timer's signal ends the process, in the middle of whatever it does.
+        # The timer's signal ends the process at any point.
         signal.setitimer(signal.ITIMER_PROF, max_seconds)
         try:
             answer = _answer(data)
@@ -77,7 +77,7 @@ def _serve(connection: socket.socket, max_seconds: float, max_bytes: int) -> Non
 
 
 def _answer(data: bytes) -> bytes:
-    """The encoded result of an encoded request."""
+    """Return the encoded result of an encoded request."""
     try:
         request = msgspec.msgpack.decode(data, type=RenderRequest)
         templates = _templates(
@@ -114,7 +114,7 @@ def _templates(
 
 
 class _Templates:
-    """A model's chat templates, compiled at their first use."""
+    """Chat templates of a model, compiled on first use."""
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         self._sources = sources
@@ -124,16 +124,15 @@ class _Templates:
         self._habits: dict[tuple[str, str], bool] = {}
 
     def compile_all(self) -> None:
-        """Compiles every template.
+        """Compile every template.
 
         Raises:
-            ModelError: one of them cannot be.
+            ModelError: a template does not compile.
         """
         for name in self._sources:
             self._compile(name)
 
     def render(self, request: RenderRequest) -> str:
-        """See `ChatTemplate.render`."""
         messages, tools, documents = request.messages, request.tools, request.documents
         if not isinstance(messages, list) or not messages:
             raise RequestError("messages must be a list of at least one message.", "messages")
@@ -156,14 +155,14 @@ class _Templates:
         return _cut_at_mark(rendered) if request.continue_final_message else rendered
 
     def _check_tool_calls(self, name: str, messages: list[Any]) -> None:
-        """Refuse tool calls that the template would leave out: the model would not see them."""
+        """Raise UnsupportedError for tool calls that the template would omit."""
         for i, message in enumerate(messages):
             has_calls = isinstance(message, Mapping) and message.get("tool_calls")
             if has_calls and not self._takes(name, "calls"):
                 raise UnsupportedError(
-                    f"messages[{i}].tool_calls: the model's chat template does not know tool "
+                    f"messages[{i}].tool_calls: the model's chat template does not support tool "
                     "calls, so the model would not see them; write them into content, or start the "
-                    "server with a --chat-template that knows them.",
+                    "server with a --chat-template that supports them.",
                     "messages",
                 )
 
@@ -209,7 +208,7 @@ class _Templates:
             raise
         except SecurityError as error:
             raise ModelError(f"The chat template does something forbidden: {error}") from error
-        except Exception as error:  # templates are programs: anything can go wrong in them
+        except Exception as error:  # templates are programs and may raise anything
             raise RequestError(
                 f"The model's chat template cannot render these messages: {error}", "messages"
             ) from error
@@ -222,7 +221,7 @@ class _Templates:
         return rendered
 
     def _adapt(self, name: str, message: Message) -> Message:
-        """Brings content and tool calls into the form that the template understands."""
+        """Convert content and tool calls to the form that the template supports."""
         content = message["content"]
         role = message["role"]
         if isinstance(content, list) and not self._takes(name, f"parts:{role}"):
@@ -243,7 +242,7 @@ class _Templates:
         return message
 
     def _takes(self, name: str, habit: str) -> bool:
-        """Finds out, once, how a template treats a form of message: by rendering an example."""
+        """Return, after rendering an example once, how a template handles a form of message."""
         kind, _, role = habit.partition(":")
         if role not in _PROBED_ROLES:
             return kind == "text"
@@ -259,7 +258,7 @@ class _Templates:
         if habit == "objects":
             rendered = self._render_example(name, _call_example({_PROBE: "1"}))
             if rendered is not None:
-                return f"{{'{_PROBE}'" not in rendered  # Python's notation: meant for JSON texts
+                return f"{{'{_PROBE}'" not in rendered  # Python's notation: it expects JSON texts
             return self._render_example(name, _call_example(f'{{"{_PROBE}": "1"}}')) is None
         kind, _, role = habit.partition(":")
         content = _PROBE if kind == "text" else [{"type": "text", "text": _PROBE}]
@@ -273,13 +272,13 @@ class _Templates:
         }
         rendered = self._render_example(name, examples[role])
         if rendered is None:
-            return kind == "text"  # the example breaks the template's rules, so it tells nothing
-        # A template that knows no parts prints the list in Python's or JSON's notation.
+            return kind == "text"  # the example breaks the template's rules and is inconclusive
+        # A template without support for parts prints the list in Python's or JSON's notation.
         quoted = f"'{_PROBE}'" in rendered or f'"{_PROBE}"' in rendered
         return _PROBE in rendered and not quoted
 
     def _render_example(self, name: str, messages: list[Message]) -> str | None:
-        """Renders messages to see what a template does with them; None if it refuses."""
+        """Render example messages; return None if the template rejects them."""
         try:
             return self._render(
                 name, messages, {"tools": None, "documents": None, "add_generation_prompt": False}
@@ -289,7 +288,7 @@ class _Templates:
 
 
 def _call_example(arguments: object, name: str = "f") -> list[Message]:
-    """A conversation with a tool call."""
+    """Return a conversation with a tool call."""
     function = {"name": name, "arguments": arguments}
     call = {"id": "call00000", "type": "function", "function": function}
     return [
@@ -299,11 +298,11 @@ def _call_example(arguments: object, name: str = "f") -> list[Message]:
 
 
 class _RefusedError(jinja2.TemplateError):
-    """The template called `raise_exception`."""
+    """Error of a template that called `raise_exception`."""
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}`: marks the assistant's words for training."""
+    """Tag `{% generation %} ... {% endgeneration %}`: marks the assistant's words for training."""
 
     tags = {"generation"}  # noqa: RUF012 (the base class has it so)
 
@@ -340,7 +339,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without the HTML escapes of jinja's own filter."""
+    """Return JSON without the HTML escapes of jinja's own filter."""
     if isinstance(indent, int):
         indent = min(indent, 16)
     return json.dumps(
@@ -349,7 +348,7 @@ def _tojson(
 
 
 def _plain(value: Any, name: str) -> Any:
-    """A copy made of JSON's types only: templates get no objects with methods of their own."""
+    """Copy a value of JSON's types only: templates receive no objects with methods."""
     try:
         return _plain_value(value, name)
     except RecursionError:
@@ -367,14 +366,14 @@ def _plain_value(value: Any, name: str) -> Any:
 
 
 def _plain_message(message: Mapping[str, Any], position: int) -> Message:
-    """Checks and copies one message; content becomes text or a list of text parts."""
+    """Check and copy one message; content becomes text or a list of text parts."""
     where = f"messages[{position}]"
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f"{where} needs a role and a content.", "messages")
     plain: Message = _plain({k: v for k, v in message.items() if k != "content"}, "messages")
     content = message.get("content")
     if content is None:
-        if message["role"] in ("user", "system"):  # others may have something else to say
+        if message["role"] in ("user", "system"):  # others may have other contents
             raise RequestError(f"{where} has no content; give a text.", "messages")
         content = ""
     if isinstance(content, str):
@@ -417,7 +416,7 @@ def _functions(message: Message) -> Iterator[dict[str, Any]]:
 
 
 def _parse_arguments(function: dict[str, Any], where: str) -> None:
-    """Arguments as an object, which is what most templates expect."""
+    """Parse arguments to an object, which most templates expect."""
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
@@ -431,7 +430,7 @@ def _parse_arguments(function: dict[str, Any], where: str) -> None:
 
 
 def _mark_end(message: Message) -> None:
-    """Puts a mark, and a space to see whether the template trims, behind the message's text."""
+    """Append a mark, and a space to detect trimming, to the message's text."""
     content = message["content"]
     if not content:
         raise RequestError(

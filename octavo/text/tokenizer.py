@@ -1,6 +1,6 @@
-"""Text to tokens and back, on the `tokenizers` library.
+"""Conversion of text to tokens and back, by the `tokenizers` library.
 
-A tokenizer is read from a Hugging Face folder: `tokenizer.json` holds the whole thing;
+A tokenizer is read from a Hugging Face folder: `tokenizer.json` contains the tokenizer;
 `tokenizer_config.json` and `special_tokens_map.json` name the special tokens and the chat template.
 """
 
@@ -33,16 +33,16 @@ _NAMED_TOKENS = (
 )
 REPLACEMENT = "\ufffd"
 MAX_CHARS_PER_TOKEN = 16
-"""More characters for each token than any long text has: four are usual."""
+"""Upper bound of the characters per token in long texts: four are usual."""
 MAX_TOKENS = 2**17
-"""Most tokens of a text that need not fit a context: making a list of them is one call, too."""
-# In characters: what is tokenised at once, and what is tokenised to know its length.
+"""Maximum tokens of a text without a context limit: making a list of them is one call, too."""
+# In characters: limit for tokenising at once, and for tokenising to determine the length.
 _SHORT_TEXT = 1_000
 _SMALL_TEXT = 2**16
 
 
 class BatchEncoding(dict[str, Any]):
-    """What calling a `Tokenizer` returns: "input_ids" and "attention_mask", as attributes, too."""
+    """Result of calling a `Tokenizer`: "input_ids" and "attention_mask", also as attributes."""
 
     @property
     def input_ids(self) -> Any:
@@ -51,14 +51,14 @@ class BatchEncoding(dict[str, Any]):
 
     @property
     def attention_mask(self) -> Any:
-        """Ones, as many as there are ids."""
+        """Mask of ones in the shape of the ids."""
         return self["attention_mask"]
 
 
 def _batch_encoding(
     ids: list[list[int]], several: bool, return_tensors: str | None
 ) -> BatchEncoding:
-    """Token ids with their mask: of one text or of several, as lists or as tensors."""
+    """Make token ids with their mask: of one text or of several, as lists or as tensors."""
     masks = [[1] * len(one) for one in ids]
     if return_tensors is None:
         if several:
@@ -70,29 +70,29 @@ def _batch_encoding(
         )
     if len(set(map(len, ids))) > 1:
         raise RequestError(
-            "return_tensors='pt' takes texts of one length, as nothing is padded here; give one at "
-            "a time.",
+            "return_tensors='pt' needs texts of one length, as padding is not supported; pass one "
+            "at a time.",
             "return_tensors",
         )
-    import torch  # which most tokenizers never need
+    import torch  # most tokenizers never need it
 
     return BatchEncoding(input_ids=torch.tensor(ids), attention_mask=torch.tensor(masks))
 
 
 class Tokenizer:
-    """An immutable tokenizer; every method may be called from several threads at once.
+    """Immutable tokenizer; several threads may call every method at once.
 
-    What transformers' tokenizers have besides is named alike: calling it, `apply_chat_template`,
+    Other methods have the names of transformers' tokenizers: calling it, `apply_chat_template`,
     `get_vocab` ...
 
     Attributes:
-        config: what tokenizer_config.json and special_tokens_map.json say, as it stands there.
-        chat_templates: jinja sources by name ("default", "tool_use" ...); empty if there are none.
+        config: contents of tokenizer_config.json and special_tokens_map.json.
+        chat_templates: jinja sources by name ("default", "tool_use" ...); may be empty.
         special_tokens: the named special tokens ("bos_token" -> "<s>" ...).
-        bos_token_id: id of the beginning-of-sequence token, None if there is none.
-        eos_token_id: id of the end-of-sequence token, None if there is none.
-        all_special_ids: ids that `skip_special_tokens` leaves out.
-        strips_leading_space: whether decoding drops one space at the very beginning of a text.
+        bos_token_id: id of the beginning-of-sequence token, or None.
+        eos_token_id: id of the end-of-sequence token, or None.
+        all_special_ids: ids that `skip_special_tokens` omits.
+        strips_leading_space: True if decoding drops one space at the very beginning of a text.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Tokenizer:
             i for i, token in backend.get_added_tokens_decoder().items() if token.special
         )
         probe = backend.encode("a").ids
-        # The post-processor of tokenizer.json decides; the flags only add what it lacks.
+        # The post-processor of tokenizer.json decides; the flags only add missing tokens.
         self._prefix: list[int] = []
         self._suffix: list[int] = []
         if (
@@ -140,7 +140,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer:
-        """Reads the tokenizer of a model folder.
+        """Read the tokenizer of a model folder.
 
         Raises:
             ModelError: there is no usable tokenizer.json; the message names the file and the fix.
@@ -165,7 +165,7 @@ class Tokenizer:
         return self._backend.get_vocab_size(with_added_tokens=False)
 
     def __len__(self) -> int:
-        """Number of tokens, added ones included."""
+        """Return the number of tokens, including added ones."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     @property
@@ -185,30 +185,30 @@ class Tokenizer:
 
     @property
     def pad_token_id(self) -> int | None:
-        """Id of the padding token, None if there is none."""
+        """Id of the padding token, or None."""
         return self._named_id("pad_token")
 
     @property
     def unk_token_id(self) -> int | None:
-        """Id of the token for unknown texts, None if there is none."""
+        """Id of the token for unknown texts, or None."""
         return self._named_id("unk_token")
 
     @property
     def all_special_tokens(self) -> list[str]:
-        """Texts of the tokens that `skip_special_tokens` leaves out."""
+        """Texts of the tokens that `skip_special_tokens` omits."""
         return self.convert_ids_to_tokens(sorted(self.all_special_ids))
 
     @property
     def chat_template(self) -> str | None:
-        """The jinja source of the model's chat template."""
+        """Jinja source of the model's chat template."""
         return self.chat_templates.get("default")
 
     def get_vocab(self) -> dict[str, int]:
-        """All tokens as the vocabulary writes them, added ones included, and their ids."""
+        """Return all tokens as written in the vocabulary, including added ones, with their ids."""
         return self._backend.get_vocab(with_added_tokens=True)
 
     def get_added_vocab(self) -> dict[str, int]:
-        """The added tokens, and their ids."""
+        """Return the added tokens with their ids."""
         return {t.content: i for i, t in self._backend.get_added_tokens_decoder().items()}
 
     def __call__(
@@ -219,17 +219,17 @@ class Tokenizer:
         max_length: int | None = None,
         return_tensors: str | None = None,
     ) -> BatchEncoding:
-        """Turns a text or several into token ids, as transformers' tokenizers do; never pads.
+        """Convert one text or several to token ids, like transformers' tokenizers; never pad.
 
         Args:
             text: one text or several.
-            add_special_tokens: as the tokenizer's files say.
-            truncation: keep `max_length` ids at most: special ones, and the first of the others.
-            max_length: see there.
+            add_special_tokens: add special tokens as specified by the tokenizer's files.
+            truncation: keep at most `max_length` ids: special ones, and the first of the others.
+            max_length: see `truncation`.
             return_tensors: "pt": tensors of int64, [texts, tokens], instead of lists.
 
         Raises:
-            RequestError: a text is not valid Unicode, or tensors are wanted of texts of several
+            RequestError: a text is not valid Unicode, or tensors are requested for texts of several
                 lengths.
         """
         keep = max_length if truncation else None
@@ -264,32 +264,32 @@ class Tokenizer:
         return_dict: bool = False,
         **template_kwargs: Any,
     ) -> Any:
-        """The prompt of a conversation, or of several, as transformers' tokenizers make it.
+        """Make the prompt of a conversation, or of several, like transformers' tokenizers.
 
         Args:
             conversation: OpenAI's messages, or a list of such lists.
-            tools: definitions of tools, for templates that know them.
-            documents: texts for retrieval, likewise.
+            tools: definitions of tools, for templates that support them.
+            documents: texts for retrieval, for templates that support them.
             chat_template: a template, or its file, instead of the model's own.
             add_generation_prompt: end with the beginning of the assistant's turn.
             continue_final_message: end inside the last message.
             tokenize: return token ids instead of a text.
             return_tensors: "pt": a tensor of int64, [conversations, tokens], instead of lists.
-            return_dict: return what calling the tokenizer returns.
+            return_dict: return the result type of calling the tokenizer.
             template_kwargs: further variables for the template.
 
         Returns:
             A text or a list of ids; of several conversations, a list of these.
 
         Raises:
-            RequestError: the messages are malformed, or the template refuses them; or tensors are
-                wanted of conversations of several lengths.
-            UnsupportedError: they are to be padded or cut.
+            RequestError: the messages are malformed, or the template rejects them; or tensors are
+                requested for conversations of several lengths.
+            UnsupportedError: padding or truncation is requested.
         """
         for name in ("padding", "truncation", "max_length", "return_assistant_tokens_mask"):
             if template_kwargs.pop(name, None):
                 raise UnsupportedError(f"{name} is not supported in apply_chat_template.", name)
-        from octavo.text.chat_template import ChatTemplate  # which most tokenizers never need
+        from octavo.text.chat_template import ChatTemplate  # most tokenizers never need it
 
         template = ChatTemplate.from_tokenizer(self, chat_template)
         several = bool(conversation) and not isinstance(conversation[0], Mapping)
@@ -314,30 +314,30 @@ class Tokenizer:
     def encode(
         self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> list[int]:
-        """Turns text into token ids; special tokens written out in the text are recognised.
+        """Convert text to token ids; special tokens written out in the text are recognised.
 
-        Long texts are tokenised without the interpreter's lock: other threads go on meanwhile.
+        Long texts are tokenised without the interpreter's lock: other threads continue meanwhile.
 
         Args:
             text: any text.
-            add_special_tokens: as the tokenizer's files say.
-            max_tokens: refuse a text of more tokens (before special ones are added); one for which
-                `is_longer` says so is not even tokenised.
+            add_special_tokens: add special tokens as specified by the tokenizer's files.
+            max_tokens: maximum number of tokens (before special ones are added); a text that
+                `is_longer` is rejected without being tokenised.
 
         Raises:
             ContextLengthError: the text is longer than `max_tokens`.
-            RequestError: the text is not valid Unicode (it holds lone surrogates).
+            RequestError: the text is not valid Unicode (it contains lone surrogates).
         """
         if max_tokens is not None and is_longer(text, max_tokens):
             raise ContextLengthError(
-                f"The text has {len(text)} characters; at most {max_tokens} tokens are taken here. "
+                f"The text has {len(text)} characters; at most {max_tokens} tokens are accepted. "
                 "Shorten it.",
                 "prompt",
             )
         (encoding,) = self._encode([text], add_special_tokens)
         if max_tokens is not None and len(encoding) > max_tokens:
             raise ContextLengthError(
-                f"The text has {len(encoding)} tokens; at most {max_tokens} are taken here. "
+                f"The text has {len(encoding)} tokens; at most {max_tokens} are accepted. "
                 "Shorten it.",
                 "prompt",
             )
@@ -345,7 +345,7 @@ class Tokenizer:
         return self._prefix + ids + self._suffix if add_special_tokens else ids
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """Turns texts into token ids in one call, without special tokens of its own.
+        """Convert texts to token ids in one call, without adding special tokens.
 
         Raises:
             RequestError: a text is not valid Unicode.
@@ -356,7 +356,7 @@ class Tokenizer:
         backend = self._backend
         try:
             if sum(map(len, texts)) > _SHORT_TEXT:
-                # Of the library's calls only those for batches let go of the lock.
+                # Of the library's calls only those for batches release the lock.
                 return backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
             return [backend.encode(text, add_special_tokens=add_special_tokens) for text in texts]
         except TypeError:
@@ -367,12 +367,12 @@ class Tokenizer:
             ) from None
 
     def decode(self, ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Turns token ids, or one, into text; ids outside the vocabulary have none.
+        """Convert one or several token ids to text; ids outside the vocabulary have none.
 
-        Of many ids, as of a long text, without the interpreter's lock.
+        Many ids are converted without the interpreter's lock, like long texts.
 
         Raises:
-            RequestError: an id is negative or does not fit 32 bits.
+            RequestError: an id is negative or exceeds 32 bits.
         """
         backend = self._backend
         ids = [ids] if isinstance(ids, int) else ids
@@ -388,22 +388,22 @@ class Tokenizer:
         return str(text)
 
     def token_to_id(self, token: str) -> int | None:
-        """Id of a token as the vocabulary writes it, None if it is not in there."""
+        """Return the id of a token as written in the vocabulary, or None if it is unknown."""
         return self._backend.token_to_id(token)
 
     def id_to_token(self, token_id: int) -> str | None:
-        """The token as the vocabulary writes it ("Ġworld", "▁world"), None for an unknown id."""
+        """Return the token as in the vocabulary ("Ġworld", "▁world"), or None."""
         try:
             return self._backend.id_to_token(token_id)
         except OverflowError:
             return None
 
     def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
-        """Tokens as the vocabulary writes them; "" for unknown ids."""
+        """Return tokens as written in the vocabulary; "" for unknown ids."""
         return [self.id_to_token(i) or "" for i in ids]
 
     def convert_tokens_to_ids(self, tokens: Sequence[str]) -> list[int]:
-        """Ids of tokens as the vocabulary writes them.
+        """Return the ids of tokens as written in the vocabulary.
 
         Raises:
             RequestError: a token is not in the vocabulary.
@@ -417,24 +417,24 @@ class Tokenizer:
 
     @property
     def has_bytes(self) -> bool:
-        """Whether each token stands for fixed bytes, whatever its neighbours are."""
+        """True if each token stands for fixed bytes, independently of its neighbours."""
         return self._bytes_kind is not None
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token adds to the text; may be part of a character.
+        """Return the bytes that a token adds to the text; they may be part of a character.
 
-        For tokenizers without `has_bytes`, the text of the token after another one.
+        For tokenizers without `has_bytes`, these are the token's text after another one.
         """
         piece = self.pieces[token_id]
         return piece.encode("utf-8", "surrogatepass") if isinstance(piece, str) else piece
 
     def token_text(self, token_id: int) -> str:
-        """The text a token adds in the middle of a text; U+FFFD for parts of characters."""
+        """Return the text that a token adds inside a text; U+FFFD for parts of characters."""
         piece = self.pieces[token_id]
         return piece if isinstance(piece, str) else piece.decode("utf-8", "replace")
 
     def make_piece(self, token_id: int) -> str | bytes:
-        """See `_Pieces`."""
+        """Make an item of `_Pieces`."""
         token = self.id_to_token(token_id)
         if token is None:
             return ""
@@ -461,7 +461,7 @@ class Tokenizer:
         return None if text is None else self._backend.token_to_id(text)
 
     def _add_missing_tokens(self, config: dict[str, Any]) -> None:
-        """Adds tokens that only tokenizer_config.json knows, as transformers does."""
+        """Add tokens that are only in tokenizer_config.json, as transformers does."""
         backend = self._backend
         listed = config.get("added_tokens_decoder") or {}
         for key, entry in sorted(listed.items(), key=lambda item: int(item[0])):
@@ -484,7 +484,7 @@ class Tokenizer:
 
 
 def is_longer(text: str, max_tokens: int) -> bool:
-    """Whether a text is so long that it need not be tokenised to refuse it.
+    """Return True if a text is so long that it can be rejected without being tokenised.
 
     That is, longer than 64 Ki characters and than `MAX_CHARS_PER_TOKEN` for each token.
     """
@@ -492,9 +492,9 @@ def is_longer(text: str, max_tokens: int) -> bool:
 
 
 class _Pieces(dict[int, str | bytes]):
-    """What each token adds to a text, worked out at first use.
+    """Text that each token adds, computed on first use.
 
-    `str` if the token is whole characters by itself, `bytes` if it holds part of a character.
+    `str` if the token consists of whole characters, `bytes` if it contains part of a character.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
@@ -510,7 +510,7 @@ class _Pieces(dict[int, str | bytes]):
 
 
 def _byte_of_char() -> dict[str, int]:
-    """GPT-2's printable character for each byte, the other way round.
+    """Return the inverse of GPT-2's map from bytes to printable characters.
 
     Printable Latin-1 characters stand for themselves, the other 68 bytes for U+0100 and on.
     """
@@ -523,7 +523,7 @@ _BYTE_OF_CHAR = _byte_of_char()
 
 
 def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
-    """The decoder's parts, as tokenizer.json writes them."""
+    """Return the decoder's parts, as written in tokenizer.json."""
     if backend.decoder is None:
         return []
     decoder: dict[str, Any] = json.loads(backend.decoder.__getstate__())
@@ -531,11 +531,11 @@ def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
 
 
 def _bytes_kind(backend: tokenizers.Tokenizer) -> tuple[str | None, bool]:
-    """How a token's bytes are found, if they do not depend on its neighbours.
+    """Determine how a token's bytes are found, if they do not depend on its neighbours.
 
     Returns:
         "byte_level" (GPT-2's characters), "byte_fallback" (sentencepiece's "▁" and "<0x0A>"), or
-        None; and whether one leading space of a text is dropped.
+        None; and True if one leading space of a text is dropped.
     """
     steps = _decoder_steps(backend)
     kinds = [step["type"] for step in steps]
@@ -565,7 +565,7 @@ def _replacements(backend: tokenizers.Tokenizer) -> list[tuple[str, str]]:
 
 
 def _fallback_byte(token: str) -> bytes:
-    """The byte of a token such as "<0x0A>", nothing for other tokens."""
+    """Return the byte of a token such as "<0x0A>", nothing for other tokens."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         try:
             return bytes([int(token[3:5], 16)])
@@ -575,7 +575,7 @@ def _fallback_byte(token: str) -> bytes:
 
 
 def _context_token(backend: tokenizers.Tokenizer) -> tuple[list[int], str]:
-    """A plain token to put before another one, and its text."""
+    """Return a plain token to put before another one, and its text."""
     for text in ("a", "the", "0", "."):
         ids = backend.encode(text, add_special_tokens=False).ids[-1:]
         decoded = backend.decode(ids, skip_special_tokens=True)
@@ -585,7 +585,7 @@ def _context_token(backend: tokenizers.Tokenizer) -> tuple[list[int], str]:
 
 
 def _token_text(value: Any) -> str | None:
-    """Text of a token, which config files write as a string or as a dict."""
+    """Return the text of a token, which config files write as a string or as a dict."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) and value else None
@@ -605,7 +605,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _read_chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """All templates of the folder by name; files of their own come before the config's entry."""
+    """Read all templates of the folder by name; separate files precede the config's entry."""
     templates: dict[str, str] = {}
     entry = config.get("chat_template")
     if entry is None:

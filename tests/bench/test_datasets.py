@@ -299,7 +299,7 @@ def test_malformed_files(name, lines, message, tmp_path):
         ("2023-11-16 18:15:46", "line 3: ContextTokens must be .* not None"),
         ("2023-11-16 18:15:46,1000000000000,5", "line 3: ContextTokens is 10+, above 16777216"),
         (f"2023-11-16 18:15:46,{'9' * 5000},5", r"line 3: ContextTokens must be .* not '9+\.\.\."),
-        (f"2023-11-16 18:15:46,5,'{'x' * 200_000}'", "behind line 2: is not CSV"),
+        (f"2023-11-16 18:15:46,5,'{'x' * 200_000}'", "after line 2: is not CSV"),
     ],
 )
 def test_malformed_rows_of_azure(row, message, tmp_path):

@@ -354,7 +354,7 @@ def test_no_server(tmp_path):
         (plain({"data": []}), "not OpenAI's list"),
         (plain({"data": [{"name": "a"}]}), "not OpenAI's list"),
         (plain(b"", "500 Oops"), "status 500"),
-        (plain(b"", "401 No"), "refuses the API key"),
+        (plain(b"", "401 No"), "rejects the API key"),
         (b"what?", "No answer from"),
     ],
 )
@@ -423,7 +423,7 @@ def test_answers_that_are_too_short_are_said(tmp_path):
         result = serve.benchmark(
             parse("--base-url", server.url, "--ignore-eos", *workload(tmp_path))
         )
-    assert any("3 answers came out shorter than asked for" in note for note in result["notes"])
+    assert any("3 answers came out shorter than requested" in note for note in result["notes"])
 
 
 def test_a_model_without_a_tokenizer():

@@ -514,5 +514,5 @@ def test_ctrl_c(tmp_path):
     os.kill(process.pid, signal.SIGINT)
     out, _ = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert "Interrupted; --resume goes on from here." in out
+    assert "Interrupted; --resume continues from here." in out
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["interrupted"] is True

@@ -210,7 +210,7 @@ def test_it_says_how_long_it_takes_and_how_far_it_is(fakes, tmp_path, capsys, mo
     flags = ("--num-configs", 6, "--num-prompts", 90, "--result-dir", tmp_path)
     tune.run(parse("m", *CLOSED, *flags, "--plot", tmp_path / "a.png"))
     out, err = capsys.readouterr()
-    assert "8 trials, each of a server of its own that gets 30 to 90 requests." in out
+    assert "8 trials, each of a separate server that receives 30 to 90 requests." in out
     first, *_, last = err.splitlines()
     assert first.startswith("trial 1 of about 8, default: ")
     assert first.endswith("; 60 s so far, at most 11 min left")  # 360 requests, 30 a minute

@@ -428,7 +428,7 @@ VERSION = {"version": "x 1.0", "versions": {"torch": "2.13.0"}}
 class TestResults:
     def test_never_overwritten(self, bench: Bench) -> None:
         bench.results().save()
-        with pytest.raises(CompareError, match=r"exists; go on with --resume"):
+        with pytest.raises(CompareError, match=r"exists; continue with --resume"):
             bench.results()
 
     def test_other_settings_are_refused(self, bench: Bench) -> None:

@@ -28,7 +28,7 @@ def test_a_missing_feature_must_have_been_refused():
     assert refused == ("missing feature", "tools: 400: tools are not supported yet")
     assert kind_of("chat.py::test_tool", message="assert 1 == 2") == (
         "UNEXPECTED",
-        "tools, but not refused: assert 1 == 2",
+        "tools, but accepted: assert 1 == 2",
     )
 
 
@@ -171,7 +171,7 @@ def test_a_file_is_run_in_a_process_of_its_own(tmp_path):
     (file,) = conformance.server_tests(tmp_path / "src")
     found = {r.test: (r.outcome, r.message) for r in conformance.run(tmp_path, file)}
     assert found == {
-        "openai/test_a.py::test_own": ("skipped", f"{shim.OWN_CODE}no server is asked"),
+        "openai/test_a.py::test_own": ("skipped", f"{shim.OWN_CODE}no server is used"),
         "openai/test_a.py::test_end": ("failed", "not finished in time"),
     }
 

@@ -10,6 +10,10 @@ from octavo.config import EngineConfig, SpeculativeConfig
 from octavo.errors import ConfigError
 
 
+def config_of(**settings):
+    return EngineConfig.from_kwargs(**translate(settings))
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -28,18 +32,18 @@ from octavo.errors import ConfigError
 )
 def test_what_asks_for_nothing_is_dropped(name, value):
     assert check_foreign(name, value)
-    assert EngineConfig.from_kwargs(**{name: value}) == EngineConfig()
+    assert config_of(**{name: value}) == EngineConfig()
 
 
 def test_parts_of_speculative_config_that_ask_for_nothing_are_dropped():
     ours = {"method": "ngram", "num_speculative_tokens": 3}
     theirs = {**ours, "draft_tensor_parallel_size": 1, "enforce_eager": True, "revision": None}
-    meant = EngineConfig.from_kwargs(speculative_config=ours)
-    assert EngineConfig.from_kwargs(speculative_config=theirs) == meant
-    assert EngineConfig.from_kwargs(speculative_config=json.dumps(theirs)) == meant
+    meant = config_of(speculative_config=ours)
+    assert config_of(speculative_config=theirs) == meant
+    assert config_of(speculative_config=json.dumps(theirs)) == meant
     said = r"speculative_config\.draft_tensor_parallel_size=2 is not supported: .*divided among"
     with pytest.raises(ConfigError, match=said):
-        EngineConfig.from_kwargs(speculative_config={**theirs, "draft_tensor_parallel_size": 2})
+        config_of(speculative_config={**theirs, "draft_tensor_parallel_size": 2})
 
 
 @pytest.mark.parametrize(
@@ -57,16 +61,16 @@ def test_parts_of_speculative_config_that_ask_for_nothing_are_dropped():
 )
 def test_what_asks_for_more_is_refused_with_what_to_use(name, value, advice):
     with pytest.raises(ConfigError, match=advice) as error:
-        EngineConfig.from_kwargs(**{name: value})
+        config_of(**{name: value})
     assert f"{name}={value!r} is not supported" in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_one_front_end_has_all_engines():
-    with pytest.raises(ConfigError, match="Ray can have workers"):
-        EngineConfig.from_kwargs(data_parallel_size=2, data_parallel_backend="ray")
+    with pytest.raises(ConfigError, match="Ray can run workers"):
+        config_of(data_parallel_size=2, data_parallel_backend="ray")
     with pytest.raises(ConfigError, match="start a server for each"):
-        EngineConfig.from_kwargs(data_parallel_multi_port_external_lb=True)
+        config_of(data_parallel_multi_port_external_lb=True)
 
 
 def test_a_token_is_not_shown():
@@ -78,7 +82,7 @@ def test_a_token_is_not_shown():
 def test_what_nobody_knows_is_unknown():
     assert not check_foreign("frobnicate", 1)
     with pytest.raises(ConfigError, match="no setting called 'frobnicate'"):
-        EngineConfig.from_kwargs(frobnicate=1)
+        config_of(frobnicate=1)
 
 
 def test_every_refusal_is_one_sentence_that_names_no_other_program():
@@ -245,7 +249,7 @@ def test_what_octavo_names_otherwise_is_translated(given, meant):
 
 
 def test_translated_settings_reach_the_config():
-    config = EngineConfig.from_kwargs(spec_method="suffix", dtype="half")
+    config = config_of(spec_method="suffix", dtype="half")
     assert config.speculation.speculative_config == SpeculativeConfig(method="suffix")
     assert config.model.dtype == "float16"
 

@@ -212,6 +212,7 @@ BAD_SERVER = {
     "ssl_certfile": [5],
     "chat_template": [5],
     "response_role": [None],
+    "exclude_tools_when_tool_choice_none": ["yes", 1],
     "max_num_queued_reqs": [-1, 1.5],
     "request_memory_bytes": ["1", 0],
     "api_server_count": [0, 257],
@@ -256,6 +257,13 @@ def test_server_refuses_and_names_the_setting(name, value):
 
 def test_every_server_setting_is_tested():
     assert {f.name for f in section_fields(ServerConfig)} == set(BAD_SERVER)
+
+
+def test_a_grammar_backend_that_is_not_installed_is_refused(monkeypatch):
+    EngineConfig.from_kwargs(guided_decoding_backend="xgrammar")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    message = refused(guided_decoding_backend="llguidance")
+    assert "guided_decoding_backend='llguidance' needs the package llguidance" in message
 
 
 def test_choices_are_named():
@@ -519,8 +527,8 @@ def test_levels_of_the_log_in_the_environment(monkeypatch, text, level):
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ({"methd": "ngram"}, " has no part called 'methd'; did you mean method?"),
-        ({"method": "ngram", "zzz": 1}, " has no part called 'zzz'; it has method, model, "),
+        ({"methd": "ngram"}, " has no key 'methd'; did you mean method?"),
+        ({"method": "ngram", "zzz": 1}, " has no key 'zzz'; its keys are method, model, "),
         ({"method": "mtp"}, ": method='mtp' is not allowed; choose one of ngram, suffix, "),
         ({"method": "ngram", "acceptance": []}, ": acceptance=[] is not allowed; choose one of"),
     ],

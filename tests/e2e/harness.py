@@ -39,6 +39,17 @@ class Server:
         assert values, f"no metric {name}"
         return sum(values)
 
+    def wait_for_metric(self, name: str, value: float, timeout: float = 60) -> None:
+        """Wait until a metric has a value; fail if it exceeds it, or in `timeout` seconds.
+
+        What the server does after a kill may come after the answers, which the killed process may
+        have finished before.
+        """
+        end = time.monotonic() + timeout
+        while (now := self.metric(name)) < value and time.monotonic() < end:
+            time.sleep(0.05)
+        assert now == value, self.log.read_text()
+
     def resident_bytes(self) -> int:
         """Resident memory of the server and its children."""
         server = psutil.Process(self.process.pid)

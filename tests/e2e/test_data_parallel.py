@@ -96,25 +96,29 @@ def test_both_engines_give_the_answers_of_one(server, expected):
 
 
 def test_streams_of_an_engine_that_is_killed_go_on_at_the_other(server, expected):
-    chunks, killed = 0, None
+    victims, chunks = [], 0
 
     def on_chunk():
-        nonlocal chunks, killed
+        nonlocal chunks
         chunks += 1
-        if chunks == 50:  # the engines may be far ahead of what is read here
-            killed = engines(server)[1]
-            killed.send_signal(signal.SIGKILL)
+        if chunks == 20:
+            victims[1].send_signal(signal.SIGKILL)
 
-    assert asyncio.run(ask_all(server, on_chunk)) == expected
-    assert killed is not None
-    # One restart of the engine; its requests did not wait for it.
-    harness.wait_for(server, "/ready")
-    while (reason := server.get("/health").json()["reason"]) != "ok":
-        assert reason == "engine 1 is being started; the others serve"
-        time.sleep(0.05)
-    assert of_engines(server, "octavo:engine_restarts_total") == [0, 1]
+    # Where the client got no time, the engine may have made all tokens before it was killed.
+    for kills in range(1, 6):
+        victims, chunks = engines(server), 0
+        assert asyncio.run(ask_all(server, on_chunk)) == expected
+        # One restart of the engine; its requests did not wait for it.
+        server.wait_for_metric("octavo:engine_restarts_total", kills)
+        harness.wait_for(server, "/ready")
+        while (reason := server.get("/health").json()["reason"]) != "ok":
+            assert reason == "engine 1 is being started; the others serve"
+            time.sleep(0.05)
+        assert of_engines(server, "octavo:engine_restarts_total") == [0, kills]
+        if of_engines(server, "octavo:requests_recovered_total")[1]:
+            break
     assert of_engines(server, "octavo:requests_recovered_total")[1] > 0
-    assert "requests of engine 1 go on at others" in server.log.read_text()
+    assert "other engines continue requests of engine 1" in server.log.read_text()
     assert asyncio.run(ask_all(server)) == expected
     assert of_engines(server, "octavo:num_requests_running") == [0, 0]
 

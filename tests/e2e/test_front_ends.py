@@ -53,6 +53,13 @@ def wait_for_engines(server):
         time.sleep(0.05)
 
 
+def wait_for_line(server, text):
+    end = time.monotonic() + 30
+    while text not in server.log.read_text():
+        assert time.monotonic() < end, server.log.read_text()
+        time.sleep(0.05)
+
+
 def wait_for_front_ends(server, number, but=()):
     """Waits until so many serve, none of `but` among them."""
     end = time.monotonic() + 30
@@ -101,6 +108,7 @@ def test_streams_outlive_an_engine(server, expected):
             engines(server)[1].send_signal(signal.SIGKILL)
 
     assert asyncio.run(ask_all(server, on_chunk)) == expected
+    server.wait_for_metric("octavo:engine_restarts_total", 1)
     wait_for_engines(server)
     assert of_engines(server, "octavo:engine_restarts_total") == [0, 1]
 
@@ -120,7 +128,7 @@ def test_streams_outlive_the_process_that_has_the_engines(server, expected, numb
     assert asyncio.run(ask_all(server, on_chunk)) == expected
     assert chunks > 60
     reason = "was killed by SIGKILL" if number == signal.SIGKILL else "was stopped by a signal"
-    assert f"the coordinator {reason}" in server.log.read_text()
+    wait_for_line(server, f"the coordinator {reason}")
     assert not psutil.wait_procs(family, 5)[1]
     wait_for_engines(server)
     assert asyncio.run(ask_all(server)) == expected
@@ -151,7 +159,7 @@ def test_one_that_is_gone_harms_nobody_else(server, expected, number):
     assert asyncio.run(storm()) == expected
     wait_for_front_ends(server, before + 1, but=[victim.pid])
     reason = "was killed by SIGKILL" if number == signal.SIGKILL else "was stopped by a signal"
-    assert reason in server.log.read_text()
+    wait_for_line(server, reason)
     assert asyncio.run(ask_all(server)) == expected
     assert of_engines(server, "octavo:num_requests_running") == [0, 0]
 

@@ -20,6 +20,7 @@ from octavo.errors import (
     RequestError,
     UnsupportedError,
 )
+from octavo.messages import RequestOptions
 from tests.drafts import SETTINGS, Drafter
 
 STORY = "Once upon a time, there was a little"
@@ -408,7 +409,7 @@ def test_a_request_goes_on_behind_the_output_that_it_has(llm, params):
         return tokens, b"".join(logprobs), outputs[-1].finish_reason
 
     sampling = SamplingParams(max_tokens=24, ignore_eos=True, **params)
-    request, _ = llm._input_processor.process("whole", "Once upon", sampling, arrival_time=0.0)
+    request, _ = llm._input_processor.process("whole", "Once upon", sampling, RequestOptions(0.0))
     tokens, logprobs, reason = run(request)
     for k in (1, 7, 23):
         resumed = msgspec.structs.replace(

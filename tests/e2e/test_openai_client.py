@@ -293,7 +293,9 @@ def test_arguments_of_plug_ins_that_nobody_takes(client, stream):
                 model=MODEL, prompt="Once", stream=stream, extra_body={"vllm_xargs": {"mood": 1}}
             )
         )
-    assert "vllm_xargs) has the key 'mood', which no logits processor takes" in error.value.message
+    assert (
+        "vllm_xargs) has the key 'mood', which no logits processor accepts" in error.value.message
+    )
 
 
 class Person(pydantic.BaseModel):

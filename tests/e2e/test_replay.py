@@ -1,6 +1,7 @@
 """A recording of many kinds of requests, with a death between, replays bit for bit."""
 
 import asyncio
+import gzip
 import os
 import signal
 import time
@@ -14,6 +15,7 @@ from octavo import cli
 from octavo.config import EngineConfig
 from octavo.errors import RequestError
 from octavo.frontend.async_llm import AsyncLLM
+from octavo.messages import RequestOptions
 from octavo.models.hub import resolve_folders
 from octavo.models.registry import read_spec
 from octavo.observability.recording import RecordSettings
@@ -139,15 +141,31 @@ def test_what_is_in_the_recording(recording):
     assert 1 <= len(cut) <= 20  # those whose clients went, and two that failed
     assert {a.error is None for a in cut} == {True, False}
     requests = [a.request for a in transcript.arrivals.values()]
-    assert len({r.tenant for r in requests}) == 3
+    assert len({r.options.tenant for r in requests}) == 3
     assert sum(r.prompt_embeds is not None for r in requests) >= 3
-    assert sum(r.first_token_deadline is not None for r in requests) >= 5
+    assert sum(r.options.first_token_deadline is not None for r in requests) >= 5
     assert transcript.num_lost == 0
     assert oct(recording.stat().st_mode & 0o777) == "0o600"
     assert b"salt" not in recording.read_bytes()
     assert b"secret" not in recording.read_bytes()
     tail = recording.with_name("run.rec.crash-1")
     assert load_recording(tail).num_deaths == 1
+
+
+def test_a_recording_of_format_1_replays(tmp_path, capsys):
+    """The file holds seven requests, one of them a beam search, of the built-in model."""
+    path = tmp_path / "run.rec"
+    path.write_bytes(gzip.decompress(Path(__file__).with_name("format-1.rec.gz").read_bytes()))
+    requests = {a.request.request_id: a.request for a in load_recording(path).arrivals.values()}
+    plain, two, timed, urgent = (requests[f"r{i}"].options for i in ("0#0", "1#4", "2#7", "3#8"))
+    assert plain == RequestOptions(plain.arrival_time)
+    assert len(two.cache_salt) == 64  # a hash
+    assert (two.turn, requests["r1#4"].n, two.tenant is None) == (3, 2, False)
+    assert timed.deadline == timed.first_token_deadline > timed.arrival_time
+    assert (urgent.priority, requests["r3#8"].sampling_params.grammar.kind) == (2, "choice")
+    assert requests["r4#9"].prompt_embeds.num_tokens == 2
+    assert cli.main(["replay", str(path)]) == 0
+    assert "0 answers differ" in capsys.readouterr().out
 
 
 def test_it_tells_what_steps_take(recording, tmp_path, capsys):

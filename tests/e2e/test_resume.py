@@ -91,7 +91,7 @@ def test_who_comes_back_gets_the_bytes_of_an_undisturbed_stream(server, undistur
     )
     assert third.status_code == 200
     events = first + second + third.content
-    assert server.metric("octavo:engine_restarts_total") == restarts + killed
+    server.wait_for_metric("octavo:engine_restarts_total", restarts + killed)
     assert content(events) == undisturbed[path]
     assert httpx.get(f"{server.url}/v1/streams/{name}?from=0", timeout=120).content == events
     assert server.get(f"/v1/streams/{name}x").status_code == 404

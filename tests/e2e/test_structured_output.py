@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from octavo import LLM
-from octavo.messages import EngineCoreRequest, FinishReason, GrammarSpec, LogprobsLists
+from octavo.messages import FinishReason, GrammarSpec, LogprobsLists
 from tests import drafts
-from tests.params import core_params
+from tests.params import core_params, core_request
 
 VOCAB, STOPS = 4096, [0, 2]
 ANIMAL = {
@@ -57,7 +57,7 @@ def request(llm, request_id, prompt, spec, seed=0, n=1, **params):
     sampling = core_params(VOCAB, **{"max_tokens": 60, "all_stop_token_ids": STOPS} | params)
     sampling = msgspec.structs.replace(sampling, grammar=spec, seed=seed)
     tokens = llm.get_tokenizer().encode(prompt)
-    return EngineCoreRequest(request_id, tokens, sampling, arrival_time=0.0, n=n)
+    return core_request(request_id, tokens, sampling, n=n)
 
 
 def run(llm, requests, before_step=lambda core: None):

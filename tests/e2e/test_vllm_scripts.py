@@ -75,7 +75,7 @@ def test_priorities_decide_who_is_first(llm, monkeypatch):
     monkeypatch.setattr(core, "add_request", added.append)
     ids = llm.enqueue(["a", "b"], GREEDY, priority=[3, -1])
     monkeypatch.undo()
-    assert [request.sampling_params.priority for request in added] == [3, -1]
+    assert [request.options.priority for request in added] == [3, -1]
     llm._enqueued.clear()
     llm.llm_engine.end(ids)
 

@@ -10,13 +10,12 @@ from octavo.config import BUILTIN_MODEL, EngineConfig
 from octavo.engine import assemble
 from octavo.engine.assemble import make_engine_core
 from octavo.executor.uniproc import UniProcExecutor
-from octavo.messages import EngineCoreRequest
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_spec
 from octavo.plan.memory import MemoryBudget, Scratch
 from octavo.platforms.cpu import CPUPlatform
 from tests.fakes import FakeExecutor
-from tests.params import core_params
+from tests.params import core_params, core_request
 
 PATH = resolve_model(BUILTIN_MODEL)
 SPEC = read_spec(PATH)
@@ -74,9 +73,7 @@ def make(order=None, *, estimates=True, request_memory=None, **settings):
 def test_the_caller_s_token_budget_holds_where_the_config_sets_none():
     for settings, budget in (({}, 32), ({"max_num_batched_tokens": 48}, 48)):
         core, plan = make(**settings)
-        core.add_request(
-            EngineCoreRequest("0", list(range(60)), core_params(max_tokens=2), arrival_time=0.0)
-        )
+        core.add_request(core_request("0", list(range(60)), core_params(max_tokens=2)))
         core.step()
         assert core.executor.steps[0].total_num_scheduled_tokens == budget
         assert core.scheduler.max_num_batched_tokens == budget
@@ -124,9 +121,7 @@ def test_debug_logs_tell_why_requests_wait(caplog):
     caplog.set_level(logging.DEBUG, "octavo.scheduler.observer")
     core, _ = make(max_num_seqs=1)
     for i in range(3):
-        core.add_request(
-            EngineCoreRequest(str(i), [1, 2, 3], core_params(max_tokens=5), arrival_time=0.0)
-        )
+        core.add_request(core_request(str(i), [1, 2, 3], core_params(max_tokens=5)))
     while core.has_work():
         core.step()
     name = "octavo.scheduler.observer"
@@ -156,3 +151,11 @@ def test_what_fails_once_the_workers_are_there_ends_them(monkeypatch):
     with pytest.raises(MemoryError, match="no room"):
         make()
     assert order == ["shutdown"]
+
+
+def test_grammar_backends_that_are_not_installed_are_left_out(monkeypatch):
+    installed = {"llguidance"}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name in installed or None)
+    assert assemble.grammar_backends() == ["llguidance"]
+    installed.clear()
+    assert assemble.grammar_backends() == assemble.GRAMMAR_BACKENDS

@@ -12,13 +12,13 @@ from octavo.engine import core as core_module
 from octavo.engine.core import EngineCore
 from octavo.errors import EngineDeadError, ModelError, ProfilerError, RequestError, SleepError
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
-from octavo.messages import EngineCoreRequest, FinishReason
+from octavo.messages import FinishReason
 from octavo.models.cache import AttentionCache
 from octavo.observability.profiler import Profiler
 from octavo.request import RequestStatus
 from octavo.scheduler.scheduler import Scheduler
 from tests.fakes import VOCAB, FakeExecutor, expected_output
-from tests.params import core_params
+from tests.params import core_params, core_request, set_options
 from tests.structured_output.toys import STOP, ToyBackend, make_manager, spec
 
 
@@ -77,7 +77,7 @@ def core(request):
 
 def request(request_id, prompt, **params):
     sampling = core_params(temperature=0, seed=3, **params)
-    return EngineCoreRequest(request_id, prompt, sampling, arrival_time=float(request_id))
+    return core_request(request_id, prompt, sampling, arrival_time=float(request_id))
 
 
 def guided(request_id, text, **params):
@@ -228,7 +228,7 @@ def test_prefixes_are_shared_as_the_settings_say(caching, salt):
     core = make_core(caching=caching)
     for i in range(2):  # the first still holds its blocks when the second comes
         item = request(str(i), list(range(40)), max_tokens=20)
-        item.cache_salt = salt
+        set_options(item, cache_salt=salt)
         core.add_request(item)
         for _ in range(3):
             core.step()
@@ -280,7 +280,7 @@ def test_a_request_that_is_held_is_no_work(core):
 
 def test_the_deadline_of_a_request_that_is_held_is_work_when_it_comes(core):
     item = request("0", [1, 2, 3], max_tokens=4)
-    item.deadline = core.clock.now + 5
+    set_options(item, deadline=core.clock.now + 5)
     core.add_request(item)
     core.scheduler.hold("0", RequestStatus.WAITING_FOR_REMOTE_KVS)
     assert not core.has_work()
@@ -297,7 +297,7 @@ def test_the_deadline_of_a_request_that_is_held_is_work_when_it_comes(core):
 
 def test_the_deadline_of_a_request_that_is_gone_wakes_nobody(core):
     item = request("0", [1, 2, 3], max_tokens=4)
-    item.deadline = core.clock.now + 5
+    set_options(item, deadline=core.clock.now + 5)
     core.add_request(item)
     assert len(run(core).tokens["0"]) == 4
     assert core.seconds_to_deadline() is None
@@ -454,7 +454,7 @@ def test_a_request_that_is_gone_is_not_started_by_its_grammar(core):
 
 def test_a_deadline_passes_while_a_grammar_is_compiled(core):
     item = guided("0", "slow 3 4")
-    item.deadline = core.clock.now + 5
+    set_options(item, deadline=core.clock.now + 5)
     core.add_request(item)
     core.clock.now += 6
     (output,) = core.step().outputs
@@ -721,7 +721,7 @@ def test_requests_end_while_the_engine_sleeps(core):
     core.add_request(request("7", [1], max_tokens=5))
     core.abort_requests(["0", "5", "7"])
     late = request("8", [1, 2], max_tokens=5)
-    late.deadline = core.clock.now + 5
+    set_options(late, deadline=core.clock.now + 5)
     core.add_request(late)
     core.step()  # the rows of those that ran
     assert not core.has_work()
@@ -778,7 +778,7 @@ def test_what_is_recorded_of_steps(depth, monkeypatch):
     steps = []
     core = make_core(depth, record=steps.append)
     for name in "ab":
-        core.add_request(EngineCoreRequest(name, [1, 2, 3], core_params(max_tokens=4), 0.0))
+        core.add_request(core_request(name, [1, 2, 3], core_params(max_tokens=4)))
         while core.has_work():
             core.step()
         now[0] += 1000.0  # nothing is asked
@@ -801,10 +801,10 @@ def test_a_step_that_failed_has_no_time():
     steps = []
     core = make_core(record=steps.append)
     core.executor.failure = RuntimeError("no memory")
-    core.add_request(EngineCoreRequest("a", [1, 2, 3], core_params(max_tokens=4), 0.0))
+    core.add_request(core_request("a", [1, 2, 3], core_params(max_tokens=4)))
     core.step()
     core.executor.failure = None
-    core.add_request(EngineCoreRequest("b", [1, 2, 3], core_params(max_tokens=4), 0.0))
+    core.add_request(core_request("b", [1, 2, 3], core_params(max_tokens=4)))
     while core.has_work():
         core.step()
     core.shutdown()

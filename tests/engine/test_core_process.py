@@ -403,7 +403,8 @@ def test_a_grammar_that_is_compiled_wakes_the_idle_engine():
 def test_an_engine_that_is_killed_fails_its_requests_with_the_cause():
     async def test(engine):
         await engine.wait_ready()
-        stream = engine.generate("The", SamplingParams(max_tokens=200, ignore_eos=True), "a")
+        # Long: on a busy machine the engine makes many tokens before it is killed.
+        stream = engine.generate("The", SamplingParams(max_tokens=2000, ignore_eos=True), "a")
         await anext(stream)
         os.kill(engine._client.pid, signal.SIGKILL)
         with pytest.raises(EngineDeadError, match="SIGKILL"):
@@ -413,7 +414,7 @@ def test_an_engine_that_is_killed_fails_its_requests_with_the_cause():
         with pytest.raises(EngineDeadError, match="SIGKILL"):
             await anext(engine.generate("The", SamplingParams(), "b"))
 
-    run(test, restarts=0)
+    run(test, restarts=0, max_model_len=2048)
 
 
 def test_a_start_failure_is_reported_with_its_root_cause(tmp_path):
@@ -589,7 +590,7 @@ async def main():
     engine = await AsyncLLM.start(EngineConfig.from_kwargs(max_model_len=128))
     await engine.wait_ready()
     client = engine._client
-    print(client.pid, client._launcher._spare.pid, client._client.process._folder, flush=True)
+    print(client.pid, client._launcher._spare.pid, client._client.process._folder.path, flush=True)
     await asyncio.sleep(60)
 asyncio.run(main())
 """

@@ -13,7 +13,13 @@ from octavo.fleet.coordinator import Coordinator, FrontEnd
 from octavo.fleet.front_end import CoordinatorProcess, FrontEndClient, addresses_of
 from octavo.fleet.supervisor import Recovery
 from octavo.frontend.input_processor import InputProcessor
-from octavo.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, SchedulerStats
+from octavo.messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    FinishReason,
+    RequestOptions,
+    SchedulerStats,
+)
 from octavo.observability.metrics import EngineMetrics, join_pages
 from octavo.sampling_params import SamplingParams
 from tests.frontend.test_output_processor import Spec, byte_level
@@ -23,7 +29,7 @@ INPUTS = InputProcessor(ModelConfig(), Spec(), byte_level(), 1000)
 
 
 def request(name):
-    return INPUTS.process(name, "ab", SamplingParams(max_tokens=9), arrival_time=0.0)[0]
+    return INPUTS.process(name, "ab", SamplingParams(max_tokens=9), RequestOptions(0.0))[0]
 
 
 class Engines:
@@ -304,7 +310,7 @@ def test_another_coordinator_goes_on(tmp_path):
         a.live = [msgspec.structs.replace(request("r#1.0"), output_token_ids=[1])]
         b.live = [msgspec.structs.replace(request("r#2.0"), output_token_ids=[2])]
         await bench.replace()
-        with pytest.raises(StepFailedError, match="ask again"):
+        with pytest.raises(StepFailedError, match="try again"):
             await asked
         assert not a.up
         await until(lambda: sorted(bench.engines.sent) == ["r#1.0", "r#2.0"])

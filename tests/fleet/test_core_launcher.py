@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 import time
 from pathlib import Path
 
@@ -138,10 +139,28 @@ def test_one_that_stays_stopped_is_killed():
 def test_there_is_no_room_for_sockets(monkeypatch):
     process = CoreProcess()
     made = launcher(process=process)
-    monkeypatch.setattr(core_launcher.tempfile, "mkdtemp", refuse)
+    monkeypatch.setattr(core_launcher, "SocketFolder", refuse)
     with pytest.raises(OSError, match="Resource temporarily unavailable"):
         made.launch(None)
     assert process.describe_exit() is not None  # nobody has it any more
+
+
+def test_a_start_removes_the_sockets_of_engines_that_were_killed_with_their_server(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    first = CoreProcess()
+    first.start(setup())
+    (living,) = tmp_path.iterdir()
+    # As a killed process leaves it: nobody holds its lock.
+    (killed := tmp_path / f"{living.name[:-3]}old").mkdir()
+    second = CoreProcess()
+    second.start(setup())
+    assert living.exists()
+    assert not killed.exists()
+    first.shutdown(0.0)
+    second.shutdown(0.0)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_address_that_cannot_be_had(tmp_path):

@@ -31,6 +31,7 @@ from octavo.messages import (
 )
 from octavo.platforms.cuda import CUDAPlatform
 from tests.fleet.test_supervisor import KILLED, READY, Client, Process
+from tests.params import core_request
 
 
 class Engines:
@@ -69,9 +70,7 @@ class Engines:
 
     async def add(self, *ids, prompt=(1, 2), **fields):
         for request_id in ids:
-            request = EngineCoreRequest(
-                request_id, list(prompt), CoreSamplingParams(), 0.0, **fields
-            )
+            request = core_request(request_id, list(prompt), CoreSamplingParams(), **fields)
             self.records[request_id] = request
             await self.client.add_request(request)
 
@@ -228,7 +227,7 @@ def test_streams_of_a_dead_engine_go_on_at_another_at_once(caplog):
         await engines.say(1, brought(b=7, d=8), brought(b=9))
         with caplog.at_level(logging.WARNING):
             await engines.die(1)
-        assert "requests of engine 1 go on at others (requests: 2)" in caplog.text
+        assert "other engines continue requests of engine 1 (requests: 2)" in caplog.text
         assert engines.client.up
         assert engines.client.down == {1: "is being started"}
         moved = engines.process(0).sent[2:]
@@ -550,7 +549,7 @@ def test_cores_are_divided(monkeypatch, caplog):
     assert threads(data_parallel_size=2, num_threads=3) == 3
     assert caplog.text == ""
     assert threads(data_parallel_size=16) == 1
-    assert "16 processes with 1 threads each are more than the 8 cores" in caplog.text
+    assert "16 processes with 1 threads each exceed the 8 available cores" in caplog.text
     assert threads(data_parallel_size=2, num_threads=6) == 6
     assert "2 processes with 6 threads" in caplog.text
     assert threads(data_parallel_size=2, tensor_parallel_size=2) == 2
@@ -642,4 +641,4 @@ def test_engines_are_named_by_their_number_among_all_and_a_dead_one_has_no_reque
         assert [o.stats.num_running_reqs for o in idle] == [0]
 
     run(test, first=6)
-    assert "requests of engine 6 go on at others" in caplog.text
+    assert "other engines continue requests of engine 6" in caplog.text

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -71,6 +73,13 @@ def test_calls(llm):
 def test_a_model_that_cannot_be_loaded():
     with pytest.raises(EngineDeadError, match="num_threads=1000"):
         LLM(isolate=True, num_threads=1000, **SETTINGS)
+
+
+def test_a_script_that_ends_without_shutdown_says_nothing():
+    script = f"from octavo import LLM; llm = LLM(isolate=True, **{SETTINGS!r})"
+    command = [sys.executable, "-W", "error", "-c", script]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "Task" not in ended.stderr
 
 
 def test_the_process_ends_with_it():

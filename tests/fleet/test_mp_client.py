@@ -64,7 +64,7 @@ def test_what_is_there_can_be_had_at_once():
     ("message", "error"),
     [
         ((wire.DEAD, msgspec.msgpack.encode(wire.CoreDead("no memory"))), "no memory"),
-        ((wire.OUTPUTS, b"\xc1"), "cannot be understood"),
+        ((wire.OUTPUTS, b"\xc1"), "invalid message"),
     ],
 )
 def test_the_rest_is_left_to_who_waits(message, error):

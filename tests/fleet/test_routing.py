@@ -12,16 +12,17 @@ from octavo.config import EngineConfig
 from octavo.fleet import routing
 from octavo.fleet.routing import PrefixMap, Router, load_of, score
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
-from octavo.messages import CoreSamplingParams, EngineCoreRequest, PromptEmbeds
+from octavo.messages import CoreSamplingParams, PromptEmbeds
 from octavo.models.cache import AttentionCache
 from octavo.simulation.simulation import SimulatedEngine, simulate
 from octavo.simulation.step_times import StepTimes
+from tests.params import core_request
 
 loads = st.integers(0, 1000)
 
 
 def request(name, tokens=(), **fields):
-    return EngineCoreRequest(name, list(tokens), CoreSamplingParams(), 0.0, **fields)
+    return core_request(name, list(tokens), CoreSamplingParams(), **fields)
 
 
 def router(count=3, caching=True):

@@ -20,6 +20,7 @@ from octavo.messages import (
     FinishReason,
     SchedulerStats,
 )
+from tests.params import core_request
 from tests.plan.plans import make_plan
 
 READY = CoreReady(make_plan(2048, 100, warm_spare=True))
@@ -136,7 +137,7 @@ class Engine:
 
     async def add(self, *ids):
         for request_id in ids:
-            request = EngineCoreRequest(request_id, [1, 2], CoreSamplingParams(), 0.0)
+            request = core_request(request_id, [1, 2], CoreSamplingParams())
             self.records[request_id] = request
             await self.supervisor.add_request(request)
 
@@ -384,9 +385,9 @@ def test_who_brought_something_is_followed_without_a_pause(caplog):
         await engine.die()
         await engine.say(READY, engine.brought(a=1))
         await engine.die()
-        assert "before it brought anything" not in caplog.text
+        assert "before it produced output" not in caplog.text
         await engine.die()
-        assert "before it brought anything" in caplog.text
+        assert "before it produced output" in caplog.text
 
     run(test)
 
@@ -414,7 +415,7 @@ def test_a_request_that_kills_with_a_certain_token():
 
 def test_answers_to_one_prompt_are_tried_together():
     async def test(engine):
-        request = EngineCoreRequest("a", [1, 2], CoreSamplingParams(), 0.0, n=3)
+        request = core_request("a", [1, 2], CoreSamplingParams(), n=3)
         engine.records["a"] = request
         await engine.supervisor.add_request(request)
         await engine.add("b")
@@ -437,9 +438,7 @@ def test_answers_to_one_prompt_are_tried_together():
 def test_of_one_that_is_given_up_the_first_answer_is_named():
     async def test(engine):
         answers = {2: [5], 3: []}
-        engine.records["a"] = EngineCoreRequest(
-            "a", [1], CoreSamplingParams(), 0.0, n=4, answers=answers
-        )
+        engine.records["a"] = core_request("a", [1], CoreSamplingParams(), n=4, answers=answers)
         seen = []
         engine.records = Records(engine.records, seen)
         for _ in range(2):

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import time
 from functools import cached_property
 
@@ -332,6 +333,31 @@ def test_outputs_reach_their_request_and_stops_the_core(monkeypatch):
         assert [item async for item in stream] == []
         assert engine.request_memory.used == engine.num_unfinished_requests == 0
         assert len(client.sent) == 2
+
+    run(test, monkeypatch)
+
+
+def test_a_step_is_counted_before_its_tokens_reach_the_request(monkeypatch):
+    async def test(engine, client):
+        async def slow_abort(request_ids):
+            await asyncio.sleep(0.05)
+
+        client.become_ready(READY)
+        client.abort_requests = slow_abort
+        stream = engine.generate("Once", SamplingParams(stop=["b"]), "a")
+        answer = asyncio.ensure_future(anext(stream))
+        while not client.sent:
+            await asyncio.sleep(0.001)
+        stats = SchedulerStats(num_running_reqs=3)
+        stop = engine.tokenizer.encode("b", False)[-1]
+        client.said.put_nowait(EngineCoreOutputs([EngineCoreOutput("a", [stop])], stats, 1.0))
+        assert (await answer).finished
+        assert engine.stats == stats
+        counted = re.findall(
+            r"octavo:(\w+)\{.*\} 3.0|octavo:(iteration_tokens_total_count)\{.*\} 1.0",
+            engine.metrics.render().decode(),
+        )
+        assert {"num_requests_running", "iteration_tokens_total_count"} <= set(sum(counted, ()))
 
     run(test, monkeypatch)
 

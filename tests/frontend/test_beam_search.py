@@ -15,10 +15,11 @@ from octavo.frontend.beam_search import (
     make_beam_search,
     run_beam_search,
 )
-from octavo.messages import CoreSamplingParams, EngineCoreRequest
+from octavo.messages import CoreSamplingParams
 from octavo.outputs import CompletionOutput, FlatLogprobs, RequestOutput
 from octavo.sampling_params import MAX_BEAM_WIDTH, BeamSearchParams, SamplingParams
 from tests.models.harness import make_hf
+from tests.params import core_request
 
 EOS = (2, 3, 5)
 PAD = 39
@@ -217,11 +218,10 @@ def test_the_longest_answers_have_a_score():
     assert search._score(-1.0, 2**40) < -1e100
 
 
-REQUEST = EngineCoreRequest(
+REQUEST = core_request(
     "r",
     [1, 2, 3],
     CoreSamplingParams(temperature=0.0, max_tokens=4, all_stop_token_ids=frozenset({2})),
-    0.0,
     cache_salt="salt",
     turn=7,
 )
@@ -234,8 +234,8 @@ def test_requests_of_a_step():
     search.step([row_of({7: -1.0, 8: -1.5, 2: -2.0})])
     requests = beam_requests(REQUEST, search)
     assert [r.prompt_token_ids for r in requests] == [[1, 2, 3, 7], [1, 2, 3, 8]]
-    assert [r.turn for r in requests] == [7, 8]
-    assert {r.cache_salt for r in requests} == {"salt"}
+    assert [r.options.turn for r in requests] == [7, 8]
+    assert {r.options.cache_salt for r in requests} == {"salt"}
     assert all(r.sampling_params.max_tokens == 1 for r in requests)
     assert not any(r.sampling_params.all_stop_token_ids for r in requests)
     assert len({r.request_id for r in [first, *requests]}) == 3

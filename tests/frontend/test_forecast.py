@@ -4,18 +4,19 @@ import pytest
 
 from octavo.errors import UnmetDeadlineError
 from octavo.frontend.forecast import Forecast, StepTimes
-from octavo.messages import CoreSamplingParams, EngineCoreRequest, SchedulerStats
+from octavo.messages import CoreSamplingParams, SchedulerStats
 from octavo.scheduler.fairness import CREDIT_STEPS
+from tests.params import core_request
 
 BUDGET = 64
 
 
 def request(length=64, *, ttft=None, deadline=None, priority=0, tenant=None):
-    return EngineCoreRequest(
+    return core_request(
         "r",
         [1] * length,
-        CoreSamplingParams(priority=priority),
-        0.0,
+        CoreSamplingParams(),
+        priority=priority,
         deadline=deadline,
         first_token_deadline=ttft,
         tenant=tenant,
@@ -47,8 +48,8 @@ def first_token(made, asked, *waiting, num_running=1):
         trial = request(
             len(asked.prompt_token_ids),
             ttft=limit / 1000,
-            priority=asked.sampling_params.priority,
-            tenant=asked.tenant,
+            priority=asked.options.priority,
+            tenant=asked.options.tenant,
         )
         try:
             made.check(trial, waiting, num_running=num_running, num_tokens=1, now=0.0)

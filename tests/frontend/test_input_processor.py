@@ -11,8 +11,15 @@ from octavo.config import ModelConfig
 from octavo.errors import ContextLengthError, RequestError, UnsupportedError
 from octavo.frontend import input_processor
 from octavo.frontend.input_processor import InputProcessor
-from octavo.messages import NO_TOKEN, CoreSamplingParams, EngineCoreRequest, GrammarSpec
+from octavo.messages import (
+    NO_TOKEN,
+    CoreSamplingParams,
+    EngineCoreRequest,
+    GrammarSpec,
+    RequestOptions,
+)
 from octavo.sampling_params import SamplingParams, StructuredOutputsParams
+from tests.params import set_options
 from tests.small_tokenizers import BOS, EOS, byte_level, sentencepiece
 
 NOT_FINITE = "prompt_embeds", "not finite"
@@ -31,11 +38,13 @@ def make(tokenizer="default", max_model_len=32, spec=None, **config):
 
 
 def run(prompt="abc", processor=None, request_id="r", **kwargs):
-    names = ("cache_salt", "deadline", "add_special_tokens")
-    options = {n: kwargs.pop(n) for n in names if n in kwargs}
+    special = kwargs.pop("add_special_tokens", True)
+    options = RequestOptions(
+        1.5, cache_salt=kwargs.pop("cache_salt", None), deadline=kwargs.pop("deadline", None)
+    )
     params = SamplingParams(**kwargs)
     processor = processor or make()
-    return processor.process(request_id, prompt, params, arrival_time=1.5, **options)
+    return processor.process(request_id, prompt, params, options, add_special_tokens=special)
 
 
 def params_of(**kwargs):
@@ -60,7 +69,7 @@ def test_forms_of_prompts(prompt, ids, text):
     assert request.prompt_token_ids == ids
     assert all(type(i) is int for i in request.prompt_token_ids)
     assert got_text == text
-    assert (request.request_id, request.arrival_time) == ("r", 1.5)
+    assert (request.request_id, request.options.arrival_time) == ("r", 1.5)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +215,7 @@ def test_limits_of_logprobs():
 
 def test_params_are_copied_and_travel():
     params = SamplingParams(stop=["x"], stop_token_ids=[5], top_k=10**15, max_tokens=3)
-    request, _ = make().process("r", "abc", params, arrival_time=0.0)
+    request, _ = make().process("r", "abc", params, RequestOptions(0.0))
     completed = request.sampling_params
     assert params.seed is None
     assert params.top_k == 10**15
@@ -215,7 +224,7 @@ def test_params_are_copied_and_travel():
     packed = msgspec.msgpack.encode(request)
     assert msgspec.msgpack.decode(packed, type=EngineCoreRequest) == request
     with pytest.raises(RequestError, match="SamplingParams"):
-        make().process("r", "abc", {"max_tokens": 3}, arrival_time=0.0)
+        make().process("r", "abc", {"max_tokens": 3}, RequestOptions(0.0))
 
 
 def test_stop_token_ids():
@@ -315,11 +324,15 @@ def test_without_tokenizer():
 
 def test_salts_do_not_mix():
     def salt(scope, own):
-        return run(cache_salt=scope)[0].cache_salt if own is None else scoped(scope, own)
+        return run(cache_salt=scope)[0].options.cache_salt if own is None else scoped(scope, own)
 
     def scoped(scope, own):
         params = SamplingParams(cache_salt=own)
-        return make().process("r", "a", params, arrival_time=0.0, cache_salt=scope)[0].cache_salt
+        return (
+            make()
+            .process("r", "a", params, RequestOptions(0.0, cache_salt=scope))[0]
+            .options.cache_salt
+        )
 
     assert salt(None, None) is None
     pairs = [("ab", None), (None, "ab"), ("a", "b"), ("", "2:ab"), ("2:ab", None), ("a", "bc")]
@@ -382,7 +395,7 @@ def test_what_lies_just_within_the_bounds():
         0
     ].prompt_token_ids == list(range(9, 40))
     assert run("a", truncate_prompt_tokens=32, max_tokens=1)[0].prompt_token_ids == [97]
-    assert run(cache_salt="s" * 1024)[0].cache_salt == "1024:" + "s" * 1024
+    assert run(cache_salt="s" * 1024)[0].options.cache_salt == "1024:" + "s" * 1024
     longest = "x" * 64
     assert params_of(bad_words=[longest], processor=make(max_model_len=64)).bad_words is not None
 
@@ -428,7 +441,7 @@ def test_a_whole_request():
         cache_salt="own",
     )
     request, text = make().process(
-        "r", "ab", params, arrival_time=1.5, cache_salt="scope", deadline=9.5
+        "r", "ab", params, RequestOptions(1.5, "mine", cache_salt="scope", deadline=9.5)
     )
     assert text == "ab"
     mask = bytearray(36)  # 270 bits in words of 32
@@ -451,7 +464,6 @@ def test_a_whole_request():
             min_tokens=2,
             logprobs=3,
             prompt_logprobs=4,
-            priority=-5,
             stop_token_ids=frozenset({9}),
             all_stop_token_ids=frozenset({9, 3, EOS}),
             allowed_token_ids=bytes(mask),
@@ -461,9 +473,7 @@ def test_a_whole_request():
             ),
             bad_words=None,
         ),
-        arrival_time=1.5,
-        cache_salt="5:scopeown",
-        deadline=9.5,
+        options=RequestOptions(1.5, "mine", priority=-5, cache_salt="5:scopeown", deadline=9.5),
         n=3,
     )
     assert params_of(top_k=270).top_k == 0
@@ -554,27 +564,27 @@ class TestRenewed:
         min_tokens=1,
     )
 
-    def record(self, params=PARAMS, prompt="abcdefgh", **options):
+    def record(self, params=PARAMS, prompt="abcdefgh"):
         return make(enable_prompt_embeds=True).process(
             "r",
             prompt,
             params,
-            arrival_time=1.5,
-            cache_salt="t",
-            deadline=2.0,
-            first_token_deadline=1.75,
-            tenant="someone",
-            turn=4,
-            **options,
+            RequestOptions(
+                1.5,
+                cache_salt="t",
+                deadline=2.0,
+                first_token_deadline=1.75,
+                tenant="someone",
+                turn=4,
+            ),
         )[0]
 
     def test_it_is_the_same_but_for_its_times(self):
         """What has passed since would be over at once."""
         recorded = self.record()
         found = make().renew(recorded, self.PARAMS, 100.0)
-        assert found == msgspec.structs.replace(
-            recorded, arrival_time=100.0, deadline=None, first_token_deadline=None
-        )
+        set_options(recorded, arrival_time=100.0, deadline=None, first_token_deadline=None)
+        assert found == recorded
 
     def test_a_seed_that_was_chosen_is_kept(self):
         params = SamplingParams()
@@ -610,7 +620,7 @@ class TestRenewed:
 def test_a_prompt_may_name_its_scope():
     def salt(prompt, **fields):
         params = SamplingParams(**fields)
-        return make().process("r", prompt, params, arrival_time=0.0)[0].cache_salt
+        return make().process("r", prompt, params, RequestOptions(0.0))[0].options.cache_salt
 
     own = salt("a", cache_salt="mine")
     assert salt({"prompt": "a", "cache_salt": "mine"}) == own

@@ -16,7 +16,7 @@ from octavo.errors import (
 )
 from octavo.frontend.input_processor import InputProcessor
 from octavo.frontend.output_processor import OutputProcessor, RequestOutputCollector
-from octavo.messages import EngineCoreOutput, FinishReason
+from octavo.messages import EngineCoreOutput, FinishReason, RequestOptions
 from octavo.observability.metrics import EngineMetrics
 from octavo.outputs import CompletionOutput, Logprob, RequestMetrics
 from octavo.sampling_params import RequestOutputKind, SamplingParams
@@ -50,7 +50,7 @@ class Bench:
 
     def add(self, request_id="r", prompt="ab", queue=False, **params):
         params = SamplingParams(**({"max_tokens": 100} | params))
-        request, text = self.inputs.process(request_id, prompt, params, arrival_time=self.now)
+        request, text = self.inputs.process(request_id, prompt, params, RequestOptions(self.now))
         collector = RequestOutputCollector(params.output_kind) if queue else None
         self.outputs.add_request(request, params, text, collector)
         return collector

@@ -6,14 +6,14 @@ import pytest
 
 from octavo.errors import QueueFullError, RequestError
 from octavo.frontend.request_memory import RequestMemory, logprobs_nbytes, request_nbytes
-from octavo.messages import EngineCoreRequest, PromptEmbeds
+from octavo.messages import PromptEmbeds
 from octavo.sampling_params import StructuredOutputsParams
-from tests.params import Params
+from tests.params import Params, core_request
 
 
 def nbytes(prompt=10, **fields):
     params = Params(**fields)
-    request = EngineCoreRequest("r", [0] * prompt, params.core(100), 0.0, n=params.n)
+    request = core_request("r", [0] * prompt, params.core(100), n=params.n)
     return request_nbytes(request, params, 100)
 
 
@@ -44,7 +44,7 @@ def test_embeddings_count_in_both_processes_and_once_for_all_answers():
 
     def of(n, **more):
         params = Params(n=n)
-        request = EngineCoreRequest("r", [0] * 1000, params.core(100), 0.0, n=n, **more)
+        request = core_request("r", [0] * 1000, params.core(100), n=n, **more)
         return request_nbytes(request, params, 100)
 
     assert of(1, prompt_embeds=embeds) - of(1) >= 3 * 64_000

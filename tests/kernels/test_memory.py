@@ -47,7 +47,7 @@ def test_places_are_used_again_when_no_view_is_left() -> None:
 def test_more_than_there_is() -> None:
     arena = Arena(256)
     kept = arena.empty(32, dtype=torch.float32)
-    with pytest.raises(AssertionError, match="more activations"):
+    with pytest.raises(AssertionError, match="activations exceed"):
         arena.empty(40, dtype=torch.float32)
     assert kept.shape == (32,)
 

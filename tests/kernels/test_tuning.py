@@ -118,6 +118,7 @@ def test_it_is_measured_once(tmp_path, measured, caplog):
     [
         b"",
         b"[]",
+        b'{"a": ' + b"[" * 4000,
         b'{"past_caches": 1, "spin_us": 50, "grain": 10000}',
         b'{"past_caches": true, "spin_us": 1000000000, "grain": 10000}',
         b'{"past_caches": true, "spin_us": 50, "grain": -1}',
@@ -150,6 +151,17 @@ def test_a_file_that_would_never_end_is_written_anew(make, tmp_path, measured):
     assert file.is_file()
     assert not file.is_symlink()
     assert file.read_bytes() == written
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path, measured):
+    tune(tmp_path, "a processor")
+    (file,) = tmp_path.glob("*.json")
+    file.unlink()
+    file.mkdir()
+    DEFAULT.apply()
+    tune(tmp_path, "a processor")
+    assert sorted(tmp_path.iterdir()) == sorted([file, tmp_path / "lock"])
+    assert current() == DEFAULT
 
 
 def test_without_a_folder_the_defaults_stay(tmp_path, measured, caplog):

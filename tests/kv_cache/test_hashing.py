@@ -9,12 +9,13 @@ from octavo.kv_cache.hashing import (
     prompt_embeds_keys,
     root_hash,
 )
-from octavo.messages import CoreSamplingParams, EngineCoreRequest, PromptEmbeds
+from octavo.messages import CoreSamplingParams, PromptEmbeds
 from octavo.request import Request
+from tests.params import core_request
 
 
 def make_request(tokens, hasher, salt=None):
-    return Request(EngineCoreRequest("r", list(tokens), CoreSamplingParams(), 0.0, salt), hasher)
+    return Request(core_request("r", list(tokens), CoreSamplingParams(), cache_salt=salt), hasher)
 
 
 def test_a_hash_is_sha256_over_parent_tokens_and_keys():
@@ -92,7 +93,7 @@ def test_embeddings_are_known_by_their_content():
 
     def hashes(data, dtype="float32", count=6, more=(5, 6)):
         embeds = PromptEmbeds(data[: count * 8], dtype, 2 if dtype == "float32" else 4)
-        core = EngineCoreRequest("r", [0] * count + [*more], CoreSamplingParams(), 0.0)
+        core = core_request("r", [0] * count + [*more], CoreSamplingParams())
         core.prompt_embeds = embeds
         return Request(core, make_block_hasher(4, prompt_embeds_keys)).block_hashes
 

@@ -7,11 +7,10 @@ from octavo.kv_cache.events import KVEventLog
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups, max_blocks_per_request
 from octavo.kv_cache.hashing import make_block_hasher
 from octavo.kv_cache.manager import KVCacheManager
-from octavo.messages import EngineCoreRequest
 from octavo.request import Request
 from tests.fakes import pages
 from tests.kv_cache.test_events import Subscriber
-from tests.params import core_params
+from tests.params import core_params, core_request
 from tests.state_cache import StateCache
 
 BLOCK = 4
@@ -24,7 +23,7 @@ def make_manager(windows=(None,), num_blocks=20, enable_caching=True, states=())
 
 
 def make_request(request_id, tokens, *, hashed=True, salt=None, leader=None, **params):
-    core = EngineCoreRequest(request_id, list(tokens), core_params(**params), 0.0, salt)
+    core = core_request(request_id, list(tokens), core_params(**params), cache_salt=salt)
     return Request(core, make_block_hasher(BLOCK) if hashed else None, leader=leader)
 
 

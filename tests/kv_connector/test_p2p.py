@@ -11,6 +11,7 @@ from octavo.kv_connector.p2p import P2PConnector
 from octavo.messages import KVConnectorOutput
 from octavo.request import RequestStatus
 from tests.fakes import FakeEngine, expected_output, pages
+from tests.params import set_options
 from tests.transfers import FakeTransfers, make_layout
 
 PROMPT = list(range(30))
@@ -71,7 +72,7 @@ def half(engine):
 
 def prefill(engine, name="a", prompt=PROMPT):
     request = engine.add(name, prompt, max_tokens=1)
-    request.kv_transfer_params = PREFILL
+    set_options(request, kv_transfer_params=PREFILL)
     engine.run()
     (handed,) = (o.kv_transfer_params for o in engine.outputs[name] if o.kv_transfer_params)
     return handed
@@ -79,7 +80,7 @@ def prefill(engine, name="a", prompt=PROMPT):
 
 def ask(engine, params, name="x"):
     request = engine.add(name, PROMPT)
-    request.kv_transfer_params = params
+    set_options(request, kv_transfer_params=params)
     engine.scheduler._check_transfer(request)
     return request
 
@@ -204,7 +205,7 @@ def test_memory_that_is_full_of_prompts_to_be_fetched():
     assert handed["remote_block_ids"] == [[3, -1, -1]]
     other = make_engine()
     request = other.add("b", [*range(50, 80)])
-    request.kv_transfer_params = handed
+    set_options(request, kv_transfer_params=handed)
     other.step()
     assert len(half(other)._fetching["b"].blocks) == 1  # in part
 
@@ -212,7 +213,7 @@ def test_memory_that_is_full_of_prompts_to_be_fetched():
 def test_a_consumer_hands_nothing_over():
     engine = make_engine(role="kv_consumer")
     request = engine.add("a", PROMPT, max_tokens=1)
-    request.kv_transfer_params = PREFILL
+    set_options(request, kv_transfer_params=PREFILL)
     engine.run()
     assert not any(output.kv_transfer_params for output in engine.outputs["a"])
 

@@ -1,5 +1,6 @@
-"""vLLM's sharded checkpoints: what ranks have of a model, put together again."""
+"""vLLM's sharded checkpoints: what ranks have of a model, put together again, and saved."""
 
+import json
 import shutil
 
 import pytest
@@ -7,8 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from octavo import LLM, SamplingParams
-from octavo.errors import ModelError
+from octavo.errors import ConfigError, ModelError, UnsupportedError
 from octavo.models.hub import resolve_model
+from octavo.models.registry import read_spec
+from octavo.models.sharded_save import save_sharded_state
 
 SETTINGS = {"kv_cache_memory_bytes": "16M", "max_model_len": 128, "load_format": "sharded_state"}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=2)
@@ -16,14 +19,14 @@ ROWS = ("q_proj", "gate_proj", "up_proj", "embed_tokens")
 COLUMNS = ("o_proj", "down_proj")
 
 
-def shard(tensors, rank, size):
+def shard(tensors, rank, size, padding=64):
     """The tensors as a rank of vLLM's has them, with a vocabulary that is padded."""
     mine = {}
     for name, tensor in tensors.items():
         module = name.split(".")[-2]
         if module in ROWS:
             if module == "embed_tokens":
-                tensor = torch.cat([tensor, torch.zeros(64, tensor.shape[1], dtype=tensor.dtype)])
+                tensor = torch.cat([tensor, tensor.new_zeros(padding, tensor.shape[1])])
             mine[name] = tensor.chunk(size)[rank]
         elif module in ("k_proj", "v_proj"):  # of two heads, which more ranks share
             mine[name] = tensor.chunk(min(size, 2))[rank * min(size, 2) // size]
@@ -106,3 +109,43 @@ def test_what_does_not_fit_is_named(model):
         save_file(changed, part)
         with pytest.raises(ModelError, match=said):
             answer(folder)
+
+
+def test_what_is_saved_is_what_vllm_keeps_and_is_read_again(model, expected, tmp_path):
+    _, tensors = model
+    settings = {k: v for k, v in SETTINGS.items() if k != "load_format"}
+    for size, max_size in ((1, 200_000), (2, None)):
+        target = tmp_path / str(size)
+        with LLM(model="octavo/stories", tensor_parallel_size=size, **settings) as llm:
+            llm.llm_engine.engine_core.save_sharded_state(target, max_size=max_size)
+            with pytest.raises(ConfigError, match="holds a sharded state already"):
+                llm.llm_engine.save_sharded_state(target)
+            with pytest.raises(UnsupportedError, match="pattern='x' is not supported"):
+                llm.llm_engine.save_sharded_state(tmp_path / "x", pattern="x")
+        for rank in range(size):
+            files = sorted(target.glob(f"model-rank-{rank}-part-*.safetensors"))
+            assert (len(files) > 1) == (max_size is not None)
+            saved = {name: t for file in files for name, t in load_file(file).items()}
+            whole = shard(tensors, rank, size, padding=0)
+            assert saved.keys() == whole.keys()
+            assert all(torch.equal(saved[name], whole[name].to(saved[name])) for name in whole)
+        for file in model[0].glob("*.json"):
+            shutil.copy(file, target)
+        assert answer(target) == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "size", "said"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"], "n_embd": 48, "n_head": 2}, 1, "GPT2LMHeadModel"),
+        ({"num_key_value_heads": 2}, 3, r"tensor_parallel_size=3 .* has \[2\] in its layers"),
+        ({"intermediate_size": 71}, 2, "the 71 rows of model.layers.0.mlp.gate_proj.weight"),
+    ],
+)
+def test_what_vllm_keeps_in_another_way_is_not_saved(model, tmp_path, change, size, said):
+    config = json.loads((model[0] / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = {"dtype": "float32", "load_format": "dummy", "seed": 0, "max_size": None}
+    with pytest.raises(UnsupportedError, match=said):
+        save_sharded_state(read_spec(tmp_path), tmp_path, tmp_path / "new", size=size, **options)
+    assert not list(tmp_path.rglob("*.safetensors"))

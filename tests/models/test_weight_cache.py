@@ -107,6 +107,16 @@ def test_whatever_is_damaged_is_not_read(
         assert not file.exists()
 
 
+def test_pages_that_changed_places_are_not_read(cache: WeightCache) -> None:
+    data = memory(3 * 2**20)
+    keep(cache, KEY, data)
+    pages = data.reshape(-1, 4096).copy()
+    pages[[5, 6]] = pages[[6, 5]]
+    with open(cache.file(KEY), "r+b") as file:
+        file.write(pages.data)
+    assert read(cache, KEY, len(data)) is None
+
+
 def test_weights_of_another_key_are_not_read(cache: WeightCache) -> None:
     data = memory(4096)
     keep(cache, KEY, data)

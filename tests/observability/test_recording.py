@@ -18,6 +18,7 @@ from octavo.messages import (
     FinishReason,
     LogprobsLists,
     PromptEmbeds,
+    RequestOptions,
 )
 from octavo.observability import recording
 from octavo.observability.recording import (
@@ -36,6 +37,7 @@ from octavo.observability.recording import (
     read_records,
 )
 from octavo.sampling_params import SamplingParams
+from tests.params import core_request, set_options
 
 HEAD = Head(FORMAT, "an id", 1.0, {"octavo": "1"}, {"model": {}}, "hash of a model", "full")
 
@@ -145,16 +147,27 @@ def test_frames_that_lie(path, records):
     assert list(read_records(path)) == [HEAD, None, end(1)]
 
 
+def test_damaged_arrivals_of_format_1_are_unreadable(path):
+    request = ["a", [7], [0.5] * 8 + [4] * 13, 1.0, "salt", None, 1, 0, [], 0, None, None, "key"]
+    Recorder(path, HEAD).close()
+    damaged = [[], {}, 5, [*request, {}, {}], request[:12], ["a", [7], {}, *request[3:]]]
+    records = [["arrival", fields, {}] for fields in damaged] + [["arrival"]]
+    with path.open("ab") as file:
+        file.write(recording._frame([msgspec.msgpack.encode(record) for record in records]))
+    assert list(read_records(path)) == [HEAD] + [None] * len(records)
+
+
 def test_fields_are_only_ever_added_at_the_end():
     """Records are lists: a field elsewhere is another format, and `FORMAT` must tell so."""
-    assert FORMAT == 1
+    assert FORMAT == 2
     begin = {
-        EngineCoreRequest: "request_id prompt_token_ids sampling_params arrival_time cache_salt "
-        "deadline n turn output_token_ids num_prompt_logprobs prompt_embeds first_token_deadline "
-        "tenant",
+        EngineCoreRequest: "request_id prompt_token_ids sampling_params options n "
+        "output_token_ids num_prompt_logprobs prompt_embeds answers",
+        RequestOptions: "arrival_time tenant priority deadline first_token_deadline turn "
+        "cache_salt kv_transfer_params flow",
         CoreSamplingParams: "temperature top_p top_k min_p presence_penalty frequency_penalty "
         "repetition_penalty seed max_tokens min_tokens logprobs logprob_token_ids prompt_logprobs "
-        "priority stop_token_ids all_stop_token_ids allowed_token_ids logit_bias bad_words grammar "
+        "stop_token_ids all_stop_token_ids allowed_token_ids logit_bias bad_words grammar "
         "extra_args",
         EngineCoreOutput: "request_id new_token_ids new_logprobs new_prompt_logprobs finish_reason "
         "stop_reason error error_kind num_cached_tokens first_scheduled_time num_preemptions",
@@ -321,11 +334,10 @@ def test_the_tails_of_many_deaths_are_bounded(path):
     assert names == {f"run.rec.crash-{i}" for i in range(1, 11)}
 
 
-REQUEST = EngineCoreRequest(
+REQUEST = core_request(
     "a",
     [7, 8, 9] * 50,
     CoreSamplingParams(seed=3),
-    1.0,
     cache_salt="a secret salt",
     tenant="a secret key",
     prompt_embeds=PromptEmbeds(b"1234" * 10, "float32", 2),
@@ -338,16 +350,19 @@ def test_what_is_secret_is_not_written(path, prompts):
     head = Head(FORMAT, "an id", 1.0, {}, {}, "", prompts)
     recorder = Recorder(path, head)
     for tenant in ("a secret key", "a secret key", "another", None):
-        recorder.put(Arrival(msgspec.structs.replace(REQUEST, tenant=tenant), PARAMS))
+        request = msgspec.structs.replace(REQUEST)
+        set_options(request, tenant=tenant)
+        recorder.put(Arrival(request, PARAMS))
     recorder.close()
     _, read, *others = read_records(path)
     data = path.read_bytes()
     assert b"a secret" not in data
     for secret in (b"a secret salt", b"a secret key"):  # nor what can be tried one by one
         assert hashlib.sha256(secret).hexdigest().encode() not in data
-    assert read.request.cache_salt == read.params.cache_salt
-    assert read.request.tenant == others[0].request.tenant != others[1].request.tenant
-    assert others[2].request.tenant is None
+    assert read.request.options.cache_salt == read.params.cache_salt
+    tenants = [arrival.request.options.tenant for arrival in (read, *others)]
+    assert tenants[0] == tenants[1] != tenants[2]
+    assert tenants[3] is None
     assert (read.params.stop, read.params.extra_args) == (["end"], {"a": [1]})
     assert read.request.sampling_params.seed == 3
     if prompts == "full":
@@ -358,7 +373,7 @@ def test_what_is_secret_is_not_written(path, prompts):
         assert len(read.prompt_hash) == 64
         assert read.request.prompt_token_ids == []
         assert read.request.prompt_embeds is None
-    assert REQUEST.cache_salt == "a secret salt"  # the engine's own is as it was
+    assert REQUEST.options.cache_salt == "a secret salt"  # the engine's own is as it was
 
 
 def test_prompts_that_are_hashed_are_not_told_by_their_logprobs(path):

@@ -17,7 +17,7 @@ A, B = "http://a:8000", "http://b:8000"
     ("settings", "message"),
     [
         ({}, "There is no server: give --servers"),
-        ({"servers": [A], "prefill": 1}, "servers and replicas do all of a request"),
+        ({"servers": [A], "prefill": 1}, "servers and replicas run whole requests"),
         ({"prefill": 1}, "There is no decode server"),
         ({"decode_servers": [A]}, "There is no prefill server"),
         ({"servers": ["a:8000"]}, "'a:8000' is not the address of a server"),

@@ -46,7 +46,8 @@ def test_prefill_and_decode_in_actors(tmp_path):
         assert 'router_prefills_total{where="remote"} 2.0' in router.get("/metrics").text
         kill = before["decode"].kill
         assert answers(router.url, PROMPTS[:2], at=20, then=kill) == expected
-        assert router.metric("octavo:router_server_restarts_total") == 1
+        router.wait_for_metric("octavo:router_server_restarts_total", 1)
+        wait_for_servers(router, 2)
         after = servers(key)
         assert after["prefill"] == before["prefill"]
         router.process.terminate()

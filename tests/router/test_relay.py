@@ -63,11 +63,14 @@ LOSSES = {
     "broken later": stream(*events("one ", "two ", finish=None), BROKEN),
     "ended early": stream(*events("one tw", finish=None)),
     "engine lost": stream(*events("one ", finish=None), LOST),
+    "engine lost in the same piece": stream(b"".join([*events("one ", finish=None), LOST])),
     "half an event": stream(*events("one ", finish=None), b'data: {"choi', BROKEN),
     "no event": stream(*events("one ", finish=None), b"data: []\n\n"),
     "no JSON": stream(*events("one ", finish=None), b"data: {\n\n"),
     "busy": whole(429, error={"message": "busy"}),
     "draining": whole(503, error={"message": "stops"}),
+    "stopped": whole(503, error={"message": "stopped", "code": "unavailable"}),
+    "proxy": lambda request: (502, {}, [b"<html>\xff"]),
     "too much": stream(*events("one ", finish=None), b"x" * 300_000),
 }
 
@@ -134,6 +137,18 @@ async def test_a_request_waits_for_a_server():
         await asyncio.sleep(0.05)
         router.servers[0].answer = WHOLE
         assert text_of(await asked) == "one two three"
+
+
+@routed
+async def test_a_request_waits_for_the_successor_of_the_only_server():
+    """A server that is shut down refuses requests for itself, not for all that can be started."""
+    async with Routed([LOSSES["stopped"]], failover_timeout=10) as router:
+        (server,) = router.servers
+        asked = asyncio.create_task(router.ask())
+        while not server.asked:
+            await asyncio.sleep(0.005)
+        server.answer = whole(choices=[1])
+        assert (await asked).json() == {"choices": [1]}
 
 
 @routed

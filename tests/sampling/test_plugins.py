@@ -78,11 +78,11 @@ def test_a_resumed_request_and_one_of_many_are_no_others(make_state, sampler, mo
 
 
 def test_a_key_that_nobody_takes(make_state):
-    with pytest.raises(RequestError, match=r"'no_rpeat'.*taken: none") as error:
+    with pytest.raises(RequestError, match=r"'no_rpeat'.*accepted: none") as error:
         SamplingState(1, VOCAB).add_row(0, asks(no_rpeat=1), [1], 1)
     assert error.value.param == "extra_args"
     state = make_state()
-    with pytest.raises(RequestError, match=r"'no_rpeat'.*taken: no_repeat"):
+    with pytest.raises(RequestError, match=r"'no_rpeat'.*accepted: no_repeat"):
         state.add_row(0, asks(no_repeat=1, no_rpeat=1), [1], 1)
     assert state.metadata(np.array([0])).plain
 
@@ -178,7 +178,7 @@ def test_two_cannot_take_one_key(tmp_path, monkeypatch):
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
         install(tmp_path / name, monkeypatch, NO_REPEAT, "NoRepeat", name)
-    with pytest.raises(ConfigError, match=r"first_point takes the key 'no_repeat'.*already"):
+    with pytest.raises(ConfigError, match=r"first_point already accepts the key 'no_repeat'"):
         load_plugins(2, VOCAB)
 
 

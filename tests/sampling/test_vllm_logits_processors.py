@@ -180,10 +180,10 @@ def test_parameters_that_it_does_not_like_fail_their_request(module):
     [
         ("NoRepeat", "write it as module:Class"),
         ("written_for_vllm:Missing", "Missing"),
-        ("written_for_vllm:torch", "it is no class"),
+        ("written_for_vllm:torch", "it is not a class"),
         ("written_for_vllm:SamplingParams", "not a subclass"),
         ("frobnicate:X", "No module named 'frobnicate'"),
-        ("__main__:X", "process of its own"),
+        ("__main__:X", "another process"),
     ],
 )
 def test_what_cannot_be_used_is_named(module, name, said):
@@ -248,7 +248,7 @@ def test_answers_in_an_engine():
     class Hidden(Alternating):
         pass
 
-    with pytest.raises(ConfigError, match="define it outside of functions"):
+    with pytest.raises(ConfigError, match="define it at module level"):
         LLM(logits_processors=[Hidden])
 
 

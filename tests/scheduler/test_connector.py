@@ -7,6 +7,7 @@ from octavo.messages import FinishReason
 from octavo.request import RequestStatus
 from octavo.scheduler.costs import PrefillCosts
 from tests.fakes import FakeEngine, expected_output, pages
+from tests.params import set_options
 from tests.transfers import FakeTransfers, make_connector
 
 PROMPT = list(range(30))
@@ -208,7 +209,7 @@ def test_transfer_params_without_who_takes_them():
 
 def check(engine):
     request = engine.add("a", PROMPT)
-    request.kv_transfer_params = {"do_remote_decode": True}
+    set_options(request, kv_transfer_params={"do_remote_decode": True})
     engine.scheduler._check_transfer(request)
 
 

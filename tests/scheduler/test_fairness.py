@@ -209,7 +209,7 @@ def test_who_always_wants_more_gets_as_much_as_others(jobs, budget, seats, depth
     bound = 2 * max(60 * PROMPT_WEIGHT, seats * 12 * OUTPUT_WEIGHT)
     while engine.scheduler._tenants.several_compete:
         engine.step()
-        if all(any(r.tenant == t for r in engine.scheduler.waiting) for t in jobs):
+        if all(any(r.options.tenant == t for r in engine.scheduler.waiting) for t in jobs):
             assert abs(served(engine, "a") - served(engine, "b")) <= bound
     engine.run()
 

@@ -257,7 +257,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         last = outputs[-1]
         if last.finish_reason == FinishReason.ERROR:
             assert tokens == alone[: len(tokens)]
-            deadline = last.error_kind == "DeadlineError" and request.deadline is not None
+            deadline = last.error_kind == "DeadlineError" and request.options.deadline is not None
             deadline |= last.error_kind == "FirstTokenError" and not tokens
             step_failed = last.error == "the step failed"
             assert deadline or step_failed or name in self.engine.executor.fail

@@ -2,10 +2,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.messages import CoreSamplingParams, EngineCoreRequest
+from octavo.messages import CoreSamplingParams
 from octavo.request import Request
 from octavo.scheduler.fairness import TenantCounters
 from octavo.scheduler.queue import Arrivals, RequestQueue, TenantQueue, WaitingQueue
+from tests.params import core_request
 
 
 def make_requests(
@@ -15,16 +16,23 @@ def make_requests(
     deadlines=None,
     first_token_deadlines=None,
     tenants=None,
+    flows=None,
 ):
     """Requests that arrive in this order; their ids are "0", "1" ..."""
     arrivals = Arrivals(policy)
     requests = []
     for i, turn in enumerate(turns):
-        params = CoreSamplingParams(priority=priorities[i] if priorities else 0)
-        core = EngineCoreRequest(str(i), [1], params, arrival_time=0.0, turn=turn)
-        core.deadline = deadlines[i] if deadlines else None
-        core.first_token_deadline = first_token_deadlines[i] if first_token_deadlines else None
-        core.tenant = tenants[i] if tenants else None
+        core = core_request(
+            str(i),
+            [1],
+            CoreSamplingParams(),
+            turn=turn,
+            priority=priorities[i] if priorities else 0,
+            deadline=deadlines[i] if deadlines else None,
+            first_token_deadline=first_token_deadlines[i] if first_token_deadlines else None,
+            tenant=tenants[i] if tenants else None,
+            flow=flows[i] if flows else None,
+        )
         request = Request(core)
         request.queue_key = arrivals.next_key(request)
         requests.append(request)
@@ -181,10 +189,21 @@ class TestTenants:
         counters = TenantCounters(0)
         requests = make_requests(*[0] * 4, tenants=["a", "a", "b", "c"])
         for request in requests:
-            counters.arrive(request.tenant)
+            counters.arrive(request.options.tenant)
         for tenant, tokens in (("a", 3), ("b", 2), ("c", 2)):
             counters.charge(tenant, tokens)
         assert start_order(WaitingQueue(counters), requests) == [2, 3, 0, 1]
+
+    @pytest.mark.parametrize(
+        ("tenants", "order"), [(None, [2, 0, 1]), (["a", "a", "a"], [0, 1, 2])]
+    )
+    def test_without_tenants_flows_take_turns(self, tenants, order):
+        counters = TenantCounters(0)
+        requests = make_requests(*[0] * 3, tenants=tenants, flows=[1, 1, 2])
+        for request in requests:
+            counters.arrive(request.options.share)
+        counters.charge("a" if tenants else 1, 3)
+        assert start_order(WaitingQueue(counters), requests) == order
 
     def test_priority_is_above_tenants(self):
         counters = TenantCounters(0)
@@ -192,7 +211,7 @@ class TestTenants:
             0, 0, 0, tenants=["a", "b", "a"], priorities=[1, 2, 3], policy="priority"
         )
         for request in requests:
-            counters.arrive(request.tenant)
+            counters.arrive(request.options.tenant)
         counters.charge("a", 1000)
         assert start_order(WaitingQueue(counters), requests) == [0, 1, 2]
 
@@ -201,7 +220,7 @@ class TestTenants:
         queue = WaitingQueue(counters)
         requests = make_requests(*[0] * 6, tenants=["a", "b", None] * 2, deadlines=[None, 1.0] * 3)
         for i, request in enumerate(requests):
-            counters.arrive(request.tenant)
+            counters.arrive(request.options.tenant)
             queue.push(request)
             assert request in queue
             assert len(queue) == i + 1

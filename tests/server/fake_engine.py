@@ -120,50 +120,32 @@ class FakeAsyncLLM:
         self._output = OutputProcessor(self.tokenizer, self.metrics)
         self._stepping: asyncio.Task[None] | None = None
 
-    async def generate(
-        self,
-        prompt,
-        sampling_params,
-        request_id,
-        *,
-        cache_salt=None,
-        deadline=None,
-        first_token_deadline=None,
-        tenant=None,
-        add_special_tokens=True,
-        turn=0,
-    ):
-        options = {
-            "cache_salt": cache_salt,
-            "deadline": deadline,
-            "first_token_deadline": first_token_deadline,
-            "tenant": tenant,
-            "add_special_tokens": add_special_tokens,
-            "turn": turn,
-        }
-        request, text = await self._process(prompt, sampling_params, request_id, **options)
-        async with aclosing(self._stream(request, sampling_params, text)) as outputs:
+    async def serve(self, prompt, params, request_id, options, *, add_special_tokens):
+        request, text = await self._process(prompt, params, request_id, options, add_special_tokens)
+        async with aclosing(self._stream(request, params, text)) as outputs:
             async for output in outputs:
                 yield output
 
-    async def beam_search(self, prompt, params, request_id, **options):
+    async def serve_beams(self, prompt, params, request_id, options, *, add_special_tokens):
         self.beam_params.append(params)
         of_prompt = prompt_params(params)
-        request, text = await self._process(prompt, of_prompt, request_id, **options)
+        request, text = await self._process(
+            prompt, of_prompt, request_id, options, add_special_tokens
+        )
         search = make_beam_search(params, request, self.spec.vocab_size)
         return await run_beam_search(request, text, search, of_prompt, self.tokenizer, self._stream)
 
-    async def _process(self, prompt, sampling_params, request_id, **options):
+    async def _process(self, prompt, params, request_id, options, add_special_tokens):
         if self.dead is not None:
             raise self.dead
         return await offload(
-            processing_time(prompt, sampling_params),
+            processing_time(prompt, params),
             self._input.process,
             request_id,
             prompt,
-            sampling_params,
-            arrival_time=clock.now(),
-            **options,
+            params,
+            options,
+            add_special_tokens=add_special_tokens,
         )
 
     async def _stream(self, request, sampling_params, text=None):

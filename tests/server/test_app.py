@@ -359,14 +359,34 @@ def test_the_operators_routes_are_closed_unless_it_is_known_who_that_is(path):
     with_server(everybody, profiled_engine, api_key=["k"], enable_admin=True)
 
     async def from_a_web_page(served):
-        # What a page may send without asking first: no type, or one of a form's.
-        for headers in ({}, {"Content-Type": "text/plain"}):
+        # A page may send these without asking first; browsers add the header Origin.
+        origin = {"Origin": "http://example.org"}
+        for headers in (origin, {"Origin": "null"}, {"Content-Type": "text/plain"}):
             response = await served.http.post(path, headers=headers)
             assert response.status_code == 415
+        response = await served.http.post(path, content=b"{}")
+        assert response.status_code == 415
         assert not served.engine.was_reset
         assert not served.engine.profiling
 
     with_server(from_a_web_page, profiled_engine, enable_admin=True)
+
+
+def test_admin_routes_need_no_content_type_where_there_is_no_body():
+    async def without_keys(served):
+        assert (await served.http.post("/pause")).json() == {"status": "paused"}
+        assert (await served.http.post("/resume")).json() == {"status": "resumed"}
+
+    with_server(without_keys, enable_admin=True)
+
+    async def with_an_admin_key(served):
+        # No page of another site can send the key, so nothing else is checked.
+        headers = {"Authorization": "Bearer boss", "Origin": "http://example.org"}
+        assert (await served.http.post("/pause", headers=headers)).status_code == 200
+        headers["Content-Type"] = "application/x-www-form-urlencoded"  # of `curl --data ''`
+        assert (await served.http.post("/resume", headers=headers)).status_code == 200
+
+    with_server(with_an_admin_key, admin_key=["boss"])
 
 
 def test_reset_prefix_cache():

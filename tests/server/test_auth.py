@@ -5,7 +5,14 @@ import pytest
 
 from octavo.config import ServerConfig
 from octavo.errors import ConfigError
-from octavo.server.auth import AllowedHosts, ApiKeys, private_salt, tenant_of, with_all_keys
+from octavo.server.auth import (
+    AllowedHosts,
+    ApiKeys,
+    flow_of,
+    private_salt,
+    tenant_of,
+    with_all_keys,
+)
 from octavo.server.errors import AuthenticationError, HostError
 from tests.server.fake_engine import with_server
 
@@ -133,7 +140,7 @@ def test_each_key_is_a_tenant():
             await served.http.post(
                 "/v1/completions", json={"prompt": ["hi", "you"], "n": 2}, headers=bearer(key)
             )
-        tenants = [r.tenant for r in served.engine.requests]
+        tenants = [r.options.tenant for r in served.engine.requests]
         assert tenants == [tenant_of(key) for key in "aabbaa"]
         assert len({*tenants, private_salt("a", None), "a"}) == 4
 
@@ -170,17 +177,27 @@ def test_one_keys_flood_leaves_places_for_others():
 def test_with_one_key_there_is_nobody_to_share_with():
     async def scenario(served):
         await served.http.post("/v1/completions", json={"prompt": "hi"}, headers=bearer("a"))
-        assert served.engine.requests[0].tenant is None
+        assert served.engine.requests[0].options.tenant is None
 
     with_server(scenario, api_key=["a", "a"])
 
 
-def test_without_keys_there_are_no_tenants():
+def test_without_keys_there_are_no_tenants_but_flows():
+    """A flow has a share of the tokens, but no grammar processes, places or memory of its own."""
+
     async def scenario(served):
         await served.complete()
-        assert served.engine.requests[0].tenant is None
+        options = served.engine.requests[0].options
+        assert options.tenant is None
+        assert options.flow == options.share == flow_of("127.0.0.1")
 
     with_server(scenario)
+
+
+def test_flows_are_few_and_the_same_in_each_front_end():
+    flows = [flow_of(f"10.0.{i // 250}.{i % 250}") for i in range(2000)]
+    assert {*flows} == {*range(64)}
+    assert (flow_of("10.0.0.1"), flow_of(None)) == (19, None)
 
 
 def test_each_key_has_its_own_prefix_cache():
@@ -190,7 +207,7 @@ def test_each_key_has_its_own_prefix_cache():
                 await served.http.post(
                     "/v1/completions", json={"prompt": "hi", **body}, headers=bearer(key)
                 )
-        salts = [r.cache_salt for r in served.engine.requests]
+        salts = [r.options.cache_salt for r in served.engine.requests]
         assert None not in salts
         assert salts[:2] == salts[4:]
         assert len(set(salts)) == 4

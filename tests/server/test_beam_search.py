@@ -71,7 +71,7 @@ def test_several_prompts_and_an_echo():
         )
         found = [(c["index"], c["text"]) for c in answer.json()["choices"]]
         assert found == [(0, "aHH"), (1, "aHI"), (2, "bHH"), (3, "bHI")]
-        calls = {r.turn for r in served.engine.requests}
+        calls = {r.options.turn for r in served.engine.requests}
         assert calls == {0, 1, 2, 3}  # the beams of one call take turns with other calls
 
     with_server(scenario)

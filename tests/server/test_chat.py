@@ -265,6 +265,41 @@ def test_tools_and_their_calls_go_to_the_template():
     with_server(scenario, chat_template=SHOWS)
 
 
+def test_tools_are_left_out_of_the_template_if_the_server_says_so():
+    async def scenario(served):
+        response = await served.chat(tools=[TOOL], tool_choice="none")
+        assert response.status_code == 200, response.text
+        assert rendered(served) == "null"
+
+    template = "{{ tools | tojson }}"
+    with_server(scenario, chat_template=template, exclude_tools_when_tool_choice_none=True)
+
+
+def test_documents_go_to_the_template():
+    documents = [{"title": "Weather", "text": "sunny"}, {"text": "é"}]
+
+    async def shown(served):
+        response = await served.chat(documents=documents)
+        assert response.status_code == 200, response.text
+        assert "X-Octavo-Ignored-Fields" not in response.headers
+        assert json.loads(rendered(served)) == documents
+        tokenized = await served.post("/tokenize", messages=[USER], documents=documents)
+        assert tokenized.json()["tokens"] == served.engine.requests[-1].prompt_token_ids
+        await served.chat(documents=[])
+        assert rendered(served) == "null"
+        response = await served.chat(documents=[{"text": 5}])
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, "documents[0].text")
+
+    with_server(shown, chat_template="{{ documents | tojson }}")
+
+    async def left_out(served):
+        assert (await served.chat(documents=documents)).status_code == 200
+        assert rendered(served) == "<s><user>hi</s><assistant>"
+
+    with_server(left_out)
+
+
 def test_tool_calls_that_a_template_does_not_know_are_refused():
     async def scenario(served):
         history = [USER, {"role": "assistant", "tool_calls": [CALL]}, USER]

@@ -70,7 +70,7 @@ def test_several_prompts_and_answers_are_numbered_prompt_by_prompt(stream):
         assert texts == dict.fromkeys(range(6), ANSWER)
         assert finished == set(range(6))
         requests = {tuple(r.prompt_token_ids): r for r in served.engine.requests}
-        turns = {prompt: r.turn for prompt, r in requests.items()}
+        turns = {prompt: r.options.turn for prompt, r in requests.items()}
         assert turns == {(BOS, 97): 0, (BOS, 98, 99): 2, (BOS, 100): 4}
 
     with_server(scenario)
@@ -291,7 +291,7 @@ def test_offsets_of_a_prompt_whose_first_space_is_not_written():
 def test_an_echo_waits_for_the_prompts_logprobs():
     # The first of n answers computes them; with a warm prefix cache the second one is earlier.
     async def scenario(served):
-        own = served.engine.generate
+        own = served.engine.serve
 
         async def reordered(*args, **kwargs):
             outputs = [output async for output in own(*args, **kwargs)]
@@ -303,7 +303,7 @@ def test_an_echo_waits_for_the_prompts_logprobs():
             for output in (alone, rest, *outputs[1:]):
                 yield output
 
-        served.engine.generate = reordered
+        served.engine.serve = reordered
         response = await served.complete(echo=True, logprobs=1, n=2, stream=True, max_tokens=3)
         tokens = {0: [], 1: []}
         for chunk in chunks_of(await events(response)):

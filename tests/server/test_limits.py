@@ -14,6 +14,7 @@ from octavo.errors import QueueFullError
 from octavo.server import http_state
 from octavo.server import state as state_module
 from octavo.server.state import ServerState
+from octavo.system import clock
 from tests.server.fake_engine import Call, events, with_server
 
 
@@ -165,7 +166,7 @@ def test_deadline_before_the_first_token(stream):
         error = response.json()["error"]
         assert (error["code"], error["param"]) == ("deadline_exceeded", "deadline_ms")
         assert len(served.engine.aborted) == 1
-        assert served.engine.requests[0].deadline is not None
+        assert served.engine.requests[0].options.deadline is not None
 
     with_server(scenario)
 
@@ -360,12 +361,12 @@ def test_the_earlier_limit_counts(timeout, asked, expected):
 
 def test_what_the_engine_is_told_of_the_deadline():
     async def scenario(served):
-        before = time.monotonic()
+        before = clock.now()
         await served.complete(deadline_ms=5000, max_tokens=1)
-        after = time.monotonic()
-        assert before + 5 <= served.engine.requests[-1].deadline <= after + 5
+        after = clock.now()
+        assert before + 5 <= served.engine.requests[-1].options.deadline <= after + 5
         await served.complete(max_tokens=1)
-        assert served.engine.requests[-1].deadline is None
+        assert served.engine.requests[-1].options.deadline is None
 
     with_server(scenario)
 
@@ -380,11 +381,11 @@ def test_what_the_engine_is_told_of_the_deadline():
 def test_limits_in_headers(name, field, told):
     async def scenario(served):
         async def limit_of(headers, **fields):
-            before = time.monotonic()
+            before = clock.now()
             body = {"prompt": "hi", "max_tokens": 1, **fields}
             response = await served.http.post("/v1/completions", json=body, headers=headers)
             assert response.status_code == 200
-            return round(getattr(served.engine.requests[-1], told) - before)
+            return round(getattr(served.engine.requests[-1].options, told) - before)
 
         assert await limit_of({name: "40000"}) == 40
         assert await limit_of({name.lower(): "40000"}, **{field: 70_000}) == 70
@@ -405,7 +406,7 @@ def test_limits_in_headers(name, field, told):
 def test_the_servers_own_limit_makes_no_request_urgent():
     async def scenario(served):
         await served.complete(max_tokens=1)
-        assert served.engine.requests[-1].due == math.inf
+        assert served.engine.requests[-1].options.due == math.inf
 
     with_server(scenario, request_timeout=100)
 

@@ -254,17 +254,52 @@ def test_a_client_that_does_not_read_its_stream(impatient):
     assert httpx.get(impatient.url + "/health", timeout=10).status_code == 200
 
 
-def test_a_tls_connection_is_bounded_as_well(tmp_path):
-    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tls")
+    key, cert = folder / "key.pem", folder / "cert.pem"
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1"]
     command += ["-subj", "/CN=localhost", "-keyout", key, "-out", cert]
     try:
         subprocess.run(command, check=True, capture_output=True, timeout=60)
     except FileNotFoundError:
         pytest.skip("the openssl command is not installed")
-    with serving("impatient", "--ssl-keyfile", str(key), "--ssl-certfile", str(cert)) as started:
-        context = ssl.create_default_context(cafile=str(cert))
-        context.check_hostname = False
-        with connect(started) as raw, context.wrap_socket(raw) as tls:
-            tls.sendall(GET + b"A: " + b"x" * 33_000 + b"\r\n\r\n")
-            assert_refused(read_all(tls), 431)
+    return ["--ssl-keyfile", str(key), "--ssl-certfile", str(cert)]
+
+
+@pytest.fixture(scope="module")
+def tls_server(certificate):
+    with serving("impatient", *certificate, "--max-connections-per-client", "5") as started:
+        yield started
+
+
+@pytest.fixture
+def tls_context(certificate):
+    context = ssl.create_default_context(cafile=certificate[-1])
+    context.check_hostname = False
+    return context
+
+
+def test_a_tls_connection_is_bounded_as_well(tls_server, tls_context):
+    with connect(tls_server) as raw, tls_context.wrap_socket(raw) as tls:
+        tls.sendall(GET + b"A: " + b"x" * 33_000 + b"\r\n\r\n")
+        assert_refused(read_all(tls), 431)
+
+
+@pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02\x00\x01"])
+def test_half_tls_handshakes_count_and_end(tls_server, tls_context, sent):
+    """A client that never finishes them has its limit of connections, and gets them back."""
+    started = time.monotonic()
+    held = [connect(tls_server) for _ in range(5)]
+    for raw in held:
+        raw.sendall(sent)
+    with connect(tls_server) as raw:
+        assert read_all(raw) == b""
+        assert time.monotonic() - started < 0.5  # a handshake's time is not over yet
+    for raw in held:
+        assert read_all(raw) == b""
+        raw.close()
+    assert time.monotonic() - started < 10
+    with connect(tls_server) as raw, tls_context.wrap_socket(raw) as tls:
+        tls.sendall(GET + b"Connection: close\r\n\r\n")
+        assert read_all(tls).startswith(b"HTTP/1.1 200 ")

@@ -274,7 +274,7 @@ def test_wrong_tls_settings(tmp_path):
         {"ssl_keyfile": str(text), "ssl_certfile": str(text)},
     ):
         with pytest.raises(ConfigError, match="ssl_"):
-            run.check_tls(ServerConfig(**settings))
+            run.tls_context(ServerConfig(**settings))
 
 
 def test_a_taken_port_is_told_before_anything_is_loaded():

@@ -219,7 +219,7 @@ WRONG = {
         ),
         (
             {**CHAT, "tools": [{"type": "function", "function": {"name": "f"}}]},
-            'tools is supported with tool_choice="none" only: calls of tools are not read from '
+            'tools is supported with tool_choice="none" only: tool calls are not parsed from '
             "answers yet; add that, or use response_format to ask for JSON.",
             "tools",
             "unsupported_parameter",

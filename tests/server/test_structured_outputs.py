@@ -5,8 +5,10 @@ import json
 import pytest
 
 from octavo.config import EngineConfig
+from octavo.errors import RequestError
 from octavo.messages import GrammarSpec
 from octavo.server import answers
+from octavo.server.schema import CompletionBody
 from tests.server.fake_engine import ANSWER, FakeAsyncLLM, events, with_server
 
 SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
@@ -36,7 +38,7 @@ ASKED = [
     ({"guided_decoding_backend": "xgrammar"}, None),
     ({"response_format": {"type": "json_object"}}, GrammarSpec("json_object")),
     ({"response_format": {"type": "json_object", "schema": SCHEMA}}, GrammarSpec("json", TEXT)),
-    (json_schema(name="x", schema=SCHEMA, strict=True), GrammarSpec("json", TEXT)),
+    (json_schema(name="x", schema=SCHEMA, strict=True), GrammarSpec("json", TEXT, strict=True)),
     (json_schema(schema=SCHEMA, strict=False, description="d"), GrammarSpec("json", TEXT)),
     (json_schema(name="x", schema=True), GrammarSpec("json", "true")),
     ({"response_format": TAG}, GrammarSpec("structural_tag", json.dumps(TAG).replace(" ", ""))),
@@ -157,8 +159,8 @@ WRONG = [
     ),
     (
         json_schema(schema={}) | {"guided_regex": "a"},
-        "response_format.json_schema.schema and guided_regex both say what the answer has to look "
-        "like; give one of them.",
+        "response_format.json_schema.schema and guided_regex both constrain the form of the "
+        "answer; give one of them.",
         "guided_regex",
         None,
     ),
@@ -171,14 +173,14 @@ WRONG = [
     ),
     (
         wanted(json={}, regex="a"),
-        "structured_outputs.json and structured_outputs.regex both say what the answer has to look "
-        "like; give one of them.",
+        "structured_outputs.json and structured_outputs.regex both constrain the form of the "
+        "answer; give one of them.",
         "structured_outputs.regex",
         None,
     ),
     (
         wanted(grammar="a") | {"guided_grammar": "b"},
-        "structured_outputs.grammar and guided_grammar both say what the answer has to look like "
+        "structured_outputs.grammar and guided_grammar both constrain the form of the answer "
         "and differ; give one of them.",
         "guided_grammar",
         None,
@@ -260,6 +262,18 @@ def test_what_is_wrong_is_said_in_full(path, stream):
         assert not served.engine.requests
 
     with_server(scenario)
+
+
+def test_a_backend_that_is_not_installed_is_the_clients_mistake(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for field, fields in (
+        ("structured_outputs.backend", wanted(regex="a", backend="xgrammar")),
+        ("guided_decoding_backend", {"regex": "a", "guided_decoding_backend": "xgrammar"}),
+    ):
+        body = CompletionBody.model_validate({"prompt": "hi", **fields})
+        with pytest.raises(RequestError, match=f"^{field}='xgrammar' needs the package") as error:
+            body.structured_outputs_params()
+        assert error.value.param == field
 
 
 @pytest.mark.parametrize("stream", [False, True])

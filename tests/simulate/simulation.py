@@ -38,6 +38,7 @@ from octavo.scheduler.queue import WaitingQueue
 from octavo.scheduler.scheduler import Scheduler
 from octavo.structured_output.base import MAX_FORCED
 from tests.fakes import VOCAB, FakeExecutor, FakeStep, FakeWorker, expected_output
+from tests.params import core_request
 from tests.simulate.schedule import (
     Abort,
     Arrival,
@@ -92,9 +93,9 @@ class CheckedScheduler(Scheduler):
         assert work.total_num_scheduled_tokens <= self.max_num_batched_tokens, "over the budget"
         for request in self.requests.values():
             assert request.next_deadline > self._clock(), f"{request.request_id} is too late"
-        competing = Counter(r.tenant for r in self.requests.values() if r.competes)
+        competing = Counter(r.options.tenant for r in self.requests.values() if r.competes)
         assert competing == self._tenants._competing, "somebody competes who does not, or no more"
-        assert Counter(r.tenant for r in self.requests.values()) == self._tenants._live
+        assert Counter(r.options.tenant for r in self.requests.values()) == self._tenants._live
         self._check_charges()
         return work
 
@@ -104,8 +105,8 @@ class CheckedScheduler(Scheduler):
         most: Counter[str | None] = Counter()
         for request, brought in self._all:
             new = OUTPUT_WEIGHT * (request.num_output_tokens - brought)
-            least[request.tenant] += new
-            most[request.tenant] += new + (0 if brought else PROMPT_WEIGHT) * (
+            least[request.options.tenant] += new
+            most[request.options.tenant] += new + (0 if brought else PROMPT_WEIGHT) * (
                 request.num_prompt_tokens
             )
         for tenant, charged in self._tenants.charged.items():
@@ -146,20 +147,21 @@ class CheckedQueue(WaitingQueue):
         """Of each tenant how many with deadlines were started in a row while others waited."""
 
     def start(self, request: Request) -> None:
-        name, tenant, served = request.request_id, request.tenant, self._counters.served
+        name, tenant, served = request.request_id, request.options.tenant, self._counters.served
         best = min(other.queue_key[0] for other in self)
         assert request.queue_key[0] == best, f"{name} has passed a better priority"
         rivals = [other for other in self if other.queue_key[0] == best]
-        least = min(served(other.tenant) for other in rivals)
+        least = min(served(other.options.tenant) for other in rivals)
         assert served(tenant) == least, f"{name} has passed a tenant that was served less"
-        timed = [r for r in rivals if r.tenant == tenant and r.due < math.inf]
-        plain = [r for r in rivals if r.tenant == tenant and r.due == math.inf]
+        timed = [r for r in rivals if r.options.tenant == tenant and r.options.due < math.inf]
+        plain = [r for r in rivals if r.options.tenant == tenant and r.options.due == math.inf]
         if timed and not (plain and self._passes[tenant] >= 3):
-            first = min(timed, key=lambda r: (r.due, r.queue_key))
+            first = min(timed, key=lambda r: (r.options.due, r.queue_key))
         else:
             first = min(plain, key=lambda r: r.queue_key)
         assert request is first, f"{name} has passed {first.request_id}"
-        passes = request in timed and any(r.tenant == tenant and r.due == math.inf for r in self)
+        others = [r for r in self if r.options.tenant == tenant and r.options.due == math.inf]
+        passes = request in timed and bool(others)
         self._passes[tenant] = self._passes[tenant] + 1 if passes else 0
         super().start(request)
 
@@ -516,7 +518,7 @@ class Simulation:
 def _core_request(arrival: Arrival) -> EngineCoreRequest:
     grammar = None if arrival.grammar is None else GrammarSpec("regex", arrival.name)
     stop = frozenset(arrival.stop)
-    return EngineCoreRequest(
+    return core_request(
         arrival.name,
         arrival.prompt,
         CoreSamplingParams(
@@ -524,7 +526,6 @@ def _core_request(arrival: Arrival) -> EngineCoreRequest:
             max_tokens=arrival.max_tokens,
             logprobs=0 if arrival.logprobs else None,
             prompt_logprobs=0 if arrival.prompt_logprobs else None,
-            priority=arrival.priority,
             stop_token_ids=stop,
             all_stop_token_ids=stop,
             grammar=grammar,
@@ -538,6 +539,7 @@ def _core_request(arrival: Arrival) -> EngineCoreRequest:
         tenant=arrival.tenant,
         n=arrival.n,
         turn=arrival.turn,
+        priority=arrival.priority,
     )
 
 

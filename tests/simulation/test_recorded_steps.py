@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from octavo.errors import BenchError, OctavoError
-from octavo.messages import CoreSamplingParams, EngineCoreOutput, EngineCoreRequest
+from octavo.messages import CoreSamplingParams, EngineCoreOutput
 from octavo.observability.recording import (
     FORMAT,
     Arrival,
@@ -24,12 +24,13 @@ from octavo.sampling_params import SamplingParams
 from octavo.simulation import recorded_steps
 from octavo.simulation.recorded_steps import read_step_times
 from octavo.simulation.step_times import StepBatch
+from tests.params import core_request
 
 HEAD = Head(FORMAT, "id", 1.0, {"processor": "a fast one"}, {"model": {"model": "m"}}, "", "full")
 
 
 def arrival(name, size, n=1):
-    request = EngineCoreRequest(name, [1] * size, CoreSamplingParams(), 0.0, n=n)
+    request = core_request(name, [1] * size, CoreSamplingParams(), n=n)
     return Arrival(request, SamplingParams(n=n))
 
 

@@ -10,7 +10,6 @@ from octavo.errors import ConfigError, OctavoError
 from octavo.messages import (
     CoreSamplingParams,
     EngineCoreOutput,
-    EngineCoreRequest,
     FinishReason,
     LogprobsLists,
 )
@@ -27,11 +26,12 @@ from octavo.observability.recording import (
 )
 from octavo.sampling_params import SamplingParams
 from octavo.simulation.replay import Transcript, compare, load_recording, replay_config
+from tests.params import core_request
 
 
 def arrival(request_id: str, n: int = 1, time: float = 10.0) -> Arrival:
     return Arrival(
-        EngineCoreRequest(request_id, [1, 2], CoreSamplingParams(), time, n=n), SamplingParams(n=n)
+        core_request(request_id, [1, 2], CoreSamplingParams(), time, n=n), SamplingParams(n=n)
     )
 
 
@@ -200,7 +200,7 @@ def test_logprobs_are_compared_up_to_the_first_token_that_differs():
 def test_answers_that_got_nothing_are_left_out():
     report = compared([end("a", 0, FinishReason.ABORT)], [])
     assert next(report.lines()) == (
-        "1 requests, 0 answers with 0 tokens; 1 that got nothing are left out"
+        "1 requests, 0 answers with 0 tokens; 1 without tokens are left out"
     )
 
 

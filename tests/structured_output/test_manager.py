@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 
 from octavo.errors import GrammarError
-from octavo.messages import EngineCoreRequest
 from octavo.request import Request, RequestStatus
 from octavo.structured_output import compiler
 from octavo.structured_output import manager as module
 from octavo.structured_output.manager import MAX_TEXT, StructuredOutputManager
-from tests.params import core_params
+from tests.params import core_params, core_request
 from tests.structured_output.toys import (
     STOP,
     ThreadHelper,
@@ -48,9 +47,7 @@ def manager(backend):
 
 def make(text, output=(), request_id="0", backend="auto", tenant=None):
     params = msgspec.structs.replace(core_params(VOCAB), grammar=spec(text, backend))
-    core = EngineCoreRequest(
-        request_id, [5], params, 0.0, output_token_ids=list(output), tenant=tenant
-    )
+    core = core_request(request_id, [5], params, output_token_ids=list(output), tenant=tenant)
     request = Request(core)
     request.status = RequestStatus.WAITING_FOR_FSM
     return request
@@ -268,6 +265,22 @@ def test_a_process_that_does_not_answer_is_killed(manager, monkeypatch):
     _, errors = manager.make_output([(request, 0)], {})
     go.set()
     assert "takes too long to match" in errors[request]
+
+
+@pytest.mark.parametrize(
+    "answer", [b"\1" + bytes(7) + b"\xc1", b"\1" + bytes(7) + b"\x90", b"\xff" * 8]
+)
+def test_an_answer_that_cannot_be_read_fails_its_request_only(manager, monkeypatch, answer):
+    broken, other = make("3", tenant="1"), make("4", request_id="1", tenant="2")
+    finish(manager, broken, other)
+    manager.make_output([(broken, 0), (other, 0)], {})
+    server = manager._states[broken].process.server
+    monkeypatch.setattr(server, "_match", lambda message, steps: steps.sendall(answer))
+    output, errors = manager.make_output([(broken, 0), (other, 0)], {})
+    assert "unreadable" in errors[broken]
+    assert allowed(output) == [[4]]
+    with pytest.raises(GrammarError, match="used before"):
+        manager.add(make("3", tenant="1"))
 
 
 def test_requests_survive_a_process_that_was_killed_from_outside(manager, backend):

@@ -107,6 +107,18 @@ def test_unknown_formats_are_annotations(backend):
     assert not accepts(compiled, '"x"')
 
 
+@pytest.mark.parametrize("backend", ALL_BYTES)
+def test_strict_refuses_unknown_formats(backend):
+    for text, spec in (("date", '"2020-01-02"'), ("phone number", None)):
+        schema = {"$defs": {"a": {"format": text, "type": "string"}}, "$ref": "#/$defs/a"}
+        grammar = GrammarSpec("json", json.dumps(schema), strict=True)
+        if spec is not None:
+            assert accepts(ALL_BYTES[backend].compile(grammar), spec)
+            continue
+        with pytest.raises(GrammarError, match="format 'phone number' cannot be enforced"):
+            ALL_BYTES[backend].compile(grammar)
+
+
 PERSON = {
     "$defs": {"Pet": {"type": "object", "properties": {"kind": {"type": "string"}}}},
     "type": "object",

@@ -2,12 +2,14 @@
 
 import contextlib
 import io
+import re
 import shutil
 import subprocess
 
 import pytest
 
 from octavo import cli
+from tests.terminal.pseudo import Terminal
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,8 @@ CASES = [
     (["serve", "--log-format", ""], ["text", "json"]),
     (["serve", "m", "--dtype", "b"], ["bfloat16"]),
     (["router", "--repl"], ["--replicas"]),
-    (["completion", "z"], []),
+    (["serve", "--log-format=j"], ["--log-format=json"]),
+    (["completion", ""], ["bash", "zsh", "fish"]),
     (["serve", "--download-dir", "no/such"], []),
 ]
 
@@ -49,22 +52,32 @@ def test_bash(scripts, words, found):
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
-@pytest.mark.parametrize(("words", "found"), CASES[:-2])
-def test_fish(scripts, words, found):
+@pytest.mark.parametrize(("words", "found"), CASES[:-1])
+def test_fish(scripts, tmp_path, words, found):
     line = " ".join(["octavo", *words])
-    code = scripts["fish"] + f'complete -C "{line}"'
+    file = tmp_path / "octavo.fish"  # too long for an argument
+    file.write_text(scripts["fish"])
+    code = f'source {file}; complete -C "{line}"'
     done = subprocess.run(
         ["fish", "--no-config", "-c", code], capture_output=True, text=True, check=True, timeout=30
     )
+    assert done.stderr == ""
     assert [line.partition("\t")[0] for line in done.stdout.splitlines()] == sorted(found)
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
-def test_zsh_reads_its_script(scripts):
-    done = subprocess.run(
-        ["zsh", "-f", "-n", "-c", scripts["zsh"]], capture_output=True, text=True, timeout=30
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+def test_zsh(scripts, tmp_path):
+    file = tmp_path / "octavo.zsh"
+    file.write_text(scripts["zsh"])
+    env = {"TERM": "dumb", "HOME": str(tmp_path), "ZDOTDIR": str(tmp_path)}
+    with Terminal(shutil.which("zsh"), "-f", "-i", columns=200, env=env) as zsh:
+        zsh.type(f"source {file}; echo rea''dy\n")
+        zsh.wait_for("ready\r\n")
+        for words, found in CASES[:-1]:
+            if len(found) == 1:
+                zsh.type(" ".join(["octavo", *words]) + "\t")
+                zsh.wait_for(re.escape(" ".join(["octavo", *words[:-1], *found])) + " ")
+                zsh.type("\x15")
 
 
 def test_an_unknown_shell_is_refused(capsys):

@@ -145,7 +145,7 @@ def test_a_process_that_does_not_answer_is_given_up(monkeypatch):
         monkeypatch.setattr(template_client, "_MAX_WAIT_SECONDS", 0.5)
         process = psutil.Process(client._process.pid)
         process.suspend()
-        with pytest.raises(ModelError, match=r"no answer came in 0\.5 s"):
+        with pytest.raises(ModelError, match=r"no answer arrived within 0\.5 s"):
             render(client, PLAIN)
         assert not process.is_running()
     finally:

@@ -1,7 +1,7 @@
-"""Runs a script that was written for vLLM: `python -m octavo.compat.vllm script.py [arguments]`.
+"""Runner of scripts for vLLM: `python -m octavo.compat.vllm script.py [arguments]`.
 
-`install` makes Octavo answer to the modules that such scripts import. Any other name of vLLM's
-ends in one sentence that says what it is and what to use instead.
+`install` provides Octavo's objects under the names of vLLM's modules. An import of any other name
+of vLLM's fails with one sentence that describes the name and an alternative.
 """
 
 from __future__ import annotations
@@ -108,6 +108,8 @@ _MODULES: dict[str, dict[str, Any]] = {
     "vllm.inputs": _INPUTS,
     "vllm.logger": {"init_logger": utils.init_logger},
     "vllm.logprobs": _LOGPROBS,
+    "vllm.model_executor": {},
+    "vllm.model_executor.model_loader": {"ShardedStateLoader": utils.ShardedStateLoader},
     "vllm.outputs": _OUTPUTS,
     "vllm.platforms": {"current_platform": utils.current_platform},
     "vllm.sampling_params": _SAMPLING,
@@ -160,54 +162,53 @@ _WITH_TORCH: dict[str, dict[str, str]] = {
     "vllm.v1.sample.logits_processor.builtin": {"process_dict_updates": "process_dict_updates"},
     "vllm.v1.sample.logits_processor.interface": {name: name for name in _PROCESSORS},
 }
-"""Modules whose names are taken from `_TORCH_MODULE` when they are first asked for: that imports
-torch."""
+"""Modules with names that are imported from `_TORCH_MODULE` at first use, because that module
+imports torch."""
 _TORCH_MODULE = "octavo.sampling.vllm_logits_processors"
-_ABOVE = ("vllm.model_executor",)
-"""Packages of vLLM's of which parts are described: they can be imported, and have nothing."""
 _NAMES: dict[str, Mapping[str, Any]] = {
     **_MODULES,
     **_WITH_TORCH,
-    **{name: {} for name in _ABOVE},
 }
 
 
 class AbsentError(ModuleNotFoundError):
-    """A script imports a part of vLLM that Octavo does not have."""
+    """Import of a module of vLLM's that Octavo lacks."""
 
 
 class AbsentNameError(AttributeError):
-    """The same of a module's attribute."""
+    """Use of an attribute of a vLLM module that Octavo lacks."""
 
 
 class _Finder(MetaPathFinder):
-    """Refuses modules of vLLM's that Octavo does not have, with a sentence."""
+    """Import finder that rejects modules of vLLM's that Octavo lacks, with a sentence."""
 
     def find_spec(self, name: str, path: object, target: object = None) -> None:
-        """Raise what is wrong with importing a module, if it is one of vLLM's."""
+        """Raise AbsentError for a module of vLLM's; ignore any other module."""
         if name.startswith("vllm."):
-            # Without a name: an import of a module's attribute would discard the error otherwise.
+            # No `name`: with one, Python would discard the error in `from module import attribute`.
             raise AbsentError(sentence(name, _NAMES))
 
 
 def install() -> None:
-    """Makes `import vllm` mean Octavo in this process, whether vLLM is installed or not.
+    """Make `import vllm` import Octavo in this process, even if vLLM is installed.
 
-    The names of metrics begin with `vllm:` from now on, as scripts look for them.
+    From then on metric names begin with `vllm:`, as scripts expect.
 
     Raises:
-        RuntimeError: vLLM itself has been imported already.
+        RuntimeError: vLLM itself is already imported.
     """
     found = sys.modules.get("vllm")
     if found is not None and not getattr(found, "_is_octavo", False):
-        raise RuntimeError("vLLM has been imported already; install octavo.compat.vllm before it.")
+        raise RuntimeError(
+            "vLLM is already imported; call octavo.compat.vllm.install before importing it."
+        )
     llm_engine.LLMEngine.metrics_prefix = "vllm"
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     for name in _NAMES:
         module = ModuleType(name, "Octavo, under vLLM's name.")
         module.__path__ = []  # a package, with no files
-        module.__file__ = __file__  # errors of imports name it
+        module.__file__ = __file__  # import errors show it
         module.__spec__ = ModuleSpec(name, None, origin=__file__, is_package=True)
         module.__dict__.update(_MODULES.get(name, {}), _is_octavo=True, __getattr__=_missing(name))
         sys.modules[name] = module
@@ -225,7 +226,7 @@ def _missing(module: str) -> Any:
             return getattr(importlib.import_module(_TORCH_MODULE), own_name)
         if module == "vllm.envs" and name.startswith("VLLM_"):
             return utils.read_variable(name)
-        if name.startswith("__"):  # Python itself asks for these
+        if name.startswith("__"):  # Python itself looks these up
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         raise AbsentNameError(sentence(f"{module}.{name}", _NAMES))
 
@@ -233,7 +234,7 @@ def _missing(module: str) -> Any:
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs a script with its arguments; returns the exit status."""
+    """Run a script with its arguments and return the exit status."""
     if not words or words[0].startswith("-"):
         print("usage: python -m octavo.compat.vllm SCRIPT [ARGUMENT ...]", file=sys.stderr)
         return 2
@@ -243,7 +244,7 @@ def main(words: Sequence[str]) -> int:
         return 2
     install()
     sys.argv = list(words)
-    sys.path[0] = str(Path(script).resolve().parent)  # as Python does with a script
+    sys.path[0] = str(Path(script).resolve().parent)  # as Python does for a script
     in_process, in_thread = BaseProcess.run, threading.excepthook
 
     def run(self: BaseProcess) -> None:
@@ -258,7 +259,7 @@ def main(words: Sequence[str]) -> int:
         if not _report(script, failed.exc_value):
             in_thread(failed)
 
-    BaseProcess.run = run  # type: ignore[method-assign]  # of processes that the script forks
+    BaseProcess.run = run  # type: ignore[method-assign]  # for processes that the script forks
     threading.excepthook = report
     try:
         runpy.run_path(script, run_name="__main__")
@@ -272,7 +273,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _report(script: str, error: BaseException | None) -> bool:
-    """Print the sentence that says all that a user can do about an error; False: there is none."""
+    """Print the message of a known error with the line of the script; return False for others."""
     message = None if error is None else _explain(error)
     if error is None or message is None:
         return False
@@ -287,7 +288,7 @@ def _explain(error: BaseException) -> str | None:
         return str(error)
     if isinstance(error, ModuleNotFoundError) and error.name:
         return f"the package {error.name.partition('.')[0]} is not installed."
-    # What httpx, requests and OpenAI's client raise when a server refuses a request.
+    # Errors of httpx, requests and OpenAI's client for a status of 400 or more.
     response = getattr(error, "response", None)
     status = getattr(response, "status_code", None)
     if response is None or status is None:
@@ -297,7 +298,3 @@ def _explain(error: BaseException) -> str | None:
     except (ValueError, KeyError, TypeError):
         return None
     return f"the server answers {status}: {said}"
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

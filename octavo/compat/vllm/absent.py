@@ -1,4 +1,4 @@
-"""What the parts of vLLM are that Octavo does not have: one sentence for any name."""
+"""Descriptions of the parts of vLLM that Octavo lacks: one sentence for any name."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 VLLM_VERSION = "0.33"
-"""The version whose names are described here."""
+"""Version of vLLM of the described names."""
 
 _OWN_CODE = "write it for Octavo's own interface (docs/architecture.md, Recipes), or leave it out"
 _POOLING = "Octavo generates text only"
 _ADAPTERS = "merge the adapter into the weights and load the merged model"
-_MEDIA = "models take text only here; leave it out"
-_PARSERS = "parse the text of the answer yourself, or ask for JSON with structured outputs"
+_MEDIA = "models accept text only; leave it out"
+_PARSERS = "parse the text of the answer yourself, or request JSON with structured outputs"
 _KV_CONNECTORS = (
     "Octavo's own KV connectors are set with kv_transfer_config (docs/kv_connectors.md)"
 )
@@ -48,14 +48,14 @@ _PARTS: dict[str, tuple[str, str]] = {
     "config.PoolerConfig": ("the settings of pooling models", _POOLING),
     "config.WeightTransferConfig": (
         "the settings with which a trainer sends new weights to a running engine",
-        "put them into the model's folder, and sleep (level=2) and wake the engine up",
+        "put them into the model's folder, then sleep (level=2) and wake the engine up",
     ),
     "config.pooler": ("the settings of pooling models", _POOLING),
     "connections": ("vLLM's HTTP client for media", _MEDIA),
-    "cute_utils": ("vLLM's helpers around CuTe kernels", _OWN_CODE),
+    "cute_utils": ("vLLM's helpers for CuTe kernels", _OWN_CODE),
     "device_allocator": (
         "vLLM's allocator of GPU memory",
-        "use enable_sleep_mode to give memory back",
+        "use enable_sleep_mode to release memory",
     ),
     "distributed": (
         "vLLM's communication between devices",
@@ -69,38 +69,38 @@ _PARTS: dict[str, tuple[str, str]] = {
     ),
     "distributed.kv_transfer": ("vLLM's interface of KV connectors", _KV_CONNECTORS),
     "distributed.weight_transfer": (
-        "how a trainer sends new weights to a running engine",
-        "put them into the model's folder, and sleep (level=2) and wake the engine up",
+        "the transfer of new weights from a trainer to a running engine",
+        "put them into the model's folder, then sleep (level=2) and wake the engine up",
     ),
-    "engine": ("vLLM's engine inside", "use LLM, LLMEngine or AsyncLLM"),
-    "entrypoints": ("vLLM's server inside", "start octavo serve, or build on AsyncLLM"),
+    "engine": ("vLLM's internal engine", "use LLM, LLMEngine or AsyncLLM"),
+    "entrypoints": ("vLLM's internal server", "start octavo serve, or build on AsyncLLM"),
     "entrypoints.pooling": ("vLLM's server of pooling models", _POOLING),
     "env_override": ("vLLM's changes of environment variables", "leave it out"),
     "exceptions": ("vLLM's errors", "Octavo's errors are in octavo.errors"),
     "forward_context": ("the state of a step in vLLM's models", _OWN_CODE),
-    "inputs": ("a form of prompt that Octavo does not take", _MEDIA),
+    "inputs": ("a form of prompt that Octavo does not accept", _MEDIA),
     "ir": ("vLLM's intermediate representation of operations", _OWN_CODE),
     "kernels": ("vLLM's kernels", _OWN_CODE),
-    "logging_utils": ("vLLM's formats of logs", "use log_level and log_format"),
-    "lora": ("vLLM's support of adapters (LoRA)", _ADAPTERS),
+    "logging_utils": ("vLLM's log formats", "use log_level and log_format"),
+    "lora": ("vLLM's support for adapters (LoRA)", _ADAPTERS),
     "model_executor": ("vLLM's code of models, layers and loaders", _OWN_CODE),
     "model_executor.determinism": (
         "vLLM's batch-invariant kernels",
-        "Octavo is batch-invariant always; leave it out",
+        "Octavo is always batch-invariant on a CPU, and with batch_invariant on CUDA",
     ),
     "model_executor.models": ("vLLM's code of models", _OWN_CODE),
     "model_executor.layers": ("vLLM's code of layers", _OWN_CODE),
     "model_executor.model_loader": (
         "vLLM's loaders of weights",
-        "Octavo reads safetensors files, and packs them once; see load_format in docs/settings.md",
+        "Octavo reads safetensors files and packs them once; see load_format in docs/settings.md",
     ),
     "model_inspection": ("vLLM's printer of models", _OWN_CODE),
     "models": ("vLLM's code of models", _OWN_CODE),
-    "multimodal": ("vLLM's support of pictures, sounds and videos", _MEDIA),
+    "multimodal": ("vLLM's support for pictures, sounds and videos", _MEDIA),
     "parser": ("vLLM's parsers of tool calls and reasoning", _PARSERS),
     "platforms": (
         "vLLM's interface of devices",
-        "a device is a subclass of octavo.worker.platform.Platform (docs/architecture.md, Recipes)",
+        "define a subclass of octavo.worker.platform.Platform (docs/architecture.md, Recipes)",
     ),
     "plugins": (
         "vLLM's loader of plug-ins",
@@ -112,25 +112,25 @@ _PARTS: dict[str, tuple[str, str]] = {
     "reasoning": ("vLLM's parsers of reasoning", _PARSERS),
     "renderers": ("vLLM's renderers of chats and prompts", "use LLM.chat and LLM.render_chat"),
     "scalar_type": ("vLLM's types of quantized numbers", _OWN_CODE),
-    "snapshot": ("vLLM's snapshots of a loaded engine", "Octavo keeps packed weights by itself"),
-    "tasks": ("vLLM's list of what models can do", _POOLING),
-    "third_party": ("code of others inside of vLLM", "install their own packages"),
+    "snapshot": ("vLLM's snapshots of a loaded engine", "Octavo itself caches packed weights"),
+    "tasks": ("vLLM's list of model tasks", _POOLING),
+    "third_party": ("third-party code in vLLM", "install the original packages"),
     "tokenizers": ("vLLM's tokenizers", "use LLM.get_tokenizer()"),
     "tool_parsers": ("vLLM's parsers of tool calls", _PARSERS),
     "tracing": ("vLLM's OpenTelemetry traces", "use profiler_dir, or /metrics"),
     "transformers_utils": (
-        "vLLM's helpers around the library transformers",
-        "use that library itself",
+        "vLLM's helpers for the library transformers",
+        "use that library directly",
     ),
-    "tilelang_utils": ("vLLM's helpers around TileLang kernels", _OWN_CODE),
-    "triton_utils": ("vLLM's helpers around Triton", _OWN_CODE),
-    "usage": ("vLLM's reports of usage", "Octavo sends none; leave it out"),
+    "tilelang_utils": ("vLLM's helpers for TileLang kernels", _OWN_CODE),
+    "triton_utils": ("vLLM's helpers for Triton", _OWN_CODE),
+    "usage": ("vLLM's usage reports", "Octavo sends no reports; leave it out"),
     "utils": ("vLLM's helper functions", "write it yourself"),
     "utils.print_utils": ("vLLM's printer of embeddings", _POOLING),
     "utils.serial_utils": ("vLLM's encodings of embeddings", _POOLING),
-    "v1": ("vLLM's engine inside", "use LLM, LLMEngine or AsyncLLM"),
+    "v1": ("vLLM's internal engine", "use LLM, LLMEngine or AsyncLLM"),
     "v1.attention": ("vLLM's attention backends", _OWN_CODE),
-    "v1.core": ("vLLM's scheduler and KV cache inside", _OWN_CODE),
+    "v1.core": ("vLLM's internal scheduler and KV cache", _OWN_CODE),
     "v1.executor": ("vLLM's executors", "use distributed_executor_backend"),
     "v1.kv_cache_interface": ("vLLM's description of KV caches", _KV_CONNECTORS),
     "v1.kv_offload": ("vLLM's offloading of the KV cache", _KV_CONNECTORS),
@@ -138,31 +138,31 @@ _PARTS: dict[str, tuple[str, str]] = {
         "vLLM's loggers of statistics",
         "read LLM.get_metrics(), AsyncLLM.stats or /metrics",
     ),
-    "v1.pool": ("vLLM's pooling models inside", _POOLING),
-    "v1.sample": ("vLLM's sampler inside", _OWN_CODE),
+    "v1.pool": ("vLLM's internal pooling models", _POOLING),
+    "v1.sample": ("vLLM's internal sampler", _OWN_CODE),
     "v1.spec_decode": ("vLLM's drafting methods", _OWN_CODE),
     "v1.structured_output": (
         "vLLM's grammar backends",
         "use structured outputs (docs/structured_output.md)",
     ),
-    "v1.watermarking": ("vLLM's watermarks", "answers are not watermarked here; leave it out"),
+    "v1.watermarking": ("vLLM's watermarks", "answers are not watermarked; leave it out"),
     "v1.worker": ("vLLM's workers and model runners", _OWN_CODE),
     "v1.worker.gpu.sample.logits_processor": (
-        "the interface of logits processors of vLLM's second model runner, which computes with "
-        "that runner's own buffers",
+        "the interface for logits processors of vLLM's second model runner, which uses that "
+        "runner's buffers",
         "Octavo runs those of vllm.v1.sample.logits_processor",
     ),
     "vllm_flash_attn": ("vLLM's attention kernels", _OWN_CODE),
 }
-"""What is at a place of vLLM's, without the leading `vllm.`, and what to do instead."""
+"""Descriptions and alternatives by vLLM's path, without the leading `vllm.`."""
 
 
 def sentence(path: str, present: Mapping[str, Mapping[str, Any]]) -> str:
-    """What a name of vLLM's is, and that Octavo does not have it.
+    """Return a sentence that describes a name of vLLM's that Octavo lacks.
 
     Args:
-        path: such as "vllm.lora.request".
-        present: the names that Octavo has by their modules.
+        path: path such as "vllm.lora.request".
+        present: names that Octavo has, by module.
     """
     module, _, name = path.rpartition(".")
     elsewhere = [other for other, names in present.items() if name in names]
@@ -180,4 +180,4 @@ def sentence(path: str, present: Mapping[str, Mapping[str, Any]]) -> str:
     known |= {f"vllm.{part}" for part in _PARTS}
     close = difflib.get_close_matches(path, sorted(known), 1, cutoff=0.75)
     hint = f"; did you mean {close[0]}?" if close else "; check the spelling."
-    return f"{path} is no name of vLLM {VLLM_VERSION} that Octavo knows{hint}"
+    return f"Octavo knows no name {path} of vLLM {VLLM_VERSION}{hint}"

@@ -1,4 +1,4 @@
-"""Helpers that scripts take from vLLM's modules, beside its engine."""
+"""Helpers that scripts import from vLLM's modules, except its engine."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.bench.datasets import add_dataset_arguments, load_dataset
 from octavo.errors import UnsupportedError
+from octavo.models.weights import SHARDED_PATTERN
 from octavo.system.device import trim_memory
 from octavo.text.tokenizer import Tokenizer
 
@@ -32,10 +33,10 @@ _FILES = 65535
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """An argument parser whose flags may have underscores for dashes: vLLM's.
+    """Argument parser that accepts underscores for dashes in flags, like vLLM's.
 
-    Of two flags with one name the later counts: Octavo's settings have names that a script may
-    need for its own flags.
+    The later of two flags with one name overrides the earlier one, because Octavo's settings may
+    have the names of a script's own flags.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -44,7 +45,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # its overloads
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """See `argparse.ArgumentParser`."""
+        """Parse the arguments as `argparse.ArgumentParser` does."""
         words = list(sys.argv[1:] if args is None else args)
         return super().parse_known_args([_with_dashes(word) for word in words], namespace)
 
@@ -52,7 +53,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         """Return the port that a flag's value names."""
         port = int(value) if value.isdecimal() else 0
         if not 1024 <= port <= 65535:
-            raise argparse.ArgumentTypeError(f"{value!r} is no port from 1024 to 65535")
+            raise argparse.ArgumentTypeError(f"{value!r} is not a port from 1024 to 65535")
         return port
 
 
@@ -64,13 +65,13 @@ def _with_dashes(word: str) -> str:
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Give memory of unused engines back to the system."""
+    """Return the memory of unused engines to the system."""
     gc.collect()
     trim_memory()
 
 
 class Logger(logging.LoggerAdapter[logging.Logger]):
-    """A logger that can also log a message only once: vLLM's."""
+    """Logger that can also log a message only once, like vLLM's."""
 
     def debug_once(self, message: str, *args: Any) -> None:
         """Log a debug message the first time."""
@@ -129,7 +130,7 @@ def join_host_port(host: str, port: int) -> str:
 
 
 def tensor2base64(tensor: torch.Tensor) -> str:
-    """Return a tensor in the form in which requests carry prompt embeddings."""
+    """Return a tensor in the encoding of prompt embeddings in requests."""
     import torch
 
     buffer = io.BytesIO()
@@ -152,7 +153,7 @@ def set_ulimit(target_soft_limit: int = _FILES) -> None:
 
 
 class UsageContext(enum.StrEnum):
-    """What a vLLM engine is used for; Octavo reports it to no one."""
+    """Kinds of use of an engine in vLLM; Octavo does not report them."""
 
     UNKNOWN_CONTEXT = "UNKNOWN_CONTEXT"
     LLM_CLASS = "LLM_CLASS"
@@ -163,32 +164,39 @@ class UsageContext(enum.StrEnum):
 
 
 class ProfilerConfig(dict[str, Any]):
-    """vLLM's settings of profiles, as `LLM(profiler_config=...)` takes them."""
+    """Profiler settings in vLLM's form, for `LLM(profiler_config=...)`."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(settings)
 
 
+class ShardedStateLoader:
+    """The names of files that scripts give to `save_sharded_state`."""
+
+    DEFAULT_PATTERN = TP_ONLY_PATTERN = SHARDED_PATTERN
+    PP_AND_TP_PATTERN = "model-pp-{pp_rank}-tp-{tp_rank}-part-{part}.safetensors"
+
+
 class Platform:
-    """The device that Octavo computes with by default: vLLM's `current_platform`."""
+    """Octavo's default device, with the interface of vLLM's `current_platform`."""
 
     @property
     def device_type(self) -> str:
-        """cpu or cuda."""
+        """Name of the device: cpu or cuda."""
         from octavo.platforms.registry import get_platform
 
         return get_platform("auto").name
 
     def is_cpu(self) -> bool:
-        """Return whether the device is the processor."""
+        """Return True if the device is a CPU."""
         return self.device_type == "cpu"
 
     def is_cuda(self) -> bool:
-        """Return whether the device is an NVIDIA GPU."""
+        """Return True if the device is an NVIDIA GPU."""
         return self.device_type == "cuda"
 
     def is_cuda_alike(self) -> bool:
-        """Return whether the device is a GPU."""
+        """Return True if the device is a GPU."""
         return self.is_cuda()
 
     def is_rocm(self) -> bool:
@@ -212,7 +220,7 @@ class Platform:
         return torch.cuda.device_count()
 
     def seed_everything(self, seed: int | None) -> None:
-        """Seed Python's, numpy's and torch's random numbers; Octavo's depend on none of these."""
+        """Seed the random numbers of Python, numpy and torch; Octavo's do not depend on them."""
         if seed is not None:
             import numpy as np
             import torch
@@ -226,10 +234,10 @@ current_platform = Platform()
 
 
 def read_variable(name: str) -> Any:
-    """Return a variable of vLLM's environment, as `vllm.envs` has it.
+    """Return an environment variable of vLLM's, as `vllm.envs` does.
 
     Raises:
-        AttributeError: it is not set, and has no default here.
+        AttributeError: the variable is not set and has no default.
     """
     if name == "VLLM_HTTP_TIMEOUT_KEEP_ALIVE":
         return int(os.environ.get(name, _KEEP_ALIVE_SECONDS))
@@ -237,13 +245,13 @@ def read_variable(name: str) -> Any:
         value = os.environ[name]
         return int(value) if value.lstrip("-").isdecimal() else value
     raise AttributeError(
-        f"vllm.envs.{name} is a variable of vLLM's environment, which is not set, and Octavo has "
-        "no default for it; docs/vllm.md has the variables that Octavo reads."
+        f"vllm.envs.{name} is an environment variable that is not set and has no default in "
+        "Octavo; docs/vllm.md lists the variables that Octavo reads."
     )
 
 
 def with_cancellation(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Return a FastAPI handler that is cancelled when its client goes away."""
+    """Return a FastAPI handler that is cancelled if its client disconnects."""
     import asyncio
 
     @functools.wraps(handler)
@@ -270,22 +278,24 @@ async def serve_http(
     enable_ssl_refresh: bool = False,
     **settings: Any,
 ) -> Coroutine[Any, Any, None]:
-    """Return a coroutine that serves an application until the process is told to end.
+    """Return a coroutine that serves an application until a signal stops the process.
 
     Raises:
-        UnsupportedError: certificates are to be read again while it runs.
+        UnsupportedError: `enable_ssl_refresh` is set.
     """
     import uvicorn
 
     if enable_ssl_refresh:
-        raise UnsupportedError("enable_ssl_refresh is not supported; put a proxy in front.")
+        raise UnsupportedError(
+            "enable_ssl_refresh is not supported; use a proxy in front of the server."
+        )
     server = uvicorn.Server(uvicorn.Config(app, **settings))
     return server.serve(None if sock is None else [sock])
 
 
 @dataclass
 class SampleRequest:
-    """A request of a data set: vLLM's form."""
+    """Request of a data set, in vLLM's form."""
 
     prompt: str
     prompt_len: int
@@ -294,19 +304,20 @@ class SampleRequest:
 
 
 def add_dataset_parser(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of data sets; they are those of `octavo bench`."""
+    """Add the flags for data sets, as in `octavo bench`."""
     add_dataset_arguments(parser)
 
 
 def get_samples(args: argparse.Namespace, tokenizer: Any) -> list[SampleRequest]:
-    """Return the requests that the flags of `add_dataset_parser` ask for.
+    """Return the requests of the data set that the flags select.
 
     Args:
-        args: the flags.
-        tokenizer: Octavo's, or one of the library transformers.
+        args: parsed flags of `add_dataset_parser`.
+        tokenizer: tokenizer of Octavo, or of the library transformers.
 
     Raises:
-        ConfigError, DatasetError: a flag or the file is wrong.
+        ConfigError: a flag is wrong.
+        DatasetError: the file is wrong.
     """
     own = tokenizer if isinstance(tokenizer, Tokenizer) else _own_tokenizer(tokenizer)
     samples = []

@@ -1,1 +1,1 @@
-"""The operations as Triton kernels, for CUDA; on a CPU through Triton's interpreter."""
+"""Operations as Triton kernels, for CUDA; on a CPU by Triton's interpreter."""

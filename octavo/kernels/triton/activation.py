@@ -1,4 +1,4 @@
-"""Activations of the MLP: SiLU and GELU, alone or times the other half."""
+"""Activations of the MLP: SiLU and GELU, alone or multiplied by the other half."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BLOCK = 1024
 
 @triton.jit
 def tanh(x):
-    """Through the exponential; the hyperbolic tangent of the math library has no interpreter."""
+    """Compute by the exponential: Triton's interpreter lacks the math library's tanh."""
     e = tl.exp(-2.0 * tl.abs(x))
     y = (1.0 - e) / (1.0 + e)
     return tl.where(x < 0.0, -y, y)
@@ -46,7 +46,7 @@ def _act(x, out, up, stride, columns, MUL: tl.constexpr, KIND: tl.constexpr, BLO
 
 
 def act_and_mul(gate_up: Tensor, activation: Gate) -> Tensor:
-    """See `Ops.act_and_mul`."""
+    """Implement `Ops.act_and_mul`."""
     tokens, columns = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(tokens, columns, dtype=gate_up.dtype, device=gate_up.device)
     if tokens:
@@ -58,7 +58,7 @@ def act_and_mul(gate_up: Tensor, activation: Gate) -> Tensor:
 
 
 def gelu(x: Tensor, approximate: Gelu) -> Tensor:
-    """See `Ops.gelu`."""
+    """Implement `Ops.gelu`."""
     out = torch.empty_like(x)
     if x.numel():
         kind = "gelu_tanh" if approximate == "tanh" else "gelu"

@@ -1,12 +1,11 @@
 """Causal attention over a paged KV cache, for prefill chunks and decode rows in one launch.
 
 Online softmax over tiles of the KV (Dao et al., "FlashAttention", algorithm 1; Milakov and
-Gimelshein, "Online normalizer calculation for softmax", 2018), the tiles at absolute positions. The
-KV is cut into splits at absolute positions, too, and a row's result is that of its splits, merged
-from first to last: by the program that computed them one after the other, or, where a step has few
-rows and their splits were shared out to fill the card (Flash-Decoding), by a second kernel with the
-same arithmetic. So a row's bits depend neither on the other rows nor on how its splits were shared
-out.
+Gimelshein, "Online normalizer calculation for softmax", 2018). Tiles begin at absolute positions,
+and so do the splits that the KV is cut into. A row's result merges that of its splits, from first
+to last. Usually one program computes all splits of a row and merges them. If a step has few rows,
+several programs share their splits to fill the GPU (Flash-Decoding), and a second kernel merges
+them with the same arithmetic. So a row's bits depend neither on the other rows nor on the sharing.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from octavo.kernels.triton.activation import tanh
 
 @triton.jit
 def _merge(largest, total, acc, split_largest, split_total, split_acc):
-    """Two parts of a softmax as one; the first may be empty: -inf, 0, 0."""
+    """Merge two parts of a softmax; the first may be empty: -inf, 0, 0."""
     new = tl.maximum(largest, split_largest)
     base = tl.where(new == float("-inf"), 0.0, new)
     a = tl.exp(largest - base)
@@ -72,11 +71,11 @@ def _attention(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """A tile of queries of one request, with all query heads of one KV head.
+    """Compute a tile of queries of one request, with all query heads of one KV head.
 
     Grid: (tiles, KV heads, programs that share the splits of a decode row). With ONE query in each
     request, tiles are requests. Otherwise request r's tiles begin at query_start_loc[r] // QUERIES
-    + r: that leaves room for one that is not full in each request.
+    + r: this leaves room for one partial tile in each request.
     """
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     tile = tl.program_id(0)
@@ -130,7 +129,7 @@ def _attention(
         shared = (query_len == 1) & (programs > 1) & (end_split - first_split > 1)
         my_split = first_split + tl.program_id(2)
         if not shared:
-            # The first program does it all.
+            # The first program computes all splits.
             my_split = tl.where(tl.program_id(2) == 0, first_split, end_split)
             programs = 1
         if ALIBI:
@@ -201,7 +200,7 @@ def _attention(
                     largest, total, acc, split_largest, split_total, split_acc
                 )
         if (not shared) & (tl.program_id(2) == 0):
-            # Rows of no query have seen nothing.
+            # Rows without a query have a total of 0.
             result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
             tl.store(
                 out
@@ -229,7 +228,7 @@ def _merge_splits(
     SPLIT: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One head of one decode row whose splits were shared out."""
+    """Merge the splits of one head of one decode row that several programs computed."""
     req = tl.program_id(0)
     head = tl.program_id(1)
     token = tl.load(query_start_loc + req)
@@ -265,7 +264,7 @@ def _block_d(head_size: int) -> int:
 
 
 def splits_floats(query: Tensor, num_reqs: int, max_splits: int) -> int:
-    """Numbers that the splits of a step's decode rows amount to. `query` is [T, H, D]."""
+    """Return the number of floats of the splits of a step's decode rows; `query` is [T, H, D]."""
     _, heads, head_size = query.shape
     return num_reqs * heads * max_splits * (_block_d(head_size) + 2)
 
@@ -291,7 +290,7 @@ def attention(
     block_m: int,
     upcast: bool,
 ) -> None:
-    """See `AttentionBackend.forward`.
+    """Implement `AttentionBackend.forward`.
 
     Args:
         query: [T, H, D].
@@ -300,19 +299,19 @@ def attention(
         seq_lens: int32 [R].
         block_table: int32 [R, blocks].
         out: [T, H, D], written.
-        scale: of the logits.
+        scale: factor of the logits.
         sliding_window: positions visible, or None.
         logits_soft_cap: or None.
         alibi_slopes: float32 [H], or None.
-        format: of the cache, see `octavo.kernels.triton.fp8`.
-        one_query: whether each request has one query.
-        split: positions of a split, a multiple of every tile.
-        max_splits: of the longest context in the step.
-        programs: that share the splits of a decode row and KV head. Changes no bit.
-        workspace: float32, of `splits_floats` at least if there is more than one program.
-        block_m: rows (queries times query heads of a KV head) that a program does together, or as
-            many as fit.
-        upcast: multiply in float32. Triton's interpreter has no product of bfloat16.
+        format: format of the cache; see `octavo.kernels.triton.fp8`.
+        one_query: True if each request has one query.
+        split: number of positions of a split, a multiple of every tile.
+        max_splits: number of splits of the longest context in the step.
+            programs: number of programs that share the splits of a decode row and KV head; changes
+                no bit.
+        workspace: float32, at least `splits_floats` numbers if `programs` is above 1.
+        block_m: maximum number of rows (queries times query heads of a KV head) of a program.
+        upcast: multiply in float32. Triton's interpreter cannot multiply bfloat16.
     """
     tokens, heads, head_size = query.shape
     if tokens == 0:
@@ -320,7 +319,7 @@ def attention(
     num_reqs, kv_heads, page = seq_lens.shape[0], kv_cache.shape[3], kv_cache.shape[2]
     group = heads // kv_heads
     block_d = _block_d(head_size)
-    # What the registers and 99 KiB of shared memory hold.
+    # Limits of the registers and of 99 KiB of shared memory.
     match query.element_size() == 4, block_d > 128:
         case False, False:
             most_rows, block_n = 128, 64

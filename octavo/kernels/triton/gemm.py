@@ -1,7 +1,7 @@
-"""A matrix product with one tile for every number of rows.
+"""Matrix product that uses the same tile for every number of rows.
 
-cuBLAS chooses another kernel, and so another order of summation, for another number of rows. Here
-every output is the sum of the same tiles of K in the same order whatever the batch.
+cuBLAS chooses the kernel, and so the order of summation, by the number of rows. Here every output
+is the sum of the same tiles of K in the same order for every batch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 _TILE_M, _TILE_N, _TILE_K = 64, 64, 64
-_GROUP = 8  # tiles of rows that share the columns they read in the L2 cache
+_GROUP = 8  # tiles of rows that share columns in the L2 cache
 
 
 @triton.jit(do_not_specialize=["rows"])  # they change from step to step
@@ -68,9 +68,9 @@ def _linear(
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype, *, upcast: bool
 ) -> Tensor:
-    """x [T, K] times weight [N, K] transposed, plus bias [N], rounded once: [T, N].
+    """Multiply x [T, K] by weight [N, K] transposed and add bias [N], rounding once: [T, N].
 
-    `upcast`: multiply in float32. Triton's interpreter has no product of bfloat16.
+    `upcast`: multiply in float32. Triton's interpreter cannot multiply bfloat16.
     """
     rows, k = x.shape
     n = weight.shape[0]

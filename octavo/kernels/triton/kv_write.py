@@ -1,4 +1,4 @@
-"""Rotary embedding and the write of keys and values into the KV cache, in one launch."""
+"""Rotary embedding and the write of keys and values to the KV cache, in one launch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from octavo.kernels.triton import fp8
 
-_ELEMENTS = 1024  # of a program
+_ELEMENTS = 1024  # per program
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def _rotate_and_write(
     BLOCK_D: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
-    """Some heads of one token. Grid: (tokens, groups of KV heads and then of query heads)."""
+    """Process some heads of one token. Grid: (tokens, groups of KV heads, then of query heads)."""
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     KV_GROUPS: tl.constexpr = (KV_HEADS + BLOCK_H - 1) // BLOCK_H
@@ -86,7 +86,7 @@ def _rotate_and_write(
     elif ROTARY:
         head = (group - KV_GROUPS) * BLOCK_H + h
         pair = (head < HEADS) & (i < half)
-        # In place: a thread stores what it has loaded itself, and nothing else reads it.
+        # In place: only this thread reads and writes these elements.
         q = query + token * query_token_stride + head * query_head_stride
         a = tl.load(q + first, mask=pair, other=0.0).to(tl.float32)
         b = tl.load(q + second, mask=pair, other=0.0).to(tl.float32)
@@ -106,18 +106,18 @@ def write_kv(
     cos_sin_cache: Tensor | None = None,
     is_neox: bool = True,
 ) -> None:
-    """Stores keys and values [T, KVH, D] in their slots; with `query` both are rotated first.
+    """Store keys and values [T, KVH, D] in their slots; with `query`, rotate query and key first.
 
     Args:
-        key: not changed: what is rotated goes into the cache only.
-        value: likewise.
+        key: not changed: rotated keys are only written to the cache.
+        value: not changed.
         kv_cache: [blocks, 2, block_size, KVH, D], dense; uint8 for a cache in FP8.
-        slot_mapping: int64 [T]; -1: nowhere.
+        slot_mapping: int64 [T]; tokens with -1 are not stored.
         format: see `octavo.kernels.triton.fp8`.
         query: [T, H, D], rotated in place.
         positions: int64 [T].
         cos_sin_cache: float32 [positions, rotary_dim], as in `Ops.rotary_embedding`.
-        is_neox: likewise.
+        is_neox: as in `Ops.rotary_embedding`.
     """
     tokens, kv_heads, head_size = key.shape
     if tokens == 0:

@@ -1,4 +1,4 @@
-"""RMSNorm, alone and with the residual."""
+"""RMSNorm, alone and fused with the residual."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _rms_norm(
         v = total.to(tl.float32)
     v = v / tl.sqrt(tl.sum(v * v, axis=0) / dim + eps)
     w = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
-    # Llama rounds before it multiplies, Gemma multiplies by (1 + weight) in float32.
+    # Llama rounds, then multiplies; Gemma multiplies by (1 + weight) in float32.
     if OFFSET:
         v = v * (w + weight_offset)
     else:
@@ -59,7 +59,7 @@ def _rms_norm(
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, weight_offset: float, out: Tensor | None
 ) -> Tensor:
-    """See `Ops.rms_norm`."""
+    """Implement `Ops.rms_norm`."""
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     heads = 1 if x.dim() == 2 else x.shape[1]
@@ -92,7 +92,7 @@ def rms_norm(
 def fused_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float
 ) -> tuple[Tensor, Tensor]:
-    """See `Ops.fused_add_rms_norm`."""
+    """Implement `Ops.fused_add_rms_norm`."""
     tokens, dim = x.shape
     out, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     if tokens:

@@ -1,4 +1,4 @@
-"""The table of operations for CUDA: Triton kernels, and torch's own where those are as good."""
+"""Table of operations for CUDA: Triton kernels, and torch's own where those are as good."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from octavo.kernels.triton import gemm, norm, sample
 
 
 class TritonOps(ReferenceOps):
-    """`Ops` for CUDA, or for a CPU through Triton's interpreter; see there for shapes and meaning.
+    """Implementation of `Ops` for CUDA, or for a CPU by Triton's interpreter.
 
     Args:
-        batch_invariant: a row of `linear` has the same bits whatever the number of rows.
-        upcast: multiply in float32: Triton's interpreter has no product of bfloat16.
+        batch_invariant: True if the number of rows must not change a bit of a row of `linear`.
+        upcast: multiply in float32: Triton's interpreter cannot multiply bfloat16.
     """
 
     name = "triton"
@@ -31,7 +31,7 @@ class TritonOps(ReferenceOps):
     def __init__(self, *, batch_invariant: bool = False, upcast: bool = False) -> None:
         self.batch_invariant = batch_invariant
         self.upcast = upcast
-        # Parts of a sum are added in float32, too, where cuBLAS splits one.
+        # Have cuBLAS add the parts of a split sum in float32, too.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
@@ -50,7 +50,7 @@ class TritonOps(ReferenceOps):
         out_dtype: torch.dtype | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """cuBLAS, or the kernel with one tile for every number of rows."""
+        """Use cuBLAS, or the kernel that uses the same tile for every number of rows."""
         assert isinstance(weight, PackedWeight), "quantized weights are not supported on CUDA yet"
         if self.batch_invariant:
             y = gemm.linear(x, weight.data, bias, out_dtype or x.dtype, upcast=self.upcast)
@@ -70,7 +70,7 @@ class TritonOps(ReferenceOps):
         weight_offset: float = 0.0,
         out: Tensor | None = None,
     ) -> Tensor:
-        """One program for each row."""
+        """Run one program for each row."""
         return norm.rms_norm(x, weight, eps, weight_offset, out)
 
     def fused_add_rms_norm(
@@ -82,29 +82,29 @@ class TritonOps(ReferenceOps):
         weight_offset: float = 0.0,
         out: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """One program for each row."""
+        """Run one program for each row."""
         normed, total = norm.fused_add_rms_norm(x, residual, weight, eps, weight_offset)
         return (normed, total) if out is None else (into(out[0], normed), into(out[1], total))
 
     def act_and_mul(self, gate_up: Tensor, activation: Gate, out: Tensor | None = None) -> Tensor:
-        """One pass."""
+        """Compute in one pass."""
         return into(out, _activation.act_and_mul(gate_up, activation))
 
     def gelu(self, x: Tensor, approximate: Gelu, out: Tensor | None = None) -> Tensor:
-        """One pass."""
+        """Compute in one pass."""
         return into(out, _activation.gelu(x, approximate))
 
     def sample(self, x: Tensor, params: NDArray[np.void]) -> Tensor:
-        """One program for each row; nothing is sorted."""
+        """Run one program for each row, without sorting."""
         rows = to_device(params.view(np.int64).reshape(len(params), -1), x.device)
         out = torch.empty(len(x), dtype=torch.int64, device=x.device)
         sample.sample(x, rows, out)
         return out
 
     def sample_into(self, x: Tensor, params: Tensor, out: Tensor) -> None:
-        """`sample` with everything on the device: `SAMPLING_ROW` [M] as int64 [M, 5]; out [M]."""
+        """Run `sample` with all data on the device: `SAMPLING_ROW` [M] as int64 [M, 5]; out [M]."""
         sample.sample(x, params, out)
 
     def apply_bitmask_(self, x: Tensor, bitmask: Tensor, rows: Tensor) -> None:
-        """One pass over the rows that have a mask."""
+        """Mask in one pass over the rows with a mask."""
         sample.apply_bitmask(x, bitmask.to(x.device), rows.to(x.device))

@@ -1,10 +1,9 @@
-"""One token for each row of logits, and the grammar's bitmask.
+"""Sampling of one token for each row of logits, and the grammar's bitmask.
 
-The same choice as csrc/sample.h makes: the winner of an exponential race. A token's weight is the
-integer floor(2^40 * exp((logit - max) / temperature)), so that sums are exact in any order. Where a
-filter ends is found without sorting: the value of the last token that stays is searched for, and
-each pass over the row leaves a quarter of the values that it may be; among equals the lower id
-ranks first.
+The choice equals that of csrc/sample.h: the winner of an exponential race. A token's weight is the
+integer floor(2^40 * exp((logit - max) / temperature)), so that sums are exact in any order. The end
+of a filter is found without sorting: a search finds the value of the last token that stays. Each
+pass over the row leaves a quarter of the possible values. Among equals the lower id ranks first.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 4096
-_GROUP = 64  # tokens whose random numbers are those of 16 neighbouring counters
+_GROUP = 64  # tokens with the random numbers of 16 neighbouring counters
 
 
 @triton.jit
 def _key(x):
-    """float32 to a uint32 that sorts like it; -0 like 0."""
+    """Map float32 to a uint32 with the same order; -0 equals 0."""
     bits = (x + 0.0).to(tl.uint32, bitcast=True)
     return tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @triton.jit
 def _load(row, start, vocab_size, BLOCK: tl.constexpr):
-    """Ids of a block of a row, their logits, and which of them exist."""
+    """Return the ids of a block of a row, their logits, and the mask of those that exist."""
     ids = start + tl.arange(0, BLOCK)
     mask = ids < vocab_size
     return ids, tl.load(row + ids, mask=mask, other=float("-inf")), mask
@@ -37,7 +36,7 @@ def _load(row, start, vocab_size, BLOCK: tl.constexpr):
 def _weight(x, largest, temperature, min_p, mask):
     p = tl.exp((x - largest) / temperature)
     p = tl.where(mask & (p >= min_p), p, 0.0)
-    # floor(2^40 * p) from the bits: few cards are quick at making integers of 64 bits of floats.
+    # floor(2^40 * p) by its bits: few GPUs convert floats to 64-bit integers fast.
     bits = p.to(tl.int32, bitcast=True)
     whole = ((bits & 0x7FFFFF) | 0x800000).to(tl.int64)
     shift = (bits >> 23) - 110
@@ -48,13 +47,13 @@ def _weight(x, largest, temperature, min_p, mask):
 
 @triton.jit
 def _kept(key, ids, last_key, last_id):
-    """Whether a token ranks no later than the last one that stays."""
+    """Return True if a token ranks no later than the last one that stays."""
     return (key > last_key) | ((key == last_key) & (ids <= last_id))
 
 
 @triton.jit
 def _total(row, vocab_size, last_key, last_id, largest, temperature, min_p, BLOCK: tl.constexpr):
-    """Weight of the tokens that stay."""
+    """Return the weight of the tokens that stay."""
     total = tl.zeros([BLOCK], tl.int64)  # summed across lanes once, not in every block
     for start in range(0, vocab_size, BLOCK):
         ids, v, mask = _load(row, start, vocab_size, BLOCK)
@@ -76,12 +75,13 @@ def _cut(
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Key and id of the last token that has less than `limit` (float64) ranked before it.
+    """Return key and id of the last token with less than `limit` (float64) ranked before it.
 
-    What is ranked: the tokens up to `last_key`, `last_id`; measured in tokens (COUNT) or weights.
+    The tokens up to `last_key`, `last_id` are ranked; the measure is their number (COUNT) or
+    weight.
     """
-    # The greatest key that `limit` is reached with is looked for in quarters of low..high, which
-    # shrink to the keys that there are.
+    # Search for the greatest key at which the measure reaches `limit`. Each pass cuts low..high
+    # to a quarter, and then to the keys that exist.
     low = tl.full([], 0, tl.uint32)
     high = _key(largest)
     before = tl.full([], 0, tl.int64)  # measure of the keys above `high`
@@ -90,7 +90,7 @@ def _cut(
         first = tl.minimum(low + quarter, high)
         second = tl.minimum(first + quarter, high)
         third = tl.minimum(second + quarter, high)
-        # Lane by lane; across lanes once, behind the loop.
+        # Sum lane by lane, and across lanes once after the loop.
         from_first = tl.zeros([BLOCK], tl.int64)
         from_second = tl.zeros([BLOCK], tl.int64)
         from_third = tl.zeros([BLOCK], tl.int64)
@@ -159,12 +159,12 @@ def _sooner(
     min_p,
     bound,
 ):
-    """`first` and `token`, lane by lane, or when `ids` arrive and these, if that is sooner."""
+    """Return the earlier of `first` (with `token`) and the arrivals of `ids`, lane by lane."""
     mask = ids < vocab_size
     v = tl.load(x + ids, mask=mask, other=float("-inf"))
     mask = mask & _kept(_key(v), ids, last_key, last_id)
     weight = _weight(v, largest, temperature, min_p, mask)
-    # -log(u) is at least 1 - u, here rounded down: few tokens need numbers of 64 bits.
+    # -log(u) is at least 1 - u, here rounded down: few tokens need 64-bit numbers.
     least = (word >> 8).to(tl.float32) * (1.0 / 16777216)
     in_time = (weight > 0) & (least <= weight.to(tl.float32) * bound)
     if tl.max(in_time.to(tl.int32), axis=0) > 0:
@@ -188,8 +188,11 @@ def _sample(
     vocab_size,
     BLOCK: tl.constexpr,
 ):
-    """The last ones but `out` are all `SAMPLING_ROW`s [R]: as floats of 4 and 8 bytes, and as
-    unsigned integers of 4 and integers of 8."""
+    """Sample one row.
+
+    All parameters after `out` up to the sizes view the same `SAMPLING_ROW`s [R]: as 4-byte and
+    8-byte floats, 4-byte unsigned integers and 8-byte integers.
+    """
     row = tl.program_id(0).to(tl.int64)
     x = logits + row * stride
     temperature = tl.load(temperatures + row * 10)
@@ -230,7 +233,7 @@ def _sample(
         first = tl.full([BLOCK // 4], float("inf"), tl.float64)
         tokens = tl.zeros([BLOCK // 4], tl.int32)
         zeros = tl.zeros([BLOCK // 4], tl.uint32)
-        # The most probable token arrives before -log of the least u.
+        # The most probable token arrives before -log of the smallest u.
         bound = tl.full([], 23.0 / 1099511627776, tl.float32)
         for start in range(0, vocab_size, BLOCK):
             block = (start // 4 + lanes).to(tl.uint32)
@@ -251,7 +254,7 @@ def _sample(
                     min_p,
                     bound,
                 )
-            # A little later, for what is rounded.
+            # Slightly later, to allow for rounding.
             bound = tl.minimum(bound, tl.min(first, axis=0).to(tl.float32) * 1.0001)
         best = tl.min(first, axis=0)
         token = tl.min(tl.where(first == best, tokens, 2147483647), axis=0)
@@ -259,7 +262,7 @@ def _sample(
 
 
 def sample(logits: Tensor, params: Tensor, out: Tensor) -> None:
-    """See `Ops.sample`.
+    """Implement `Ops.sample`.
 
     Args:
         logits: float32 [R, V].
@@ -295,7 +298,7 @@ def _apply_bitmask(logits, stride, bitmask, mask_stride, rows, vocab_size, BLOCK
 
 
 def apply_bitmask(logits: Tensor, bitmask: Tensor, rows: Tensor) -> None:
-    """See `Ops.apply_bitmask_`."""
+    """Implement `Ops.apply_bitmask_`."""
     vocab_size = logits.shape[1]
     block = min(_BLOCK, triton.next_power_of_2(vocab_size))
     if len(rows):

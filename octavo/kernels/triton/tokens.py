@@ -19,14 +19,14 @@ def _take(input_ids, last_tokens, rows, sampled, count, BLOCK: tl.constexpr):
 
 
 def take_tokens(input_ids: Tensor, last_tokens: Tensor, rows: Tensor, sampled: Tensor) -> None:
-    """Fills in the ids that the host did not know: those below 0.
+    """Fill in the ids that the host does not know yet, which are below 0.
 
-    A row that failed has the token -1; it computes on with token 0, and nobody looks at the result.
+    A row that failed has the token -1; it continues with token 0, and its result is ignored.
 
     Args:
         input_ids: int64 [T], changed in place.
-        last_tokens: int64 [S], where the last token of each request that samples is.
-        rows: int64 [S], those requests' rows; -1: no request.
+        last_tokens: int64 [S], index of the last token of each request that samples.
+        rows: int64 [S], the rows of these requests; -1: no request.
         sampled: int64 [rows], the token sampled last in each row.
     """
     count = last_tokens.shape[0]

@@ -1,1 +1,1 @@
-"""Kinds of cache: which blocks a request needs of each, and which of them others may share."""
+"""Kinds of caches: the blocks that a request needs of each, and the shareable ones among them."""

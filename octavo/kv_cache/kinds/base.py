@@ -1,4 +1,4 @@
-"""What the KV-cache manager asks a kind of cache."""
+"""Interface of a kind of cache for the KV-cache manager."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Container, Sequence
 
 
 class SingleTypeKVCacheManager(ABC):
-    """The rules of one kind of cache: what a request's block table in such a group looks like.
+    """Rules of one kind of cache: the layout of a request's block table in such a group.
 
-    It holds neither blocks nor requests: those are the `KVCacheManager`'s, which asks one of these
-    for each group. What is defined here holds for pages that are kept until the request ends:
+    It holds neither blocks nor requests: the `KVCacheManager` does, and calls one of these objects
+    for each group. The methods defined here describe pages that are kept until the request ends:
     entry i of the table is for the tokens `i * block_size` up to `(i + 1) * block_size`.
 
     Args:
@@ -24,49 +24,50 @@ class SingleTypeKVCacheManager(ABC):
     def longest_hit(
         self, block_hashes: Sequence[bytes], num_tokens: int, known: Container[bytes]
     ) -> int:
-        """Blocks of tokens in the longest known prefix that a request can start from.
+        """Return the number of blocks in the longest known prefix that a request can start from.
 
-        A shorter prefix than the one returned need not do; a longer one does not. The request's
-        table begins with the prefix's blocks, one entry for each.
+        A shorter prefix may be unusable; every longer one is. The request's table begins with the
+        prefix's blocks, one entry for each.
 
         Args:
-            block_hashes: of the prefixes to be considered, one for each block of tokens.
-            num_tokens: of the request; the last one is computed again even if its block is known.
+            block_hashes: hashes of the prefixes to consider, one for each block of tokens.
+            num_tokens: tokens of the request; the last one is computed again even if its block is
+                known.
             known: hashes of the blocks that the prefix cache knows in this group.
 
         Returns:
-            0 where there is none, or where the kind cannot serve any.
+            0 if no prefix is usable.
         """
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Entries of the table once the first `num_tokens` tokens have slots. Never falls."""
+        """Return the table's length for slots of `num_tokens` tokens. Never decreases."""
         return -(-num_tokens // self.block_size)
 
     def num_blocks_to_admit(self, end: int, num_tokens: int) -> int:
-        """Entries for which there must be room before a request is started.
+        """Return the number of entries that need free blocks before a request is started.
 
         Args:
-            end: end of the slots that its first step wants.
+            end: end of the slots of its first step.
             num_tokens: its known tokens.
         """
         return self.num_blocks(max(end, num_tokens))
 
     def num_full_blocks(self, num_computed_tokens: int) -> int:
-        """Entries at the front that later steps only read.
+        """Return the number of entries at the front that later steps only read.
 
-        These may be made known to the prefix cache and shared; all others are one request's own.
+        The prefix cache may know and share these; all others belong to one request.
         """
         return num_computed_tokens // self.block_size
 
     def first_needed_block(self, num_computed_tokens: int) -> int:
-        """The first entry that the next token, or any after it, looks at; never falls."""
+        """Return the first entry that the next token, or any after it, reads; never decreases."""
         return 0
 
     def max_blocks(self, num_tokens: int, max_num_batched_tokens: int) -> int:
-        """Blocks that one request can hold at most at one time.
+        """Return the maximum number of blocks that one request holds at one time.
 
         Args:
-            num_tokens: its greatest length.
-            max_num_batched_tokens: the most slots that one step adds.
+            num_tokens: its maximum length.
+            max_num_batched_tokens: maximum number of slots that one step adds.
         """
         return self.num_blocks(num_tokens)

@@ -13,7 +13,7 @@ class FullAttentionManager(SingleTypeKVCacheManager):
     def longest_hit(
         self, block_hashes: Sequence[bytes], num_tokens: int, known: Container[bytes]
     ) -> int:
-        """Every block from the first one on must be known."""
+        """Return the number of known blocks from the first one on."""
         for i, block_hash in enumerate(block_hashes):
             if block_hash not in known:
                 return i

@@ -1,4 +1,4 @@
-"""Sliding-window attention: pages that have left the window are given back."""
+"""Sliding-window attention: pages outside of the window are freed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
 
     Args:
         block_size: tokens in a block.
-        sliding_window: positions that a token sees, itself included.
+        sliding_window: number of positions visible to a token, including itself.
     """
 
     def __init__(self, block_size: int, sliding_window: int) -> None:
@@ -22,7 +22,7 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
     def longest_hit(
         self, block_hashes: Sequence[bytes], num_tokens: int, known: Container[bytes]
     ) -> int:
-        """The blocks of the window before its end must be known."""
+        """Return the longest prefix with all blocks of the window before its end known."""
         end = len(block_hashes)
         while end:
             first = self.first_needed_block(min(end * self.block_size, num_tokens - 1))
@@ -35,14 +35,14 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         return 0
 
     def num_blocks_to_admit(self, end: int, num_tokens: int) -> int:
-        """The first step's: what leaves the window makes room for what comes."""
+        """Return the first step's entries: pages that leave the window make room for later ones."""
         return self.num_blocks(end)
 
     def first_needed_block(self, num_computed_tokens: int) -> int:
-        """The one that holds the first position in the next token's window."""
+        """Return the entry with the first position in the next token's window."""
         return max(0, num_computed_tokens - self.sliding_window + 1) // self.block_size
 
     def max_blocks(self, num_tokens: int, max_num_batched_tokens: int) -> int:
-        """A window and one step's new tokens, which may begin and end anywhere in a block."""
+        """Return the blocks of a window and one step's new tokens, at any offset within a block."""
         span = self.sliding_window - 1 + max_num_batched_tokens
         return min(self.num_blocks(num_tokens), self.num_blocks(span) + 1)

@@ -1,1 +1,1 @@
-"""What requests do to their logits before a token is chosen. Semantics and order are vLLM's."""
+"""Changes to logits before a token is chosen. Semantics and order are vLLM's."""

@@ -1,4 +1,4 @@
-"""What every logits processor is: the built-in ones and those of plug-ins."""
+"""Interface of logits processors, built-in ones and plug-ins."""
 
 from __future__ import annotations
 
@@ -18,90 +18,91 @@ LongArray = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class NewRow:
-    """A request that is new or resumed."""
+    """New or resumed request."""
 
     row: int
-    """Where it is from now on."""
+    """Row of the request from now on."""
     params: CoreSamplingParams
     token_ids: Sequence[int]
-    """Prompt and what was generated so far."""
+    """Prompt tokens and the tokens generated so far."""
     num_prompt_tokens: int
-    """How many of them are the prompt."""
+    """Number of prompt tokens in `token_ids`."""
 
     @property
     def output_token_ids(self) -> Sequence[int]:
-        """What was generated so far."""
+        """Tokens generated so far."""
         return self.token_ids[self.num_prompt_tokens :]
 
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """Those A rows of one step's logits that a processor works on."""
+    """The A rows of one step's logits that a processor works on."""
 
     at: LongArray
-    """[A], where in the logits they are; none twice."""
+    """[A], indices of the rows in the logits, without duplicates."""
     rows: LongArray
-    """[A], the request's row in `SamplingState`; twice where a request has drafts to verify."""
+    """[A], the request's row in `SamplingState`; repeated if a request has drafts to verify."""
     num_output_tokens: LongArray
-    """[A], tokens that the request has generated before the one to be chosen, drafts included."""
+    """[A], tokens of the request before the one to be chosen, including drafts."""
 
     def take(self, some: NDArray[np.bool_] | slice) -> StepRows:
-        """Some of them."""
+        """Return some of the rows."""
         return StepRows(self.at[some], self.rows[some], self.num_output_tokens[some])
 
 
 class LogitsProcessor(ABC):
-    """Keeps what requests ask of it, by row, and changes their logits.
+    """Processor that keeps its part of the requests' parameters, by row, and changes their logits.
 
-    What it does to a row must follow from the request's parameters and tokens alone, so that the
-    answer does not depend on other requests, and that a preempted request resumes as it was. It is
-    called from one thread.
+    Its effect on a row must follow from the request's parameters and tokens alone, so that the
+    answer does not depend on other requests, and that a preempted request resumes unchanged. One
+    thread calls it.
 
     Args:
-        max_num_rows: rows are numbered from 0; what is kept by row can be reserved here.
+        max_num_rows: number of rows, numbered from 0, so that memory can be reserved by row.
         vocab_size: V, the width of the logits.
     """
 
     extra_args: frozenset[str] = frozenset()
-    """Keys of `SamplingParams.extra_args` that a plug-in takes; it gets only requests with one."""
+    """Keys of `SamplingParams.extra_args` of a plug-in; it only receives requests with one of
+    them."""
     takes_all: bool = False
-    """Whether a plug-in gets every request, and with it all keys of `extra_args`."""
+    """True if a plug-in receives every request, and with it all keys of `extra_args`."""
     needs_tokens: bool = False
-    """Whether what it does depends on which tokens were generated; only then `append` is called.
-    Such rows are slower: on a GPU they wait for their tokens, and drafts are sampled in turn."""
+    """True if the effect depends on the generated tokens; only then `append` is called. Such rows
+    are slower: on a GPU they wait for their tokens, and drafts are sampled one after the other."""
 
     def __init__(self, max_num_rows: int, vocab_size: int) -> None:
         self.max_num_rows, self.vocab_size = max_num_rows, vocab_size
 
     @abstractmethod
     def add_row(self, new: NewRow) -> bool:
-        """Takes in a request, new or resumed.
+        """Add a request, new or resumed.
 
         Args:
-            new: the request and its row, which is its own until `remove_row`.
+            new: the request and its row, which belongs to it until `remove_row`.
 
         Returns:
-            Whether it has anything to do for the row, now or later. Whatever it raises fails this
+            True if the processor has work for the row, now or later. An exception fails this
             request only.
         """
 
     def remove_row(self, row: int) -> None:
-        """Forgets a request; also called after an `add_row` that raised or returned False."""
+        """Remove a request; also called after an `add_row` that raised or returned False."""
 
     def append(self, rows: LongArray, tokens: LongArray) -> None:
-        """Takes in one more generated token (both int64 [R]) for some of its rows, none twice."""
+        """Add a generated token (both int64 [R]) to each of some rows, without duplicates."""
 
     def select(self, step: StepRows) -> StepRows:
-        """Those of its rows in a step whose logits it changes there."""
+        """Return the rows of a step with logits that the processor changes."""
         return step
 
     @abstractmethod
     def apply(self, ops: Ops, logits: torch.Tensor, step: StepRows) -> None:
-        """Changes logits in place, and no others than those of `step.at`.
+        """Change logits in place, only those of `step.at`.
 
         Args:
             ops: operations on the logits' device; their reductions do not depend on other rows.
-            logits: float32 [R, V]. A plug-in is shown its own rows only, some at a time, so that
-                R = A, `step.at` counts them, and copies of them are no larger than planned.
-            step: what `select` returned.
+            logits: float32 [R, V]. A plug-in receives its own rows only, some at a time, so that R
+                = A, `step.at` counts them, and copies of them stay within the memory plan.
+            step: the result of `select`.
         """

@@ -1,4 +1,4 @@
-"""The processors that exclude or favour single tokens."""
+"""Processors that exclude or favour single tokens."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from octavo.sampling.logits_processors.base import LogitsProcessor, LongArray, N
 
 IntArray = NDArray[np.int32]
 
-# Padding of the tail of generated tokens: equal to no token, nor to the padding of bad words.
+# Padding of the tail of generated tokens: differs from all tokens and from bad words' padding.
 _NOTHING_YET = -2
 
 
 class GrammarBitmask(LogitsProcessor):
-    """What the grammars of some rows allow in one step: made for it, and given with it.
+    """Processor with the tokens that the grammars of some rows allow in one step.
+
+    It is made for the step, and passed with it.
 
     Args:
-        at: int64 [G], rows of the logits; none twice.
+        at: int64 [G], rows of the logits, without duplicates.
         words: int32 [G, ceil(V / 32)] as in `Ops.apply_bitmask_`.
     """
 
@@ -33,48 +35,48 @@ class GrammarBitmask(LogitsProcessor):
         self.at, self.words = at, words
 
     def add_row(self, new: NewRow) -> bool:
-        """It keeps nothing."""
+        """Return False: it keeps no state."""
         return False
 
     def apply(self, ops: Ops, logits: torch.Tensor, step: StepRows) -> None:
-        """Excludes all other tokens."""
-        # What came in a message cannot be written to, which torch warns of.
+        """Exclude all other tokens."""
+        # Arrays of a message are read-only, which torch warns of.
         words = np.require(self.words, requirements="W")
         ops.apply_bitmask_(logits, to_device(words, logits.device), _at(step, logits))
 
 
 class AllowedTokenIds(LogitsProcessor):
-    """`allowed_token_ids`: excludes all other tokens."""
+    """Processor of `allowed_token_ids`: excludes all other tokens."""
 
     def __init__(self, max_num_rows: int, vocab_size: int) -> None:
         super().__init__(max_num_rows, vocab_size)
         self._bitmasks: dict[int, IntArray] = {}
 
     def add_row(self, new: NewRow) -> bool:
-        """Refers to the request's bitmask."""
+        """Refer to the request's bitmask."""
         if new.params.allowed_token_ids is None:
             return False
         self._bitmasks[new.row] = np.frombuffer(new.params.allowed_token_ids, np.int32)
         return True
 
     def remove_row(self, row: int) -> None:
-        """Lets go of the bitmask."""
+        """Drop the bitmask."""
         self._bitmasks.pop(row, None)
 
     def apply(self, ops: Ops, logits: torch.Tensor, step: StepRows) -> None:
-        """Excludes all other tokens."""
+        """Exclude all other tokens."""
         words = np.stack([self._bitmasks[row] for row in step.rows.tolist()])
         ops.apply_bitmask_(logits, to_device(words, logits.device), _at(step, logits))
 
 
 @dataclass(slots=True)
 class _Words:
-    """A row's bad words, and the end of what it has generated."""
+    """Bad words of a row, and the end of its generated tokens."""
 
     prefixes: IntArray
-    """[words, longest - 1], all but the last token, padded on the left with `NO_TOKEN`."""
+    """[words, longest - 1], all tokens except the last, padded on the left with `NO_TOKEN`."""
     last: IntArray
-    """[words]"""
+    """[words], last token of each."""
     tail: IntArray
     """[longest - 1], the last generated tokens, padded on the left with `_NOTHING_YET`."""
 
@@ -84,9 +86,9 @@ class _Words:
             self.tail[-1] = token
 
     def banned(self) -> LongArray:
-        """The tokens that would complete a bad word."""
+        """Return the tokens that would complete a bad word."""
         prefixes, last = self.prefixes, self.last
-        if len(self.tail):  # most words can be ruled out by one token
+        if len(self.tail):  # one token rules out most words
             newest = prefixes[:, -1]
             some = (newest == self.tail[-1]) | (newest == NO_TOKEN)
             prefixes, last = prefixes[some], last[some]
@@ -96,7 +98,7 @@ class _Words:
 
 
 class BadWords(LogitsProcessor):
-    """`bad_words`: excludes the last token of each word whose other tokens were just generated."""
+    """Processor of `bad_words`: excludes the last token of a word after its other tokens."""
 
     needs_tokens = True
 
@@ -104,10 +106,10 @@ class BadWords(LogitsProcessor):
         super().__init__(max_num_rows, vocab_size)
         self._words: dict[int, _Words] = {}
         self._banned: dict[int, LongArray] = {}
-        """By row; rows where nothing is excluded now are not there."""
+        """Excluded tokens by row; only rows with some."""
 
     def add_row(self, new: NewRow) -> bool:
-        """Refers to the request's words; the prompt does not count."""
+        """Refer to the request's words; the prompt does not count."""
         if new.params.bad_words is None:
             return False
         self._words[new.row] = _make_words(new.params.bad_words, new.output_token_ids)
@@ -115,22 +117,22 @@ class BadWords(LogitsProcessor):
         return True
 
     def remove_row(self, row: int) -> None:
-        """Lets go of the words."""
+        """Drop the words."""
         self._words.pop(row, None)
         self._banned.pop(row, None)
 
     def append(self, rows: LongArray, tokens: LongArray) -> None:
-        """Moves on by one token."""
+        """Advance by one token."""
         for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
             self._words[row].append(token)
             self._find(row)
 
     def select(self, step: StepRows) -> StepRows:
-        """The rows that have just generated the beginning of a word, or have words of one token."""
+        """Return the rows that just generated the beginning of a word, or have one-token words."""
         return step.take(np.asarray([row in self._banned for row in step.rows.tolist()], np.bool_))
 
     def apply(self, ops: Ops, logits: torch.Tensor, step: StepRows) -> None:
-        """Excludes the tokens."""
+        """Exclude the tokens."""
         logits[_entries(step, self._banned, logits)] = -math.inf
 
     def _find(self, row: int) -> None:
@@ -142,7 +144,7 @@ class BadWords(LogitsProcessor):
 
 
 class MinTokens(LogitsProcessor):
-    """`min_tokens`: excludes stop tokens until that many tokens have been generated."""
+    """Processor of `min_tokens`: excludes stop tokens until enough tokens have been generated."""
 
     def __init__(self, max_num_rows: int, vocab_size: int) -> None:
         super().__init__(max_num_rows, vocab_size)
@@ -150,7 +152,7 @@ class MinTokens(LogitsProcessor):
         self._stop_ids: dict[int, LongArray] = {}
 
     def add_row(self, new: NewRow) -> bool:
-        """Keeps the stop tokens that the model can generate."""
+        """Keep the stop tokens that the model can generate."""
         if new.params.min_tokens <= len(new.output_token_ids):
             return False
         stops = [t for t in new.params.all_stop_token_ids if t < self.vocab_size]
@@ -161,20 +163,20 @@ class MinTokens(LogitsProcessor):
         return True
 
     def remove_row(self, row: int) -> None:
-        """Lets go of the stop tokens."""
+        """Drop the stop tokens."""
         self._stop_ids.pop(row, None)
 
     def select(self, step: StepRows) -> StepRows:
-        """The rows that have generated too little yet."""
+        """Return the rows with fewer tokens than the minimum."""
         return step.take(step.num_output_tokens < self._min_tokens[step.rows])
 
     def apply(self, ops: Ops, logits: torch.Tensor, step: StepRows) -> None:
-        """Excludes the stop tokens."""
+        """Exclude the stop tokens."""
         logits[_entries(step, self._stop_ids, logits)] = -math.inf
 
 
 class LogitBias(LogitsProcessor):
-    """`logit_bias`: is added to the logits of given tokens."""
+    """Processor of `logit_bias`: adds to the logits of given tokens."""
 
     def __init__(self, max_num_rows: int, vocab_size: int) -> None:
         super().__init__(max_num_rows, vocab_size)
@@ -182,7 +184,7 @@ class LogitBias(LogitsProcessor):
         self._values: dict[int, NDArray[np.float32]] = {}
 
     def add_row(self, new: NewRow) -> bool:
-        """Refers to the request's values."""
+        """Refer to the request's values."""
         if new.params.logit_bias is None:
             return False
         ids, values = new.params.logit_bias
@@ -191,12 +193,12 @@ class LogitBias(LogitsProcessor):
         return True
 
     def remove_row(self, row: int) -> None:
-        """Lets go of the values."""
+        """Drop the values."""
         self._token_ids.pop(row, None)
         self._values.pop(row, None)
 
     def apply(self, ops: Ops, logits: torch.Tensor, step: StepRows) -> None:
-        """Adds the values."""
+        """Add the values."""
         values = np.concatenate([self._values[row] for row in step.rows.tolist()])
         logits[_entries(step, self._token_ids, logits)] += to_device(values, logits.device)
 
@@ -208,7 +210,7 @@ def _at(step: StepRows, logits: torch.Tensor) -> torch.Tensor:
 def _entries(
     step: StepRows, token_ids: dict[int, LongArray], logits: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row's tokens as an index into the logits: parallel int64 [E]."""
+    """Return each row's tokens as an index into the logits: parallel int64 [E]."""
     ids = [token_ids[row] for row in step.rows.tolist()]
     rows = np.repeat(step.at, [len(some) for some in ids])
     return to_device(rows, logits.device), to_device(np.concatenate(ids), logits.device)

@@ -1,4 +1,4 @@
-"""Penalties for tokens that were there before."""
+"""Penalties for tokens that occurred before."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from octavo.kernels.memory import to_device
 from octavo.sampling.logits_processors.base import LogitsProcessor, LongArray, NewRow, StepRows
 from octavo.sampling.sizes import rows_per_chunk
 
-# Counts of a token: the lowest bit says that it is in the prompt, the others count outputs.
+# Counts of a token: the lowest bit is set if it is in the prompt, the others count outputs.
 _IN_PROMPT = 1
 _ONE_OUTPUT = 2
 
@@ -19,7 +19,7 @@ class Penalties(LogitsProcessor):
     """Repetition, then frequency, then presence penalty.
 
     Repetition (N. S. Keskar et al., "CTRL", 2019, section 4.1, with Hugging Face's rule for
-    negative logits) looks at prompt and output; the other two, OpenAI's, at the output only.
+    negative logits) covers prompt and output. The other two, OpenAI's, cover the output only.
     """
 
     needs_tokens = True
@@ -29,15 +29,16 @@ class Penalties(LogitsProcessor):
         self._repetition = np.ones(max_num_rows, np.float32)
         self._frequency = np.zeros(max_num_rows, np.float32)
         self._presence = np.zeros(max_num_rows, np.float32)
-        # Penalties touch only tokens seen before, so the work of a step grows with those and not
-        # with the vocabulary. np.zeros gives untouched pages: nothing is used without penalties.
+        # Penalties touch only tokens seen before, so the work of a step grows with those
+        # and not with the vocabulary. np.zeros maps pages lazily: without penalties no
+        # memory is used.
         self._counts = np.zeros((max_num_rows, vocab_size), np.int32)
         self._seen = np.zeros((max_num_rows, vocab_size), np.int32)
-        """The first `_num_seen` of a row: the token ids with a count, in no special order."""
+        """Token ids with a count, in any order: the first `_num_seen` of a row."""
         self._num_seen = np.zeros(max_num_rows, np.int64)
 
     def add_row(self, new: NewRow) -> bool:
-        """Counts the tokens so far."""
+        """Count the tokens so far."""
         row, params = new.row, new.params
         penalties = (
             params.repetition_penalty,
@@ -50,7 +51,7 @@ class Penalties(LogitsProcessor):
         tokens = np.asarray(new.token_ids, np.int64)
         prompt, output = np.split(tokens, [new.num_prompt_tokens])
         prompt = prompt[prompt < self.vocab_size]
-        if params.repetition_penalty == 1.0:  # the other penalties do not look at the prompt
+        if params.repetition_penalty == 1.0:  # the other penalties ignore the prompt
             prompt = prompt[:0]
         seen = np.union1d(prompt, output)
         self._seen[row, : len(seen)] = seen
@@ -60,12 +61,12 @@ class Penalties(LogitsProcessor):
         return True
 
     def remove_row(self, row: int) -> None:
-        """Takes the counts back."""
+        """Reset the counts."""
         self._counts[row, self._seen[row, : self._num_seen[row]]] = 0
         self._num_seen[row] = 0
 
     def append(self, rows: LongArray, tokens: LongArray) -> None:
-        """Counts one more token."""
+        """Count one more token."""
         counts = self._counts[rows, tokens]
         self._counts[rows, tokens] = counts + _ONE_OUTPUT
         new = counts == 0
@@ -74,12 +75,12 @@ class Penalties(LogitsProcessor):
         self._num_seen[rows] += 1
 
     def select(self, step: StepRows) -> StepRows:
-        """The rows that have a token to penalise."""
+        """Return the rows with a token to penalise."""
         return step.take(self._num_seen[step.rows] > 0)
 
     def apply(self, ops: Ops, logits: torch.Tensor, step: StepRows) -> None:
-        """Goes through the rows in portions, which bound the memory."""
-        # A portion takes at most this many entries and those of one more row.
+        """Process the rows in portions, which bound the memory."""
+        # A portion has at most this number of entries and those of one more row.
         portion = max(1, rows_per_chunk(self.vocab_size) * self.vocab_size // 4)
         ends = np.cumsum(self._num_seen[step.rows])
         starts = np.flatnonzero(np.diff((ends - 1) // portion)) + 1
@@ -87,7 +88,7 @@ class Penalties(LogitsProcessor):
             self._apply(logits, step.take(slice(begin, end)))
 
     def _apply(self, logits: torch.Tensor, step: StepRows) -> None:
-        """All seen tokens of some rows, as parallel arrays [E]; no logit appears twice."""
+        """Penalise all seen tokens of some rows, as parallel arrays [E]; no logit appears twice."""
         lengths = self._num_seen[step.rows]
         rows = np.repeat(step.rows, lengths)
         columns = np.arange(len(rows)) - np.repeat(np.cumsum(lengths) - lengths, lengths)

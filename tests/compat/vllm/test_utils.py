@@ -26,7 +26,7 @@ def test_ports_and_addresses():
     parser = utils.FlexibleArgumentParser()
     parser.add_argument("--port", type=parser.check_port)
     assert parser.parse_args(["--port", "8000"]).port == 8000
-    with pytest.raises(argparse.ArgumentTypeError, match="'80' is no port"):
+    with pytest.raises(argparse.ArgumentTypeError, match="'80' is not a port"):
         parser.check_port("80")
 
 

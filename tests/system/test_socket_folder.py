@@ -1,4 +1,4 @@
-"""What a router that was killed leaves is removed by the next one."""
+"""The folder that a killed process leaves is removed by the next one."""
 
 import os
 import signal
@@ -8,7 +8,9 @@ import tempfile
 
 import pytest
 
-from octavo.router.socket_folder import SocketFolder
+from octavo.system.socket_folder import SocketFolder
+
+PREFIX = "octavo-router-"
 
 
 @pytest.fixture(autouse=True)
@@ -20,8 +22,8 @@ def temporary(tmp_path, monkeypatch):
 def killed(temporary):
     """The folder of a process that was killed."""
     code = (
-        "import os, signal\nfrom octavo.router.socket_folder import SocketFolder\n"
-        "folder = SocketFolder()\n(folder.path / 'replica-0').touch()\n"
+        "import os, signal\nfrom octavo.system.socket_folder import SocketFolder\n"
+        f"folder = SocketFolder({PREFIX!r})\n(folder.path / 'replica-0').touch()\n"
         "print(folder.path)\nos.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run(
@@ -35,14 +37,14 @@ def killed(temporary):
 
 
 def test_folders_of_the_dead_are_removed_and_no_others(temporary):
-    living = SocketFolder()
+    living = SocketFolder(PREFIX)
     (living.path / "replica-0").touch()
     (temporary / "octavo-other").mkdir()
     (temporary / "elsewhere").mkdir()
     (temporary / "octavo-router-link").symlink_to(temporary / "elsewhere")
     left = killed(temporary)
     assert os.path.exists(left)
-    new = SocketFolder()
+    new = SocketFolder(PREFIX)
     assert not os.path.exists(left)
     assert (living.path / "replica-0").exists()
     assert (temporary / "octavo-other").exists()
@@ -59,10 +61,10 @@ def test_a_folder_that_is_removed_before_it_is_locked_is_made_again(temporary, m
     def make_and_lose(prefix):
         made.append(make(prefix=prefix))
         if len(made) == 1:
-            SocketFolder().close()
+            SocketFolder(PREFIX).close()
         return made[-1]
 
     monkeypatch.setattr(tempfile, "mkdtemp", make_and_lose)
-    folder = SocketFolder()
+    folder = SocketFolder(PREFIX)
     assert folder.path.exists()
     folder.close()

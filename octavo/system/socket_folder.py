@@ -1,4 +1,4 @@
-"""The folder of a router's Unix sockets; what a router that was killed has left is removed."""
+"""Folder of Unix sockets; folders of killed processes are removed."""
 
 from __future__ import annotations
 
@@ -9,33 +9,34 @@ import shutil
 import tempfile
 from pathlib import Path
 
-_PREFIX = "octavo-router-"
-
 
 class SocketFolder:
-    """A new folder that only this user can open. While its router lives, it is locked.
+    """New folder that only this user can open. It is locked while its process lives.
 
-    Removes the folders of this user's routers that live no more.
+    Construction removes the folders with the same prefix that dead processes of this user left.
+
+    Args:
+        prefix: prefix of the folder's name, the same for all folders of this kind.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder cannot be created.
     """
 
-    def __init__(self) -> None:
-        for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+    def __init__(self, prefix: str) -> None:
+        for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
             _remove_if_left(folder)
-        self.path, self._lock = _make()
+        self.path, self._lock = _make(prefix)
 
     def close(self) -> None:
-        """Removes it."""
+        """Remove the folder. Call this once."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
 
-def _make() -> tuple[Path, int]:
+def _make(prefix: str) -> tuple[Path, int]:
     while True:
-        path = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        # Another router may see it before it is locked, and remove it.
+        path = Path(tempfile.mkdtemp(prefix=prefix))
+        # Another process may see it before it is locked, and remove it.
         with contextlib.suppress(FileNotFoundError):
             lock = _open(path)
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -49,7 +50,7 @@ def _open(path: Path) -> int:
 
 
 def _remove_if_left(path: Path) -> None:
-    with contextlib.suppress(OSError):  # another user's, or removed meanwhile
+    with contextlib.suppress(OSError):  # it may be another user's, or removed meanwhile
         if path.lstat().st_uid != os.getuid():
             return
         lock = _open(path)

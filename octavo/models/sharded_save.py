@@ -1,0 +1,152 @@
+"""Save a checkpoint in vLLM's sharded form, which `load_format=sharded_state` reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from octavo.errors import ConfigError, UnsupportedError
+from octavo.models.cache import AttentionCache
+from octavo.models.loader import LoadFormat, open_checkpoint
+from octavo.models.sharded_state import FUSED
+from octavo.models.spec import ModelSpec
+from octavo.models.weights import SHARDED_PATTERN, Source, Weight, weight_files
+
+# Modules of which a rank has some rows, some rows of the padded vocabulary, or some columns.
+_ROWS = frozenset(FUSED)
+_VOCABULARY = frozenset({"embed_tokens", "lm_head"})
+_COLUMNS = frozenset({"o_proj", "down_proj"})
+# vLLM pads vocabularies to multiples of this.
+_VOCABULARY_MULTIPLE = 64
+
+
+def save_sharded_state(
+    spec: ModelSpec,
+    folder: Path,
+    target: Path,
+    *,
+    dtype: str,
+    load_format: LoadFormat,
+    seed: int,
+    size: int,
+    max_size: int | None,
+) -> None:
+    """Write the weights of a model, a file or more for each rank.
+
+    The files hold what vLLM's ranks keep, however Octavo itself divides the model. The memory
+    taken is that of one file.
+
+    Args:
+        spec: what the folder holds, not split.
+        folder: the model's.
+        target: the folder to write to, made if it is not there.
+        dtype: the type that the numbers get.
+        load_format: how to read the model's folder.
+        seed: of random weights.
+        size: how many ranks there are.
+        max_size: most bytes of a file, unless a single tensor has more; None: no limit.
+
+    Raises:
+        ConfigError: `target` holds such files already, or cannot be written to.
+        ModelError: the model's folder cannot be read.
+        UnsupportedError: the model cannot be divided in vLLM's way.
+    """
+    if weight_files(target, "sharded_state"):
+        raise ConfigError(f"path={str(target)!r} holds a sharded state already; give another one.")
+    plan, heads = _plan(spec), _num_kv_heads(spec, size)
+    checkpoint = open_checkpoint(spec, folder, load_format, seed, torch.device("cpu"))
+    checkpoint.check([weight for parts in plan.values() for weight, _ in parts])
+
+    def tensors(rank: int) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parts in plan.items():
+            mine = []
+            for weight, source in parts:
+                tensor = checkpoint.read(source, weight)
+                mine.append(_share(source, tensor, rank, size, heads).to(getattr(torch, dtype)))
+            yield name, torch.cat(mine)  # which copies, so that no file keeps another one open
+
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for rank in range(size):
+            for part, state in enumerate(_in_files(tensors(rank), max_size)):
+                save_file(state, target / SHARDED_PATTERN.format(rank=rank, part=part))
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(f"path={str(target)!r} cannot be written to: {reason}.") from None
+
+
+def _plan(spec: ModelSpec) -> dict[str, list[tuple[Weight, Source]]]:
+    """Return the tensors of the model that make each stored one, in their order."""
+    plan: dict[str, list[tuple[Weight, Source]]] = {}
+    seen: set[str] = set()
+    for weight in spec.weights(quantized=False):
+        for source in weight.sources:
+            if source.name in seen:  # the LM head may be the embedding
+                continue
+            seen.add(source.name)
+            module, _, kind = source.name.rpartition(".")
+            parent, _, last = module.rpartition(".")
+            is_known = last in _ROWS | _VOCABULARY | _COLUMNS or len(source.shape) == 1
+            if source.transform != "none" or source.parts is not None or not is_known:
+                raise UnsupportedError(
+                    f"{spec.architecture} cannot be saved as a sharded state: vLLM keeps "
+                    f"{source.name} in another form; use the model's own files."
+                )
+            fused = f"{parent}.{FUSED[last]}.{kind}" if last in FUSED else source.name
+            plan.setdefault(fused, []).append((weight, source))
+    return plan
+
+
+def _num_kv_heads(spec: ModelSpec, size: int) -> int:
+    """Return the heads of keys and values of each layer, which ranks divide or share.
+
+    Raises:
+        UnsupportedError: layers differ, or ranks would not have equally many.
+    """
+    heads = {cache.num_kv_heads for cache in spec.caches if isinstance(cache, AttentionCache)}
+    if len(heads) != 1 or any(size % count and count % size for count in heads):
+        raise UnsupportedError(
+            f"tensor_parallel_size={size} cannot be saved: vLLM gives each rank equally many "
+            f"heads of keys and values, and {spec.architecture} has {sorted(heads)} in its layers."
+        )
+    return heads.pop()
+
+
+def _share(source: Source, tensor: torch.Tensor, rank: int, size: int, heads: int) -> torch.Tensor:
+    """Return what a rank has of a tensor; `heads` are those of keys and values."""
+    module, _, kind = source.name.rpartition(".")
+    last = module.rpartition(".")[2]
+    dim, count = 0, size
+    if last in _VOCABULARY:
+        padding = -len(tensor) % _VOCABULARY_MULTIPLE
+        tensor = torch.cat([tensor, tensor.new_zeros(padding, *tensor.shape[1:])])
+    elif last in ("k_proj", "v_proj"):  # ranks may share heads
+        count = min(size, heads)
+    elif last in _COLUMNS and kind == "weight":
+        dim = 1
+    elif last not in _ROWS:
+        return tensor
+    if tensor.shape[dim] % count:
+        raise UnsupportedError(
+            f"tensor_parallel_size={size} cannot be saved: vLLM divides the {tensor.shape[dim]} "
+            f"{'columns' if dim else 'rows'} of {source.name} equally."
+        )
+    return tensor.chunk(count, dim)[rank * count // size]
+
+
+def _in_files(
+    tensors: Iterator[tuple[str, torch.Tensor]], max_size: int | None
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Return the tensors of each file."""
+    state: dict[str, torch.Tensor] = {}
+    nbytes = 0
+    for name, tensor in tensors:
+        if state and max_size is not None and nbytes + tensor.nbytes > max_size:
+            yield state
+            state, nbytes = {}, 0
+        state[name] = tensor
+        nbytes += tensor.nbytes
+    yield state
