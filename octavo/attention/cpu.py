@@ -38,6 +38,12 @@ def _cache_code(kv_cache: Tensor, dtype: torch.dtype) -> int:
     return 0 if kv_cache.dtype == dtype else _CACHE_CODES[kv_cache.dtype]
 
 
+def _has_dense_blocks(kv_cache: Tensor) -> bool:
+    _, _, heads, block_size, head_size = kv_cache.shape
+    head = block_size * head_size
+    return kv_cache.stride()[1:] == (heads * head, head, head_size, 1)
+
+
 class CPUAttention:
     """Implementation of `AttentionBackend` for the CPU.
 
@@ -102,7 +108,7 @@ class CPUAttention:
         assert value.shape == key.shape
         assert slot_mapping.shape == (tokens,)
         assert key.dtype == value.dtype
-        assert kv_cache[0].is_contiguous()
+        assert _has_dense_blocks(kv_cache)
         assert key.stride(2) == value.stride(2) == 1
         assert slot_mapping.is_contiguous()
         assert slot_mapping.dtype == torch.int64
@@ -144,7 +150,7 @@ class CPUAttention:
         assert query.shape == out.shape
         assert query.stride(2) == out.stride(2) == 1
         assert query.dtype == out.dtype
-        assert kv_cache[0].is_contiguous()
+        assert _has_dense_blocks(kv_cache)
         assert kv_cache.shape[4] == cached_head_size(head_size, kv_cache.dtype)
         assert heads % kv_heads == 0
         assert sliding_window is None or sliding_window > 0

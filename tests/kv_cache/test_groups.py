@@ -1,14 +1,13 @@
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.errors import ModelError
 from octavo.kv_cache.groups import (
     KVCacheConfig,
     KVCacheGroup,
     bytes_per_block,
     make_kv_cache_groups,
     max_blocks_per_request,
+    slot_nbytes,
 )
 from octavo.models.cache import AttentionCache
 from tests.state_cache import StateCache
@@ -28,7 +27,7 @@ def test_gemma2_alternates():
     local, full = caches([4096, None])
     groups = make_kv_cache_groups([local, full] * 3)
     assert groups == [KVCacheGroup((0, 2, 4), local), KVCacheGroup((1, 3, 5), full)]
-    assert KVCacheConfig(2, 16, groups).group_size == 3
+    assert len(KVCacheConfig(2, 16, groups).slot_nbytes("float32")) == 3
 
 
 def test_gemma3_has_five_local_layers_for_each_global_one():
@@ -42,7 +41,7 @@ def test_the_largest_group_says_how_many_tensors_there_are():
     groups = make_kv_cache_groups(caches([8, None, None]))
     assert [len(g.layer_indices) for g in groups] == [1, 1, 1]
     groups = [KVCacheGroup((0,), groups[0].cache), KVCacheGroup((1, 2), groups[1].cache)]
-    assert KVCacheConfig(2, 16, groups).group_size == 2
+    assert len(KVCacheConfig(2, 16, groups).slot_nbytes("float32")) == 2
 
 
 @settings(deadline=None)
@@ -54,9 +53,9 @@ def test_layers_of_a_tensor_are_in_different_groups(windows):
     assert len(set(places)) == len(windows)
     for cache, (group, tensor) in zip(caches(windows), places, strict=True):
         assert groups[group].cache == cache
-        assert 0 <= tensor < config.group_size
+        assert 0 <= tensor < len(config.slot_nbytes("float32"))
     # The smallest kind fills its group; nothing is split more than it must be.
-    size = config.group_size
+    size = len(config.slot_nbytes("float32"))
     assert size == min(windows.count(w) for w in windows)
     assert len(groups) == sum(-(-windows.count(w) // size) for w in set(windows))
 
@@ -67,12 +66,12 @@ def test_bytes_per_block():
     assert bytes_per_block(groups, 16, "int8") == 4 * 16 * 2 * (64 + 4) * 2
 
 
-def test_blocks_of_different_sizes_are_refused():
-    """Layers of all groups live in the same tensors."""
+def test_blocks_of_different_sizes_share_a_tensor():
     same = make_kv_cache_groups([AttentionCache(2, 64), AttentionCache(4, 32, 8)])
     assert bytes_per_block(same, 16, "float32") == 16 * 2 * 64 * 2 * 4
-    with pytest.raises(ModelError, match=r"34816 in AttentionCache\(num_kv_heads=2.*36864 in"):
-        bytes_per_block(same, 128, "int8")  # the scales
+    assert slot_nbytes(same, 128, "int8") == [36864]  # more scales in the second layer
+    state = make_kv_cache_groups([AttentionCache(2, 64), StateCache(3, nbytes=70_000)] * 2)
+    assert slot_nbytes(state, 16, "float32") == [70_016] * 2
 
 
 def test_max_blocks_per_request():

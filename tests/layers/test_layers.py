@@ -14,12 +14,15 @@ from octavo.kernels.reference import ReferenceOps
 from octavo.layers.attention import Attention
 from octavo.layers.embedding import Embedding
 from octavo.layers.head import Head
-from octavo.layers.layer import ParallelLayer, SequentialLayer
+from octavo.layers.layer import LiveSublayer, ParallelLayer, SequentialLayer
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import MLP, get_activation
 from octavo.layers.norm import LayerNorm, NoNorm, RMSNorm
 from octavo.layers.step import StepContext
 from octavo.models.positions import alibi_slopes_bloom, alibi_slopes_mpt
+
+
+STEP = StepContext(torch.arange(5), [], [], None)  # type: ignore[arg-type]
 
 
 @pytest.fixture(params=[NativeOps, ReferenceOps], ids=["native", "reference"])
@@ -51,13 +54,17 @@ def test_linear_in_another_type_and_with_a_gate(ops: Ops) -> None:
 
 def test_layers_without_norms_add_up(ops: Ops) -> None:
     """x + f(x), then that much again; or both parts of one x."""
-    x, step = torch.randn(5, 16), StepContext(torch.arange(5), [], [], None)  # type: ignore[arg-type]
+    x = torch.randn(5, 16)
     none = NoNorm(ops)
-    layer = SequentialLayer(ops, none, lambda x, _: 2 * x, none, none, lambda x: 3 * x, none, 0.5)
-    for stream in (layer(x, None, step), layer(x / 2, x / 2, step)):
+    parts = [
+        LiveSublayer(lambda x, _, factor=factor: factor * x, none, none, has_norm=False)
+        for factor in (2, 3)
+    ]
+    layer = SequentialLayer(ops, parts, 0.5)
+    for stream in (layer(x, None, STEP), layer(x / 2, x / 2, STEP)):
         close(stream[0] + stream[1], 2 * x + 0.5 * 3 * 2 * x)
-    parallel = ParallelLayer(ops, none, lambda x, _: 2 * x, None, lambda x: 3 * x)
-    for stream in (parallel(x, None, step), parallel(x / 2, x / 2, step)):
+    parallel = ParallelLayer(ops, parts)
+    for stream in (parallel(x, None, STEP), parallel(x / 2, x / 2, STEP)):
         close(stream[0] + stream[1], x + 2 * x + 3 * x)
 
 
@@ -128,7 +135,7 @@ def test_mlp(ops: Ops, name: str, function: Any, gated: bool) -> None:
     )
     inner = x @ up.T
     inner = function(inner[:, :12]) * inner[:, 12:] if gated else function(inner)
-    torch.testing.assert_close(mlp(x), inner @ down.T, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(mlp(x, STEP), inner @ down.T, atol=1e-4, rtol=1e-4)
 
 
 def test_embedding(ops: Ops) -> None:

@@ -71,7 +71,9 @@ def make_steps(folder: Path) -> tuple[DeviceSteps, InputBatch]:
     batch = InputBatch(MAX_REQS, MAX_LEN, kv)
     largest = StepSize(64, MAX_REQS, MAX_REQS)
     buffers = StepBuffers(batch.layout(largest))
-    eager = EagerSteps(model, backend, caches, [0] * len(spec.layers), buffers, (0,))
+    eager = EagerSteps(
+        model, backend, caches, spec.caches[:1], [0] * len(spec.layers), buffers, (0,)
+    )
     steps = DeviceSteps(eager, ops, batch, largest=largest, max_model_len=MAX_LEN)
     for i, req_id in enumerate("abc"):
         blocks = list(range(1 + i * BLOCKS, 1 + (i + 1) * BLOCKS))
@@ -166,7 +168,7 @@ def test_captured_steps_of_any_number_of_requests(tmp_path: Path) -> None:
         results.append(seen)
         # Neither capturing nor a row of padding has written any keys or values.
         spec, num_tokens = steps._eager.model.spec, batch.num_computed_tokens.sum()
-        for cache in steps._eager.kv_caches:
+        for cache in steps._eager.caches:
             written = num_tokens * 2 * spec.caches[0].num_kv_heads * spec.caches[0].head_size
             assert cache.isfinite().sum() == written
     for eager, captured_result in zip(*results, strict=True):

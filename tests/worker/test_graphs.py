@@ -53,17 +53,21 @@ def make_steps(
     groups = make_kv_cache_groups(spec.caches)
     kv = KVCacheConfig(MAX_REQS * BLOCKS * len(groups) + 1, BLOCK_SIZE, groups)
     backend = CPUAttention()
-    shape = backend.kv_cache_shape(
-        kv.num_blocks, BLOCK_SIZE, spec.caches[0].num_kv_heads, spec.caches[0].head_size
-    )
-    tensors = [torch.full(shape, torch.nan, dtype=model.dtype) for _ in range(kv.group_size)]
-    layers = range(len(spec.layers))
+    memory = [
+        torch.full((kv.num_blocks, nbytes), 255, dtype=torch.uint8)  # of floats: NaN
+        for nbytes in kv.slot_nbytes(dtype)
+    ]
+    caches = [
+        cache.view(memory[slot], BLOCK_SIZE, dtype, backend)
+        for slot, cache in zip(kv.layer_to_tensor, spec.caches, strict=True)
+    ]
     batch = InputBatch(MAX_REQS, MAX_LEN, kv)
     return EagerSteps(
         model,
         backend,
-        [tensors[kv.layer_to_tensor[i]] for i in layers],
-        [kv.layer_to_group[i] for i in layers],
+        caches,
+        [group.cache for group in groups],
+        kv.layer_to_group,
         StepBuffers(batch.layout(StepSize(MAX_TOKENS, MAX_REQS, MAX_REQS * (1 + MAX_FORCED)))),
         KEPT,
         progress=progress,

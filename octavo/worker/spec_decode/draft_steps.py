@@ -101,7 +101,7 @@ class DraftSteps:
         ]
         layout = StepLayout(setup.largest_step, batch.blocks, 1)
         eager = EagerSteps(
-            *(model, target.backend, self._caches, caches, [0] * len(caches)),
+            *(model, target.backend, self._caches, caches[:1], [0] * len(caches)),
             StepBuffers(layout),
             setup.kept_layers,
         )
