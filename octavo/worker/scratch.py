@@ -33,6 +33,21 @@ from octavo.worker.group import make_buffers
 from octavo.worker.input_batch import StepBuffers
 
 
+class _RecordedAttention(CPUAttention):
+    """CPU attention to be recorded only, and so for heads of any size."""
+
+    def kv_cache_shape(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        dtype: torch.dtype | None = None,
+    ) -> tuple[int, ...]:
+        """See `CPUAttention`."""
+        return (num_blocks, 2, num_kv_heads, block_size, head_size)
+
+
 def measure_scratch(setup: WorkerSetup, asked: AttentionBackend) -> Scratch:
     """What steps on a CPU will take, before anything is loaded: exactly what will be reserved.
 
@@ -52,7 +67,7 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend) -> Scratch:
         for layer in spec.distinct_layers
         for block in layer.blocks
     )
-    ops, backend = NativeOps(), CPUAttention()  # others compute in the same buffers
+    ops, backend = NativeOps(), _RecordedAttention()  # others compute in the same buffers
     for cache in spec.caches:  # the backend of the settings refuses what it does not support
         _view(cache, config.cache.block_size, setup.kv_cache_dtype, asked)
     caches = [_view(cache, 16, setup.dtype, backend) for cache in spec.caches]

@@ -169,11 +169,11 @@ def test_layers_are_told_once_their_keys_and_values_are_there(
         batch.add("a", NewRequestData([5] * MAX_LEN, MAX_LEN, CoreSamplingParams(), 0)),
         [list(range(1, BLOCKS + 1))],
     )
-    layers = len(steps.kv_caches)
+    layers = len(steps.caches)
 
     def follow() -> list[torch.Tensor]:
         seen = []
-        for layer, cache in enumerate(steps.kv_caches):
+        for layer, cache in enumerate(steps.caches):
             progress.wait(layer + 1)
             seen.append(cache[1 : MAX_TOKENS // BLOCK_SIZE + 1].clone())
         return seen
@@ -184,7 +184,7 @@ def test_layers_are_told_once_their_keys_and_values_are_there(
         beside = pool.submit(follow)
         assert not beside.done()
         runner.run(inputs, None)
-        for seen, cache in zip(beside.result(10), steps.kv_caches, strict=True):
+        for seen, cache in zip(beside.result(10), steps.caches, strict=True):
             assert seen.isfinite().all()
             assert torch.equal(seen, cache[1 : MAX_TOKENS // BLOCK_SIZE + 1])
         progress.wait(layers)
