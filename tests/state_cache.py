@@ -1,8 +1,8 @@
-"""A toy kind of cache: a state for each request, as a layer without attention keeps one.
+"""A toy kind of cache: a state of each request, as a layer without attention keeps one.
 
 It is what docs/architecture.md shows under "A cache kind": a spec, its manager and one line that
 joins them. The state is a fixed number of blocks, which every step rewrites: it never grows, and
-no prefix of it can be found or shared.
+no prefix of it can be found or shared. `tests/state_model.py` computes with it.
 """
 
 from __future__ import annotations
@@ -10,19 +10,51 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
+import torch
+
+from octavo.errors import ConfigError
 from octavo.kv_cache.groups import MANAGERS
 from octavo.kv_cache.kinds.base import SingleTypeKVCacheManager
 
 
 @dataclass(frozen=True)
 class StateCache:
-    """A state that is cut into blocks as large as the other layers' pages."""
+    """A state in blocks of `nbytes`."""
 
     num_blocks: int
     nbytes: int = 8
 
+    rolls_back = False
+
     def block_nbytes(self, block_size: int, dtype: str) -> int:
         return self.nbytes
+
+    def view(self, memory, block_size, dtype, backend):
+        """float32 [num_blocks, nbytes / 4]."""
+        return memory[:, : self.nbytes].view(torch.float32)
+
+    def metadata(self, table, group, max_query_len, max_seq_len):
+        return StateMetadata(table.query_start_loc, table.seq_lens, table.block_tables[group])
+
+    def pages(self):
+        raise ConfigError(
+            "kv_transfer_config is not supported with models that keep a state; leave it out."
+        )
+
+
+@dataclass
+class StateMetadata:
+    """Where the states of a step's requests are; the tables may have room for more requests."""
+
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+
+    def rows(self, requests: int):
+        """Yield (block, first token, end, True if the request begins here) of each request."""
+        for i in range(requests):
+            begin, end = self.query_start_loc[i : i + 2].tolist()
+            yield int(self.block_table[i, 0]), begin, end, end - begin == int(self.seq_lens[i])
 
 
 class StateManager(SingleTypeKVCacheManager):

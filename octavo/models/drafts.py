@@ -41,7 +41,14 @@ def find_draft(config: EngineConfig, target: ModelSpec) -> Draft | None:
         ModelError, HubError: if its folder cannot be used, or there is none.
     """
     speculative = config.speculation.speculative_config
-    if speculative is None or speculative.model is None:
+    if speculative is None:
+        return None
+    if not all(cache.rolls_back for cache in target.caches):
+        raise ConfigError(
+            f"speculative_config is not supported with {target.architecture}: its layers keep a "
+            "state from which rejected drafts cannot be removed; leave it out."
+        )
+    if speculative.model is None:
         return None
     load = config.load
     path = resolve_model(

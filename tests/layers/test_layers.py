@@ -21,7 +21,6 @@ from octavo.layers.norm import LayerNorm, NoNorm, RMSNorm
 from octavo.layers.step import StepContext
 from octavo.models.positions import alibi_slopes_bloom, alibi_slopes_mpt
 
-
 STEP = StepContext(torch.arange(5), [], [], None)  # type: ignore[arg-type]
 
 

@@ -1,0 +1,129 @@
+"""A model with another kind of cache, through a real worker: offline, served, killed, preempted."""
+
+import json
+
+import httpx
+import pytest
+
+from octavo import LLM, SamplingParams
+from octavo.errors import ConfigError
+from tests import small_tokenizers
+from tests.e2e import harness
+from tests.state_model import ARCHITECTURE
+
+CONFIG = {
+    "architectures": [ARCHITECTURE],
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "max_position_embeddings": 512,
+    "torch_dtype": "float32",
+    "eos_token_id": 0,
+}
+SETTINGS = {"load_format": "dummy", "max_model_len": 160, "num_threads": 1, "max_num_seqs": 8}
+PROMPTS = [[5 + (7 * i + j) % 90 for j in range(3 + 11 * i)] for i in range(8)]
+PARAMS = [
+    SamplingParams(max_tokens=40, temperature=0.9 * (i % 2), seed=i, ignore_eos=True, logprobs=2)
+    for i in range(8)
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A folder with the model, and a package on the path that offers its architecture."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = small_tokenizers.save(small_tokenizers.byte_level(), folder)
+    assert tokenizer == folder
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 300}))
+    package = tmp_path_factory.mktemp("package") / "toystate-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: toystate\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text(
+        f"[octavo.models]\n{ARCHITECTURE} = tests.state_model:read\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(package.parent)
+        patch.setenv("PYTHONPATH", f"{package.parent}:.")
+        yield str(folder)
+
+
+def answers(llm):
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    outputs = [a.outputs[0] for a in llm.generate(prompts, PARAMS, use_tqdm=False)]
+    return [
+        (o.token_ids, [{t: p.logprob for t, p in at.items()} for at in o.logprobs]) for o in outputs
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    with LLM(model, **SETTINGS) as llm:
+        return answers(llm)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_num_seqs": 1},
+        {"max_num_batched_tokens": 8},
+        {"enforce_eager": True},
+        {"enable_prefix_caching": False, "async_scheduling": False},
+        {"attention_backend": "reference"},
+        {"distributed_executor_backend": "mp"},
+    ],
+    ids=str,
+)
+def test_the_load_changes_no_bit(model, expected, settings):
+    with LLM(model, **SETTINGS | settings) as llm:
+        found = answers(llm)
+    if "attention_backend" in settings:  # other bits
+        assert found[0][0][:4] == expected[0][0][:4]
+    else:
+        assert found == expected
+
+
+def test_preempted_requests_begin_anew(model, expected):
+    with LLM(model, num_gpu_blocks_override=24, **SETTINGS | {"max_model_len": 128}) as llm:
+        assert answers(llm) == expected
+        assert llm.stats().num_preemptions > 0
+
+
+def test_the_memory_plan_has_it(model):
+    """A block is as large as the larger one of both kinds."""
+    with LLM(model, num_gpu_blocks_override=24, **SETTINGS | {"max_model_len": 128}) as llm:
+        attention, state = 2 * 16 * 2 * 8 * 4, 4 * 3 * 32
+        assert llm.memory_plan.block_nbytes == 2 * max(attention, state)
+
+
+def test_what_a_state_cannot_do_is_refused(model, tmp_path):
+    extra = {"kv_connector_extra_config": {"cpu_bytes_to_use": 2**20}}
+    offloading = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"} | extra
+    with pytest.raises(ConfigError, match=r"kv_transfer_config is not supported .* keep a state"):
+        LLM(model, kv_transfer_config=offloading, **SETTINGS)
+    with pytest.raises(ConfigError, match="speculative_config is not supported"):
+        LLM(model, speculative_config={"method": "ngram"}, **SETTINGS)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 .* StateSpec"):
+        LLM(model, tensor_parallel_size=2, **SETTINGS)
+
+
+def test_a_stream_survives_the_engine(model, tmp_path):
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in SETTINGS.items()]
+    with harness.serve(tmp_path, *flags, model=model, spare=True) as server:
+        body = {"prompt": PROMPTS[3], "max_tokens": 100, "ignore_eos": True, "seed": 3}
+        body |= {"temperature": 0.8, "return_token_ids": True}
+        whole = server.post("/v1/completions", body).json()["choices"][0]
+        assert len(whole["token_ids"]) == 100
+        text = ""
+        url, body = server.url + "/v1/completions", body | {"stream": True}
+        with httpx.stream("POST", url, json=body, timeout=60) as answer:
+            events = (line[6:] for line in answer.iter_lines() if line.startswith("data: {"))
+            for count, event in enumerate(events):
+                text += json.loads(event)["choices"][0]["text"]
+                if count == 10:
+                    server.engine_process().kill()
+        assert text == whole["text"]
+        server.wait_for_metric("octavo:engine_restarts_total", 1)

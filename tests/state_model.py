@@ -1,0 +1,77 @@
+"""A toy architecture: Llama, of which every other layer has a state instead of attention.
+
+A state is the running mean of what a projection makes of the tokens. Python code computes it, token
+by token, so its bits depend on nothing else.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from octavo.models.blocks.base import BlockSpec, Parts
+from octavo.models.blocks.linear import LinearSpec
+from octavo.models.cache import CacheSpec
+from octavo.models.config_json import ConfigJson
+from octavo.models.families import llama
+from octavo.models.spec import ModelSpec
+from octavo.models.weights import Names, Weight
+from tests.state_cache import StateCache
+
+ARCHITECTURE = "ToyStateForCausalLM"
+DECAY = 0.75
+
+
+@dataclass(frozen=True)
+class StateSpec(BlockSpec):
+    in_proj: LinearSpec
+    out_proj: LinearSpec
+
+    def weights(self, names: Names) -> Iterator[Weight]:
+        yield from self.in_proj.weights(names.of("in_proj"))
+        yield from self.out_proj.weights(names.of("out_proj"))
+
+    def caches(self) -> tuple[CacheSpec, ...]:
+        return (StateCache(1, 4 * self.in_proj.outputs),)
+
+    def build(self, parts: Parts, caches: tuple[int, ...]) -> "State":
+        in_proj, out_proj = self.in_proj.build(parts.of("in_proj")), None
+        out_proj = self.out_proj.build(parts.of("out_proj"))
+        return State(parts.ops, in_proj, out_proj, caches[0])
+
+
+@dataclass
+class State:
+    ops: object
+    in_proj: object
+    out_proj: object
+    cache: int
+
+    def __call__(self, x, step):
+        values, metadata = self.in_proj(x), step.metadata[self.cache]
+        states, out = step.caches[self.cache], self.ops.empty(*values.shape, like=values)
+
+        def run(tokens, requests):
+            for block, begin, end, starts in metadata.rows(requests):
+                state = torch.zeros_like(states[block]) if starts else states[block]
+                for token in range(begin, end):
+                    state = DECAY * state + (1 - DECAY) * values[token].float()
+                    out[token] = state
+                states[block] = state
+
+        self.ops.call(run, x.shape[0], len(metadata.seq_lens))
+        return self.out_proj(out)
+
+
+def read(config: ConfigJson) -> ModelSpec:
+    spec = llama.read(config)
+    size = spec.hidden_size
+    state = StateSpec(
+        LinearSpec((("self_attn.in_proj", 3 * size),), size),
+        LinearSpec((("self_attn.out_proj", size),), 3 * size),
+    )
+    layers = []
+    for i, layer in enumerate(spec.layers):
+        _, mlp = layer.blocks
+        layers.append(layer.with_blocks([state, mlp]) if i % 2 else layer)
+    return replace(spec, layers=tuple(layers))
