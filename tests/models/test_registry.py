@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from octavo.layers.linear import Linear
+from octavo.models.blocks.base import BlockSpec
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.decoder import DecoderModel
 from octavo.models.families import llama
@@ -40,22 +41,13 @@ class NoMixer:
 
 
 @dataclass(frozen=True)
-class NoMixerSpec:
+class NoMixerSpec(BlockSpec):
     linear: LinearSpec
 
     def weights(self, names):
         return self.linear.weights(names.of("linear"))
 
-    def cache(self):
-        return None
-
-    def tables(self):
-        return ()
-
-    def scratch_nbytes(self, backend, num_tokens, max_model_len, num_threads):
-        return 0
-
-    def build(self, parts, cache):
+    def build(self, parts, caches):
         return NoMixer(self.linear.build(parts.of("linear")))
 
 
@@ -64,7 +56,8 @@ def read(config):
     spec = llama.read(config)
     first, second, *others = spec.layers
     mixer = NoMixerSpec(LinearSpec((("self_attn.o_proj", spec.hidden_size),), spec.hidden_size))
-    return replace(spec, layers=(first, replace(second, mixer=mixer), *others))
+    second = second.with_blocks([mixer, second.blocks[1]])
+    return replace(spec, layers=(first, second, *others))
 
 
 class Contrary:
