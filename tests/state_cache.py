@@ -34,7 +34,7 @@ class StateCache:
         return memory[:, : self.nbytes].view(torch.float32)
 
     def metadata(self, table, group, max_query_len, max_seq_len):
-        return StateMetadata(table.query_start_loc, table.seq_lens, table.block_tables[group])
+        return StateMetadata(table.query_start_loc, table.block_tables[group])
 
     def pages(self):
         raise ConfigError(
@@ -47,14 +47,13 @@ class StateMetadata:
     """Where the states of a step's requests are; the tables may have room for more requests."""
 
     query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
     block_table: torch.Tensor
 
     def rows(self, requests: int):
-        """Yield (block, first token, end, True if the request begins here) of each request."""
+        """Yield (block, first token, end) of each request."""
         for i in range(requests):
             begin, end = self.query_start_loc[i : i + 2].tolist()
-            yield int(self.block_table[i, 0]), begin, end, end - begin == int(self.seq_lens[i])
+            yield int(self.block_table[i, 0]), begin, end
 
 
 class StateManager(SingleTypeKVCacheManager):

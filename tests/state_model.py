@@ -23,6 +23,24 @@ DECAY = 0.75
 
 
 @dataclass(frozen=True)
+class StateStarts:
+    """An array of a step: 1 for each request that begins with it."""
+
+    name = "state_starts"
+    dtype = "int32"
+    dims = ("requests",)
+
+    def make_filler(self, max_num_rows: int) -> "StateStarts":
+        return self
+
+    def add_row(self, row, data) -> None:
+        pass
+
+    def fill(self, out, rows, starts, counts) -> None:
+        out[:] = starts == 0
+
+
+@dataclass(frozen=True)
 class StateSpec(BlockSpec):
     in_proj: LinearSpec
     out_proj: LinearSpec
@@ -33,6 +51,9 @@ class StateSpec(BlockSpec):
 
     def caches(self) -> tuple[CacheSpec, ...]:
         return (StateCache(1, 4 * self.in_proj.outputs),)
+
+    def arrays(self) -> tuple[StateStarts, ...]:
+        return (StateStarts(),)
 
     def build(self, parts: Parts, caches: tuple[int, ...]) -> "State":
         in_proj, out_proj = self.in_proj.build(parts.of("in_proj")), None
@@ -51,15 +72,17 @@ class State:
         values, metadata = self.in_proj(x), step.metadata[self.cache]
         states, out = step.caches[self.cache], self.ops.empty(*values.shape, like=values)
 
+        starts = step.arrays["state_starts"]
+
         def run(tokens, requests):
-            for block, begin, end, starts in metadata.rows(requests):
-                state = torch.zeros_like(states[block]) if starts else states[block]
+            for i, (block, begin, end) in enumerate(metadata.rows(requests)):
+                state = torch.zeros_like(states[block]) if starts[i] else states[block]
                 for token in range(begin, end):
                     state = DECAY * state + (1 - DECAY) * values[token].float()
                     out[token] = state
                 states[block] = state
 
-        self.ops.call(run, x.shape[0], len(metadata.seq_lens))
+        self.ops.call(run, x.shape[0], len(starts))
         return self.out_proj(out)
 
 

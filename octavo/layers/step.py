@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ class StepContext:
         progress: notified of each layer with keys and values in the cache.
         handed: filled by the model if another stage has the next layers: (x, residual) as for
             `Layer`.
+        arrays: arrays that blocks declare, by name; see `StepArray`.
     """
 
     positions: Tensor
@@ -41,3 +42,4 @@ class StepContext:
     received: tuple[Tensor, Tensor | None] | None = None
     progress: _native.StepProgress | None = None
     handed: tuple[Tensor, Tensor | None] | None = None
+    arrays: Mapping[str, Tensor] = field(default_factory=dict)

@@ -6,11 +6,17 @@ the declaration. Without torch and the compiled extension: the memory plan count
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from octavo.messages import NewRequestData
+
+LongArray = NDArray[np.int64]
 
 _ALIGNMENT = 16
 SAMPLING_ROW_WORDS = 5
@@ -38,6 +44,50 @@ def _array(dtype: str, *dims: str | int) -> dict[str, Any]:
     return {"dtype": dtype, "dims": dims}
 
 
+class StepFiller(Protocol):
+    """The state of a `StepArray`: it sets the array in each step."""
+
+    def add_row(self, row: int, data: NewRequestData) -> None:
+        """Note a request that gets a row of the batch."""
+        ...
+
+    def fill(
+        self, out: NDArray[Any], rows: LongArray, starts: LongArray, counts: LongArray
+    ) -> None:
+        """Set the array of a step.
+
+        Args:
+            out: the array, of the step's size.
+            rows: int64 [R], rows of the requests.
+            starts: int64 [R], positions of their first tokens in the step.
+            counts: int64 [R], their numbers of tokens in the step.
+        """
+        ...
+
+
+class StepArray(Protocol):
+    """An array of a step that a block declares. It is hashable; blocks with equal ones share it.
+
+    Attributes:
+        name: key in `StepContext.arrays`.
+        dtype: "int32" or "int64".
+        dims: as of `StepTable`'s arrays: "tokens", "requests" or "samples" first, then numbers.
+    """
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+
+    @property
+    def dtype(self) -> str: ...  # noqa: D102
+
+    @property
+    def dims(self) -> tuple[str | int, ...]: ...  # noqa: D102
+
+    def make_filler(self, max_num_rows: int) -> StepFiller:
+        """Return what sets the array, for a batch of `max_num_rows` rows."""
+        ...
+
+
 @dataclass(slots=True)
 class StepTable(Generic[Array]):
     """The arrays of a step: numpy's on the host, tensors for the model.
@@ -62,7 +112,11 @@ class StepTable(Generic[Array]):
     slot_mappings: Array = field(metadata=_array("int64", "groups", "tokens"))
     """Where each token's keys and values go: block * block_size + offset; -1: nowhere."""
     block_tables: Array = field(metadata=_array("int32", "groups", "requests", "blocks"))
-    """Blocks of each request; what is behind its last one is not set."""
+    """Blocks of each request; entries after its last block are not set."""
+    extra: dict[str, Array] = field(default_factory=dict, kw_only=True)
+    """Arrays that the model's blocks declare, by name; see `StepArray`."""
+    extra_dims: dict[str, tuple[str | int, ...]] = field(default_factory=dict, kw_only=True)
+    """Dimensions of these arrays."""
 
     def first(self, size: StepSize) -> StepTable[Array]:
         """Views of what a step of that size has set of arrays that may be larger."""
@@ -72,26 +126,35 @@ class StepTable(Generic[Array]):
             "samples": slice(size.samples),
             "bounds": slice(size.requests + 1),
         }
-        whole = slice(None)
+
+        def cut(array: Array, dims: tuple[str | int, ...]) -> Array:
+            part: Array = array[tuple([parts.get(dim, slice(None)) for dim in dims])]  # type: ignore[index]
+            return part
+
         return StepTable(
-            *[
-                getattr(self, name)[tuple([parts.get(dim, whole) for dim in dims])]
-                for name, _, dims in _DECLARED
-            ]
+            *[cut(getattr(self, name), dims) for name, _, dims in _DECLARED],
+            extra={name: cut(self.extra[name], dims) for name, dims in self.extra_dims.items()},
+            extra_dims=self.extra_dims,
         )
 
     def map(self, function: Callable[[Array], Other]) -> StepTable[Other]:
         """The same table of what a function makes of each array."""
-        return StepTable(*[function(array) for array in self])
+        return StepTable(
+            *[function(array) for array in self],
+            extra={name: function(array) for name, array in self.extra.items()},
+            extra_dims=self.extra_dims,
+        )
 
     def __iter__(self) -> Iterator[Array]:
-        """The arrays, in order of their declaration."""
+        """Yield the arrays of all models, in order of their declaration."""
         for name, _, _ in _DECLARED:
             yield getattr(self, name)
 
 
 _DECLARED: list[tuple[str, str, tuple[str | int, ...]]] = [
-    (array.name, array.metadata["dtype"], array.metadata["dims"]) for array in fields(StepTable)
+    (array.name, array.metadata["dtype"], array.metadata["dims"])
+    for array in fields(StepTable)
+    if array.metadata
 ]
 STEP_ARRAYS = [name for name, _, _ in _DECLARED]
 """Their names, in order."""
@@ -104,11 +167,15 @@ class StepLayout:
         size: of the step.
         blocks: of the longest request, in each KV-cache group.
         num_groups: KV-cache groups.
+        arrays: arrays that the model's blocks declare.
     """
 
-    def __init__(self, size: StepSize, blocks: int, num_groups: int) -> None:
+    def __init__(
+        self, size: StepSize, blocks: int, num_groups: int, arrays: Sequence[StepArray] = ()
+    ) -> None:
         self.size = size
         self.nbytes = 0
+        self._extra_dims = {array.name: array.dims for array in arrays}
         self._places: list[tuple[int, int, str, tuple[int, ...]]] = []
         lengths = {
             "tokens": size.tokens,
@@ -118,7 +185,8 @@ class StepLayout:
             "groups": num_groups,
             "blocks": blocks,
         }
-        for _, dtype, dims in _DECLARED:
+        declared = [(dtype, dims) for _, dtype, dims in _DECLARED]
+        for dtype, dims in [*declared, *((array.dtype, array.dims) for array in arrays)]:
             shape = tuple(dim if isinstance(dim, int) else lengths[dim] for dim in dims)
             nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
             self._places.append((self.nbytes, self.nbytes + nbytes, dtype, shape))
@@ -126,10 +194,18 @@ class StepLayout:
 
     def table(self, view: Callable[[int, int, str, tuple[int, ...]], Array]) -> StepTable[Array]:
         """The arrays; `view` makes one of the bytes from ... to ..., a dtype and a shape."""
-        return StepTable(*[view(*place) for place in self._places])
+        views = [view(*place) for place in self._places]
+        extra = dict(zip(self._extra_dims, views[len(_DECLARED) :], strict=True))
+        return StepTable(*views[: len(_DECLARED)], extra=extra, extra_dims=self._extra_dims)
 
 
-def input_batch_nbytes(size: StepSize, max_model_len: int, block_size: int, num_groups: int) -> int:
+def input_batch_nbytes(
+    size: StepSize,
+    max_model_len: int,
+    block_size: int,
+    num_groups: int,
+    arrays: Sequence[StepArray] = (),
+) -> int:
     """Bytes of `InputBatch`'s rows and of the largest step's arrays, for the memory plan.
 
     Args:
@@ -137,7 +213,8 @@ def input_batch_nbytes(size: StepSize, max_model_len: int, block_size: int, num_
         max_model_len: longest context.
         block_size: tokens in a KV block.
         num_groups: KV-cache groups.
+        arrays: arrays that the model's blocks declare.
     """
     blocks = -(-max_model_len // block_size)
     rows = size.requests * 4 * (max_model_len + blocks * num_groups)
-    return rows + StepLayout(size, blocks, num_groups).nbytes
+    return rows + StepLayout(size, blocks, num_groups, arrays).nbytes

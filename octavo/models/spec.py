@@ -11,6 +11,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from octavo.errors import ConfigError, ModelError
+from octavo.layers.step_table import StepArray
 from octavo.models.blocks.attention import Alibi
 from octavo.models.blocks.base import Table
 from octavo.models.blocks.embedding import EmbedSpec
@@ -129,6 +130,12 @@ class ModelSpec:
     def caches(self) -> tuple[CacheSpec, ...]:
         """The caches of all blocks, in the order of the layers."""
         return tuple(cache for layer in self.layers for cache in layer.caches())
+
+    @property
+    def step_arrays(self) -> tuple[StepArray, ...]:
+        """The arrays of a step that blocks declare, each once."""
+        blocks = [block for layer in self.distinct_layers for block in layer.blocks]
+        return tuple(dict.fromkeys(array for block in blocks for array in block.arrays()))
 
     @property
     def distinct_layers(self) -> list[LayerSpec]:

@@ -146,6 +146,7 @@ class EagerSteps:
             kept_layers=self.kept_layers,
             received=received,
             progress=self._progress,
+            arrays=table.extra,
         )
 
     def run(self, inputs: StepInputs, params: NDArray[np.void] | None) -> StepResult:

@@ -19,7 +19,7 @@ import torch
 
 from octavo import _native
 from octavo.kv_cache.groups import KVCacheConfig
-from octavo.layers.step_table import STEP_ARRAYS, StepLayout, StepSize, StepTable
+from octavo.layers.step_table import STEP_ARRAYS, StepArray, StepLayout, StepSize, StepTable
 from octavo.messages import NewRequestData, PromptEmbeds, ScheduledRequest
 
 IntArray = npt.NDArray[np.int32]
@@ -85,9 +85,24 @@ class StepInputs:
 
 
 class InputBatch:
-    """Rows for up to `max_num_seqs` requests of up to `max_model_len` tokens."""
+    """Rows for up to `max_num_seqs` requests of up to `max_model_len` tokens.
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, kv_cache: KVCacheConfig) -> None:
+    Args:
+        max_num_seqs: rows.
+        max_model_len: tokens of a row.
+        kv_cache: shape of the KV cache.
+        arrays: arrays of a step that the model's blocks declare.
+    """
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        kv_cache: KVCacheConfig,
+        arrays: Sequence[StepArray] = (),
+    ) -> None:
+        self._step_arrays = arrays
+        self._fillers = {array.name: array.make_filler(max_num_seqs) for array in arrays}
         self.blocks = -(-max_model_len // kv_cache.block_size)
         """KV blocks of the longest request, in each group."""
         num_groups = len(kv_cache.groups)
@@ -107,7 +122,7 @@ class InputBatch:
         self._rows, self._counts, self._num_drafts, self._num_samples = np.zeros(
             (4, max_num_seqs), np.int64
         )
-        arrays: dict[str, npt.NDArray[Any]] = {
+        addresses: dict[str, npt.NDArray[Any]] = {
             "token_ids": self.token_ids,
             "num_tokens": self.num_tokens,
             "num_computed_tokens": self.num_computed_tokens,
@@ -123,12 +138,12 @@ class InputBatch:
             num_groups,
             self.blocks,
             kv_cache.block_size,
-            {name: array.ctypes.data for name, array in arrays.items()},
+            {name: array.ctypes.data for name, array in addresses.items()},
         )
 
     def layout(self, size: StepSize) -> StepLayout:
         """Where the arrays of a step of that size are."""
-        return StepLayout(size, self.blocks, len(self.block_tables))
+        return StepLayout(size, self.blocks, len(self.block_tables), self._step_arrays)
 
     def add(self, req_id: str, data: NewRequestData) -> int:
         """Gives a request a row, without blocks yet; returns it."""
@@ -142,6 +157,8 @@ class InputBatch:
         self.num_prompt_tokens[row] = data.num_prompt_tokens
         self.num_computed_tokens[row] = data.num_computed_tokens
         self.num_blocks[:, row] = 0
+        for filler in self._fillers.values():
+            filler.add_row(row, data)
         if data.prompt_embeds is not None:
             self.embeds[row] = _as_tensor(data.prompt_embeds)
         return row
@@ -219,13 +236,18 @@ class InputBatch:
                     self._num_drafts[i] = len(tokens)
             self._counts[:num_reqs] += self._num_drafts[:num_reqs]
         num_samples = self._gatherer.run(num_reqs, buffers.native)
+        size = StepSize(int(buffers.table.query_start_loc[num_reqs]), num_reqs, num_samples)
+        if self._fillers:
+            rows, counts = self._rows[:num_reqs], self._counts[:num_reqs]
+            for name, out in buffers.table.first(size).extra.items():
+                self._fillers[name].fill(out, rows, self.num_computed_tokens[rows], counts)
         return StepInputs(
             req_ids=[request.req_id for request in scheduled],
             rows=self._rows[:num_reqs],
             counts=self._counts[:num_reqs],
             num_samples=self._num_samples[:num_reqs],
             sampling=np.flatnonzero(self._num_samples[:num_reqs]),
-            size=StepSize(int(buffers.table.query_start_loc[num_reqs]), num_reqs, num_samples),
+            size=size,
             table=buffers.table,
             embeds=self._gather_embeds(num_reqs, buffers.table.query_start_loc)
             if self.embeds

@@ -264,7 +264,7 @@ class ModelRunner:
             for slot, cache in zip(kv.layer_to_tensor, setup.part.caches, strict=True)
         ]
         max_num_seqs = setup.largest_step.requests
-        batch = InputBatch(max_num_seqs, setup.max_model_len, kv)
+        batch = InputBatch(max_num_seqs, setup.max_model_len, kv, setup.part.step_arrays)
         received = make_received(setup, self.model.dtype)
         eager = EagerSteps(
             self.model,

@@ -80,7 +80,7 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend) -> Scratch:
         shared=(buffers := make_buffers(setup)),
     )
     kv = KVCacheConfig(1, config.cache.block_size, setup.kv_cache_groups)
-    layout = StepLayout(setup.largest_step, 1, len(kv.groups))
+    layout = StepLayout(setup.largest_step, 1, len(kv.groups), spec.step_arrays)
     activations, logits = Arena(), Arena()
     model = build_model(spec, parts)
     if isinstance(model, EagleModel):

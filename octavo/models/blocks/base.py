@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from octavo.errors import ConfigError
+from octavo.layers.step_table import StepArray
 from octavo.models.cache import CacheSpec
 from octavo.models.weights import Names, Weight
 from octavo.system.distributed import Rank
@@ -71,6 +72,10 @@ class BlockSpec(ABC):
 
     def caches(self) -> tuple[CacheSpec, ...]:
         """Return the caches in which the block keeps the tokens it has seen."""
+        return ()
+
+    def arrays(self) -> tuple[StepArray, ...]:
+        """Return the arrays of a step that the block needs in addition to those of all models."""
         return ()
 
     def tables(self) -> tuple[Table, ...]:
