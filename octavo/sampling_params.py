@@ -242,34 +242,34 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     n: int = 1
     """Number of answers to the same prompt."""
     presence_penalty: float = 0.0
-    """Subtracted once from the logit of each token already generated; -2 to 2."""
+    """Above 0: repeat less; -2 to 2. Subtracted from the logit of each generated token."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit once for each time it was generated; -2 to 2."""
+    """Above 0: repeat less; -2 to 2. Subtracted from a token's logit for each occurrence."""
     repetition_penalty: float = 1.0
-    """Divides (positive) or multiplies (negative) logits of tokens in prompt or output; more than
-    0, at most 1000."""
+    """Above 1: repeat less of the prompt and the answer; above 0, at most 1000. Divides positive
+    logits of their tokens and multiplies negative ones."""
     temperature: float = 1.0
     """Divides the logits; 0 is greedy."""
     watermarking: bool | None = None
     """Refused if true."""
     top_p: float = 1.0
-    """Keep the most probable tokens whose probabilities add up to this; in (0, 1]."""
+    """Keep the most probable tokens up to this total probability; in (0, 1]; 1: all."""
     top_k: int = 0
-    """Keep this many most probable tokens; 0 or -1 keeps all."""
+    """Number of most probable tokens to keep; 0 or -1: all."""
     min_p: float = 0.0
-    """Drop tokens less probable than this share of the most probable one; in [0, 1]."""
+    """Drop tokens below this share of the highest probability; in [0, 1]."""
     seed: int | None = None
-    """Seed of this request's random numbers. Without it, or with -1, the engine derives one."""
+    """Random seed for a repeatable answer. Without it, or with -1, the engine derives one."""
     stop: list[str] = msgspec.field(default_factory=list)
-    """Texts that end the answer."""
+    """Texts that end the answer and are not part of it."""
     stop_token_ids: list[int] = msgspec.field(default_factory=list)
     """Tokens that end the answer."""
     ignore_eos: bool = False
-    """Go on after the end-of-sequence token."""
+    """Continue after the end-of-sequence token."""
     max_tokens: int | None = 16
     """Most tokens to generate; None: as many as fit the context."""
     min_tokens: int = 0
-    """Tokens to generate before a stop token or the end-of-sequence token may be chosen."""
+    """Minimum tokens of an answer before a stop token or the end-of-sequence token."""
     logprobs: int | None = None
     """How many most probable tokens to report for each output token; -1: the whole vocabulary."""
     prompt_logprobs: int | None = None
@@ -288,9 +288,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     spaces_between_special_tokens: bool = True
-    """Accepted for compatibility; the tokenizers used here join special tokens themselves."""
+    """Put spaces between special tokens in the text. It has no effect: tokenizers join them."""
     include_stop_str_in_output: bool = False
-    """Keep the stop text at the end of the answer."""
+    """Keep the stop text in the answer."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     """Whether outputs hold all so far, only what is new, or come once at the end."""
     stream_interval: int | None = None
@@ -298,17 +298,17 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     skip_clone: bool = False
     """Accepted: parameters are never changed, so they are not copied."""
     logit_bias: dict[int, float] | None = None
-    """Added to the logits of the given token ids; -100 to 100."""
+    """Token ids with values to add to their logits; -100 to 100."""
     allowed_token_ids: list[int] | None = None
-    """Only these tokens may be generated."""
+    """Tokens that the answer may contain."""
     bad_words: list[str] | None = None
-    """Texts whose token sequences may not be generated."""
+    """Texts that the answer must not contain."""
     truncate_prompt_tokens: int | None = None
-    """Keep only this many prompt tokens; -1: as many as the context allows."""
+    """Number of prompt tokens to keep; -1: the number that fits."""
     priority: int = 0
-    """Smaller is served earlier (with `scheduling_policy=priority`)."""
+    """Priority with the scheduling policy "priority": lower runs first."""
     cache_salt: str | None = None
-    """Requests share cached prefixes only with requests of the same salt."""
+    """Salt of the prefix cache, which only requests with the same salt share."""
     structured_outputs: StructuredOutputsParams | None = None
     """What the answer has to look like."""
     guided_decoding: StructuredOutputsParams | None = None
@@ -316,7 +316,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     extra_args: dict[str, Any] | None = None
     """What it asks of logits processors of plug-ins: plain data by key."""
     truncation_side: Literal["left", "right"] = "left"
-    """Where `truncate_prompt_tokens` cuts: left keeps the prompt's last tokens, right the first."""
+    """End that truncate_prompt_tokens cuts: left or right."""
     skip_reading_prefix_cache: bool | None = None
     """Refused if true: a `cache_salt` of its own keeps a request from cached prefixes."""
     thinking_token_budget: int | None = None
