@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> int:
-    """Runs the command line; returns its status.
+    """Run the command line; returns its status.
 
     Its modules take half a second to import, in which Ctrl-C ends the process quietly, too.
     """

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 Bar = bool | Callable[..., Any]
-"""Whether there is a progress bar, or what makes one, as `tqdm` does."""
+"""True if there is a progress bar, or what makes one, as `tqdm` does."""
 T = TypeVar("T")
 
 
@@ -48,7 +48,7 @@ class LLM:
     Args:
         model: folder, hub id, or nothing for the built-in model.
         chat_template: a template, or its file, for `chat` instead of the model's own.
-        isolate: whether the engine runs in a process of its own. If that one dies, another takes
+        isolate: True if the engine runs in a process of its own. If that one dies, another takes
             over, and every request goes on where it stood. With `data_parallel_size` several
             engines do so, and prompts are divided among them.
         **kwargs: any setting of `octavo.config.EngineConfig`, by vLLM's name. What only vLLM has is
@@ -122,7 +122,7 @@ class LLM:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Generates an answer to each prompt; the answers come in the order of the prompts.
+        """Generate an answer to each prompt; the answers come in the order of the prompts.
 
         Args:
             prompts: one prompt or a list: texts, or dicts with "prompt", "prompt_token_ids" or
@@ -157,7 +157,7 @@ class LLM:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
-        """Hands in prompts without computing anything; `wait_for_completion` does that.
+        """Hand in prompts without computing anything; `wait_for_completion` does that.
 
         Args:
             prompts: as for `generate`, and so are the others.
@@ -183,7 +183,7 @@ class LLM:
     def wait_for_completion(
         self, output_type: object = None, *, use_tqdm: Bar = True
     ) -> list[RequestOutput]:
-        """Computes what `enqueue` and `enqueue_chat` handed in.
+        """Compute what `enqueue` and `enqueue_chat` handed in.
 
         Args:
             output_type: ignored: all outputs are of one type.
@@ -206,7 +206,7 @@ class LLM:
         *,
         use_tqdm: bool = False,
     ) -> list[BeamSearchOutput]:
-        """Finds the most probable answers to each prompt; they come in the order of the prompts.
+        """Find the most probable answers to each prompt; they come in the order of the prompts.
 
         Args:
             prompts: as for `generate`.
@@ -273,7 +273,7 @@ class LLM:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Generates the next turn of one conversation or of each of several.
+        """Generate the next turn of one conversation or of each of several.
 
         Args:
             messages: OpenAI's, of one conversation or of several.
@@ -324,7 +324,7 @@ class LLM:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
-        """Hands in conversations without computing anything; see `enqueue` and `chat`."""
+        """Hand in conversations without computing anything; see `enqueue` and `chat`."""
         refuse_unsupported(
             lora_request=lora_request,
             mm_processor_kwargs=mm_processor_kwargs,
@@ -360,7 +360,7 @@ class LLM:
         *,
         add_special_tokens: bool = True,
     ) -> Iterator[RequestOutput]:
-        """Generates one answer piece by piece: each output holds what is new.
+        """Generate one answer piece by piece: each output holds what is new.
 
         Raises:
             RequestError: if the prompt or a parameter is bad, or the request fails.
@@ -457,17 +457,17 @@ class LLM:
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[T]:
-        """Calls a method of each worker; see `LLMEngine.collective_rpc`."""
+        """Call a method of each worker; see `LLMEngine.collective_rpc`."""
         return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
 
     def apply_model(self, func: Callable[[Any], T]) -> list[T]:
-        """Calls a function with the model of each worker: an `octavo.models.base.Model`."""
+        """Call a function with the model of each worker: an `octavo.models.base.Model`."""
         return self.llm_engine.apply_model(func)
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        """Forgets all cached prefixes.
+        """Forget all cached prefixes.
 
         Args:
             reset_running_requests: requests that run start over, with the tokens they have, so that
@@ -481,15 +481,15 @@ class LLM:
         return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
 
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """Gives memory back to the system until `wake_up`; see `LLMEngine.sleep`."""
+        """Give memory back to the system until `wake_up`; see `LLMEngine.sleep`."""
         self.llm_engine.sleep(level, mode)
 
     def wake_up(self, tags: list[str] | None = None) -> bool:
-        """Ends a sleep, or a part of it; see `LLMEngine.wake_up`."""
+        """End a sleep, or a part of it; see `LLMEngine.wake_up`."""
         return self.llm_engine.wake_up(tags)
 
     def start_profile(self) -> None:
-        """Begins to record spans of steps and kernels; needs `profiler_dir`.
+        """Begin to record spans of steps and kernels; needs `profiler_dir`.
 
         Raises:
             ProfilerError: there is no `profiler_dir`, or a profile is being recorded already.
@@ -497,7 +497,7 @@ class LLM:
         self.llm_engine.start_profile()
 
     def stop_profile(self) -> Path:
-        """Ends the profile; returns the Chrome trace's file.
+        """End the profile; returns the Chrome trace's file.
 
         Raises:
             ProfilerError: no profile is being recorded, or it cannot be written.
@@ -505,7 +505,7 @@ class LLM:
         return Path(self.llm_engine.stop_profile())
 
     def shutdown(self) -> None:
-        """Ends the workers and frees their memory. May be called twice."""
+        """End the workers and frees their memory. May be called twice."""
         self.llm_engine.shutdown()
 
     def _params_for(
@@ -541,7 +541,7 @@ class LLM:
         return self.llm_engine.process(prompt, params, add_special_tokens=add_special_tokens)
 
     def _step(self) -> list[str]:
-        """Runs a step; returns the ids of the requests that it brought something for."""
+        """Run a step; returns the ids of the requests that it brought something for."""
         return self.llm_engine.advance()
 
     def _render_chats(
@@ -605,7 +605,7 @@ class LLM:
         return request_ids
 
     def _run(self, starts: Sequence[Callable[[], str]], *, use_tqdm: Bar) -> list[RequestOutput]:
-        """Starts requests, each by a call that returns its id, and waits for all of them."""
+        """Start requests, each by a call that returns its id, and waits for all of them."""
         request_ids: list[str] = []
         with late_interrupts() as interrupts:
             try:
@@ -619,7 +619,7 @@ class LLM:
     def _wait(
         self, request_ids: Sequence[str], use_tqdm: Bar, between: Callable[[], None]
     ) -> list[RequestOutput]:
-        """Runs steps until requests have finished, calling `between` after each."""
+        """Run steps until requests have finished, calling `between` after each."""
         make_bar: Callable[..., Any] = use_tqdm if callable(use_tqdm) else tqdm
         waiting = {request_id for request_id in request_ids if not self._inboxes[request_id]}
         bar = make_bar(total=len(request_ids), desc="Processed prompts") if use_tqdm else None

@@ -68,14 +68,14 @@ class FlatLogprobs(Sequence[Any]):
         return self._token_ids[row], self._logprobs[row]
 
     def append_rows(self, token_ids: bytes, logprobs: bytes, ranks: bytes) -> None:
-        """Adds positions; the arguments are the fields of `octavo.messages.LogprobsLists`."""
+        """Add positions; the arguments are the fields of `octavo.messages.LogprobsLists`."""
         self._token_ids.frombytes(token_ids)
         self._logprobs.frombytes(logprobs)
         self._ranks.frombytes(ranks)
         self._num_rows = len(self._ranks)
 
     def extend(self, other: FlatLogprobs) -> None:
-        """Adds the positions of another one, which is not of a prompt."""
+        """Add the positions of another one, which is not of a prompt."""
         self._token_ids.extend(other._token_ids)
         self._logprobs.extend(other._logprobs)
         self._ranks.extend(other._ranks)
@@ -149,7 +149,7 @@ class CompletionOutput:
     weight_versions: None = None
 
     def finished(self) -> bool:
-        """Whether this answer is complete."""
+        """Return whether this answer is complete."""
         return self.finish_reason is not None
 
 

@@ -25,7 +25,7 @@ class RequestStatus(enum.IntEnum):
 
     @property
     def finished(self) -> bool:
-        """Whether nothing more will come."""
+        """True if nothing more will come."""
         return self > RequestStatus.PREEMPTED
 
     @property
@@ -140,7 +140,7 @@ class Request:
         self.num_charged = self.num_prompt_tokens if core_request.output_token_ids else 0
         """Prompt tokens up to which its tenant has been charged; one that goes on was, once."""
         self.competes = False
-        """Whether it has not been computed up to its last token yet, not even once."""
+        """True if it has not been computed up to its last token yet, not even once."""
 
         self.queue_key: QueueKey = (self.options.priority, self.options.turn, 0)
         """Order of service, best first; the scheduler sets it by its policy on arrival."""
@@ -175,7 +175,7 @@ class Request:
         return self.sampling_params.prompt_logprobs is not None
 
     def append_output_token_ids(self, token_ids: list[int]) -> None:
-        """Adds generated tokens and hashes the blocks that they fill."""
+        """Add generated tokens and hashes the blocks that they fill."""
         self.all_token_ids.extend(token_ids)
         if self._block_hasher is not None:
             self.block_hashes.extend(self._block_hasher(self))

@@ -292,7 +292,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     include_stop_str_in_output: bool = False
     """Keep the stop text at the end of the answer."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    """Whether outputs hold all so far, only what is new, or come once at the end."""
+    """True if outputs hold all so far, only what is new, or come once at the end."""
     stream_interval: int | None = None
     """Refused if above 1: an output comes with each step."""
     skip_clone: bool = False
@@ -371,7 +371,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
 
     @property
     def greedy(self) -> bool:
-        """Whether the most probable token is always taken."""
+        """True if the most probable token is always taken."""
         return self.temperature == 0.0
 
     @property
@@ -653,7 +653,7 @@ def check_extra_args(value: object, name: str) -> dict[str, Any]:
 
 
 def is_deeper(value: object, limit: int) -> bool:
-    """Whether lists and dicts are nested more than `limit` levels; looks level by level."""
+    """Return whether lists and dicts are nested more than `limit` levels; looks level by level."""
     level = [value]
     for _ in range(limit):
         inner: list[object] = []
@@ -697,7 +697,7 @@ def _no_constant(name: str) -> object:
 
 
 def _has_odd_keys(value: object) -> bool:
-    """Whether a key in JSON is not a text."""
+    """Return whether a key in JSON is not a text."""
     level = [value]
     while level:
         item = level.pop()
@@ -711,7 +711,7 @@ def _has_odd_keys(value: object) -> bool:
 
 
 def _check_text(name: str, text: str) -> None:
-    """Refuses what is too long, and lone surrogates, which no message could carry."""
+    """Reject what is too long, and lone surrogates, which no message could carry."""
     try:
         nbytes = len(text) if len(text) > MAX_GRAMMAR_NBYTES else len(text.encode())
     except UnicodeEncodeError:
@@ -727,7 +727,7 @@ def _check_text(name: str, text: str) -> None:
 
 
 def _is_int(value: object) -> bool:
-    """Whether it is an integer, numpy's included; true and false are none."""
+    """Return whether it is an integer, numpy's included; true and false are none."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
@@ -736,7 +736,7 @@ def _is_number(value: object) -> bool:
 
 
 def _is_bias(token: object, number: object) -> bool:
-    """Whether it is an entry of a logit_bias; JSON has only strings as keys."""
+    """Return whether it is an entry of a logit_bias; JSON has only strings as keys."""
     by_text = isinstance(token, str) and token.isascii() and token.isdecimal() and len(token) <= 10
     return (by_text or _is_int(token)) and _is_number(number)
 

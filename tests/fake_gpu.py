@@ -231,6 +231,6 @@ class FakeGpu:
 
 
 def _has_mask(index: Any) -> bool:
-    """Whether an index is a mask, whose number of ones the host has to know."""
+    """Return whether an index is a mask, whose number of ones the host has to know."""
     parts = index if isinstance(index, tuple) else (index,)
     return any(isinstance(x, torch.Tensor) and x.dtype == torch.bool for x in parts)

@@ -236,7 +236,7 @@ class FakeWorker:
     def _update_state(
         self, row: _Row, group: int, count: int, cache: StateCache, written: set[int]
     ) -> None:
-        """Takes a request's state from its first to its last token of this step.
+        """Take a request's state from its first to its last token of this step.
 
         Every slot of its blocks holds the hash of all tokens so far.
         """
@@ -329,7 +329,7 @@ class FakeExecutor(Executor):
         self.failure: BaseException | None = None
         """What makes steps fail."""
         self.interrupt = False
-        """Whether Ctrl-C is pressed while the next step is waited for, once."""
+        """True if Ctrl-C is pressed while the next step is waited for, once."""
 
     def measure_memory(self) -> MemoryBudget:
         raise NotImplementedError
@@ -469,7 +469,7 @@ class FakeEngine:
         scope: str | None = None,
         **params: object,
     ) -> Request:
-        """Adds a request; `stop` are stop tokens besides `stop_token_ids`, such as EOS.
+        """Add a request; `stop` are stop tokens besides `stop_token_ids`, such as EOS.
 
         `output`: what it has been given before. With a `scope` it is hashed even without caching.
         """
@@ -495,7 +495,7 @@ class FakeEngine:
         return request
 
     def schedule(self) -> SchedulerOutput:
-        """Schedules and executes a step, whose result stays in flight."""
+        """Schedule and executes a step, whose result stays in flight."""
         work = self.scheduler.schedule()
         assert work.total_num_scheduled_tokens <= self.scheduler.max_num_batched_tokens
         self.scheduler.check_integrity()
@@ -506,7 +506,7 @@ class FakeEngine:
         return work
 
     def update(self) -> list[EngineCoreOutput]:
-        """Takes in the oldest result in flight."""
+        """Take in the oldest result in flight."""
         outputs = self.scheduler.update_from_output(*self.in_flight.popleft())
         self.scheduler.check_integrity()
         for output in outputs:
@@ -516,7 +516,7 @@ class FakeEngine:
         return outputs
 
     def step(self) -> list[EngineCoreOutput]:
-        """Schedules until `depth` steps are in flight, then takes in the oldest."""
+        """Schedule until `depth` steps are in flight, then takes in the oldest."""
         while len(self.in_flight) < self.depth:
             self.schedule()
         return self.update()

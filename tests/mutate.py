@@ -144,7 +144,7 @@ def find_sites(path: str, source: bytes) -> list[list[Fault]]:
 
 
 def changes_program(fault: Fault, source: bytes) -> bool:
-    """Whether the file is a program still, and another one."""
+    """Return whether the file is a program still, and another one."""
     try:
         compile(fault.apply(source), fault.path, "exec", ast.PyCF_ONLY_AST)
     except SyntaxError:
@@ -421,7 +421,7 @@ class Tree:
             compileall.compile_dir(folder / package, quiet=2)
 
     def test(self, files: Sequence[str], timeout: float) -> Outcome:
-        """Runs test files until the first failure, in a fork of this process."""
+        """Run test files until the first failure, in a fork of this process."""
         log, start = self.path / "log", time.monotonic()
         log.write_text("")
         child = os.fork()
@@ -474,14 +474,14 @@ class Tree:
         return int(pytest.main([*options, *files]))
 
     def put(self, path: str, source: bytes) -> None:
-        """Writes a file without leaving bytecode of another version."""
+        """Write a file without leaving bytecode of another version."""
         file = self.folder / path
         file.write_bytes(source)
         Path(importlib.util.cache_from_source(str(file))).unlink(missing_ok=True)
 
 
 def _end_children() -> None:
-    """Ends all processes below this one, orphans too."""
+    """End all processes below this one, orphans too."""
     import psutil
 
     children = psutil.Process().children(recursive=True)
@@ -497,7 +497,7 @@ _tree: Tree
 
 
 def _start(folder: Path) -> None:
-    """Makes this process one that runs tests."""
+    """Make this process one that runs tests."""
     global _tree
     prctl = ctypes.CDLL(None).prctl
     prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: it ends with its parent
@@ -511,7 +511,7 @@ def _time(file: str) -> Outcome:
 
 
 def _try(fault: Fault, stages: Sequence[tuple[Sequence[str], float]]) -> Outcome:
-    """Puts a fault in, runs the stages until one finds it, takes it out again."""
+    """Put a fault in, runs the stages until one finds it, takes it out again."""
     source = (_tree.folder / fault.path).read_bytes()
     outcome, seconds = Outcome(True, "", 0.0), 0.0
     _tree.put(fault.path, fault.apply(source))

@@ -40,7 +40,7 @@ class NoRepeat(LogitsProcessor):
 
 
 def install(folder, monkeypatch, source, kind, name="toy"):
-    """Puts a package of one module with one entry point on the path, for one test.
+    """Put a package of one module with one entry point on the path, for one test.
 
     Modules stay imported, so each test that wants another source takes another name.
     """

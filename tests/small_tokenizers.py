@@ -70,7 +70,7 @@ def word_piece() -> Tokenizer:
 
 
 def save(tokenizer: Tokenizer, folder: Path, config: dict | None = None) -> Path:
-    """Writes a tokenizer as a model folder has it."""
+    """Write a tokenizer as a model folder has it."""
     tokenizer._backend.save(str(folder / "tokenizer.json"))
     if config is not None:
         (folder / "tokenizer_config.json").write_text(json.dumps(config))

@@ -83,7 +83,7 @@ class BeamSearch:
         return [beam for _, beam in self._finished]
 
     def step(self, rows: Sequence[FlatLogprobs]) -> None:
-        """Continues each live beam by a token.
+        """Continue each live beam by a token.
 
         Args:
             rows: for each of `live`, in order, one position with the `num_logprobs` most probable
@@ -119,7 +119,7 @@ class BeamSearch:
         self.live = [] if self._is_over(live, length) else live
 
     def _is_over(self, live: list[Beam], length: int) -> bool:
-        """Whether what goes on is of no use any more."""
+        """Return whether what goes on is of no use any more."""
         if not live:
             return True
         if len(self._finished) < self.width:
@@ -227,7 +227,7 @@ async def run_beam_search(
     tokenizer: Tokenizer | None,
     stream: Callable[[EngineCoreRequest, SamplingParams], AsyncGenerator[RequestOutput, None]],
 ) -> RequestOutput:
-    """Runs a search on an engine with asyncio; cancelling it ends all its requests.
+    """Run a search on an engine with asyncio; cancelling it ends all its requests.
 
     Args:
         request: the prompt's.

@@ -29,7 +29,7 @@ def make_core_params(
     grammar_backend: GrammarBackendName = "auto",
     additional_properties: bool = False,
 ) -> CoreSamplingParams:
-    """Completes and packs the parameters of one request.
+    """Complete and packs the parameters of one request.
 
     Args:
         params: their token ids lie in the vocabulary.

@@ -32,7 +32,7 @@ class StepTimes:
         self._last_time = -math.inf
 
     def record(self, stats: SchedulerStats, timestamp: float) -> None:
-        """Takes in what the scheduler said when a step had ended.
+        """Take in what the scheduler said when a step had ended.
 
         Args:
             stats: the scheduler's.
@@ -60,7 +60,7 @@ class Forecast:
 
     Args:
         max_num_batched_tokens: token budget of a step.
-        heeds_priority: whether the scheduler does.
+        heeds_priority: True if the scheduler does.
     """
 
     def __init__(self, max_num_batched_tokens: int, *, heeds_priority: bool) -> None:
@@ -70,7 +70,7 @@ class Forecast:
         self._stats = SchedulerStats()
 
     def record(self, stats: SchedulerStats, timestamp: float) -> None:
-        """See `StepTimes.record`."""
+        """Implement `StepTimes.record`."""
         self._times.record(stats, timestamp)
         self._stats = stats
 
@@ -83,7 +83,7 @@ class Forecast:
         num_tokens: int,
         now: float,
     ) -> None:
-        """Checks a request with deadlines on its arrival; O(waiting).
+        """Check a request with deadlines on its arrival; O(waiting).
 
         Args:
             request: it.

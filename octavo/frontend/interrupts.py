@@ -23,7 +23,7 @@ class Interrupts:
         self._last = number, frame
 
     def raise_now(self) -> None:
-        """Raises what has been noted."""
+        """Raise what has been noted."""
         last, self._last = self._last, None
         if last is not None:
             self._handler(*last)

@@ -78,7 +78,7 @@ def check_form(shape: tuple[int, ...], dtype: str) -> tuple[EmbedsDtype, int]:
 
 
 def check_embeds(embeds: PromptEmbeds, size: int, max_model_len: int) -> None:
-    """Refuses embeddings that a model cannot take.
+    """Reject embeddings that a model cannot take.
 
     Args:
         embeds: what came with the prompt.

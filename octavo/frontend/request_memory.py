@@ -85,7 +85,7 @@ _LEFT = 8
 
 
 def leaves_room(held: int, more: int, free: int) -> bool:
-    """Whether a tenant may have more of what is limited, so that others find room, too.
+    """Return whether a tenant may have more of what is limited, so that others find room, too.
 
     The more it has, the more it has to leave: of two that want all, both have the same, and some
     is free. Whoever has nothing may have what there is.
@@ -114,7 +114,7 @@ class RequestMemory:
 
     @contextmanager
     def reserve(self, nbytes: int, tenant: str | None = None) -> Iterator[None]:
-        """Books what a request may take.
+        """Book what a request may take.
 
         Args:
             nbytes: bytes.
@@ -166,7 +166,7 @@ class RequestMemory:
 
     @contextmanager
     def hold(self, nbytes: int) -> Iterator[None]:
-        """Books what is there already, such as an answer that is being sent."""
+        """Book what is there already, such as an answer that is being sent."""
         self.used += nbytes
         try:
             yield

@@ -28,7 +28,7 @@ class Model(Protocol):
         ...
 
     def forward(self, input_ids: Tensor, step: StepContext) -> Tensor:
-        """Computes the tokens of a step and stores what later steps need of them.
+        """Compute the tokens of a step and stores what later steps need of them.
 
         Args:
             input_ids: [T] int64, the tokens of all requests one after the other.

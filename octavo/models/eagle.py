@@ -57,7 +57,7 @@ class EagleModel:
         return hidden
 
     def fill(self, embedding: Tensor, hidden: Tensor) -> None:
-        """Sets what the next step is computed from.
+        """Set what the next step is computed from.
 
         Args:
             embedding: [T, hidden_size] of the tokens behind those of the hidden states.
@@ -140,16 +140,16 @@ class Eagle3Model(EagleModel):
         return (2, num_tokens, self.spec.hidden_size)
 
     def combine(self, hidden: Tensor, kept: Sequence[Tensor]) -> Tensor:
-        """See `EagleModel`."""
+        """Implement `EagleModel`."""
         return self._fc(torch.cat(list(kept), dim=1))
 
     def fill(self, embedding: Tensor, hidden: Tensor) -> None:
-        """See `EagleModel`."""
+        """Implement `EagleModel`."""
         self.inputs[0, : len(hidden)] = embedding
         self.inputs[1, : len(hidden)] = hidden
 
     def forward(self, input_ids: Tensor, step: StepContext) -> Tensor:
-        """See `EagleModel`."""
+        """Implement `EagleModel`."""
         tokens, size, ops = len(input_ids), self.spec.hidden_size, self._ops
         embedding, hidden = self.inputs[0, :tokens], self.inputs[1, :tokens]
         both = ops.empty(tokens, 2 * size, like=hidden)

@@ -26,7 +26,7 @@ def read_rope(
     partial: float | None = None,
     is_neox: bool = True,
 ) -> RopeSpec:
-    """Reads rotary parameters in the newer (`rope_parameters`) or older form (`rope_scaling`).
+    """Read rotary parameters in the newer (`rope_parameters`) or older form (`rope_scaling`).
 
     Args:
         config: the whole config.json.

@@ -44,7 +44,7 @@ class TraceEvent(NamedTuple):
 
 
 def write_chrome_trace(path: str | Path, events: Iterable[TraceEvent]) -> None:
-    """Writes a trace in Chrome's JSON format ("X" events, microseconds from the first start).
+    """Write a trace in Chrome's JSON format ("X" events, microseconds from the first start).
 
     The file appears once it is complete; only this user can read it.
 
@@ -130,11 +130,11 @@ class Profiler:
 
     @property
     def recording(self) -> bool:
-        """Whether a profile is being recorded."""
+        """True if a profile is being recorded."""
         return _active is self
 
     def start(self) -> None:
-        """Begins a profile.
+        """Begin a profile.
 
         Raises:
             ProfilerError: one is being recorded in this process already.
@@ -150,7 +150,7 @@ class Profiler:
         _active = self
 
     def stop(self) -> Path:
-        """Ends the profile and writes it; returns the file.
+        """End the profile and writes it; returns the file.
 
         Raises:
             ProfilerError: none is being recorded, or the file cannot be written.
@@ -182,7 +182,7 @@ class Profiler:
         return path
 
     def add(self, events: list[TraceEvent]) -> None:
-        """Takes spans in, as far as there is room."""
+        """Take spans in, as far as there is room."""
         room = max(0, self._max_events - len(self._events))
         self._events += events[:room]
         self._dropped += len(events[room:])
@@ -193,7 +193,7 @@ _active: Profiler | None = None
 
 
 def drain_kernels() -> None:
-    """Takes the kernels' spans in; to be called once a step by the thread that runs them."""
+    """Take the kernels' spans in; to be called once a step by the thread that runs them."""
     if _active is not None:
         _active.add(take_kernel_events())
 
@@ -237,5 +237,5 @@ _OFF = contextlib.nullcontext(_NoSpan())
 
 
 def span(name: str) -> AbstractContextManager[_Span | _NoSpan]:
-    """Records the time spent in a `with` block: `with span("schedule") as note: note(tokens=3)`."""
+    """Record the time spent in a `with` block: `with span("schedule") as note: note(tokens=3)`."""
     return _OFF if _active is None else _Span(_active, name)

@@ -194,7 +194,7 @@ class Recorder:
         self._num_tails = 0
         self._secret = secrets.token_bytes(16)
         self._stopped = False
-        """Whether the disk has refused what was to be written."""
+        """True if the disk has refused what was to be written."""
         self._encoder = msgspec.msgpack.Encoder()
         self._queue: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
         try:
@@ -224,7 +224,7 @@ class Recorder:
         self._queue.put(record)
 
     def put_plan(self, num_blocks: int, max_model_len: int) -> None:
-        """Adds to the head, which this process has given, what is known once the model is loaded.
+        """Add to the head, which this process has given, what is known once the model is loaded.
 
         Args:
             num_blocks: of the KV cache.
@@ -236,7 +236,7 @@ class Recorder:
         )
 
     def close(self) -> None:
-        """Writes what is left. May be called twice."""
+        """Write what is left. May be called twice."""
         self._put_lost()
         self._queue.put(None)
         self._thread.join(timeout=5)
@@ -256,7 +256,7 @@ class Recorder:
         return self._path.with_name(f"{self._path.name}.crash-{number}")
 
     def _begin(self, head: Head) -> int:
-        """Begins a new file; the one that is there becomes the older one."""
+        """Begin a new file; the one that is there becomes the older one."""
         new = self._new_file
         new.unlink(missing_ok=True)
         descriptor = os.open(new, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o600)
@@ -296,7 +296,7 @@ class Recorder:
             os.close(self._descriptor)
 
     def _write(self, records: list[Record]) -> None:
-        """Appends the records."""
+        """Append the records."""
         encoded: list[bytes] = []
         for record in records:
             if isinstance(record, Head):
@@ -319,7 +319,7 @@ class Recorder:
                     self._save_tail(self._head, record)
 
     def _append(self, encoded: list[bytes]) -> None:
-        """Writes a frame."""
+        """Write a frame."""
         frame = _frame(encoded)
         if self._head is None:
             with contextlib.suppress(FileNotFoundError):  # it is about to be there again
@@ -330,7 +330,7 @@ class Recorder:
         _write_all(self._descriptor, frame)
 
     def _without_secrets(self, record: Record) -> Record:
-        """Salts and tenants are hashed always, prompts if asked.
+        """Salt and tenants are hashed always, prompts if asked.
 
         Whoever knows a salt shares a cache, and a tenant may be known by its key. Nobody can find
         them by guessing, since what they are hashed with is not written down.
@@ -370,7 +370,7 @@ class Recorder:
         return hmac.new(self._secret, text.encode(), hashlib.sha256).hexdigest()
 
     def _save_tail(self, head: Head, death: Died) -> None:
-        """Keeps the last seconds before a death."""
+        """Keep the last seconds before a death."""
         self._num_tails = self._num_tails % _MOST_TAILS + 1
         path = self._tail(self._num_tails)
         tail: list[bytes] = []
@@ -501,7 +501,7 @@ def _frames(data: bytes | mmap.mmap) -> Iterator[tuple[float, bytes | None, byte
 
 
 def _check_replaceable(path: Path, file: Path) -> None:
-    """Whether the recorder of `path` may replace a file: a recording, and no server is at it."""
+    """Raise ConfigError if `path` is not a recording, or a server writes it."""
     if not file.is_file() or (file.stat().st_size and not is_recording(file)):
         raise ConfigError(
             f"record={str(path)!r}: {file} exists and is not a recording; name another file."
@@ -516,7 +516,7 @@ def _check_replaceable(path: Path, file: Path) -> None:
 
 
 def is_recording(path: Path) -> bool:
-    """Whether a file is one; of a pipe nothing is read.
+    """Return whether a file is one; of a pipe nothing is read.
 
     Raises:
         OSError: it is not there, or cannot be read.

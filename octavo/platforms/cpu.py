@@ -59,7 +59,7 @@ class CPUPlatform(Platform):
         return True
 
     def check_available(self) -> None:
-        """See `Platform`."""
+        """Implement `Platform`."""
 
     def check_settings(self, config: DeviceConfig) -> None:
         """See `Platform`: the kernels, the number of threads, and the NUMA node."""
@@ -91,7 +91,7 @@ class CPUPlatform(Platform):
         return memory_budget(setup, scratches, draft_scratch)
 
     def open_device(self, setup: WorkerSetup) -> torch.device:
-        """See `Platform`."""
+        """Implement `Platform`."""
         import torch
 
         from octavo.kernels.tuning import tune
@@ -277,7 +277,7 @@ def _draft_nbytes(setup: WorkerSetup, draft: WorkerSetup, scratch: Scratch) -> i
 
 
 def _require_interpreter() -> None:
-    """Checks that Triton's kernels can run on a processor."""
+    """Check that Triton's kernels can run on a processor."""
     require_package("attention_backend=triton", "triton", "triton")
     if os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigError(

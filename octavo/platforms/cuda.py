@@ -32,11 +32,11 @@ class CUDAPlatform(Platform):
     server_batched_tokens = 2048
 
     def is_available(self) -> bool:
-        """See `Platform`."""
+        """Implement `Platform`."""
         return machine.num_cuda_devices() > 0
 
     def check_available(self) -> None:
-        """See `Platform`."""
+        """Implement `Platform`."""
         if not self.is_available():
             raise ConfigError(
                 "device=cuda: the NVIDIA driver shows no GPU to this process (nvidia-smi should "
@@ -54,7 +54,7 @@ class CUDAPlatform(Platform):
                 )
 
     def open_device(self, setup: WorkerSetup) -> torch.device:
-        """See `Platform`.
+        """Implement `Platform`.
 
         Raises:
             ConfigError: if torch was built without CUDA, the GPU is too old for the kernels or the
@@ -107,7 +107,7 @@ class CUDAPlatform(Platform):
     def allocate_cache(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """See `Platform`."""
+        """Implement `Platform`."""
         import torch
 
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -138,7 +138,7 @@ class CUDAPlatform(Platform):
         return steps
 
     def allocated_nbytes(self, device: torch.device) -> int:
-        """See `Platform`."""
+        """Implement `Platform`."""
         import torch
 
         return torch.cuda.memory_allocated(device)
@@ -177,7 +177,7 @@ class CUDAPlatform(Platform):
         )
 
     def cause(self, device: torch.device, error: BaseException) -> BaseException:
-        """See `Platform`."""
+        """Implement `Platform`."""
         import torch
 
         try:
@@ -223,7 +223,7 @@ def _select_device(dtype: str) -> torch.device:
 
 
 def _check_weights(setup: WorkerSetup, device: torch.device) -> None:
-    """Refuses a model that cannot fit before it is loaded."""
+    """Reject a model that cannot fit before it is loaded."""
     config = setup.config
     if config.model.quantization is not None:
         raise ConfigError(

@@ -33,7 +33,7 @@ OPEN_PATHS = frozenset(
 
 
 def with_all_keys(config: ServerConfig) -> tuple[ServerConfig, list[str]]:
-    """Adds the keys of the environment and of the key file to the settings.
+    """Add the keys of the environment and of the key file to the settings.
 
     Returns:
         The settings, and where its API keys are from.
@@ -99,7 +99,7 @@ class ApiKeys:
             if not all(key.strip() for key in given):
                 raise ConfigError(f"{name} is empty, which anyone could guess; give a real key.")
         self.has_admin = bool(admin_keys)
-        """Whether there is a key of the operator."""
+        """True if there is a key of the operator."""
         self._open = not keys
         self._digests = [
             (hashlib.sha256(key.encode()).digest(), key, is_admin)
@@ -112,7 +112,7 @@ class ApiKeys:
         return len({digest for digest, _, _ in self._digests})
 
     def check(self, authorization: bytes | None) -> tuple[str | None, bool]:
-        """Checks an Authorization header.
+        """Check an Authorization header.
 
         Takes the same time for every wrong key: digests are compared, all of them, in constant
         time.
@@ -167,10 +167,10 @@ class AllowedHosts:
             names = _own_names(config.host)
         self._names = frozenset(_bare_host(name) for name in names)
         self.all_names = not names or "*" in names
-        """Whether all names are answered."""
+        """True if all names are answered."""
 
     def check(self, hosts: Iterable[str]) -> None:
-        """Checks the Host headers of a request; browsers always send one.
+        """Check the Host headers of a request; browsers always send one.
 
         Raises:
             HostError: one is not allowed.

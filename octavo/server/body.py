@@ -54,7 +54,7 @@ class Body(BaseModel):
 
 
 def check_media_type(request: Request) -> None:
-    """Refuses a POST that does not say that it is JSON.
+    """Reject a POST that does not say that it is JSON.
 
     A web page may send other types, or none, to any address without asking its server first.
 
@@ -70,7 +70,7 @@ def check_media_type(request: Request) -> None:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """Reads a request's body; refuses it as soon as it is known to be too large.
+    """Read a request's body; refuses it as soon as it is known to be too large.
 
     Raises:
         BodyTooLargeError: it has more than `limit` bytes, announced or sent.
@@ -113,7 +113,7 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
-    """Parses a JSON object strictly: UTF-8, no NaN or Infinity, limited depth and number of values.
+    """Parse a JSON object strictly: UTF-8, no NaN or Infinity, limited depth and number of values.
 
     Raises:
         RequestError: saying what is wrong and where.
@@ -143,7 +143,7 @@ def parse_json(data: bytes) -> dict[str, Any]:
 
 
 def validate(model: type[M], body: dict[str, Any]) -> M:
-    """Checks a parsed body against its model.
+    """Check a parsed body against its model.
 
     Raises:
         RequestError: naming the field, the value and what is allowed.
@@ -256,7 +256,7 @@ def _path(loc: tuple[int | str, ...], body: object, missing: bool) -> str:
 
 
 def _check_num_values(data: bytes) -> None:
-    """Refuses bodies of more values than are wanted, before they are parsed."""
+    """Reject bodies of more values than are wanted, before they are parsed."""
     if len(data) <= MAX_JSON_CONTAINERS:
         return  # each has a character at least
     values, containers, quotes, begin = 1, 0, 0, 0

@@ -70,11 +70,11 @@ class Child:
             os.close(self.pulse)
         self.pid = self._process.pid
         self.has_begun = False
-        """Whether it has given a sign of life."""
+        """True if it has given a sign of life."""
         self._said = b""
 
     def tell(self, data: bytes) -> None:
-        """Writes to its standard input; to one that has ended, or is to, nothing."""
+        """Write to its standard input; to one that has ended, or is to, nothing."""
         assert self._process.stdin is not None
         if self._process.stdin.closed:
             return
@@ -83,12 +83,12 @@ class Child:
             self._process.stdin.flush()
 
     def tell_message(self, message: object) -> None:
-        """Writes a message for `read_message`."""
+        """Write a message for `read_message`."""
         data = msgspec.msgpack.encode(message)
         self.tell(len(data).to_bytes(_LENGTH_NBYTES, "little") + data)
 
     async def watch(self, limit: float) -> str:
-        """Waits until it has ended, or was silent for `limit` seconds, two at least.
+        """Wait until it has ended, or was silent for `limit` seconds, two at least.
 
         Returns what it did.
 
@@ -117,7 +117,7 @@ class Child:
         return f"ended with status {status}"
 
     def _hear(self) -> bool:
-        """Whether it gives signs of life."""
+        """Return whether it gives signs of life."""
         data = b""
         with contextlib.suppress(BlockingIOError):
             data = os.read(self._pulse, 2**16)
@@ -131,7 +131,7 @@ class Child:
                 raise make_error(failure.kind, failure.message)
 
     async def end(self, timeout: float) -> int:
-        """Lets it end in order, which it does once nobody can tell it more; returns its status."""
+        """Let it end in order, which it does once nobody can tell it more; returns its status."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -143,12 +143,12 @@ class Child:
         return self._process.wait()
 
     def kill(self) -> int:
-        """Ends it, whatever it does; returns its status."""
+        """End it, whatever it does; returns its status."""
         self._process.kill()
         return self._process.wait()
 
     def close(self) -> None:
-        """Lets go of the descriptors, once it has ended."""
+        """Let go of the descriptors, once it has ended."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -166,7 +166,7 @@ class Parent:
         self._pulse = pulse
 
     async def beat(self) -> None:
-        """Gives signs of life, as long as the event loop goes on."""
+        """Give signs of life, as long as the event loop goes on."""
         while True:
             with contextlib.suppress(BlockingIOError, BrokenPipeError):
                 os.write(self._pulse, _BEAT)

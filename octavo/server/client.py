@@ -55,11 +55,11 @@ class Client:
             raise
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Close the connection."""
         self._http.close()
 
     def chat(self, messages: list[dict[str, str]], params: dict[str, Any]) -> Iterator[str]:
-        """Streams the answer to a chat, piece by piece.
+        """Stream the answer to a chat, piece by piece.
 
         Raises:
             ServerError: the request was refused or failed.
@@ -68,7 +68,7 @@ class Client:
             yield choice["delta"].get("content") or ""
 
     def complete(self, prompt: str, params: dict[str, Any]) -> Iterator[str]:
-        """Streams the continuation of a text, piece by piece.
+        """Stream the continuation of a text, piece by piece.
 
         Raises:
             ServerError: the request was refused or failed.
@@ -77,7 +77,7 @@ class Client:
             yield choice["text"]
 
     def scale(self, num_engines: int) -> str:
-        """Changes the number of the server's engines; returns what it says.
+        """Change the number of the server's engines; returns what it says.
 
         Raises:
             ServerError: the request was refused or failed.

@@ -32,7 +32,7 @@ _END_SIGNALS = signal.SIGTERM, signal.SIGINT
 
 
 def main() -> int:
-    """Works until the parent ends it; returns the exit status."""
+    """Work until the parent ends it; returns the exit status."""
     # The parent knows when; a service manager sends SIGTERM to all processes.
     for number in _END_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -48,7 +48,7 @@ def main() -> int:
 
 
 async def _coordinate(setup: CoordinatorSetup) -> int:
-    """Works until the parent is gone, or ends it; returns the exit status."""
+    """Work until the parent is gone, or ends it; returns the exit status."""
     parent = Parent(setup.pulse)
     try:
         coordinator = _make_coordinator(setup)

@@ -169,7 +169,7 @@ def error_response(error: BaseException) -> Response:
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
-    """Turns the router's own errors (unknown address, wrong method) into OpenAI's shape."""
+    """Turn the router's own errors (unknown address, wrong method) into OpenAI's shape."""
     assert isinstance(error, HTTPException)
     where = f"{request.method} {request.url.path}"
     if error.status_code == 405:
@@ -183,7 +183,7 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
 
 
 def log_unexpected(error: BaseException) -> None:
-    """Logs an error that no client caused; with its traceback if nobody foresaw it."""
+    """Log an error that no client caused; with its traceback if nobody foresaw it."""
     if isinstance(error, OctavoError):
         if not isinstance(error, RequestError):
             logger.error("request failed: %s", error)

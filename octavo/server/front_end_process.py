@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Serves until the parent ends it; returns the exit status."""
+    """Serve until the parent ends it; returns the exit status."""
     # The parent tells when to drain or stop. A service manager sends SIGTERM to all processes, and
     # one of its own beside the parent's would be a second one, which drains nothing.
     for number in END_SIGNALS:
@@ -107,7 +107,7 @@ class _ParentSignals:
             self._loop, self._on_signal = asyncio.get_running_loop(), on_signal
 
     def tell(self, number: int) -> None:
-        """Hands one on; called in another thread."""
+        """Hand one on; called in another thread."""
         with self._lock:
             if self._loop is None:
                 os._exit(0)
@@ -118,7 +118,7 @@ class _ParentSignals:
 def _heed_parent(
     setup: FrontEndSetup, coordinator: CoordinatorProcess, signals: _ParentSignals
 ) -> None:
-    """Hands on signals; ends the process when the parent is gone, which cannot tidy up."""
+    """Hand on signals; ends the process when the parent is gone, which cannot tidy up."""
     while number := os.read(sys.stdin.fileno(), 1):  # a buffer's lock would outlive the thread
         if number == REPLACED:
             coordinator.replace()

@@ -54,13 +54,13 @@ class HttpState:
         self.draining = True
 
     def cut(self) -> None:
-        """Ends all requests in flight with an error."""
+        """End all requests in flight with an error."""
         self._cut = True
         for work in self._work:
             work.cancel()
 
     def check_bodies(self, size: int) -> None:
-        """Refuses a body that has grown to `size` bytes if too much is in flight already.
+        """Reject a body that has grown to `size` bytes if too much is in flight already.
 
         Raises:
             QueueFullError: it may be sent again later.
@@ -121,6 +121,6 @@ def http_state_of(request: Request) -> HttpState:
 
 
 async def _disconnected(receive: Receive) -> None:
-    """Returns when the client has gone away."""
+    """Return when the client has gone away."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -18,7 +18,7 @@ _HEADER = "endpoint-load-metrics"
 
 
 def add_load_report(request: Request, response: Response, metrics: EngineMetrics) -> None:
-    """Puts the header into an answer if the request asks for it in a format that is known."""
+    """Put the header into an answer if the request asks for it in a format that is known."""
     asked = request.headers.get(_ASKED, "").upper()
     named = metrics.load()
     if asked == "JSON":

@@ -41,7 +41,7 @@ class RequestContext:
     """Of the client's machine, or of the proxy before it; None: a Unix socket."""
     api_key: str | None = field(default=None, repr=False)
     is_admin: bool = False
-    """Whether that key is the operator's."""
+    """True if that key is the operator's."""
     ignored_fields: list[str] = field(default_factory=list)
     """Fields of the body that nobody knows, or that mean nothing to this server."""
     deadline_ms: int | None = None
@@ -69,7 +69,7 @@ class RequestMiddleware:
         self.state = state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request."""
+        """Serve one request."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -120,7 +120,7 @@ class RequestMiddleware:
             REQUEST_ID.reset(token)
 
     def _quiet(self, path: str) -> bool:
-        """Whether the operator wants no lines about requests to a path."""
+        """Return whether the operator wants no lines about requests to a path."""
         config = self.state.config
         paths = (config.disable_access_log_for_endpoints or "").split(",")
         return config.disable_uvicorn_access_log or path in map(str.strip, paths)

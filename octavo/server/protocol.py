@@ -142,7 +142,7 @@ class Protocol(HttpToolsProtocol):
             self._connections.remove(self.client[0])
 
     def data_received(self, data: bytes) -> None:
-        """Parses what has come, and sees to it that a head has an end."""
+        """Parse what has come, and sees to it that a head has an end."""
         if self._deaf:
             return
         self._unheard_bytes += len(data)
@@ -215,7 +215,7 @@ class Protocol(HttpToolsProtocol):
         self._unheard_bytes = 0
 
     def send_400_response(self, msg: str) -> None:
-        """Ends the connection since the parser failed."""
+        """End the connection since the parser failed."""
         self._refuse(self._refusal or ProtocolError(400, msg))
 
     # Refusals
@@ -224,7 +224,7 @@ class Protocol(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _refuse_in_parser(self, error: RequestError) -> None:
-        """Makes the parser stop; uvicorn then calls `send_400_response`."""
+        """Make the parser stop; uvicorn then calls `send_400_response`."""
         self._refusal = error
         raise error
 

@@ -56,7 +56,7 @@ END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 def run_server(
     config: ServerConfig, engine_config: EngineConfig, process: CoreProcess | None
 ) -> int:
-    """Serves until a signal ends it; returns the exit status.
+    """Serve until a signal ends it; returns the exit status.
 
     Args:
         config: the server's settings.
@@ -109,7 +109,7 @@ class _UvicornServer(uvicorn.Server):
     """A uvicorn server that leaves signals to us: its own handlers know no draining."""
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]  # a generator
-        """Captures none."""
+        """Capture none."""
         return nullcontext()
 
 
@@ -135,13 +135,13 @@ async def serve(
     *,
     announces: bool = True,
 ) -> int:
-    """Serves what comes to a socket that listens; returns the exit status.
+    """Serve what comes to a socket that listens; returns the exit status.
 
     Args:
         state: the server.
         listener: the socket.
         hear: has what it is given called for each signal that ends the server.
-        announces: whether it logs how the model can be used, and statistics; one of several front
+        announces: True if it logs how the model can be used, and statistics; one of several front
             ends does.
 
     Raises:
@@ -171,7 +171,7 @@ async def serve_app(
     listener: socket.socket,
     hear: Callable[[Callable[[int], None]], None] = hear_signals,
 ) -> int:
-    """Serves an application until a signal, or `state.on_failure`, ends it; returns the status."""
+    """Serve an application until a signal, or `state.on_failure`, ends it; returns the status."""
     config = state.config
     server = _UvicornServer(
         uvicorn.Config(
@@ -244,11 +244,11 @@ class _Shutdown:
         self._drain: asyncio.Task[None] | None = None
 
     def stop(self) -> None:
-        """Closes the listening socket and ends the server."""
+        """Close the listening socket and ends the server."""
         self._server.should_exit = True
 
     def on_signal(self, number: int) -> None:
-        """Handles SIGTERM and SIGINT."""
+        """Handle SIGTERM and SIGINT."""
         if self._drain is None:
             self._state.begin_drain()
             logger.info("draining", extra={"in_flight": self._state.num_active})
@@ -277,7 +277,7 @@ class _Shutdown:
 async def start_engine(
     config: ServerConfig, engine_config: EngineConfig, process: CoreProcess | None = None
 ) -> AsyncLLM:
-    """Starts the engine of a server, in `process` if given; returns while the model still loads."""
+    """Start the engine of a server, in `process` if given; returns while the model still loads."""
     names = engine_config.model.served_model_name
     return await AsyncLLM.start(
         engine_config,
@@ -297,14 +297,14 @@ async def start_engine(
 
 
 def allow_files() -> None:
-    """Allows as many open files as the system lets us have: each connection is one."""
+    """Allow as many open files as the system lets us have: each connection is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Listens on an address before the model loads, so that a taken port is found at once."""
+    """Listen on an address before the model loads, so that a taken port is found at once."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]
@@ -327,7 +327,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def bind_unix(path: str) -> socket.socket:
-    """Listens on a Unix socket; replaces one that a server which was killed has left."""
+    """Listen on a Unix socket; replaces one that a server which was killed has left."""
     listener = socket.socket(socket.AF_UNIX)
     try:
         if Path(path).is_socket():
@@ -346,7 +346,7 @@ def bind_unix(path: str) -> socket.socket:
 
 
 def is_any_address(host: str) -> bool:
-    """Whether who listens there listens on all of the machine's addresses."""
+    """Return whether who listens there listens on all of the machine's addresses."""
     try:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:  # a name
@@ -354,7 +354,7 @@ def is_any_address(host: str) -> bool:
 
 
 def _check_model(config: ServerConfig, engine_config: EngineConfig) -> None:
-    """Finds what is missing or does not fit before anybody is told that there is a server.
+    """Find what is missing or does not fit before anybody is told that there is a server.
 
     Of a model on the hub only the description is fetched; its weights come while the server
     listens.

@@ -46,7 +46,7 @@ class BatchLine(msgspec.Struct, frozen=True):
 def run_batch(
     config: ServerConfig, engine_config: EngineConfig, input_file: str, output_file: str
 ) -> int:
-    """Answers all lines of a file; returns the exit status.
+    """Answer all lines of a file; returns the exit status.
 
     Args:
         config: the settings of answers that are the server's.
@@ -80,7 +80,7 @@ def run_batch(
 
 
 def _open_private(path: Path) -> BinaryIO:
-    """Opens a file to be written that only this user can read, as it holds answers.
+    """Open a file to be written that only this user can read, as it holds answers.
 
     Raises:
         OSError: it cannot be written, or is another user's.
@@ -131,13 +131,13 @@ class _Batch:
         self._num_asking = 0
 
     async def add(self, number: int, line: bytes) -> None:
-        """Begins to answer a line, once there is room."""
+        """Begin to answer a line, once there is room."""
         while len(self._tasks) >= self._most:
             await self._write_first()
         self._tasks.append(asyncio.create_task(self._answer(number, line)))
 
     async def finish(self) -> None:
-        """Waits for all answers."""
+        """Wait for all answers."""
         while self._tasks:
             await self._write_first()
 

@@ -91,7 +91,7 @@ class ServerState(HttpState):
     # Life of the engine
 
     def start(self) -> None:
-        """Begins to start the engine; returns at once."""
+        """Begin to start the engine; returns at once."""
         self._started = asyncio.create_task(self._begin())
         self._loading = asyncio.create_task(self._load())
 
@@ -101,7 +101,7 @@ class ServerState(HttpState):
         return self.engine
 
     async def _load(self) -> None:
-        """Waits for the model, then for the end of the engine."""
+        """Wait for the model, then for the end of the engine."""
         assert self._started is not None
         try:
             engine = await asyncio.shield(self._started)
@@ -151,7 +151,7 @@ class ServerState(HttpState):
             raise EngineDeadError(str(error)) from error
 
     def fail(self, error: OctavoError) -> None:
-        """Notes that the engine is gone for good; the server has no more purpose.
+        """Note that the engine is gone for good; the server has no more purpose.
 
         Unless it has none anyway: who stops a server may stop its nodes in the same moment.
         """
@@ -160,7 +160,7 @@ class ServerState(HttpState):
             self.on_failure()
 
     async def close(self) -> None:
-        """Ends the engine. May be called twice."""
+        """End the engine. May be called twice."""
         started = self._loading, self._started, self._logging
         tasks = [task for task in started if task is not None]
         for task in tasks:
@@ -187,7 +187,7 @@ class ServerState(HttpState):
     # Requests
 
     def check_model(self, name: str | None) -> None:
-        """Refuses a model that is not served here.
+        """Reject a model that is not served here.
 
         Raises:
             NotFoundError: naming those that are.
@@ -221,7 +221,7 @@ class ServerState(HttpState):
 
     @contextlib.contextmanager
     def admit(self, count: int, param: str, tenant: str | None = None) -> Iterator[None]:
-        """Holds a place for `count` answers while they are made.
+        """Hold a place for `count` answers while they are made.
 
         Args:
             count: how many.

@@ -1,7 +1,7 @@
-"""What of a JSON schema xgrammar honours; the rest it would ignore without a word.
+"""Check that xgrammar supports each keyword of a JSON schema; it ignores the rest silently.
 
-The check goes by what is known to work, measured against a validator: a keyword beside others that
-are not known to work with it is refused, so that another backend gets the schema.
+The check allows combinations that are known to work, measured against a validator. It rejects all
+others, so that another backend gets the schema.
 """
 
 from __future__ import annotations
@@ -65,19 +65,19 @@ _FORMATS = frozenset(
         *("uri", "uri-reference", "uri-template"),
     }
 )
-# Beyond this the library leaves `multipleOf` out.
+# Beyond this the library ignores `multipleOf`.
 _MAX_MULTIPLE = 1000
-# In patterns; beyond 128 the library lets what is repeated before come again behind it.
+# In patterns; beyond 128 the library repeats the earlier part again after the last one.
 _MAX_REPEAT = 100
-# What JSON has to escape, which the library does not do in patterns.
+# Characters that JSON has to escape, which the library does not do in patterns.
 _ESCAPED = ((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C))
 
 
 def prepare_schema(schema: Any) -> None:
-    """Refuse a schema that xgrammar would not honour; write its patterns as xgrammar reads them.
+    """Reject a schema that xgrammar does not support; rewrite its patterns for xgrammar.
 
     Raises:
-        GrammarError: names the keyword.
+        GrammarError: a keyword is unsupported; the message names it.
     """
     check_depth(schema)
     todo, seen = [schema], {id(schema)}
@@ -94,10 +94,10 @@ def prepare_schema(schema: Any) -> None:
 
 
 def _read_pattern(pattern: str) -> str:
-    """Return a pattern of a schema as the library reads it, without its `^` and `$`.
+    """Return a pattern of a schema in the library's syntax, without its `^` and `$`.
 
     Raises:
-        GrammarError: the library would read it in another way, or not escape what it matches.
+        GrammarError: the library would misread the pattern, or not escape the matched text.
     """
     tokens = parse(pattern)
     if max_repeat(tokens) > _MAX_REPEAT:
@@ -118,7 +118,7 @@ def _read_pattern(pattern: str) -> str:
 
 
 def _check(schema: dict[str, Any], root: Any) -> list[Any]:
-    """Checks a schema; returns those inside of it that count."""
+    """Check a schema; return the relevant schemas inside of it."""
     for key in _NEVER:
         if key in schema and not (schema[key] is False and key in ("not", "uniqueItems")):
             raise _refusal(key)
@@ -137,7 +137,7 @@ def _check(schema: dict[str, Any], root: Any) -> list[Any]:
     if types is None:
         if not constraints:
             return []
-        # What it takes such a schema for; values of other types it does not generate.
+        # The library infers the type; it does not generate values of other types.
         if "properties" in schema or "additionalProperties" in schema:
             types = "object"
         elif "items" in schema or "prefixItems" in schema:
@@ -250,7 +250,7 @@ def _check_object(schema: dict[str, Any]) -> list[Any]:
 
 
 def _resolve(reference: Any, root: Any) -> Any:
-    """What a reference points at."""
+    """Return the target of a reference."""
     if reference == "#":
         return root
     found = root

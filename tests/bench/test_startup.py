@@ -45,7 +45,7 @@ def test_real_starts(tmp_path, capsys, monkeypatch):
 
 @pytest.fixture
 def fakes(monkeypatch):
-    """Starts that take no time; Ctrl-C comes instead of number `stop`."""
+    """Starts that take no time; Ctrl-C arrives instead of number `stop`."""
     seen = argparse.Namespace(events=[], stop=None)
 
     def measure(kind):

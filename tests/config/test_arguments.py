@@ -10,7 +10,7 @@ from tests.served import stand_in
 
 @pytest.fixture
 def serve(monkeypatch):
-    """Runs `octavo serve`; what would have been served, or the line of the error."""
+    """Run `octavo serve`; what would have been served, or the line of the error."""
 
     def run(*words):
         seen = {}

@@ -10,7 +10,7 @@ from tests.served import stand_in
 
 @pytest.fixture
 def serve(monkeypatch, tmp_path):
-    """Runs `octavo serve --config FILE`; what would have been served, or the error."""
+    """Run `octavo serve --config FILE`; what would have been served, or the error."""
 
     def run(content, *words):
         path = tmp_path / "settings.yaml"

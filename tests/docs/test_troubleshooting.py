@@ -36,7 +36,7 @@ def patterns():
 
 
 def said(message):
-    """Whether one text of the code makes up the message; less than half may stand before it."""
+    """Return True if one text of the code makes up most of the message."""
     found = [match.start() for p in patterns() if (match := p.search(message))]
     return bool(found) and min(found) < len(message) / 2
 

@@ -191,7 +191,7 @@ def draw_settings(rng: random.Random) -> dict[str, Any]:
 
 
 def check_model(seed: int, folder: Path) -> str:
-    """Starts the model that a number stands for and asks it; raises where something is wrong.
+    """Start the model that a number stands for and asks it; raises where something is wrong.
 
     Args:
         seed: the number.
@@ -280,7 +280,7 @@ def _assert_close(got: list[_Answer], expected: list[_Answer]) -> None:
 
 
 def main() -> None:
-    """Checks some models and counts what came of them."""
+    """Check some models and counts what came of them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=2000)

@@ -76,7 +76,7 @@ def serve(
     spare: bool = False,
     what: str = "serve",
 ) -> Iterator[Server]:
-    """Starts a server (or another command) on a free port and waits until `wait` answers 200.
+    """Start a server (or another command) on a free port and waits until `wait` answers 200.
 
     A warm spare, which takes as long to start as an engine, is for tests in which engines die.
     """
@@ -104,7 +104,7 @@ def serve(
 
 
 def wait_for(server: Server, path: str, timeout: float = 60) -> float:
-    """Waits until a path answers 200; returns how long that took, in seconds."""
+    """Wait until a path answers 200; returns how long that took, in seconds."""
     started = time.monotonic()
     while time.monotonic() - started < timeout:
         assert server.process.poll() is None, server.log.read_text()

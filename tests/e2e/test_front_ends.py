@@ -61,7 +61,7 @@ def wait_for_line(server, text):
 
 
 def wait_for_front_ends(server, number, but=()):
-    """Waits until so many serve, none of `but` among them."""
+    """Wait until so many serve, none of `but` among them."""
     end = time.monotonic() + 30
     while time.monotonic() < end:
         ready = server.log.read_text().count("INFO ready")

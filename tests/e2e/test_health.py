@@ -36,7 +36,7 @@ def expect_ready(server: Server, ready: bool) -> str:
 
 
 def ask(server: Server, ending: threading.Event, **fields: object) -> None:
-    """Sends one request after another."""
+    """Send one request after another."""
     body = {"model": "octavo/stories", "prompt": "The", "max_tokens": 50, "ignore_eos": True}
     while not ending.is_set():
         with contextlib.suppress(httpx.HTTPError):

@@ -182,7 +182,7 @@ def test_streams_and_batches_may_be_interleaved(llm):
 
 
 def interrupted_after(delay, work):
-    """Presses Ctrl-C after some seconds, wherever the main thread is then."""
+    """Press Ctrl-C after some seconds, wherever the main thread is then."""
     timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
 
     def work_until_then():

@@ -89,7 +89,7 @@ async def ask(engine: AsyncLLM, i: int) -> None:
 
 
 async def record(path: Path) -> None:
-    """Asks all requests, and kills the engine while they are in flight."""
+    """Ask all requests, and kills the engine while they are in flight."""
     engine = await AsyncLLM.start(
         EngineConfig.from_kwargs(**SETTINGS),
         warm_spare=False,

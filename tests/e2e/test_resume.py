@@ -34,7 +34,7 @@ def server(tmp_path_factory):
 
 
 def begin(server: Server, path: str, num_events: int = 10, last: str | None = None) -> bytes:
-    """Sends a request, or the same one again; goes away after some events."""
+    """Send a request, or the same one again; goes away after some events."""
     headers = {} if last is None else {"Last-Event-ID": last}
     found = b""
     with httpx.stream(

@@ -36,7 +36,7 @@ async def ask(client, prompt, on_text=lambda: None):
 
 
 async def ask_all(url, prompts=PROMPTS, at=None, then=None):
-    """Answers to prompts asked at once; after `at` events in all, `then` is called."""
+    """Answers to prompts sent at once; after `at` events in all, `then` is called."""
     count = 0
 
     def on_text():

@@ -243,7 +243,7 @@ def server(tmp_path_factory):
 
 
 def stream(server, index, texts, **fields):
-    """Collects a stream's text and its finish reason."""
+    """Collect a stream's text and its finish reason."""
     body = {"prompt": PROMPTS[index % 4], "max_tokens": 100, "seed": index, "ignore_eos": True}
     text, reason = "", None
     with (

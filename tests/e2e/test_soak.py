@@ -19,7 +19,7 @@ def server(tmp_path_factory):
 
 
 async def one_request(client: httpx.AsyncClient, rng: random.Random) -> str:
-    """Sends a random request, and in a third of the cases leaves before the answer is complete."""
+    """Send a random request, and in a third of the cases leaves before the answer is complete."""
     prompt = [rng.randrange(10, 4000) for _ in range(rng.randrange(1, 300))]
     body = {
         "model": "octavo/stories",

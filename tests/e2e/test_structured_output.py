@@ -95,7 +95,7 @@ def text(llm, answer):
 
 
 def check(llm, item, answer):
-    """Whether an answer is what was asked for."""
+    """Return whether an answer is what was asked for."""
     assert answer.error is None
     spec, said = item.sampling_params.grammar, text(llm, answer)
     if answer.reason == FinishReason.LENGTH or spec is None:

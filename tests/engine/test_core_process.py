@@ -54,7 +54,7 @@ async def start(progress_timeout: float = 60.0, restarts: int = 5, **settings: o
 
 
 def run(test, **settings):
-    """Runs a coroutine function with an engine of its own, just started."""
+    """Run a coroutine function with an engine of its own, just started."""
 
     async def main():
         engine = await start(**settings)
@@ -68,7 +68,7 @@ def run(test, **settings):
 
 @pytest.fixture(scope="module")
 def run_shared():
-    """Runs a coroutine function with the engine of all tests that leave it as it was."""
+    """Run a coroutine function with the engine of all tests that leave it as it was."""
 
     async def end():
         await engine.shutdown()

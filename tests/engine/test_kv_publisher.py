@@ -24,7 +24,7 @@ END = (-1).to_bytes(8, "big", signed=True)
 
 @pytest.fixture
 def context():
-    """Opens sockets."""
+    """Open sockets."""
     context, opened = zmq.Context(), []
 
     def open_socket(kind):

@@ -65,7 +65,7 @@ def _is_alive(pid):
 
 
 def gone(pids, seconds=5.0):
-    """Whether all processes end in time."""
+    """Return whether all processes end in time."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if not any(map(_is_alive, pids)):

@@ -33,7 +33,7 @@ def launcher(**kwargs) -> CoreLauncher:
 
 
 def has_ended(process: CoreProcess) -> None:
-    """Waits for the end, without taking note of it."""
+    """Wait for the end, without taking note of it."""
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
 

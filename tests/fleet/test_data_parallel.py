@@ -114,7 +114,7 @@ class Engines:
         return self.process(index).ids
 
     async def scale(self, size):
-        """Begins to; the engines that are started have to say that they are ready."""
+        """Begin to; the engines that are started have to say that they are ready."""
         task = asyncio.ensure_future(self.client.scale(size))
         for _ in range(40):
             await asyncio.sleep(0)

@@ -111,7 +111,7 @@ class Client:
 
 
 def run(test, monkeypatch, config=None, **settings):
-    """Runs a coroutine function with an engine whose process is a stand-in."""
+    """Run a coroutine function with an engine whose process is a stand-in."""
     monkeypatch.setattr(async_llm, "Supervisor", Client)
     monkeypatch.setattr(async_llm, "CoreLauncher", lambda config, path, **settings: settings)
     monkeypatch.setattr(async_llm, "_TRIM_INTERVAL", 0.002)

@@ -36,7 +36,7 @@ def make_work(rows=24, n=320, k=256):
 
 
 def run_python(code):
-    """Runs code in a process of its own, whose threads nobody else has used; returns its output."""
+    """Run code in a process of its own, whose threads nobody else has used; returns its output."""
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )

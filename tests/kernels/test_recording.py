@@ -115,7 +115,7 @@ def as_tuple(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def record(run: Callable[[Tensor], object]) -> int:
-    """Calls recorded of what is done with a tensor whose numbers are apart."""
+    """Call recorded of what is done with a tensor whose numbers are apart."""
     plan, x = _native.Plan(), torch.ones(4, 8)[:, ::2]
     with ops.record(plan, Arena(2**12)):
         run(x)

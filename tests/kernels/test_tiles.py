@@ -22,7 +22,7 @@ def variants() -> list[str]:
 
 @pytest.fixture(params=variants())
 def tiles(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs a test on the variants that have tiles."""
+    """Run a test on the variants that have tiles."""
     before = native.isa()
     native.set_isa(request.param)
     yield request.param

@@ -28,7 +28,7 @@ def make_request(request_id, tokens, *, hashed=True, salt=None, leader=None, **p
 
 
 def admit(manager, request, num_new=None, *, end_step=True):
-    """Starts a request as the scheduler does; returns its hit in tokens, or None."""
+    """Start a request as the scheduler does; returns its hit in tokens, or None."""
     hit, start = manager.get_computed_blocks(request)
     num_new = request.num_tokens - start if num_new is None else num_new
     if manager.allocate_slots(request, num_new, hit) is None:
@@ -40,7 +40,7 @@ def admit(manager, request, num_new=None, *, end_step=True):
 
 
 def advance(manager, request, num_new=1, tokens=()):
-    """Continues a request, then appends sampled tokens."""
+    """Continue a request, then appends sampled tokens."""
     new = manager.allocate_slots(request, num_new)
     request.num_computed_tokens += num_new
     request.append_output_token_ids(list(tokens))
@@ -607,7 +607,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return pool.free_queue.to_list(), known, [self.manager.get_block_ids(r) for r in live]
 
     def allocate(self, request, start, num_new, hit=None):
-        """Whether there was room; nothing has changed if not."""
+        """Return whether there was room; nothing has changed if not."""
         before = self.books()
         end = start + num_new
         new = self.manager.allocate_slots(request, num_new, hit)

@@ -39,7 +39,7 @@ def site():
 
 @pytest.fixture
 def fetching():
-    """Makes clients: of a key, with seconds to wait."""
+    """Make clients: of a key, with seconds to wait."""
     clients = []
 
     def make(secret=SECRET, timeout=10.0):

@@ -52,7 +52,7 @@ class Runner:
         self.kept: dict[int, Tensor] = {}
 
     def step(self, scheduled: dict[int, list[int]]) -> dict[int, Tensor]:
-        """Computes tokens for some requests; returns their logits [tokens, vocab_size]."""
+        """Compute tokens for some requests; returns their logits [tokens, vocab_size]."""
         ids, positions, slots, starts, lens = [], [], [], [0], []
         for req, tokens in scheduled.items():
             begin = self.num_computed[req]
@@ -165,7 +165,7 @@ def _config_class(architecture: str) -> Any:
 
 
 def save_config(folder: Path, architecture: str, config: dict[str, Any]) -> ModelSpec:
-    """Saves a config.json as transformers writes it, and reads it."""
+    """Save a config.json as transformers writes it, and reads it."""
     hf_config = _config_class(architecture)(**config)
     hf_config.architectures = [architecture]
     hf_config.save_pretrained(folder)
@@ -175,13 +175,13 @@ def save_config(folder: Path, architecture: str, config: dict[str, Any]) -> Mode
 def save_and_load(
     hf_model: Any, folder: Path, dtype: torch.dtype = torch.float32, **options: Any
 ) -> Model:
-    """Saves a transformers model and loads it as Octavo's."""
+    """Save a transformers model and loads it as Octavo's."""
     hf_model.save_pretrained(folder)
     return load(folder, dtype, **options)
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Model:
-    """Loads a folder."""
+    """Load a folder."""
     spec = read_spec(folder)
     return load_model(spec, folder, dtype=dtype, device=CPU, **{"ops": NativeOps()} | options)
 

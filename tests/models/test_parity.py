@@ -336,7 +336,7 @@ def test_longrope(tmp_path: Path) -> None:
 
 
 def old_form(folder: Path) -> None:
-    """Rewrites config.json as transformers 4 wrote it."""
+    """Rewrite config.json as transformers 4 wrote it."""
     file = folder / "config.json"
     config = json.loads(file.read_text())
     config["torch_dtype"] = config.pop("dtype")

@@ -118,7 +118,7 @@ def save(folder: Path, architecture: str) -> Any:
 
 
 def remove(folder: Path, module: str) -> None:
-    """Takes a module out of a checkpoint."""
+    """Take a module out of a checkpoint."""
     from safetensors.torch import load_file, save_file
 
     state = load_file(folder / "model.safetensors")

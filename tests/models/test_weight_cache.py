@@ -45,7 +45,7 @@ def cache(tmp_path: Path) -> WeightCache:
 
 @pytest.fixture
 def packs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Grows with every weight that is packed."""
+    """Grow with every weight that is packed."""
     calls: list[str] = []
     for name in ("pack_weight", "quantize_weight"):
         original = getattr(NativeOps, name)
@@ -226,7 +226,7 @@ WeightCache(__import__("pathlib").Path({str(folder)!r}), 2**30).keep(
 
 
 def _race(folder: Path, seed: int, failed: Any) -> None:
-    """Writes and reads two keys over and over where only one fits."""
+    """Write and read two keys over and over where only one fits."""
     cache = WeightCache(folder, 5000)
     os.fsync = lambda _: None  # type: ignore[assignment]  # nobody waits for the disk
     for i in range(60):

@@ -39,7 +39,7 @@ def banned(meta):
 
 
 def same(a, b):
-    """Whether two metadata say the same."""
+    """Return whether two metadata say the same."""
     if not np.array_equal(a.params, b.params) or not np.array_equal(a.num_logprobs, b.num_logprobs):
         return False
     kinds = (AllowedTokenIds, BadWords, MinTokens, LogitBias, Penalties)
@@ -79,7 +79,7 @@ def numbers(row):
 
 
 def append(state, row, *tokens):
-    """Gives a row the tokens that it has generated."""
+    """Give a row the tokens that it has generated."""
     state.append(np.array([row]), np.array(tokens), np.array([len(tokens)]))
 
 

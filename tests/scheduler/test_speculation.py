@@ -6,7 +6,7 @@ from octavo.scheduler.speculation import DraftLengths
 
 
 def run(lengths, steps, seconds, right, *, num_reqs=1, found=1.0, seed=0):
-    """Runs steps; returns the time that they took and the tokens that they brought.
+    """Run steps; returns the time that they took and the tokens that they brought.
 
     Args:
         seconds: of a step, by the rows that are computed and by the drafts of each request.

@@ -341,7 +341,7 @@ def with_server(
     headers: dict[str, str] | None = None,
     **settings: Any,
 ) -> None:
-    """Runs a scenario against a server in this process, without sockets."""
+    """Run a scenario against a server in this process, without sockets."""
 
     async def run() -> None:
         fake = engine()

@@ -216,7 +216,7 @@ def test_each_key_has_its_own_prefix_cache():
 
 
 def answered(host, *headers, allowed=()):
-    """Whether a server that listens on `host` answers to these Host headers."""
+    """Return whether a server that listens on `host` answers to these Host headers."""
     try:
         AllowedHosts(ServerConfig(host=host, allowed_hosts=list(allowed))).check(headers)
     except HostError:

@@ -45,7 +45,7 @@ def read_all(raw):
 
 
 def talk(server, *pieces):
-    """Sends the pieces; all that comes back until the server ends the connection."""
+    """Send the pieces; all that comes back until the server ends the connection."""
     with connect(server) as raw:
         with suppress(ConnectionError):
             for piece in pieces:
@@ -54,7 +54,7 @@ def talk(server, *pieces):
 
 
 def drips(raw, data):
-    """Sends a byte now and then; how many until the connection ended."""
+    """Send a byte now and then; how many until the connection ended."""
     for i in range(len(data)):
         try:
             raw.sendall(data[i : i + 1])

@@ -18,7 +18,7 @@ def line(custom_id, body, url="/v1/completions", **others):
 
 @pytest.fixture
 def answer(monkeypatch, tmp_path):
-    """Answers lines by a fake engine; what was written."""
+    """Answer lines by a fake engine; what was written."""
 
     def run(*lines, engine=None, **settings):
         async def start(config, engine_config):

@@ -35,7 +35,7 @@ def get(served, path, **headers):
 
 
 async def leave(call, num_events=3):
-    """Goes away in the middle of a stream; returns what has come."""
+    """Go away in the middle of a stream; returns what has come."""
     while call.body.count(b"\n\n") < num_events:
         call.grown.clear()
         await call.grown.wait()

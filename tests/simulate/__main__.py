@@ -40,7 +40,7 @@ def failures(seeds: range) -> list[tuple[int, str]]:
 
 
 def fails(schedule: Schedule) -> bool:
-    """Whether a schedule fails."""
+    """Return whether a schedule fails."""
     try:
         run(schedule)
     except Exception:
@@ -49,7 +49,7 @@ def fails(schedule: Schedule) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the status: 0, or 1 if something was found."""
+    """Return the status: 0, or 1 if something was found."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.simulate",
         description=__doc__,

@@ -76,7 +76,7 @@ class Arrival:
     compiling: float = 0.0
     """Steps until its grammar is there."""
     is_bad: bool = False
-    """Whether its grammar is refused then, or without one it fails by itself."""
+    """True if its grammar is refused then, or without one it fails by itself."""
     logprobs: bool = False
     prompt_logprobs: bool = False
 
@@ -115,7 +115,7 @@ class Death:
 
     at: float
     with_outputs: bool = False
-    """Whether what it has just brought is lost, too."""
+    """True if what it has just brought is lost, too."""
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,7 @@ def shrink(schedule: Schedule, fails: Callable[[Schedule], bool]) -> Schedule:
 
 
 def _smaller(schedule: Schedule) -> Iterator[Schedule]:
-    """Schedules one step smaller, the greatest steps first."""
+    """Schedule one step smaller, the greatest steps first."""
     events, settings = schedule.events, schedule.settings
     size = len(events)
     while size := size // 2:

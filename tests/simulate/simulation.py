@@ -65,7 +65,7 @@ _PARAMS = {
 
 
 def run(schedule: Schedule) -> None:
-    """Runs it to its end.
+    """Run it to its end.
 
     Raises:
         Exception: whatever was found: an AssertionError, or what the engine raised.
@@ -478,7 +478,7 @@ class Simulation:
                 self._check_answer(arrival, index)
 
     def _check_answer(self, arrival: Arrival, index: int) -> None:
-        """Holds what a client got against what it would have got alone."""
+        """Hold what a client got against what it would have got alone."""
         name, key = arrival.name, (arrival.name, index)
         params, tokens = _core_request(arrival).child(index).sampling_params, self._tokens[key]
         allowed = None if arrival.grammar is None else arrival.allowed

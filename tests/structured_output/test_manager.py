@@ -54,7 +54,7 @@ def make(text, output=(), request_id="0", backend="auto", tenant=None):
 
 
 def finish(manager, *requests):
-    """Adds requests and waits for them; the errors of those that failed."""
+    """Add requests and waits for them; the errors of those that failed."""
     left = [request for request in requests if not manager.add(request)]
     errors = {}
     while left:

@@ -114,7 +114,7 @@ def test_case_and_properties_are_for_llguidance():
 
 
 def spelt(compiled, text):
-    """Whether a text is accepted as JSON, with escapes or without."""
+    """Return whether a text is accepted as JSON, with escapes or without."""
     return any(accepts(compiled, json.dumps(text, ensure_ascii=e)) for e in (True, False))
 
 

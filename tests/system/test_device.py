@@ -50,7 +50,7 @@ def nodes(tmp_path, monkeypatch):
 
 
 def in_thread(work):
-    """Runs `work` on a thread of its own, which bindings end with; returns or raises its result."""
+    """Run `work` on a thread of its own, which bindings end with; returns or raises its result."""
     result = []
 
     def run():

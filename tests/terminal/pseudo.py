@@ -52,7 +52,7 @@ class Terminal:
         self.type("\x1b[200~" + text.replace("\n", "\r") + "\x1b[201~")
 
     def wait_for(self, pattern):
-        """Waits until what came since the last call matches; returns that up to its end."""
+        """Wait until what came since the last call matches; returns that up to its end."""
         end = time.monotonic() + 30
         while (match := re.compile(pattern).search(self.output, self._seen)) is None:
             assert time.monotonic() < end, self.output
@@ -61,7 +61,7 @@ class Terminal:
         return self.output[begin : match.end()]
 
     def interrupt(self, pattern):
-        """Presses Ctrl-C until what comes matches: readline may miss one as it begins a line."""
+        """Press Ctrl-C until what comes matches: readline may miss one as it begins a line."""
         for _ in range(5):
             self.type("\x03")
             end = time.monotonic() + 3
@@ -73,7 +73,7 @@ class Terminal:
         raise AssertionError(self.output)
 
     def wait(self):
-        """Waits for the program's end; returns its status."""
+        """Wait for the program's end; returns its status."""
         while self._read():
             pass
         _, status = os.waitpid(self.pid, 0)
@@ -81,7 +81,7 @@ class Terminal:
         return self._status
 
     def _read(self):
-        """Takes in what comes within a second; False at the end."""
+        """Take in what comes within a second; False at the end."""
         if not select.select([self._fd], [], [], 1)[0]:
             return True
         try:

@@ -131,7 +131,7 @@ def test_a_process_killed_in_the_middle_of_a_render(monkeypatch):
 
 
 def busy(pid):
-    """Whether the process renders: it is started and has used some time since."""
+    """Return whether the process renders: it is started and has used some time since."""
     try:
         return sum(psutil.Process(pid).cpu_times()[:2]) > 0.4
     except psutil.NoSuchProcess:

@@ -23,7 +23,7 @@ def add(batch: InputBatch, req_id: str, tokens, blocks, computed=0) -> int:
 
 
 def one_each(batch: InputBatch, rows: list[int], tokens: list[int]) -> list[int]:
-    """Appends one token to each of some rows."""
+    """Append one token to each of some rows."""
     return batch.append(np.array(rows), np.array(tokens), np.ones(len(rows), np.int64)).tolist()
 
 

@@ -111,7 +111,7 @@ class Runner:
         drafts: dict[str, list[int]] | None = None,
         grammar: GrammarOutput | None = None,
     ) -> model_runner.PendingOutput:
-        """Runs a step of so many tokens of each request, and its drafts."""
+        """Run a step of so many tokens of each request, and its drafts."""
         blocks = {req_id: [ids] for req_id, ids in (more_blocks or {}).items()}
         drafts, first = drafts or {}, {request.req_id: request for request in new}
         scheduled = []

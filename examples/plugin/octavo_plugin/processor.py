@@ -16,9 +16,9 @@ class EvenTokens(LogitsProcessor):
     extra_args = frozenset({"even_tokens"})
 
     def add_row(self, new: NewRow) -> bool:
-        """Keeps nothing: what it does is the same for all."""
+        """Keep nothing: what it does is the same for all."""
         return bool((new.params.extra_args or {})["even_tokens"])
 
     def apply(self, ops: Ops, logits: torch.Tensor, step: StepRows) -> None:
-        """Forbids the others."""
+        """Forbid the others."""
         logits[torch.from_numpy(step.at), 1::2] = -math.inf

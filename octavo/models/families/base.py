@@ -70,7 +70,7 @@ class Heads:
 
     @classmethod
     def read(cls, config: ConfigJson) -> Heads:
-        """Reads the fields that most families have; raises as `of`.
+        """Read the fields that most families have; raises as `of`.
 
         Without head_dim, the heads share the hidden size as transformers divides it: rounded down.
         """
@@ -213,7 +213,7 @@ def model_spec(
     bare_prefix: str,
     ignored: tuple[str, ...] = (),
 ) -> ModelSpec:
-    """Puts a spec together from what a family has read and what is the same for all."""
+    """Put a spec together from what a family has read and what is the same for all."""
     folder = Path(config.where).parent
     eos_token_ids = config.token_ids("eos_token_id")
     defaults: dict[str, float | int] = {}

@@ -71,12 +71,12 @@ class LlamaLike:
     embed_scale_given: bool = False
     """See `EmbedSpec.scale_given`."""
     tied: bool = False
-    """Whether embedding and LM head are, where the config does not say."""
+    """True if embedding and LM head are, where the config does not say."""
     logit_scale: float | None = None
     logit_soft_cap: float | None = None
 
     def read(self, config: ConfigJson) -> ModelSpec:
-        """Reads what is left."""
+        """Read what is left."""
         heads = Heads.read(config)
         hidden, inner = heads.hidden_size, config.integer("intermediate_size")
         num_layers = read_num_layers(config)

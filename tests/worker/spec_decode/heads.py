@@ -37,7 +37,7 @@ def base_model() -> Llama:
 
 
 def save(head: EagleHead | MedusaHeads, folder: Path, std: float = 0.03) -> None:
-    """Makes a head's weights a little random, saves it, and takes the rounded weights back."""
+    """Make a head's weights a little random, saves it, and takes the rounded weights back."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in head.parameters():
