@@ -30,8 +30,8 @@ class Grammar(ABC):
         """Advance by the tokens up to the first that the grammar does not allow.
 
         Returns:
-            Number of accepted tokens. Where the grammar may end, a stop token is accepted and ends
-            it.
+            Number of accepted tokens. A stop token is accepted where the grammar may end; it ends
+            the grammar.
         """
 
     @abstractmethod

@@ -199,8 +199,7 @@ class GrammarCompiler:
         self._joining: dict[tuple[GrammarProcess, int], _Compile] = {}
         """Small grammars that a shared process is compiling, by their numbers there."""
         self._feeds: dict[GrammarProcess, tuple[int, float]] = {}
-        """Number of requests in feeding, and the processor time at which their process is
-        killed."""
+        """Number of requests in feeding, and the processor time that kills their process."""
         self.has_ended = False
         """True if the thread has ended, by `shutdown` or a fault."""
         self._watched = 0.0
@@ -339,9 +338,7 @@ class GrammarCompiler:
                     continue
                 own = sum(job.key[0] == tenant for job in self._running)
                 if own < self._places() and self._has_room(tenant):
-                    self._queues[tenant] = self._queues.pop(
-                        tenant
-                    )  # the tenant is the last one now
+                    self._queues[tenant] = self._queues.pop(tenant)  # now the last one
                     job = waiting.popleft()
                     self._running.append(job)
                     self._try_next(job)
