@@ -561,8 +561,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
 
 
 class BeamSearchParams(msgspec.Struct, omit_defaults=True):
-    """Parameters of a beam search. Names and defaults are vLLM's, except `early_stopping`.
     """Parameters of a beam search: vLLM's names and defaults, and also `early_stopping`.
+
     Raises:
         RequestError: a field is wrong; the message has the field, the value and the range.
     """
