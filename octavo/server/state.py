@@ -236,8 +236,8 @@ class ServerState(HttpState):
         limit = self.config.max_num_queued_reqs
         if limit and count > limit:
             raise RequestError(
-                f"The request asks for {count} answers (prompts x n), but the server accepts at most "
-                f"{limit} unfinished ones (--max-num-queued-reqs); split it.",
+                f"The request asks for {count} answers (prompts x n), but the server accepts at "
+                f"most {limit} unfinished ones (--max-num-queued-reqs); split it.",
                 param,
             )
         free, held = limit - self._num_admitted, self._admitted[tenant]
