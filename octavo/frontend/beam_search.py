@@ -209,7 +209,7 @@ def candidates_of(output: RequestOutput) -> FlatLogprobs:
 
 
 def beam_search_nbytes(request: EngineCoreRequest, search: BeamSearch, vocab_size: int) -> int:
-    """Return the maximum bytes of a search: it has as many live beams as finished ones."""
+    """Return the maximum bytes of a search: equal numbers of live and finished beams."""
     params = step_params(search)
     core = msgspec.structs.replace(request.sampling_params, logprobs=search.num_logprobs)
     whole = msgspec.structs.replace(request, n=2 * search.width, sampling_params=core)

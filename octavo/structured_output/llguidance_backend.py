@@ -215,9 +215,9 @@ def _check_schema(root: Any) -> None:
                 raise _refusal(f"{key} is not supported")
         if schema is not root and "$id" in schema and "$ref" in schema:
             # The draft decides whether the reference is relative to the $id.
-            raise _refusal("$id beside $ref is not supported")
+            raise _refusal("$id together with $ref is not supported")
         if counts_repeated(schema):
-            raise _refusal("minProperties is not supported where a property may come twice")
+            raise _refusal("minProperties is not supported where a property may occur twice")
 
 
 def _check_bounds(root: Any) -> None:

@@ -131,7 +131,7 @@ def _check(schema: dict[str, Any], root: Any) -> list[Any]:
             combining[1:] + constraints + (["type"] if "type" in schema and not is_enum else [])
         )
         if others:
-            raise _refusal(f"{others[0]} beside {key}")
+            raise _refusal(f"{others[0]} together with {key}")
         return _check_combining(schema, key, root)
     types = schema.get("type")
     if types is None:
@@ -193,7 +193,7 @@ def _check_multiple(schema: dict[str, Any], types: list[Any]) -> None:
     if not isinstance(multiple, int) or not 0 < multiple <= _MAX_MULTIPLE:
         raise _refusal(f"multipleOf that is not a whole number up to {_MAX_MULTIPLE}")
     for key in sorted(_NUMBER & schema.keys()):
-        raise _refusal(f"multipleOf beside {key}")
+        raise _refusal(f"multipleOf together with {key}")
 
 
 def _check_string(schema: dict[str, Any]) -> None:
@@ -201,7 +201,7 @@ def _check_string(schema: dict[str, Any]) -> None:
         if key in schema:  # the library lets control characters through
             raise _refusal(key)
     if "pattern" in schema and "format" in schema:
-        raise _refusal("format beside pattern")
+        raise _refusal("format together with pattern")
     if isinstance(schema.get("pattern"), str):
         schema["pattern"] = _read_pattern(schema["pattern"])
     if "format" in schema and schema["format"] not in _FORMATS:
@@ -220,24 +220,24 @@ def _check_object(schema: dict[str, Any]) -> list[Any]:
             raise _refusal(f"required {str(name)[:80]!r}, which is not in properties")
     if patterns:
         if properties or len(patterns) > 1 or isinstance(additional, dict):
-            raise _refusal("patternProperties beside other properties")
+            raise _refusal("patternProperties together with other properties")
         patterns = {_read_pattern(pattern): value for pattern, value in patterns.items()}
         schema["patternProperties"] = patterns
     rest = ("properties", "patternProperties", "additionalProperties", "unevaluatedProperties")
     if "maxProperties" in schema and names is None and schema.keys().isdisjoint(rest):
         raise _refusal("maxProperties without properties")
     if properties and (additional is True or additional == {}):
-        raise _refusal("properties beside others of any kind")  # "\\u0061" would be one, beside "a"
+        raise _refusal("properties together with others of any kind")  # "\\u0061" next to "a"
     if isinstance(additional, dict) and any(
         json.dumps(name, ensure_ascii=False) != f'"{name}"' for name in properties
     ):
-        raise _refusal("additionalProperties beside a name that JSON escapes")
+        raise _refusal("additionalProperties together with a name that JSON escapes")
     if counts_repeated(schema):
-        raise _refusal("minProperties, where a property may come twice")
+        raise _refusal("minProperties, where a property may occur twice")
     if names is not None:
         for key in rest:
             if schema.get(key, True) is not True:
-                raise _refusal(f"propertyNames beside {key}")
+                raise _refusal(f"propertyNames together with {key}")
         if not isinstance(names, dict) or not names.keys() <= {
             *_KEYWORDS["string"],
             *_LENGTHS,
