@@ -1,4 +1,4 @@
-"""Packages with logits processors, as the engine finds them when they are installed."""
+"""Packages with logits processors, as the engine finds installed ones."""
 
 import importlib
 
@@ -42,7 +42,7 @@ class NoRepeat(LogitsProcessor):
 def install(folder, monkeypatch, source, kind, name="toy"):
     """Put a package of one module with one entry point on the path, for one test.
 
-    Modules stay imported, so each test that wants another source takes another name.
+    Modules stay imported, so a test with another source must use another name.
     """
     (folder / f"{name}.py").write_text(source)
     info = folder / f"{name}-1.0.dist-info"

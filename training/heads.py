@@ -251,9 +251,7 @@ def acceptance(
             tokens = torch.tensor(text.ids)
             hidden = base.hidden(tokens[None])
             count = len(tokens) - 1 - steps
-            first = max(
-                text.counts.index(True) - 1, 0
-            )  # the position that gave the first own token
+            first = max(text.counts.index(True) - 1, 0)  # it gave the first counted token
             if count <= first:
                 continue
             if isinstance(head, EagleHead):

@@ -16,6 +16,6 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def one_and_two_threads() -> Iterator[tuple[int, int]]:
-    """Thread counts to compare; sets the default back afterwards."""
+    """Yield thread counts to compare; restore the default afterwards."""
     yield (1, 2)
     native.set_num_threads(0)

@@ -1,4 +1,4 @@
-"""Processes that are watched by the first one; these run a few lines each."""
+"""Child processes of a few lines, watched by the first one."""
 
 import asyncio
 import os
@@ -71,7 +71,7 @@ def test_silence_is_found(start):
         """)
         return await child.watch(0.3)
 
-    assert asyncio.run(test()).startswith("has said nothing for 2.")  # less is chance
+    assert asyncio.run(test()).startswith("has said nothing for 2.")  # a shorter silence is chance
 
 
 def test_one_that_never_says_a_word(start, monkeypatch):
