@@ -82,8 +82,7 @@ class FlatLogprobs(Sequence[Any]):
         self._num_rows = len(self._ranks)
 
     def copy(self) -> FlatLogprobs:
-        """Return a copy without positions that are added later. Do not add positions to the
-        copy."""
+        """Return a snapshot: it has no later positions, and none may be added to it."""
         new = FlatLogprobs(self.text_of, of_prompt=self._of_prompt, ranked=self.ranked)
         new._token_ids, new._logprobs, new._ranks = self._token_ids, self._logprobs, self._ranks
         new._num_rows = self._num_rows

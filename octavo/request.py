@@ -125,8 +125,7 @@ class Request:
         self.num_output_placeholders = 0
         """Number of tokens that steps in flight will sample (async scheduling)."""
         self.num_spec_in_flight = 0
-        """Number of drafts in flight: an equal number of placeholders and computed tokens may be
-        lost."""
+        """Number of drafts in flight; each may cost a placeholder and a computed token."""
         self.num_forced = 0
         """Number of tokens that its grammar forces after those that steps in flight sample: the
         next step drafts them."""

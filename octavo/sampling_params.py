@@ -245,8 +245,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     frequency_penalty: float = 0.0
     """Amount subtracted from a token's logit for each time it was generated; -2 to 2."""
     repetition_penalty: float = 1.0
-    """Divisor (of positive logits) or factor (of negative ones) for tokens in prompt or output;
-    more than 0, at most 1000."""
+    """Divisor of positive logits, factor of negative ones, for tokens in prompt or output; more
+    than 0, at most 1000."""
     temperature: float = 1.0
     """Divisor of the logits; 0 is greedy."""
     watermarking: bool | None = None

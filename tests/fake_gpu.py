@@ -162,8 +162,7 @@ class FakeGpu:
         self.waits.append(f"{what} in {place.filename}:{place.lineno}")
 
     def _check_devices(self, name: str, args: Any, kwargs: Any) -> None:
-        """Check devices as torch does, and more strictly: it would move an index, and wait for
-        that."""
+        """Check devices more strictly than torch: it would move an index, and wait for that."""
         for x in pytree.tree_leaves((args, kwargs)):
             if isinstance(x, torch.Tensor) and not isinstance(x, GpuTensor) and x.dim() > 0:
                 raise RuntimeError(

@@ -208,8 +208,7 @@ def head_loop(
     batch_tokens: int = 1024,
     start: Path | None = None,
 ) -> Loop:
-    """Return the loop that trains ``eagle`` or ``medusa`` for the Llama in ``base``, on its
-    text."""
+    """Return the loop that trains ``eagle`` or ``medusa`` for the Llama in ``base``."""
     torch.manual_seed(seed)
     model = load_model(base).requires_grad_(False)
     head: EagleHead | MedusaHeads

@@ -18,7 +18,7 @@ from octavo.models.spec import ModelSpec
 
 
 class EagleModel:
-    """Model that guesses the next hidden state, from a token's and the next token's embedding.
+    """Model that guesses the next hidden state from a token's state and the next token's embedding.
 
     It differs from `Model` in two points: it computes from the `inputs` that `fill` has set, and
     `head` selects hidden states, which `guess` turns into logits.

@@ -207,8 +207,7 @@ def _bare_host(host: str) -> str:
 
 
 def tenant_of(api_key: str | None) -> str | None:
-    """Return the tenant of an API key: the owner of tokens and memory; it does not reveal the
-    key."""
+    """Return the tenant of an API key, which owns tokens and memory; it does not reveal the key."""
     if api_key is None:
         return None
     return hmac.new(api_key.encode(), b"tenant", hashlib.sha256).hexdigest()

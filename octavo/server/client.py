@@ -45,8 +45,7 @@ class Client:
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._url = _api_address(url)
         self.usage: Usage | None = None
-        """Tokens of the latest answer; None before its end, or if the server does not report
-        them."""
+        """Tokens of the latest answer; None before its end, or if the server does not send them."""
         self.defaults: dict[str, Any] = {}
         """Default sampling parameters of the model, which servers do not report."""
         self._http = httpx.Client(headers=headers, timeout=_TIMEOUT)

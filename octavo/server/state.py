@@ -262,8 +262,7 @@ class ServerState(HttpState):
         self._finish_times.extend([time.monotonic()] * min(count, _RECENT_ANSWERS))
 
     def _retry_after(self, places: int) -> int:
-        """Return the seconds until `places` more answers will have finished, by recent
-        throughput."""
+        """Return the seconds until `places` more answers have probably finished."""
         now = time.monotonic()
         recent = [t for t in self._finish_times if now - t < _RECENT_SECONDS]
         if not recent:

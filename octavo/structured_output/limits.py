@@ -50,7 +50,7 @@ MAX_PATTERNS = 1_000
 MAX_TAGS = 500
 """Tags or triggers of a structural tag."""
 
-# A class with more characters than this weighs twice their number.
+# A class of this length weighs twice its characters; longer ones weigh more.
 _CLASS_CHARS = 700
 # A repetition with more digits than this is beyond every bound.
 _MAX_DIGITS = 9

@@ -112,8 +112,7 @@ class StructuredOutputManager:
         self._alone: set[int] = set()
         """Hashes of the keys of grammars that must not share a process, since theirs broke."""
         self._refused: dict[int, str] = {}
-        """Reasons for which grammars broke their dedicated processes, by the hashes of their
-        keys."""
+        """Reasons why grammars broke their dedicated processes, by the hashes of their keys."""
         self._waiting: dict[Key, list[Request]] = {}
         """Requests whose grammars are being compiled."""
         self._feeding: dict[int, Request] = {}
@@ -156,8 +155,7 @@ class StructuredOutputManager:
         return self._join(request, key)
 
     def take_finished(self) -> list[tuple[Request, RequestError | None]]:
-        """Return the requests with a newly compiled or rejected grammar, the latter with the
-        reason.
+        """Return the requests whose grammar has been compiled or rejected, with the error.
 
         Some may have ended meanwhile.
         """

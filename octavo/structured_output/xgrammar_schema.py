@@ -67,7 +67,7 @@ _FORMATS = frozenset(
 )
 # Beyond this the library ignores `multipleOf`.
 _MAX_MULTIPLE = 1000
-# In patterns; beyond 128 the library repeats the earlier part again after the last one.
+# In patterns; beyond 128 the library lets an earlier repeated part occur again after it.
 _MAX_REPEAT = 100
 # Characters that JSON has to escape, which the library does not do in patterns.
 _ESCAPED = ((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C))

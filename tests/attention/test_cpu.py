@@ -168,8 +168,7 @@ def test_head_sizes_of_caches_of_bytes(cache_dtype: torch.dtype) -> None:
 
 
 def through_the_cache(value: Tensor, cache_dtype: torch.dtype, backend: AttentionBackend) -> Tensor:
-    """Return values [T, 8] read back from a cache: a token that sees only itself returns its
-    own."""
+    """Return values [T, 8] read back from a cache: a token that sees only itself gets its own."""
     tokens = len(value)
     kv_cache = new_cache(backend.kv_cache_shape(tokens, 8, 1, 8, cache_dtype), cache_dtype)
     slots = torch.arange(tokens) * 8

@@ -10,8 +10,7 @@ from tests.served import stand_in
 
 @pytest.fixture
 def serve(monkeypatch, tmp_path):
-    """Return a run of `octavo serve --config FILE`: the config that it would serve, or the
-    error."""
+    """Return a run of `octavo serve --config FILE`: the config to serve, or the error."""
 
     def run(content, *words):
         path = tmp_path / "settings.yaml"
