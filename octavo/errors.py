@@ -225,7 +225,7 @@ class EngineStoppedError(EngineDeadError):
 
 
 class NodeMissingError(EngineDeadError):
-    """Machine of an engine that is missing, or has gone missing."""
+    """Missing machine of an engine."""
 
 
 class BenchError(OctavoError):

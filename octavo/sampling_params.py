@@ -104,7 +104,7 @@ class RequestOutputKind(enum.IntEnum):
     CUMULATIVE = 0
     """All text and tokens so far."""
     DELTA = 1
-    """Only what is new since the last output."""
+    """Only the part since the last output."""
     FINAL_ONLY = 2
     """One output, when the request has finished."""
 

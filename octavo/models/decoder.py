@@ -48,8 +48,7 @@ class DecoderModel:
     def forward(self, input_ids: Tensor, step: StepContext) -> Tensor:
         """Return the hidden states after the final norm.
 
-        A stage starts from `StepContext.received`, and hands its own hidden states on without a
-        norm.
+        A stage starts from `StepContext.received`, and passes its hidden states on without a norm.
         """
         x: Tensor
         residual: Tensor | None = None

@@ -107,7 +107,7 @@ class Child:
                 silent, self.has_begun = 0.0, True
             self._raise_failure()
             if silent >= limit:
-                return f"has said nothing for {silent:.1f} s and was killed"
+                return f"has sent no heartbeat for {silent:.1f} s and was killed"
             stopped = stopped + LOOK_SECONDS if is_stopped(self.pid) else 0.0
             if stopped >= _STOPPED_SECONDS:
                 return "was stopped by a signal such as SIGSTOP, and killed"

@@ -127,7 +127,7 @@ def _read_archive(data: bytes) -> PromptEmbeds:
         itemsize = EMBEDS_DTYPES[dtype]
         storage = read(f"data/{tensor.key}", tensor.storage_numel * itemsize)
         if len(storage) != tensor.storage_numel * itemsize:
-            raise _NotATensorError("its storage is not as long as it says")
+            raise _NotATensorError("its storage does not have the stated length")
     if not math.prod(tensor.shape):
         return PromptEmbeds(b"", dtype, size)
     numbers = np.frombuffer(storage, f"u{itemsize}", offset=tensor.offset * itemsize)

@@ -96,7 +96,7 @@ def check_satisfiable(compiled: CompiledGrammar, vocab_size: int, name: str) -> 
     row = np.zeros(-(-vocab_size // 32), np.int32)
     compiled.start().fill_bitmask(row)
     if not row.any():
-        raise GrammarError(f"{name}: the grammar allows no text at all; mend it.")
+        raise GrammarError(f"{name}: the grammar allows no text; correct it.")
 
 
 def is_ebnf(text: str) -> bool:

@@ -86,8 +86,8 @@ _TOO_SLOW = GrammarError(
 )
 _TOO_LARGE = GrammarError("The grammar takes too much memory to compile; simplify it.")
 _BUSY = GrammarBusyError(
-    f"The grammar was not compiled within {WAIT_SECONDS:g} s, because others of the same client or "
-    "other work came first; try again later."
+    f"The grammar was not compiled within {WAIT_SECONDS:g} s, because grammars of the same client "
+    "or other work had precedence; try again later."
 )
 
 # Processor time for all matching of a request, and for feeding each token of its given output.

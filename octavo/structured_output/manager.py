@@ -268,10 +268,10 @@ class StructuredOutputManager:
         error: RequestError | None = None
         given = request.all_token_ids[request.num_prompt_tokens :]
         if fed.error is not None:
-            error = GrammarError(f"The output that the request came with: {fed.error}.")
+            error = GrammarError(f"The output in the request: {fed.error}.")
         elif fed.num_accepted < len(given):
             error = GrammarError(
-                f"The grammar does not allow the output that the request came with: token number "
+                f"The grammar does not allow the output in the request: token number "
                 f"{fed.num_accepted} ({given[fed.num_accepted]})."
             )
         self._found.append((request, error))

@@ -111,8 +111,8 @@ def _read_pattern(pattern: str) -> str:
             first <= b and a <= last for first, last in _ESCAPED for a, b in token.ranges
         ):
             raise _refusal(
-                f"the pattern {pattern[:80]!r}, which may match what JSON escapes (quotation "
-                "marks, backslashes, control characters)"
+                f"the pattern {pattern[:80]!r}, which may match characters that JSON escapes "
+                "(quotation marks, backslashes, control characters)"
             )
     return "^" + to_xgrammar_pattern(inside) + "$"
 
