@@ -57,7 +57,7 @@ class CUDAPlatform(Platform):
         """Implement `Platform`.
 
         Raises:
-            ConfigError: if torch was built without CUDA, the GPU is too old for the kernels or the
+            ConfigError: torch was built without CUDA, the GPU is too old for the kernels or the
                 dtype, or the model cannot fit.
         """
         self.check_available()

@@ -193,7 +193,7 @@ class GrammarHelper:
 
     Args:
         command: its command line.
-            setup: settings of the helper.
+        setup: settings of the helper.
 
     Raises:
         OSError: the process cannot be started.
@@ -236,7 +236,7 @@ class GrammarHelper:
             tenant: the tenant whose requests may use it.
 
         Raises:
-                OSError: the helper has ended, or the system cannot start another process.
+            OSError: the helper has ended, or the system cannot start another process.
         """
         ours, theirs = zip(socket.socketpair(), socket.socketpair(), strict=True)
         try:

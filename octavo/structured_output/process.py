@@ -104,7 +104,7 @@ def _make_backend(setup: HelperSetup) -> GrammarBackend:
 
     Raises:
         ImportError: its library is not installed.
-            OctavoError: the tokenizer is unsuitable.
+        OctavoError: the tokenizer is unsuitable.
     """
     module = importlib.import_module(f"octavo.structured_output.{setup.backend}_backend")
     tokenizer = Tokenizer.from_folder(Path(setup.folder))

@@ -51,9 +51,7 @@ class Case:
     soft_cap: float | None = None
     alibi: bool = False
     seeds: tuple[int, ...] = ()  # of each request; its place if not given
-    history: AttentionBackend | None = (
-        None  # who writes it, in the layout of the backend; if not it
-    )
+    history: AttentionBackend | None = None  # writes the cache in its layout; None: the tested one
 
     def kwargs(self) -> dict[str, object]:
         slopes = 2.0 ** -torch.arange(1, self.heads + 1) if self.alibi else None

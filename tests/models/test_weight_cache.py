@@ -228,7 +228,7 @@ WeightCache(__import__("pathlib").Path({str(folder)!r}), 2**30).keep(
 def _race(folder: Path, seed: int, failed: Any) -> None:
     """Write and read two keys over and over where only one fits."""
     cache = WeightCache(folder, 5000)
-    os.fsync = lambda _: None  # type: ignore[assignment]  # nobody waits for the disk
+    os.fsync = lambda _: None  # type: ignore[assignment]  # no waits for the disk
     for i in range(60):
         key = (seed + i) % 2
         keep(cache, bytes([key]), memory(4096, key))
