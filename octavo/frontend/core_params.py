@@ -1,4 +1,4 @@
-"""From a caller's checked `SamplingParams` to what travels to the engine core."""
+"""Conversion of a caller's checked `SamplingParams` to the parameters for the engine core."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from octavo.sampling_params import (
 )
 
 KV_TRANSFER_PARAMS = "kv_transfer_params"
-"""Key of `SamplingParams.extra_args` that is for the KV connector, as in vLLM."""
+"""Key of `SamplingParams.extra_args` for the KV connector, as in vLLM."""
 
 
 # Both have them: they are copied, unless `make_core_params` packs them.
@@ -34,17 +34,17 @@ def make_core_params(
     grammar_backend: GrammarBackendName = "auto",
     additional_properties: bool = False,
 ) -> CoreSamplingParams:
-    """Completes and packs the parameters of one request.
+    """Complete and pack the parameters of one request.
 
     Args:
-        params: their token ids lie in the vocabulary.
+        params: parameters with token ids inside the vocabulary.
         vocab_size: width of the model's logits.
-        seed: the request's, or one derived for it.
-        max_tokens: most tokens of the answer.
-        all_stop_token_ids: every token that ends the answer.
+        seed: seed of the request, or one derived for it.
+        max_tokens: maximum tokens of the answer.
+        all_stop_token_ids: all tokens that end the answer.
         bad_words_token_ids: `params.bad_words` as token sequences, none empty.
-        grammar_backend: for a request that names none.
-        additional_properties: of JSON that follows a schema, as in `GrammarSpec`.
+        grammar_backend: backend for a request that names none.
+        additional_properties: for JSON that follows a schema, as in `GrammarSpec`.
     """
     bias, wanted, extra = params.logit_bias, params.structured_outputs, params.extra_args or {}
     fields: dict[str, Any] = {name: getattr(params, name) for name in _SHARED_FIELDS}
@@ -95,7 +95,7 @@ def _grammar_spec(
 
 
 def _bitmask(token_ids: Sequence[int], vocab_size: int) -> bytes:
-    """Bits of the given ids, in whole words of 32."""
+    """Return the bits of the given ids, in whole words of 32."""
     allowed = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
     allowed[np.asarray(token_ids, np.int64)] = True
     return np.packbits(allowed, bitorder="little").tobytes()
