@@ -17,7 +17,7 @@ def config(name, path=None):
 
 
 class Mine(OffloadingConnector):
-    """A connector of one's own."""
+    """Custom connector."""
 
 
 def test_by_name():

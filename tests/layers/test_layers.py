@@ -1,4 +1,4 @@
-"""The layers one by one, on the native operations and on plain torch."""
+"""Layers one by one, on the native operations and on plain torch."""
 
 from typing import Any
 
