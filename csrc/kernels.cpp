@@ -5,7 +5,7 @@
 #if !defined(OCTAVO_BYTES_ONLY)
 #include "activation.h"
 #include "attention.h"
-#include "gemm.h"
+#include "linear.h"
 #include "norm.h"
 #include "rotary.h"
 #include "sample.h"

@@ -1,6 +1,6 @@
 // RMSNorm and LayerNorm, row by row, rounded like Hugging Face.
 #pragma once
-#include "simd.h"
+#include "parallel.h"
 
 OCTAVO_BEGIN
 
