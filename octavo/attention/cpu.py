@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from octavo import _native
+from octavo._native import kernels
 from octavo.attention.base import (
     AttentionMetadata,
     LargestStep,
@@ -107,7 +107,7 @@ class CPUAttention:
         assert slot_mapping.dtype == torch.int64
         assert kv_cache.shape[2] == kv_heads
         assert kv_cache.shape[4] == cached_head_size(head_size, kv_cache.dtype)
-        _native.write_kv(
+        kernels.write_kv(
             key=key.data_ptr(),
             key_stride=key.stride(0),
             key_head_stride=key.stride(1),
@@ -152,7 +152,7 @@ class CPUAttention:
             assert alibi_slopes.shape == (heads,)
             slopes = alibi_slopes.data_ptr()
         query_start_loc, seq_lens, block_table, block_table_stride = metadata.addresses
-        _native.attention(
+        kernels.attention(
             query=query.data_ptr(),
             query_stride=query.stride(0),
             query_head_stride=query.stride(1),
