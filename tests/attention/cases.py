@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from octavo.attention.base import AttentionBackend, AttentionMetadata
+from octavo.attention.base import AttentionBackend, AttentionMetadata, AttentionParams
 
 NOWHERE = 1 << 30  # a block that cannot be read
 
@@ -55,14 +55,9 @@ class Case:
         None  # who writes it, in the layout of the backend; if not it
     )
 
-    def kwargs(self) -> dict[str, object]:
+    def params(self) -> AttentionParams:
         slopes = 2.0 ** -torch.arange(1, self.heads + 1) if self.alibi else None
-        return {
-            "scale": self.scale,
-            "sliding_window": self.window,
-            "logits_soft_cap": self.soft_cap,
-            "alibi_slopes": slopes,
-        }
+        return AttentionParams(self.scale, self.window, self.soft_cap, slopes)
 
     def tensors(self, request: int) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value of the whole context of a request."""
@@ -147,10 +142,10 @@ class Case:
             extra = torch.full((starts[-1], 3, self.head_size), torch.nan, dtype=self.dtype)
             query = torch.cat([query, extra], dim=1)[:, : self.heads]
             out = torch.full((starts[-1], self.heads + 1, self.head_size), 5.0, dtype=self.dtype)
-            backend.forward(query, kv_cache, metadata, out[:, : self.heads], **self.kwargs())  # type: ignore[arg-type]
+            backend.forward(query, kv_cache, metadata, out[:, : self.heads], self.params())
             assert (out[:, self.heads] == 5).all()
             return out[:, : self.heads]
-        backend.forward(query, kv_cache, metadata, out, **self.kwargs())  # type: ignore[arg-type]
+        backend.forward(query, kv_cache, metadata, out, self.params())
         return out
 
 
