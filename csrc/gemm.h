@@ -260,24 +260,6 @@ INLINE void linear_typed(const LinearArgs& a, T) {
   }
 }
 
-#if defined(OCTAVO_TILES)  // gemm_tiles.h
-void linear_tiles(const LinearArgs& a);
-int64_t linear_scratch(int64_t rows, int64_t k, int64_t threads);
-#else
-int64_t linear_scratch(int64_t, int64_t, int64_t) { return 0; }
-#endif
-
-void linear(const LinearArgs& a) {
-  with_type(a.dtype, [&](auto t) {
-#if defined(OCTAVO_TILES)
-    if constexpr (std::is_same_v<decltype(t), bf16>)
-      linear_tiles(a);
-    else
-#endif
-      linear_typed(a, t);
-  });
-}
-
 // Packs by a tile of 128 steps of K, which fits in L1: rows are read and written in whole cache
 // lines.
 template <class S, class T>

@@ -5,7 +5,7 @@
 #if !defined(OCTAVO_BYTES_ONLY)
 #include "activation.h"
 #include "attention.h"
-#include "gemm.h"
+#include "linear.h"
 #include "norm.h"
 #include "rotary.h"
 #include "sample.h"
@@ -23,10 +23,11 @@ extern void (*const byte_product)(const LinearQArgs&);
 void (*const byte_product)(const LinearQArgs&) = linear_q;
 #else
 extern const KernelTable table;
-const KernelTable table = {
-    OCTAVO_NAME(OCTAVO_ISA), kPanel, pack_weight, linear, quantize_weight, pack_quant, linear_q,
-    linear_scratch, rms_norm, layer_norm, gated, unary, rotary, softmax, argmax, row_max,
-    sample, top_k, apply_bitmask, gather, add, sum_parts, write_kv, attention};
+const KernelTable table = {OCTAVO_NAME(OCTAVO_ISA), kPanel, linear_scratch,
+#define KERNEL(name, Args) name,
+                           OCTAVO_KERNELS(KERNEL)
+#undef KERNEL
+};
 #endif
 
 #if defined(__AMX_TILE__)

@@ -1,7 +1,8 @@
 // Interface of every instruction-set variant of the kernels: plain structs of pointers and sizes,
 // and one table of functions. It needs neither torch nor Python: a recorded list of (function,
 // arguments) is replayed for steps of any size (plan.h), so the number of rows of every struct can
-// be set.
+// be set. OCTAVO_KERNELS lists the kernels; module.cpp makes a Python function of each, whose
+// keywords are the members of its struct.
 //
 // Common rules. Strides count elements. Everything accumulates in float32. A result depends on its
 // own row only: never on the other rows of a call, on their number, or on the number of threads.
@@ -58,6 +59,16 @@ struct Work {
   double bytes, flops;
 };
 
+// Names all members of a kernel's arguments: `members` is the names, `with_members` calls f with
+// references. The structured binding makes it an error to forget one.
+#define MEMBERS(...)                                   \
+  static constexpr const char* members = #__VA_ARGS__; \
+  template <class F>                                   \
+  void with_members(F f) {                             \
+    { [[maybe_unused]] auto& [__VA_ARGS__] = *this; }  \
+    f(__VA_ARGS__);                                    \
+  }
+
 inline int64_t size_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
 // Returns the bytes of a key or a value of one head of one token in the cache.
@@ -73,6 +84,8 @@ struct PackArgs {
   int64_t row0, rows;  // range of its n rows
   int64_t n, k;
   DType src_dtype, dtype;
+
+  MEMBERS(src, src_stride, dst, row0, rows, n, k, src_dtype, dtype)
 };
 
 struct LinearArgs {
@@ -86,6 +99,7 @@ struct LinearArgs {
   Gated gated;  // act(gate) * up of the halves, of whole panels and of x's dtype
   DType dtype, out_dtype;
 
+  MEMBERS(x, x_stride, weight, bias, out, out_stride, m, n, k, gated, dtype, out_dtype)
   void resize(const StepSize& size) { m = size.rows; }
   Work work() const {
     const int64_t width = gated == Gated::none ? n : n / 2;
@@ -105,6 +119,8 @@ struct QuantizeArgs {
   int64_t n, k, group;
   QuantFormat format;  // int8 or int4_levels
   DType dtype;
+
+  MEMBERS(src, src_stride, dst, row0, rows, n, k, group, format, dtype)
 };
 
 struct PackQuantArgs {
@@ -115,6 +131,8 @@ struct PackQuantArgs {
   int64_t row0, rows;
   int64_t n, k, group;
   QuantFormat format;
+
+  MEMBERS(codes, scales, zeros, dst, row0, rows, n, k, group, format)
 };
 
 struct LinearQArgs {
@@ -129,6 +147,8 @@ struct LinearQArgs {
   Gated gated;
   DType dtype, out_dtype;
 
+  MEMBERS(x, x_stride, weight, bias, out, out_stride, m, n, k, group, format, gated, dtype,
+          out_dtype)
   void resize(const StepSize& size) { m = size.rows; }
   Work work() const {
     const double scale = 2 + (format == QuantFormat::int4_zeros);
@@ -139,24 +159,40 @@ struct LinearQArgs {
   }
 };
 
-struct NormArgs {
+struct RmsNormArgs {
   const void* x;  // [rows, heads, dim]
   int64_t x_stride, x_head_stride;
   const void* residual;  // [rows, dim] or null: added to x first
   void* residual_out;  // [rows, dim]: the sum
   int64_t residual_stride;  // of both
   const void* weight;  // [dim]
-  const void* bias;  // [dim] or null; layer_norm only
   void* out;  // [rows, heads, dim]
   int64_t out_stride, out_head_stride;
   int64_t rows, heads, dim;
   float eps, weight_offset;
   DType dtype;
 
+  MEMBERS(x, x_stride, x_head_stride, residual, residual_out, residual_stride, weight, out,
+          out_stride, out_head_stride, rows, heads, dim, eps, weight_offset, dtype)
   void resize(const StepSize& size) { rows = size.rows; }
   Work work() const {
     return {double(size_of(dtype)) * rows * heads * dim * (residual ? 4 : 2), 0.0};
   }
+};
+
+struct LayerNormArgs {
+  const void* x;  // [rows, dim]
+  int64_t x_stride;
+  const void* weight;  // [dim]
+  const void* bias;  // [dim] or null
+  void* out;  // [rows, dim]
+  int64_t out_stride, rows, dim;
+  float eps;
+  DType dtype;
+
+  MEMBERS(x, x_stride, weight, bias, out, out_stride, rows, dim, eps, dtype)
+  void resize(const StepSize& size) { rows = size.rows; }
+  Work work() const { return {double(size_of(dtype)) * rows * dim * 2, 0.0}; }
 };
 
 struct GatedArgs {
@@ -167,6 +203,7 @@ struct GatedArgs {
   Gated kind;
   DType dtype;
 
+  MEMBERS(x, x_stride, out, out_stride, rows, dim, kind, dtype)
   void resize(const StepSize& size) { rows = size.rows; }
   Work work() const { return {double(size_of(dtype)) * rows * dim * 3, 0.0}; }
 };
@@ -179,6 +216,7 @@ struct UnaryArgs {
   Unary kind;
   DType dtype;
 
+  MEMBERS(x, out, out_stride, rows, dim, param, kind, dtype)
   void resize(const StepSize& size) { rows = size.rows; }
   Work work() const { return {double(size_of(dtype)) * rows * dim * 2, 0.0}; }
 };
@@ -194,6 +232,8 @@ struct RotaryArgs {
   bool is_neox;
   DType dtype;
 
+  MEMBERS(positions, query, query_stride, query_head_stride, query_heads, key, key_stride,
+          key_head_stride, key_heads, cos_sin, tokens, rotary_dim, is_neox, dtype)
   void resize(const StepSize& size) { tokens = size.rows; }
   Work work() const {
     return {double(size_of(dtype)) * tokens * (query_heads + key_heads) * rotary_dim * 2, 0.0};
@@ -207,6 +247,7 @@ struct SoftmaxArgs {
   int64_t rows, dim;
   bool log;
 
+  MEMBERS(x, x_stride, out, rows, dim, log)
   void resize(const StepSize& size) { rows = size.rows; }
   Work work() const { return {8.0 * rows * dim, 0.0}; }
 };
@@ -217,6 +258,7 @@ struct ArgmaxArgs {
   int64_t* out;  // [rows]
   int64_t rows, dim;
 
+  MEMBERS(x, x_stride, out, rows, dim)
   void resize(const StepSize& size) { rows = size.rows; }
   Work work() const { return {4.0 * rows * dim, 0.0}; }
 };
@@ -227,6 +269,7 @@ struct RowMaxArgs {
   float* out;  // [rows]
   int64_t rows, dim;
 
+  MEMBERS(x, x_stride, out, rows, dim)
   void resize(const StepSize& size) { rows = size.rows; }
   Work work() const { return {4.0 * rows * dim, 0.0}; }
 };
@@ -248,6 +291,7 @@ struct SampleArgs {
   int64_t* out;  // [rows]; -1: the row has no finite maximum
   int64_t rows, dim;
 
+  MEMBERS(x, x_stride, params, out, rows, dim)
   void resize(const StepSize& size) { rows = size.rows; }
   Work work() const { return {4.0 * rows * dim, 0.0}; }
 };
@@ -259,6 +303,7 @@ struct TopKArgs {
   int64_t* indices;  // [rows, k]
   int64_t rows, dim, k;  // NaN counts as -inf
 
+  MEMBERS(x, x_stride, values, indices, rows, dim, k)
   void resize(const StepSize& size) { rows = size.rows; }
   Work work() const { return {4.0 * rows * dim, 0.0}; }
 };
@@ -271,6 +316,7 @@ struct BitmaskArgs {
   const int64_t* indices;  // [rows]: rows of x; indices beyond x are ignored
   int64_t rows, dim;
 
+  MEMBERS(x, x_stride, x_rows, bitmask, bitmask_stride, indices, rows, dim)
   void resize(const StepSize& size) { rows = size.rows; }
   Work work() const { return {4.0 * rows * dim, 0.0}; }
 };
@@ -284,6 +330,7 @@ struct GatherArgs {
   bool packed;
   DType dtype;
 
+  MEMBERS(table, table_stride, n, ids, out, rows, dim, packed, dtype)
   void resize(const StepSize& size) { rows = size.rows; }
   Work work() const { return {double(size_of(dtype)) * rows * dim * 2, 0.0}; }
 };
@@ -294,6 +341,7 @@ struct AddArgs {
   int64_t x_stride, y_stride, out_stride, rows, dim;
   DType dtype;
 
+  MEMBERS(x, y, out, x_stride, y_stride, out_stride, rows, dim, dtype)
   void resize(const StepSize& size) { rows = size.rows; }
   Work work() const { return {double(size_of(dtype)) * rows * dim * 3, 0.0}; }
 };
@@ -306,6 +354,7 @@ struct SumPartsArgs {
   int64_t x_stride, out_stride, rows, parts, dim;
   DType dtype;  // of bias and out
 
+  MEMBERS(x, bias, out, x_stride, out_stride, rows, parts, dim, dtype)
   void resize(const StepSize& size) { rows = size.rows; }
   Work work() const {
     return {double(rows * dim) * (4.0 * parts + size_of(dtype)), double(rows * dim * parts)};
@@ -324,6 +373,8 @@ struct WriteKvArgs {
   DType dtype;
   CacheType cache;
 
+  MEMBERS(key, key_stride, key_head_stride, value, value_stride, value_head_stride, kv_cache,
+          slot_mapping, tokens, kv_heads, head_size, block_size, dtype, cache)
   void resize(const StepSize& size) { tokens = size.rows; }
   Work work() const {
     const int64_t head = head_size * size_of(dtype) + cached_size(cache, dtype, head_size);
@@ -349,6 +400,9 @@ struct AttentionArgs {
   DType dtype;
   CacheType cache;
 
+  MEMBERS(query, query_stride, query_head_stride, out, out_stride, out_head_stride, kv_cache,
+          query_start_loc, seq_lens, block_table, block_table_stride, num_reqs, heads, kv_heads,
+          head_size, block_size, window, scale, soft_cap, alibi_slopes, dtype, cache)
   void resize(const StepSize& size) { num_reqs = size.num_reqs; }
   Work work() const {
     double keys = 0, pairs = 0;  // positions read; visible (query, position) pairs
@@ -364,32 +418,38 @@ struct AttentionArgs {
   }
 };
 
+// Every kernel, with its arguments.
+#define OCTAVO_KERNELS(KERNEL)          \
+  KERNEL(pack_weight, PackArgs)         \
+  KERNEL(linear, LinearArgs)            \
+  KERNEL(quantize_weight, QuantizeArgs) \
+  KERNEL(pack_quant, PackQuantArgs)     \
+  KERNEL(linear_q, LinearQArgs)         \
+  KERNEL(rms_norm, RmsNormArgs)         \
+  KERNEL(layer_norm, LayerNormArgs)     \
+  KERNEL(gated, GatedArgs)              \
+  KERNEL(unary, UnaryArgs)              \
+  KERNEL(rotary, RotaryArgs)            \
+  KERNEL(softmax, SoftmaxArgs)          \
+  KERNEL(argmax, ArgmaxArgs)            \
+  KERNEL(row_max, RowMaxArgs)           \
+  KERNEL(sample, SampleArgs)            \
+  KERNEL(top_k, TopKArgs)               \
+  KERNEL(apply_bitmask, BitmaskArgs)    \
+  KERNEL(gather, GatherArgs)            \
+  KERNEL(add, AddArgs)                  \
+  KERNEL(sum_parts, SumPartsArgs)       \
+  KERNEL(write_kv, WriteKvArgs)         \
+  KERNEL(attention, AttentionArgs)
+
 struct KernelTable {
   const char* isa;
   int panel;  // columns in a panel of a packed weight
-  void (*pack_weight)(const PackArgs&);
-  void (*linear)(const LinearArgs&);
-  void (*quantize_weight)(const QuantizeArgs&);
-  void (*pack_quant)(const PackQuantArgs&);
-  void (*linear_q)(const LinearQArgs&);
   // Maximum bytes of the threads' buffers for tiles of products, for the given rows and inputs.
   int64_t (*linear_scratch)(int64_t rows, int64_t k, int64_t threads);
-  void (*rms_norm)(const NormArgs&);
-  void (*layer_norm)(const NormArgs&);
-  void (*gated)(const GatedArgs&);
-  void (*unary)(const UnaryArgs&);
-  void (*rotary)(const RotaryArgs&);
-  void (*softmax)(const SoftmaxArgs&);
-  void (*argmax)(const ArgmaxArgs&);
-  void (*row_max)(const RowMaxArgs&);
-  void (*sample)(const SampleArgs&);
-  void (*top_k)(const TopKArgs&);
-  void (*apply_bitmask)(const BitmaskArgs&);
-  void (*gather)(const GatherArgs&);
-  void (*add)(const AddArgs&);
-  void (*sum_parts)(const SumPartsArgs&);
-  void (*write_kv)(const WriteKvArgs&);
-  void (*attention)(const AttentionArgs&);
+#define KERNEL(name, Args) void (*name)(const Args&);
+  OCTAVO_KERNELS(KERNEL)
+#undef KERNEL
 };
 
 constexpr int kMaxHeadSize = 512;

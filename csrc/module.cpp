@@ -7,6 +7,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
+
+#include <algorithm>
 #if defined(__linux__)
 #include <sys/mman.h>
 #include <unistd.h>
@@ -98,30 +100,38 @@ void submit(const char* name, void (*kernel)(const Args&), const Args& args) {
   }
 }
 
-template <class Args, class T>
-struct Keyword {
-  const char* name;
-  T Args::*member;
-};
-
-template <class Args, class T>
-Keyword<Args, T> keyword(const char* name, T Args::*member) {
-  return {name, member};
+// Splits "x, x_stride, out" into names.
+std::vector<std::string> split(const std::string& text) {
+  std::vector<std::string> names;
+  for (size_t from = 0, to; from < text.size(); from = to + 2) {
+    to = std::min(text.find(", ", from), text.size());
+    names.push_back(text.substr(from, to - from));
+  }
+  return names;
 }
-#define BY(name) keyword(#name, &Args::name)
 
-// Defines a kernel as a function of keywords; members of its arguments without a keyword are zero.
-template <class Args, class... T>
+template <class Args, class... T, size_t... I>
 void def_kernel(nb::module_& m, const char* name, void (*KernelTable::*kernel)(const Args&),
-                Keyword<Args, T>... keywords) {
+                std::index_sequence<I...>) {
+  static const std::vector<std::string> names = split(Args::members);
   m.def(
       name,
       [=](typename Given<T>::Type... values) {
-        Args args{};
-        ((args.*keywords.member = Given<T>::to(keywords.name, values)), ...);
+        Args args;
+        args.with_members([&](T&... members) {
+          ((members = Given<T>::to(names[I].c_str(), values)), ...);
+        });
         submit(name, kernels().*kernel, args);
       },
-      nb::kw_only(), nb::arg(keywords.name)...);
+      nb::kw_only(), nb::arg(names[I].c_str())...);
+}
+
+// Defines a kernel as a function whose keywords are the members of its arguments.
+template <class Args>
+void def_kernel(nb::module_& m, const char* name, void (*KernelTable::*kernel)(const Args&)) {
+  Args{}.with_members([&]<class... T>(T&...) {
+    def_kernel<Args, T...>(m, name, kernel, std::index_sequence_for<T...>());
+  });
 }
 
 // Returns the pages wholly inside a read-only mapping of a file to the system.
@@ -283,17 +293,6 @@ NB_MODULE(_native, m) {
     return result;
   });
 
-  {
-    using Args = PackArgs;
-    def_kernel(m, "pack_weight", &KernelTable::pack_weight, BY(src), BY(src_stride), BY(dst),
-               BY(row0), BY(rows), BY(n), BY(k), BY(src_dtype), BY(dtype));
-  }
-  {
-    using Args = LinearArgs;
-    def_kernel(m, "linear", &KernelTable::linear, BY(x), BY(x_stride), BY(weight), BY(bias),
-               BY(out), BY(out_stride), BY(m), BY(n), BY(k), BY(gated), BY(dtype), BY(out_dtype));
-  }
-
   nb::exception<GroupError>(m, "GroupError", PyExc_RuntimeError);
   m.def(
       "shared_barrier",
@@ -322,115 +321,14 @@ NB_MODULE(_native, m) {
   m.def("linear_scratch", [](int64_t rows, int64_t k, int64_t threads) {
     return kernels().linear_scratch(rows, k, threads);
   });
-
-  {
-    using Args = QuantizeArgs;
-    def_kernel(m, "quantize_weight", &KernelTable::quantize_weight, BY(src), BY(src_stride),
-               BY(dst), BY(row0), BY(rows), BY(n), BY(k), BY(group), BY(format), BY(dtype));
-  }
-  {
-    using Args = PackQuantArgs;
-    def_kernel(m, "pack_quant", &KernelTable::pack_quant, BY(codes), BY(scales), BY(zeros), BY(dst),
-               BY(row0), BY(rows), BY(n), BY(k), BY(group), BY(format));
-  }
-  {
-    using Args = LinearQArgs;
-    def_kernel(m, "linear_q", &KernelTable::linear_q, BY(x), BY(x_stride), BY(weight), BY(bias),
-               BY(out), BY(out_stride), BY(m), BY(n), BY(k), BY(group), BY(format), BY(gated),
-               BY(dtype), BY(out_dtype));
-  }
-  {
-    using Args = NormArgs;
-    def_kernel(m, "rms_norm", &KernelTable::rms_norm, BY(x), BY(x_stride), BY(x_head_stride),
-               BY(residual), BY(residual_out), BY(residual_stride), BY(weight), BY(out), BY(out_stride),
-               BY(out_head_stride), BY(rows), BY(heads), BY(dim), BY(eps), BY(weight_offset),
-               BY(dtype));
-  }
-  {
-    using Args = NormArgs;
-    def_kernel(m, "layer_norm", &KernelTable::layer_norm, BY(x), BY(x_stride), BY(weight), BY(bias),
-               BY(out), BY(out_stride), BY(rows), BY(heads), BY(dim), BY(eps), BY(dtype));
-  }
-  {
-    using Args = GatedArgs;
-    def_kernel(m, "gated", &KernelTable::gated, BY(x), BY(x_stride), BY(out), BY(out_stride),
-               BY(rows), BY(dim), BY(kind), BY(dtype));
-  }
-  {
-    using Args = UnaryArgs;
-    def_kernel(m, "unary", &KernelTable::unary, BY(x), BY(out), BY(out_stride), BY(rows), BY(dim),
-               BY(param), BY(kind), BY(dtype));
-  }
-  {
-    using Args = AddArgs;
-    def_kernel(m, "add", &KernelTable::add, BY(x), BY(x_stride), BY(y), BY(y_stride), BY(out),
-               BY(out_stride), BY(rows), BY(dim), BY(dtype));
-  }
-  {
-    using Args = SumPartsArgs;
-    def_kernel(m, "sum_parts", &KernelTable::sum_parts, BY(x), BY(x_stride), BY(bias), BY(out),
-               BY(out_stride), BY(rows), BY(parts), BY(dim), BY(dtype));
-  }
-  {
-    using Args = GatherArgs;
-    def_kernel(m, "gather", &KernelTable::gather, BY(table), BY(table_stride), BY(n), BY(ids),
-               BY(out), BY(rows), BY(dim), BY(packed), BY(dtype));
-  }
-  {
-    using Args = RotaryArgs;
-    def_kernel(m, "rotary", &KernelTable::rotary, BY(positions), BY(query), BY(query_stride),
-               BY(query_head_stride), BY(query_heads), BY(key), BY(key_stride), BY(key_head_stride),
-               BY(key_heads), BY(cos_sin), BY(tokens), BY(rotary_dim), BY(is_neox), BY(dtype));
-  }
-  {
-    using Args = SoftmaxArgs;
-    def_kernel(m, "softmax", &KernelTable::softmax, BY(x), BY(x_stride), BY(out), BY(rows), BY(dim),
-               BY(log));
-  }
-  {
-    using Args = ArgmaxArgs;
-    def_kernel(m, "argmax", &KernelTable::argmax, BY(x), BY(x_stride), BY(out), BY(rows), BY(dim));
-  }
-  {
-    using Args = RowMaxArgs;
-    def_kernel(m, "row_max", &KernelTable::row_max, BY(x), BY(x_stride), BY(out), BY(rows),
-               BY(dim));
-  }
-  {
-    using Args = SampleArgs;
-    def_kernel(m, "sample", &KernelTable::sample, BY(x), BY(x_stride), BY(params), BY(out),
-               BY(rows), BY(dim));
-  }
-  {
-    using Args = TopKArgs;
-    def_kernel(m, "top_k", &KernelTable::top_k, BY(x), BY(x_stride), BY(values), BY(indices),
-               BY(rows), BY(dim), BY(k));
-  }
-  {
-    using Args = BitmaskArgs;
-    def_kernel(m, "apply_bitmask", &KernelTable::apply_bitmask, BY(x), BY(x_stride), BY(x_rows),
-               BY(bitmask), BY(bitmask_stride), BY(indices), BY(rows), BY(dim));
-  }
-
   m.def("philox_uniforms", [](Address seeds, Address positions, uint32_t stream, int64_t count,
                               Address out) {
     refuse_recording("philox_uniforms");
     philox_uniforms(at<uint64_t>(seeds), at<uint32_t>(positions), stream, count, at<double>(out));
   });
 
-  {
-    using Args = WriteKvArgs;
-    def_kernel(m, "write_kv", &KernelTable::write_kv, BY(key), BY(key_stride), BY(key_head_stride),
-               BY(value), BY(value_stride), BY(value_head_stride), BY(kv_cache),
-               BY(kv_block_stride), BY(slot_mapping),
-               BY(tokens), BY(kv_heads), BY(head_size), BY(block_size), BY(dtype), BY(cache));
-  }
-  {
-    using Args = AttentionArgs;
-    def_kernel(m, "attention", &KernelTable::attention, BY(query), BY(query_stride),
-               BY(query_head_stride), BY(out), BY(out_stride), BY(out_head_stride), BY(kv_cache),
-               BY(kv_block_stride), BY(query_start_loc), BY(seq_lens), BY(block_table), BY(block_table_stride),
-               BY(num_reqs), BY(heads), BY(kv_heads), BY(head_size), BY(block_size), BY(window),
-               BY(scale), BY(soft_cap), BY(alibi_slopes), BY(dtype), BY(cache));
-  }
+  nb::module_ functions = m.def_submodule("kernels");
+#define KERNEL(name, Args) def_kernel(functions, #name, &KernelTable::name);
+  OCTAVO_KERNELS(KERNEL)
+#undef KERNEL
 }

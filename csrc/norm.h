@@ -1,6 +1,6 @@
 // RMSNorm and LayerNorm, row by row, rounded like Hugging Face.
 #pragma once
-#include "simd.h"
+#include "parallel.h"
 
 OCTAVO_BEGIN
 
@@ -12,15 +12,11 @@ INLINE void for_lanes(int64_t n, F f) {
   if (i < n) f(i, int(n - i));
 }
 
+// Calls f(a number of the type, row, head) for each head of each row.
 template <class F>
-INLINE void norm_rows(const NormArgs& a, F f) {
-  parallel_for(a.rows * a.heads, a.rows * a.heads * ceil_div(a.dim, W) * 4, [&](int64_t task) {
-    const int64_t row = task / a.heads, head = task % a.heads;
-    with_type(a.dtype, [&](auto t) {
-      using T = decltype(t);
-      f(t, static_cast<const T*>(a.x) + row * a.x_stride + head * a.x_head_stride,
-        static_cast<T*>(a.out) + row * a.out_stride + head * a.out_head_stride, row);
-    });
+INLINE void norm_rows(int64_t rows, int64_t heads, int64_t dim, DType dtype, F f) {
+  parallel_for(rows * heads, rows * heads * ceil_div(dim, W) * 4, [&](int64_t task) {
+    with_type(dtype, [&](auto t) { f(t, task / heads, task % heads); });
   });
 }
 
@@ -34,9 +30,11 @@ INLINE float mean_square(const T* x, int64_t dim) {
   return reduce_sum(sum) / float(dim);
 }
 
-void rms_norm(const NormArgs& a) {
-  norm_rows(a, [&](auto t, auto* x, auto* out, int64_t row) {
+void rms_norm(const RmsNormArgs& a) {
+  norm_rows(a.rows, a.heads, a.dim, a.dtype, [&](auto t, int64_t row, int64_t head) {
     using T = decltype(t);
+    const T* x = static_cast<const T*>(a.x) + row * a.x_stride + head * a.x_head_stride;
+    T* out = static_cast<T*>(a.out) + row * a.out_stride + head * a.out_head_stride;
     const T* w = static_cast<const T*>(a.weight);
     const T* from = x;
     if (a.residual) {
@@ -57,9 +55,11 @@ void rms_norm(const NormArgs& a) {
   });
 }
 
-void layer_norm(const NormArgs& a) {
-  norm_rows(a, [&](auto t, auto* x, auto* out, int64_t) {
+void layer_norm(const LayerNormArgs& a) {
+  norm_rows(a.rows, 1, a.dim, a.dtype, [&](auto t, int64_t row, int64_t) {
     using T = decltype(t);
+    const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
+    T* out = static_cast<T*>(a.out) + row * a.out_stride;
     const T* w = static_cast<const T*>(a.weight);
     const T* bias = static_cast<const T*>(a.bias);
     vf sum{};

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from gpu.base import Bench, Card
-from octavo.attention.base import AttentionMetadata, Rotary
+from octavo.attention.base import AttentionMetadata, AttentionParams, Rotary
 from octavo.attention.triton import TritonAttention
 from octavo.kernels.base import SAMPLING_ROW
 from octavo.kernels.triton.ops import TritonOps
@@ -160,7 +160,7 @@ def attention(
     )
     query = torch.randn(batch * query_len, heads, size, dtype=torch.bfloat16, device=device)
     out = torch.empty_like(query)
-    run = partial(backend.forward, query, cache, metadata, out, scale=size**-0.5)
+    run = partial(backend.forward, query, cache, metadata, out, AttentionParams(size**-0.5))
     return cache[1:].nbytes, run
 
 

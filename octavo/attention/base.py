@@ -119,6 +119,26 @@ class Rotary:
         self.apply(self.positions, self.query, key, self.cos_sin_cache, self.is_neox)
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionParams:
+    """Parameters of a layer's attention.
+
+    A token at position p attends to positions max(0, p - sliding_window + 1) to p. The logit of
+    a position is soft_cap(scale * q.k) + slope * (position - p).
+
+    Attributes:
+        scale: factor of the logits.
+        sliding_window: number of visible positions, including the token's own; None: all.
+        logits_soft_cap: cap * tanh(logit / cap); None: no cap (Gemma 2).
+        alibi_slopes: float32 [H]; None: no bias (Press et al., "Train Short, Test Long").
+    """
+
+    scale: float
+    sliding_window: int | None = None
+    logits_soft_cap: float | None = None
+    alibi_slopes: Tensor | None = None
+
+
 class AttentionBackend(Protocol):
     """Causal attention over a paged KV cache.
 
@@ -183,38 +203,22 @@ class AttentionBackend(Protocol):
         kv_cache: Tensor,
         metadata: AttentionMetadata,
         out: Tensor,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        logits_soft_cap: float | None = None,
-        alibi_slopes: Tensor | None = None,
+        params: AttentionParams,
     ) -> None:
         """Compute attention; this step's keys and values must be in the cache.
-
-        A token at position p attends to positions max(0, p - sliding_window + 1) to p. The logit of
-        a position is soft_cap(scale * q.k) + slope * (position - p).
 
         Args:
             query: [T, H, D]; head h reads KV head h * KVH // H.
             kv_cache: the layer's cache.
             metadata: the step.
             out: [T, H, D], written. Query and out may have any strides of tokens and heads.
-            scale: factor of the logits.
-            sliding_window: number of visible positions, including the token's own; None: all.
-            logits_soft_cap: cap * tanh(logit / cap); None: no cap (Gemma 2).
-            alibi_slopes: float32 [H]; None: no bias (Press et al., "Train Short, Test Long").
+            params: the layer's parameters.
         """
-        ...
-
-    def copy_blocks(
-        self, kv_caches: Sequence[Tensor], src_dst_pairs: Sequence[tuple[int, int]]
-    ) -> None:
-        """Copy whole blocks within each cache; all sources are read before the first write."""
         ...
 
 
 def copy_blocks(kv_caches: Sequence[Tensor], src_dst_pairs: Sequence[tuple[int, int]]) -> None:
-    """Implement `AttentionBackend.copy_blocks` for caches with blocks as the first dimension."""
+    """Copy whole blocks within each cache; all sources are read before the first write."""
     if not src_dst_pairs:
         return
     src, dst = to_device(np.array(src_dst_pairs), kv_caches[0].device).unbind(1)

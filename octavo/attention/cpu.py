@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from octavo import _native
+from octavo._native import kernels
 from octavo.attention.base import (
     AttentionMetadata,
+    AttentionParams,
     LargestAttention,
     Rotary,
     cached_head_size,
-    copy_blocks,
 )
 from octavo.errors import ConfigError
 from octavo.kernels.native import DTYPE_CODES
@@ -114,7 +112,7 @@ class CPUAttention:
         assert slot_mapping.dtype == torch.int64
         assert kv_cache.shape[2] == kv_heads
         assert kv_cache.shape[4] == cached_head_size(head_size, kv_cache.dtype)
-        _native.write_kv(
+        kernels.write_kv(
             key=key.data_ptr(),
             key_stride=key.stride(0),
             key_head_stride=key.stride(1),
@@ -138,11 +136,7 @@ class CPUAttention:
         kv_cache: Tensor,
         metadata: AttentionMetadata,
         out: Tensor,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        logits_soft_cap: float | None = None,
-        alibi_slopes: Tensor | None = None,
+        params: AttentionParams,
     ) -> None:
         """Run one kernel call for prefill chunks and decode rows."""
         _, heads, head_size = query.shape
@@ -153,14 +147,14 @@ class CPUAttention:
         assert _has_dense_blocks(kv_cache)
         assert kv_cache.shape[4] == cached_head_size(head_size, kv_cache.dtype)
         assert heads % kv_heads == 0
-        assert sliding_window is None or sliding_window > 0
+        assert params.sliding_window is None or params.sliding_window > 0
         slopes = 0
-        if alibi_slopes is not None:
-            assert alibi_slopes.dtype == torch.float32
-            assert alibi_slopes.shape == (heads,)
-            slopes = alibi_slopes.data_ptr()
+        if params.alibi_slopes is not None:
+            assert params.alibi_slopes.dtype == torch.float32
+            assert params.alibi_slopes.shape == (heads,)
+            slopes = params.alibi_slopes.data_ptr()
         query_start_loc, seq_lens, block_table, block_table_stride = metadata.addresses
-        _native.attention(
+        kernels.attention(
             query=query.data_ptr(),
             query_stride=query.stride(0),
             query_head_stride=query.stride(1),
@@ -178,16 +172,10 @@ class CPUAttention:
             kv_heads=kv_heads,
             head_size=head_size,
             block_size=block_size,
-            window=sliding_window or 0,
-            scale=scale,
-            soft_cap=logits_soft_cap or 0.0,
+            window=params.sliding_window or 0,
+            scale=params.scale,
+            soft_cap=params.logits_soft_cap or 0.0,
             alibi_slopes=slopes,
             dtype=DTYPE_CODES[query.dtype],
             cache=_cache_code(kv_cache, query.dtype),
         )
-
-    def copy_blocks(
-        self, kv_caches: Sequence[Tensor], src_dst_pairs: Sequence[tuple[int, int]]
-    ) -> None:
-        """Copy by indexing: the first dimension counts blocks."""
-        copy_blocks(kv_caches, src_dst_pairs)

@@ -5,14 +5,13 @@ The host plans each step, so a step waits for the device once and cannot be capt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import flashinfer
 import torch
 from torch import Tensor
 
-from octavo.attention.base import AttentionMetadata, LargestAttention, Rotary, copy_blocks
+from octavo.attention.base import AttentionMetadata, AttentionParams, LargestAttention, Rotary
 from octavo.attention.triton import write_rotated_kv
 from octavo.errors import ConfigError
 
@@ -33,7 +32,7 @@ class FlashInferAttention:
         workspace = torch.empty(_WORKSPACE_NBYTES, dtype=torch.uint8, device=device)
         self._wrapper: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
         self._planned_for: AttentionMetadata | None = None
-        self._features: tuple[float | None, ...] = ()
+        self._params: AttentionParams | None = None
 
     def kv_cache_shape(
         self,
@@ -72,29 +71,18 @@ class FlashInferAttention:
         kv_cache: Tensor,
         metadata: AttentionMetadata,
         out: Tensor,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        logits_soft_cap: float | None = None,
-        alibi_slopes: Tensor | None = None,
+        params: AttentionParams,
     ) -> None:
         """Run one call for prefill chunks and decode rows."""
-        assert alibi_slopes is None, "refused by the model runner"
+        assert params.alibi_slopes is None, "refused by the model runner"
         # Layers of a step with the same parameters share a plan.
-        features = (scale, sliding_window, logits_soft_cap)
-        if self._planned_for is not metadata or self._features != features:
-            self._plan(query, kv_cache, metadata, *features)
-            self._planned_for, self._features = metadata, features
+        if self._planned_for is not metadata or self._params != params:
+            self._plan(query, kv_cache, metadata, params)
+            self._planned_for, self._params = metadata, params
         self._wrapper.run(query.contiguous(), kv_cache, out=out)
 
     def _plan(
-        self,
-        query: Tensor,
-        kv_cache: Tensor,
-        metadata: AttentionMetadata,
-        scale: float,
-        sliding_window: int | None,
-        logits_soft_cap: float | None,
+        self, query: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, params: AttentionParams
     ) -> None:
         block_size = kv_cache.shape[2]
         pages = (metadata.seq_lens + block_size - 1) // block_size
@@ -111,15 +99,9 @@ class FlashInferAttention:
             query.shape[2],
             block_size,
             causal=True,
-            sm_scale=scale,
-            window_left=-1 if sliding_window is None else sliding_window - 1,
-            logits_soft_cap=logits_soft_cap,
+            sm_scale=params.scale,
+            window_left=-1 if params.sliding_window is None else params.sliding_window - 1,
+            logits_soft_cap=params.logits_soft_cap,
             q_data_type=query.dtype,
             kv_data_type=kv_cache.dtype,
         )
-
-    def copy_blocks(
-        self, kv_caches: Sequence[Tensor], src_dst_pairs: Sequence[tuple[int, int]]
-    ) -> None:
-        """Copy by indexing: the first dimension counts blocks."""
-        copy_blocks(kv_caches, src_dst_pairs)

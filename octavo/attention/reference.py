@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from octavo.attention.base import (
     AttentionMetadata,
+    AttentionParams,
     LargestAttention,
     Rotary,
     cached_head_size,
-    copy_blocks,
 )
 from octavo.kernels.reference import to_bytes
 
@@ -100,11 +98,7 @@ class ReferenceAttention:
         kv_cache: Tensor,
         metadata: AttentionMetadata,
         out: Tensor,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        logits_soft_cap: float | None = None,
-        alibi_slopes: Tensor | None = None,
+        params: AttentionParams,
     ) -> None:
         """Compute the full matrix of logits of each request, in float32 or better."""
         wide = torch.promote_types(query.dtype, torch.float32)
@@ -116,28 +110,22 @@ class ReferenceAttention:
             if query_len == 0:
                 continue
             first = 0
-            if sliding_window is not None:
-                first = max(0, seq_len - query_len - sliding_window + 1)
+            if params.sliding_window is not None:
+                first = max(0, seq_len - query_len - params.sliding_window + 1)
             keys_at = torch.arange(first, seq_len, device=query.device)
             blocks = metadata.block_table[r][keys_at // block_size].long()
             kv = _cells(kv_cache)[blocks, :, keys_at % block_size]
             kv = _from_cache(kv, kv_cache.dtype, wide)
             key, value = kv.repeat_interleave(group, dim=2).unbind(1)  # [positions, H, D]
-            logits = torch.einsum("qhd,khd->hqk", query[tokens].to(wide), key) * scale
-            if logits_soft_cap is not None:
-                logits = logits_soft_cap * torch.tanh(logits / logits_soft_cap)
+            logits = torch.einsum("qhd,khd->hqk", query[tokens].to(wide), key) * params.scale
+            if params.logits_soft_cap is not None:
+                logits = params.logits_soft_cap * torch.tanh(logits / params.logits_soft_cap)
             queries_at = torch.arange(seq_len - query_len, seq_len, device=query.device)
             distance = keys_at[None] - queries_at[:, None]  # [q, k], 0 for the token itself
-            if alibi_slopes is not None:
-                logits = logits + alibi_slopes.to(wide)[:, None, None] * distance
+            if params.alibi_slopes is not None:
+                logits = logits + params.alibi_slopes.to(wide)[:, None, None] * distance
             hidden = distance > 0
-            if sliding_window is not None:
-                hidden = hidden | (distance <= -sliding_window)
+            if params.sliding_window is not None:
+                hidden = hidden | (distance <= -params.sliding_window)
             weights = torch.softmax(logits.masked_fill(hidden, -torch.inf), dim=-1)
             out[tokens] = torch.einsum("hqk,khd->qhd", weights, value).to(out.dtype)
-
-    def copy_blocks(
-        self, kv_caches: Sequence[Tensor], src_dst_pairs: Sequence[tuple[int, int]]
-    ) -> None:
-        """Copy by indexing."""
-        copy_blocks(kv_caches, src_dst_pairs)

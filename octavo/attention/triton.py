@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 from torch import Tensor
 
-from octavo.attention.base import AttentionMetadata, LargestAttention, Rotary, copy_blocks
+from octavo.attention.base import AttentionMetadata, AttentionParams, LargestAttention, Rotary
 from octavo.errors import ConfigError
 from octavo.kernels.memory import is_host
 from octavo.kernels.triton.attention import attention, splits_floats
@@ -124,11 +122,7 @@ class TritonAttention:
         kv_cache: Tensor,
         metadata: AttentionMetadata,
         out: Tensor,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        logits_soft_cap: float | None = None,
-        alibi_slopes: Tensor | None = None,
+        params: AttentionParams,
     ) -> None:
         """Run one launch, and a second one if programs shared the splits of a decode row."""
         if metadata.num_tokens == 0:
@@ -149,10 +143,10 @@ class TritonAttention:
             metadata.seq_lens,
             metadata.block_table,
             out,
-            scale=scale,
-            sliding_window=sliding_window,
-            logits_soft_cap=logits_soft_cap,
-            alibi_slopes=alibi_slopes,
+            scale=params.scale,
+            sliding_window=params.sliding_window,
+            logits_soft_cap=params.logits_soft_cap,
+            alibi_slopes=params.alibi_slopes,
             format=format,
             one_query=decode and metadata.num_tokens == metadata.num_reqs,
             split=self.split,
@@ -162,9 +156,3 @@ class TritonAttention:
             block_m=_DECODE_ROWS if decode and not self.batch_invariant else self.prefill_rows,
             upcast=self.upcast,
         )
-
-    def copy_blocks(
-        self, kv_caches: Sequence[Tensor], src_dst_pairs: Sequence[tuple[int, int]]
-    ) -> None:
-        """Copy by indexing: the first dimension counts blocks."""
-        copy_blocks(kv_caches, src_dst_pairs)

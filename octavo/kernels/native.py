@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from octavo import _native
+from octavo._native import kernels
 from octavo.kernels.base import (
     SAMPLING_ROW,
     Codes,
@@ -25,7 +25,6 @@ from octavo.kernels.base import (
     QuantizedWeight,
 )
 from octavo.kernels.memory import Arena
-from octavo.kernels.reference import ReferenceOps
 from octavo.kernels.sizes import packed_nbytes, quantized_nbytes
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -38,8 +37,6 @@ _QUANT_FORMATS = {"int8": 0, "int4_levels": 1, "int4": 2, "int4_zeros": 3}
 _GATES: dict[Gate | None, int] = {None: -1, "silu": 0, "gelu": 1, "gelu_tanh": 2}
 _EXP, _LOG, _TANH, _ERF, _GELU, _SOFT_CAP = 0, 1, 2, 3, {"none": 4, "tanh": 5}, 6
 _RELU, _SCALE, _CLAMP = 7, 8, 9
-
-_REFERENCE = ReferenceOps()
 
 available_isas = _native.available_isas
 """Return the instruction sets of this processor that have kernels, best first."""
@@ -205,7 +202,7 @@ class NativeOps:
         for part in parts:
             _rows(part)
             assert part.shape[1] == k
-            _native.pack_weight(
+            kernels.pack_weight(
                 src=part.data_ptr(),
                 src_stride=part.stride(0),
                 dst=data.data_ptr(),
@@ -248,12 +245,13 @@ class NativeOps:
             assert bias.is_contiguous()
         width = weight.n if gate is None else weight.n // 2
         out = self._result(out, x.shape[0], width, dtype=out_dtype)
+        kernel = kernels.linear
+        encoding: dict[str, int] = {}
         if isinstance(weight, QuantizedWeight):
-            form = {"group": weight.group_size, "format": _QUANT_FORMATS[weight.format]}
-            kernel = partial(_native.linear_q, **form)
+            kernel = kernels.linear_q
+            encoding = {"group": weight.group_size, "format": _QUANT_FORMATS[weight.format]}
         else:
             assert x.dtype == weight.dtype
-            kernel = partial(_native.linear)
         kernel(
             x=x.data_ptr(),
             x_stride=x.stride(0),
@@ -267,6 +265,7 @@ class NativeOps:
             gated=_GATES[gate],
             dtype=DTYPE_CODES[x.dtype],
             out_dtype=DTYPE_CODES[out_dtype],
+            **encoding,
         )
         return out
 
@@ -287,7 +286,7 @@ class NativeOps:
         for part in weight:
             _rows(part)
             assert part.shape[1] == k
-            _native.quantize_weight(
+            kernels.quantize_weight(
                 src=part.data_ptr(),
                 src_stride=part.stride(0),
                 dst=packed.data.data_ptr(),
@@ -320,7 +319,7 @@ class NativeOps:
                 assert tensor is None or tensor.shape == shape
                 assert tensor is None or tensor.dtype == dtype
                 assert tensor is None or tensor.is_contiguous()
-            _native.pack_quant(
+            kernels.pack_quant(
                 codes=part.codes.data_ptr(),
                 scales=part.scales.data_ptr(),
                 zeros=0 if part.zeros is None else part.zeros.data_ptr(),
@@ -356,7 +355,7 @@ class NativeOps:
         assert out.shape == x.shape
         assert weight.is_contiguous()
         heads = x.shape[1] if x.dim() == 3 else 1
-        _native.rms_norm(
+        kernels.rms_norm(
             x=x.data_ptr(),
             x_stride=x.stride(0),
             x_head_stride=x.stride(1),
@@ -397,7 +396,7 @@ class NativeOps:
         normed = self._result(normed, rows, dim, dtype=x.dtype)
         total = self._result(total, rows, dim, dtype=x.dtype)
         assert rows < 2 or total.stride(0) == residual.stride(0)
-        _native.rms_norm(
+        kernels.rms_norm(
             x=x.data_ptr(),
             x_stride=x.stride(0),
             x_head_stride=0,
@@ -436,7 +435,7 @@ class NativeOps:
             assert bias.is_contiguous()
             assert x.dtype == bias.dtype
         out = self._result(out, rows, dim, dtype=x.dtype)
-        _native.layer_norm(
+        kernels.layer_norm(
             x=x.data_ptr(),
             x_stride=x.stride(0),
             weight=weight.data_ptr(),
@@ -444,7 +443,6 @@ class NativeOps:
             out=out.data_ptr(),
             out_stride=out.stride(0),
             rows=rows,
-            heads=1,
             dim=dim,
             eps=eps,
             dtype=DTYPE_CODES[x.dtype],
@@ -460,7 +458,7 @@ class NativeOps:
         assert x.is_contiguous()
         rows = x.shape[0]
         dim = x.numel() // max(rows, 1)
-        _native.unary(
+        kernels.unary(
             kind=kind,
             x=x.data_ptr(),
             out=out.data_ptr(),
@@ -477,7 +475,7 @@ class NativeOps:
         rows, dim = gate_up.shape[0], gate_up.shape[1] // 2
         assert gate_up.shape[1] == 2 * dim
         out = self._result(out, rows, dim, dtype=gate_up.dtype)
-        _native.gated(
+        kernels.gated(
             kind=_GATES[activation],
             x=gate_up.data_ptr(),
             x_stride=gate_up.stride(0),
@@ -518,7 +516,7 @@ class NativeOps:
         assert x.shape == y.shape
         assert x.dtype == y.dtype
         out = self._result(out, rows, dim, dtype=x.dtype)
-        _native.add(
+        kernels.add(
             x=x.data_ptr(),
             x_stride=x.stride(0),
             y=y.data_ptr(),
@@ -545,7 +543,7 @@ class NativeOps:
         rows, dim = x.shape[0], x.shape[1] // parts
         assert bias is None or (bias.dtype == out_dtype and bias.shape == (dim,))
         out = self._result(out, rows, dim, dtype=out_dtype)
-        _native.sum_parts(
+        kernels.sum_parts(
             x=x.data_ptr(),
             x_stride=x.stride(0),
             bias=0 if bias is None else bias.data_ptr(),
@@ -604,7 +602,7 @@ class NativeOps:
         assert positions.is_contiguous()
         assert cos_sin_cache.dtype == torch.float32
         assert cos_sin_cache.is_contiguous()
-        _native.rotary(
+        kernels.rotary(
             positions=positions.data_ptr(),
             query=query.data_ptr(),
             query_stride=query.stride(0),
@@ -624,7 +622,7 @@ class NativeOps:
     def _softmax(self, x: Tensor, log: bool) -> Tensor:
         rows, dim = _logits(x)
         out = self._empty(rows, dim, dtype=x.dtype)
-        _native.softmax(
+        kernels.softmax(
             x=x.data_ptr(), x_stride=x.stride(0), out=out.data_ptr(), rows=rows, dim=dim, log=log
         )
         return out
@@ -641,14 +639,14 @@ class NativeOps:
         """Find the maximum, then its first index."""
         rows, dim = _logits(x)
         out = self._empty(rows, dtype=torch.int64)
-        _native.argmax(x=x.data_ptr(), x_stride=x.stride(0), out=out.data_ptr(), rows=rows, dim=dim)
+        kernels.argmax(x=x.data_ptr(), x_stride=x.stride(0), out=out.data_ptr(), rows=rows, dim=dim)
         return out
 
     def row_max(self, x: Tensor) -> Tensor:
         """Compute in one pass."""
         rows, dim = _logits(x)
         out = self._empty(rows, dtype=x.dtype)
-        _native.row_max(
+        kernels.row_max(
             x=x.data_ptr(), x_stride=x.stride(0), out=out.data_ptr(), rows=rows, dim=dim
         )
         return out
@@ -660,7 +658,7 @@ class NativeOps:
         assert params.shape == (rows,)
         assert params.flags.c_contiguous
         out = self._empty(rows, dtype=torch.int64)
-        _native.sample(
+        kernels.sample(
             x=x.data_ptr(),
             x_stride=x.stride(0),
             params=params.ctypes.data,
@@ -678,7 +676,7 @@ class NativeOps:
         assert bitmask.stride(1) == 1 or bitmask.shape[1] == 1
         assert rows.dtype == torch.int64
         assert rows.is_contiguous()
-        _native.apply_bitmask(
+        kernels.apply_bitmask(
             x=x.data_ptr(),
             x_stride=x.stride(0),
             x_rows=x_rows,
@@ -695,7 +693,7 @@ class NativeOps:
         assert 0 <= k <= dim
         values = self._empty(rows, k, dtype=x.dtype)
         indices = self._empty(rows, k, dtype=torch.int64)
-        _native.top_k(
+        kernels.top_k(
             x=x.data_ptr(),
             x_stride=x.stride(0),
             values=values.data_ptr(),
@@ -718,7 +716,7 @@ class NativeOps:
         assert ids.dtype == torch.int64
         assert ids.is_contiguous()
         out = self._empty(len(ids), dim, dtype=weight.dtype)
-        _native.gather(
+        kernels.gather(
             table=table.data_ptr(),
             table_stride=stride,
             n=n,

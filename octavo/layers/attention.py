@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from octavo.attention.base import Rotary
+from octavo.attention.base import AttentionParams, Rotary
 from octavo.kernels.base import Ops
 from octavo.layers.linear import Linear
 from octavo.layers.norm import HeadNorms, RMSNorm
@@ -30,14 +30,7 @@ class Attention:
     num_kv_heads: int
     """Number of key and value heads; divides `num_heads`."""
     head_size: int
-    scale: float
-    """Factor of the attention scores."""
-    sliding_window: int | None = None
-    """Number of positions visible to a token, including itself; None: all."""
-    logits_soft_cap: float | None = None
-    """Soft cap of the attention scores."""
-    alibi_slopes: Tensor | None = None
-    """float32 [num_heads]."""
+    params: AttentionParams
     cos_sin_cache: Tensor | None = None
     """Table of `octavo.layers.rotary`; None without rotary positions."""
     is_neox: bool = True
@@ -71,16 +64,7 @@ class Attention:
         else:
             whole, own = self.columns.empty(tokens, x.dtype)
             out = own.view(tokens, self.num_heads, self.head_size)
-        backend.forward(
-            query,
-            kv_cache,
-            metadata,
-            out,
-            scale=self.scale,
-            sliding_window=self.sliding_window,
-            logits_soft_cap=self.logits_soft_cap,
-            alibi_slopes=self.alibi_slopes,
-        )
+        backend.forward(query, kv_cache, metadata, out, self.params)
         if self.columns is not None:
             self.columns.join()
         return self.o_proj(whole)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from octavo import _native
+from octavo.attention.base import copy_blocks
 from octavo.kernels.memory import is_host, release_memory, to_device
 from octavo.kv_cache.groups import KVCacheConfig
 from octavo.messages import (
@@ -614,7 +615,7 @@ class ModelRunner:
                 self._prompt_logprobs.pop(req_id, None)
                 self._forced.pop(req_id, None)
         if scheduler_output.blocks_to_copy:
-            self.backend.copy_blocks(state.kv_tensors, scheduler_output.blocks_to_copy)
+            copy_blocks(state.kv_tensors, scheduler_output.blocks_to_copy)
             if state.proposer is not None:
                 state.proposer.copy_blocks(scheduler_output.blocks_to_copy)
         if scheduler_output.loaded_block_ids and state.proposer is not None:

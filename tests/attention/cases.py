@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from octavo.attention.base import AttentionBackend, AttentionMetadata
+from octavo.attention.base import AttentionBackend, AttentionMetadata, AttentionParams
 
 NOWHERE = 1 << 30  # a block that cannot be read
 
@@ -53,14 +53,9 @@ class Case:
     seeds: tuple[int, ...] = ()  # of each request; its place if not given
     history: AttentionBackend | None = None  # writes the cache in its layout; None: the tested one
 
-    def kwargs(self) -> dict[str, object]:
+    def params(self) -> AttentionParams:
         slopes = 2.0 ** -torch.arange(1, self.heads + 1) if self.alibi else None
-        return {
-            "scale": self.scale,
-            "sliding_window": self.window,
-            "logits_soft_cap": self.soft_cap,
-            "alibi_slopes": slopes,
-        }
+        return AttentionParams(self.scale, self.window, self.soft_cap, slopes)
 
     def tensors(self, request: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return query, key and value of the whole context of a request."""
@@ -145,10 +140,10 @@ class Case:
             extra = torch.full((starts[-1], 3, self.head_size), torch.nan, dtype=self.dtype)
             query = torch.cat([query, extra], dim=1)[:, : self.heads]
             out = torch.full((starts[-1], self.heads + 1, self.head_size), 5.0, dtype=self.dtype)
-            backend.forward(query, kv_cache, metadata, out[:, : self.heads], **self.kwargs())  # type: ignore[arg-type]
+            backend.forward(query, kv_cache, metadata, out[:, : self.heads], self.params())
             assert (out[:, self.heads] == 5).all()
             return out[:, : self.heads]
-        backend.forward(query, kv_cache, metadata, out, **self.kwargs())  # type: ignore[arg-type]
+        backend.forward(query, kv_cache, metadata, out, self.params())
         return out
 
 

@@ -6,7 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.attention.base import AttentionBackend, AttentionMetadata, LargestAttention
+from octavo.attention.base import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionParams,
+    LargestAttention,
+)
 from octavo.attention.cpu import BLOCK_SIZES, CPUAttention
 from octavo.attention.reference import ReferenceAttention
 from octavo.errors import ConfigError
@@ -186,7 +191,7 @@ def through_the_cache(value: Tensor, cache_dtype: torch.dtype, backend: Attentio
         slot_mapping=slots,
     )
     out = torch.empty_like(value)[:, None]
-    backend.forward(key[:, None], kv_cache, metadata, out, scale=1.0)
+    backend.forward(key[:, None], kv_cache, metadata, out, AttentionParams(scale=1.0))
     return out[:, 0]
 
 

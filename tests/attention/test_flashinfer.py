@@ -11,7 +11,7 @@ import types
 import pytest
 import torch
 
-from octavo.attention.base import AttentionMetadata
+from octavo.attention.base import AttentionMetadata, AttentionParams
 from octavo.attention.reference import ReferenceAttention
 from octavo.errors import ConfigError
 from tests.attention.cases import Case
@@ -65,14 +65,11 @@ class StandIn:
             block_table=table,
             slot_mapping=torch.empty(0, dtype=torch.int64),
         )
-        self.kwargs = {
-            "scale": sm_scale,
-            "sliding_window": None if window_left < 0 else window_left + 1,
-            "logits_soft_cap": logits_soft_cap,
-        }
+        window = None if window_left < 0 else window_left + 1
+        self.params = AttentionParams(sm_scale, window, logits_soft_cap)
 
     def run(self, query, kv_cache, *, out):
-        ReferenceAttention().forward(query, kv_cache, self.metadata, out, **self.kwargs)
+        ReferenceAttention().forward(query, kv_cache, self.metadata, out, self.params)
         return out
 
 

@@ -470,13 +470,12 @@ void test_norms() {
         const std::vector<T> x = random<T>(rows * stride, 1, 2), residual = random<T>(rows * dim),
                              w = random<T>(dim), bias = random<T>(dim);
         std::vector<T> out(rows * dim), sum(rows * dim), plain(rows * dim), layer(rows * dim);
-        NormArgs a = {x.data(), stride, 0, residual.data(), sum.data(), w.data(), nullptr, out.data(), dim, 0,
-                      rows, 1, dim, 1e-5f, offset, dtype};
+        RmsNormArgs a = {x.data(), stride, 0, residual.data(), sum.data(), dim, w.data(), out.data(), dim,
+                         0, rows, 1, dim, 1e-5f, offset, dtype};
         kernels().rms_norm(a);
         a.residual = nullptr, a.out = plain.data();
         kernels().rms_norm(a);
-        a.bias = bias.data(), a.out = layer.data();
-        kernels().layer_norm(a);
+        kernels().layer_norm({x.data(), stride, w.data(), bias.data(), layer.data(), dim, rows, dim, 1e-5f, dtype});
         for (int64_t i = 0; i < rows; i++) {
           double squares = 0, plain_squares = 0, mean = 0, variance = 0;
           for (int64_t j = 0; j < dim; j++) {
@@ -543,7 +542,7 @@ void test_elementwise() {
       const std::vector<T> silu = gated(x, 3, dim, Gated::silu), plain = gated(x, 3, dim, Gated::gelu),
                            tanh = gated(x, 3, dim, Gated::gelu_tanh);
       std::vector<T> sum(3 * dim);
-      kernels().add({x.data(), x.data() + 3 * dim, sum.data(), 3, dim, Type<T>::dtype});
+      kernels().add({x.data(), x.data() + 3 * dim, sum.data(), dim, dim, dim, 3, dim, Type<T>::dtype});
       for (int64_t i = 0; i < 3 * dim; i++) {
         const double gate = get(x[i / dim * 2 * dim + i % dim]),
             up = get(x[i / dim * 2 * dim + dim + i % dim]);

@@ -292,7 +292,7 @@ def test_gelu_relu_soft_cap(dtype: torch.dtype) -> None:
 
 def apply(kind: int, x: Tensor) -> Tensor:
     out = torch.empty_like(x)
-    _native.unary(
+    _native.kernels.unary(
         x=x.data_ptr(),
         out=out.data_ptr(),
         out_stride=x.numel(),

@@ -111,9 +111,9 @@ def test_a_refused_call_leaves_the_pool_as_it_was():
     correct = make_work()
     native.set_num_threads(2)
     with pytest.raises(TypeError):
-        _native.linear(x="x")
+        _native.kernels.linear(x="x")
     with pytest.raises(ValueError, match="dtype"):
-        _native.gated(x=0, x_stride=0, out=0, out_stride=0, rows=0, dim=0, kind=0, dtype=9)
+        _native.kernels.gated(x=0, x_stride=0, out=0, out_stride=0, rows=0, dim=0, kind=0, dtype=9)
     assert correct()
 
 
@@ -146,7 +146,7 @@ out = array.array("f", [0.0]) * (rows * columns)
 address, target = x.buffer_info()[0], out.buffer_info()[0]
 
 def work():
-    _native.softmax(
+    _native.kernels.softmax(
         x=address, x_stride=columns, out=target, rows=rows, dim=columns, log=True
     )
     return bytes(out)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from octavo.attention.base import AttentionMetadata
+from octavo.attention.base import AttentionMetadata, AttentionParams
 from octavo.attention.reference import ReferenceAttention
 from octavo.kernels.base import Ops
 from octavo.kernels.native import NativeOps
@@ -167,7 +167,7 @@ def test_attention_clips_and_scales(ops: Ops) -> None:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_size=head,
-        scale=0.3,
+        params=AttentionParams(scale=0.3),
         clip=1.0,
     )
     x = torch.randn(tokens, 16)

@@ -163,6 +163,7 @@ class AttentionSpec(BlockSpec):
         """See `BlockSpec`."""
         import torch
 
+        from octavo.attention.base import AttentionParams
         from octavo.layers.attention import Attention
         from octavo.layers.rotary import build_cos_sin_cache
 
@@ -181,12 +182,14 @@ class AttentionSpec(BlockSpec):
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
-            scale=self.scale,
-            sliding_window=self.sliding_window,
-            logits_soft_cap=self.soft_cap,
-            alibi_slopes=None
-            if alibi is None
-            else parts.table(alibi, lambda: torch.tensor(alibi.slopes, dtype=torch.float32)),
+            params=AttentionParams(
+                scale=self.scale,
+                sliding_window=self.sliding_window,
+                logits_soft_cap=self.soft_cap,
+                alibi_slopes=None
+                if alibi is None
+                else parts.table(alibi, lambda: torch.tensor(alibi.slopes, dtype=torch.float32)),
+            ),
             cos_sin_cache=None
             if rope is None
             else parts.table(rope, lambda: build_cos_sin_cache(rope, parts.max_model_len)),

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from octavo import _native
+from octavo.attention.base import copy_blocks
 from octavo.kernels.reference import sampling_weights
 from octavo.kv_cache.groups import find_full_attention
 from octavo.layers.step_table import StepLayout, StepSize
@@ -161,7 +162,7 @@ class DraftSteps:
 
     def copy_blocks(self, src_dst_pairs: Sequence[tuple[int, int]]) -> None:
         """See `Proposer`."""
-        self._target.backend.copy_blocks(self._caches, src_dst_pairs)
+        copy_blocks(self._caches, src_dst_pairs)
 
 
 class DraftSampler:
