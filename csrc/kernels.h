@@ -374,7 +374,7 @@ struct WriteKvArgs {
   CacheType cache;
 
   MEMBERS(key, key_stride, key_head_stride, value, value_stride, value_head_stride, kv_cache,
-          slot_mapping, tokens, kv_heads, head_size, block_size, dtype, cache)
+          kv_block_stride, slot_mapping, tokens, kv_heads, head_size, block_size, dtype, cache)
   void resize(const StepSize& size) { tokens = size.rows; }
   Work work() const {
     const int64_t head = head_size * size_of(dtype) + cached_size(cache, dtype, head_size);
@@ -401,7 +401,7 @@ struct AttentionArgs {
   CacheType cache;
 
   MEMBERS(query, query_stride, query_head_stride, out, out_stride, out_head_stride, kv_cache,
-          query_start_loc, seq_lens, block_table, block_table_stride, num_reqs, heads, kv_heads,
+          kv_block_stride, query_start_loc, seq_lens, block_table, block_table_stride, num_reqs, heads, kv_heads,
           head_size, block_size, window, scale, soft_cap, alibi_slopes, dtype, cache)
   void resize(const StepSize& size) { num_reqs = size.num_reqs; }
   Work work() const {
