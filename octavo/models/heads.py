@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from octavo.checkpoints.config_json import ConfigJson
 from octavo.models.blocks.attention import AttentionSpec
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.norm import RMSNormSpec
-from octavo.models.config_json import ConfigJson
 from octavo.models.families.base import ROTARY_TABLES
 from octavo.models.families.llama import LlamaLike
 from octavo.models.spec import ModelSpec

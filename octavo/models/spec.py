@@ -6,19 +6,15 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
-from octavo.errors import ConfigError, ModelError
+from octavo.checkpoints.base import Expected
+from octavo.errors import ConfigError
 from octavo.models.blocks.attention import Alibi
 from octavo.models.blocks.base import Table
 from octavo.models.blocks.embedding import EmbedSpec
 from octavo.models.blocks.head import HeadSpec
 from octavo.models.blocks.layer import LayerSpec
 from octavo.models.cache import CacheSpec
-from octavo.models.config_json import MOST_JSON_NBYTES
-from octavo.models.model_files import refuse_lfs_pointer, require_file
 from octavo.models.weights import Names, Weight
 from octavo.quantization.base import get_quantization, linear_nbytes
 from octavo.system.distributed import Rank
@@ -163,6 +159,12 @@ class ModelSpec:
             weights += self.head.weights(Names())
         return weights
 
+    @property
+    def expected(self) -> Expected:
+        """The tensors that a checkpoint must hold."""
+        sources = [source for weight in self.weights() for source in weight.sources]
+        return Expected(self.architecture, sources, self.bare_prefix, self.ignored, self.elsewhere)
+
     def weight_nbytes(
         self, dtype: str, max_model_len: int | None = None, quantization: str | None = None
     ) -> int:
@@ -248,40 +250,3 @@ def divide_layers(spec: ModelSpec, num_stages: int, asked: str | None) -> list[t
 
 def _linear_size(weights: Iterable[Weight]) -> int:
     return sum(math.prod(weight.shape) for weight in weights if weight.kind == "linear")
-
-
-def checkpoint_dtype(folder: Path) -> str:
-    """Type of the weights of a checkpoint whose config names none, from safetensors headers.
-
-    Raises:
-        ModelError: for a damaged header, or a type that is not supported.
-    """
-    names = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-    for file in sorted(folder.glob("*.safetensors")):
-        for dtype, _ in read_safetensors_header(file).values():
-            if dtype in names:
-                return names[dtype]
-    return "float32"
-
-
-def read_safetensors_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """The header of a safetensors file: name -> (type, shape).
-
-    The library checks it: that no tensors overlap, and that the file holds them all.
-
-    Raises:
-        ModelError: if the file is cut off or is no safetensors file.
-    """
-    require_file(file)
-    try:
-        refuse_lfs_pointer(file)
-        with file.open("rb") as stream:
-            if int.from_bytes(stream.read(8), "little") > MOST_JSON_NBYTES:
-                raise ValueError("the header's length is impossible")
-        with safe_open(file, framework="numpy") as tensors:
-            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118  # no dict
-            return {name: (s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
-    except (SafetensorError, OSError, ValueError) as error:
-        raise ModelError(
-            f"{file} is damaged or cut off ({error}); download the file again."
-        ) from None

@@ -13,6 +13,7 @@ from typing import Any
 
 import tokenizers
 
+from octavo.checkpoints.model_files import refuse_lfs_pointer
 from octavo.errors import (
     ContextLengthError,
     ModelError,
@@ -20,7 +21,6 @@ from octavo.errors import (
     UnsupportedError,
     reason_of,
 )
-from octavo.models.model_files import refuse_lfs_pointer
 
 _NAMED_TOKENS = (
     "bos_token",

@@ -9,6 +9,9 @@ import transformers
 from torch import Tensor
 
 from octavo.attention.base import AttentionMetadata
+from octavo.checkpoints.base import LoadFormat
+from octavo.checkpoints.registry import open_checkpoint
+from octavo.config import ModelConfig
 from octavo.kernels.native import NativeOps
 from octavo.layers.step import StepContext
 from octavo.models.base import Model
@@ -169,7 +172,12 @@ def save_config(folder: Path, architecture: str, config: dict[str, Any]) -> Mode
     hf_config = _config_class(architecture)(**config)
     hf_config.architectures = [architecture]
     hf_config.save_pretrained(folder)
-    return read_spec(folder)
+    return spec_of(folder)
+
+
+def spec_of(folder: Path, **settings: Any) -> ModelSpec:
+    """Reads a folder's model; `settings` are `ModelConfig`'s."""
+    return read_spec(open_checkpoint(folder), ModelConfig(**settings))
 
 
 def save_and_load(
@@ -180,10 +188,16 @@ def save_and_load(
     return load(folder, dtype, **options)
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Model:
+def load(
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    load_format: LoadFormat = "auto",
+    **options: Any,
+) -> Model:
     """Load a folder."""
-    spec = read_spec(folder)
-    return load_model(spec, folder, dtype=dtype, device=CPU, **{"ops": NativeOps()} | options)
+    checkpoint = open_checkpoint(folder, load_format)
+    options = {"ops": NativeOps()} | options
+    return load_model(spec_of(folder), checkpoint, dtype=dtype, device=CPU, **options)
 
 
 def make_prompts(vocab_size: int, lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:

@@ -12,13 +12,13 @@ import torch
 from safetensors.numpy import save_file
 
 from octavo import _native
+from octavo.checkpoints.registry import open_checkpoint
 from octavo.kernels.native import NativeOps
 from octavo.models.loader import LoadedWeights, load_model
-from octavo.models.registry import read_spec
 from octavo.models.spec import ModelSpec
 from octavo.models.weight_cache import WeightCache, weights_key
 from octavo.system.distributed import Rank
-from tests.models.harness import CPU, save_config
+from tests.models.harness import CPU, save_config, spec_of
 from tests.models.test_parity import CASES
 
 FORMS = (None, "int8", "int4")
@@ -39,12 +39,12 @@ TINY: dict[str, Any] = {
 
 
 def read(folder: Path, quantization: str | None) -> ModelSpec:
-    return read_spec(folder)
+    return spec_of(folder)
 
 
 def key_of(spec: ModelSpec, folder: Path, dtype: str, quantization: str | None) -> bytes:
     """The part of a key that depends on the model: neither build nor files."""
-    key = weights_key(spec, folder, dtype=dtype, load_format="auto", quantization=quantization)
+    key = weights_key(spec, open_checkpoint(folder), dtype=dtype, quantization=quantization)
     assert key is not None
     items = msgspec.json.decode(key, type=list[msgspec.Raw])
     return bytes(items[2]) + bytes(items[4])
@@ -78,7 +78,7 @@ def test_packed_bytes(dtype: str, quantization: str | None, expected: str, tmp_p
     try:
         load_model(
             spec,
-            tmp_path,
+            open_checkpoint(tmp_path),
             dtype=getattr(torch, dtype),
             device=CPU,
             quantization=quantization,

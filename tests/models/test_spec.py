@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from octavo.checkpoints.registry import open_checkpoint
 from octavo.errors import ModelError
 from octavo.kernels.native import NativeOps
 from octavo.layers.rope_spec import RopeSpec
@@ -18,9 +19,9 @@ from octavo.models.blocks.attention import AttentionSpec
 from octavo.models.cache import AttentionCache
 from octavo.models.config_defaults import DEFAULTS
 from octavo.models.loader import load_model
-from octavo.models.registry import FAMILIES, read_spec
+from octavo.models.registry import FAMILIES
 from octavo.models.spec import ModelSpec
-from tests.models.harness import CPU, save_config
+from tests.models.harness import CPU, save_config, spec_of
 from tests.models.test_parity import CASES
 
 LLAMA: dict[str, Any] = {
@@ -42,7 +43,7 @@ LLAMA: dict[str, Any] = {
 
 def read(folder: Path, config: dict[str, Any], **options: Any) -> ModelSpec:
     (folder / "config.json").write_text(json.dumps(config))
-    return read_spec(folder, **options)
+    return spec_of(folder, **options)
 
 
 def rope_of(spec: ModelSpec) -> RopeSpec:
@@ -314,7 +315,7 @@ def test_remote_code_is_accepted_when_trusted_and_never_run(tmp_path: Path) -> N
 def test_damaged_config(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ModelError, match=message):
-        read_spec(tmp_path)
+        spec_of(tmp_path)
 
 
 def test_dtype_from_the_checkpoint(tmp_path: Path) -> None:
@@ -332,13 +333,12 @@ def test_dtype_from_the_checkpoint(tmp_path: Path) -> None:
 
 
 def load_dummy(folder: Path, dtype: torch.dtype, quantization: str | None = None) -> Any:
-    spec = read_spec(folder)
+    spec = spec_of(folder)
     return load_model(
         spec,
-        folder,
+        open_checkpoint(folder, "dummy"),
         dtype=dtype,
         device=CPU,
-        load_format="dummy",
         quantization=quantization,
         ops=NativeOps(),
     )
@@ -376,7 +376,7 @@ def test_weight_nbytes_is_exact(
 
 def test_control_plane_imports_no_torch() -> None:
     code = (
-        "import sys, octavo.models.registry, octavo.models.hub, octavo.models.weights;"
+        "import sys, octavo.models.registry, octavo.models.hub, octavo.checkpoints.registry;"
         "assert 'torch' not in sys.modules and 'huggingface_hub' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from octavo.checkpoints.base import Source
 from octavo.errors import ConfigError
-from octavo.models.weights import Names, Source, Weight
+from octavo.models.weights import Names, Weight
 from octavo.system.distributed import Rank
 
 if TYPE_CHECKING:
