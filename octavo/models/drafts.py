@@ -51,17 +51,18 @@ def find_draft(config: EngineConfig, target: ModelSpec) -> Draft | None:
         speculative.model, download_dir=load.download_dir, load_format=load.load_format
     )
     checkpoint = open_checkpoint(path, load.load_format)
-    read = checkpoint.config
+    read, settings = checkpoint.config, msgspec.structs.replace(config.model, hf_overrides={})
     match speculative.method or _method_of(read):
         case "medusa":
             medusa = read_medusa(read, target)
             _check_num_heads(medusa, speculative)
-            return Draft("medusa", medusa, path, len(medusa.lm_heads))
+            completed = complete_spec(medusa, read, checkpoint, settings)
+            return Draft("medusa", completed, path, len(medusa.lm_heads))
         case "eagle":
             eagle3 = read.has("draft_vocab_size") or _architecture(read) in _EAGLE3
             eagle = read_eagle3(read, target) if eagle3 else read_eagle(read, target)
-            return Draft("eagle", complete_spec(eagle, checkpoint), path)
-    spec = read_spec(checkpoint, msgspec.structs.replace(config.model, hf_overrides={}))
+            return Draft("eagle", complete_spec(eagle, read, checkpoint, settings), path)
+    spec = read_spec(checkpoint, settings)
     if spec.vocab_size != target.vocab_size:
         raise ConfigError(
             f"speculative_config: {speculative.model} has {spec.vocab_size} tokens in its "

@@ -44,7 +44,7 @@ class MedusaSpec(HeadsSpec):
     """Of each head: x + silu(linear(x)), one after the other."""
     lm_heads: tuple[LinearSpec, ...] = field(kw_only=True)
 
-    def weights(self, *, quantized: bool = False) -> list[Weight]:
+    def weights(self) -> list[Weight]:
         """See `ModelSpec`."""
         return list(self._weights())
 
@@ -106,7 +106,7 @@ class EagleSpec(HeadsSpec):
     num_draft_tokens: int = 0
     """EAGLE-3: size of its own vocabulary."""
 
-    def weights(self, *, quantized: bool = False) -> list[Weight]:
+    def weights(self) -> list[Weight]:
         """See `ModelSpec`."""
         weights = list(self.fc.weights(Names("fc.")))
         layer = Names("layers.0.", self.layer_names.format(0))
@@ -188,7 +188,7 @@ def read_eagle3(config: ConfigJson, target: ModelSpec) -> EagleSpec:
 class LMHeadSpec(ModelSpec):
     """The LM head of a model, without the final norm."""
 
-    def weights(self, *, quantized: bool = False) -> list[Weight]:
+    def weights(self) -> list[Weight]:
         """See `ModelSpec`."""
         return list(self.head.weights(Names()))
 

@@ -21,7 +21,7 @@ from octavo.models.blocks.base import Parts
 from octavo.models.spec import ModelSpec
 from octavo.models.weight_cache import Progress, WeightCache, weights_key
 from octavo.models.weights import Weight
-from octavo.quantization.base import MOST_INPUTS, Quantization, get_quantization, linear_nbytes
+from octavo.quantization.base import Part
 
 _Loaded = Tensor | PackedWeight | QuantizedWeight
 
@@ -33,7 +33,6 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     max_model_len: int | None = None,
-    quantization: str | None = None,
     ops: Ops,
     progress: Progress | None = None,
     cache: WeightCache | None = None,
@@ -52,8 +51,6 @@ def load_model(
         dtype: of weights and activations: float32, float16 or bfloat16; weights are converted.
         device: where to.
         max_model_len: rows of the rotary tables; default: the model's context.
-        quantization: form of the linear weights, as in `ModelConfig`; they are quantized as they
-            are read.
         ops: table of operations.
         progress: called as loading goes on.
         cache: where weights that were packed are kept from one start to the next.
@@ -69,7 +66,6 @@ def load_model(
         checkpoint,
         dtype=dtype,
         device=device,
-        quantization=quantization,
         ops=ops,
         cache=cache,
     )
@@ -98,29 +94,22 @@ class LoadedWeights:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        quantization: str | None,
         ops: Ops,
         cache: WeightCache | None,
     ) -> None:
         self._checkpoint, self._dtype, self._device, self._ops = checkpoint, dtype, device, ops
-        self._form = form = get_quantization(quantization)
-        self._weights = spec.weights(quantized=form is not None)
+        self._weights = spec.weights()
         for weight in self._weights:
-            if form is not None and weight.kind == "linear" and weight.shape[1] > MOST_INPUTS:
+            limit = weight.form.max_inputs
+            if limit is not None and weight.shape[1] > limit:
                 raise ModelError(
-                    f"{weight.name} has {weight.shape[1]} inputs, and quantization={form.name} "
-                    f"takes {MOST_INPUTS} at most; leave quantization out."
+                    f"{weight.name} has {weight.shape[1]} inputs, and quantization="
+                    f"{weight.form.name} supports {limit} at most; leave quantization out."
                 )
         self._open = partial(checkpoint.open, spec.expected, device)
-        self._key = partial(
-            weights_key,
-            spec,
-            checkpoint,
-            dtype=str(dtype).removeprefix("torch."),
-            quantization=quantization,
-        )
+        self._key = partial(weights_key, spec, checkpoint, str(dtype).removeprefix("torch."))
         self._cache = cache if ops.packs_weights else None
-        self._memory = _Memory(self._weights, dtype, ops, form)
+        self._memory = _Memory(self._weights, dtype, ops)
         self._made_of: bytes | None = None
         """The key of what was loaded."""
 
@@ -176,16 +165,32 @@ class LoadedWeights:
         loaded: dict[str, _Loaded] = {}
         total, done = sum(math.prod(weight.shape) for weight in self._weights), 0
         for weight in self._weights:
-            loaded[weight.name] = _load(
-                *(weight, tensors, self._ops, self._dtype, self._device),
-                *(self._memory, self._form),
-            )
+            loaded[weight.name] = self._load(weight, tensors)
             done += math.prod(weight.shape)
             if progress is not None:
                 progress(done, total)
         if self._cache is not None and made_of is not None:
             self._memory.keep(self._cache, made_of, lambda: self._key() == made_of)
         return loaded
+
+    def _load(self, weight: Weight, tensors: Tensors) -> _Loaded:
+        """Return a weight from the checkpoint: packed, if it is linear."""
+        parts, whole = _read(weight, tensors)
+        out = self._memory.place(weight)
+        result: _Loaded
+        if weight.kind == "linear":
+            moved = [tuple(tensor.to(self._device) for tensor in part) for part in parts]
+            result = weight.form.pack(self._ops, moved, self._dtype, out, weight.whole_rows)
+        else:
+            if out is None:
+                result = torch.empty(weight.shape, dtype=self._dtype, device=self._device)
+            else:
+                result = out.view(self._dtype).view(weight.shape)
+            rows = [tensor.to(self._device, self._dtype) for (tensor,) in parts]
+            torch.cat(rows, out=result)
+        for tensor in whole:
+            tensors.done(tensor)
+        return result
 
 
 def build_model(spec: ModelSpec, parts: Parts) -> Model:
@@ -197,14 +202,7 @@ def build_model(spec: ModelSpec, parts: Parts) -> Model:
 class _Memory:
     """The memory of a model's weights: one mapping, so that huge pages are well filled."""
 
-    def __init__(
-        self,
-        weights: list[Weight],
-        dtype: torch.dtype,
-        ops: Ops,
-        form: Quantization | None,
-    ) -> None:
-        self._form = form
+    def __init__(self, weights: list[Weight], dtype: torch.dtype, ops: Ops) -> None:
         self._dtype = dtype
         self._places: dict[str, slice] = {}
         self.nbytes = 0
@@ -219,7 +217,7 @@ class _Memory:
             return math.prod(weight.shape) * self._dtype.itemsize
         n, k = weight.shape
         dtype = str(self._dtype).removeprefix("torch.")
-        return linear_nbytes(n, k, dtype, self._form, weight.whole_rows)
+        return weight.form.nbytes(n, k, dtype, weight.whole_rows)
 
     def place(self, weight: Weight) -> Tensor | None:
         """A weight's share, uint8; None for operations that keep weights as they are."""
@@ -232,9 +230,8 @@ class _Memory:
         if weight.kind != "linear":
             return place.view(self._dtype).view(weight.shape)
         n, k = weight.shape
-        if self._form is not None:
-            return self._form.wrap(place, n, k, _native.panel(), weight.whole_rows)
-        return PackedWeight(place, n, k, self._dtype, _native.panel())
+        panel = _native.panel()
+        return weight.form.wrap(place, n, k, self._dtype, panel, weight.whole_rows)
 
     def read(self, cache: WeightCache, key: bytes, progress: Progress | None) -> bool:
         """Fills all from a cache; False if that does not have it."""
@@ -255,62 +252,33 @@ class _Memory:
         cache.keep(key, self._memory.numpy(), still)
 
 
-def _load(
-    weight: Weight,
-    tensors: Tensors,
-    ops: Ops,
-    dtype: torch.dtype,
-    device: torch.device,
-    memory: _Memory,
-    form: Quantization | None,
-) -> _Loaded:
-    parts = [part for s in weight.sources for part in _rows(s, tensors, weight)]
-    out = memory.place(weight)
-    result: _Loaded
-    if weight.kind == "linear":
-        # A list, so that no table of operations keeps the mapped file itself.
-        rows = [_narrow(part.to(device), dtype, form).contiguous() for part in parts]
-        if form is None:
-            result = ops.pack_weight(rows, dtype, out)
-        else:
-            result = form.pack(ops, rows, out, weight.whole_rows)
-    else:
-        if out is None:
-            result = torch.empty(weight.shape, dtype=dtype, device=device)
-        else:
-            result = out.view(dtype).view(weight.shape)
-        torch.cat([part.to(device, dtype) for part in parts], out=result)
-    for part in parts:
-        tensors.done(part)
-    return result
+def _read(weight: Weight, tensors: Tensors) -> tuple[list[Part], list[Tensor]]:
+    """Return the parts of a weight, module by module, and the whole tensors they are parts of."""
+    parts, whole = [], []
+    step = weight.form.num_tensors
+    for begin in range(0, len(weight.sources), step):
+        sources = weight.sources[begin : begin + step]
+        read = [tensors.read(source) for source in sources]
+        whole += read
+        turned = [
+            tensor.T if source.transform == "transpose" else tensor
+            for tensor, source in zip(read, sources, strict=True)
+        ]
+        parts += weight.form.cut(turned, _rows(sources[0], weight), sources[0].columns)
+    return parts, whole
 
 
-def _narrow(part: Tensor, dtype: torch.dtype, form: Quantization | None) -> Tensor:
-    """A part of a weight as packing takes it: float64 is rounded once, to the weight's type."""
-    if part.dtype != torch.float64:
-        return part
-    return part.to(dtype if form is None else torch.float32)
-
-
-def _rows(source: Source, tensors: Tensors, weight: Weight) -> list[Tensor]:
-    """The rows of a source that go into a weight; nothing else of it is touched."""
-    tensor = tensors.read(source)
-    if source.transform == "by_group":
-        queries = source.group_queries
-        heads = torch.arange(len(tensor)).view(source.groups, queries + 2, -1)
-        order = torch.cat(
-            [part.flatten() for part in heads.split_with_sizes((queries, 1, 1), dim=1)]
-        )
-        parts = source.parts or ((0, len(order)),)
-        return [tensor[order[begin:end].to(tensor.device)] for begin, end in parts]
+def _rows(source: Source, weight: Weight) -> list[slice | Tensor]:
+    """Return the rows of a module that a weight needs."""
+    parts = source.parts
     match source.transform:
-        case "transpose":
-            tensor = tensor.T
+        case "by_group":
+            rows, queries = weight.whole_rows, source.group_queries
+            heads = torch.arange(rows).view(source.groups, queries + 2, -1)
+            order = torch.cat(
+                [part.flatten() for part in heads.split_with_sizes((queries, 1, 1), dim=1)]
+            )
+            return [order[begin:end] for begin, end in parts or ((0, rows),)]
         case "skip_rows":
-            tensor = tensor[source.shape[0] - weight.shape[0] :]
-    if source.columns is not None:
-        begin, end = source.columns
-        tensor = tensor[:, begin:end]
-    if source.parts is None:
-        return [tensor]
-    return [tensor[begin:end] for begin, end in source.parts]
+            parts = ((source.shape[0] - weight.shape[0], source.shape[0]),)
+    return [slice(None)] if parts is None else [slice(*part) for part in parts]

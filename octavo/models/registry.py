@@ -9,11 +9,13 @@ import re
 from dataclasses import replace
 
 from octavo.checkpoints.base import Checkpoint
+from octavo.checkpoints.config_json import ConfigJson
 from octavo.config import ModelConfig
 from octavo.errors import ModelError
 from octavo.models import families
 from octavo.models.config_defaults import ARCHITECTURES, DEFAULTS
 from octavo.models.families.base import Family
+from octavo.models.forms import assign
 from octavo.models.spec import ModelSpec
 
 ENTRY_POINTS = "octavo.models"
@@ -35,9 +37,10 @@ def read_spec(checkpoint: Checkpoint, settings: ModelConfig = _DEFAULTS) -> Mode
         settings: `trust_remote_code` accepts a config that names code of its own (`auto_map`). The
             code is never run: Octavo's own decoder computes the model. The fields of `hf_overrides`
             replace those of config.json; in a field that is an object in both, its own fields are
-            replaced.
+            replaced. `quantization` is the form of the linear weights.
 
     Raises:
+        ConfigError: the model is quantized already, and the setting is given.
         ModelError: naming file, field, value and what is supported.
     """
     config = checkpoint.config
@@ -63,9 +66,6 @@ def read_spec(checkpoint: Checkpoint, settings: ModelConfig = _DEFAULTS) -> Mode
             "the model asks for its own code, which Octavo never runs; with trust_remote_code it "
             f"is run as {architectures[0]} by Octavo's own decoder",
         )
-    for name in ("quantization_config", "compression_config"):
-        if config.has(name):
-            raise config.error(name, "supported: checkpoints in float32, float16 or bfloat16")
     for name in ("num_local_experts", "num_experts", "n_routed_experts"):
         config.refuse(name, 0, "mixtures of experts are not supported")
     config.refuse("use_bidirectional_attention", False, "only causal attention is supported")
@@ -75,18 +75,30 @@ def read_spec(checkpoint: Checkpoint, settings: ModelConfig = _DEFAULTS) -> Mode
         raise ModelError(
             f"{config.where}: its numbers do not fit together ({error}); download the file again."
         ) from None
-    return complete_spec(spec, checkpoint)
+    return complete_spec(spec, config, checkpoint, settings)
 
 
-def complete_spec(spec: ModelSpec, checkpoint: Checkpoint) -> ModelSpec:
-    """Return a spec with what config.json does not hold.
+def complete_spec(
+    spec: ModelSpec, config: ConfigJson, checkpoint: Checkpoint, settings: ModelConfig
+) -> ModelSpec:
+    """Return a spec with what families do not read.
 
-    That is the default sampling parameters and more ids of tokens that end an answer, from
-    generation_config.json, and the type of the weights where config.json names none.
+    That is the forms of the weights; the default sampling parameters and more ids of tokens that
+    end an answer, from generation_config.json; and the type of the weights where config.json names
+    none.
+
+    Args:
+        spec: the model.
+        config: its config.json.
+        checkpoint: its other files.
+        settings: see `read_spec`; `quantization` is the form of the linear weights.
 
     Raises:
-        ModelError: a file is damaged, or a field has a wrong value.
+        ConfigError: the model is quantized already, and the setting is given.
+        ModelError: a file is damaged, a field has a wrong value, or the method by which the model
+            is quantized is not supported.
     """
+    spec = assign(spec, settings.quantization, config)
     eos_token_ids, defaults = spec.eos_token_ids, dict(spec.generation_config)
     generation = checkpoint.generation_config
     if generation is not None:

@@ -13,6 +13,7 @@ from octavo.checkpoints.sharded_state import FUSED, SHARDED_PATTERN, ShardedStat
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.models.cache import AttentionCache
 from octavo.models.spec import ModelSpec
+from octavo.quantization.plain import Plain
 
 # Modules of which a rank has some rows, some rows of the padded vocabulary, or some columns.
 _ROWS = frozenset(FUSED)
@@ -77,6 +78,11 @@ def _plan(spec: ModelSpec) -> dict[str, list[Source]]:
     plan: dict[str, list[Source]] = {}
     seen: set[str] = set()
     for weight in spec.weights():
+        if not isinstance(weight.form, Plain):
+            raise UnsupportedError(
+                f"{weight.name} is {weight.form.name}: quantized weights cannot be saved as a "
+                "sharded state; use the model's own files."
+            )
         for source in weight.sources:
             if source.name in seen:  # the LM head may be the embedding
                 continue

@@ -16,7 +16,7 @@ from octavo.models.blocks.head import HeadSpec
 from octavo.models.blocks.layer import LayerSpec
 from octavo.models.cache import CacheSpec
 from octavo.models.weights import Names, Weight
-from octavo.quantization.base import get_quantization, linear_nbytes
+from octavo.quantization.plain import Plain
 from octavo.system.distributed import Rank
 from octavo.system.dtypes import DTYPE_NBYTES
 
@@ -140,17 +140,16 @@ class ModelSpec:
     def _tables(self) -> set[Table]:
         return {table for layer in self.distinct_layers for table in layer.mixer.tables()}
 
-    def weights(self, *, quantized: bool = False) -> list[Weight]:
-        """All weights, in the order in which the forward pass uses them.
+    def weights(self) -> list[Weight]:
+        """Return all weights, in the order in which the forward pass uses them.
 
-        Args:
-            quantized: the LM head will be, so that it cannot serve as embedding table, too. A part
-                of it cannot either.
+        An LM head that is whole and plain is the embedding table, too, where the two are tied.
         """
-        whole = self.has_embed and self.has_head and self.head.lm_head.parts is None
+        lm_head = self.head.lm_head
+        whole = self.has_embed and self.has_head and lm_head.parts is None
         weights: list[Weight] = []
         if self.has_embed:
-            shared = self.tied and not quantized and whole
+            shared = self.tied and isinstance(lm_head.form, Plain) and whole
             weights += self.embed.weights(Names("embed."), shared=shared)
         for i, layer in enumerate(self.layers):
             checkpoint = self.layer_names.format(self.first_layer + i)
@@ -165,22 +164,18 @@ class ModelSpec:
         sources = [source for weight in self.weights() for source in weight.sources]
         return Expected(self.architecture, sources, self.bare_prefix, self.ignored, self.elsewhere)
 
-    def weight_nbytes(
-        self, dtype: str, max_model_len: int | None = None, quantization: str | None = None
-    ) -> int:
-        """Bytes of the loaded model: packed weights, embeddings, vectors, tables of positions.
+    def weight_nbytes(self, dtype: str, max_model_len: int | None = None) -> int:
+        """Return the bytes of the loaded model: all weights, and tables of positions.
 
         Args:
             dtype: "float32", "float16" or "bfloat16".
             max_model_len: longest context; default: the model's.
-            quantization: form of the linear weights, as in `ModelConfig`.
         """
-        form = get_quantization(quantization)
         total = sum(t.nbytes(max_model_len or self.max_model_len) for t in self._tables())
-        for weight in self.weights(quantized=form is not None):
+        for weight in self.weights():
             if weight.kind == "linear":
                 n, k = weight.shape
-                total += linear_nbytes(n, k, dtype, form, weight.whole_rows)
+                total += weight.form.nbytes(n, k, dtype, weight.whole_rows)
             else:
                 total += math.prod(weight.shape) * DTYPE_NBYTES[dtype]
         return total

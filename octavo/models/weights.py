@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from octavo.checkpoints.base import Source
+from octavo.quantization.base import WeightForm
+from octavo.quantization.plain import PLAIN
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,8 @@ class Weight:
     """To be stacked along the first dimension."""
     whole: int | None = None
     """Rows of the weight that this is a rank's part of; None: it is no part."""
+    form: WeightForm = PLAIN
+    """Form of a linear weight; the others are plain."""
 
     @property
     def whole_rows(self) -> int:

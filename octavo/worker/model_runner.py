@@ -183,7 +183,6 @@ class ModelRunner:
                 dtype=getattr(torch, setup.dtype),
                 device=device,
                 max_model_len=setup.max_model_len,
-                quantization=config.model.quantization,
                 ops=self.ops,
                 progress=progress,
                 cache=WeightCache.from_config(config),

@@ -57,7 +57,7 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend) -> Scratch:
         kv_caches.append(placeholder(1, 2, heads[0], 16, heads[1], dtype=dtype))
 
     ops, backend = NativeOps(), CPUAttention()  # others compute in the same buffers
-    weights = spec.weights(quantized=config.model.quantization is not None)
+    weights = spec.weights()
     parts = Parts(
         {weight.name: _weight(weight, dtype) for weight in weights},
         ops,

@@ -167,16 +167,18 @@ def _config_class(architecture: str) -> Any:
     return getattr(transformers, f"{name}Config")
 
 
-def save_config(folder: Path, architecture: str, config: dict[str, Any]) -> ModelSpec:
+def save_config(
+    folder: Path, architecture: str, config: dict[str, Any], **settings: Any
+) -> ModelSpec:
     """Save a config.json as transformers writes it, and read it."""
     hf_config = _config_class(architecture)(**config)
     hf_config.architectures = [architecture]
     hf_config.save_pretrained(folder)
-    return spec_of(folder)
+    return spec_of(folder, **settings)
 
 
 def spec_of(folder: Path, **settings: Any) -> ModelSpec:
-    """Reads a folder's model; `settings` are `ModelConfig`'s."""
+    """Read a folder's model; `settings` are those of `ModelConfig`."""
     return read_spec(open_checkpoint(folder), ModelConfig(**settings))
 
 
@@ -192,12 +194,14 @@ def load(
     folder: Path,
     dtype: torch.dtype = torch.float32,
     load_format: LoadFormat = "auto",
+    quantization: str | None = None,
     **options: Any,
 ) -> Model:
     """Load a folder."""
     checkpoint = open_checkpoint(folder, load_format)
     options = {"ops": NativeOps()} | options
-    return load_model(spec_of(folder), checkpoint, dtype=dtype, device=CPU, **options)
+    spec = spec_of(folder, quantization=quantization)
+    return load_model(spec, checkpoint, dtype=dtype, device=CPU, **options)
 
 
 def make_prompts(vocab_size: int, lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:

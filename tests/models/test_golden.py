@@ -38,13 +38,9 @@ TINY: dict[str, Any] = {
 }
 
 
-def read(folder: Path, quantization: str | None) -> ModelSpec:
-    return spec_of(folder)
-
-
-def key_of(spec: ModelSpec, folder: Path, dtype: str, quantization: str | None) -> bytes:
+def key_of(spec: ModelSpec, folder: Path, dtype: str) -> bytes:
     """The part of a key that depends on the model: neither build nor files."""
-    key = weights_key(spec, open_checkpoint(folder), dtype=dtype, quantization=quantization)
+    key = weights_key(spec, open_checkpoint(folder), dtype)
     assert key is not None
     items = msgspec.json.decode(key, type=list[msgspec.Raw])
     return bytes(items[2]) + bytes(items[4])
@@ -66,7 +62,7 @@ def digest(*parts: bytes) -> str:
 )
 def test_packed_bytes(dtype: str, quantization: str | None, expected: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY))
-    spec, numbers = read(tmp_path, quantization), np.random.RandomState(0)
+    spec, numbers = spec_of(tmp_path, quantization=quantization), np.random.RandomState(0)
     sources = {s.name: s.shape for w in spec.weights() for s in w.sources}
     state = {name: numbers.uniform(-1, 1, shape) for name, shape in sorted(sources.items())}
     kinds = (np.float32, np.float16, np.float64)
@@ -81,7 +77,6 @@ def test_packed_bytes(dtype: str, quantization: str | None, expected: str, tmp_p
             open_checkpoint(tmp_path),
             dtype=getattr(torch, dtype),
             device=CPU,
-            quantization=quantization,
             ops=NativeOps(),
             cache=cache,
             keep=kept,
@@ -102,12 +97,12 @@ def test_keys_and_sizes(tmp_path: Path) -> None:
         save_config(folder, *case)
         save_file({"any": np.zeros(1, np.float32)}, folder / "model.safetensors")
         for form in FORMS:
-            spec = read(folder, form)
+            spec = spec_of(folder, quantization=form)
             for dtype in ("float32", "bfloat16"):
-                total += spec.weight_nbytes(dtype, 100, form)
-            keys.append(key_of(spec, folder, "float32", form))
+                total += spec.weight_nbytes(dtype, 100)
+            keys.append(key_of(spec, folder, "float32"))
             if name in ("llama", "gpt2", "bloom", "falcon"):
                 part = spec.split(Rank(0, 2, reduces=True))
-                total += part.weight_nbytes("bfloat16", 100, form)
-                keys.append(key_of(part, folder, "bfloat16", form))
+                total += part.weight_nbytes("bfloat16", 100)
+                keys.append(key_of(part, folder, "bfloat16"))
     assert (total, digest(*keys)) == (62161352, "372caa28a01f427e")

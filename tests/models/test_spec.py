@@ -11,17 +11,14 @@ import pytest
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from octavo.checkpoints.registry import open_checkpoint
 from octavo.errors import ModelError
-from octavo.kernels.native import NativeOps
 from octavo.layers.rope_spec import RopeSpec
 from octavo.models.blocks.attention import AttentionSpec
 from octavo.models.cache import AttentionCache
 from octavo.models.config_defaults import DEFAULTS
-from octavo.models.loader import load_model
 from octavo.models.registry import FAMILIES
 from octavo.models.spec import ModelSpec
-from tests.models.harness import CPU, save_config, spec_of
+from tests.models.harness import load, save_config, spec_of
 from tests.models.test_parity import CASES
 
 LLAMA: dict[str, Any] = {
@@ -41,9 +38,9 @@ LLAMA: dict[str, Any] = {
 }
 
 
-def read(folder: Path, config: dict[str, Any], **options: Any) -> ModelSpec:
+def read(folder: Path, config: dict[str, Any], **settings: Any) -> ModelSpec:
     (folder / "config.json").write_text(json.dumps(config))
-    return spec_of(folder, **options)
+    return spec_of(folder, **settings)
 
 
 def rope_of(spec: ModelSpec) -> RopeSpec:
@@ -153,7 +150,10 @@ def test_first_gemmas_say_gelu_and_mean_its_approximation(tmp_path: Path) -> Non
         ),
         ({"architectures": None}, r"architectures=None"),
         ({"auto_map": {"AutoModel": "m.M"}}, r"auto_map=.*trust_remote_code it is run as LlamaFor"),
-        ({"quantization_config": {"bits": 4}}, r"quantization_config=.*float32, float16 or"),
+        (
+            {"quantization_config": {"bits": 4}},
+            r"quantization_config: quant_method=None .*float32, float16 or",
+        ),
         ({"num_local_experts": 8}, r"num_local_experts=8.*mixtures of experts"),
         ({"hidden_act": "mish"}, r"hidden_act='mish'.*supported: silu"),
         ({"torch_dtype": "float8"}, r"torch_dtype='float8'.*float32, float16, bfloat16"),
@@ -332,18 +332,6 @@ def test_dtype_from_the_checkpoint(tmp_path: Path) -> None:
         read(tmp_path, config)
 
 
-def load_dummy(folder: Path, dtype: torch.dtype, quantization: str | None = None) -> Any:
-    spec = spec_of(folder)
-    return load_model(
-        spec,
-        open_checkpoint(folder, "dummy"),
-        dtype=dtype,
-        device=CPU,
-        quantization=quantization,
-        ops=NativeOps(),
-    )
-
-
 def tensors_of(value: object, seen: dict[int, int]) -> None:
     """Return the bytes of all tensors that an object reaches, by address."""
     if isinstance(value, torch.Tensor):
@@ -367,10 +355,10 @@ def test_weight_nbytes_is_exact(
     case: str, dtype: str, quantization: str | None, tmp_path: Path
 ) -> None:
     save_config(tmp_path, *CASES[case])
-    model = load_dummy(tmp_path, getattr(torch, dtype), quantization)
+    model = load(tmp_path, getattr(torch, dtype), "dummy", quantization)
     seen: dict[int, int] = {}
     tensors_of(model, seen)
-    planned = model.spec.weight_nbytes(dtype, quantization=quantization)
+    planned = model.spec.weight_nbytes(dtype)
     assert sum(seen.values()) == planned
 
 

@@ -17,7 +17,7 @@ from octavo.errors import ConfigError, ModelError
 from octavo.kernels.native import NativeOps
 from octavo.layers.shared import SharedBuffers
 from octavo.models.loader import load_model
-from octavo.models.spec import ModelSpec, divide_layers
+from octavo.models.spec import divide_layers
 from octavo.models.weight_cache import weights_key
 from octavo.quantization.int4 import SMALL
 from octavo.system.distributed import GroupMemory, Rank
@@ -49,7 +49,6 @@ def run(model, join) -> list[Tensor]:
 
 
 def run_ranks(
-    spec: ModelSpec,
     folder: Path,
     size: int,
     dtype: torch.dtype,
@@ -60,6 +59,7 @@ def run_ranks(
 ) -> list[Tensor]:
     """Return rank 0's logits; the ranks are threads."""
     models, nbytes = [], []
+    spec = spec_of(folder, quantization=quantization)
     for index in range(size):
         rank = Rank(index, size, reduces=reduces, splits_rows=splits_rows)
         buffers = SharedBuffers(rank, dict.fromkeys(BUFFERS, TOKENS), dtype)
@@ -68,7 +68,6 @@ def run_ranks(
             open_checkpoint(folder),
             dtype=dtype,
             device=CPU,
-            quantization=quantization,
             ops=NativeOps(),
             shared=buffers,
         )
@@ -94,10 +93,9 @@ def check(
 ) -> None:
     architecture, config = CASES[case]
     make_hf(architecture, **config | more).save_pretrained(tmp_path)
-    spec = spec_of(tmp_path)
     whole = load(tmp_path, dtype, quantization=form)
     expected = run(whole, lambda: None)
-    got = run_ranks(spec, tmp_path, size, dtype, form)
+    got = run_ranks(tmp_path, size, dtype, form)
     assert len(got) == len(expected) > 8
     assert all(map(torch.equal, got, expected))
     assert torch.cat(expected).isfinite().all()
@@ -113,12 +111,12 @@ def test_rows_of_norms_are_divided(case: str, tmp_path: Path) -> None:
     """Sequence parallelism: the same bits, exact or not."""
     architecture, config = CASES[case]
     make_hf(architecture, **config).save_pretrained(tmp_path)
-    spec, dtype = spec_of(tmp_path), torch.bfloat16
+    dtype = torch.bfloat16
     whole = load(tmp_path, dtype)
-    got = run_ranks(spec, tmp_path, 2, dtype, None, splits_rows=True)
+    got = run_ranks(tmp_path, 2, dtype, None, splits_rows=True)
     assert all(map(torch.equal, got, run(whole, lambda: None)))
-    sums = run_ranks(spec, tmp_path, 2, dtype, None, reduces=True)
-    got = run_ranks(spec, tmp_path, 2, dtype, None, reduces=True, splits_rows=True)
+    sums = run_ranks(tmp_path, 2, dtype, None, reduces=True)
+    got = run_ranks(tmp_path, 2, dtype, None, reduces=True, splits_rows=True)
     assert all(map(torch.equal, got, sums))
 
 
@@ -211,9 +209,7 @@ def test_ranks_keep_their_packed_weights_apart(tmp_path: Path) -> None:
     make_hf(architecture, **config).save_pretrained(tmp_path)
     spec, checkpoint = spec_of(tmp_path), open_checkpoint(tmp_path)
     ranks = [Rank(0, 1), Rank(0, 2), Rank(1, 2)]
-    keys = [
-        weights_key(spec.split(r), checkpoint, quantization=None, dtype="float32") for r in ranks
-    ]
+    keys = [weights_key(spec.split(r), checkpoint, "float32") for r in ranks]
     assert len(set(keys)) == 3
 
 
@@ -300,14 +296,14 @@ def test_sums_over_ranks(case: str, tmp_path: Path) -> None:
     """The model is the same, except the order in which its numbers are summed."""
     architecture, config = CASES[case]
     make_hf(architecture, **config).save_pretrained(tmp_path)
-    spec, dtype = spec_of(tmp_path), torch.float32
+    dtype = torch.float32
     whole = load(tmp_path, dtype)
     expected = run(whole, lambda: None)
-    got = run_ranks(spec, tmp_path, 2, dtype, None, reduces=True)
+    got = run_ranks(tmp_path, 2, dtype, None, reduces=True)
     assert not all(map(torch.equal, got, expected))
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-    assert all(map(torch.equal, got, run_ranks(spec, tmp_path, 2, dtype, None, reduces=True)))
+    assert all(map(torch.equal, got, run_ranks(tmp_path, 2, dtype, None, reduces=True)))
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])
@@ -315,11 +311,10 @@ def test_quantized_sums_over_ranks(form: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 320, "head_dim": 32}
     architecture, config = CASES["llama"]
     make_hf(architecture, **config | sizes).save_pretrained(tmp_path)
-    spec = spec_of(tmp_path)
     whole = load(tmp_path, torch.float32, quantization=form)
     expected = torch.cat(run(whole, lambda: None))
-    got = torch.cat(run_ranks(spec, tmp_path, 2, torch.float32, form, reduces=True))
-    # Each part is rounded separately.
+    got = torch.cat(run_ranks(tmp_path, 2, torch.float32, form, reduces=True))
+    # Each part is rounded by itself.
     assert torch.nn.functional.cosine_similarity(got, expected).min() > 0.97
 
 

@@ -317,21 +317,20 @@ def test_weights_that_change_while_they_are_read_are_not_kept(
 def test_the_key_tells_apart_what_is_packed_otherwise(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = spec_of(folder)
-    common: dict[str, Any] = {"dtype": "float32", "quantization": None}
-    checkpoint = open_checkpoint(folder)
-    keys = [weights_key(spec, checkpoint, **common)]
-    for change in ({"dtype": "bfloat16"}, {"quantization": "int8"}, {"quantization": "int4"}):
-        keys.append(weights_key(spec, checkpoint, **common | change))
+    spec, checkpoint = spec_of(folder), open_checkpoint(folder)
+    keys = [weights_key(spec, checkpoint, "float32"), weights_key(spec, checkpoint, "bfloat16")]
+    for form in ("int8", "int4"):
+        quantized = spec_of(folder, quantization=form)
+        keys.append(weights_key(quantized, checkpoint, "float32"))
     for name, value in (("isa", "another"), ("panel", 16)):
         with monkeypatch.context() as patch:
             patch.setattr(weight_cache._native, name, lambda value=value: value)
-            keys.append(weights_key(spec, checkpoint, **common))
+            keys.append(weights_key(spec, checkpoint, "float32"))
     os.link(folder / "model.safetensors", folder / "model-2.safetensors")
-    keys.append(weights_key(spec, checkpoint, **common))
+    keys.append(weights_key(spec, checkpoint, "float32"))
     assert None not in keys
     assert len(set(keys)) == len(keys)
-    assert weights_key(spec, open_checkpoint(folder, "dummy"), **common) is None
+    assert weights_key(spec, open_checkpoint(folder, "dummy"), "float32") is None
 
 
 def test_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,16 +7,16 @@ from octavo.quantization.int8 import Int8
 
 def test_nbytes() -> None:
     """Half a byte a weight and two bytes a group; columns in groups of 32."""
-    assert Int4().nbytes(1024, 2048) == 1024 * 2048 * 9 // 16
-    assert Int4().nbytes(1024, 2050) == 1024 * 2080 * 9 // 16
+    assert Int4().nbytes(1024, 2048, "float32") == 1024 * 2048 * 9 // 16
+    assert Int4().nbytes(1024, 2050, "float32") == 1024 * 2080 * 9 // 16
 
 
 def test_small_layers_are_int8() -> None:
     k = 64
     n = SMALL // k
     ops = NativeOps()
-    assert Int4().pack(ops, [torch.ones(n, k)]).format == "int4_levels"
-    # The layer counts, not its parts.
-    assert Int4().pack(ops, [torch.ones(n // 2, k)] * 2).format == "int4_levels"
-    assert Int4().pack(ops, [torch.ones(n - 1, k)]).format == "int8"
-    assert Int4().nbytes(n - 1, k) == Int8().nbytes(n - 1, k)
+    assert Int4().pack(ops, [(torch.ones(n, k),)], torch.float32).format == "int4_levels"
+    # What counts is the layer, not its parts.
+    assert Int4().pack(ops, [(torch.ones(n // 2, k),)] * 2, torch.float32).format == "int4_levels"
+    assert Int4().pack(ops, [(torch.ones(n - 1, k),)], torch.float32).format == "int8"
+    assert Int4().nbytes(n - 1, k, "float32") == Int8().nbytes(n - 1, k, "float32")

@@ -60,7 +60,6 @@ def _load(target: Target, setup: WorkerSetup, spec: ModelSpec) -> Model:
         dtype=getattr(torch, setup.dtype),
         device=target.model.device,
         max_model_len=setup.max_model_len,
-        quantization=config.model.quantization,
         ops=target.ops,
         cache=WeightCache.from_config(config),
         keep=target.weights,
