@@ -74,8 +74,6 @@ class Checkpoint(Protocol):
     path: Path
     """Where it is, for error messages."""
     load_format: LoadFormat
-    tokenizer_folder: Path
-    """Folder of the tokenizer's files and of the chat templates."""
 
     @property
     def config(self) -> ConfigJson:
@@ -112,6 +110,21 @@ class Checkpoint(Protocol):
         Raises:
             ModelError: an index is damaged, or names files that cannot be used.
         """
+        ...
+
+    def read_text(self, name: str) -> str | None:
+        """Return a text of the tokenizer, or a chat template; None: the checkpoint has none.
+
+        Args:
+            name: the name of its file in a Hugging Face folder, such as tokenizer.json.
+
+        Raises:
+            ModelError: it cannot be read, or is not UTF-8.
+        """
+        ...
+
+    def file_names(self, pattern: str) -> list[str]:
+        """Return the names of the files that fit a pattern, sorted."""
         ...
 
     def open(self, expected: Expected, device: torch.device) -> Tensors:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from octavo.checkpoints.base import FLOATS, Expected, LoadFormat, Source, shorten_names
 from octavo.checkpoints.config_json import ConfigJson
+from octavo.checkpoints.model_files import refuse_lfs_pointer
 from octavo.checkpoints.safetensors_header import StoredTensor, read_header
-from octavo.errors import ModelError
+from octavo.errors import ModelError, reason_of
 
 
 class Folder:
@@ -22,7 +23,7 @@ class Folder:
     """
 
     def __init__(self, path: Path, load_format: LoadFormat) -> None:
-        self.path = self.tokenizer_folder = path
+        self.path = path
         self.load_format = load_format
 
     @property
@@ -49,6 +50,21 @@ class Folder:
                 if stored.dtype in FLOATS:
                     return stored.dtype
         return "float32"
+
+    def read_text(self, name: str) -> str | None:
+        """See `Checkpoint`."""
+        file = self.path / name
+        if not file.is_file():
+            return None
+        try:
+            refuse_lfs_pointer(file)
+            return file.read_text("utf-8")
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{file} cannot be read: {reason_of(error)}.") from error
+
+    def file_names(self, pattern: str) -> list[str]:
+        """See `Checkpoint`."""
+        return sorted(str(file.relative_to(self.path)) for file in self.path.glob(pattern))
 
 
 def list_files(folder: Path, index: str, pattern: str) -> list[Path]:
