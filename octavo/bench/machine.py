@@ -19,6 +19,7 @@ from torch import Tensor
 from octavo import _native
 from octavo.kernels.memory import map_memory
 from octavo.kernels.native import NativeOps
+from octavo.quantization.base import PackedShape
 from octavo.quantization.registry import FORMS
 
 _READS = {"plain read": -1, "read nta": 0, "read t2": 1, "read t1": 2, "read t0": 3}
@@ -105,7 +106,7 @@ def measure_peak(
     try:
         with torch.inference_mode():
             x = torch.randn(size, size, generator=generator).to(getattr(torch, dtype))
-            weight = FORMS[quantization].pack(ops, [(x,)], x.dtype)
+            weight = FORMS[quantization].pack(ops, [(x,)], PackedShape(size, size, dtype))
             products: dict[str, Callable[[Tensor], Tensor]] = {
                 "Octavo": lambda x: ops.linear(x, weight),
                 "torch": lambda rows: torch.nn.functional.linear(rows, x),

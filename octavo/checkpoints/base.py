@@ -65,7 +65,8 @@ class Tensors(Protocol):
         ...
 
     def done(self, tensor: Tensor) -> None:
-        """Release a tensor that was read, or a view of it: it is not needed any more."""
+        """Release a tensor that was read: it is not needed any more."""
+        return
 
 
 class Checkpoint(Protocol):

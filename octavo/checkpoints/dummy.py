@@ -6,7 +6,7 @@ import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octavo.checkpoints.base import Expected, Source
+from octavo.checkpoints.base import Expected, Source, Tensors
 from octavo.checkpoints.folder import Folder
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Dummy(Folder):
         return DummyTensors(self._seed, device)
 
 
-class DummyTensors:
+class DummyTensors(Tensors):
     """Random tensors, made from the seed and a tensor's name, so that ties stay tied."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -55,6 +55,3 @@ class DummyTensors:
         generator.manual_seed(zlib.crc32(source.name.encode(), self._seed & 0xFFFFFFFF))
         tensor = torch.empty(source.shape, device=self._device)
         return tensor.uniform_(-_BOUND, _BOUND, generator=generator)
-
-    def done(self, tensor: Tensor) -> None:
-        """See `Tensors`: do nothing."""

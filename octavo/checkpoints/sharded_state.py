@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from safetensors import safe_open
 
-from octavo.checkpoints.base import Expected, Source
+from octavo.checkpoints.base import Expected, Source, Tensors
 from octavo.checkpoints.folder import Folder, require_dtype, require_no_more
 from octavo.checkpoints.safetensors_header import StoredTensor, read_header
 from octavo.errors import ModelError
@@ -68,7 +68,7 @@ class ShardedStateFolder(Folder):
         return ShardedTensors(self.path, [ranks[number] for number in sorted(ranks)], expected)
 
 
-class ShardedTensors:
+class ShardedTensors(Tensors):
     """Whole tensors, put together from the ranks' parts.
 
     Args:
@@ -110,9 +110,6 @@ class ShardedTensors:
         whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
         # Vocabularies are padded, so that ranks have equally many rows.
         return whole[: source.shape[0]]
-
-    def done(self, tensor: Tensor) -> None:
-        """See `Tensors`: do nothing."""
 
     def _stored_name(self, name: str) -> str | None:
         """The name under which a tensor, or the one that it is part of, is stored."""

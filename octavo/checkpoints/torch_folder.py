@@ -6,7 +6,7 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octavo.checkpoints.base import Expected, Source
+from octavo.checkpoints.base import Expected, Source, Tensors
 from octavo.checkpoints.folder import Folder, list_files, match_names
 from octavo.checkpoints.model_files import refuse_lfs_pointer, require_file, without_weights
 from octavo.checkpoints.safetensors_header import StoredTensor
@@ -43,7 +43,7 @@ class TorchFolder(Folder):
         return TorchTensors({name: tensors[found] for name, found in names.items()})
 
 
-class TorchTensors:
+class TorchTensors(Tensors):
     """Tensors in memory.
 
     Args:
@@ -56,9 +56,6 @@ class TorchTensors:
     def read(self, source: Source) -> Tensor:
         """See `Tensors`."""
         return self._tensors[source.name]
-
-    def done(self, tensor: Tensor) -> None:
-        """See `Tensors`: do nothing."""
 
 
 def _load(file: Path) -> dict[str, Tensor]:

@@ -107,7 +107,7 @@ class LoadedWeights:
                     f"{weight.form.name} supports {limit} at most; leave quantization out."
                 )
         self._open = partial(checkpoint.open, spec.expected, device)
-        self._key = partial(weights_key, spec, checkpoint, str(dtype).removeprefix("torch."))
+        self._key = partial(weights_key, spec, checkpoint, _name(dtype))
         self._cache = cache if ops.packs_weights else None
         self._memory = _Memory(self._weights, dtype, ops)
         self._made_of: bytes | None = None
@@ -180,7 +180,7 @@ class LoadedWeights:
         result: _Loaded
         if weight.kind == "linear":
             moved = [tuple(tensor.to(self._device) for tensor in part) for part in parts]
-            result = weight.form.pack(self._ops, moved, self._dtype, out, weight.whole_rows)
+            result = weight.form.pack(self._ops, moved, weight.packed(_name(self._dtype)), out)
         else:
             if out is None:
                 result = torch.empty(weight.shape, dtype=self._dtype, device=self._device)
@@ -215,9 +215,7 @@ class _Memory:
     def _nbytes_of(self, weight: Weight) -> int:
         if weight.kind != "linear":
             return math.prod(weight.shape) * self._dtype.itemsize
-        n, k = weight.shape
-        dtype = str(self._dtype).removeprefix("torch.")
-        return weight.form.nbytes(n, k, dtype, weight.whole_rows)
+        return weight.form.nbytes(weight.packed(_name(self._dtype)))
 
     def place(self, weight: Weight) -> Tensor | None:
         """A weight's share, uint8; None for operations that keep weights as they are."""
@@ -229,9 +227,7 @@ class _Memory:
         assert place is not None
         if weight.kind != "linear":
             return place.view(self._dtype).view(weight.shape)
-        n, k = weight.shape
-        panel = _native.panel()
-        return weight.form.wrap(place, n, k, self._dtype, panel, weight.whole_rows)
+        return weight.form.wrap(place, weight.packed(_name(self._dtype)))
 
     def read(self, cache: WeightCache, key: bytes, progress: Progress | None) -> bool:
         """Fills all from a cache; False if that does not have it."""
@@ -250,6 +246,10 @@ class _Memory:
         """Puts all into a cache, in the background."""
         assert self._memory is not None
         cache.keep(key, self._memory.numpy(), still)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _read(weight: Weight, tensors: Tensors) -> tuple[list[Part], list[Tensor]]:

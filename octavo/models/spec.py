@@ -174,8 +174,7 @@ class ModelSpec:
         total = sum(t.nbytes(max_model_len or self.max_model_len) for t in self._tables())
         for weight in self.weights():
             if weight.kind == "linear":
-                n, k = weight.shape
-                total += weight.form.nbytes(n, k, dtype, weight.whole_rows)
+                total += weight.form.nbytes(weight.packed(dtype))
             else:
                 total += math.prod(weight.shape) * DTYPE_NBYTES[dtype]
         return total

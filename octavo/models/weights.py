@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from octavo.checkpoints.base import Source
-from octavo.quantization.base import WeightForm
+from octavo.quantization.base import PackedShape, WeightForm
 from octavo.quantization.plain import PLAIN
 
 
@@ -30,6 +30,11 @@ class Weight:
     def whole_rows(self) -> int:
         """Rows of the weight, or of the one that it is a part of."""
         return self.shape[0] if self.whole is None else self.whole
+
+    def packed(self, dtype: str) -> PackedShape:
+        """Return the shape of a linear weight in memory, for a model in `dtype`."""
+        n, k = self.shape
+        return PackedShape(n, k, dtype, self.whole_rows)
 
 
 @dataclass(frozen=True)

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from octavo.checkpoints.base import Source
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
 
 Part = tuple["Tensor", ...]
 """Rows of a module: the same rows of each tensor that the form reads."""
+
+
+@dataclass(frozen=True)
+class PackedShape:
+    """The shape of a packed weight, and the model's type."""
+
+    n: int
+    """Outputs."""
+    k: int
+    """Inputs."""
+    dtype: str
+    """The model's type: "float32", "float16" or "bfloat16"."""
+    whole: int | None = None
+    """Outputs of the weight that these are a part of, which is packed as the whole is."""
 
 
 class WeightForm(Protocol):
@@ -63,53 +77,23 @@ class WeightForm(Protocol):
         """
         ...
 
-    def nbytes(self, n: int, k: int, dtype: str, whole: int | None = None) -> int:
-        """Return the bytes of a packed weight with `n` outputs and `k` inputs.
-
-        Args:
-            n: outputs.
-            k: inputs.
-            dtype: the model's type: "float32", "float16" or "bfloat16".
-            whole: outputs of the weight that these are a part of, which is packed as the whole is.
-        """
+    def nbytes(self, shape: PackedShape) -> int:
+        """Return the bytes of a packed weight."""
         ...
 
     def pack(
-        self,
-        ops: Ops,
-        parts: Sequence[Part],
-        dtype: torch.dtype,
-        out: Tensor | None = None,
-        whole: int | None = None,
+        self, ops: Ops, parts: Sequence[Part], shape: PackedShape, out: Tensor | None = None
     ) -> PackedWeight | QuantizedWeight:
         """Return a packed weight.
 
         Args:
             ops: the table of operations that will use it.
             parts: its rows; they are stacked.
-            dtype: the model's type.
+            shape: its shape.
             out: memory for the result: uint8 [`nbytes`].
-            whole: see `nbytes`.
         """
         ...
 
-    def wrap(
-        self,
-        data: Tensor,
-        n: int,
-        k: int,
-        dtype: torch.dtype,
-        panel: int,
-        whole: int | None = None,
-    ) -> PackedWeight | QuantizedWeight:
-        """Return a weight that was packed before.
-
-        Args:
-            data: its bytes: uint8 [`nbytes`].
-            n: outputs.
-            k: inputs.
-            dtype: the model's type.
-            panel: outputs of a panel, as the kernels have them.
-            whole: see `nbytes`.
-        """
+    def wrap(self, data: Tensor, shape: PackedShape) -> PackedWeight | QuantizedWeight:
+        """Return a weight that was packed before, from its bytes: uint8 [`nbytes`]."""
         ...

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from octavo.checkpoints.base import Source
 from octavo.kernels.sizes import packed_nbytes
-from octavo.quantization.base import Part
+from octavo.quantization.base import PackedShape, Part
 
 if TYPE_CHECKING:
     import torch
@@ -59,34 +59,28 @@ class Plain(FromFloats):
     name: ClassVar[str] = "plain"
     max_inputs: ClassVar[int | None] = None
 
-    def nbytes(self, n: int, k: int, dtype: str, whole: int | None = None) -> int:
+    def nbytes(self, shape: PackedShape) -> int:
         """See `WeightForm`."""
-        return packed_nbytes(n, k, dtype)
+        return packed_nbytes(shape.n, shape.k, shape.dtype)
 
     def pack(
-        self,
-        ops: Ops,
-        parts: Sequence[Part],
-        dtype: torch.dtype,
-        out: Tensor | None = None,
-        whole: int | None = None,
+        self, ops: Ops, parts: Sequence[Part], shape: PackedShape, out: Tensor | None = None
     ) -> PackedWeight:
         """See `WeightForm`."""
+        import torch
+
+        dtype: torch.dtype = getattr(torch, shape.dtype)
         return ops.pack_weight(floats(parts, dtype), dtype, out)
 
-    def wrap(
-        self,
-        data: Tensor,
-        n: int,
-        k: int,
-        dtype: torch.dtype,
-        panel: int,
-        whole: int | None = None,
-    ) -> PackedWeight:
+    def wrap(self, data: Tensor, shape: PackedShape) -> PackedWeight:
         """See `WeightForm`."""
+        import torch
+
+        from octavo import _native
         from octavo.kernels.base import PackedWeight
 
-        return PackedWeight(data, n, k, dtype, panel)
+        dtype: torch.dtype = getattr(torch, shape.dtype)
+        return PackedWeight(data, shape.n, shape.k, dtype, _native.panel())
 
 
 PLAIN = Plain()

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from octavo.kernels.sizes import quantized_nbytes
-from octavo.quantization.base import Part
+from octavo.quantization.base import PackedShape, Part
 from octavo.quantization.plain import FromFloats, floats
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from octavo.kernels.base import Ops, QuantizedWeight
@@ -26,35 +25,24 @@ class FromFloatsQuantized(FromFloats):
         """Return the format of a weight [n, k] and the number of inputs that share a scale."""
         raise NotImplementedError
 
-    def nbytes(self, n: int, k: int, dtype: str, whole: int | None = None) -> int:
+    def nbytes(self, shape: PackedShape) -> int:
         """See `WeightForm`."""
-        return quantized_nbytes(n, k, *self.format(whole or n, k))
+        return quantized_nbytes(shape.n, shape.k, *self._format(shape))
 
     def pack(
-        self,
-        ops: Ops,
-        parts: Sequence[Part],
-        dtype: torch.dtype,
-        out: Tensor | None = None,
-        whole: int | None = None,
+        self, ops: Ops, parts: Sequence[Part], shape: PackedShape, out: Tensor | None = None
     ) -> QuantizedWeight:
         """See `WeightForm`."""
         import torch
 
-        tensors = floats(parts, torch.float32)
-        n, k = sum(len(tensor) for tensor in tensors), tensors[0].shape[1]
-        return ops.quantize_weight(tensors, *self.format(whole or n, k), out)
+        return ops.quantize_weight(floats(parts, torch.float32), *self._format(shape), out)
 
-    def wrap(
-        self,
-        data: Tensor,
-        n: int,
-        k: int,
-        dtype: torch.dtype,
-        panel: int,
-        whole: int | None = None,
-    ) -> QuantizedWeight:
+    def wrap(self, data: Tensor, shape: PackedShape) -> QuantizedWeight:
         """See `WeightForm`."""
+        from octavo import _native
         from octavo.kernels.base import QuantizedWeight
 
-        return QuantizedWeight(data, n, k, *self.format(whole or n, k), panel)
+        return QuantizedWeight(data, shape.n, shape.k, *self._format(shape), _native.panel())
+
+    def _format(self, shape: PackedShape) -> tuple[Literal["int8", "int4_levels"], int]:
+        return self.format(shape.whole or shape.n, shape.k)

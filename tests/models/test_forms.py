@@ -18,11 +18,10 @@ from octavo.checkpoints.registry import open_checkpoint
 from octavo.errors import ConfigError, ModelError, OctavoError
 from octavo.kernels.base import Ops, PackedWeight
 from octavo.kernels.native import NativeOps
-from octavo.models.blocks.linear import LinearSpec
 from octavo.models.loader import LoadedWeights
 from octavo.models.weight_cache import WeightCache, weights_key
 from octavo.quantization import registry
-from octavo.quantization.base import Part
+from octavo.quantization.base import PackedShape, Part
 from octavo.quantization.plain import PLAIN, Plain
 from octavo.system.distributed import Rank
 from tests.models.harness import CPU, generate, load, make_hf, make_prompts, spec_of
@@ -61,14 +60,9 @@ class Toy(Plain):
         return [(codes[selected], scales[selected]) for selected in rows]
 
     def pack(
-        self,
-        ops: Ops,
-        parts: Sequence[Part],
-        dtype: torch.dtype,
-        out: Tensor | None = None,
-        whole: int | None = None,
+        self, ops: Ops, parts: Sequence[Part], shape: PackedShape, out: Tensor | None = None
     ) -> PackedWeight:
-        return super().pack(ops, [(restored(*part),) for part in parts], dtype, out, whole)
+        return super().pack(ops, [(restored(*part),) for part in parts], shape, out)
 
 
 def restored(codes: Tensor, scales: Tensor) -> Tensor:
@@ -201,11 +195,8 @@ def test_rejected(
 )
 def test_targets(targets: list[str], expected: set[str], quantized: tuple[Path, Path]) -> None:
     describe(quantized[0], targets=targets)
-    spec = spec_of(quantized[0])
-    mixer, feed_forward = spec.layers[0].mixer, spec.layers[0].feed_forward
-    linears: list[LinearSpec] = [mixer.qkv_proj, mixer.o_proj]  # type: ignore[attr-defined]
-    linears += [feed_forward.up, feed_forward.down, spec.head.lm_head]  # type: ignore[attr-defined]
-    found = {spec.modules[0][0].rpartition(".")[2] for spec in linears if spec.form != PLAIN}
+    weights = [w for w in spec_of(quantized[0]).weights() if not w.name.startswith("layers.1")]
+    found = {w.sources[0].name.split(".")[-2] for w in weights if w.form != PLAIN}
     assert found == expected
 
 

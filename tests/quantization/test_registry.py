@@ -9,6 +9,7 @@ from octavo.config import EngineConfig, config_fields
 from octavo.errors import ConfigError
 from octavo.kernels.native import NativeOps
 from octavo.kernels.reference import ReferenceOps
+from octavo.quantization.base import PackedShape
 from octavo.quantization.registry import FORMS
 
 CPU = torch.device("cpu")
@@ -22,7 +23,8 @@ def weight(n: int, k: int) -> Tensor:
 def test_imports_no_torch() -> None:
     code = (
         "import sys; from octavo.quantization.registry import FORMS;"
-        "[form.nbytes(64, 64, 'float32') for form in FORMS.values()];"
+        "from octavo.quantization.base import PackedShape;"
+        "[form.nbytes(PackedShape(64, 64, 'float32')) for form in FORMS.values()];"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -49,10 +51,11 @@ def test_pack(name: str | None, ops: ReferenceOps, rows: tuple[int, ...], k: int
     """Any shape, in parts of any type: a product is off by little, and the size is as planned."""
     form = FORMS[name]
     parts = [weight(n, k) for n in rows]
-    packed = form.pack(ops, [(part.to(torch.bfloat16),) for part in parts], torch.float32)
+    shape = PackedShape(sum(rows), k, "float32")
+    packed = form.pack(ops, [(part.to(torch.bfloat16),) for part in parts], shape)
     assert (packed.n, packed.k) == (sum(rows), k)
     if ops.name == "native":
-        assert packed.nbytes == form.nbytes(packed.n, k, "float32")
+        assert packed.nbytes == form.nbytes(shape)
     x = torch.randn(5, k, generator=torch.Generator().manual_seed(0))
     got, want = ops.linear(x, packed), x @ torch.cat(parts).T
     error = (got - want).square().mean().sqrt() / want.square().mean().sqrt()
