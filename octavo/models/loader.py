@@ -39,27 +39,27 @@ def load_model(
     keep: list[LoadedWeights] | None = None,
     shared: SharedBuffers | None = None,
 ) -> Model:
-    """Loads a model folder.
+    """Load a model.
 
     Names and shapes of all tensors are checked before the first is read. Files are mapped, and
     each tensor is packed straight from the map, so that memory stays near one copy of the model.
-    Weights that are in the cache are read from there as they are.
+    Weights that are in the cache are read from there unchanged.
 
     Args:
-        spec: what the folder holds.
-        checkpoint: its config, tensors and files.
-        dtype: of weights and activations: float32, float16 or bfloat16; weights are converted.
-        device: where to.
+        spec: the model, or a rank's part of it; its weights have their forms.
+        checkpoint: the model's tensors.
+        dtype: type of weights and activations: float32, float16 or bfloat16.
+        device: the device of the weights.
         max_model_len: rows of the rotary tables; default: the model's context.
-        ops: table of operations.
-        progress: called as loading goes on.
-        cache: where weights that were packed are kept from one start to the next.
-        shared: where ranks put what they compute together, if the spec is a rank's part.
-        keep: is given the model's weights, for whom will release them and read them again.
+        ops: the table of operations.
+        progress: is called while tensors are loaded.
+        cache: keeps packed weights from one start to the next.
+        shared: the buffers that ranks share, if the spec is a rank's part.
+        keep: a list to which the weights are added, so that they can be released and read again.
 
     Raises:
-        ModelError: for missing, unexpected or wrong-shaped tensors, damaged files, and weights that
-            cannot be quantized.
+        ModelError: a tensor is missing, unexpected or has a wrong shape, a file is damaged, or a
+            weight cannot be quantized.
     """
     weights = LoadedWeights(
         spec,
@@ -80,9 +80,9 @@ def load_model(
 
 
 class LoadedWeights:
-    """The weights of a model in memory, which can be given back to the system and taken again.
+    """The weights of a model in memory, which can be released and read again.
 
-    Their addresses stay, so what was made of them (live blocks, captured steps) stays good.
+    Their addresses stay the same, so live blocks and captured steps that use them stay valid.
 
     Args and Raises: as for `load_model`.
     """
@@ -115,29 +115,30 @@ class LoadedWeights:
 
     @property
     def nbytes(self) -> int:
-        """What they take in memory."""
+        """Bytes in memory."""
         return self._memory.nbytes
 
     def load(self, progress: Progress | None = None) -> dict[str, _Loaded]:
-        """Reads what the folder holds; by the weights' names."""
+        """Read the weights from the cache or the checkpoint; return them by name."""
         self._made_of = self._key() if self._ops.packs_weights else None
         return self._read_cache(progress) or self._pack(progress)
 
     def release(self) -> None:
-        """Gives their memory back to the system; they are zeros until they are read again."""
+        """Release the memory to the system; the weights are zeros until they are read again."""
         if self._cache is not None and self._cache.writer is not None:
             self._cache.writer.join()  # it reads them
         self._memory.release()
 
     def reload(self, progress: Progress | None = None, *, same: bool) -> None:
-        """Reads them again, to where they were.
+        """Read the weights again, to the same addresses.
 
         Args:
-            progress: called as loading goes on.
-            same: they must be those that were loaded; otherwise what the folder holds now.
+            progress: is called while tensors are loaded.
+            same: True if they must be the weights that were loaded; otherwise those that the
+                checkpoint has now are read.
 
         Raises:
-            ModelError: they cannot be read, or are not the same any more.
+            ModelError: they cannot be read, or have changed.
         """
         with torch.inference_mode():
             if not same:
@@ -151,7 +152,7 @@ class LoadedWeights:
                 self._pack(progress)
 
     def _read_cache(self, progress: Progress | None) -> dict[str, _Loaded]:
-        """The weights from the cache; empty if they are not there."""
+        """Return the weights from the cache; none if it does not have them."""
         if self._cache is None or self._made_of is None:
             return {}
         if not self._memory.read(self._cache, self._made_of, progress):
@@ -159,7 +160,7 @@ class LoadedWeights:
         return {weight.name: self._memory.wrap(weight) for weight in self._weights}
 
     def _pack(self, progress: Progress | None) -> dict[str, _Loaded]:
-        """The weights from the checkpoint, which the cache is given, too."""
+        """Return the weights from the checkpoint, and add them to the cache."""
         made_of = self._made_of
         tensors = self._open()
         loaded: dict[str, _Loaded] = {}
@@ -194,7 +195,7 @@ class LoadedWeights:
 
 
 def build_model(spec: ModelSpec, parts: Parts) -> Model:
-    """The model of weights that are loaded: all that `spec.weights()` lists."""
+    """Return the live model of loaded weights: all that `spec.weights()` lists."""
     model: Model = pkgutil.resolve_name(spec.model_class)(spec, parts)
     return model
 
