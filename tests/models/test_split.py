@@ -314,7 +314,7 @@ def test_quantized_sums_over_ranks(form: str, tmp_path: Path) -> None:
     whole = load(tmp_path, torch.float32, quantization=form)
     expected = torch.cat(run(whole, lambda: None))
     got = torch.cat(run_ranks(tmp_path, 2, torch.float32, form, reduces=True))
-    # Each part is rounded by itself.
+    # Each part is rounded separately.
     assert torch.nn.functional.cosine_similarity(got, expected).min() > 0.97
 
 

@@ -18,7 +18,7 @@ def test_small_layers_are_int8() -> None:
     large, small = PackedShape(n, k, "float32"), PackedShape(n - 1, k, "float32")
     ops = NativeOps()
     assert Int4().pack(ops, [(torch.ones(n, k),)], large).format == "int4_levels"
-    # What counts is the layer, not its parts.
+    # The layer counts, not its parts.
     assert Int4().pack(ops, [(torch.ones(n // 2, k),)] * 2, large).format == "int4_levels"
     assert Int4().pack(ops, [(torch.ones(n - 1, k),)], small).format == "int8"
     assert Int4().nbytes(small) == Int8().nbytes(small)
