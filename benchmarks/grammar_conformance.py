@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import jsonschema
 import numpy as np
 
+from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import BUILTIN_MODEL
 from octavo.errors import RequestError
 from octavo.messages import GrammarSpec
@@ -438,7 +439,7 @@ def make_backends(names: Sequence[str], model: str) -> tuple[Vocabulary, dict[st
     from octavo.structured_output.xgrammar_backend import XGrammarBackend
 
     path = resolve_model(model)
-    spec = read_spec(path)
+    spec = read_spec(open_checkpoint(path))
     tokenizer = Tokenizer.from_folder(path)
     vocabulary = Vocabulary.from_tokenizer(tokenizer, spec.vocab_size, spec.eos_token_ids)
     made: dict[str, GrammarBackend] = {

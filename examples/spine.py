@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig
 from octavo.executor.uniproc import UniProcExecutor
 from octavo.kv_cache.groups import KVCacheConfig
@@ -129,7 +130,7 @@ def main() -> None:
     """Generate the answers to both prompts and print them."""
     # 1. A name becomes a folder; its config.json becomes a `ModelSpec`, by the model's family.
     folder, tokenizer_folder = resolve_folders(CONFIG)
-    spec = read_spec(folder)
+    spec = read_spec(open_checkpoint(folder))
     tokenizer = Tokenizer.from_folder(tokenizer_folder)
     # 2. and 3.
     executor, kv_cache = load(CONFIG, spec, folder)

@@ -19,7 +19,8 @@ from torch import Tensor
 from octavo import _native
 from octavo.kernels.memory import map_memory
 from octavo.kernels.native import NativeOps
-from octavo.quantization.base import get_quantization
+from octavo.quantization.base import PackedShape
+from octavo.quantization.registry import FORMS
 
 _READS = {"plain read": -1, "read nta": 0, "read t2": 1, "read t1": 2, "read t0": 3}
 """Localities for `_native.read_memory`: without prefetching, and with x86's kinds by name."""
@@ -105,13 +106,12 @@ def measure_peak(
     try:
         with torch.inference_mode():
             x = torch.randn(size, size, generator=generator).to(getattr(torch, dtype))
-            form = get_quantization(quantization)
-            weight = ops.pack_weight(x) if form is None else form.pack(ops, [x])
+            weight = FORMS[quantization].pack(ops, [(x,)], PackedShape(size, size, dtype))
             products: dict[str, Callable[[Tensor], Tensor]] = {
                 "Octavo": lambda x: ops.linear(x, weight),
                 "torch": lambda rows: torch.nn.functional.linear(rows, x),
             }
-            if form is not None:
+            if quantization is not None:
                 codes = (x.float() * 32).clamp(-127, 127).to(torch.int8)
                 products["torch"] = lambda rows: torch._int_mm(codes[: len(rows)], codes.t())
             # Torch uses plain loops for products that its libraries lack: they could take a minute.

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from octavo.bench.metrics import RequestRecord
+from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig
 from octavo.config.arguments import engine_kwargs
 from octavo.config.engine_args import engine_settings
@@ -59,11 +60,8 @@ def check_settings(args: argparse.Namespace) -> tuple[dict[str, Any], ModelSpec,
     """
     kwargs = engine_kwargs(args)
     config = EngineConfig.from_kwargs(**engine_settings(kwargs))
-    spec = read_spec(
-        resolve_folders(config)[0],
-        trust_remote_code=config.model.trust_remote_code,
-        overrides=config.model.hf_overrides,
-    )
+    checkpoint = open_checkpoint(resolve_folders(config)[0], config.load.load_format)
+    spec = read_spec(checkpoint, config.model)
     return kwargs, spec, resolve_max_model_len(config, spec)
 
 

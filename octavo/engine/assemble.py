@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from octavo.checkpoints.identity import model_hash
+from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig, SpeculationConfig
 from octavo.engine.checks import check_settings
 from octavo.engine.core import EngineCore
@@ -30,7 +32,6 @@ from octavo.kv_connector.registry import get_connector_class, make_connector
 from octavo.models.drafts import find_draft
 from octavo.models.heads import EagleSpec
 from octavo.models.hub import resolve_folders
-from octavo.models.identity import model_hash
 from octavo.models.spec import ModelSpec
 from octavo.models.weight_cache import read_ahead
 from octavo.observability.profiler import Profiler
@@ -128,8 +129,9 @@ def make_engine_core(
     draft = setup.draft
     if setup.rank.world_size > 1:
         _check_parallel(setup)
+    checkpoint = open_checkpoint(model_path, config.load.load_format)
     for stage in setup.stages:
-        read_ahead(config, stage.part, model_path, setup.dtype)  # while torch is imported
+        read_ahead(config, stage.part, checkpoint, setup.dtype)  # while torch is imported
     make_executor = make_executor or import_executor(config)
     estimate = platform.estimate_memory(setup)
     if estimate is not None:  # what does not fit is refused before anything is loaded
@@ -249,7 +251,7 @@ def _with_connector(setup: WorkerSetup, engine_index: int) -> WorkerSetup:
     cache = msgspec.structs.replace(config.cache, kv_transfer_config=transfer)
     load_format = config.load.load_format
     seed = model.seed if load_format == "dummy" else None
-    found = model_hash(setup.model_path, setup.model_path, load_format)
+    found = model_hash(open_checkpoint(setup.model_path, load_format), setup.model_path)
     overrides = msgspec.json.encode(model.hf_overrides, order="sorted").decode()
     identity = (found, setup.dtype, model.quantization, load_format, seed, setup.max_model_len)
     return replace(

@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from octavo.checkpoints.registry import open_checkpoint
 from octavo.engine.assemble import import_executor, make_engine_core
 from octavo.engine.core import EngineCore
 from octavo.engine.head import ENGINE_IN, ENGINE_OUT, HELLO, connect
@@ -96,11 +97,8 @@ def main() -> None:
     status = 0
     try:
         path = Path(setup.model_path)
-        spec = read_spec(
-            path,
-            trust_remote_code=setup.config.model.trust_remote_code,
-            overrides=setup.config.model.hf_overrides,
-        )
+        checkpoint = open_checkpoint(path, setup.config.load.load_format)
+        spec = read_spec(checkpoint, setup.config.model)
         recorder = None if setup.record is None else Recorder(Path(setup.record))
         core, plan = make_engine_core(
             setup.config,

@@ -11,8 +11,9 @@ import msgspec
 
 import octavo
 from octavo import _native
+from octavo.checkpoints.identity import model_hash
+from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig
-from octavo.models.identity import model_hash
 from octavo.observability.recording import FORMAT, Head, Recorder, RecordSettings
 from octavo.system import clock
 from octavo.system.device import cpu_model
@@ -39,7 +40,7 @@ def make_recorder(
         created=clock.now(),
         build=describe_build(),
         config=msgspec.to_builtins(config),
-        model=model_hash(path, tokenizer_path, config.load.load_format),
+        model=model_hash(open_checkpoint(path, config.load.load_format), tokenizer_path),
         prompts=settings.prompts,
     )
     return Recorder(Path(settings.path), head, settings.max_bytes)

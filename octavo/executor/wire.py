@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig
 from octavo.errors import OctavoError, make_error
 from octavo.executor.message_queue import QueueHandle
@@ -72,12 +73,8 @@ class PlainSetup(msgspec.Struct):
         Raises:
             ConfigError, ModelError: the folders have changed.
         """
-        model = self.config.model
-        spec = read_spec(
-            Path(self.model_path),
-            trust_remote_code=model.trust_remote_code,
-            overrides=model.hf_overrides,
-        )
+        checkpoint = open_checkpoint(Path(self.model_path), self.config.load.load_format)
+        spec = read_spec(checkpoint, self.config.model)
         setup = self._with(spec)
         if self.draft is not None:
             config, speculative = self.config, self.config.speculation.speculative_config

@@ -20,6 +20,8 @@ import zmq
 import zmq.utils.monitor
 
 from octavo import __version__
+from octavo.checkpoints.identity import model_hash
+from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig, ServerConfig
 from octavo.engine.head import connect
 from octavo.engine.wire import ReachedBy
@@ -37,7 +39,6 @@ from octavo.fleet.cluster import (
 from octavo.fleet.core_launcher import CoreProcess
 from octavo.fleet.data_parallel import share_cores
 from octavo.models.hub import resolve_folders
-from octavo.models.identity import model_hash
 from octavo.models.registry import read_spec
 from octavo.system.device import cpu_memory
 from octavo.system.logs import setup_logging
@@ -74,12 +75,11 @@ def run_node(server_config: ServerConfig, config: EngineConfig) -> int:
     key = ClusterKey.from_file(parallel.cluster_key_file)
     config = share_cores(config)
     path, tokenizer_path = resolve_folders(config)
-    read_spec(
-        path, trust_remote_code=config.model.trust_remote_code, overrides=config.model.hf_overrides
-    )
+    checkpoint = open_checkpoint(path, config.load.load_format)
+    read_spec(checkpoint, config.model)
     join = Join(
         version=__version__,
-        model=model_hash(path, tokenizer_path, config.load.load_format),
+        model=model_hash(checkpoint, tokenizer_path),
         data_parallel_size=parallel.data_parallel_size,
         start_rank=parallel.data_parallel_start_rank,
         num_engines=parallel.num_local_engines,

@@ -16,6 +16,8 @@ from typing import Any
 
 import msgspec
 
+from octavo.checkpoints.identity import model_hash
+from octavo.checkpoints.registry import open_checkpoint
 from octavo.compat.call_arguments import check_stat_loggers, refuse_unsupported
 from octavo.config import EngineConfig
 from octavo.config.engine_args import AsyncEngineArgs
@@ -54,7 +56,6 @@ from octavo.messages import (
     SchedulerStats,
 )
 from octavo.models.hub import resolve_folders
-from octavo.models.identity import model_hash
 from octavo.models.registry import read_spec
 from octavo.observability.metrics import EngineMetrics, join_pages
 from octavo.observability.recording import Died, Recorder, RecordSettings
@@ -158,11 +159,12 @@ def start_engines(
             number=parallel.first_engine if parallel.numbered else None,
         )
     remote = parallel.num_local_engines < size
+    checkpoint = open_checkpoint(path, config.load.load_format)
     return DataParallelClient(
         launcher,
         unfinished,
         config=config,
-        model=model_hash(path, tokenizer_path, config.load.load_format) if remote else "",
+        model=model_hash(checkpoint, tokenizer_path) if remote else "",
         max_restarts=restarts,
         progress_timeout=timeout,
         on_recovery=on_recovery,
@@ -196,9 +198,7 @@ class AsyncLLM:
         check_recording(config, None if record is None else record.path)
         self._num_threads = share_cores(config).device.num_threads or num_cpus()
         self.config = config
-        self.spec = read_spec(
-            path, trust_remote_code=model.trust_remote_code, overrides=model.hf_overrides
-        )
+        self.spec = read_spec(open_checkpoint(path, config.load.load_format), model)
         # Known before the memory plan, except that -1 may come out shorter: see `_became_ready`.
         self.max_model_len = resolve_max_model_len(config, self.spec)
         self.tokenizer: Tokenizer | None = None

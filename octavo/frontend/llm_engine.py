@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import msgspec
 
+from octavo.checkpoints.registry import open_checkpoint
+from octavo.checkpoints.sharded_state import SHARDED_PATTERN
 from octavo.compat.call_arguments import apply_tokenization, refuse_unsupported
 from octavo.config import EngineConfig, ModelConfig
 from octavo.config.engine_args import EngineArgs
@@ -23,7 +25,6 @@ from octavo.frontend.output_processor import OutputProcessor
 from octavo.messages import EngineCoreRequest, PauseMode, RequestOptions, SchedulerStats
 from octavo.models.hub import resolve_folders
 from octavo.models.registry import read_spec
-from octavo.models.weights import SHARDED_PATTERN
 from octavo.observability.profiler import span
 from octavo.observability.recording import Arrival, End, Outputs
 from octavo.outputs import CompletionOutput, RequestOutput
@@ -77,10 +78,8 @@ class LLMEngine:
         _check_parallel(config)
         settings = config.model
         path, tokenizer_path = resolve_folders(config)
-        self._path = path
-        self.spec = read_spec(
-            path, trust_remote_code=settings.trust_remote_code, overrides=settings.hf_overrides
-        )
+        self._checkpoint = open_checkpoint(path, config.load.load_format, settings.seed)
+        self.spec = read_spec(self._checkpoint, settings)
         self.tokenizer: Tokenizer | None = None
         if not settings.skip_tokenizer_init:
             self.tokenizer = Tokenizer.from_folder(tokenizer_path)
@@ -324,11 +323,9 @@ class LLMEngine:
             )
         save_sharded_state(
             self.spec,
-            self._path,
+            self._checkpoint,
             Path(path),
             dtype=resolve_dtype(config, self.spec),
-            load_format=config.load.load_format,
-            seed=config.model.seed,
             size=config.device.tensor_parallel_size,
             max_size=max_size,
         )

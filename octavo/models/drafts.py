@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
+from octavo.checkpoints.config_json import ConfigJson
+from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig, SpeculativeConfig
 from octavo.errors import ConfigError
-from octavo.models.config_json import ConfigJson
 from octavo.models.heads import MedusaSpec, read_eagle, read_eagle3, read_medusa
 from octavo.models.hub import resolve_model
-from octavo.models.registry import read_spec
+from octavo.models.registry import complete_spec, read_spec
 from octavo.models.spec import ModelSpec
 
 _MEDUSA, _EAGLE = ("MedusaModel",), ("EagleLlamaForCausalLM",)
@@ -54,17 +57,19 @@ def find_draft(config: EngineConfig, target: ModelSpec) -> Draft | None:
     path = resolve_model(
         speculative.model, download_dir=load.download_dir, load_format=load.load_format
     )
-    read = ConfigJson.load(path / "config.json")
+    checkpoint = open_checkpoint(path, load.load_format)
+    read, settings = checkpoint.config, msgspec.structs.replace(config.model, hf_overrides={})
     match speculative.method or _method_of(read):
         case "medusa":
             medusa = read_medusa(read, target)
             _check_num_heads(medusa, speculative)
-            return Draft("medusa", medusa, path, len(medusa.lm_heads))
+            completed = complete_spec(medusa, read, checkpoint, settings)
+            return Draft("medusa", completed, path, len(medusa.lm_heads))
         case "eagle":
             eagle3 = read.has("draft_vocab_size") or _architecture(read) in _EAGLE3
             eagle = read_eagle3(read, target) if eagle3 else read_eagle(read, target)
-            return Draft("eagle", eagle, path)
-    spec = read_spec(path, trust_remote_code=config.model.trust_remote_code)
+            return Draft("eagle", complete_spec(eagle, read, checkpoint, settings), path)
+    spec = read_spec(checkpoint, settings)
     if spec.vocab_size != target.vocab_size:
         raise ConfigError(
             f"speculative_config: {speculative.model} has {spec.vocab_size} tokens in its "

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from octavo.checkpoints.config_json import ConfigJson
 from octavo.models.blocks.attention import AttentionSpec
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.norm import RMSNormSpec
-from octavo.models.config_json import ConfigJson
 from octavo.models.families.base import ROTARY_TABLES
 from octavo.models.families.llama import LlamaLike
 from octavo.models.spec import ModelSpec
@@ -44,7 +44,7 @@ class MedusaSpec(HeadsSpec):
     """Of each head: x + silu(linear(x)), one after the other."""
     lm_heads: tuple[LinearSpec, ...] = field(kw_only=True)
 
-    def weights(self, *, quantized: bool = False) -> list[Weight]:
+    def weights(self) -> list[Weight]:
         """See `ModelSpec`."""
         return list(self._weights())
 
@@ -106,7 +106,7 @@ class EagleSpec(HeadsSpec):
     num_draft_tokens: int = 0
     """EAGLE-3: size of its own vocabulary."""
 
-    def weights(self, *, quantized: bool = False) -> list[Weight]:
+    def weights(self) -> list[Weight]:
         """See `ModelSpec`."""
         weights = list(self.fc.weights(Names("fc.")))
         layer = Names("layers.0.", self.layer_names.format(0))
@@ -188,7 +188,7 @@ def read_eagle3(config: ConfigJson, target: ModelSpec) -> EagleSpec:
 class LMHeadSpec(ModelSpec):
     """The LM head of a model, without the final norm."""
 
-    def weights(self, *, quantized: bool = False) -> list[Weight]:
+    def weights(self) -> list[Weight]:
         """See `ModelSpec`."""
         return list(self.head.weights(Names()))
 

@@ -7,6 +7,7 @@ import errno
 from pathlib import Path
 from typing import NamedTuple
 
+from octavo.checkpoints.model_files import gguf_file, require_file
 from octavo.config import (
     BUILTIN_DRAFT_MODEL,
     BUILTIN_EAGLE_HEAD,
@@ -16,7 +17,6 @@ from octavo.config import (
     hub_offline,
 )
 from octavo.errors import HubError, ModelError, reason_of
-from octavo.models.model_files import gguf_file, require_file
 
 _BUILTIN = {
     name: Path(__file__).parent.parent / "builtin" / name.split("/")[1]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from octavo.checkpoints.config_json import ConfigJson
 from octavo.errors import ModelError
 from octavo.layers.rope_spec import RopeSpec
-from octavo.models.config_json import ConfigJson
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _NEEDS_ORIGINAL = ("llama3", "yarn", "longrope")

@@ -6,15 +6,16 @@ import difflib
 import importlib
 import pkgutil
 import re
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
+from octavo.checkpoints.base import Checkpoint
+from octavo.checkpoints.config_json import ConfigJson
+from octavo.config import ModelConfig
 from octavo.errors import ModelError
 from octavo.models import families
 from octavo.models.config_defaults import ARCHITECTURES, DEFAULTS
-from octavo.models.config_json import ConfigJson
 from octavo.models.families.base import Family
+from octavo.models.forms import assign
 from octavo.models.spec import ModelSpec
 
 ENTRY_POINTS = "octavo.models"
@@ -25,29 +26,26 @@ FAMILIES: dict[str, Family] = {}
 """The built-in ones, by names in config.json's `architectures`."""
 for _module in pkgutil.iter_modules(families.__path__, families.__name__ + "."):
     FAMILIES.update(getattr(importlib.import_module(_module.name), "ARCHITECTURES", {}))
+_DEFAULTS = ModelConfig()
 
 
-def read_spec(
-    folder: Path | str,
-    *,
-    trust_remote_code: bool = False,
-    overrides: Mapping[str, Any] | None = None,
-) -> ModelSpec:
-    """Reads config.json and generation_config.json of a Hugging Face model folder.
+def read_spec(checkpoint: Checkpoint, settings: ModelConfig = _DEFAULTS) -> ModelSpec:
+    """Return the spec of a checkpoint's model.
 
     Args:
-        folder: the folder.
-        trust_remote_code: accept a config that names code of its own (`auto_map`). The code
-            is never run: the model is computed by Octavo's own decoder.
-        overrides: fields that count instead of config.json's; of one that is an object in both,
-            its own fields do.
+        checkpoint: the checkpoint.
+        settings: `trust_remote_code` accepts a config that names code of its own (`auto_map`). The
+            code is never run: Octavo's own decoder computes the model. The fields of `hf_overrides`
+            replace those of config.json; in a field that is an object in both, its own fields are
+            replaced. `quantization` is the form of the linear weights.
 
     Raises:
+        ConfigError: the model is quantized already, and the setting is given.
         ModelError: naming file, field, value and what is supported.
     """
-    config = ConfigJson.load(Path(folder) / "config.json")
-    if overrides:
-        config = config.override(overrides)
+    config = checkpoint.config
+    if settings.hf_overrides:
+        config = config.override(settings.hf_overrides)
     architectures = config.get("architectures")
     model_type = config.get("model_type")
     if not architectures and isinstance(model_type, str) and model_type in ARCHITECTURES:
@@ -62,26 +60,66 @@ def read_spec(
             f"{_kind_of(architectures[0])}; README.md lists the models that are",
         )
     config = config.filled(DEFAULTS.get(architectures[0], {}))
-    if config.has("auto_map") and not trust_remote_code:
+    if config.has("auto_map") and not settings.trust_remote_code:
         raise config.error(
             "auto_map",
             "the model asks for its own code, which Octavo never runs; with trust_remote_code it "
             f"is run as {architectures[0]} by Octavo's own decoder",
         )
-    for name in ("quantization_config", "compression_config"):
-        if config.has(name):
-            raise config.error(name, "supported: checkpoints in float32, float16 or bfloat16")
     for name in ("num_local_experts", "num_experts", "n_routed_experts"):
         config.refuse(name, 0, "mixtures of experts are not supported")
     config.refuse("use_bidirectional_attention", False, "only causal attention is supported")
     try:
-        return read(config)
+        spec = read(config)
     except ArithmeticError as error:
         raise ModelError(
             f"{config.where}: its numbers do not fit together ({error}); download the file again."
         ) from None
+    return complete_spec(spec, config, checkpoint, settings)
 
 
+def complete_spec(
+    spec: ModelSpec, config: ConfigJson, checkpoint: Checkpoint, settings: ModelConfig
+) -> ModelSpec:
+    """Return a spec with what families do not read.
+
+    That is the forms of the weights; the default sampling parameters and more ids of tokens that
+    end an answer, from generation_config.json; and the type of the weights where config.json names
+    none.
+
+    Args:
+        spec: the model.
+        config: its config.json.
+        checkpoint: its other files.
+        settings: see `read_spec`; `quantization` is the form of the linear weights.
+
+    Raises:
+        ConfigError: the model is quantized already, and the setting is given.
+        ModelError: a file is damaged, a field has a wrong value, or the method by which the model
+            is quantized is not supported.
+    """
+    spec = assign(spec, settings.quantization, config)
+    eos_token_ids, defaults = spec.eos_token_ids, dict(spec.generation_config)
+    generation = checkpoint.generation_config
+    if generation is not None:
+        eos_token_ids += generation.token_ids("eos_token_id")
+        for name, whole in _SAMPLING.items():
+            if generation.has(name):
+                key = "max_tokens" if name == "max_new_tokens" else name
+                defaults[key] = (
+                    generation.integer(name, least=-1) if whole else generation.number(name)
+                )
+    return replace(
+        spec,
+        eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
+        generation_config=defaults,
+        dtype=spec.dtype or checkpoint.dtype,
+    )
+
+
+_SAMPLING = {"temperature": False, "top_p": False, "min_p": False, "repetition_penalty": False}
+_SAMPLING |= {"top_k": True, "max_new_tokens": True}
+"""Fields of generation_config.json -> True if the value is a whole number."""
 _KINDS = {
     r"Classification$|Reward|ForRegression": "it is a classifier, and Octavo generates text",
     r"MaskedLM|PreTraining|QuestionAnswering|(?<!LMHead)Model$": "it is an encoder, which makes "

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from octavo.checkpoints.base import Checkpoint, Source
+from octavo.checkpoints.sharded_state import FUSED, SHARDED_PATTERN, ShardedStateFolder
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.models.cache import AttentionCache
-from octavo.models.loader import LoadFormat, open_checkpoint
-from octavo.models.sharded_state import FUSED
 from octavo.models.spec import ModelSpec
-from octavo.models.weights import SHARDED_PATTERN, Source, Weight, weight_files
+from octavo.quantization.plain import Plain
 
 # Modules of which a rank has some rows, some rows of the padded vocabulary, or some columns.
 _ROWS = frozenset(FUSED)
@@ -25,12 +25,10 @@ _VOCABULARY_MULTIPLE = 64
 
 def save_sharded_state(
     spec: ModelSpec,
-    folder: Path,
+    checkpoint: Checkpoint,
     target: Path,
     *,
     dtype: str,
-    load_format: LoadFormat,
-    seed: int,
     size: int,
     max_size: int | None,
 ) -> None:
@@ -41,11 +39,9 @@ def save_sharded_state(
 
     Args:
         spec: what the folder holds, not split.
-        folder: the model's.
+        checkpoint: the model's.
         target: the folder to write to, made if it is not there.
         dtype: the type that the numbers get.
-        load_format: how to read the model's folder.
-        seed: of random weights.
         size: how many ranks there are.
         max_size: most bytes of a file, unless a single tensor has more; None: no limit.
 
@@ -54,17 +50,16 @@ def save_sharded_state(
         ModelError: the model's folder cannot be read.
         UnsupportedError: the model cannot be divided in vLLM's way.
     """
-    if weight_files(target, "sharded_state"):
+    if ShardedStateFolder(target, "sharded_state").weight_files:
         raise ConfigError(f"path={str(target)!r} holds a sharded state already; give another one.")
     plan, heads = _plan(spec), _num_kv_heads(spec, size)
-    checkpoint = open_checkpoint(spec, folder, load_format, seed, torch.device("cpu"))
-    checkpoint.check([weight for parts in plan.values() for weight, _ in parts])
+    stored = checkpoint.open(spec.expected, torch.device("cpu"))
 
     def tensors(rank: int) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parts in plan.items():
+        for name, sources in plan.items():
             mine = []
-            for weight, source in parts:
-                tensor = checkpoint.read(source, weight)
+            for source in sources:
+                tensor = stored.read(source)
                 mine.append(_share(source, tensor, rank, size, heads).to(getattr(torch, dtype)))
             yield name, torch.cat(mine)  # which copies, so that no file keeps another one open
 
@@ -78,11 +73,16 @@ def save_sharded_state(
         raise ConfigError(f"path={str(target)!r} cannot be written to: {reason}.") from None
 
 
-def _plan(spec: ModelSpec) -> dict[str, list[tuple[Weight, Source]]]:
+def _plan(spec: ModelSpec) -> dict[str, list[Source]]:
     """Return the tensors of the model that make each stored one, in their order."""
-    plan: dict[str, list[tuple[Weight, Source]]] = {}
+    plan: dict[str, list[Source]] = {}
     seen: set[str] = set()
-    for weight in spec.weights(quantized=False):
+    for weight in spec.weights():
+        if not isinstance(weight.form, Plain):
+            raise UnsupportedError(
+                f"{weight.name} is {weight.form.name}: quantized weights cannot be saved as a "
+                "sharded state; use the model's own files."
+            )
         for source in weight.sources:
             if source.name in seen:  # the LM head may be the embedding
                 continue
@@ -96,7 +96,7 @@ def _plan(spec: ModelSpec) -> dict[str, list[tuple[Weight, Source]]]:
                     f"{source.name} in another form; use the model's own files."
                 )
             fused = f"{parent}.{FUSED[last]}.{kind}" if last in FUSED else source.name
-            plan.setdefault(fused, []).append((weight, source))
+            plan.setdefault(fused, []).append(source)
     return plan
 
 

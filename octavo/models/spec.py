@@ -6,11 +6,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
-from octavo.errors import ConfigError, ModelError
+from octavo.checkpoints.base import Expected
+from octavo.errors import ConfigError
 from octavo.layers.step_table import StepArray
 from octavo.models.blocks.attention import Alibi
 from octavo.models.blocks.base import Table
@@ -18,10 +16,8 @@ from octavo.models.blocks.embedding import EmbedSpec
 from octavo.models.blocks.head import HeadSpec
 from octavo.models.blocks.layer import LayerSpec
 from octavo.models.cache import CacheSpec
-from octavo.models.config_json import MOST_JSON_NBYTES
-from octavo.models.model_files import refuse_lfs_pointer, require_file
 from octavo.models.weights import Names, Weight
-from octavo.quantization.base import get_quantization, linear_nbytes
+from octavo.quantization.plain import Plain
 from octavo.system.distributed import Rank
 from octavo.system.dtypes import DTYPE_NBYTES
 
@@ -151,17 +147,16 @@ class ModelSpec:
         blocks = [block for layer in self.distinct_layers for block in layer.blocks]
         return {table for block in blocks for table in block.tables()}
 
-    def weights(self, *, quantized: bool = False) -> list[Weight]:
-        """All weights, in the order in which the forward pass uses them.
+    def weights(self) -> list[Weight]:
+        """Return all weights, in the order in which the forward pass uses them.
 
-        Args:
-            quantized: the LM head will be, so that it cannot serve as embedding table, too. A part
-                of it cannot either.
+        An LM head that is whole and plain is the embedding table, too, where the two are tied.
         """
-        whole = self.has_embed and self.has_head and self.head.lm_head.parts is None
+        lm_head = self.head.lm_head
+        whole = self.has_embed and self.has_head and lm_head.parts is None
         weights: list[Weight] = []
         if self.has_embed:
-            shared = self.tied and not quantized and whole
+            shared = self.tied and isinstance(lm_head.form, Plain) and whole
             weights += self.embed.weights(Names("embed."), shared=shared)
         for i, layer in enumerate(self.layers):
             checkpoint = self.layer_names.format(self.first_layer + i)
@@ -170,22 +165,23 @@ class ModelSpec:
             weights += self.head.weights(Names())
         return weights
 
-    def weight_nbytes(
-        self, dtype: str, max_model_len: int | None = None, quantization: str | None = None
-    ) -> int:
-        """Bytes of the loaded model: packed weights, embeddings, vectors, tables of positions.
+    @property
+    def expected(self) -> Expected:
+        """The tensors that a checkpoint must hold."""
+        sources = [source for weight in self.weights() for source in weight.sources]
+        return Expected(self.architecture, sources, self.bare_prefix, self.ignored, self.elsewhere)
+
+    def weight_nbytes(self, dtype: str, max_model_len: int | None = None) -> int:
+        """Return the bytes of the loaded model: all weights, and tables of positions.
 
         Args:
             dtype: "float32", "float16" or "bfloat16".
             max_model_len: longest context; default: the model's.
-            quantization: form of the linear weights, as in `ModelConfig`.
         """
-        form = get_quantization(quantization)
         total = sum(t.nbytes(max_model_len or self.max_model_len) for t in self._tables())
-        for weight in self.weights(quantized=form is not None):
+        for weight in self.weights():
             if weight.kind == "linear":
-                n, k = weight.shape
-                total += linear_nbytes(n, k, dtype, form, weight.whole_rows)
+                total += weight.form.nbytes(weight.packed(dtype))
             else:
                 total += math.prod(weight.shape) * DTYPE_NBYTES[dtype]
         return total
@@ -255,40 +251,3 @@ def divide_layers(spec: ModelSpec, num_stages: int, asked: str | None) -> list[t
 
 def _linear_size(weights: Iterable[Weight]) -> int:
     return sum(math.prod(weight.shape) for weight in weights if weight.kind == "linear")
-
-
-def checkpoint_dtype(folder: Path) -> str:
-    """Type of the weights of a checkpoint whose config names none, from safetensors headers.
-
-    Raises:
-        ModelError: for a damaged header, or a type that is not supported.
-    """
-    names = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-    for file in sorted(folder.glob("*.safetensors")):
-        for dtype, _ in read_safetensors_header(file).values():
-            if dtype in names:
-                return names[dtype]
-    return "float32"
-
-
-def read_safetensors_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """The header of a safetensors file: name -> (type, shape).
-
-    The library checks it: that no tensors overlap, and that the file holds them all.
-
-    Raises:
-        ModelError: if the file is cut off or is no safetensors file.
-    """
-    require_file(file)
-    try:
-        refuse_lfs_pointer(file)
-        with file.open("rb") as stream:
-            if int.from_bytes(stream.read(8), "little") > MOST_JSON_NBYTES:
-                raise ValueError("the header's length is impossible")
-        with safe_open(file, framework="numpy") as tensors:
-            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118  # no dict
-            return {name: (s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
-    except (SafetensorError, OSError, ValueError) as error:
-        raise ModelError(
-            f"{file} is damaged or cut off ({error}); download the file again."
-        ) from None

@@ -29,10 +29,12 @@ from numpy.typing import NDArray
 
 import octavo
 from octavo import _native
+from octavo.checkpoints.base import Checkpoint
 from octavo.config import EngineConfig, cache_folder
 from octavo.errors import ModelError, OctavoError
 from octavo.models.spec import ModelSpec
-from octavo.models.weights import weight_files
+from octavo.models.weights import Weight
+from octavo.quantization.plain import PLAIN
 from octavo.system.device import cpu_memory
 
 logger = logging.getLogger(__name__)
@@ -50,33 +52,59 @@ Progress = Callable[[int, int], None]
 """Called now and then with (what is done, what there is in all), in the same unit."""
 
 
-def weights_key(
-    spec: ModelSpec, folder: Path, *, dtype: str, load_format: str, quantization: str | None
-) -> bytes | None:
-    """All that a model's loaded weights depend on; None if they come from no file.
+def weights_key(spec: ModelSpec, checkpoint: Checkpoint, dtype: str) -> bytes | None:
+    """Return all that a model's loaded weights depend on; None if they come from no file.
 
     Files count as unchanged while path, inode, size and the times of their last changes are: the
     time of the inode's, too, which nobody can set back.
 
     Raises:
-        ModelError: the folder cannot be used.
+        ModelError: the checkpoint cannot be used.
         OSError: a file is gone.
     """
-    files = weight_files(folder, load_format)
+    files = checkpoint.weight_files
     if not files:
         return None
     native = os.stat(_native.__file__)
-    weights = spec.weights(quantized=quantization is not None)
+    weights = spec.weights()
     return msgspec.json.encode(
         [
             [_VERSION, octavo.__version__],
             # Another build may have another layout.
             [_native.isa(), _native.panel(), native.st_size, native.st_mtime_ns],
-            [dtype, quantization, load_format],
+            [dtype, _describe_forms(weights), checkpoint.load_format],
             [_identity(file) for file in files],
-            [spec.architecture, weights],
+            [spec.architecture, [_describe(weight) for weight in weights]],
         ]
     )
+
+
+_NOT_IN_KEYS = ("dtypes", "dummy")
+"""Fields of a `Source` that depend on the others, or do not change the weights of a file."""
+
+
+def _describe_forms(weights: list[Weight]) -> str | list[str] | None:
+    """Return the name of the form of all linear weights, None for plain, or one name for each."""
+    names = [weight.form.name for weight in weights if weight.kind == "linear"]
+    if len(set(names)) > 1:
+        return names
+    return None if names[0] == PLAIN.name else names[0]
+
+
+def _describe(weight: Weight) -> dict[str, object]:
+    """Return what a key holds of a weight; another text would orphan the files of all users."""
+    sources = [
+        {name: value for name, value in vars(source).items() if name not in _NOT_IN_KEYS}
+        for source in weight.sources
+    ]
+    return {
+        "name": weight.name,
+        "kind": weight.kind,
+        "shape": weight.shape,
+        "sources": sources,
+        "dummy": weight.sources[0].dummy,
+        "whole": weight.whole,
+    }
 
 
 def _identity(file: Path) -> list[object]:
@@ -310,7 +338,7 @@ def _trailer_nbytes(nbytes: int) -> int:
     return -(-nbytes // _CHUNK) * 8 + 32
 
 
-def read_ahead(config: EngineConfig, spec: ModelSpec, folder: Path, dtype: str) -> None:
+def read_ahead(config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint, dtype: str) -> None:
     """Has the system read what loading will need into its file cache, on a thread.
 
     No more than half of the memory that is free: the rest is for the weights themselves.
@@ -320,14 +348,8 @@ def read_ahead(config: EngineConfig, spec: ModelSpec, folder: Path, dtype: str) 
     def read() -> None:
         with contextlib.suppress(OctavoError, OSError):  # loading finds it, too, and says so
             left = cpu_memory(config.device.numa_node)[1] // 2
-            files = weight_files(folder, config.load.load_format)
-            key = weights_key(
-                spec,
-                folder,
-                dtype=dtype,
-                load_format=config.load.load_format,
-                quantization=config.model.quantization,
-            )
+            files = checkpoint.weight_files
+            key = weights_key(spec, checkpoint, dtype)
             if cache is not None and key is not None and cache.file(key).is_file():
                 files = [cache.file(key)]
             for file in files:

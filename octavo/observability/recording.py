@@ -75,7 +75,7 @@ class Head(msgspec.Struct, tag="head", array_like=True, frozen=True):
     config: dict[str, Any]
     """`EngineConfig` as plain values."""
     model: str
-    """Hash by `octavo.models.identity.model_hash`."""
+    """Hash by `octavo.checkpoints.identity.model_hash`."""
     prompts: PromptsKept
     num_blocks: int | None = None
     """Number of blocks of the KV cache; None: not known yet."""

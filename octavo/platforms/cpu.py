@@ -225,9 +225,7 @@ def memory_budget(
     weights = loading = activations = 0
     for stage, scratch in zip(setup.stages, scratches, strict=True):  # the largest ranks
         spec = stage.part
-        weights += ranks * spec.weight_nbytes(
-            setup.dtype, setup.max_model_len, config.model.quantization
-        )
+        weights += ranks * spec.weight_nbytes(setup.dtype, setup.max_model_len)
         # Random weights are made whole, others are read in parts.
         loads = setup.spec if config.load.load_format == "dummy" else spec
         loading += ranks * loads.loading_nbytes(setup.dtype)
@@ -260,11 +258,11 @@ def _draft_nbytes(setup: WorkerSetup, draft: WorkerSetup, scratch: Scratch) -> i
     config, spec = setup.config, draft.spec
     speculative = config.speculation.speculative_config
     assert speculative is not None
-    total = spec.weight_nbytes(draft.dtype, draft.max_model_len, config.model.quantization)
+    total = spec.weight_nbytes(draft.dtype, draft.max_model_len)
     total += scratch.activations + scratch.logits
     lm_head = read_lm_head(setup.spec, spec, setup.rank)
     if lm_head is not None:
-        total += lm_head.weight_nbytes(draft.dtype, None, config.model.quantization)
+        total += lm_head.weight_nbytes(draft.dtype)
     blocks = -(-setup.max_model_len // config.cache.block_size)
     total += StepLayout(draft.largest_step, blocks, 1).nbytes
     if isinstance(spec, HeadsSpec):

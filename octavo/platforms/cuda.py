@@ -231,7 +231,7 @@ def _check_weights(setup: WorkerSetup, device: torch.device) -> None:
             f"quantization={config.model.quantization} is not supported on CUDA yet; leave it out, "
             "or use device=cpu."
         )
-    weights = setup.spec.weight_nbytes(setup.dtype, setup.max_model_len, None)
+    weights = setup.spec.weight_nbytes(setup.dtype, setup.max_model_len)
     total, free = machine.cuda_memory(device)
     if weights > min(free, total * config.cache.gpu_memory_utilization):
         raise ConfigError(

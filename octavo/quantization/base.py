@@ -1,77 +1,99 @@
-"""Interface of quantized weight formats, and the choice of one. Imports no torch."""
+"""The contract of a weight's form. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from octavo.kernels.sizes import packed_nbytes
+from octavo.checkpoints.base import Source
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from octavo.kernels.base import Ops, QuantizedWeight
+    from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
+
+Part = tuple["Tensor", ...]
+"""Rows of a module: the same rows of each tensor that the form reads."""
 
 
-MOST_INPUTS = 2**17
-"""Maximum number of inputs of a quantized weight: 32-bit sums hold no more products."""
+@dataclass(frozen=True)
+class PackedShape:
+    """The shape of a packed weight, and the model's type."""
+
+    n: int
+    """Outputs."""
+    k: int
+    """Inputs."""
+    dtype: str
+    """The model's type: "float32", "float16" or "bfloat16"."""
+    whole: int | None = None
+    """Outputs of the weight that these are a part of, which is packed as the whole is."""
 
 
-class Quantization(Protocol):
-    """Format of the linear weights of a model.
+class WeightForm(Protocol):
+    """How a linear weight is stored in a checkpoint, and how it is packed; a frozen dataclass.
 
-    Every linear layer is quantized, including the LM head; norms, biases and embeddings stay
-    unchanged. Any shape is supported: incomplete groups are padded, which adds nothing to a
-    product.
+    Any shape is allowed: padding fills up incomplete groups and adds nothing to a product.
     """
 
-    name: str
+    @property
+    def name(self) -> str:
+        """Name of the form with all its parameters: the keys of kept weights hold it."""
+        ...
 
-    def nbytes(self, n: int, k: int, whole: int | None = None) -> int:
-        """Return the bytes of a packed weight with n outputs and k inputs.
+    @property
+    def max_inputs(self) -> int | None:
+        """The largest number of inputs; None: there is no limit."""
+        ...
 
-        `whole`: outputs of the whole weight if this is a part, which has the format of the whole.
+    @property
+    def num_tensors(self) -> int:
+        """Number of tensors that it reads for each module."""
+        ...
+
+    def sources(self, module: str, rows: int, inputs: int) -> tuple[Source, ...]:
+        """Return the tensors of a module in the checkpoint, `num_tensors` of them.
+
+        Args:
+            module: the module's name in the checkpoint.
+            rows: its outputs.
+            inputs: its inputs.
         """
         ...
 
-    def wrap(
-        self, data: Tensor, n: int, k: int, panel: int, whole: int | None = None
-    ) -> QuantizedWeight:
-        """Wrap the bytes [`nbytes`] of a weight that was packed before in panels of `panel`."""
+    def cut(
+        self,
+        tensors: Sequence[Tensor],
+        rows: Sequence[slice | Tensor],
+        columns: tuple[int, int] | None,
+    ) -> list[Part]:
+        """Return parts of a module: views where possible.
+
+        Args:
+            tensors: the tensors of `sources`.
+            rows: the outputs of each part: a range, or indices int64.
+            columns: inputs [begin, end) of all parts; None: all.
+        """
+        ...
+
+    def nbytes(self, shape: PackedShape) -> int:
+        """Return the bytes of a packed weight."""
         ...
 
     def pack(
-        self,
-        ops: Ops,
-        parts: Sequence[Tensor],
-        out: Tensor | None = None,
-        whole: int | None = None,
-    ) -> QuantizedWeight:
-        """Quantize and pack a weight.
+        self, ops: Ops, parts: Sequence[Part], shape: PackedShape, out: Tensor | None = None
+    ) -> PackedWeight | QuantizedWeight:
+        """Return a packed weight.
 
         Args:
             ops: the table of operations that will use it.
-            parts: [N_i, K] each, float32, bfloat16 or float16; stacked along N.
+            parts: its rows; they are stacked.
+            shape: its shape.
             out: memory for the result: uint8 [`nbytes`].
-            whole: as for `nbytes`.
         """
         ...
 
-
-def get_quantization(name: str | None) -> Quantization | None:
-    """Return the format that the `quantization` setting names; None: weights keep their dtype."""
-    from octavo.quantization.int4 import Int4
-    from octavo.quantization.int8 import Int8
-
-    forms: dict[str, Quantization] = {"int8": Int8(), "int4": Int4()}
-    return None if name is None else forms[name]
-
-
-def linear_nbytes(
-    n: int, k: int, dtype: str, form: Quantization | None, whole: int | None = None
-) -> int:
-    """Return the bytes of a packed linear weight with n outputs and k inputs, quantized or not.
-
-    `whole` as in `Quantization.nbytes`.
-    """
-    return packed_nbytes(n, k, dtype) if form is None else form.nbytes(n, k, whole)
+    def wrap(self, data: Tensor, shape: PackedShape) -> PackedWeight | QuantizedWeight:
+        """Return a weight that was packed before, from its bytes: uint8 [`nbytes`]."""
+        ...

@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
-from octavo.kernels.sizes import quantized_nbytes
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from octavo.kernels.base import Ops, QuantizedWeight
+from octavo.quantization.quantized import FromFloatsQuantized
 
 
-class Int8:
-    """Format with 8 bits for each weight; see `Quantization`."""
+@dataclass(frozen=True)
+class Int8(FromFloatsQuantized):
+    """Weights of 8 bits: the largest magnitude of each output becomes 127."""
 
-    name = "int8"
+    name: ClassVar[str] = "int8"
 
-    def nbytes(self, n: int, k: int, whole: int | None = None) -> int:
-        """Return one byte for each weight, plus the scales."""
-        return quantized_nbytes(n, k, "int8", 0)
-
-    def wrap(
-        self, data: Tensor, n: int, k: int, panel: int, whole: int | None = None
-    ) -> QuantizedWeight:
-        """Wrap the bytes of a weight that `pack` made."""
-        from octavo.kernels.base import QuantizedWeight
-
-        return QuantizedWeight(data, n, k, "int8", 0, panel)
-
-    def pack(
-        self,
-        ops: Ops,
-        parts: Sequence[Tensor],
-        out: Tensor | None = None,
-        whole: int | None = None,
-    ) -> QuantizedWeight:
-        """Quantize with scales that make the largest magnitude of each output 127."""
-        return ops.quantize_weight(parts, "int8", 0, out)
+    def format(self, n: int, k: int) -> tuple[Literal["int8"], int]:
+        """Return int8, without groups."""
+        return "int8", 0

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import uvloop
 
+from octavo.checkpoints.registry import open_checkpoint
 from octavo.errors import OctavoError
 from octavo.fleet.coordinator import Coordinator, FrontEnd
 from octavo.frontend.async_llm import EngineProcesses, start_engines
@@ -91,11 +92,8 @@ def _make_coordinator(setup: CoordinatorSetup) -> Coordinator:
         log_level=config.log_level,
         log_format=config.log_format,
     )
-    spec = read_spec(
-        path,
-        trust_remote_code=engine_config.model.trust_remote_code,
-        overrides=engine_config.model.hf_overrides,
-    )
+    checkpoint = open_checkpoint(path, engine_config.load.load_format)
+    spec = read_spec(checkpoint, engine_config.model)
     metrics = EngineMetrics(
         names[0] if names else engine_config.model.model,
         resolve_max_model_len(engine_config, spec),

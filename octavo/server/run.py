@@ -21,6 +21,7 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 
+from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig, ServerConfig
 from octavo.engine.checks import check_recording, check_settings
 from octavo.errors import ConfigError, OctavoError, reason_of
@@ -376,7 +377,7 @@ def _check_model(config: ServerConfig, engine_config: EngineConfig) -> None:
         download_dir=load.download_dir,
         load_format="dummy",
     )
-    spec = read_spec(folder, trust_remote_code=name.trust_remote_code, overrides=name.hf_overrides)
+    spec = read_spec(open_checkpoint(folder, load.load_format), name)
     resolve_kv_cache_dtype(engine_config, resolve_dtype(engine_config, spec))
     resolve_max_model_len(engine_config, spec)
     spec.split(Rank.of(0, device))

@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from octavo.checkpoints.identity import model_hash
+from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig, config_fields
 from octavo.engine.record import describe_build
 from octavo.errors import ModelError, OctavoError, RequestError
@@ -19,7 +21,6 @@ from octavo.frontend.interrupts import late_interrupts
 from octavo.frontend.llm_engine import LLMEngine
 from octavo.messages import FinishReason, LogprobsLists
 from octavo.models.hub import resolve_folders
-from octavo.models.identity import model_hash
 from octavo.observability.recording import (
     Arrival,
     Died,
@@ -326,7 +327,8 @@ def replay(
     head = recorded.head
     assert head is not None
     if not other_model:
-        found = model_hash(*resolve_folders(config), config.load.load_format)
+        path, tokenizer_path = resolve_folders(config)
+        found = model_hash(open_checkpoint(path, config.load.load_format), tokenizer_path)
         if found != head.model:
             raise ModelError(
                 f"{config.model.model!r} is another model than the recorded one: its description, "

@@ -23,6 +23,7 @@ from octavo.bench.datasets import BenchRequest, add_dataset_arguments, load_data
 from octavo.bench.metrics import RequestRecord, print_summary, summarize
 from octavo.bench.serve import arrival_times
 from octavo.bench.sweep import Probe, Slos, best_probe, find_max_rate, parse_slos
+from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig
 from octavo.config.arguments import add_engine_settings, engine_kwargs
 from octavo.config.engine_args import engine_settings
@@ -157,11 +158,8 @@ class _Simulation:
                 f"pipeline_parallel_size={stages}: a simulation does not support concurrent steps "
                 "of several stages; leave it out."
             )
-        self.spec = read_spec(
-            resolve_folders(config)[0],
-            trust_remote_code=config.model.trust_remote_code,
-            overrides=config.model.hf_overrides,
-        )
+        checkpoint = open_checkpoint(resolve_folders(config)[0], config.load.load_format)
+        self.spec = read_spec(checkpoint, config.model)
         platform = get_platform(config.device.device)
         self._budget = resolve_max_num_batched_tokens(
             config, platform.server_batched_tokens, self.spec.max_model_len

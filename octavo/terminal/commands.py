@@ -252,16 +252,13 @@ def _load(kwargs: dict[str, Any], config: EngineConfig, *, show_progress: bool) 
 
 def _check_local(config: EngineConfig) -> None:
     """Raise ModelError if the model is a missing folder, or not a supported model."""
+    from octavo.checkpoints.registry import open_checkpoint
     from octavo.models.hub import local_folder
     from octavo.models.registry import read_spec
 
     path = local_folder(config.model.model)
     if path is not None:
-        read_spec(
-            path,
-            trust_remote_code=config.model.trust_remote_code,
-            overrides=config.model.hf_overrides,
-        )
+        read_spec(open_checkpoint(path, config.load.load_format), config.model)
 
 
 def model_and_prompt(words: list[str], has_model: bool) -> tuple[str | None, str | None]:
@@ -379,12 +376,15 @@ def list_models(args: argparse.Namespace) -> int:
 
 def pull_model(args: argparse.Namespace) -> int:
     """Run `octavo pull`."""
+    from octavo.checkpoints.registry import open_checkpoint
+    from octavo.config import ModelConfig
     from octavo.models.hub import resolve_model
     from octavo.models.registry import read_spec
 
     model, revision = read_hub_address(args.model)
     where = {"revision": args.revision or revision, "download_dir": args.download_dir}
     # Description first: unsupported models are not downloaded.
-    read_spec(resolve_model(model, **where, load_format="dummy"), trust_remote_code=True)
+    described = open_checkpoint(resolve_model(model, **where, load_format="dummy"))
+    read_spec(described, ModelConfig(trust_remote_code=True))
     print(f"{model} is in {resolve_model(model, **where)}")
     return 0

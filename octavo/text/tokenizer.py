@@ -13,6 +13,8 @@ from typing import Any
 
 import tokenizers
 
+from octavo.checkpoints.base import Checkpoint
+from octavo.checkpoints.registry import open_checkpoint
 from octavo.errors import (
     ContextLengthError,
     ModelError,
@@ -20,7 +22,6 @@ from octavo.errors import (
     UnsupportedError,
     reason_of,
 )
-from octavo.models.model_files import refuse_lfs_pointer
 
 _NAMED_TOKENS = (
     "bos_token",
@@ -145,19 +146,19 @@ class Tokenizer:
         Raises:
             ModelError: there is no usable tokenizer.json; the message names the file and the fix.
         """
-        folder = Path(path)
-        file = folder / "tokenizer.json"
-        if not file.is_file():
-            raise ModelError(_missing_message(folder))
-        refuse_lfs_pointer(file)
+        checkpoint = open_checkpoint(Path(path))
+        text = checkpoint.read_text("tokenizer.json")
+        if text is None:
+            raise ModelError(_missing_message(checkpoint))
         try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
+            backend = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises plain Exception
+            file = checkpoint.path / "tokenizer.json"
             raise ModelError(f"{file} is damaged or of an unknown kind: {error}") from error
         config: dict[str, Any] = {}
         for name in ("special_tokens_map.json", "tokenizer_config.json"):
-            config |= {k: v for k, v in _read_json(folder / name).items() if v is not None}
-        return cls(backend, config, _read_chat_templates(folder, config))
+            config |= {k: v for k, v in _read_json(checkpoint, name).items() if v is not None}
+        return cls(backend, config, _read_chat_templates(checkpoint, config))
 
     @property
     def vocab_size(self) -> int:
@@ -591,25 +592,25 @@ def _token_text(value: Any) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
+def _read_json(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
+    text, file = checkpoint.read_text(name), checkpoint.path / name
+    if text is None:
         return {}
     try:
-        refuse_lfs_pointer(file)
-        value = json.loads(file.read_text("utf-8"))
-    except (ValueError, OSError) as error:
+        value = json.loads(text)
+    except ValueError as error:
         raise ModelError(f"{file} cannot be read: {reason_of(error)}.") from error
     if not isinstance(value, dict):
         raise ModelError(f"{file} does not hold a JSON object.")
     return value
 
 
-def _read_chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Read all templates of the folder by name; separate files precede the config's entry."""
+def _read_chat_templates(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, str]:
+    """Read all templates by name; separate files precede the config's entry."""
     templates: dict[str, str] = {}
     entry = config.get("chat_template")
     if entry is None:
-        entry = _read_json(folder / "chat_template.json").get("chat_template")
+        entry = _read_json(checkpoint, "chat_template.json").get("chat_template")
     if isinstance(entry, str):
         templates["default"] = entry
     elif isinstance(entry, dict):
@@ -618,33 +619,33 @@ def _read_chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]
         for named in entry:
             if not isinstance(named, dict) or not {"name", "template"} <= named.keys():
                 raise ModelError(
-                    f"{folder / 'tokenizer_config.json'}: each entry of chat_template needs a name "
-                    "and a template."
+                    f"{checkpoint.path / 'tokenizer_config.json'}: each entry of chat_template "
+                    "needs a name and a template."
                 )
             templates[str(named["name"])] = named["template"]
-    files = {"default": folder / "chat_template.jinja"}
-    files |= {f.stem: f for f in sorted(folder.glob("additional_chat_templates/*.jinja"))}
+    files = {"default": "chat_template.jinja"}
+    files |= {Path(f).stem: f for f in checkpoint.file_names("additional_chat_templates/*.jinja")}
     for name, file in files.items():
-        if file.is_file():
-            refuse_lfs_pointer(file)
-            templates[name] = file.read_text("utf-8")
+        if (text := checkpoint.read_text(file)) is not None:
+            templates[name] = text
     return templates
 
 
-def _missing_message(folder: Path) -> str:
-    if not folder.is_dir():
-        return f"There is no folder {folder} to read a tokenizer from."
-    message = f"{folder} has no tokenizer.json"
-    if any(folder.glob("*.model")):
-        return (
-            message + ", only a sentencepiece model. Convert it once with transformers: "
-            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)."
-        )
-    if (folder / "vocab.json").is_file() or (folder / "vocab.txt").is_file():
-        return (
-            message + ", only a vocabulary of the old form. Convert it once with transformers: "
-            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)."
-        )
+def _missing_message(checkpoint: Checkpoint) -> str:
+    path = checkpoint.path
+    if not path.is_dir():
+        return f"There is no folder {path} to read a tokenizer from."
+    message = f"{path} has no tokenizer.json"
+    others = {
+        "only a sentencepiece model": ["*.model"],
+        "only a vocabulary of the old form": ["vocab.json", "vocab.txt"],
+    }
+    for kind, patterns in others.items():
+        if any(checkpoint.file_names(pattern) for pattern in patterns):
+            return (
+                f"{message}, {kind}. Convert it once with transformers: "
+                "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)."
+            )
     return message + "; name a folder that has one with --tokenizer, or give --skip-tokenizer-init."
 
 

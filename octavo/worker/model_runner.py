@@ -10,6 +10,7 @@ import torch
 
 from octavo import _native
 from octavo.attention.base import copy_blocks
+from octavo.checkpoints.registry import open_checkpoint
 from octavo.kernels.memory import is_host, release_memory, to_device
 from octavo.kv_cache.groups import KVCacheConfig
 from octavo.messages import (
@@ -177,13 +178,10 @@ class ModelRunner:
         with loading_bar(config.model.model, shown=setup.rank.number == 0) as progress:
             self.model = load_model(
                 setup.part,
-                setup.model_path,
+                open_checkpoint(setup.model_path, config.load.load_format, config.model.seed),
                 dtype=getattr(torch, setup.dtype),
                 device=device,
-                load_format=config.load.load_format,
-                seed=config.model.seed,
                 max_model_len=setup.max_model_len,
-                quantization=config.model.quantization,
                 ops=self.ops,
                 progress=progress,
                 cache=WeightCache.from_config(config),

@@ -71,7 +71,7 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend) -> Scratch:
     for cache in spec.caches:  # the backend of the settings refuses what it does not support
         _view(cache, config.cache.block_size, setup.kv_cache_dtype, asked)
     caches = [_view(cache, 16, setup.dtype, backend) for cache in spec.caches]
-    weights = spec.weights(quantized=config.model.quantization is not None)
+    weights = spec.weights()
     parts = Parts(
         {weight.name: _weight(weight, dtype) for weight in weights},
         ops,

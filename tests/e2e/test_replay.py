@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from octavo import cli
+from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig
 from octavo.errors import RequestError
 from octavo.frontend.async_llm import AsyncLLM
@@ -34,7 +35,7 @@ SETTINGS = {
     "max_num_seqs": 16,
     "enable_prompt_embeds": True,
 }
-EMBED_SIZE = read_spec(resolve_folders(EngineConfig.from_kwargs())[0]).embed_size
+EMBED_SIZE = read_spec(open_checkpoint(resolve_folders(EngineConfig.from_kwargs())[0])).embed_size
 NUM_REQUESTS = 80
 
 KINDS = [

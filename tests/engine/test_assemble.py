@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import BUILTIN_MODEL, EngineConfig
 from octavo.engine import assemble
 from octavo.engine.assemble import make_engine_core
@@ -18,7 +19,7 @@ from tests.fakes import FakeExecutor
 from tests.params import core_params, core_request
 
 PATH = resolve_model(BUILTIN_MODEL)
-SPEC = read_spec(PATH)
+SPEC = read_spec(open_checkpoint(PATH))
 BUDGET = MemoryBudget(
     source="a test",
     available=2**31,

@@ -19,6 +19,7 @@ import psutil
 import pytest
 import zmq
 
+from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import BUILTIN_MODEL, EngineConfig
 from octavo.config.engine_args import AsyncEngineArgs
 from octavo.engine.core_process import _BusyLoop
@@ -563,7 +564,7 @@ def test_what_the_process_makes_of_itself(tmp_path):
     started, ended = map(json.loads, said.splitlines())
     assert started == {
         "path": str(model),
-        "layers": len(read_spec(model).layers),
+        "layers": len(read_spec(open_checkpoint(model)).layers),
         "settings": {
             "default_batched_tokens": 512,
             "request_memory": 1000,

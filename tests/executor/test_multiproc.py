@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import BUILTIN_MODEL, EngineConfig
 from octavo.errors import (
     ConfigError,
@@ -33,7 +34,7 @@ from octavo.platforms.cpu import CPUPlatform
 from octavo.system.distributed import Rank
 
 PATH = resolve_model(BUILTIN_MODEL)
-SPEC = read_spec(PATH)
+SPEC = read_spec(open_checkpoint(PATH))
 FAKES = "tests.executor.fake_worker"
 
 

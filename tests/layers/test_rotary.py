@@ -8,9 +8,9 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from octavo.checkpoints.config_json import ConfigJson
 from octavo.layers import rotary
 from octavo.layers.rotary import build_cos_sin_cache
-from octavo.models.config_json import ConfigJson
 from octavo.models.positions import read_rope
 
 MAX_POSITION = 64

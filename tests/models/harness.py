@@ -9,6 +9,9 @@ import transformers
 from torch import Tensor
 
 from octavo.attention.base import AttentionMetadata
+from octavo.checkpoints.base import LoadFormat
+from octavo.checkpoints.registry import open_checkpoint
+from octavo.config import ModelConfig
 from octavo.kernels.native import NativeOps
 from octavo.layers.step import StepContext
 from octavo.models.base import Model
@@ -164,12 +167,19 @@ def _config_class(architecture: str) -> Any:
     return getattr(transformers, f"{name}Config")
 
 
-def save_config(folder: Path, architecture: str, config: dict[str, Any]) -> ModelSpec:
+def save_config(
+    folder: Path, architecture: str, config: dict[str, Any], **settings: Any
+) -> ModelSpec:
     """Save a config.json as transformers writes it, and read it."""
     hf_config = _config_class(architecture)(**config)
     hf_config.architectures = [architecture]
     hf_config.save_pretrained(folder)
-    return read_spec(folder)
+    return spec_of(folder, **settings)
+
+
+def spec_of(folder: Path, **settings: Any) -> ModelSpec:
+    """Read a folder's model; `settings` are those of `ModelConfig`."""
+    return read_spec(open_checkpoint(folder), ModelConfig(**settings))
 
 
 def save_and_load(
@@ -180,10 +190,18 @@ def save_and_load(
     return load(folder, dtype, **options)
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Model:
+def load(
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    load_format: LoadFormat = "auto",
+    quantization: str | None = None,
+    **options: Any,
+) -> Model:
     """Load a folder."""
-    spec = read_spec(folder)
-    return load_model(spec, folder, dtype=dtype, device=CPU, **{"ops": NativeOps()} | options)
+    checkpoint = open_checkpoint(folder, load_format)
+    options = {"ops": NativeOps()} | options
+    spec = spec_of(folder, quantization=quantization)
+    return load_model(spec, checkpoint, dtype=dtype, device=CPU, **options)
 
 
 def make_prompts(vocab_size: int, lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:

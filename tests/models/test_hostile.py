@@ -20,12 +20,11 @@ from safetensors.torch import save_file
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, ModelError
 from octavo.models.hub import resolve_model
-from octavo.models.registry import read_spec
 from octavo.plan.memory import Scratch
 from octavo.plan.memory_plan import make_memory_plan, resolve_dtype, resolve_max_model_len
 from octavo.plan.setup import WorkerSetup
 from octavo.platforms.cpu import memory_budget
-from tests.models.harness import load, make_hf, save_and_load, save_config
+from tests.models.harness import load, make_hf, save_and_load, save_config, spec_of
 from tests.models.test_parity import CASES, MPT
 
 
@@ -199,7 +198,7 @@ def test_configs_with_odd_values(folder: Path, data: st.DataObject) -> None:
     (folder / "config.json").write_text(json.dumps(fields))
     engine = EngineConfig.from_kwargs(max_num_seqs=1, num_gpu_blocks_override=3, max_model_len=-1)
     try:
-        spec = read_spec(folder)
+        spec = spec_of(folder)
         setup = WorkerSetup(
             config=engine,
             spec=spec,
@@ -236,7 +235,7 @@ def test_a_checkpoint_in_float64(
         fields.pop(name, None)
         (folder / "config.json").write_text(json.dumps(fields))
     save_file({"x": torch.ones(1, dtype=torch.float64)}, folder / "model.safetensors")
-    assert read_spec(folder).dtype == "float64"
+    assert spec_of(folder).dtype == "float64"
 
 
 def test_mpt_by_its_first_name(folder: Path) -> None:
@@ -244,4 +243,4 @@ def test_mpt_by_its_first_name(folder: Path) -> None:
     fields = json.loads((folder / "config.json").read_text())
     first = fields | {"architectures": ["MPTForCausalLM"], "norm_type": "low_precision_layernorm"}
     (folder / "config.json").write_text(json.dumps(first))
-    assert replace(read_spec(folder), architecture="MptForCausalLM") == spec
+    assert replace(spec_of(folder), architecture="MptForCausalLM") == spec

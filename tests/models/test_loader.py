@@ -127,7 +127,7 @@ def test_wrong_shape_and_dtype(folder: Path) -> None:
     with pytest.raises(ModelError, match=r"down_proj\.weight has shape \[72, 48\].*\[48, 72\]"):
         load(folder)
     save(folder, state | {name: state[name].to(torch.int8)})
-    with pytest.raises(ModelError, match=r"down_proj\.weight has type I8; supported: float64"):
+    with pytest.raises(ModelError, match=r"down_proj\.weight has type int8; supported: float64"):
         load(folder)
 
 
@@ -167,10 +167,13 @@ import torch
 from octavo.kernels.native import NativeOps
 from octavo.models.loader import load_model
 from octavo.models.registry import read_spec
-spec = read_spec({str(tmp_path)!r})
+from octavo.checkpoints.registry import open_checkpoint
+from pathlib import Path
+checkpoint = open_checkpoint(Path({str(tmp_path)!r}))
+spec = read_spec(checkpoint)
 def anonymous():
     return 1024 * int(next(l for l in open("/proc/self/status") if "RssAnon" in l).split()[1])
-load = lambda **kw: load_model(spec, {str(tmp_path)!r}, dtype=torch.bfloat16,
+load = lambda **kw: load_model(spec, checkpoint, dtype=torch.bfloat16,
                                device=torch.device("cpu"), ops=NativeOps(), **kw)
 begin, peak = anonymous(), []
 model = load(progress=lambda done, total: peak.append(anonymous()))

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from octavo.checkpoints.registry import open_checkpoint
 from octavo.kernels.native import NativeOps
 from octavo.models.loader import load_model
-from octavo.models.registry import read_spec
 from tests.models.harness import (
     CPU,
     Runner,
@@ -21,6 +21,7 @@ from tests.models.harness import (
     make_hf,
     make_prompts,
     save_and_load,
+    spec_of,
 )
 
 LENGTHS = (1, 3, 17, 31, 16, 40, 5, 52)
@@ -358,12 +359,12 @@ def old_form(folder: Path) -> None:
 def test_old_and_new_config_read_alike(case: str, tmp_path: Path) -> None:
     architecture, config = CASES[case]
     make_hf(architecture, **config).save_pretrained(tmp_path)
-    new = read_spec(tmp_path)
+    new = spec_of(tmp_path)
     old_form(tmp_path)
     if case == "gemma3":
         data = json.loads((tmp_path / "config.json").read_text())
         (tmp_path / "config.json").write_text(json.dumps(data | {"sliding_window_pattern": 2}))
-    assert read_spec(tmp_path) == new
+    assert spec_of(tmp_path) == new
 
 
 @pytest.mark.parametrize("name", ["stories260K", "babyllama"])
@@ -385,15 +386,13 @@ def test_real_gpt2(shared_data: Path) -> None:
 
 def test_dummy_weights_run(shared_data: Path) -> None:
     folder = shared_data / "models" / "stories260K"
-    spec = read_spec(folder)
+    spec = spec_of(folder)
     models = [
         load_model(
             spec,
-            Path("nowhere"),
+            open_checkpoint(Path("nowhere"), "dummy", seed),
             dtype=torch.float32,
             device=CPU,
-            load_format="dummy",
-            seed=seed,
             ops=NativeOps(),
         )
         for seed in (1, 1, 2)

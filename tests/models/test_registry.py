@@ -12,8 +12,7 @@ from octavo import LLM, SamplingParams
 from octavo.errors import ModelError
 from octavo.models.cache import AttentionCache
 from octavo.models.hub import resolve_model
-from octavo.models.registry import read_spec
-from tests.models.harness import generate, load, make_hf, make_prompts
+from tests.models.harness import generate, load, make_hf, make_prompts, spec_of
 from tests.models.test_parity import SIZES, VOCAB
 from tests.models.test_spec import tensors_of
 
@@ -178,10 +177,10 @@ def answer(folder: Path, prompts: list[list[int]], **settings: Any) -> list[list
 @pytest.mark.usefixtures("installed")
 def test_built_in_families_come_first_and_broken_ones_are_named(tmp_path: Path) -> None:
     save(tmp_path / "model", "LlamaForCausalLM")
-    read_spec(tmp_path / "model")
+    spec_of(tmp_path / "model")
     save(tmp_path / "model", "BrokenForCausalLM")
     with pytest.raises(ModelError, match=r"toy_family:gone of octavo\.models, for BrokenFor.*gone"):
-        read_spec(tmp_path / "model")
+        spec_of(tmp_path / "model")
 
 
 @pytest.mark.parametrize(
@@ -202,7 +201,7 @@ def test_built_in_families_come_first_and_broken_ones_are_named(tmp_path: Path) 
 def test_the_refusal_of_an_architecture_says_what_kind_it_is(architecture, kind, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
     with pytest.raises(ModelError) as error:
-        read_spec(tmp_path)
+        spec_of(tmp_path)
     assert kind in str(error.value)
     assert len(str(error.value)) < len(str(tmp_path)) + 250
 
@@ -213,7 +212,7 @@ def test_fields_can_be_overridden(tmp_path):
     config = {**theirs, "rope_scaling": scaling}
     (tmp_path / "config.json").write_text(json.dumps(config))
     # Only the given fields of an object are replaced.
-    assert read_spec(tmp_path, overrides={"rope_scaling": {"factor": 2.0}}) != read_spec(tmp_path)
-    assert read_spec(tmp_path, overrides={"rope_scaling": {"factor": 4.0}}) == read_spec(tmp_path)
+    assert spec_of(tmp_path, hf_overrides={"rope_scaling": {"factor": 2.0}}) != spec_of(tmp_path)
+    assert spec_of(tmp_path, hf_overrides={"rope_scaling": {"factor": 4.0}}) == spec_of(tmp_path)
     with pytest.raises(ModelError, match=r"config\.json with hf_overrides.*hidden_act='x'"):
-        read_spec(tmp_path, overrides={"hidden_act": "x"})
+        spec_of(tmp_path, hf_overrides={"hidden_act": "x"})

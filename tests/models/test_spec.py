@@ -12,15 +12,13 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from octavo.errors import ModelError
-from octavo.kernels.native import NativeOps
 from octavo.layers.rope_spec import RopeSpec
 from octavo.models.blocks.attention import AttentionSpec
 from octavo.models.cache import AttentionCache
 from octavo.models.config_defaults import DEFAULTS
-from octavo.models.loader import load_model
-from octavo.models.registry import FAMILIES, read_spec
+from octavo.models.registry import FAMILIES
 from octavo.models.spec import ModelSpec
-from tests.models.harness import CPU, save_config
+from tests.models.harness import load, save_config, spec_of
 from tests.models.test_parity import CASES
 
 LLAMA: dict[str, Any] = {
@@ -40,9 +38,9 @@ LLAMA: dict[str, Any] = {
 }
 
 
-def read(folder: Path, config: dict[str, Any], **options: Any) -> ModelSpec:
+def read(folder: Path, config: dict[str, Any], **settings: Any) -> ModelSpec:
     (folder / "config.json").write_text(json.dumps(config))
-    return read_spec(folder, **options)
+    return spec_of(folder, **settings)
 
 
 def rope_of(spec: ModelSpec) -> RopeSpec:
@@ -152,7 +150,10 @@ def test_first_gemmas_say_gelu_and_mean_its_approximation(tmp_path: Path) -> Non
         ),
         ({"architectures": None}, r"architectures=None"),
         ({"auto_map": {"AutoModel": "m.M"}}, r"auto_map=.*trust_remote_code it is run as LlamaFor"),
-        ({"quantization_config": {"bits": 4}}, r"quantization_config=.*float32, float16 or"),
+        (
+            {"quantization_config": {"bits": 4}},
+            r"quantization_config: quant_method=None .*float32, float16 or",
+        ),
         ({"num_local_experts": 8}, r"num_local_experts=8.*mixtures of experts"),
         ({"hidden_act": "mish"}, r"hidden_act='mish'.*supported: silu"),
         ({"torch_dtype": "float8"}, r"torch_dtype='float8'.*float32, float16, bfloat16"),
@@ -314,7 +315,7 @@ def test_remote_code_is_accepted_when_trusted_and_never_run(tmp_path: Path) -> N
 def test_damaged_config(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ModelError, match=message):
-        read_spec(tmp_path)
+        spec_of(tmp_path)
 
 
 def test_dtype_from_the_checkpoint(tmp_path: Path) -> None:
@@ -329,19 +330,6 @@ def test_dtype_from_the_checkpoint(tmp_path: Path) -> None:
     file.write_bytes(struct.pack("<Q", 10**6))
     with pytest.raises(ModelError, match=r"model\.safetensors is damaged"):
         read(tmp_path, config)
-
-
-def load_dummy(folder: Path, dtype: torch.dtype, quantization: str | None = None) -> Any:
-    spec = read_spec(folder)
-    return load_model(
-        spec,
-        folder,
-        dtype=dtype,
-        device=CPU,
-        load_format="dummy",
-        quantization=quantization,
-        ops=NativeOps(),
-    )
 
 
 def tensors_of(value: object, seen: dict[int, int]) -> None:
@@ -367,16 +355,16 @@ def test_weight_nbytes_is_exact(
     case: str, dtype: str, quantization: str | None, tmp_path: Path
 ) -> None:
     save_config(tmp_path, *CASES[case])
-    model = load_dummy(tmp_path, getattr(torch, dtype), quantization)
+    model = load(tmp_path, getattr(torch, dtype), "dummy", quantization)
     seen: dict[int, int] = {}
     tensors_of(model, seen)
-    planned = model.spec.weight_nbytes(dtype, quantization=quantization)
+    planned = model.spec.weight_nbytes(dtype)
     assert sum(seen.values()) == planned
 
 
 def test_control_plane_imports_no_torch() -> None:
     code = (
-        "import sys, octavo.models.registry, octavo.models.hub, octavo.models.weights;"
+        "import sys, octavo.models.registry, octavo.models.hub, octavo.checkpoints.registry;"
         "assert 'torch' not in sys.modules and 'huggingface_hub' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -12,16 +12,16 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from octavo.checkpoints.registry import open_checkpoint
 from octavo.errors import ConfigError, ModelError
 from octavo.kernels.native import NativeOps
 from octavo.layers.shared import SharedBuffers
 from octavo.models.loader import load_model
-from octavo.models.registry import read_spec
-from octavo.models.spec import ModelSpec, divide_layers
+from octavo.models.spec import divide_layers
 from octavo.models.weight_cache import weights_key
 from octavo.quantization.int4 import SMALL
 from octavo.system.distributed import GroupMemory, Rank
-from tests.models.harness import CPU, Runner, make_hf
+from tests.models.harness import CPU, Runner, load, make_hf, spec_of
 from tests.models.test_parity import CASES, VOCAB
 
 TOKENS = 64
@@ -47,7 +47,6 @@ def run(model, join) -> list[Tensor]:
 
 
 def run_ranks(
-    spec: ModelSpec,
     folder: Path,
     size: int,
     dtype: torch.dtype,
@@ -58,6 +57,7 @@ def run_ranks(
 ) -> list[Tensor]:
     """Return rank 0's logits; the ranks are threads."""
     models, nbytes = [], []
+    spec = spec_of(folder, quantization=quantization)
     for index in range(size):
         rank = Rank(index, size, reduces=reduces, splits_rows=splits_rows)
         buffers = SharedBuffers(
@@ -65,10 +65,9 @@ def run_ranks(
         )
         model = load_model(
             spec.split(rank),
-            folder,
+            open_checkpoint(folder),
             dtype=dtype,
             device=CPU,
-            quantization=quantization,
             ops=NativeOps(),
             shared=buffers,
         )
@@ -94,10 +93,9 @@ def check(
 ) -> None:
     architecture, config = CASES[case]
     make_hf(architecture, **config | more).save_pretrained(tmp_path)
-    spec = read_spec(tmp_path)
-    whole = load_model(spec, tmp_path, dtype=dtype, device=CPU, quantization=form, ops=NativeOps())
+    whole = load(tmp_path, dtype, quantization=form)
     expected = run(whole, lambda: None)
-    got = run_ranks(spec, tmp_path, size, dtype, form)
+    got = run_ranks(tmp_path, size, dtype, form)
     assert len(got) == len(expected) > 8
     assert all(map(torch.equal, got, expected))
     assert torch.cat(expected).isfinite().all()
@@ -113,12 +111,12 @@ def test_rows_of_norms_are_divided(case: str, tmp_path: Path) -> None:
     """Sequence parallelism: the same bits, exact or not."""
     architecture, config = CASES[case]
     make_hf(architecture, **config).save_pretrained(tmp_path)
-    spec, dtype = read_spec(tmp_path), torch.bfloat16
-    whole = load_model(spec, tmp_path, dtype=dtype, device=CPU, ops=NativeOps())
-    got = run_ranks(spec, tmp_path, 2, dtype, None, splits_rows=True)
+    dtype = torch.bfloat16
+    whole = load(tmp_path, dtype)
+    got = run_ranks(tmp_path, 2, dtype, None, splits_rows=True)
     assert all(map(torch.equal, got, run(whole, lambda: None)))
-    sums = run_ranks(spec, tmp_path, 2, dtype, None, reduces=True)
-    got = run_ranks(spec, tmp_path, 2, dtype, None, reduces=True, splits_rows=True)
+    sums = run_ranks(tmp_path, 2, dtype, None, reduces=True)
+    got = run_ranks(tmp_path, 2, dtype, None, reduces=True, splits_rows=True)
     assert all(map(torch.equal, got, sums))
 
 
@@ -155,7 +153,7 @@ def test_heads_of_all_ranks_are_all_heads(heads: tuple[int, int], tmp_path: Path
     sizes = dict(zip(("num_attention_heads", "num_key_value_heads"), heads, strict=True))
     sizes["hidden_size"] = 4 * heads[0]
     make_hf(architecture, **config | sizes).save_pretrained(tmp_path)
-    mixer, group = read_spec(tmp_path).layers[0].blocks[0], heads[0] // heads[1]
+    mixer, group = spec_of(tmp_path).layers[0].blocks[0], heads[0] // heads[1]
     for size in range(2, heads[0] + 1):
         parts = [mixer.split(Rank(index, size)) for index in range(size)]
         had = [range(it.first_head, it.first_head + it.num_heads) for it in parts]
@@ -173,7 +171,7 @@ def test_heads_of_all_ranks_are_all_heads(heads: tuple[int, int], tmp_path: Path
 def test_parts_are_all_of_the_whole(case: str, tmp_path: Path) -> None:
     architecture, config = CASES[case]
     make_hf(architecture, **config).save_pretrained(tmp_path)
-    spec = read_spec(tmp_path)
+    spec = spec_of(tmp_path)
     parts = [spec.split(Rank(index, 2)) for index in range(2)]
     whole = {weight.name: weight for weight in spec.weights()}
     for weights in zip(*(part.weights() for part in parts), strict=True):
@@ -187,21 +185,21 @@ def test_more_ranks_than_heads_are_refused(tmp_path: Path) -> None:
     architecture, config = CASES["llama"]
     make_hf(architecture, **config).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="tensor_parallel_size=5 is more than the 4 attention"):
-        read_spec(tmp_path).split(Rank(0, 5))
+        spec_of(tmp_path).split(Rank(0, 5))
 
 
 def test_ranks_without_any_outputs_are_refused(tmp_path: Path) -> None:
     architecture, config = CASES["llama"]
     make_hf(architecture, **config | {"intermediate_size": 3}).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"too large for the 6 outputs of mlp\.gate_proj"):
-        read_spec(tmp_path).split(Rank(3, 4))
+        spec_of(tmp_path).split(Rank(3, 4))
 
 
 def test_parts_of_int4_weights_are_written_as_the_whole(tmp_path: Path) -> None:
     """They are small enough for int8 by themselves."""
     sizes = {"hidden_size": 256, "intermediate_size": 320, "head_dim": 64}
     check("llama", tmp_path, 2, torch.bfloat16, "int4", **sizes)
-    names = {w.name: w for w in read_spec(tmp_path).split(Rank(0, 2)).weights()}
+    names = {w.name: w for w in spec_of(tmp_path).split(Rank(0, 2)).weights()}
     part = names["layers.0.o_proj.weight"]
     assert part.shape[0] * part.shape[1] < SMALL <= part.whole_rows * part.shape[1]
 
@@ -209,16 +207,16 @@ def test_parts_of_int4_weights_are_written_as_the_whole(tmp_path: Path) -> None:
 def test_ranks_keep_their_packed_weights_apart(tmp_path: Path) -> None:
     architecture, config = CASES["llama"]
     make_hf(architecture, **config).save_pretrained(tmp_path)
-    spec, options = read_spec(tmp_path), {"dtype": "float32", "load_format": "auto"}
+    spec, checkpoint = spec_of(tmp_path), open_checkpoint(tmp_path)
     ranks = [Rank(0, 1), Rank(0, 2), Rank(1, 2)]
-    keys = [weights_key(spec.split(r), tmp_path, quantization=None, **options) for r in ranks]
+    keys = [weights_key(spec.split(r), checkpoint, "float32") for r in ranks]
     assert len(set(keys)) == 3
 
 
 def test_a_model_of_another_kind_is_refused(tmp_path: Path) -> None:
     architecture, config = CASES["llama"]
     make_hf(architecture, **config).save_pretrained(tmp_path)
-    other = replace(read_spec(tmp_path), model_class="somewhere:Model")
+    other = replace(spec_of(tmp_path), model_class="somewhere:Model")
     with pytest.raises(ConfigError, match="not supported with LlamaForCausalLM"):
         other.split(Rank(0, 2))
 
@@ -227,14 +225,16 @@ def test_a_model_of_another_kind_is_refused(tmp_path: Path) -> None:
 def test_stages_have_every_weight_once_but_for_a_tied_table(case: str, tmp_path: Path) -> None:
     architecture, config = CASES[case]
     make_hf(architecture, **config).save_pretrained(tmp_path)
-    spec = read_spec(tmp_path)
+    spec = spec_of(tmp_path)
     stages = [spec.stage(*layers) for layers in divide_layers(spec, 3, None)]
     names = [s.name for stage in stages for w in stage.weights() for s in w.sources]
     whole = {s.name for w in spec.weights() for s in w.sources}
     assert set(names) == whole
     assert len(names) - len(whole) == spec.tied
     for stage in stages:
-        load_model(stage, tmp_path, dtype=torch.float32, device=CPU, ops=NativeOps())
+        load_model(
+            stage, open_checkpoint(tmp_path), dtype=torch.float32, device=CPU, ops=NativeOps()
+        )
 
 
 def test_what_no_stage_has_is_still_found(tmp_path: Path) -> None:
@@ -243,16 +243,18 @@ def test_what_no_stage_has_is_still_found(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     more = {"model.layers.0.strange": torch.zeros(3)}
     save_file(model.state_dict() | more, tmp_path / "model.safetensors", {"format": "pt"})
-    stage = read_spec(tmp_path).stage(1, 3)
+    stage = spec_of(tmp_path).stage(1, 3)
     with pytest.raises(ModelError, match=r"1 tensors that .* does not have: .*strange"):
-        load_model(stage, tmp_path, dtype=torch.float32, device=CPU, ops=NativeOps())
+        load_model(
+            stage, open_checkpoint(tmp_path), dtype=torch.float32, device=CPU, ops=NativeOps()
+        )
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
 def test_layers_are_divided_by_the_weights_that_are_read(num_stages: int, tmp_path: Path) -> None:
     architecture, config = CASES["llama"]
     make_hf(architecture, **config | {"num_hidden_layers": 5}).save_pretrained(tmp_path)
-    spec = read_spec(tmp_path)
+    spec = spec_of(tmp_path)
     stages = divide_layers(spec, num_stages, None)
     assert stages[0][0] == 0
     assert stages[-1][1] == 5
@@ -283,8 +285,8 @@ def test_no_division(num_stages: int, asked: str | None, said: str, tmp_path: Pa
     architecture, config = CASES["llama"]
     make_hf(architecture, **config).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=said):
-        divide_layers(read_spec(tmp_path), num_stages, asked)
-    other = replace(read_spec(tmp_path), model_class="somewhere:Model")
+        divide_layers(spec_of(tmp_path), num_stages, asked)
+    other = replace(spec_of(tmp_path), model_class="somewhere:Model")
     with pytest.raises(ConfigError, match="not supported with LlamaForCausalLM"):
         other.stage(0, 1)
 
@@ -294,14 +296,14 @@ def test_sums_over_ranks(case: str, tmp_path: Path) -> None:
     """The model is the same, except the order in which its numbers are summed."""
     architecture, config = CASES[case]
     make_hf(architecture, **config).save_pretrained(tmp_path)
-    spec, dtype = read_spec(tmp_path), torch.float32
-    whole = load_model(spec, tmp_path, dtype=dtype, device=CPU, ops=NativeOps())
+    dtype = torch.float32
+    whole = load(tmp_path, dtype)
     expected = run(whole, lambda: None)
-    got = run_ranks(spec, tmp_path, 2, dtype, None, reduces=True)
+    got = run_ranks(tmp_path, 2, dtype, None, reduces=True)
     assert not all(map(torch.equal, got, expected))
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-    assert all(map(torch.equal, got, run_ranks(spec, tmp_path, 2, dtype, None, reduces=True)))
+    assert all(map(torch.equal, got, run_ranks(tmp_path, 2, dtype, None, reduces=True)))
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])
@@ -309,12 +311,9 @@ def test_quantized_sums_over_ranks(form: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 320, "head_dim": 32}
     architecture, config = CASES["llama"]
     make_hf(architecture, **config | sizes).save_pretrained(tmp_path)
-    spec = read_spec(tmp_path)
-    whole = load_model(
-        spec, tmp_path, dtype=torch.float32, device=CPU, quantization=form, ops=NativeOps()
-    )
+    whole = load(tmp_path, torch.float32, quantization=form)
     expected = torch.cat(run(whole, lambda: None))
-    got = torch.cat(run_ranks(spec, tmp_path, 2, torch.float32, form, reduces=True))
+    got = torch.cat(run_ranks(tmp_path, 2, torch.float32, form, reduces=True))
     # Each part is rounded separately.
     assert torch.nn.functional.cosine_similarity(got, expected).min() > 0.97
 
@@ -322,7 +321,7 @@ def test_quantized_sums_over_ranks(form: str, tmp_path: Path) -> None:
 def test_inputs_of_ranks_are_all_there_are(tmp_path: Path) -> None:
     architecture, config = CASES["gpt2"]
     make_hf(architecture, **config).save_pretrained(tmp_path)
-    spec = read_spec(tmp_path)
+    spec = spec_of(tmp_path)
     parts = [spec.split(Rank(index, 2, reduces=True)) for index in range(2)]
     whole = {weight.name: weight for weight in spec.weights()}
     for name in ("layers.0.o_proj.weight", "layers.0.down_proj.weight"):

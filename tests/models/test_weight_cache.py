@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from octavo import LLM, SamplingParams
+from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig, cache_folder
 from octavo.kernels.native import NativeOps
 from octavo.models import weight_cache
-from octavo.models.registry import read_spec
 from octavo.models.weight_cache import Bytes, WeightCache, read_ahead, weights_key
-from tests.models.harness import generate, load, make_hf, make_prompts
+from tests.models.harness import generate, load, make_hf, make_prompts, spec_of
 from tests.models.test_parity import CASES, VOCAB
 
 KEY = b"made of this"
@@ -317,20 +317,20 @@ def test_weights_that_change_while_they_are_read_are_not_kept(
 def test_the_key_tells_apart_what_is_packed_otherwise(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = read_spec(folder)
-    common: dict[str, Any] = {"dtype": "float32", "load_format": "auto", "quantization": None}
-    keys = [weights_key(spec, folder, **common)]
-    for change in ({"dtype": "bfloat16"}, {"quantization": "int8"}, {"quantization": "int4"}):
-        keys.append(weights_key(spec, folder, **common | change))
+    spec, checkpoint = spec_of(folder), open_checkpoint(folder)
+    keys = [weights_key(spec, checkpoint, "float32"), weights_key(spec, checkpoint, "bfloat16")]
+    for form in ("int8", "int4"):
+        quantized = spec_of(folder, quantization=form)
+        keys.append(weights_key(quantized, checkpoint, "float32"))
     for name, value in (("isa", "another"), ("panel", 16)):
         with monkeypatch.context() as patch:
             patch.setattr(weight_cache._native, name, lambda value=value: value)
-            keys.append(weights_key(spec, folder, **common))
+            keys.append(weights_key(spec, checkpoint, "float32"))
     os.link(folder / "model.safetensors", folder / "model-2.safetensors")
-    keys.append(weights_key(spec, folder, **common))
+    keys.append(weights_key(spec, checkpoint, "float32"))
     assert None not in keys
     assert len(set(keys)) == len(keys)
-    assert weights_key(spec, folder, **common | {"load_format": "dummy"}) is None
+    assert weights_key(spec, open_checkpoint(folder, "dummy"), "float32") is None
 
 
 def test_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,7 +361,7 @@ def test_reading_ahead_reads_the_weights_or_what_was_kept(
     assert cache is not None
 
     def ahead() -> None:
-        read_ahead(config, read_spec(folder), folder, "float32")
+        read_ahead(config, spec_of(folder), open_checkpoint(folder), "float32")
         for thread in threading.enumerate():
             if thread.name == "octavo-read-ahead":
                 thread.join()

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from octavo.attention.base import KV_CACHE_DTYPES
+from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import BUILTIN_MODEL, EngineConfig
 from octavo.errors import ConfigError
 from octavo.layers.step_table import StepSize
@@ -27,7 +28,7 @@ from octavo.worker.input_batch import InputBatch
 from tests.attention.backends import make_backend
 from tests.triton import needs_triton
 
-SPEC = read_spec(resolve_model(BUILTIN_MODEL))
+SPEC = read_spec(open_checkpoint(resolve_model(BUILTIN_MODEL)))
 
 
 SCRATCH = Scratch(activations=7_000_000, logits=5_000_000, kernels=300_000)

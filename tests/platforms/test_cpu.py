@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from octavo import _native
+from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import BUILTIN_MODEL, EngineConfig
 from octavo.errors import ConfigError
 from octavo.kernels import tuning
@@ -23,7 +24,7 @@ CPU = torch.device("cpu")
 
 def setup(**settings: object) -> WorkerSetup:
     config = EngineConfig.from_kwargs(**settings)
-    return WorkerSetup(config, read_spec(PATH), Path(PATH), "bfloat16", 64, 32)
+    return WorkerSetup(config, read_spec(open_checkpoint(PATH)), Path(PATH), "bfloat16", 64, 32)
 
 
 @pytest.mark.parametrize(

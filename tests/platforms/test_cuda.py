@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import BUILTIN_MODEL, EngineConfig
 from octavo.errors import ConfigError
 from octavo.models.blocks.attention import Alibi, AttentionSpec
@@ -20,7 +21,7 @@ from octavo.system import device
 
 MIB = 2**20
 PATH = resolve_model(BUILTIN_MODEL)
-SPEC = read_spec(PATH)
+SPEC = read_spec(open_checkpoint(PATH))
 CUDA = torch.device("cuda", 0)
 
 

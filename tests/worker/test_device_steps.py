@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from octavo.attention.triton import TritonAttention
+from octavo.checkpoints.registry import open_checkpoint
 from octavo.kernels.base import SAMPLING_ROW
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.layers.step_table import StepSize
@@ -58,9 +59,10 @@ class Replayed:
 def make_steps(folder: Path) -> tuple[DeviceSteps, InputBatch]:
     architecture, config = CASES["llama"]
     make_hf(architecture, **config | {"num_hidden_layers": 2}).save_pretrained(folder)
-    spec, ops = read_spec(folder), TritonOps(upcast=True)
+    checkpoint, ops = open_checkpoint(folder), TritonOps(upcast=True)
+    spec = read_spec(checkpoint)
     model = load_model(
-        spec, folder, dtype=torch.float32, device=CPU, max_model_len=MAX_LEN, ops=ops
+        spec, checkpoint, dtype=torch.float32, device=CPU, max_model_len=MAX_LEN, ops=ops
     )
     kv = KVCacheConfig(MAX_REQS * BLOCKS + 1, BLOCK_SIZE, make_kv_cache_groups(spec.caches))
     backend = TritonAttention(CPU, MAX_LEN)

@@ -9,6 +9,7 @@ import torch
 
 from octavo import _native
 from octavo.attention.cpu import CPUAttention
+from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig
 from octavo.kernels.memory import Arena
 from octavo.kernels.native import NativeOps
@@ -40,13 +41,12 @@ OPS = NativeOps()
 def make_steps(
     folder: Path, dtype: str, progress: _native.StepProgress | None = None
 ) -> tuple[EagerSteps, InputBatch]:
-    spec = read_spec(folder)
+    spec = read_spec(open_checkpoint(folder))
     model = load_model(
         spec,
-        folder,
+        open_checkpoint(folder, "dummy"),
         dtype=getattr(torch, dtype),
         device=CPU,
-        load_format="dummy",
         max_model_len=MAX_LEN,
         ops=OPS,
     )

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.messages import (
@@ -68,7 +69,7 @@ class Runner:
     def __init__(self, folder: Path, **settings: object) -> None:
         settings["speculative_config"] = {"method": "ngram", "num_speculative_tokens": MAX_DRAFTS}
         config = EngineConfig.from_kwargs(model=str(folder), max_num_seqs=MAX_REQS, **settings)
-        spec = read_spec(folder)
+        spec = read_spec(open_checkpoint(folder))
         setup = WorkerSetup(
             *(config, spec, folder, "float32", MAX_LEN, 2 * MAX_LEN),
             kept_layers=(0, len(spec.layers) - 1),

@@ -19,9 +19,8 @@ from octavo.platforms.cpu import CPUPlatform
 from octavo.system.device import resident_memory
 from octavo.system.distributed import Rank
 from octavo.worker.scratch import measure_scratch
-from tests.models.harness import CPU, Runner, save_config
+from tests.models.harness import CPU, Runner, load, save_config, spec_of
 from tests.models.test_parity import CASES
-from tests.models.test_spec import load_dummy
 
 
 class PeakMemory(TorchDispatchMode):
@@ -72,7 +71,7 @@ def measure(spec: ModelSpec, dtype: str, tokens: int, requests: int, **settings:
 def test_layer_by_layer_a_step_takes_no_more(case: str, backend: str, tmp_path: Path) -> None:
     architecture, config = CASES[case]
     spec = save_config(tmp_path, architecture, config | {"vocab_size": 3000})
-    runner = Runner(load_dummy(tmp_path, torch.float32), 1, 128, backend)
+    runner = Runner(load(tmp_path, load_format="dummy"), 1, 128, backend)
     head, tokens = runner.model.head, list(range(100))
     scratch = measure(spec, "float32", 100, 100, attention_backend=backend)
     inputs = 8192  # the harness's own small tensors
@@ -109,9 +108,8 @@ def test_it_takes_no_memory_and_grows_with_the_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 def test_quantized_weights_change_nothing(quantization: str | None, tmp_path: Path) -> None:
     spec = save_config(tmp_path, *CASES["llama-mqa-tied-bias"])
-    assert measure(spec, "float32", 9, 3, quantization=quantization) == measure(
-        spec, "float32", 9, 3
-    )
+    quantized = spec_of(tmp_path, quantization=quantization)
+    assert measure(quantized, "float32", 9, 3) == measure(spec, "float32", 9, 3)
 
 
 def test_heads_that_attention_cannot_do_are_refused_before_loading(tmp_path: Path) -> None:

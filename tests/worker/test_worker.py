@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, EngineDeadError
 from octavo.messages import (
@@ -51,7 +52,7 @@ def make_setup(folder: Path, **settings: object) -> WorkerSetup:
             block_size=8,
             **{"max_num_seqs": 3, "attention_backend": "triton"} | settings,
         ),
-        spec=read_spec(folder),
+        spec=read_spec(open_checkpoint(folder)),
         model_path=folder,
         dtype="float32",
         max_model_len=64,

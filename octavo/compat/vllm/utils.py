@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from octavo.bench.datasets import add_dataset_arguments, load_dataset
+from octavo.checkpoints.sharded_state import SHARDED_PATTERN
 from octavo.errors import UnsupportedError
-from octavo.models.weights import SHARDED_PATTERN
 from octavo.system.device import trim_memory
 from octavo.text.tokenizer import Tokenizer
 

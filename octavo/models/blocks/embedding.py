@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from octavo.checkpoints.base import Source
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.norm import NormSpec
-from octavo.models.weights import Names, Source, Weight
+from octavo.models.weights import Names, Weight
 
 if TYPE_CHECKING:
     from octavo.kernels.base import PackedWeight

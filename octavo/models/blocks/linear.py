@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from octavo.checkpoints.base import Source
 from octavo.errors import ConfigError
-from octavo.models.weights import Names, Source, Weight
+from octavo.models.weights import Names, Weight
+from octavo.quantization.base import WeightForm
+from octavo.quantization.plain import PLAIN
 from octavo.system.distributed import Rank
 
 if TYPE_CHECKING:
@@ -36,6 +39,8 @@ class LinearSpec:
     whole_inputs: int = 0
     summand: tuple[int, int] = (0, 1)
     """With `columns`: which of how many ranks it is whose results are summed."""
+    form: WeightForm = PLAIN
+    """Form of the weight in the checkpoint and in memory."""
 
     @property
     def outputs(self) -> int:
@@ -86,27 +91,35 @@ class LinearSpec:
         shape = (self.outputs, self.inputs)
         whole = None if self.parts is None else self.whole_outputs
         sources = self._sources(names, "weight")
-        yield Weight(f"{names.own}weight", "linear", shape, sources, whole=whole)
+        yield Weight(f"{names.own}weight", "linear", shape, sources, whole, self.form)
         if self.bias:
             sources = self._sources(names, "bias")
-            yield Weight(f"{names.own}bias", "vector", shape[:1], sources, whole=whole)
+            yield Weight(f"{names.own}bias", "vector", shape[:1], sources, whole)
 
     def _sources(self, names: Names, kind: Literal["weight", "bias"]) -> tuple[Source, ...]:
-        sources, begin = [], 0
+        """Return the tensors of all modules, each with the part that is needed of it."""
+        sources: list[Source] = []
+        inputs = self.inputs if self.columns is None else self.whole_inputs
+        begin = 0
         for module, rows in self.modules:
-            parts = self._parts_of(begin, rows)
+            name, parts = f"{names.checkpoint}{module}", self._parts_of(begin, rows)
             begin += rows
-            name = f"{names.checkpoint}{module}.{kind}"
-            inputs = self.inputs if self.columns is None else self.whole_inputs
-            shape = (rows, inputs) if kind == "weight" else (rows,)
-            columns = self.columns if kind == "weight" else None
-            if self.layout == "by_group":
-                groups = self.groups, self.group_queries
-                sources.append(Source(name, shape, "by_group", *groups, parts=parts))
-            elif self.layout == "conv1d" and kind == "weight":
-                sources.append(Source(name, shape[::-1], "transpose", columns=columns, parts=parts))
+            if kind == "bias":
+                stored: tuple[Source, ...] = (Source(f"{name}.bias", (rows,)),)
             else:
-                sources.append(Source(name, shape, columns=columns, parts=parts))
+                stored = self.form.sources(name, rows, inputs)
+                stored = tuple(replace(source, columns=self.columns) for source in stored)
+            for source in stored:
+                if self.layout == "by_group":
+                    source = replace(
+                        source,
+                        transform="by_group",
+                        groups=self.groups,
+                        group_queries=self.group_queries,
+                    )
+                elif self.layout == "conv1d" and source.shape == (rows, inputs):
+                    source = replace(source, shape=(inputs, rows), transform="transpose")
+                sources.append(replace(source, parts=parts))
         return tuple(sources)
 
     def _parts_of(self, begin: int, rows: int) -> tuple[tuple[int, int], ...] | None:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from octavo.models.weights import Names, Source, Weight
+from octavo.checkpoints.base import Source
+from octavo.models.weights import Names, Weight
 
 if TYPE_CHECKING:
     from octavo.layers.norm import HeadNorms, LayerNorm, Norm, RMSNorm
@@ -26,9 +27,9 @@ class RMSNormSpec:
 
     def weights(self, names: Names) -> Iterator[Weight]:
         """One, near 1 with its offset."""
-        source = Source(f"{names.checkpoint}{self.module}.weight", (self.size,))
-        dummy = 1.0 - self.weight_offset
-        yield Weight(f"{names.own}weight", "vector", (self.size,), (source,), dummy)
+        name, dummy = f"{names.checkpoint}{self.module}.weight", 1.0 - self.weight_offset
+        source = Source(name, (self.size,), dummy=dummy)
+        yield Weight(f"{names.own}weight", "vector", (self.size,), (source,))
 
     def build(self, parts: Parts) -> RMSNorm:
         """The live block."""
@@ -50,7 +51,8 @@ class LayerNormSpec:
     def weights(self, names: Names) -> Iterator[Weight]:
         """The weight, near 1, then the bias."""
         size, module = (self.size,), f"{names.checkpoint}{self.module}"
-        yield Weight(f"{names.own}weight", "vector", size, (Source(f"{module}.weight", size),), 1.0)
+        source = Source(f"{module}.weight", size, dummy=1.0)
+        yield Weight(f"{names.own}weight", "vector", size, (source,))
         if self.bias:
             yield Weight(f"{names.own}bias", "vector", size, (Source(f"{module}.bias", size),))
 
@@ -87,8 +89,9 @@ class HeadNormsSpec:
             f"{names.checkpoint}{self.module}.weight",
             (self.num_heads, self.size),
             parts=((begin, end),),
+            dummy=1.0,
         )
-        yield Weight(f"{names.own}weight", "vector", (end - begin, self.size), (source,), 1.0)
+        yield Weight(f"{names.own}weight", "vector", (end - begin, self.size), (source,))
 
     def build(self, parts: Parts) -> HeadNorms:
         """The live block."""

@@ -6,17 +6,16 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
+from octavo.checkpoints.config_json import ConfigJson
 from octavo.errors import ModelError
 from octavo.models.blocks.embedding import EmbedSpec
 from octavo.models.blocks.head import HeadSpec
 from octavo.models.blocks.layer import LayerSpec
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.mlp import Activation, MLPSpec
-from octavo.models.config_json import ConfigJson
-from octavo.models.spec import ModelSpec, checkpoint_dtype
+from octavo.models.spec import ModelSpec
 
 Family = Callable[[ConfigJson], ModelSpec]
 """Reader of a model's config.json; raises `ModelError` for unsupported values."""
@@ -45,8 +44,6 @@ _DTYPES |= {f"torch.{name}": name for name in _DTYPES}
 # Far beyond any model: memory for each layer and head of config.json is allocated before they are
 # checked against the weights.
 _MOST_LAYERS, _MOST_HEADS = 4096, 65536
-_SAMPLING = {"temperature": False, "top_p": False, "min_p": False, "repetition_penalty": False}
-_SAMPLING |= {"top_k": True, "max_new_tokens": True}  # whole numbers
 
 
 def read_num_layers(config: ConfigJson, *names: str) -> int:
@@ -213,28 +210,16 @@ def model_spec(
     ignored: tuple[str, ...] = (),
 ) -> ModelSpec:
     """Make a spec from a family's parts and the fields that all families share."""
-    folder = Path(config.where).parent
-    eos_token_ids = config.token_ids("eos_token_id")
-    defaults: dict[str, float | int] = {}
-    if (folder / "generation_config.json").exists():
-        generation = ConfigJson.load(folder / "generation_config.json")
-        eos_token_ids += generation.token_ids("eos_token_id")
-        for name, whole in _SAMPLING.items():
-            if generation.has(name):
-                key = "max_tokens" if name == "max_new_tokens" else name
-                defaults[key] = (
-                    generation.integer(name, least=-1) if whole else generation.number(name)
-                )
     bos_token_ids = config.token_ids("bos_token_id")
     spec = ModelSpec(
         architecture=config.get("architectures")[0],
         vocab_size=embed.vocab_size,
         hidden_size=embed.hidden_size,
         max_model_len=max_model_len,
-        eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
+        eos_token_ids=tuple(dict.fromkeys(config.token_ids("eos_token_id"))),
         bos_token_id=bos_token_ids[0] if bos_token_ids else None,
-        dtype=_dtype(config, folder),
-        generation_config=defaults,
+        dtype=_dtype(config),
+        generation_config={},
         embed=embed,
         layers=tuple(layers),
         head=head,
@@ -247,8 +232,8 @@ def model_spec(
     return spec
 
 
-def _dtype(config: ConfigJson, folder: Path) -> str:
+def _dtype(config: ConfigJson) -> str:
     for name in ("dtype", "torch_dtype"):
         if config.has(name):
             return config.choice(name, _DTYPES)
-    return checkpoint_dtype(folder)
+    return ""  # `read_spec` looks at the weights

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from octavo.models.config_json import ConfigJson
+from octavo.checkpoints.config_json import ConfigJson
 from octavo.models.families.base import GATED, read_activation
 from octavo.models.families.llama import LlamaLike
 from octavo.models.spec import ModelSpec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from octavo.models.config_json import ConfigJson
+from octavo.checkpoints.config_json import ConfigJson
 from octavo.models.families.base import read_num_layers, read_windows
 from octavo.models.families.gemma import sandwich_like
 from octavo.models.spec import ModelSpec

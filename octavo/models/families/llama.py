@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from octavo.checkpoints.config_json import ConfigJson
 from octavo.layers.rope_spec import RopeSpec
 from octavo.models.blocks.attention import AttentionSpec
 from octavo.models.blocks.embedding import EmbedSpec
@@ -14,7 +15,6 @@ from octavo.models.blocks.layer import LayerSpec
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.mlp import Activation, MLPSpec
 from octavo.models.blocks.norm import HeadNormsSpec, LayerNormSpec, NormSpec, RMSNormSpec
-from octavo.models.config_json import ConfigJson
 from octavo.models.families.base import (
     DEFAULT_MAX_MODEL_LEN,
     GATED,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.models.config_json import ConfigJson
+from octavo.checkpoints.config_json import ConfigJson
 from octavo.models.families.llama import LlamaLike
 from octavo.models.spec import ModelSpec
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.models.config_json import ConfigJson
+from octavo.checkpoints.config_json import ConfigJson
 from octavo.models.families.base import read_num_layers
 from octavo.models.families.llama import LlamaLike, read_llama_rope
 from octavo.models.spec import ModelSpec

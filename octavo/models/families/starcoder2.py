@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from octavo.checkpoints.config_json import ConfigJson
 from octavo.models.blocks.attention import AttentionSpec
 from octavo.models.blocks.embedding import EmbedSpec
 from octavo.models.blocks.head import HeadSpec
 from octavo.models.blocks.layer import LayerSpec
 from octavo.models.blocks.norm import LayerNormSpec
-from octavo.models.config_json import ConfigJson
 from octavo.models.families.base import (
     PLAIN,
     ROTARY_TABLES,

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from octavo import _native
 from octavo.attention.base import copy_blocks
+from octavo.checkpoints.registry import open_checkpoint
 from octavo.kernels.reference import sampling_weights
 from octavo.kv_cache.groups import find_full_attention
 from octavo.layers.step_table import StepLayout, StepSize
@@ -54,13 +55,10 @@ def _load(target: Target, setup: WorkerSetup, spec: ModelSpec) -> Model:
     config = setup.config
     return load_model(
         spec,
-        setup.model_path,
+        open_checkpoint(setup.model_path, config.load.load_format, config.model.seed),
         dtype=getattr(torch, setup.dtype),
         device=target.model.device,
-        load_format=config.load.load_format,
-        seed=config.model.seed,
         max_model_len=setup.max_model_len,
-        quantization=config.model.quantization,
         ops=target.ops,
         cache=WeightCache.from_config(config),
         keep=target.weights,

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from octavo.checkpoints.safetensors_folder import SafetensorsFolder
 from octavo.errors import ConfigError
 from octavo.messages import NewRequestData
 from octavo.models.decoder import DecoderModel
 from octavo.models.eagle import Eagle3Model, EagleModel
 from octavo.models.heads import MOST_LATE, read_lm_head
-from octavo.models.loader import read_tensor
 from octavo.worker.graphs import StepResult
 from octavo.worker.input_batch import StepInputs
 from octavo.worker.spec_decode.base import LongArray, Proposal, Proposer, Target
@@ -48,7 +48,8 @@ class EagleProposer(Proposer):
         if isinstance(model, Eagle3Model):
             draft = target.setup.draft
             assert draft is not None
-            model.set_offsets(read_tensor(draft.model_path, "d2t"))
+            folder = SafetensorsFolder(draft.model_path, "safetensors")
+            model.set_offsets(folder.read_tensor("d2t"))
         self._model, self._main = model, main
         setup, num_rows = target.setup, len(target.batch.token_ids)
         lm_head = read_lm_head(setup.spec, model.spec, setup.rank)

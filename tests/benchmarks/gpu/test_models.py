@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from octavo import LLM
+from octavo.checkpoints.registry import open_checkpoint
 from octavo.models.registry import read_spec
 from octavo.worker.graphs import graph_sizes
 
@@ -91,7 +92,7 @@ def test_bytes_that_a_step_reads(shape: dict[str, int], tied: bool, tmp_path: Pa
     full = LLAMA | shape | {"tie_word_embeddings": tied}
     (tmp_path / "config.json").write_text(json.dumps(full))
     rotary = 4 * shape["hidden_size"] // shape["num_attention_heads"]
-    held = read_spec(tmp_path).weight_nbytes("bfloat16", max_model_len=1) - rotary
+    held = read_spec(open_checkpoint(tmp_path)).weight_nbytes("bfloat16", max_model_len=1) - rotary
     embeddings = 0 if tied else 2 * shape["vocab_size"] * shape["hidden_size"]
     assert models.read_nbytes(full) == held - embeddings
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from octavo.models.weights import weight_files
+from octavo.checkpoints.base import Checkpoint
 
 _SMALL = 32 * 2**20
 """Files up to so many bytes count as a whole."""
@@ -13,24 +13,23 @@ _SAMPLE, _NUM_SAMPLES = 2**16, 64
 """Of larger ones: bytes, at so many places."""
 
 
-def model_hash(folder: Path, tokenizer_folder: Path, load_format: str) -> str:
-    """A SHA-256 of a model's description, tokenizer and weights.
+def model_hash(checkpoint: Checkpoint, tokenizer_folder: Path) -> str:
+    """Return a SHA-256 of a model's description, tokenizer and weights.
 
-    Of large files of weights it takes size, beginning, end and samples between them: other weights
+    Of large files of weights it covers size, beginning, end and samples between them: other weights
     differ there, but a single number that was changed would not be noticed.
 
     Args:
-        folder: the model's.
-        tokenizer_folder: the tokenizer's.
-        load_format: as in `LoadConfig`.
+        checkpoint: the model.
+        tokenizer_folder: the tokenizer's folder.
 
     Raises:
-        ModelError: for a damaged index of weights.
+        ModelError: an index of weights is damaged.
         OSError: a file cannot be read.
     """
     found = hashlib.sha256()
-    files = [folder / "config.json", *sorted(tokenizer_folder.glob("tokenizer*"))]
-    for file in [*files, *weight_files(folder, load_format)]:
+    files = [checkpoint.config_file, *sorted(tokenizer_folder.glob("tokenizer*"))]
+    for file in [*files, *checkpoint.weight_files]:
         if file.is_file():
             found.update(f"{file.name} {file.stat().st_size} ".encode())
             _add(found, file)

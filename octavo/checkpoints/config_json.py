@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from octavo.checkpoints.model_files import refuse_lfs_pointer, require_file, without_config
 from octavo.errors import ModelError, reason_of
-from octavo.models.model_files import refuse_lfs_pointer, require_file, without_config
 
 # A real index of the largest models has half of it.
 MOST_JSON_NBYTES = 32 * 2**20

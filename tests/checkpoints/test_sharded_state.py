@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from octavo import LLM, SamplingParams
+from octavo.checkpoints.registry import open_checkpoint
 from octavo.errors import ConfigError, ModelError, UnsupportedError
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_spec
@@ -145,7 +146,10 @@ def test_what_is_saved_is_what_vllm_keeps_and_is_read_again(model, expected, tmp
 def test_what_vllm_keeps_in_another_way_is_not_saved(model, tmp_path, change, size, said):
     config = json.loads((model[0] / "config.json").read_text()) | change
     (tmp_path / "config.json").write_text(json.dumps(config))
-    options = {"dtype": "float32", "load_format": "dummy", "seed": 0, "max_size": None}
+    options = {"dtype": "float32", "max_size": None}
+    checkpoint = open_checkpoint(tmp_path, "dummy")
     with pytest.raises(UnsupportedError, match=said):
-        save_sharded_state(read_spec(tmp_path), tmp_path, tmp_path / "new", size=size, **options)
+        save_sharded_state(
+            read_spec(checkpoint), checkpoint, tmp_path / "new", size=size, **options
+        )
     assert not list(tmp_path.rglob("*.safetensors"))

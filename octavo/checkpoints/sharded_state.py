@@ -10,15 +10,22 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from safetensors import safe_open
 
+from octavo.checkpoints.base import Expected, Source, Tensors
+from octavo.checkpoints.folder import Folder, require_dtype, require_no_more
+from octavo.checkpoints.safetensors_header import StoredTensor, read_header
 from octavo.errors import ModelError
-from octavo.models.spec import ModelSpec, read_safetensors_header
-from octavo.models.weights import Source, shorten_names, weight_files
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 _FILE = re.compile(r"model-(?:rank-(\d+)|pp-\d+-tp-(\d+))-part-\d+\.safetensors")
+SHARDED_PATTERN = "model-rank-{rank}-part-{part}.safetensors"
+"""Names of the files of a sharded state."""
 FUSED = {
     "q_proj": "qkv_proj",
     "k_proj": "qkv_proj",
@@ -29,83 +36,72 @@ FUSED = {
 
 
 @dataclass(frozen=True)
-class _Stored:
-    """A tensor of a rank's file."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
-
-
-@dataclass(frozen=True)
 class _Piece:
-    """Rows of such a tensor."""
+    """Rows of a tensor of a rank's file."""
 
-    stored: _Stored
+    stored: StoredTensor
     name: str
     begin: int
     end: int
 
 
-class ShardedState:
-    """Whole tensors out of the ranks' parts.
+class ShardedStateFolder(Folder):
+    """A `Checkpoint` in the files of vLLM's ranks."""
 
-    Args:
-        spec: what the folder holds.
-        folder: where.
+    @property
+    def weight_files(self) -> list[Path]:
+        """See `Checkpoint`."""
+        return sorted(self.path.glob("model-*-part-*.safetensors"))
 
-    Raises:
-        ModelError: there are no such files, or not those of all ranks.
-    """
-
-    def __init__(self, spec: ModelSpec, folder: Path) -> None:
-        self._spec, self._folder = spec, folder
-        ranks: dict[int, dict[str, _Stored]] = defaultdict(dict)
-        for file in weight_files(folder, "sharded_state"):
+    def open(self, expected: Expected, device: torch.device) -> ShardedTensors:
+        """See `Checkpoint`."""
+        ranks: dict[int, dict[str, StoredTensor]] = defaultdict(dict)
+        for file in self.weight_files:
             if found := _FILE.fullmatch(file.name):
-                for name, (dtype, shape) in read_safetensors_header(file).items():
-                    ranks[int(found[1] or found[2])][name] = _Stored(file, shape, dtype)
+                ranks[int(found[1] or found[2])] |= read_header(file)
         if not ranks or sorted(ranks) != list(range(len(ranks))):
             raise ModelError(
-                f"{folder} does not hold the files of all ranks (model-rank-0-part-0.safetensors "
-                f"...), which load_format=sharded_state reads; there are those of ranks "
+                f"{self.path} does not hold the files of all ranks (model-rank-0-part-0.safetensors"
+                f" ...), which load_format=sharded_state reads; there are those of ranks "
                 f"{sorted(ranks)}. Leave load_format out for another checkpoint."
             )
-        self._ranks = [ranks[number] for number in sorted(ranks)]
+        return ShardedTensors(self.path, [ranks[number] for number in sorted(ranks)], expected)
 
-    def check(self, sources: list[Source]) -> None:
-        """Compare what there is with what the model needs.
 
-        Raises:
-            ModelError: naming the tensors.
-        """
-        shapes = {source.name: source.shape for source in sources}
-        used: set[str] = set()
-        for source in sources:
+class ShardedTensors(Tensors):
+    """Whole tensors, put together from the ranks' parts.
+
+    Args:
+        folder: for error messages.
+        ranks: the tensors of each rank.
+        expected: what the model expects.
+
+    Raises:
+        ModelError: naming the tensors that do not fit.
+    """
+
+    def __init__(
+        self, folder: Path, ranks: list[dict[str, StoredTensor]], expected: Expected
+    ) -> None:
+        self._ranks = ranks
+        self._shapes = {source.name: source.shape for source in expected.sources}
+        used: set[str | None] = {self._stored_name(name) for name in expected.elsewhere}
+        for source in expected.sources:
             name = self._stored_name(source.name)
             if name is None:
                 raise ModelError(
-                    f"{self._folder} lacks {source.name} of {self._spec.architecture}. The copy "
+                    f"{folder} lacks {source.name} of {expected.architecture}. The copy "
                     "may be incomplete, or config.json belongs to another checkpoint."
                 )
             used.add(name)
-        used |= {name for n in self._spec.elsewhere if (name := self._stored_name(n)) is not None}
-        extra = [
-            name
-            for name in sorted(set().union(*self._ranks) - used)
-            if not any(re.fullmatch(pattern, name) for pattern in self._spec.ignored)
-        ]
-        if extra:
-            raise ModelError(
-                f"{self._folder} holds {len(extra)} tensors that {self._spec.architecture} with "
-                f"this config.json does not have: {shorten_names(extra)}."
-            )
-        self._shapes = shapes
-        for source in sources:
+        require_no_more(folder, sorted(set().union(*ranks) - used), expected)
+        for source in expected.sources:
             self._plan(source)
 
-    def read(self, source: Source) -> torch.Tensor:
-        """Return a tensor, put together."""
+    def read(self, source: Source) -> Tensor:
+        """See `Tensors`: a copy."""
+        import torch
+
         pieces, dim = self._plan(source)
         parts = []
         for piece in pieces:
@@ -133,6 +129,8 @@ class ShardedState:
         name = self._stored_name(source.name)
         assert name is not None
         stored = [rank[name] for rank in self._ranks if name in rank]
+        for part in stored:
+            require_dtype(name, part, source)
         pieces = [_Piece(part, name, *self._rows(source, name, part.shape[0])) for part in stored]
         rows = [piece.end - piece.begin for piece in pieces]
         if stored[0].shape[1:] == source.shape[1:]:

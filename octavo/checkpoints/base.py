@@ -1,0 +1,147 @@
+"""The contract of a checkpoint: its config, its files, and its tensors. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from octavo.checkpoints.config_json import ConfigJson
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+LoadFormat = Literal["auto", "safetensors", "pt", "sharded_state", "dummy"]
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+_MAX_NAMES = 6
+"""Names listed in an error message."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One tensor of a checkpoint, and the part of it that a weight needs."""
+
+    name: str
+    shape: tuple[int, ...]
+    transform: Literal["none", "transpose", "by_group", "skip_rows"] = "none"
+    """Change of the rows before any are selected. transpose: [inputs, outputs] to [outputs, inputs]
+    (Conv1D). by_group: from queries, keys and values of each group of heads in turn to all queries,
+    all keys, all values (BLOOM, Falcon). skip_rows: without the first rows (OPT's positions)."""
+    groups: int = 1
+    """by_group: heads of keys and values."""
+    group_queries: int = 1
+    """by_group: query heads in each group."""
+    columns: tuple[int, int] | None = None
+    """Inputs [begin, end) that are needed; None: all."""
+    parts: tuple[tuple[int, int], ...] | None = None
+    """Outputs [begin, end) that are needed; None: all."""
+    dtypes: tuple[str, ...] = FLOATS
+    """Types that the tensor may have."""
+    dummy: float | None = None
+    """Value of all its numbers in a model without a checkpoint; None: random numbers."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The tensors that a model expects of its checkpoint."""
+
+    architecture: str
+    sources: Sequence[Source]
+    bare_prefix: str
+    """Beginning of the names that checkpoints saved from the bare model lack, e.g. model."""
+    ignored: tuple[str, ...] = ()
+    """Regular expressions of names that hold no weights."""
+    elsewhere: frozenset[str] = frozenset()
+    """Names of the tensors that only other stages of the model need."""
+
+
+class Tensors(Protocol):
+    """The tensors of a checkpoint that is open; names, shapes and types are checked already."""
+
+    def read(self, source: Source) -> Tensor:
+        """Return a whole tensor as it is stored."""
+        ...
+
+    def done(self, tensor: Tensor) -> None:
+        """Release a tensor that was read: it is not needed any more."""
+        return
+
+
+class Checkpoint(Protocol):
+    """A model as it is published. Nothing is read before it is needed."""
+
+    path: Path
+    """Where it is, for error messages."""
+    load_format: LoadFormat
+
+    @property
+    def config(self) -> ConfigJson:
+        """The model's config.json.
+
+        Raises:
+            ModelError: the checkpoint has none, or it is damaged.
+        """
+        ...
+
+    @property
+    def generation_config(self) -> ConfigJson | None:
+        """The model's generation_config.json; None: the checkpoint has none."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """Type of the stored weights, for a config that names none.
+
+        Raises:
+            ModelError: a file is damaged.
+        """
+        ...
+
+    @property
+    def config_file(self) -> Path:
+        """The file that `config` is read from."""
+        ...
+
+    @property
+    def weight_files(self) -> list[Path]:
+        """The files that hold the weights; none for random weights.
+
+        Raises:
+            ModelError: an index is damaged, or names files that cannot be used.
+        """
+        ...
+
+    def read_text(self, name: str) -> str | None:
+        """Return a text of the tokenizer, or a chat template; None: the checkpoint has none.
+
+        Args:
+            name: the name of its file in a Hugging Face folder, such as tokenizer.json.
+
+        Raises:
+            ModelError: it cannot be read, or is not UTF-8.
+        """
+        ...
+
+    def file_names(self, pattern: str) -> list[str]:
+        """Return the names of the files that fit a pattern, sorted."""
+        ...
+
+    def open(self, expected: Expected, device: torch.device) -> Tensors:
+        """Open the files and compare their tensors with what the model expects.
+
+        Args:
+            expected: what the model expects.
+            device: where random weights are made.
+
+        Raises:
+            ModelError: a tensor is missing, unexpected, or has a wrong shape or type.
+        """
+        ...
+
+
+def shorten_names(names: list[str]) -> str:
+    """Return the first of some names for an error message, and how many more there are."""
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + more

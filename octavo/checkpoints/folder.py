@@ -1,0 +1,163 @@
+"""A Hugging Face model folder, whatever its files of weights. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+
+from octavo.checkpoints.base import FLOATS, Expected, LoadFormat, Source, shorten_names
+from octavo.checkpoints.config_json import ConfigJson
+from octavo.checkpoints.model_files import refuse_lfs_pointer
+from octavo.checkpoints.safetensors_header import StoredTensor, read_header
+from octavo.errors import ModelError, reason_of
+
+
+class Folder:
+    """The parts of a `Checkpoint` that all folders have.
+
+    Args:
+        path: the folder.
+        load_format: the setting that selects its files of weights.
+    """
+
+    def __init__(self, path: Path, load_format: LoadFormat) -> None:
+        self.path = path
+        self.load_format = load_format
+
+    @property
+    def config_file(self) -> Path:
+        """See `Checkpoint`."""
+        return self.path / "config.json"
+
+    @cached_property
+    def config(self) -> ConfigJson:
+        """See `Checkpoint`."""
+        return ConfigJson.load(self.config_file)
+
+    @property
+    def generation_config(self) -> ConfigJson | None:
+        """See `Checkpoint`."""
+        file = self.path / "generation_config.json"
+        return ConfigJson.load(file) if file.exists() else None
+
+    @property
+    def dtype(self) -> str:
+        """See `Checkpoint`: that of the first tensor in safetensors files; without any, float32."""
+        for file in sorted(self.path.glob("*.safetensors")):
+            for stored in read_header(file).values():
+                if stored.dtype in FLOATS:
+                    return stored.dtype
+        return "float32"
+
+    def read_text(self, name: str) -> str | None:
+        """See `Checkpoint`."""
+        file = self.path / name
+        if not file.is_file():
+            return None
+        try:
+            refuse_lfs_pointer(file)
+            return file.read_text("utf-8")
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{file} cannot be read: {reason_of(error)}.") from error
+
+    def file_names(self, pattern: str) -> list[str]:
+        """See `Checkpoint`."""
+        return sorted(str(file.relative_to(self.path)) for file in self.path.glob(pattern))
+
+
+def list_files(folder: Path, index: str, pattern: str) -> list[Path]:
+    """Return the weight files that an index names, or without an index all that fit a pattern.
+
+    Raises:
+        ModelError: the index is damaged, or names files elsewhere or files that do not exist.
+    """
+    if not (folder / index).exists():
+        return [
+            file
+            for file in sorted(folder.glob(pattern))
+            if not file.name.startswith(("consolidated", "adapter_"))
+        ]
+    weight_map = ConfigJson.load(folder / index).section("weight_map")
+    names = sorted({str(name) for name in weight_map.values()})
+    outside = [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]
+    if outside:
+        raise ModelError(
+            f"{folder / index} names files outside the folder: {shorten_names(outside)}."
+        )
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise ModelError(
+            f"{folder / index} names files that are not there: {shorten_names(missing)}. "
+            "Download the model again."
+        )
+    return [folder / name for name in names]
+
+
+def match_names(
+    folder: Path, stored: Mapping[str, StoredTensor], expected: Expected
+) -> dict[str, str]:
+    """Return the stored name of each expected tensor; names, shapes and types are compared.
+
+    Args:
+        folder: for error messages.
+        stored: the tensors of all files.
+        expected: what the model expects.
+
+    Raises:
+        ModelError: naming the tensors that are missing, unexpected, or of another shape or type.
+    """
+
+    def find(name: str) -> str | None:
+        bare = name.removeprefix(expected.bare_prefix)
+        return next((n for n in (name, bare) if n in stored), None)
+
+    sources = expected.sources
+    names = {s.name: found for s in sources if (found := find(s.name)) is not None}
+    missing = [source.name for source in sources if source.name not in names]
+    if missing:
+        raise ModelError(
+            f"{folder} lacks {len(missing)} tensors of {expected.architecture}: "
+            f"{shorten_names(missing)}. The download may be incomplete, or config.json belongs "
+            "to another checkpoint."
+        )
+    used = set(names.values()) | {find(name) for name in expected.elsewhere}
+    require_no_more(folder, [name for name in stored if name not in used], expected)
+    for source in sources:
+        name = names[source.name]
+        tensor = stored[name]
+        if tensor.shape != source.shape:
+            raise ModelError(
+                f"{tensor.file}: {name} has shape {list(tensor.shape)}, but config.json asks for "
+                f"{list(source.shape)}."
+            )
+        require_dtype(name, tensor, source)
+    return names
+
+
+def require_no_more(folder: Path, unused: list[str], expected: Expected) -> None:
+    """Check that tensors which the model does not use are known not to be weights.
+
+    Raises:
+        ModelError: some are unknown.
+    """
+    ignored = [re.compile(pattern) for pattern in expected.ignored]
+    extra = [name for name in unused if not any(p.fullmatch(name) for p in ignored)]
+    if extra:
+        raise ModelError(
+            f"{folder} holds {len(extra)} tensors that {expected.architecture} with this "
+            f"config.json does not have: {shorten_names(extra)}."
+        )
+
+
+def require_dtype(name: str, stored: StoredTensor, source: Source) -> None:
+    """Check the type of a stored tensor.
+
+    Raises:
+        ModelError: the model cannot use it.
+    """
+    if stored.dtype not in source.dtypes:
+        raise ModelError(
+            f"{stored.file}: {name} has type {stored.dtype}; supported: {', '.join(source.dtypes)}."
+        )

@@ -1,0 +1,52 @@
+"""Headers of safetensors files. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from octavo.checkpoints.config_json import MOST_JSON_NBYTES
+from octavo.checkpoints.model_files import refuse_lfs_pointer, require_file
+from octavo.errors import ModelError
+
+_DTYPES = {"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+_DTYPES |= {f"F{bits}": f"float{bits}" for bits in (16, 32, 64)}
+_DTYPES |= {f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)} | {"U8": "uint8"}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a file."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+    """torch's name, or the file's own if torch's is not known."""
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a safetensors file by name.
+
+    The library checks that no tensors overlap, and that the file holds them all.
+
+    Raises:
+        ModelError: if the file is cut off or is no safetensors file.
+    """
+    require_file(file)
+    try:
+        refuse_lfs_pointer(file)
+        with file.open("rb") as stream:
+            if int.from_bytes(stream.read(8), "little") > MOST_JSON_NBYTES:
+                raise ValueError("the header's length is impossible")
+        with safe_open(file, framework="numpy") as tensors:
+            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118  # no dict
+            return {
+                name: StoredTensor(file, tuple(s.get_shape()), _DTYPES.get(d := s.get_dtype(), d))
+                for name, s in slices.items()
+            }
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ModelError(
+            f"{file} is damaged or cut off ({error}); download the file again."
+        ) from None

@@ -1,0 +1,138 @@
+"""Which form each linear weight of a model has. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, TypeVar
+
+from octavo.checkpoints.config_json import ConfigJson
+from octavo.errors import ConfigError, ModelError
+from octavo.models.blocks.layer import LayerSpec
+from octavo.models.blocks.linear import LinearSpec
+from octavo.models.spec import ModelSpec
+from octavo.quantization.base import WeightForm
+from octavo.quantization.plain import PLAIN
+from octavo.quantization.registry import FORMS, METHODS
+
+_QUANTIZED = ("quantization_config", "compression_config")
+"""Fields of config.json that describe a checkpoint which is quantized already."""
+_LEFT_OUT = ("modules_to_not_convert", "ignore")
+"""Fields of these that list modules which are not quantized."""
+_Spec = TypeVar("_Spec", bound=ModelSpec)
+
+
+def assign(spec: _Spec, setting: str | None, config: ConfigJson) -> _Spec:
+    """Return a spec whose linear weights have their forms.
+
+    Args:
+        spec: the model.
+        setting: the `quantization` setting, the form of all linear weights, LM head included.
+        config: config.json: its quantization_config describes a checkpoint that is quantized.
+
+    Raises:
+        ConfigError: the setting is given for a quantized checkpoint.
+        ModelError: the checkpoint's method is not supported, or its description is damaged.
+    """
+    name = next((name for name in _QUANTIZED if config.has(name)), None)
+    if name is None:
+        return _with_forms(spec, lambda module: FORMS[setting])
+    described = config.section(name)
+    method = described.get("quant_method")
+    read = METHODS.get(method) if isinstance(method, str) else None
+    if read is None:
+        known = ", ".join(["checkpoints in float32, float16 or bfloat16", *METHODS])
+        raise described.error("quant_method", f"supported: {known}")
+    if setting is not None:
+        raise ConfigError(
+            f"quantization={setting}: the checkpoint is quantized already, by {method}; leave the "
+            "setting out."
+        )
+    lm_head = [module for module, _ in spec.head.lm_head.modules]
+    left_out = [pattern for field in _LEFT_OUT for pattern in _texts(described, field)]
+    groups = read(described)
+
+    def choose(module: str) -> WeightForm:
+        if not any(_matches(module, pattern, described) for pattern in left_out):
+            for targets, form in groups:
+                if ("Linear" in targets and module not in lm_head) or any(
+                    _matches(module, target, described) for target in targets
+                ):
+                    return form
+        return PLAIN
+
+    return _with_forms(spec, choose)
+
+
+def _texts(config: ConfigJson, field: str) -> list[str]:
+    value = config.get(field) or []
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise config.error(field, "it must be a list of names of modules")
+    return value
+
+
+def _matches(module: str, pattern: str, config: ConfigJson) -> bool:
+    if not pattern.startswith("re:"):
+        return f".{pattern}." in f".{module}."
+    try:
+        return re.match(pattern[3:], module) is not None
+    except re.error as error:
+        raise ModelError(
+            f"{config.where}: {pattern!r} is no regular expression ({error})."
+        ) from None
+
+
+def _with_forms(spec: _Spec, choose: Callable[[str], WeightForm]) -> _Spec:
+    """Return a spec with the form that `choose` returns for each module's name.
+
+    Layers that were one object stay one object if their forms are the same.
+    """
+    made: dict[int, list[LayerSpec]] = {}
+    layers = []
+    for index, layer in enumerate(spec.layers):
+        new = _replace(layer, spec.layer_names.format(spec.first_layer + index), choose)
+        known = made.setdefault(id(layer), [])
+        if new not in known:
+            known.append(new)
+        layers.append(known[known.index(new)])
+    others: _Spec = _replace(replace(spec, layers=()), "", choose)
+    return replace(others, layers=tuple(layers))
+
+
+def _replace(value: Any, prefix: str, choose: Callable[[str], WeightForm]) -> Any:
+    """Return a block, or a tuple of blocks, with the forms of all linear weights within it.
+
+    Args:
+        value: anything; what holds no linear weight stays the same object.
+        prefix: beginning of the names of its modules.
+        choose: see `_with_forms`.
+    """
+    if isinstance(value, LinearSpec):
+        return replace(value, form=_form_of(value, prefix, choose))
+    if isinstance(value, tuple):
+        items = [_replace(item, prefix, choose) for item in value]
+        same = all(new is old for new, old in zip(items, value, strict=True))
+        return value if same else tuple(items)
+    if is_dataclass(value) and not isinstance(value, type):
+        new = {f.name: _replace(getattr(value, f.name), prefix, choose) for f in fields(value)}
+        changed = {name: item for name, item in new.items() if item is not getattr(value, name)}
+        return replace(value, **changed) if changed else value
+    return value
+
+
+def _form_of(linear: LinearSpec, prefix: str, choose: Callable[[str], WeightForm]) -> WeightForm:
+    """Return the form of a weight, the same for all modules that are stacked in it.
+
+    Raises:
+        ModelError: it is not the same.
+    """
+    forms = {f"{prefix}{module}": choose(f"{prefix}{module}") for module, _ in linear.modules}
+    first, *rest = forms.values()
+    if any(form != first for form in rest):
+        kinds = ", ".join(f"{module} is {form.name}" for module, form in forms.items())
+        raise ModelError(
+            f"{kinds}: Octavo computes these modules as one, so they must have one form. Choose a "
+            "checkpoint in which they have."
+        )
+    return first

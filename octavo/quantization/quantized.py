@@ -1,0 +1,48 @@
+"""Forms that quantize weights of floats while they are loaded. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from octavo.kernels.sizes import quantized_nbytes
+from octavo.quantization.base import PackedShape, Part
+from octavo.quantization.plain import FromFloats, floats
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from octavo.kernels.base import Ops, QuantizedWeight
+
+
+class FromFloatsQuantized(FromFloats):
+    """A `WeightForm` whose format depends on a weight's shape only."""
+
+    max_inputs: ClassVar[int | None] = 2**17
+    """Sums of 32 bits hold no more products."""
+
+    def format(self, n: int, k: int) -> tuple[Literal["int8", "int4_levels"], int]:
+        """Return the format of a weight [n, k] and the number of inputs that share a scale."""
+        raise NotImplementedError
+
+    def nbytes(self, shape: PackedShape) -> int:
+        """See `WeightForm`."""
+        return quantized_nbytes(shape.n, shape.k, *self._format(shape))
+
+    def pack(
+        self, ops: Ops, parts: Sequence[Part], shape: PackedShape, out: Tensor | None = None
+    ) -> QuantizedWeight:
+        """See `WeightForm`."""
+        import torch
+
+        return ops.quantize_weight(floats(parts, torch.float32), *self._format(shape), out)
+
+    def wrap(self, data: Tensor, shape: PackedShape) -> QuantizedWeight:
+        """See `WeightForm`."""
+        from octavo import _native
+        from octavo.kernels.base import QuantizedWeight
+
+        return QuantizedWeight(data, shape.n, shape.k, *self._format(shape), _native.panel())
+
+    def _format(self, shape: PackedShape) -> tuple[Literal["int8", "int4_levels"], int]:
+        return self.format(shape.whole or shape.n, shape.k)

@@ -1,0 +1,22 @@
+"""The forms that exist: those of the setting, and the methods of quantized checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from octavo.checkpoints.config_json import ConfigJson
+from octavo.quantization.base import WeightForm
+from octavo.quantization.int4 import Int4
+from octavo.quantization.int8 import Int8
+from octavo.quantization.plain import PLAIN
+
+FORMS: dict[str | None, WeightForm] = {None: PLAIN, "int8": Int8(), "int4": Int4()}
+"""By the value of the `quantization` setting; None keeps the model's type."""
+
+Groups = Sequence[tuple[Sequence[str], WeightForm]]
+"""Modules and their form: the first entry that names a module counts. "Linear" is all modules but
+the LM head; a text that begins with re: is a regular expression of the beginning of names; any
+other text is some consecutive parts of a name."""
+
+METHODS: dict[str, Callable[[ConfigJson], Groups]] = {}
+"""By `quant_method`: functions that read config.json's quantization_config."""

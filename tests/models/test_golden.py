@@ -1,0 +1,108 @@
+"""Packed weights, cache keys and planned sizes, as digests: a kept file of weights stays good."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+from octavo import _native
+from octavo.checkpoints.registry import open_checkpoint
+from octavo.kernels.native import NativeOps
+from octavo.models.loader import LoadedWeights, load_model
+from octavo.models.spec import ModelSpec
+from octavo.models.weight_cache import WeightCache, weights_key
+from octavo.system.distributed import Rank
+from tests.models.harness import CPU, save_config, spec_of
+from tests.models.test_parity import CASES
+
+FORMS = (None, "int8", "int4")
+TINY: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 290,
+    "hidden_size": 240,
+    "intermediate_size": 280,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "torch_dtype": "float32",
+    "tie_word_embeddings": True,
+}
+
+
+def key_of(spec: ModelSpec, folder: Path, dtype: str) -> bytes:
+    """The part of a key that depends on the model: neither build nor files."""
+    key = weights_key(spec, open_checkpoint(folder), dtype)
+    assert key is not None
+    items = msgspec.json.decode(key, type=list[msgspec.Raw])
+    return bytes(items[2]) + bytes(items[4])
+
+
+def digest(*parts: bytes) -> str:
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
+
+
+@pytest.mark.skipif("portable" not in _native.available_isas(), reason="another layout")
+@pytest.mark.parametrize(
+    ("dtype", "quantization", "expected"),
+    [
+        ("float32", None, "7d574b1aeca829d5"),
+        ("bfloat16", None, "35fb1835d6ce6466"),
+        ("float32", "int8", "98151e1456d08dc6"),
+        ("bfloat16", "int4", "cefaed2604fd1277"),
+    ],
+)
+def test_packed_bytes(dtype: str, quantization: str | None, expected: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    spec, numbers = spec_of(tmp_path, quantization=quantization), np.random.RandomState(0)
+    sources = {s.name: s.shape for w in spec.weights() for s in w.sources}
+    state = {name: numbers.uniform(-1, 1, shape) for name, shape in sorted(sources.items())}
+    kinds = (np.float32, np.float16, np.float64)
+    typed = {name: t.astype(kinds[i % 3]) for i, (name, t) in enumerate(state.items())}
+    save_file(typed, tmp_path / "model.safetensors")
+    cache, best = WeightCache(tmp_path / "cache", 2**30), _native.isa()
+    kept: list[LoadedWeights] = []
+    _native.set_isa("portable")
+    try:
+        load_model(
+            spec,
+            open_checkpoint(tmp_path),
+            dtype=getattr(torch, dtype),
+            device=CPU,
+            ops=NativeOps(),
+            cache=cache,
+            keep=kept,
+        )
+        assert cache.writer is not None
+        cache.writer.join()
+    finally:
+        _native.set_isa(best)
+    (file,) = cache.files()
+    assert digest(file.read_bytes()[: kept[0].nbytes]) == expected
+
+
+def test_keys_and_sizes(tmp_path: Path) -> None:
+    """Of all families, whole and of one of two ranks."""
+    total, keys = 0, []
+    for name, case in CASES.items():
+        folder = tmp_path / name
+        save_config(folder, *case)
+        save_file({"any": np.zeros(1, np.float32)}, folder / "model.safetensors")
+        for form in FORMS:
+            spec = spec_of(folder, quantization=form)
+            for dtype in ("float32", "bfloat16"):
+                total += spec.weight_nbytes(dtype, 100)
+            keys.append(key_of(spec, folder, "float32"))
+            if name in ("llama", "gpt2", "bloom", "falcon"):
+                part = spec.split(Rank(0, 2, reduces=True))
+                total += part.weight_nbytes("bfloat16", 100)
+                keys.append(key_of(part, folder, "bfloat16"))
+    assert (total, digest(*keys)) == (62161352, "372caa28a01f427e")
