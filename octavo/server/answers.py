@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, NotRequired
 
+import msgspec
 from pydantic import ConfigDict, with_config
+from starlette.responses import Response
 from typing_extensions import TypedDict
 
 
@@ -424,3 +427,10 @@ class ProfileStopped(Answer):
     """POST /stop_profile."""
 
     path: str
+
+
+def respond(
+    answer: Mapping[str, object], status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    """Return an answer as a response."""
+    return Response(msgspec.json.encode(answer), status, headers, "application/json")
