@@ -16,7 +16,7 @@ from pydantic import BaseModel, RootModel, TypeAdapter
 from pydantic.json_schema import JsonSchemaMode
 
 from octavo.server import answers
-from octavo.server.field_docs import FIELD_DOCS, describe
+from octavo.server.field_docs import describe
 from octavo.server.schema import (
     BatchChatBody,
     ChatBody,
@@ -167,21 +167,18 @@ OPERATIONS: dict[str, Operation] = {
 def document(app: FastAPI) -> None:
     """Add the schemas to FastAPI's OpenAPI description."""
     make = app.openapi
-    models: set[type[object] | None] = {answers.ErrorAnswer}
+    models: list[type[object]] = [answers.ErrorAnswer]
     for operation in OPERATIONS.values():
-        models |= {operation.body, operation.answer, operation.chunk}
+        found = (operation.body, operation.answer, operation.chunk)
+        models += [model for model in found if model is not None and model not in models]
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             inputs: list[tuple[str, JsonSchemaMode, TypeAdapter[object]]] = [
-                (model.__name__, "validation", TypeAdapter(model))
-                for model in models
-                if model is not None
+                (model.__name__, "validation", TypeAdapter(model)) for model in models
             ]
             _, schemas = TypeAdapter.json_schemas(inputs, ref_template=_SCHEMA_REF)
-            for body in FIELD_DOCS:
-                if body.__name__ in schemas["$defs"]:  # base classes have no schema
-                    describe(body, schemas["$defs"][body.__name__]["properties"])
+            describe(schemas["$defs"])
             make().setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
         assert app.openapi_schema is not None
         return app.openapi_schema
