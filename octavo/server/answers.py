@@ -1,19 +1,25 @@
-"""The answers of the API, for `/openapi.json`: the code writes them as plain dicts and bytes.
-
-Nothing is built from these classes at run time; tests hold the real answers against them.
-"""
+"""Answers of the API: the server builds and encodes them, and `/openapi.json` describes them."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal, NotRequired
 
-from pydantic import BaseModel, ConfigDict, RootModel
+import msgspec
+from pydantic import ConfigDict, with_config
+from starlette.responses import Response
+from typing_extensions import TypedDict
 
 
-class Answer(BaseModel):
-    """Base of the answers: what is named here is there, and nothing else."""
+def _add_defaults(schema: dict[str, Any]) -> None:
+    """Write into a schema that a field that may be left out is then null."""
+    for name in schema["properties"].keys() - schema.get("required", ()):
+        schema["properties"][name]["default"] = None
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+
+@with_config(ConfigDict(extra="forbid", strict=True, json_schema_extra=_add_defaults))
+class Answer(TypedDict):
+    """Base of the answers: they have no other fields."""
 
 
 class ErrorDetail(Answer):
@@ -58,7 +64,7 @@ class Readiness(Answer):
     """GET /ready."""
 
     status: Literal["ready", "not ready"]
-    reason: str | None = None
+    reason: NotRequired[str | None]
 
 
 class Load(Answer):
@@ -76,10 +82,9 @@ class ServerInfo(Answer):
     system_env: dict[str, str]
 
 
-class TokenizerInfo(BaseModel):
+@with_config(ConfigDict(extra="allow", strict=True))
+class TokenizerInfo(TypedDict):
     """GET /tokenizer_info: all of tokenizer_config.json."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     tokenizer_class: str
     chat_template: str | None
@@ -124,11 +129,11 @@ class PerRequestMetrics(Answer):
     """With --enable-per-request-metrics: times of the request, null (in a stream: left out)
     where one is not known."""
 
-    time_to_first_token_ms: float | None = None
-    generation_time_ms: float | None = None
-    queue_time_ms: float | None = None
-    mean_itl_ms: float | None = None
-    tokens_per_second: float | None = None
+    time_to_first_token_ms: NotRequired[float | None]
+    generation_time_ms: NotRequired[float | None]
+    queue_time_ms: NotRequired[float | None]
+    mean_itl_ms: NotRequired[float | None]
+    tokens_per_second: NotRequired[float | None]
 
 
 class Envelope(Answer):
@@ -180,8 +185,8 @@ class CompletionAnswer(Envelope):
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
     usage: Usage
-    metrics: PerRequestMetrics | None = None
-    kv_transfer_params: dict[str, Any] | None = None
+    metrics: NotRequired[PerRequestMetrics | None]
+    kv_transfer_params: NotRequired[dict[str, Any] | None]
 
 
 class CompletionChunkChoice(Answer):
@@ -191,9 +196,9 @@ class CompletionChunkChoice(Answer):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
+    stop_reason: NotRequired[int | str | None]
+    token_ids: NotRequired[list[int] | None]
+    prompt_token_ids: NotRequired[list[int] | None]
 
 
 class CompletionChunk(Envelope):
@@ -201,8 +206,8 @@ class CompletionChunk(Envelope):
 
     object: Literal["text_completion"]
     choices: list[CompletionChunkChoice]
-    usage: Usage | None = None
-    metrics: PerRequestMetrics | None = None
+    usage: NotRequired[Usage | None]
+    metrics: NotRequired[PerRequestMetrics | None]
 
 
 class Candidate(Answer):
@@ -252,8 +257,8 @@ class ChatAnswer(Envelope):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
-    metrics: PerRequestMetrics | None = None
-    kv_transfer_params: dict[str, Any] | None = None
+    metrics: NotRequired[PerRequestMetrics | None]
+    kv_transfer_params: NotRequired[dict[str, Any] | None]
     prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: list[int] | None
 
@@ -261,8 +266,8 @@ class ChatAnswer(Envelope):
 class ChatDelta(Answer):
     """What is new of a message."""
 
-    role: str | None = None
-    content: str | None = None
+    role: NotRequired[str | None]
+    content: NotRequired[str | None]
 
 
 class ChatChunkChoice(Answer):
@@ -272,8 +277,8 @@ class ChatChunkChoice(Answer):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | None = None
+    stop_reason: NotRequired[int | str | None]
+    token_ids: NotRequired[list[int] | None]
 
 
 class ChatChunk(Envelope):
@@ -281,9 +286,9 @@ class ChatChunk(Envelope):
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
-    usage: Usage | None = None
-    metrics: PerRequestMetrics | None = None
-    prompt_token_ids: list[int] | None = None
+    usage: NotRequired[Usage | None]
+    metrics: NotRequired[PerRequestMetrics | None]
+    prompt_token_ids: NotRequired[list[int] | None]
 
 
 class TokenLogprob(Answer):
@@ -314,7 +319,7 @@ class TokensChunkChoice(Answer):
     logprobs: TokensLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None
-    text: str | None = None
+    text: NotRequired[str | None]
 
 
 class TokensAnswer(Answer):
@@ -328,7 +333,7 @@ class TokensAnswer(Answer):
     usage: Usage
     prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: list[int] | None
-    kv_transfer_params: dict[str, Any] | None = None
+    kv_transfer_params: NotRequired[dict[str, Any] | None]
 
 
 class TokensChunk(Answer):
@@ -337,16 +342,8 @@ class TokensChunk(Answer):
     request_id: str
     output_mode: Literal["tokens", "text"]
     choices: list[TokensChunkChoice]
-    usage: Usage | None = None
-    prompt_token_ids: list[int] | None = None
-
-
-class InvocationAnswer(RootModel[ChatAnswer | CompletionAnswer]):
-    """POST /invocations."""
-
-
-class InvocationChunk(RootModel[ChatChunk | CompletionChunk]):
-    """An event of a stream of /invocations."""
+    usage: NotRequired[Usage | None]
+    prompt_token_ids: NotRequired[list[int] | None]
 
 
 class Tokens(Answer):
@@ -430,3 +427,10 @@ class ProfileStopped(Answer):
     """POST /stop_profile."""
 
     path: str
+
+
+def respond(
+    answer: Mapping[str, object], status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    """Return an answer as a response."""
+    return Response(msgspec.json.encode(answer), status, headers, "application/json")

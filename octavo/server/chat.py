@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import RequestError
 from octavo.outputs import CompletionOutput, Logprob, RequestOutput
-from octavo.sampling_params import SamplingParams
+from octavo.server import answers
 from octavo.server.body import read_model
 from octavo.server.generation import (
     Generation,
-    Prompt,
-    encode,
+    Reading,
     finite,
+    make_sampling_params,
     prompt_logprobs_json,
     raw,
 )
+from octavo.server.parts import Delta, Part, Reasoning, Role, Text, fold
 from octavo.server.schema import BatchChatBody, ChatBody, ChatFields, Message, Tool, ToolCall
-from octavo.server.state import state_of
+from octavo.server.state import ServerState, state_of
 from octavo.system.offload import offload
 from octavo.text.chat_template import ChatTemplate
 
@@ -84,6 +84,52 @@ async def render_messages(
     )
 
 
+async def read_chat(
+    body: ChatFields, engine: AsyncLLM, state: ServerState, num_bytes: int
+) -> Reading:
+    """Return the request for an engine that a body of a number of bytes asks for.
+
+    Raises:
+        RequestError: the body cannot be turned into a request for this engine.
+    """
+    tokenizer = state.tokenizer(engine, "messages")
+    limit = state.engine_config.model.max_logprobs
+    asked = body.top_logprobs or 0
+    if 0 <= limit < (engine.spec.vocab_size if asked == -1 else asked):
+        raise RequestError(
+            f"top_logprobs={body.top_logprobs} is more than this server gives: {limit} "
+            "(--max-logprobs).",
+            "top_logprobs",
+        )
+    given_limit = body.max_completion_tokens
+    if given_limit is None:
+        given_limit = body.max_tokens
+    params = await make_sampling_params(
+        body,
+        num_bytes,
+        # Without a limit the answer may fill the context.
+        {"max_tokens": None, **engine.spec.generation_config},
+        max_tokens=given_limit,
+        logprobs=asked if body.logprobs and not body.logprob_token_ids else None,
+    )
+    template = await state.chat_template(tokenizer)
+    without_tools = body.tool_choice == "none" and state.config.exclude_tools_when_tool_choice_none
+    prompts = [
+        await render_messages(
+            template,
+            messages,
+            body.add_generation_prompt,
+            body.continue_final_message,
+            state.template_kwargs(body.chat_template_kwargs, body.reasoning_effort),
+            None if without_tools else body.tools,
+            body.documents,
+        )
+        for messages in body.conversations
+    ]
+    # The template writes the special tokens itself.
+    return Reading(prompts, params, bool(body.add_special_tokens))
+
+
 def _plain_messages(messages: list[Message]) -> list[dict[str, object]]:
     plain: list[dict[str, object]] = []
     for message in messages:
@@ -133,137 +179,85 @@ class ChatCompletion(Generation[ChatFields]):
             message.content if body.echo and message.role == role else ""
             for message, role in zip(last, self._roles, strict=True)
         ]
-        """Texts of the last messages, if they are to stand before the answers."""
+        """Texts of the last messages, to stand before the answers."""
+        if not (body.logprobs or body.return_token_ids):
+            self.text_chunk = (
+                b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}'
+            )
 
     @property
     def num_prompts(self) -> int:
         """A chat is one prompt."""
         return len(self.body.conversations)
 
-    async def prepare(self, engine: AsyncLLM) -> tuple[Sequence[Prompt], SamplingParams, bool]:
-        """See `Generation.prepare`."""
-        body = self.body
-        tokenizer = self.state.tokenizer(engine, "messages")
-        limit = self.state.engine_config.model.max_logprobs
-        asked = body.top_logprobs or 0
-        if 0 <= limit < (engine.spec.vocab_size if asked == -1 else asked):
-            raise RequestError(
-                f"top_logprobs={body.top_logprobs} is more than this server gives: {limit} "
-                "(--max-logprobs).",
-                "top_logprobs",
-            )
-        given_limit = body.max_completion_tokens
-        if given_limit is None:
-            given_limit = body.max_tokens
-        params = await self.sampling_params(
-            # Without a limit of anybody's the answer may fill the context.
-            {"max_tokens": None, **engine.spec.generation_config},
-            max_tokens=given_limit,
-            logprobs=(body.top_logprobs or 0)
-            if body.logprobs and not body.logprob_token_ids
-            else None,
-        )
-        template = await self.state.chat_template(tokenizer)
-        without_tools = (
-            body.tool_choice == "none" and self.state.config.exclude_tools_when_tool_choice_none
-        )
-        prompts = [
-            await render_messages(
-                template,
-                messages,
-                body.add_generation_prompt,
-                body.continue_final_message,
-                self.state.template_kwargs(body.chat_template_kwargs, body.reasoning_effort),
-                None if without_tools else body.tools,
-                body.documents,
-            )
-            for messages in body.conversations
-        ]
-        # The template writes the special tokens itself.
-        special = bool(body.add_special_tokens)
-        return prompts, params, special
+    async def read(self, engine: AsyncLLM) -> Reading:
+        """Return the request for the engine; see `Generation.read`."""
+        return await read_chat(self.body, engine, self.state, self.context.body_bytes)
 
-    def choices(self, index: int, output: RequestOutput) -> Iterator[dict[str, object]]:
-        """See `Generation.choices`."""
-        for completion in sorted(output.outputs, key=lambda c: c.index):
-            choice: dict[str, object] = {
-                "index": index * self.n + completion.index,
-                "message": {
-                    "role": self._roles[index],
-                    "content": self._echoed[index] + completion.text,
-                    "refusal": None,
-                    "reasoning": None,
-                },
-                "logprobs": self._logprobs(completion),
-                "finish_reason": completion.finish_reason,
-                "stop_reason": completion.stop_reason,
+    def opening(self, prompt: int) -> list[list[Part]]:
+        """Return the role, and the echo; see `Generation.opening`."""
+        role: list[Part] = [Role(self._roles[prompt])]
+        echoed = self._echoed[prompt]
+        return [role, [Text(echoed)]] if echoed else [role]
+
+    def prompt_fields(self, outputs: list[RequestOutput]) -> dict[str, object]:
+        """Return the fields about the prompt; see `Generation.prompt_fields`."""
+        output = outputs[0] if len(outputs) == 1 else None  # those of several chats have no place
+        asked = output is not None and self.body.return_token_ids
+        ids = output.prompt_token_ids if output is not None and asked else None
+        if self.body.stream:
+            return {"prompt_token_ids": ids}
+        rows = None if output is None else output.prompt_logprobs
+        return {"prompt_logprobs": prompt_logprobs_json(rows), "prompt_token_ids": ids}
+
+    def write(self, delta: Delta) -> answers.ChatChoice | answers.ChatChunkChoice | None:
+        """Return a choice; see `Generation.write`."""
+        body, completion = self.body, delta.completion
+        texts = fold(delta.parts)
+        if not body.stream:
+            message = {
+                "role": texts[Role],
+                "content": texts.get(Text, ""),
+                "refusal": None,
+                "reasoning": texts.get(Reasoning),
             }
-            choice["token_ids"] = completion.token_ids if self.body.return_token_ids else None
-            yield choice
-
-    def extras(self, outputs: list[RequestOutput]) -> dict[str, object]:
-        """See `Generation.extras`."""
-        if len(outputs) > 1:  # there is no place for those of several chats
-            return {"prompt_logprobs": None, "prompt_token_ids": None}
-        (output,) = outputs
-        ids = output.prompt_token_ids if self.body.return_token_ids else None
-        return {
-            "prompt_logprobs": prompt_logprobs_json(output.prompt_logprobs),
-            "prompt_token_ids": ids,
+            return {
+                "index": delta.index,
+                "message": cast("answers.ChatMessage", message),
+                "logprobs": self._logprobs(completion),
+                "finish_reason": cast("answers.FinishReason", completion.finish_reason),
+                "stop_reason": completion.stop_reason,
+                "token_ids": completion.token_ids if body.return_token_ids else None,
+            }
+        finished = completion.finish_reason is not None
+        reports_tokens = bool(completion.token_ids) and (body.logprobs or body.return_token_ids)
+        if not (texts or finished or reports_tokens):
+            return None
+        changes: dict[str, str] = {}
+        if Role in texts:
+            changes["role"] = texts[Role]
+        if Reasoning in texts:
+            changes["reasoning"] = texts[Reasoning]
+        if Text in texts or Reasoning not in texts:
+            changes["content"] = texts.get(Text, "")
+        choice: answers.ChatChunkChoice = {
+            "index": delta.index,
+            "delta": cast("answers.ChatDelta", changes),
+            "logprobs": self._logprobs(completion) if completion.token_ids else None,
+            # The reason comes with the last text, as with vLLM.
+            "finish_reason": cast("answers.FinishReason | None", completion.finish_reason),
         }
+        if finished:
+            choice["stop_reason"] = completion.stop_reason
+        if body.return_token_ids and (finished or completion.token_ids):
+            choice["token_ids"] = completion.token_ids
+        return choice
 
-    def opening(self, output: RequestOutput) -> list[dict[str, object]]:
-        """See `Generation.opening`: the role of each answer, and what is echoed before it."""
-        (role,), (echoed,) = self._roles, self._echoed  # several chats are not streamed
-        deltas = [{"role": role, "content": ""}]
-        if echoed:
-            deltas.append({"content": echoed})
-        opening: list[dict[str, object]] = []
-        for number in range(self.n):
-            for delta in deltas:
-                choice: dict[str, object] = {
-                    "index": number,
-                    "delta": delta,
-                    "logprobs": None,
-                    "finish_reason": None,
-                }
-                opening.append({"choices": [choice]})
-        ids = output.prompt_token_ids if self.body.return_token_ids else None
-        opening[0]["prompt_token_ids"] = ids
-        return opening
-
-    def chunks(self, index: int, output: RequestOutput) -> list[bytes]:
-        """See `Generation.chunks`."""
-        body = self.body
-        chunks = []
-        for completion in output.outputs:
-            has_tokens = bool(completion.token_ids)
-            finished = completion.finish_reason is not None
-            if finished or (has_tokens and (body.logprobs or body.return_token_ids)):
-                # The reason comes with the last text, as with vLLM.
-                choice: dict[str, object] = {
-                    "index": completion.index,
-                    "delta": {"content": completion.text},
-                    "logprobs": self._logprobs(completion) if has_tokens else None,
-                    "finish_reason": completion.finish_reason,
-                }
-                if finished:
-                    choice["stop_reason"] = completion.stop_reason
-                if body.return_token_ids:
-                    choice["token_ids"] = completion.token_ids
-                chunks.append(encode(choice))
-            elif completion.text:
-                chunks.append(
-                    b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}'
-                    % (completion.index, encode(completion.text))
-                )
-        return chunks
-
-    def _logprobs(self, completion: CompletionOutput) -> dict[str, object] | None:
+    def _logprobs(self, completion: CompletionOutput) -> answers.ChatLogprobs | None:
         if not self.body.logprobs:
             return None
         asked = self.body.top_logprobs or 0
-        content = []
+        content: list[answers.ChatLogprob] = []
         for token_id, row in zip(completion.token_ids, completion.logprobs or [], strict=True):
             # The token itself is in the row even if it is not among the most probable ones.
             best = list(row.items())
@@ -271,10 +265,14 @@ class ChatCompletion(Generation[ChatFields]):
                 best.sort(key=lambda item: -item[1].logprob)
                 best = best if asked == -1 else best[:asked]
             top = [self._candidate(t, e) for t, e in best]
-            content.append(raw({**self._candidate(token_id, row[token_id]), "top_logprobs": top}))
+            entry: answers.ChatLogprob = {
+                **self._candidate(token_id, row[token_id]),
+                "top_logprobs": top,
+            }
+            content.append(raw(entry))
         return {"content": content, "refusal": None}
 
-    def _candidate(self, token_id: int, entry: Logprob) -> dict[str, object]:
+    def _candidate(self, token_id: int, entry: Logprob) -> answers.Candidate:
         text = self.token_text(token_id, entry)
         data = text.encode() if self.tokenizer is None else self.tokenizer.token_bytes(token_id)
         return {"token": text, "logprob": finite(entry.logprob), "bytes": list(data)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, cast
@@ -13,18 +13,20 @@ from starlette.responses import Response
 from octavo.errors import RequestError
 from octavo.frontend.prompt_embeds import PROMPT_EMBEDS_OFF
 from octavo.outputs import CompletionOutput, Logprob, PromptLogprobs, RequestOutput
-from octavo.sampling_params import SamplingParams
+from octavo.server import answers
 from octavo.server.body import read_model
 from octavo.server.generation import (
     Generation,
     Prompt,
+    Reading,
     Usage,
-    encode,
     finite,
+    make_sampling_params,
     prompt_logprobs_json,
     raw,
 )
-from octavo.server.schema import CompletionBody, Prompts
+from octavo.server.parts import Delta, Text, fold
+from octavo.server.schema import CompletionBody
 from octavo.server.state import state_of
 from octavo.server.tensor_file import decode_embeds
 from octavo.system.offload import offload
@@ -53,13 +55,8 @@ class Completion(Generation[CompletionBody]):
 
     def __init__(self, request: Request, body: CompletionBody) -> None:
         super().__init__(request, body)
-        self._prompts: list[Prompt] = []
-        """Those of `prompt`; embeddings come before them, once they are read."""
-        # OpenAI's client wants a prompt, and gets an empty one.
-        if body.prompt is not None and (body.prompt or body.prompt_embeds is None):
-            self._prompts = _split(body.prompt)
         self._num_embeds = len(body.prompt_embeds or ())
-        self._only_echo = bool(body.echo) and body.max_tokens == 0
+        self._only_echo = _only_echoes(body)
         details = self.state.config.enable_prompt_tokens_details
         self.usage = Usage(details, count_completions=not self._only_echo)
         self._sent: dict[int, int] = {}
@@ -68,138 +65,73 @@ class Completion(Generation[CompletionBody]):
         self._prompt_logprobs: dict[int, PromptLogprobs] = {}
         self._held: dict[int, list[RequestOutput]] = {}
         """Outputs of prompts to be echoed whose logprobs are not there yet."""
+        if not (body.echo or body.return_token_ids or body.logprobs is not None):
+            self.text_chunk = b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}'
 
     @property
     def num_prompts(self) -> int:
         """Prompts in this request."""
-        return self._num_embeds + len(self._prompts)
+        return self._num_embeds + len(token_prompts(self.body))
 
     @property
     def num_answers(self) -> int:
         """See `Generation.num_answers`."""
-        return self.n if self.body.best_of is None else self.body.best_of
+        return _num_answers(self.body)
 
-    async def prepare(self, engine: AsyncLLM) -> tuple[Sequence[Prompt], SamplingParams, bool]:
-        """See `Generation.prepare`."""
-        body = self.body
-        max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        prompt_logprobs = body.prompt_logprobs
-        if body.echo and prompt_logprobs is None:
-            prompt_logprobs = body.logprobs
-        logprobs = body.logprobs
-        if logprobs is None and self.num_answers > self.n:
-            logprobs = 0  # to choose by; they are not reported unless asked for
-        if body.logprob_token_ids:
-            logprobs = None
-        params = await self.sampling_params(
-            engine.spec.generation_config,
-            n=self.num_answers,
-            max_tokens=1 if self._only_echo else max_tokens,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            detokenize=engine.tokenizer is not None,
-        )
-        prompts = [*await self._read_embeds(engine), *self._prompts]
-        return prompts, params, body.add_special_tokens is not False
+    async def read(self, engine: AsyncLLM) -> Reading:
+        """Return the request for the engine; see `Generation.read`."""
+        reading = await read_completion(self.body, engine, self.context.body_bytes)
+        self.body.prompt_embeds = None  # only what they are decoded to is needed
+        return reading
 
-    async def _read_embeds(self, engine: AsyncLLM) -> list[Prompt]:
-        tensors = self.body.prompt_embeds
-        if tensors is None:
-            return []
-        if not engine.config.model.enable_prompt_embeds:
-            raise RequestError(PROMPT_EMBEDS_OFF, "prompt_embeds")
-        self.body.prompt_embeds = None  # what they are decoded to is enough to keep
-        size = sum(map(len, tensors))
-        read = await offload(size // 100, lambda: list(map(decode_embeds, tensors)))
-        return [{"prompt_embeds": embeds} for embeds in read]
-
-    def choices(self, index: int, output: RequestOutput) -> Iterator[dict[str, object]]:
-        """See `Generation.choices`."""
-        completions = sorted(output.outputs, key=lambda c: c.index)
-        if self.num_answers > self.n:
-            best = sorted(completions, key=_mean_logprob, reverse=True)[: self.n]
-            completions = [replace(c, index=i) for i, c in enumerate(best)]
-        for completion in completions:
-            yield self._choice(index, output, completion, first=True)
-
-    def chunks(self, index: int, output: RequestOutput) -> list[bytes]:
-        """See `Generation.chunks`."""
-        if not (self.body.echo and self.body.logprobs is not None):
-            return self._chunks(index, output)
+    def ready(self, prompt: int, output: RequestOutput) -> list[RequestOutput]:
+        """Return the outputs to write now; see `Generation.ready`."""
+        if len(output.outputs) > self.n:
+            in_order = sorted(output.outputs, key=lambda completion: completion.index)
+            best = sorted(in_order, key=_mean_logprob, reverse=True)[: self.n]
+            return [replace(output, outputs=[replace(c, index=i) for i, c in enumerate(best)])]
+        if not (self.body.stream and self.body.echo and self.body.logprobs is not None):
+            return [output]
         # Of n answers only the first brings them, and another one may come before it.
         if output.prompt_logprobs is not None:
-            self._prompt_logprobs[index] = output.prompt_logprobs
-        self._held.setdefault(index, []).append(output)
-        if index not in self._prompt_logprobs:
-            return []
-        return [chunk for held in self._held.pop(index) for chunk in self._chunks(index, held)]
+            self._prompt_logprobs[prompt] = output.prompt_logprobs
+        self._held.setdefault(prompt, []).append(output)
+        return self._held.pop(prompt) if prompt in self._prompt_logprobs else []
 
-    def _chunks(self, index: int, output: RequestOutput) -> list[bytes]:
-        body = self.body
-        plain = body.logprobs is None and not body.return_token_ids
-        chunks = []
-        for completion in output.outputs:
-            number = index * self.n + completion.index
-            first = number not in self._sent
-            finished = completion.finish_reason is not None
-            if (first and (body.echo or body.return_token_ids)) or finished or not plain:
-                choice = self._choice(index, output, completion, first)
-                chunks.append(encode(choice))
-            elif completion.text:
-                chunks.append(
-                    b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}'
-                    % (number, encode(completion.text))
-                )
-            self._sent[number] = self._sent.get(number, 0) + len(completion.text)
-        return chunks
-
-    def _choice(
-        self, index: int, output: RequestOutput, completion: CompletionOutput, first: bool
-    ) -> dict[str, object]:
-        """A choice, or what is new of it; the first time with the prompt if it is echoed."""
-        body = self.body
-        number = index * self.n + completion.index
-        echo = bool(body.echo) and first
-        text, token_ids = completion.text, completion.token_ids
-        logprobs: Iterable[dict[int, Logprob] | None] = completion.logprobs or []
+    def write(self, delta: Delta) -> Mapping[str, object] | None:
+        """Return a choice; see `Generation.write`. The first one has the prompt if it is echoed."""
+        body, completion, output, number = self.body, delta.completion, delta.output, delta.index
+        text, token_ids = fold(delta.parts).get(Text, ""), completion.token_ids
+        first = number not in self._sent
+        shows_prompt = first and bool(body.echo or body.return_token_ids)
+        reports_tokens = body.logprobs is not None or bool(body.return_token_ids)
+        finished = completion.finish_reason is not None
+        if body.stream and not (shows_prompt or reports_tokens or finished):
+            if not text:
+                return None
+            self._sent[number] = self._sent.get(number, 0) + len(text)
+            return {"index": number, "text": text, "logprobs": None, "finish_reason": None}
         if self._only_echo:
-            text, token_ids, logprobs = "", [], []
-        prompt = self._prompt_text(output) if echo else ""
-        places: list[int] = []
-        if body.logprobs is not None:
-            if first:
-                known = [] if index < self._num_embeds else output.prompt_token_ids
-                self._offsets[number] = _Offsets(self.tokenizer, body, known, len(prompt))
-            end = self._sent.get(number, 0) + len(prompt) + len(text)
-            places = self._offsets[number].place(token_ids)
-            if completion.finish_reason is not None:  # text behind a stop text has been cut off
-                places = [min(place, end) for place in places]
-        if echo:
-            self._sent[number] = len(prompt)
-            text = prompt + text
-            if body.logprobs is not None:
-                rows = self._prompt_logprobs.get(index) or output.prompt_logprobs or []
-                logprobs = chain(rows, logprobs)
-                token_ids = [*output.prompt_token_ids, *token_ids]
-                places = _prompt_offsets(self.tokenizer, output.prompt_token_ids, prompt) + places
-        choice: dict[str, object] = {
+            text, token_ids = "", []
+        prompt = self._prompt_text(output) if body.echo and first else None
+        end = self._sent.get(number, 0) + len(prompt or "") + len(text)
+        self._sent[number] = end
+        reason = cast("answers.FinishReason | None", completion.finish_reason)
+        choice: answers.CompletionChunkChoice = {
             "index": number,
-            "text": text,
+            "text": (prompt or "") + text,
             "logprobs": None
             if body.logprobs is None
-            else self._logprobs(token_ids, logprobs, places),
-            "finish_reason": completion.finish_reason,
+            else self._logprobs(delta, token_ids, prompt, end),
+            "finish_reason": "length" if self._only_echo and finished else reason,
             "stop_reason": completion.stop_reason,
         }
-        if self._only_echo:
-            choice["finish_reason"] = None if completion.finish_reason is None else "length"
         if not body.stream:
             asked = body.prompt_logprobs is not None
-            choice["prompt_logprobs"] = (
-                prompt_logprobs_json(output.prompt_logprobs) if asked else None
-            )
+            rows = prompt_logprobs_json(output.prompt_logprobs) if asked else None
+            cast("answers.CompletionChoice", choice)["prompt_logprobs"] = rows
         if body.return_token_ids:
-            choice["token_ids"] = [] if self._only_echo else completion.token_ids
+            choice["token_ids"] = token_ids
             choice["prompt_token_ids"] = output.prompt_token_ids if first else None
         elif not body.stream:
             choice["token_ids"] = choice["prompt_token_ids"] = None
@@ -214,15 +146,34 @@ class Completion(Generation[CompletionBody]):
         return self.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
 
     def _logprobs(
-        self,
-        token_ids: list[int],
-        rows: Iterable[dict[int, Logprob] | None],
-        offsets: list[int],
-    ) -> dict[str, Sequence[object]]:
-        """OpenAI's four parallel lists."""
-        tokens: list[object] = []
-        logprobs: list[object] = []
-        tops: list[object] = []
+        self, delta: Delta, token_ids: list[int], prompt: str | None, end: int
+    ) -> answers.CompletionLogprobs:
+        """Return OpenAI's four parallel lists.
+
+        Args:
+            delta: new tokens.
+            token_ids: those of them to report.
+            prompt: text before them, whose tokens are reported too; None: nothing.
+            end: length of the choice's text.
+        """
+        completion, output = delta.completion, delta.output
+        rows: Iterable[dict[int, Logprob] | None] = (completion.logprobs or []) if token_ids else []
+        if delta.index not in self._offsets:
+            known = [] if delta.prompt < self._num_embeds else output.prompt_token_ids
+            start = len(prompt or "")
+            self._offsets[delta.index] = _Offsets(self.tokenizer, self.body, known, start)
+        places = self._offsets[delta.index].place(token_ids)
+        if completion.finish_reason is not None:  # the text after a stop text has been cut off
+            places = [min(place, end) for place in places]
+        if prompt is not None:
+            rows = chain(
+                self._prompt_logprobs.get(delta.prompt) or output.prompt_logprobs or [], rows
+            )
+            token_ids = [*output.prompt_token_ids, *token_ids]
+            places = _prompt_offsets(self.tokenizer, output.prompt_token_ids, prompt) + places
+        tokens: list[str] = []
+        logprobs: list[float | None] = []
+        tops: list[dict[str, float] | None] = []
         for token_id, row in zip(token_ids, rows, strict=True):
             entry = None if row is None else row[token_id]
             tokens.append(self.token_text(token_id, entry))
@@ -236,8 +187,59 @@ class Completion(Generation[CompletionBody]):
             "tokens": tokens,
             "token_logprobs": logprobs,
             "top_logprobs": tops,
-            "text_offset": offsets,
+            "text_offset": places,
         }
+
+
+async def read_completion(body: CompletionBody, engine: AsyncLLM, num_bytes: int) -> Reading:
+    """Return the request for an engine that a body of a number of bytes asks for.
+
+    Raises:
+        RequestError: the body cannot be turned into a request for this engine.
+    """
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    prompt_logprobs = body.prompt_logprobs
+    if body.echo and prompt_logprobs is None:
+        prompt_logprobs = body.logprobs
+    logprobs, num_answers = body.logprobs, _num_answers(body)
+    if logprobs is None and num_answers > (1 if body.n is None else body.n):
+        logprobs = 0  # to choose by; they are not reported unless asked for
+    if body.logprob_token_ids:
+        logprobs = None
+    params = await make_sampling_params(
+        body,
+        num_bytes,
+        engine.spec.generation_config,
+        n=num_answers,
+        max_tokens=1 if _only_echoes(body) else max_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        detokenize=engine.tokenizer is not None,
+    )
+    prompts = [*await _read_embeds(body.prompt_embeds, engine), *token_prompts(body)]
+    return Reading(prompts, params, body.add_special_tokens is not False)
+
+
+async def _read_embeds(tensors: list[str] | None, engine: AsyncLLM) -> list[Prompt]:
+    if tensors is None:
+        return []
+    if not engine.config.model.enable_prompt_embeds:
+        raise RequestError(PROMPT_EMBEDS_OFF, "prompt_embeds")
+    read = await offload(
+        sum(map(len, tensors)) // 100, lambda: [decode_embeds(tensor) for tensor in tensors]
+    )
+    return [{"prompt_embeds": embeds} for embeds in read]
+
+
+def _num_answers(body: CompletionBody) -> int:
+    """Return the number of answers to each prompt, of which the best n are returned."""
+    if body.best_of is not None:
+        return body.best_of
+    return 1 if body.n is None else body.n
+
+
+def _only_echoes(body: CompletionBody) -> bool:
+    return bool(body.echo) and body.max_tokens == 0
 
 
 class _Offsets:
@@ -309,8 +311,12 @@ def _prompt_offsets(tokenizer: Tokenizer | None, token_ids: list[int], text: str
     return places
 
 
-def _split(prompt: Prompts) -> list[Prompt]:
-    """One prompt or several, as a list."""
+def token_prompts(body: CompletionBody) -> list[Prompt]:
+    """Return the prompts of `prompt`, one or several, as a list."""
+    prompt = body.prompt
+    # OpenAI's client wants a prompt, and gets an empty one.
+    if prompt is None or not (prompt or body.prompt_embeds is None):
+        return []
     if isinstance(prompt, str) or isinstance(prompt[0], int):
-        return [prompt]
+        return [cast(Prompt, prompt)]
     return cast(list[Prompt], prompt)

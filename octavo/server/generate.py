@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import RequestError
-from octavo.outputs import CompletionOutput, Logprob, RequestOutput
-from octavo.sampling_params import SamplingParams
+from octavo.outputs import CompletionOutput, Logprob, RequestOutput, SampleLogprobs
+from octavo.server import answers
 from octavo.server.body import read_model, unknown_fields, validate
-from octavo.server.completions import Completion
+from octavo.server.completions import Completion, token_prompts
 from octavo.server.errors import show
-from octavo.server.generation import Prompt, encode, finite, prompt_logprobs_json, raw
+from octavo.server.generation import (
+    Reading,
+    finite,
+    make_sampling_params,
+    prompt_logprobs_json,
+    raw,
+)
+from octavo.server.parts import Delta, Text, fold
 from octavo.server.schema import CompletionBody, GenerateBody
-from octavo.server.state import state_of
+from octavo.server.state import ServerState, state_of
 
 if TYPE_CHECKING:
     from octavo.frontend.async_llm import AsyncLLM
@@ -90,74 +96,75 @@ class TokenGeneration(Completion):
         if not body.stream:
             envelope |= {name: self._envelope[name] for name in ("model", "created")}
         self._envelope = envelope
+        self.text_chunk = None
 
-    async def prepare(self, engine: AsyncLLM) -> tuple[Sequence[Prompt], SamplingParams, bool]:
-        """See `Generation.prepare`."""
-        wants_text = self.body.output_mode == "text"
-        if wants_text:
-            self.state.tokenizer(engine, "output_mode")
-        params = await self.sampling_params(
-            # Without a limit of anybody's the answer may fill the context.
-            {"max_tokens": None, **engine.spec.generation_config},
-            max_tokens=self.body.max_tokens,
-            logprobs=None if self.body.logprob_token_ids else self.body.logprobs,
-            # A stop text is found in the text, whoever asks for that.
-            detokenize=engine.tokenizer is not None and (wants_text or bool(self.body.stop)),
-        )
-        return self._prompts, params, False
+    async def read(self, engine: AsyncLLM) -> Reading:
+        """Return the request for the engine; see `Generation.read`."""
+        return await read_tokens(self.body, engine, self.state, self.context.body_bytes)
 
-    def choices(self, index: int, output: RequestOutput) -> Iterator[dict[str, object]]:
-        """See `Generation.choices`."""
-        for completion in sorted(output.outputs, key=lambda c: c.index):
-            yield self._tokens(completion)
-
-    def chunks(self, index: int, output: RequestOutput) -> list[bytes]:
-        """See `Generation.chunks`."""
-        return [
-            encode(self._tokens(completion))
-            for completion in output.outputs
-            if completion.token_ids or completion.finish_reason is not None
-        ]
-
-    def opening(self, output: RequestOutput) -> list[dict[str, object]]:
-        """See `Generation.opening`: the prompt, where it is asked for."""
-        if not self.body.return_token_ids:
-            return []
-        return [{"choices": [], "prompt_token_ids": output.prompt_token_ids}]
-
-    def extras(self, outputs: list[RequestOutput]) -> dict[str, object]:
-        """See `Generation.extras`."""
+    def prompt_fields(self, outputs: list[RequestOutput]) -> dict[str, object]:
+        """Return the fields about the prompt; see `Generation.prompt_fields`."""
         (output,) = outputs
+        asked = self.body.return_token_ids
+        if self.body.stream:
+            return {"prompt_token_ids": output.prompt_token_ids} if asked else {}
         return {
             "prompt_logprobs": prompt_logprobs_json(output.prompt_logprobs),
-            "prompt_token_ids": output.prompt_token_ids if self.body.return_token_ids else None,
+            "prompt_token_ids": output.prompt_token_ids if asked else None,
         }
 
-    def _tokens(self, completion: CompletionOutput) -> dict[str, object]:
+    def write(self, delta: Delta) -> answers.TokensChunkChoice | None:
+        """Return a choice; see `Generation.write`."""
+        completion = delta.completion
+        if self.body.stream and not (completion.token_ids or completion.finish_reason is not None):
+            return None
         rows = completion.logprobs if self.body.logprobs is not None else None
-        choice: dict[str, object] = {
-            "index": completion.index,
+        choice: answers.TokensChunkChoice = {
+            "index": delta.index,
             "token_ids": completion.token_ids,
-            "logprobs": None
-            if rows is None
-            else {
-                "content": [
-                    raw(
-                        {
-                            **_candidate(token, row[token]),
-                            "top_logprobs": [_candidate(t, entry) for t, entry in row.items()],
-                        }
-                    )
-                    for token, row in zip(completion.token_ids, rows, strict=True)
-                ]
-            },
-            "finish_reason": completion.finish_reason,
+            "logprobs": None if rows is None else {"content": _logprobs(completion, rows)},
+            "finish_reason": cast("answers.FinishReason | None", completion.finish_reason),
             "stop_reason": completion.stop_reason,
         }
         if self.body.output_mode == "text":
-            choice["text"] = completion.text
+            choice["text"] = fold(delta.parts).get(Text, "")
         return choice
 
 
-def _candidate(token: int, entry: Logprob) -> dict[str, object]:
+async def read_tokens(
+    body: TokensBody, engine: AsyncLLM, state: ServerState, num_bytes: int
+) -> Reading:
+    """Return the request for an engine that a body of a number of bytes asks for.
+
+    Raises:
+        RequestError: the body cannot be turned into a request for this engine.
+    """
+    wants_text = body.output_mode == "text"
+    if wants_text:
+        state.tokenizer(engine, "output_mode")
+    params = await make_sampling_params(
+        body,
+        num_bytes,
+        # Without a limit the answer may fill the context.
+        {"max_tokens": None, **engine.spec.generation_config},
+        max_tokens=body.max_tokens,
+        logprobs=None if body.logprob_token_ids else body.logprobs,
+        # A stop text is found in the text, even if the text is not returned.
+        detokenize=engine.tokenizer is not None and (wants_text or bool(body.stop)),
+    )
+    return Reading(token_prompts(body), params, False)
+
+
+def _logprobs(
+    completion: CompletionOutput, rows: SampleLogprobs
+) -> list[answers.ChosenTokenLogprob]:
+    content: list[answers.ChosenTokenLogprob] = []
+    for token, row in zip(completion.token_ids, rows, strict=True):
+        top = [_candidate(t, entry) for t, entry in row.items()]
+        chosen: answers.ChosenTokenLogprob = {**_candidate(token, row[token]), "top_logprobs": top}
+        content.append(raw(chosen))
+    return content
+
+
+def _candidate(token: int, entry: Logprob) -> answers.TokenLogprob:
     return {"token_id": token, "logprob": finite(entry.logprob), "rank": entry.rank}

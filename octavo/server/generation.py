@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar, cast
 
 import msgspec
 from starlette.requests import Request
@@ -19,12 +19,21 @@ from octavo.errors import RequestError
 from octavo.frontend.input_processor import EmbedsPrompt
 from octavo.frontend.request_memory import logprobs_nbytes
 from octavo.messages import RequestOptions
-from octavo.outputs import FlatLogprobs, Logprob, PromptLogprobs, RequestMetrics, RequestOutput
+from octavo.outputs import (
+    CompletionOutput,
+    FlatLogprobs,
+    Logprob,
+    PromptLogprobs,
+    RequestMetrics,
+    RequestOutput,
+)
 from octavo.sampling_params import SamplingParams
+from octavo.server import answers
 from octavo.server.auth import flow_of, private_salt
 from octavo.server.errors import ClientDisconnectError, error_event, log_unexpected
 from octavo.server.load_report import add_load_report
 from octavo.server.middleware import context_of
+from octavo.server.parts import Delta, Parser, Part, Text
 from octavo.server.schema import GenerationBody
 from octavo.server.state import ServerState, state_of
 from octavo.server.streams import DONE, Events, Stream
@@ -38,6 +47,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 B = TypeVar("B", bound=GenerationBody)
+T = TypeVar("T")
 
 Prompt = str | list[int] | EmbedsPrompt
 IndexedOutput = tuple[int, RequestOutput]
@@ -52,14 +62,30 @@ _MANY_CANDIDATES = 2000
 encode = msgspec.json.encode
 
 
+class Reading(NamedTuple):
+    """Request for the engine, as a body asks for it."""
+
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    add_special_tokens: bool
+
+
 class Generation(ABC, Generic[B]):
-    """One HTTP request for text, from its checked body to the bytes of the answer."""
+    """One HTTP request for text, from its checked body to the bytes of the answer.
+
+    Each `RequestOutput` of the engine becomes deltas: the new tokens and parts of choices. A
+    subclass writes a delta as the JSON of a choice: of a chunk, or of the answer if it has all.
+    """
 
     id_prefix: str
     object_name: str
     chunk_object_name: str
     prompt_param: str
-    """The field that holds the prompt."""
+    """Field that holds the prompt."""
+    make_parser: Callable[[], Parser] | None = None
+    """Maker of the parser of each choice; None: an answer is text."""
+    text_chunk: bytes | None = None
+    """Template of a choice that has nothing but text, quicker than `write`; None: there is none."""
 
     def __init__(self, request: Request, body: B) -> None:
         self.state = state_of(request)
@@ -78,6 +104,8 @@ class Generation(ABC, Generic[B]):
         self._times: RequestMetrics | None = None
         """Of the request, where they are reported."""
         self.tokenizer: Tokenizer | None = None
+        self._parsers: dict[int, Parser] = {}
+        """Parsers of the choices that have begun."""
         self._tokens_as_ids = body.return_tokens_as_token_ids
         if self._tokens_as_ids is None:
             self._tokens_as_ids = self.state.config.return_tokens_as_token_ids
@@ -129,44 +157,64 @@ class Generation(ABC, Generic[B]):
         return self.n
 
     @abstractmethod
-    async def prepare(self, engine: AsyncLLM) -> tuple[Sequence[Prompt], SamplingParams, bool]:
-        """Makes prompts, parameters, and whether the tokenizer adds its special tokens.
+    async def read(self, engine: AsyncLLM) -> Reading:
+        """Return the request for the engine.
 
         Raises:
             RequestError: the body cannot be turned into a request for this engine.
         """
 
-    async def sampling_params(
-        self, defaults: Mapping[str, float | int | None], **overrides: object
-    ) -> SamplingParams:
-        """`GenerationBody.sampling_params` of the body."""
-        body = self.body
-        lists = (body.stop_token_ids, body.allowed_token_ids, body.logit_bias, body.bad_words)
-        work = sum(len(entries) for entries in lists if entries is not None)
-        if body.constraint() is not None:
-            work += self.context.body_bytes // 16  # a schema may be most of it
-        return await offload(
-            work,
-            body.sampling_params,
-            defaults,
-            **overrides,
-        )
-
     @abstractmethod
-    def choices(self, index: int, output: RequestOutput) -> Iterator[dict[str, object]]:
-        """The finished choices of the prompt `index`."""
+    def write(self, delta: Delta) -> Mapping[str, object] | None:
+        """Return the choice of a chunk, or of the answer if there is no stream; None: nothing."""
 
-    @abstractmethod
-    def chunks(self, index: int, output: RequestOutput) -> list[bytes]:
-        """The JSON of the choices of a stream's next chunks."""
-
-    def opening(self, output: RequestOutput) -> list[dict[str, object]]:
-        """The fields of a stream's chunks before its first token; `output` brings that."""
+    def opening(self, prompt: int) -> list[list[Part]]:
+        """Return the parts before the first token of each answer to a prompt, by delta."""
         return []
 
-    def extras(self, outputs: list[RequestOutput]) -> dict[str, object]:
-        """What the answer has beside its choices."""
+    def prompt_fields(self, outputs: list[RequestOutput]) -> dict[str, object]:
+        """Return the fields about the prompts: of the answer, or of the first chunk."""
         return {}
+
+    def ready(self, prompt: int, output: RequestOutput) -> list[RequestOutput]:
+        """Return the outputs of a prompt to write now; `output` is the newest one."""
+        return [output]
+
+    def choices(self, outputs: list[RequestOutput]) -> Iterator[Mapping[str, object] | None]:
+        """Yield the choices of the answer, from the last output of each prompt."""
+        for prompt, last in enumerate(outputs):
+            opening = [part for parts in self.opening(prompt) for part in parts]
+            for output in self.ready(prompt, last):
+                for completion in sorted(output.outputs, key=lambda c: c.index):
+                    index = prompt * self.n + completion.index
+                    parts = opening + self._parse(index, completion)
+                    yield self.write(Delta(index, prompt, parts, completion, output))
+
+    def chunks(self, prompt: int, newest: RequestOutput) -> list[bytes]:
+        """Return the JSON of the choices of the next chunks."""
+        template = self.text_chunk if self.make_parser is None else None
+        chunks = []
+        for output in self.ready(prompt, newest):
+            for completion in output.outputs:
+                index = prompt * self.n + completion.index
+                if template is not None and completion.finish_reason is None:
+                    if completion.text:
+                        chunks.append(template % (index, encode(completion.text)))
+                    continue
+                parts = self._parse(index, completion)
+                choice = self.write(Delta(index, prompt, parts, completion, output))
+                if choice is not None:
+                    chunks.append(encode(choice))
+        return chunks
+
+    def _parse(self, index: int, completion: CompletionOutput) -> list[Part]:
+        if self.make_parser is None:
+            return [Text(completion.text)] if completion.text else []
+        parser = self._parsers.get(index)
+        if parser is None:
+            parser = self._parsers[index] = self.make_parser()
+        parts = parser.feed(completion.text)
+        return parts if completion.finish_reason is None else parts + parser.end()
 
     def token_text(self, token_id: int, entry: Logprob | None) -> str:
         """What stands for a candidate token in the logprobs: its text, or its id."""
@@ -185,10 +233,11 @@ class Generation(ABC, Generic[B]):
             async for index, output in stream:
                 outputs[index] = output
         in_order = [outputs[i] for i in sorted(outputs)]
-        choices = (c for i, output in enumerate(in_order) for c in self.choices(i, output))
+        choices = self.choices(in_order)
 
         def others() -> dict[str, object]:
-            fields: dict[str, object] = {"usage": self.usage.to_dict(), **self.extras(in_order)}
+            fields: dict[str, object] = {"usage": self.usage.to_dict()}
+            fields |= self.prompt_fields(in_order)
             if self._times is not None:
                 fields["metrics"] = metrics_json(self._times, self.usage.completion_tokens)
             params = [output.kv_transfer_params for output in in_order]
@@ -226,7 +275,7 @@ class Generation(ABC, Generic[B]):
             async for index, output in stream:
                 if not opened:
                     opened = True
-                    for fields in self.opening(output):
+                    for fields in self._opening(output):
                         if with_usage:
                             fields["usage"] = self.usage.to_dict(0) if always else None
                         yield [b"data: " + encode(self._envelope | fields) + b"\n\n"]
@@ -247,6 +296,19 @@ class Generation(ABC, Generic[B]):
                 last += b',"metrics":' + encode({k: v for k, v in metrics.items() if v is not None})
             yield [head + last + b"}\n\n"]
 
+    def _opening(self, output: RequestOutput) -> list[dict[str, object]]:
+        """Return the fields of the chunks before the first token, which `output` brings."""
+        chunks: list[dict[str, object]] = []
+        for index in range(self.n):
+            for parts in self.opening(0):  # several chats are not streamed
+                delta = Delta(index, 0, parts, CompletionOutput(index, "", []), output)
+                chunks.append({"choices": [self.write(delta)]})
+        fields = self.prompt_fields([output])
+        if fields:
+            chunks = chunks or [{"choices": []}]
+            chunks[0] |= fields
+        return chunks
+
     async def _outputs(self) -> AsyncGenerator[IndexedOutput, None]:
         """The outputs of all prompts, as they come."""
         count = self.num_prompts * max(1, self.num_answers)
@@ -256,7 +318,7 @@ class Generation(ABC, Generic[B]):
             engine = await self.state.get_engine()
             self.tokenizer = engine.tokenizer
             try:
-                prompts, params, add_special_tokens = await self.prepare(engine)
+                prompts, params, add_special_tokens = await self.read(engine)
             except RequestError as error:
                 raise self._blamed(error) from None
             if self.body.kv_transfer_params is not None and len(prompts) > 1:
@@ -341,7 +403,7 @@ class Generation(ABC, Generic[B]):
         return error
 
 
-def metrics_json(times: RequestMetrics, num_tokens: int) -> dict[str, float | None]:
+def metrics_json(times: RequestMetrics, num_tokens: int) -> answers.PerRequestMetrics:
     """Return vLLM's `metrics` of an answer, null where something is not known.
 
     Args:
@@ -365,6 +427,20 @@ def metrics_json(times: RequestMetrics, num_tokens: int) -> dict[str, float | No
         "mean_itl_ms": decode / (num_tokens - 1) if decode is not None and num_tokens > 1 else None,
         "tokens_per_second": num_tokens / inference * 1000 if inference else None,
     }
+
+
+async def make_sampling_params(
+    body: GenerationBody,
+    num_bytes: int,
+    defaults: Mapping[str, float | int | None],
+    **overrides: object,
+) -> SamplingParams:
+    """Return `GenerationBody.sampling_params` of a body of a number of bytes."""
+    lists = (body.stop_token_ids, body.allowed_token_ids, body.logit_bias, body.bad_words)
+    work = sum(len(entries) for entries in lists if entries is not None)
+    if body.constraint() is not None:
+        work += num_bytes // 16  # a schema may be most of it
+    return await offload(work, body.sampling_params, defaults, **overrides)
 
 
 def _after(arrival: float, milliseconds: int | None) -> float | None:
@@ -391,11 +467,11 @@ class Usage:
         if self._count_completions:
             self.completion_tokens += sum(len(c.token_ids) for c in output.outputs)
 
-    def to_dict(self, completion_tokens: int | None = None) -> dict[str, object]:
-        """OpenAI's `usage` object.
+    def to_dict(self, completion_tokens: int | None = None) -> answers.Usage:
+        """Return OpenAI's `usage` object.
 
         Args:
-            completion_tokens: how many of the tokens have been sent; None: all.
+            completion_tokens: number of tokens that have been sent; None: all.
         """
         if completion_tokens is None:
             completion_tokens = self.completion_tokens
@@ -583,9 +659,9 @@ def _num_written(output: RequestOutput) -> int:
     return sizes.pop() + max(sizes, default=0)
 
 
-def raw(value: object) -> msgspec.Raw:
-    """A part of an answer as JSON: it takes less memory than as objects."""
-    return msgspec.Raw(encode(value))
+def raw(value: T) -> T:
+    """Return a part of an answer as JSON, which takes less memory than objects."""
+    return cast(T, msgspec.Raw(encode(value)))
 
 
 def finite(logprob: float) -> float:
@@ -593,22 +669,19 @@ def finite(logprob: float) -> float:
     return max(logprob, MIN_LOGPROB)
 
 
-def prompt_logprobs_json(rows: PromptLogprobs | None) -> list[object] | None:
-    """vLLM's `prompt_logprobs`: for each position the candidates by token id."""
+def prompt_logprobs_json(rows: PromptLogprobs | None) -> answers.PromptLogprobs | None:
+    """Return vLLM's `prompt_logprobs`: for each position the candidates by token id."""
     if rows is None:
         return None
-    return [
-        None
-        if row is None
-        else raw(
-            {
-                str(token): {
-                    "logprob": finite(entry.logprob),
-                    "rank": entry.rank,
-                    "decoded_token": entry.decoded_token,
-                }
-                for token, entry in row.items()
-            }
-        )
-        for row in rows
-    ]
+    return [None if row is None else raw(_prompt_candidates(row)) for row in rows]
+
+
+def _prompt_candidates(row: dict[int, Logprob]) -> dict[str, answers.PromptLogprob]:
+    return {
+        str(token): {
+            "logprob": finite(entry.logprob),
+            "rank": entry.rank,
+            "decoded_token": entry.decoded_token,
+        }
+        for token, entry in row.items()
+    }

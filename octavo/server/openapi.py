@@ -12,11 +12,11 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI
-from pydantic import BaseModel, RootModel
-from pydantic.json_schema import JsonSchemaMode, models_json_schema
+from pydantic import BaseModel, RootModel, TypeAdapter
+from pydantic.json_schema import JsonSchemaMode
 
 from octavo.server import answers
-from octavo.server.field_docs import FIELD_DOCS, describe
+from octavo.server.field_docs import describe
 from octavo.server.schema import (
     BatchChatBody,
     ChatBody,
@@ -40,15 +40,23 @@ class InvocationBody(RootModel[ChatBody | CompletionBody]):
     """Body of POST /invocations."""
 
 
+class InvocationAnswer(RootModel[answers.ChatAnswer | answers.CompletionAnswer]):
+    """POST /invocations."""
+
+
+class InvocationChunk(RootModel[answers.ChatChunk | answers.CompletionChunk]):
+    """An event of a stream of /invocations."""
+
+
 @dataclass(frozen=True)
 class Operation:
     """Documentation of one route."""
 
-    answer: type[BaseModel] | None
+    answer: type[object] | None
     """Class of the answer; None: plain text, or only `chunk`."""
     errors: Sequence[int]
     body: type[BaseModel] | None = None
-    chunk: type[BaseModel] | None = None
+    chunk: type[object] | None = None
     """Class of the data of a stream's events; None if the route cannot stream."""
     states: Sequence[int] = (200,)
     """Statuses of responses with `answer`."""
@@ -115,13 +123,11 @@ OPERATIONS: dict[str, Operation] = {
     "/inference/v1/generate": Operation(
         answers.TokensAnswer, _WITH_BODY, GenerateBody, answers.TokensChunk
     ),
-    "/invocations": Operation(
-        answers.InvocationAnswer, _WITH_BODY, InvocationBody, answers.InvocationChunk
-    ),
+    "/invocations": Operation(InvocationAnswer, _WITH_BODY, InvocationBody, InvocationChunk),
     "/v1/streams/{stream_id:path}": Operation(
         None,
         (*_GUARDED, 404),
-        chunk=answers.InvocationChunk,
+        chunk=InvocationChunk,
         query={"from": ("0",)},
     ),
     "/tokenize": Operation(answers.Tokens, _WITH_BODY, TokenizeBody),
@@ -161,17 +167,18 @@ OPERATIONS: dict[str, Operation] = {
 def document(app: FastAPI) -> None:
     """Add the schemas to FastAPI's OpenAPI description."""
     make = app.openapi
-    models: list[tuple[type[BaseModel], JsonSchemaMode]] = [(answers.ErrorAnswer, "validation")]
+    models: list[type[object]] = [answers.ErrorAnswer]
     for operation in OPERATIONS.values():
         found = (operation.body, operation.answer, operation.chunk)
-        models += [(model, "validation") for model in found if model is not None]
+        models += [model for model in found if model is not None and model not in models]
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            _, schemas = models_json_schema(models, ref_template=_SCHEMA_REF)
-            for body in FIELD_DOCS:
-                if body.__name__ in schemas["$defs"]:  # base classes have no schema
-                    describe(body, schemas["$defs"][body.__name__]["properties"])
+            inputs: list[tuple[str, JsonSchemaMode, TypeAdapter[object]]] = [
+                (model.__name__, "validation", TypeAdapter(model)) for model in models
+            ]
+            _, schemas = TypeAdapter.json_schemas(inputs, ref_template=_SCHEMA_REF)
+            describe(schemas["$defs"])
             make().setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
         assert app.openapi_schema is not None
         return app.openapi_schema
@@ -179,7 +186,7 @@ def document(app: FastAPI) -> None:
     app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's documented way
 
 
-def _ref(model: type[BaseModel]) -> dict[str, str]:
+def _ref(model: type[object]) -> dict[str, str]:
     return {"$ref": _SCHEMA_REF.format(model=model.__name__)}
 
 

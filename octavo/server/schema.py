@@ -215,14 +215,18 @@ class ContentPart(Body):
     """Part of a message's content."""
 
     type: str
+    """text."""
     text: str
+    """Text of the part."""
 
 
 class FunctionCall(Body):
     """Function of a tool call, with its arguments."""
 
     name: str
+    """Name of the function."""
     arguments: str | dict[str, Any] | None = None
+    """Arguments, as an object or as JSON text."""
 
 
 _CALL_PARTS: Mapping[str, type[Body]] = {"function": FunctionCall}
@@ -234,17 +238,24 @@ class ToolCall(Body):
     inner = _CALL_PARTS
 
     id: str | None = None
+    """Id of the call, repeated in the tool's message."""
     type: Literal["function"] = "function"
+    """function."""
     function: FunctionCall
+    """Called function."""
 
 
 class FunctionDefinition(Body):
     """Function that the model may call."""
 
     name: str
+    """Name of the function."""
     description: str | None = None
+    """Purpose of the function."""
     parameters: dict[str, Any] | None = None
+    """JSON schema of the arguments."""
     strict: bool | None = None
+    """Variable for the template; no other effect."""
 
 
 _TOOL_PARTS: Mapping[str, type[Body]] = {"function": FunctionDefinition}
@@ -256,7 +267,9 @@ class Tool(Body):
     inner = _TOOL_PARTS
 
     type: Literal["function"] = "function"
+    """function."""
     function: FunctionDefinition
+    """Function of the tool."""
 
 
 class Message(Body):
@@ -266,13 +279,18 @@ class Message(Body):
     inner: ClassVar[Mapping[str, type[Body]]] = {"content": ContentPart, "tool_calls": ToolCall}
 
     role: str
+    """Role of the speaker: system, user, assistant, tool ..."""
     content: Annotated[
         str,
         BeforeValidator(_check_content, json_schema_input_type=str | list[str | ContentPart]),
     ]
+    """Text, or a list of text parts."""
     name: str | None = None
+    """Name of the speaker, for templates that show it."""
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    """Calls of tools in an earlier answer of the assistant."""
     tool_call_id: str | None = None
+    """Id of the call that a tool's message answers."""
 
 
 def _check_messages(value: object, chat: str = "messages") -> object:
@@ -363,28 +381,39 @@ class StreamOptions(Body):
     unsupported = known_fields.STREAM_OPTIONS
 
     include_usage: bool | None = None
+    """End the stream with a chunk of token counts."""
     continuous_usage_stats: bool | None = None
+    """Report token counts in every chunk."""
 
 
 class ServedBody(Body):
     """Fields of every generation request that say how the server answers it."""
 
     model: str | None = None
+    """Served model name; default: the first one."""
     request_id: RequestId | None = None
+    """Request id in printable ASCII; default: X-Request-Id, or generated."""
     stream: bool | None = None
+    """Stream the answer as server-sent events."""
     stream_options: StreamOptions | None = None
+    """Additional reports of a stream; needs stream."""
     cache_salt: Annotated[str, StringConstraints(min_length=1)] | None = None
     priority: Int | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    """With --kv-transfer-config: the part of the prompt that another server has computed, or
+    the request to compute the prompt for another server."""
 
 
 class GenerationBody(ServedBody, StructuredOutputsBody):
     """Fields of both generation endpoints; null means not given."""
 
     n: Int | None = None
+    """Number of answers, or of beams with use_beam_search. Default 1."""
     temperature: Float | None = None
+    """Divisor of the logits; 0: greedy. Default 1, or the model's default."""
     top_p: Float | None = None
     max_tokens: Int | None = None
+    """Maximum tokens of an answer; default: 16, in a chat all that fit."""
     seed: Int | None = None
     stop: Annotated[str | list[str] | None, BeforeValidator(_check_stop)] = None
     presence_penalty: Float | None = None
@@ -393,6 +422,7 @@ class GenerationBody(ServedBody, StructuredOutputsBody):
         dict[str, Float] | None, BeforeValidator(_check_bias), AfterValidator(_clamp_bias)
     ] = None
     user: str | None = None
+    """End user; no effect."""
 
     top_k: Int | None = None
     min_p: Float | None = None
@@ -406,19 +436,32 @@ class GenerationBody(ServedBody, StructuredOutputsBody):
     truncate_prompt_tokens: Int | None = None
     truncation_side: Literal["left", "right"] | None = None
     prompt_logprobs: Int | None = None
+    """Number of candidates for each prompt token's logprobs; not with stream."""
     logprob_token_ids: Ints | None = None
+    """Tokens, at most 128, to report instead of the most probable ones; needs logprobs."""
     allowed_token_ids: Ints | None = None
     bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
     vllm_xargs: Annotated[Xargs, PlainValidator(_check_xargs, json_schema_input_type=Xargs)] = None
+    """Arguments for logits processors of plug-ins."""
     add_special_tokens: bool | None = None
+    """Add the tokenizer's special tokens to the prompt; default: true for a text, false for a
+    chat, because its template adds them."""
     return_token_ids: bool | None = None
+    """Return the token ids of the prompt and the answer."""
     return_tokens_as_token_ids: bool | None = None
+    """Show tokens in logprobs as token_id:N."""
     deadline_ms: Milliseconds | None = None
+    """Milliseconds after which the request fails with 408; it fails at once with 429 if they
+    cannot suffice. Also as the header X-Deadline-Ms."""
     max_ttft_ms: Milliseconds | None = None
+    """Deadline of the first token, like deadline_ms. Also as the header X-Max-TTFT-Ms."""
 
     use_beam_search: bool | None = None
+    """Find the most probable answers instead of sampling."""
     length_penalty: Float | None = None
+    """Beam search: above 1 favours long answers. Default 1."""
     early_stopping: bool | Literal["never"] | None = None
+    """Beam search: stop at n finished beams; never: if none can improve."""
 
     unsupported = known_fields.GENERATION
     inner: ClassVar[Mapping[str, type[Body]]] = {
@@ -562,13 +605,20 @@ class CompletionBody(GenerationBody):
     prompt: Annotated[
         Prompts | None, PlainValidator(_check_prompt, json_schema_input_type=Prompts)
     ] = None
+    """Text or token ids, or a list of either. Required without prompt_embeds."""
     prompt_embeds: Annotated[
         list[str] | None,
         PlainValidator(_check_prompt_embeds, json_schema_input_type=str | list[str] | None),
     ] = None
+    """Embeddings instead of tokens, with --enable-prompt-embeds: a tensor [tokens, hidden size]
+    saved with torch.save, in base64, or a list of tensors. Their answers precede those of
+    prompt."""
     echo: bool | None = None
+    """Repeat the prompt before each answer."""
     logprobs: Int | None = None
+    """Return the logprobs of each token and of this number of most probable ones."""
     best_of: Int | None = None
+    """Number of answers to generate, of which the n best are returned; not with stream."""
 
     unsupported = known_fields.COMPLETION
 
@@ -613,20 +663,33 @@ class ChatFields(GenerationBody):
     """Fields of chats, except the messages."""
 
     echo: bool | None = None
+    """Repeat the last message before the answer."""
     max_completion_tokens: (
         Annotated[int, Field(ge=1, le=2**63 - 1), BeforeValidator(_read_int)] | None
     ) = None
+    """Maximum tokens of an answer; newer name for max_tokens."""
     logprobs: bool | None = None
+    """Return the logprobs of each token."""
     top_logprobs: Annotated[int, Field(ge=-1, le=2**31), BeforeValidator(_read_int)] | None = None
+    """Number of most probable tokens with logprobs; needs logprobs."""
     add_generation_prompt: bool | None = None
+    """Let the template begin the assistant's turn. Default true."""
     continue_final_message: bool | None = None
+    """Continue the last message instead of answering it."""
     chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the chat template."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         None
     )
+    """Variable for the chat template; it also sets enable_thinking if chat_template_kwargs does
+    not."""
     documents: Documents = None
+    """Texts for retrieval, for templates that use them: objects of strings, such as title and
+    text."""
     tools: Tools = None
+    """Definitions of tools for templates that use them; needs tool_choice none."""
     tool_choice: Annotated[Literal["none"] | None, BeforeValidator(_check_tool_choice)] = None
+    """Must be none, so that the answer calls no tool. Required with tools."""
 
     unsupported = known_fields.CHAT
     inner: ClassVar[Mapping[str, type[Body]]] = {
@@ -664,6 +727,7 @@ class ChatBody(ChatFields):
     """Body of POST /v1/chat/completions."""
 
     messages: Messages
+    """Messages of the chat."""
 
     @property
     def conversations(self) -> list[list[Message]]:
@@ -679,6 +743,7 @@ class BatchChatBody(ChatFields):
         Field(fail_fast=True),
         BeforeValidator(_check_conversations),
     ]
+    """Chats, each a list of messages."""
 
     @property
     def conversations(self) -> list[list[Message]]:
@@ -718,24 +783,39 @@ class GenerateBody(ServedBody):
         Field(min_length=1, fail_fast=True),
         BeforeValidator(_read_ints),
     ]
+    """Token ids of the prompt."""
     sampling_params: dict[str, Any]
+    """Fields of SamplingParams, such as max_tokens and temperature."""
     output_mode: Literal["tokens", "text"] | None = None
+    """tokens (default), or text: also return the text of the answer."""
     return_token_ids: bool | None = None
+    """Also return the token ids of the prompt."""
 
 
 class TokenizeBody(Body):
     """Body of POST /tokenize: a text, or a chat to render."""
 
     model: str | None = None
+    """Served model name; default: the first one."""
     prompt: str | None = None
+    """Text to tokenize; give this or messages."""
     messages: Messages | None = None
+    """Chat to render with the template and tokenize."""
     add_special_tokens: bool | None = None
+    """Add special tokens; default: true for a prompt."""
     add_generation_prompt: bool | None = None
+    """Let the template begin the assistant's turn. Default true."""
     continue_final_message: bool | None = None
+    """Leave the last message open, so that it can be continued."""
     chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the chat template."""
     documents: Documents = None
+    """Texts for retrieval, for templates that use them: objects of strings, such as title and
+    text."""
     tools: Tools = None
+    """Definitions of tools for templates that use them."""
     return_token_strs: bool | None = None
+    """Also return the text of each token."""
 
     unsupported = known_fields.TOKENIZE
     inner: ClassVar[Mapping[str, type[Body]]] = {"messages": Message, "tools": Tool}
@@ -752,7 +832,9 @@ class ScaleBody(Body):
     unsupported = known_fields.SCALE
 
     new_data_parallel_size: Annotated[int, Field(ge=1, le=MAX_ENGINES)]
+    """New number of engines."""
     drain_timeout: Annotated[float, Field(ge=0)] | None = None
+    """No effect; requests continue on other engines instead of being drained."""
 
 
 class DetokenizeBody(Body):
@@ -761,8 +843,10 @@ class DetokenizeBody(Body):
     unsupported = known_fields.DETOKENIZE
 
     model: str | None = None
+    """Served model name; default: the first one."""
     tokens: Annotated[
         list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]],
         Field(max_length=MAX_TOKENS, fail_fast=True),
         BeforeValidator(_read_ints),
     ]
+    """Token ids to detokenize."""

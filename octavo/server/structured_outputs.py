@@ -44,9 +44,13 @@ class JsonSchema(Body):
     """JSON schema of `response_format`; an answer always follows it."""
 
     name: str | None = None
+    """Name of the schema; no effect."""
     description: str | None = None
+    """Purpose of the schema; no effect."""
     strict: bool | None = None
+    """Reject a format that cannot be enforced instead of ignoring it."""
     schema_: Annotated[Schema, Field(alias="schema")]
+    """JSON schema."""
 
 
 class ResponseFormat(Body):
@@ -55,11 +59,17 @@ class ResponseFormat(Body):
     inner: ClassVar[Mapping[str, type[Body]]] = {"json_schema": JsonSchema}
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    """Kind of the form; text: no constraint."""
     json_schema: JsonSchema | None = None
+    """JSON schema with a name, for type json_schema."""
     schema_: Annotated[Schema | None, Field(alias="schema")] = None
+    """JSON schema for type json_object; llama.cpp."""
     format: dict[str, Any] | None = None
+    """Description in xgrammar's notation, for type structural_tag."""
     structures: list[dict[str, Any]] | None = None
+    """Begin, schema and end of each tag, for the older form of structural_tag."""
     triggers: list[str] | None = None
+    """Texts with which tags begin, for the older form of structural_tag."""
 
     def parts(self) -> dict[str, object]:
         """Return the given fields except the type.
@@ -90,13 +100,21 @@ class StructuredOutputs(Body):
     unsupported = known_fields.STRUCTURED_OUTPUTS
 
     json_: Annotated[SchemaOrText | None, Field(alias="json")] = None
+    """JSON schema."""
     regex: str | None = None
+    """Regular expression that the whole answer matches."""
     choice: Choice | None = None
+    """Allowed answers."""
     grammar: str | None = None
+    """Grammar in EBNF or Lark's notation."""
     json_object: bool | None = None
+    """Allow any JSON object."""
     structural_tag: ObjectOrText | None = None
+    """Tags with content that follows schemas, in xgrammar's notation."""
     disable_any_whitespace: bool | None = None
+    """Write JSON without white space between its parts."""
     backend: str | None = None
+    """auto, xgrammar or llguidance; default: the server's."""
 
 
 class StructuredOutputsBody(Body):
@@ -108,18 +126,30 @@ class StructuredOutputsBody(Body):
     }
 
     response_format: ResponseFormat | None = None
+    """Required form of the answer; OpenAI."""
     structured_outputs: StructuredOutputs | None = None
+    """Required form of the answer; vLLM."""
     guided_json: SchemaOrText | None = None
+    """JSON schema; older vLLM."""
     guided_regex: str | None = None
+    """Regular expression; older vLLM."""
     guided_choice: Choice | None = None
+    """Allowed answers; older vLLM."""
     guided_grammar: str | None = None
+    """Grammar in EBNF or Lark's notation; older vLLM."""
     guided_decoding_backend: str | None = None
+    """auto, xgrammar or llguidance; default: the server's."""
     # SGLang and llama.cpp, which sends an empty grammar to mean none.
     json_schema: SchemaOrText | None = None
+    """JSON schema; llama.cpp and SGLang."""
     regex: str | None = None
+    """Regular expression; SGLang."""
     grammar: Annotated[str | None, AfterValidator(lambda text: text or None)] = None
+    """Grammar; llama.cpp."""
     ebnf: str | None = None
+    """Grammar; SGLang."""
     structural_tag: ObjectOrText | None = None
+    """Tags with content that follows schemas; SGLang."""
 
     def constraint(self) -> tuple[str, GrammarKind, object] | None:
         """Return the name, the kind and the value of the field that constrains the answer.

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from pydantic import TypeAdapter
 
 from octavo.config import EngineConfig
 from octavo.errors import RequestError
@@ -297,7 +298,7 @@ def test_what_only_the_engine_finds_is_an_ordinary_error(path, n, stream):
                 body["prompt"] = ["hi", "ho", "ha"]
             response = await served.post(path, **body)
             assert response.status_code == 400, response.text
-            answers.ErrorAnswer.model_validate_json(response.text)
+            TypeAdapter(answers.ErrorAnswer).validate_json(response.text)
             assert response.json()["error"] == {
                 "message": "The grammar has no end.",
                 "type": "invalid_request_error",

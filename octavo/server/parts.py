@@ -1,0 +1,60 @@
+"""Parts of an answer: the output of the engine, after a parser and before a writer."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from octavo.outputs import CompletionOutput, RequestOutput
+
+
+class Part(msgspec.Struct, frozen=True, gc=False):
+    """Text of an answer of one kind; each subclass is a kind."""
+
+    text: str
+
+
+class Role(Part, frozen=True, gc=False):
+    """Role of the message."""
+
+
+class Text(Part, frozen=True, gc=False):
+    """Text for the reader."""
+
+
+class Reasoning(Part, frozen=True, gc=False):
+    """Thoughts of the model before its answer."""
+
+
+class Parser(Protocol):
+    """Parser of the text of one choice, which may come in pieces."""
+
+    def feed(self, text: str) -> list[Part]:
+        """Return the parts that are certain after the next piece."""
+
+    def end(self) -> list[Part]:
+        """Return the rest, after the last piece."""
+
+
+class Delta(msgspec.Struct, gc=False):
+    """New parts of one choice, or all of them."""
+
+    index: int
+    """Number of the choice in the answer."""
+    prompt: int
+    """Number of the prompt in the request."""
+    parts: list[Part]
+    completion: CompletionOutput
+    """Tokens, logprobs and reasons of the end; its text is in `parts`."""
+    output: RequestOutput
+    """Output that `completion` is from, for what it has of the prompt."""
+
+
+def fold(parts: list[Part]) -> dict[type[Part], str]:
+    """Return the text of the parts of each kind that there is."""
+    texts: dict[type[Part], str] = {}
+    for part in parts:
+        kind = type(part)
+        texts[kind] = texts[kind] + part.text if kind in texts else part.text
+    return texts
