@@ -26,6 +26,7 @@ import uvloop
 
 from octavo.config import EngineConfig
 from octavo.executor.base import Executor
+from octavo.fleet.start import EngineProcesses
 from octavo.frontend.async_llm import AsyncLLM
 from octavo.kv_cache.groups import KVCacheConfig
 from octavo.messages import EngineCoreOutputs, GrammarOutput, ModelRunnerOutput, SchedulerOutput
@@ -112,7 +113,7 @@ async def measure(rate: float, engines: int, requests: int, seconds: float) -> N
         num_gpu_blocks_override=requests * 128,
         distributed_executor_backend="benchmarks.front_end.PacedExecutor",
     )
-    engine = await AsyncLLM.start(config, log_level="warning", warm_spare=False)
+    engine = await AsyncLLM.start(config, EngineProcesses(log_level="warning", warm_spare=False))
     ages: list[float] = []
     get_output = engine._client.get_output
 

@@ -81,3 +81,33 @@ def check_recording(config: EngineConfig, path: str | None) -> None:
             f"record={path!r} is not supported with {which}: a recording is of one engine; leave "
             "out one of them."
         )
+
+
+def check_offline(config: EngineConfig) -> None:
+    """Refuse settings of servers where there is none.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    parallel = config.parallel
+    parallel.check(headless=False)
+    if parallel.enable_elastic_ep:
+        raise ConfigError(
+            "enable_elastic_ep=True is not supported here: the number of engines is fixed. Start a "
+            "server with it, or make an AsyncLLM."
+        )
+    if parallel.external or parallel.data_parallel_hybrid_lb:
+        raise ConfigError(
+            "data_parallel_rank, data_parallel_external_lb and data_parallel_hybrid_lb are for "
+            "servers behind a load balancer; leave them out."
+        )
+    if parallel.num_local_engines < parallel.data_parallel_size:
+        raise ConfigError(
+            f"data_parallel_size_local={parallel.data_parallel_size_local} is not supported here: "
+            "all engines are on this machine. Start a server with it, or make an AsyncLLM."
+        )
+    if parallel.data_parallel_size > 1 and config.observability.profiler_dir is not None:
+        raise ConfigError(
+            f"profiler_dir={config.observability.profiler_dir!r} is of one engine here; leave out "
+            "data_parallel_size."
+        )

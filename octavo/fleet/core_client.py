@@ -51,6 +51,23 @@ class EngineClient(Protocol):
         ...
 
 
+class ElasticClient(Protocol):
+    """Interface to change the number of engines."""
+
+    @property
+    def scaling(self) -> bool:
+        """True while engines are being added or ended."""
+        ...
+
+    async def scale(self, size: int) -> None:
+        """Change the number of engines while requests continue.
+
+        Raises:
+            ScalingError: it cannot be changed, or not now; then nothing has changed.
+        """
+        ...
+
+
 class WatchedClient(EngineClient, Protocol):
     """Interface of a server to its supervised engines, with their state."""
 
@@ -79,6 +96,16 @@ class WatchedClient(EngineClient, Protocol):
     @property
     def down(self) -> dict[int, str]:
         """Engines that are not serving, by index, with their state."""
+        ...
+
+    @property
+    def elastic(self) -> ElasticClient | None:
+        """Interface to change the number of engines; None if the number is fixed."""
+        ...
+
+    async def pages(self) -> list[bytes]:
+        """Return the metrics pages of all front ends and of their coordinator; none if there is
+        no other front end."""
         ...
 
     def family_of(self, index: int) -> list[int]:

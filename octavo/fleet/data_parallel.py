@@ -19,6 +19,7 @@ from octavo.config import EngineConfig
 from octavo.engine.wire import CoreReady
 from octavo.errors import ConfigError, EngineDeadError, NodeMissingError, ScalingError
 from octavo.fleet.cluster import ClusterKey, Hub, RemoteLauncher
+from octavo.fleet.core_client import ElasticClient
 from octavo.fleet.core_launcher import CoreLauncher
 from octavo.fleet.routing import Router
 from octavo.fleet.supervisor import SUSPECT, Recovery, Supervisor
@@ -78,7 +79,7 @@ class DataParallelClient:
         launcher: starts the processes of all engines.
         unfinished: returns the live requests, in order of arrival, as another engine should receive
             them.
-        config: the settings.
+        config: the settings of each engine; see `share_cores`.
         max_restarts: maximum number of replacements of an engine within ten minutes.
         progress_timeout: see `Supervisor`.
         on_recovery: see `Supervisor`.
@@ -114,6 +115,8 @@ class DataParallelClient:
         processed."""
         self._last_read = -1
         parallel = config.parallel
+        self._is_elastic = parallel.enable_elastic_ep
+        self._num_threads = config.device.num_threads or num_cpus()
         self._local = parallel.num_local_engines
         self._hub: Hub | None = None
         self._news = asyncio.Event()
@@ -188,6 +191,15 @@ class DataParallelClient:
     def pids(self) -> list[int]:
         """Ids of the engine processes."""
         return [self.pid_of(index) for index in self._supervisors]
+
+    @property
+    def elastic(self) -> ElasticClient | None:
+        """This client, if the number of engines may change."""
+        return self if self._is_elastic else None
+
+    async def pages(self) -> list[bytes]:
+        """Return []: there is no other front end."""
+        return []
 
     def family_of(self, index: int) -> list[int]:
         """Return the ids of an engine's processes, see `Supervisor.family`."""
@@ -306,6 +318,14 @@ class DataParallelClient:
         async with self._scaling:
             first = await asyncio.shield(self.ready)
             new = range(self._size, size)
+            if new and size * self._num_threads > (cores := num_cpus()):
+                logger.warning(
+                    "%d engines with %d threads each exceed the %d available cores; start the "
+                    "server with fewer threads (--num-threads)",
+                    size,
+                    self._num_threads,
+                    cores,
+                )
             for index in new:
                 self._check_room(len(new), first)
                 self._supervisors[index] = self._make(index, first)

@@ -119,6 +119,10 @@ class FrontEndClient(AsyncMPClient):
         """Engines that are not serving, by index, with their state."""
         return self._state.down
 
+    @property
+    def elastic(self) -> None:
+        """None: the coordinator has the engines."""
+
     def family_of(self, index: int) -> list[int]:
         """Return []: the coordinator watches the processes."""
         return []

@@ -8,9 +8,12 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
-from octavo.fleet.data_parallel import DataParallelClient
+from octavo.config import EngineConfig
+from octavo.fleet.core_launcher import CoreLauncher
+from octavo.fleet.data_parallel import DataParallelClient, share_cores
 from octavo.fleet.supervisor import Supervisor
 from octavo.messages import EngineCoreOutputs, EngineCoreRequest
 from octavo.plan.memory_plan import MemoryPlan
@@ -135,6 +138,44 @@ class IsolatedClient:
             self._thread.shutdown()
             self._loop.close()
             atexit.unregister(self._at_exit)
+
+
+def start_isolated(
+    config: EngineConfig,
+    path: Path,
+    unfinished: Callable[[], list[EngineCoreRequest]],
+    *,
+    default_batched_tokens: int,
+    log_level: str,
+) -> IsolatedClient:
+    """Start engine cores in other processes; return when the model is loaded.
+
+    Args:
+        config: the settings.
+        path: the model's folder.
+        unfinished: see `Supervisor`.
+        default_batched_tokens: token budget of a step if the settings have none.
+        log_level: minimum level that the processes log.
+    """
+    config = share_cores(config)
+    launcher = CoreLauncher(
+        config,
+        path,
+        default_batched_tokens=default_batched_tokens,
+        request_memory=None,
+        warm_spare=False,
+        log_level=log_level,
+        log_format="text",
+    )
+
+    def make() -> Supervisor | DataParallelClient:
+        if config.parallel.data_parallel_size == 1:
+            return Supervisor(launcher, unfinished, max_restarts=5, progress_timeout=60.0)
+        return DataParallelClient(
+            launcher, unfinished, config=config, max_restarts=5, progress_timeout=60.0
+        )
+
+    return IsolatedClient(make)
 
 
 def _cancel_tasks(loop: asyncio.AbstractEventLoop) -> None:

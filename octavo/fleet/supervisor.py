@@ -206,6 +206,14 @@ class Supervisor:
         """True if a new request is computed at once, rather than after trials."""
         return self.up and self._trials is None
 
+    @property
+    def elastic(self) -> None:
+        """None: the number of engines is fixed."""
+
+    async def pages(self) -> list[bytes]:
+        """Return []: there is no other front end."""
+        return []
+
     def family_of(self, index: int) -> list[int]:
         """Implement `WatchedClient`."""
         return self.family

@@ -1,4 +1,4 @@
-"""The engine's asyncio front end: takes requests, keeps their records, streams their outputs."""
+"""The asyncio front end: requests, their records, and the streams of their outputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from typing import Any
 
 import msgspec
 
-from octavo.checkpoints.identity import model_hash
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.compat.call_arguments import check_stat_loggers, refuse_unsupported
 from octavo.config import EngineConfig
@@ -29,25 +28,22 @@ from octavo.errors import (
     EngineDeadError,
     FirstTokenError,
     ScalingError,
-    StepFailedError,
-    UnmetDeadlineError,
 )
 from octavo.fleet.core_client import WatchedClient
-from octavo.fleet.core_launcher import CoreLauncher, CoreProcess
-from octavo.fleet.data_parallel import DataParallelClient, share_cores
-from octavo.fleet.front_end import FrontEndClient
-from octavo.fleet.supervisor import Recovery, Supervisor
+from octavo.fleet.start import EngineProcesses, OnRecovery, Unfinished, start_engines
+from octavo.fleet.supervisor import Recovery
 from octavo.frontend.beam_search import (
     beam_search_nbytes,
     make_beam_search,
     prompt_params,
     run_beam_search,
 )
+from octavo.frontend.engines import EngineRecords
 from octavo.frontend.environment import apply_environment
 from octavo.frontend.forecast import Forecast
 from octavo.frontend.input_processor import InputProcessor, Prompt, processing_time
 from octavo.frontend.output_processor import OutputProcessor, RequestOutputCollector
-from octavo.frontend.request_memory import RequestMemory, request_nbytes
+from octavo.frontend.request_memory import RequestMemory, request_nbytes, trim_when_idle
 from octavo.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -64,118 +60,41 @@ from octavo.plan.memory_plan import resolve_max_model_len, resolve_max_num_batch
 from octavo.platforms.registry import get_platform
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 from octavo.system import clock
-from octavo.system.device import num_cpus, trim_memory
 from octavo.system.offload import offload
 from octavo.text.tokenizer import Tokenizer, require_tokenizer
 
 logger = logging.getLogger(__name__)
 
-Unfinished = Callable[[], list[EngineCoreRequest]]
-OnRecovery = Callable[[Recovery], None]
-
-DEFAULT_REQUEST_MEMORY = 2**30
-# How often an engine is looked at, whether it has anything to do, in seconds.
-_TRIM_INTERVAL = 1.0
-# Steps of an engine that are taken in behind another, before who waits for them gets a turn.
+# Most steps that are processed in a row before waiting requests get a turn.
 _MOST_FOLLOWING = 7
-# Seconds between two questions whether the last requests have finished before a sleep.
+# Seconds between two checks whether the last requests have finished before a sleep.
 _SLEEP_POLL = 0.02
 
 
 @dataclass(frozen=True)
 class Health:
-    """Whether the engine makes progress, and if not, why."""
+    """State of the engine; not `ok` if it makes no progress, for `reason`."""
 
     ok: bool
     reason: str
 
 
-@dataclass(frozen=True)
-class EngineProcesses:
-    """How the engines of a server are started and watched.
+class AsyncLLM:
+    """Asyncio interface to one model; each engine core runs in a process of its own.
 
-    Attributes:
-        progress_timeout: seconds without a sign of life from the engine, busy or idle, after
-            which it is replaced; a step may take as long.
-        max_engine_restarts: how often an engine that died is replaced within ten minutes.
-        warm_spare: whether an interpreter stands ready for that; None: if memory allows.
-        process: the first engine process, not started yet; None: it is made.
-        request_memory: bytes that unfinished requests may take, here and in the engine.
-        log_level: minimum level that the engine process logs.
-        log_format: "text" or "json".
-        record: the recording that the processes add to.
-    """
-
-    progress_timeout: float = 60.0
-    max_engine_restarts: int = 5
-    warm_spare: bool | None = None
-    process: CoreProcess | None = None
-    request_memory: int = DEFAULT_REQUEST_MEMORY
-    log_level: str = "info"
-    log_format: str = "text"
-    record: str | None = None
-
-
-def start_engines(
-    config: EngineConfig,
-    path: Path,
-    tokenizer_path: Path,
-    processes: EngineProcesses,
-    unfinished: Unfinished,
-    on_recovery: OnRecovery,
-) -> Supervisor | DataParallelClient:
-    """Starts the engines of a server; returns while the model still loads.
+    All methods belong to one event loop: that of `start`, or after `from_engine_args` outside of a
+    loop the first one that uses the engine.
 
     Args:
         config: the engine's settings.
         path: the model's folder.
-        tokenizer_path: the tokenizer's.
-        processes: how they are started and watched.
-        unfinished: the live requests, in order of arrival, as another engine is to get them.
-        on_recovery: see `Supervisor`.
-    """
-    parallel = config.parallel.of_server()
-    config = msgspec.structs.replace(config, parallel=parallel)
-    size = parallel.data_parallel_size
-    launcher = CoreLauncher(
-        share_cores(config),
-        path,
-        default_batched_tokens=get_platform(config.device.device).server_batched_tokens,
-        request_memory=processes.request_memory,
-        warm_spare=processes.warm_spare,
-        process=processes.process,
-        log_level=processes.log_level,
-        log_format=processes.log_format,
-        record=processes.record,
-    )
-    restarts, timeout = processes.max_engine_restarts, processes.progress_timeout
-    if size == 1 and not parallel.enable_elastic_ep:
-        return Supervisor(
-            launcher,
-            unfinished,
-            max_restarts=restarts,
-            progress_timeout=timeout,
-            on_recovery=on_recovery,
-            number=parallel.first_engine if parallel.numbered else None,
-        )
-    remote = parallel.num_local_engines < size
-    checkpoint = open_checkpoint(path, config.load.load_format)
-    return DataParallelClient(
-        launcher,
-        unfinished,
-        config=config,
-        model=model_hash(checkpoint, tokenizer_path) if remote else "",
-        max_restarts=restarts,
-        progress_timeout=timeout,
-        on_recovery=on_recovery,
-    )
-
-
-class AsyncLLM:
-    """One model behind an asyncio interface; each engine core runs in a process of its own.
-
-    Made by `start`. All methods belong to the event loop that `start` ran in; of `from_engine_args`
-    outside of one, to the first in which something is asked.
+        tokenizer_path: the tokenizer's folder.
+        start_client: starts the engines, or connects to those of a coordinator; called with the
+            last two arguments of `start_engines`.
+        request_memory: bytes that unfinished requests of this front end may take.
+        metrics_prefix: prefix of the metrics' names.
+        record: settings of the recording, if there is one.
+        front_end: number of this front end among several with one coordinator, never reused.
     """
 
     def __init__(
@@ -186,26 +105,24 @@ class AsyncLLM:
         start_client: Callable[[Unfinished, OnRecovery], WatchedClient],
         *,
         request_memory: int,
-        served_name: str | None,
-        metrics_prefix: str,
+        metrics_prefix: str = "octavo",
         record: RecordSettings | None = None,
         front_end: int | None = None,
     ) -> None:
-        """See `start` and `for_front_end`."""
         config.parallel.check(headless=False)
         config = msgspec.structs.replace(config, parallel=config.parallel.of_server())
-        model, size = config.model, config.parallel.data_parallel_size
+        model = config.model
         check_recording(config, None if record is None else record.path)
-        self._num_threads = share_cores(config).device.num_threads or num_cpus()
         self.config = config
         self.spec = read_spec(open_checkpoint(path, config.load.load_format), model)
-        # Known before the memory plan, except that -1 may come out shorter: see `_became_ready`.
+        # Known before the memory plan, which may shorten -1: see `_became_ready`.
         self.max_model_len = resolve_max_model_len(config, self.spec)
         self.tokenizer: Tokenizer | None = None
         if not model.skip_tokenizer_init:
             self.tokenizer = Tokenizer.from_folder(tokenizer_path)
+        names = model.served_model_name
         self.metrics = EngineMetrics(
-            served_name or model.model,
+            names[0] if names else model.model,
             self.max_model_len,
             metrics_prefix,
             first_engine=config.parallel.first_engine,
@@ -221,37 +138,40 @@ class AsyncLLM:
             None if self._recorder is None else self._recorder.put,
         )
         self.request_memory = RequestMemory(request_memory)
-        """What unfinished requests, and answers on their way to a client, take."""
+        """Memory of unfinished requests, and of answers on their way to a client."""
         self._sleep_level: int | None = None
-        """At which level it was put to sleep, if it is not awake again."""
-        self._falling_asleep: asyncio.Task[None] | None = None
+        """Level at which the engines sleep; None: they are awake."""
         self._sleep_lock = asyncio.Lock()
-        self._cache_info: dict[str, Any] = {}
+        # References to tasks that no caller may wait for.
+        self._falling_asleep: asyncio.Task[None] | None = None
         self._change_of_size: asyncio.Task[None] | None = None
-        self._dead: EngineDeadError | None = None
         self._shutdown: asyncio.Task[None] | None = None
-        """Kept, since nobody else need keep it."""
+        self._dead: EngineDeadError | None = None
         self._numbers = itertools.count()
-        """Of core requests."""
+        """Numbers of core requests."""
         self._front_end = front_end
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: list[asyncio.Task[None]] = []
         default_batched_tokens = get_platform(config.device.device).server_batched_tokens
-        budget = resolve_max_num_batched_tokens(
-            config, default_batched_tokens, self.spec.max_model_len
+        make_forecast = partial(
+            Forecast,
+            resolve_max_num_batched_tokens(config, default_batched_tokens, self.spec.max_model_len),
+            heeds_priority=config.scheduler.scheduling_policy == "priority",
         )
-        heeds_priority = config.scheduler.scheduling_policy == "priority"
-        self._make_forecast = partial(Forecast, budget, heeds_priority=heeds_priority)
-        self._forecasts = [self._make_forecast() for _ in range(size)]
-        # Last, so that nothing that fails here leaves a process behind.
+        # Last, so that a failure before it leaves no process.
         self._client = start_client(self._output_processor.unfinished, self._note_recovery)
-        for index in range(size):
-            self._watch_engine(self._client, index)
+        self._engines = EngineRecords(
+            self._client,
+            config.parallel.data_parallel_size,
+            self.metrics,
+            make_forecast,
+            shows_stats=front_end is None,
+        )
         with contextlib.suppress(RuntimeError):  # there is no event loop yet
             self._attach()
 
     def _attach(self) -> None:
-        """Makes the running event loop the one that the engine belongs to.
+        """Make the running event loop the one to which the engine belongs.
 
         Raises:
             RuntimeError: none is running.
@@ -262,7 +182,7 @@ class AsyncLLM:
             self._loop = loop
             self._tasks = [
                 loop.create_task(self._handle_outputs()),
-                loop.create_task(self._trim_when_idle()),
+                loop.create_task(trim_when_idle(self.request_memory, self._client)),
             ]
         elif self._loop is not loop:
             raise ConfigError(
@@ -274,59 +194,32 @@ class AsyncLLM:
     async def start(
         cls,
         config: EngineConfig,
+        processes: EngineProcesses | None = None,
         *,
-        progress_timeout: float = 60.0,
-        max_engine_restarts: int = 5,
-        warm_spare: bool | None = None,
-        process: CoreProcess | None = None,
-        request_memory: int = DEFAULT_REQUEST_MEMORY,
-        served_name: str | None = None,
         metrics_prefix: str = "octavo",
-        log_level: str = "info",
-        log_format: str = "text",
-        record: RecordSettings | None = None,
     ) -> AsyncLLM:
-        """Starts the engine process and returns while the model still loads.
+        """Start the engine process; return while the model still loads.
 
         Requests may be made at once; they wait for the model.
 
         Args:
             config: the engine's settings.
-            progress_timeout: seconds without a sign of life from the engine, busy or idle, after
-                which it is replaced; a step may take as long.
-            max_engine_restarts: how often an engine that died is replaced within ten minutes.
-            warm_spare: whether an interpreter stands ready for that; None: if memory allows.
-            process: the first engine process, not started yet; None: it is made.
-            request_memory: bytes that unfinished requests may take, here and in the engine.
-            served_name: the model's name in the metrics; default: the config's.
-            metrics_prefix: what the metrics' names begin with.
-            log_level: minimum level that the engine process logs.
-            log_format: "text" or "json".
-            record: what is recorded, and where.
+            processes: settings of the engine processes; None: their defaults.
+            metrics_prefix: prefix of the metrics' names.
 
         Raises:
             ConfigError, ModelError, HubError: if config, model folder or download are bad.
         """
-        # A download may take long; the event loop goes on meanwhile.
+        processes = processes or EngineProcesses()
+        # A download may take long; the event loop continues meanwhile.
         folders = await asyncio.to_thread(resolve_folders, config)
-        processes = EngineProcesses(
-            progress_timeout,
-            max_engine_restarts,
-            warm_spare,
-            process,
-            request_memory,
-            log_level,
-            log_format,
-            None if record is None else record.path,
-        )
         return cls(
             config,
             *folders,
             partial(start_engines, config, *folders, processes),
-            request_memory=request_memory,
-            served_name=served_name,
+            request_memory=processes.request_memory,
             metrics_prefix=metrics_prefix,
-            record=record,
+            record=processes.record,
         )
 
     @classmethod
@@ -337,14 +230,14 @@ class AsyncLLM:
         usage_context: object = None,
         stat_loggers: Sequence[object] | None = None,
     ) -> AsyncLLM:
-        """Starts the engine process with vLLM's settings; as `start`, but a download blocks.
+        """Start the engine process with vLLM's settings; as `start`, but a download blocks.
 
         May be called before there is an event loop.
 
         Args:
             engine_args: the settings.
-            usage_context: ignored: usage is reported to no one.
-            stat_loggers: what logs statistics; see `StatLogger`.
+            usage_context: ignored; no usage is reported.
+            stat_loggers: loggers of statistics; see `StatLogger`.
 
         Raises:
             ConfigError, ModelError, HubError: if settings, model folder or download are bad.
@@ -360,48 +253,10 @@ class AsyncLLM:
             *folders,
             partial(start_engines, config, *folders, processes),
             request_memory=processes.request_memory,
-            served_name=None,
-            metrics_prefix="octavo",
-        )
-
-    @classmethod
-    def for_front_end(
-        cls,
-        config: EngineConfig,
-        path: Path,
-        tokenizer_path: Path,
-        start_client: Callable[[Unfinished, OnRecovery], WatchedClient],
-        number: int,
-        *,
-        request_memory: int,
-        served_name: str | None,
-        metrics_prefix: str,
-    ) -> AsyncLLM:
-        """One of several front ends of the engines behind a `Coordinator`.
-
-        Args:
-            config: the engine's settings.
-            path: the model's folder.
-            tokenizer_path: the tokenizer's.
-            start_client: opens the way to the coordinator; see `start_engines`.
-            number: no other front end of this coordinator had it.
-            request_memory: bytes that unfinished requests of this front end may take.
-            served_name: see `start`.
-            metrics_prefix: see `start`.
-        """
-        return cls(
-            config,
-            path,
-            tokenizer_path,
-            start_client,
-            request_memory=request_memory,
-            served_name=served_name,
-            metrics_prefix=metrics_prefix,
-            front_end=number,
         )
 
     async def wait_ready(self) -> None:
-        """Waits for the model.
+        """Wait for the model.
 
         Raises:
             EngineDeadError: with the root cause, if it cannot be loaded.
@@ -416,16 +271,16 @@ class AsyncLLM:
 
     @property
     def ready(self) -> bool:
-        """Whether there is an engine that takes requests now."""
+        """True if an engine accepts requests now."""
         return self._dead is None and self._client.up
 
     @property
     def loading(self) -> bool:
-        """Whether the model is not there yet; what becomes of an engine after that is mended."""
+        """True until the model is loaded for the first time; dead engines are replaced later."""
         return not self._client.ready.done()
 
     def health(self) -> Health:
-        """Whether there is an engine or, for a while, one to be; see `Supervisor`."""
+        """Return whether there is an engine, or will be one soon; see `Supervisor`."""
         if self._dead is not None:
             return Health(False, f"the engine is dead: {self._dead}")
         if self.loading:
@@ -434,7 +289,7 @@ class AsyncLLM:
                 engines = ", ".join(map(str, missing))
                 reason = f"waiting for a node (octavo serve --headless) for engine {engines}"
             return Health(True, reason)
-        if len(self._forecasts) > 1 and (down := self._client.down):
+        if len(self._engines) > 1 and (down := self._client.down):
             engines = ", ".join(f"engine {number} {why}" for number, why in down.items())
             return Health(True, f"{engines}; the others serve" if self.ready else engines)
         if not self.ready:
@@ -562,13 +417,13 @@ class AsyncLLM:
             )
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """Ends a request, or several, within one step; unknown ids are ignored."""
+        """End a request, or several, within one step; ignore unknown ids."""
         self._attach()
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
         await self._client.abort_requests(self._output_processor.abort_requests(ids))
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer.
+        """Return the model's tokenizer.
 
         Raises:
             UnsupportedError: if the engine was made with skip_tokenizer_init.
@@ -576,34 +431,34 @@ class AsyncLLM:
         return require_tokenizer(self.tokenizer)
 
     async def check_health(self) -> None:
-        """Raises what ended the engine.
+        """Raise the error that ended the engine, if it is dead.
 
         Raises:
-            EngineDeadError: with the root cause, if it is gone.
+            EngineDeadError: with the root cause.
         """
         if self._dead is not None:
             raise self._dead
 
     @property
     def errored(self) -> bool:
-        """Whether the engine is gone."""
+        """True if the engine is dead."""
         return self._dead is not None
 
     @property
     def is_running(self) -> bool:
-        """Whether it is not."""
+        """True if the engine is not dead."""
         return self._dead is None
 
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        """Forgets all cached prefixes; see `LLM.reset_prefix_cache`."""
+        """Forget all cached prefixes; see `LLM.reset_prefix_cache`."""
         self._attach()
-        what = reset_running_requests, reset_connector
-        return bool(await self._client.call_utility("reset_prefix_cache", *what))
+        args = reset_running_requests, reset_connector
+        return bool(await self._client.call_utility("reset_prefix_cache", *args))
 
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """Computes nothing more until `wake_up`, and gives memory back to the system.
+        """Compute nothing until `wake_up`, and return memory to the system.
 
         Requests that come meanwhile wait, up to their deadlines.
 
@@ -613,14 +468,14 @@ class AsyncLLM:
             while not await self._change_sleep("sleep", level, mode):
                 try:
                     await asyncio.sleep(_SLEEP_POLL)
-                except asyncio.CancelledError:  # nobody will ask again
+                except asyncio.CancelledError:  # no other call will follow
                     await self._change_sleep("wake_up", None)
                     raise
             self._sleep_level = level
-            self._record_sleep_state(level)
+            self._engines.record_sleep_state(level)
 
     async def wake_up(self, tags: list[str] | None = None) -> bool:
-        """Takes memory up again, and goes on; whether the engine is awake.
+        """Allocate memory again and continue; return True if the engine is awake.
 
         Args and Raises: as for `LLMEngine.wake_up`.
         """
@@ -628,21 +483,21 @@ class AsyncLLM:
             awake = await self._change_sleep("wake_up", tags)
             if awake:
                 self._sleep_level = None
-                self._record_sleep_state(None)
+                self._engines.record_sleep_state(None)
             return awake
 
     async def pause_generation(
         self, *, mode: PauseMode = "abort", clear_cache: bool = True
     ) -> None:
-        """Computes nothing more until `resume_generation`, and keeps all memory.
+        """Compute nothing until `resume_generation`, and keep all memory.
 
         Requests that come meanwhile wait, up to their deadlines.
 
         Args:
-            mode: what becomes of unfinished requests: abort ends them with what they have, wait
-                finishes them first, keep lets them go on later.
-            clear_cache: whether cached prefixes are forgotten, as new weights need it; what is kept
-                is computed again then.
+            mode: effect on unfinished requests: abort ends them with their tokens so far, wait
+                finishes them first, keep continues them later.
+            clear_cache: True to forget cached prefixes, as new weights need it; requests that are
+                kept are computed again then.
 
         Raises:
             RequestError: mode is unknown.
@@ -652,11 +507,11 @@ class AsyncLLM:
             await self.reset_prefix_cache(reset_running_requests=True)
 
     async def resume_generation(self) -> None:
-        """Goes on after `pause_generation`; memory that sleeps is left asleep."""
+        """Continue after `pause_generation`; memory that sleeps stays asleep."""
         await self.wake_up(["scheduling"])
 
     async def is_paused(self) -> bool:
-        """Whether nothing is computed until `resume_generation` or `wake_up`."""
+        """Return True if nothing is computed until `resume_generation` or `wake_up`."""
         return await self.is_sleeping()
 
     async def do_log_stats(self) -> None:
@@ -670,18 +525,14 @@ class AsyncLLM:
 
     @property
     def asleep(self) -> bool:
-        """Whether it was put to sleep and is not awake again."""
+        """True if the engines sleep, at any level."""
         return self._sleep_level is not None
 
     async def is_sleeping(self) -> bool:
-        """Whether it sleeps, at any level, or is about to."""
+        """Return True if the engine sleeps, at any level, or is about to."""
         await self.check_health()
         self._attach()
         return bool(await self._client.call_utility("is_sleeping"))
-
-    def _record_sleep_state(self, level: int | None) -> None:
-        for index in range(len(self._forecasts)):
-            self.metrics.for_engine(index).record_sleep_state(level)
 
     async def _change_sleep(self, method: str, *args: Any) -> bool:
         await self.check_health()
@@ -690,59 +541,31 @@ class AsyncLLM:
 
     @property
     def scaling(self) -> bool:
-        """Whether engines are being added or ended."""
-        return isinstance(self._client, DataParallelClient) and self._client.scaling
+        """True while engines are being added or ended."""
+        elastic = self._client.elastic
+        return elastic is not None and elastic.scaling
 
     async def scale(self, size: int) -> None:
-        """Changes the number of engines, while requests go on; needs `enable_elastic_ep`.
+        """Change the number of engines while requests continue; this needs `enable_elastic_ep`.
 
         Raises:
-            ScalingError: it cannot be done, or not now; then all is as before.
+            ScalingError: it cannot be changed, or not now; then nothing has changed.
         """
         await self.check_health()
         self._attach()
-        client = self._client
-        elastic = self.config.parallel.enable_elastic_ep
-        if not elastic or not isinstance(client, DataParallelClient):
+        elastic = self._client.elastic
+        if elastic is None:
             raise ScalingError(
                 "The number of engines is fixed; start the server with --enable-elastic-ep."
             )
         if self.asleep:
             raise ScalingError("The engines sleep; wake them up first.")
-        # Whoever asked may go away; it is finished all the same.
-        self._change_of_size = asyncio.create_task(self._scale(client, size))
+        # The change continues even if the caller is cancelled.
+        self._change_of_size = asyncio.create_task(self._engines.scale(elastic, size))
         await asyncio.shield(self._change_of_size)
 
-    async def _scale(self, client: DataParallelClient, size: int) -> None:
-        before = len(self._forecasts)
-        if size > before and size * self._num_threads > (cores := num_cpus()):
-            logger.warning(
-                "%d engines with %d threads each are more than the %d cores this process may use; "
-                "start the server with fewer (--num-threads)",
-                size,
-                self._num_threads,
-                cores,
-            )
-        for index in range(before, size):
-            self._forecasts.append(self._make_forecast())
-            self.metrics.add_engine(index)
-            self._watch_engine(client, index)
-            self.metrics.for_engine(index).set_cache_config_info(self._cache_info)
-        keep = before
-        try:
-            await client.scale(size)
-            keep = size
-        finally:
-            for index in range(keep, max(before, size)):
-                self.metrics.remove_engine(index)
-            del self._forecasts[keep:]
-        logger.info("there are %d engines now", size)
-
-    def _watch_engine(self, client: WatchedClient, index: int) -> None:
-        self.metrics.for_engine(index).watch_processes(partial(client.family_of, index))
-
     async def start_profile(self) -> None:
-        """Has the engine process record spans of its steps and kernels; needs `profiler_dir`.
+        """Record spans of steps and kernels in the engine process; this needs `profiler_dir`.
 
         Raises:
             ProfilerError: there is no `profiler_dir`, or a profile is being recorded already.
@@ -751,7 +574,7 @@ class AsyncLLM:
         await self._client.call_utility("start_profile")
 
     async def stop_profile(self) -> str:
-        """Ends the profile; returns the path of the Chrome trace.
+        """End the profile; return the path of the Chrome trace.
 
         Raises:
             ProfilerError: no profile is being recorded, or it cannot be written.
@@ -760,10 +583,10 @@ class AsyncLLM:
         return str(await self._client.call_utility("stop_profile"))
 
     def shutdown(self) -> Awaitable[None]:
-        """Ends the engine process. May be called twice.
+        """End the engine process. May be called twice.
 
         Returns:
-            What may be awaited to know that the process has ended; outside of an event loop it has.
+            An awaitable of the process's end, which outside of an event loop has happened.
         """
         for task in self._tasks:
             task.cancel()
@@ -812,42 +635,20 @@ class AsyncLLM:
             add_special_tokens=add_special_tokens,
         )
         if options.due < math.inf:
-            self._check_deadlines(request, params)
+            waiting = list(self._output_processor.waiting())
+            num_running = self.num_unfinished_requests - sum(r.n for r in waiting)
+            self._engines.check_deadlines(request, params, waiting, num_running)
         return request, text
-
-    def _check_deadlines(self, request: EngineCoreRequest, params: SamplingParams) -> None:
-        core = request.sampling_params
-        # A stop text or token may come at once.
-        stops = core.all_stop_token_ids or params.stop or core.grammar is not None
-        num_tokens = max(1, core.min_tokens) if stops else core.max_tokens
-        waiting = list(self._output_processor.waiting())
-        num_running = self.num_unfinished_requests - sum(r.n for r in waiting)
-        client, refusals = self._client, []
-        for index, forecast in enumerate(self._forecasts):
-            others = [r for r in waiting if client.engine_of(r.child_ids[0]) == index]
-            try:
-                forecast.check(
-                    request,
-                    others,
-                    num_running=num_running // len(self._forecasts),
-                    num_tokens=num_tokens,
-                    now=clock.now(),
-                )
-            except UnmetDeadlineError as error:
-                refusals.append(error)
-        if len(refusals) == len(self._forecasts):  # no engine can meet them
-            self.metrics.record_rejection("deadline_unmet")
-            raise refusals[0]
 
     async def _stream(
         self, request: EngineCoreRequest, params: SamplingParams, text: str | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of a processed request; closing the stream aborts it."""
+        """Stream the outputs of a processed request; closing the stream aborts it."""
         if self._dead is not None:
             raise self._dead
         queue = RequestOutputCollector(params.output_kind)
         name = request.request_id
-        # What is on its way of an earlier request must not be taken for one of the same name.
+        # Late outputs of an earlier request of the same name must not be mistaken for this one's.
         number = str(next(self._numbers))
         if self._front_end is not None:
             number = f"{self._front_end}.{number}"
@@ -870,7 +671,7 @@ class AsyncLLM:
     async def _wait(
         self, request: EngineCoreRequest, name: str, queue: RequestOutputCollector
     ) -> RequestOutput:
-        """The next output of a request with deadlines, which hold though no engine sees to them.
+        """Return the next output of a request; enforce its deadlines even if there is no engine.
 
         Raises:
             DeadlineError: one of the deadlines has passed.
@@ -918,39 +719,13 @@ class AsyncLLM:
         # Count the step first: requests read their outputs while the abort waits.
         if outputs.stats is not None:
             self.stats = outputs.stats
-            if index < len(self._forecasts):  # one that is ended gets no more
-                self._forecasts[index].record(outputs.stats, outputs.timestamp)
-            self._show(outputs.stats, index)
+            self._engines.record(outputs.stats, outputs.timestamp, index)
         await self._client.abort_requests(processed.reqs_to_abort)
 
     async def render_metrics(self) -> bytes:
-        """All metrics in Prometheus' text format, with those of other front ends."""
-        client = self._client
-        if not isinstance(client, FrontEndClient) or self._dead is not None:
-            return self.metrics.render()
-        return await asyncio.to_thread(join_pages, await client.pages())
-
-    def _show(self, stats: SchedulerStats, index: int) -> None:
-        """Has the metrics show what an engine does; behind a coordinator that is its part."""
-        metrics = self.metrics.for_engine(index)
-        if self._front_end is None:
-            metrics.record_scheduler_stats(stats)
-        else:
-            metrics.keep_stats(stats)
-
-    async def _trim_when_idle(self) -> None:
-        """Gives memory back to the system, the first time that nothing runs any more."""
-        trimmed = True
-        with contextlib.suppress(EngineDeadError):
-            await self.wait_ready()
-            while True:
-                await asyncio.sleep(_TRIM_INTERVAL)
-                idle = not self.request_memory.used
-                if idle and not trimmed:
-                    with contextlib.suppress(StepFailedError):
-                        await self._client.call_utility("trim_memory")
-                    await asyncio.to_thread(trim_memory)
-                trimmed = idle
+        """Return all metrics in Prometheus' text format, with those of other front ends."""
+        pages = [] if self._dead is not None else await self._client.pages()
+        return await asyncio.to_thread(join_pages, pages) if pages else self.metrics.render()
 
     def _note_death(self, reason: str) -> None:
         if self._recorder is not None:
@@ -961,7 +736,7 @@ class AsyncLLM:
         self.metrics.for_engine(recovery.engine_index).record_recovery(
             recovery.num_requests, recovery.seconds
         )
-        if self._sleep_level is not None:  # whoever put it to sleep counts on its memory
+        if self._sleep_level is not None:  # its memory must stay free
             self._falling_asleep = asyncio.create_task(self.sleep(self._sleep_level, "keep"))
 
     def _became_ready(self, ready: asyncio.Future[Any]) -> None:
@@ -970,15 +745,14 @@ class AsyncLLM:
         plan = ready.result().plan
         if self._recorder is not None:
             self._recorder.put_plan(plan.num_blocks, plan.max_model_len)
-        info = {
-            **msgspec.structs.asdict(self.config.cache),
-            "num_gpu_blocks": plan.num_blocks,
-            "kv_cache_size_tokens": int(plan.max_concurrency * plan.max_model_len),
-            "kv_cache_max_concurrency": round(plan.max_concurrency, 2),
-        }
-        self._cache_info = info
-        for index in range(len(self._forecasts)):  # one plan for all engines
-            self.metrics.for_engine(index).set_cache_config_info(info)
+        self._engines.set_cache_info(
+            {
+                **msgspec.structs.asdict(self.config.cache),
+                "num_gpu_blocks": plan.num_blocks,
+                "kv_cache_size_tokens": int(plan.max_concurrency * plan.max_model_len),
+                "kv_cache_max_concurrency": round(plan.max_concurrency, 2),
+            }
+        )
         if plan.max_model_len != self.max_model_len:
             self.max_model_len = plan.max_model_len
             self._input_processor = self._make_input_processor()
@@ -1013,7 +787,7 @@ def _make_options(
 
 
 class _Done:
-    """What can be awaited and has happened."""
+    """Awaitable that is done."""
 
     def __await__(self) -> Generator[None, None, None]:
         yield from ()

@@ -16,7 +16,8 @@ from octavo.compat.call_arguments import apply_tokenization, refuse_unsupported
 from octavo.config import EngineConfig, ModelConfig
 from octavo.config.engine_args import EngineArgs
 from octavo.engine.assemble import make_engine_core
-from octavo.errors import ConfigError, EngineDeadError, OctavoError, RequestError, UnsupportedError
+from octavo.engine.checks import check_offline
+from octavo.errors import EngineDeadError, OctavoError, RequestError, UnsupportedError
 from octavo.fleet.core_client import InprocClient
 from octavo.frontend.environment import apply_environment
 from octavo.frontend.input_processor import InputProcessor, Prompt
@@ -75,7 +76,7 @@ class LLMEngine:
     ) -> None:
         apply_environment()
         self.config = config
-        _check_parallel(config)
+        check_offline(config)
         settings = config.model
         path, tokenizer_path = resolve_folders(config)
         self._checkpoint = open_checkpoint(path, config.load.load_format, settings.seed)
@@ -92,7 +93,15 @@ class LLMEngine:
         self._output_processor = OutputProcessor(self.tokenizer, self._metrics, record)
         self.client: InprocClient | IsolatedClient
         if isolate or config.parallel.data_parallel_size > 1:
-            self.client = self._isolate(path)
+            from octavo.fleet.isolated import start_isolated
+
+            self.client = start_isolated(
+                config,
+                path,
+                self._output_processor.unfinished,
+                default_batched_tokens=OFFLINE_BATCHED_TOKENS,
+                log_level=logging.getLevelName(logger.getEffectiveLevel()).lower(),
+            )
             self.memory_plan = self.client.memory_plan
         else:
             core, self.memory_plan = make_engine_core(
@@ -113,32 +122,6 @@ class LLMEngine:
         self._outputs: list[RequestOutput] = []
         """What came for these and has not been returned by `step` yet."""
         self._running = True
-
-    def _isolate(self, path: Path) -> IsolatedClient:
-        from octavo.fleet.core_launcher import CoreLauncher
-        from octavo.fleet.data_parallel import DataParallelClient, share_cores
-        from octavo.fleet.isolated import IsolatedClient
-        from octavo.fleet.supervisor import Supervisor
-
-        config, unfinished = self.config, self._output_processor.unfinished
-        launcher = CoreLauncher(
-            share_cores(config),
-            path,
-            default_batched_tokens=OFFLINE_BATCHED_TOKENS,
-            request_memory=None,
-            warm_spare=False,
-            log_level=logging.getLevelName(logger.getEffectiveLevel()).lower(),
-            log_format="text",
-        )
-
-        def make() -> Supervisor | DataParallelClient:
-            if config.parallel.data_parallel_size == 1:
-                return Supervisor(launcher, unfinished, max_restarts=5, progress_timeout=60.0)
-            return DataParallelClient(
-                launcher, unfinished, config=config, max_restarts=5, progress_timeout=60.0
-            )
-
-        return IsolatedClient(make)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> LLMEngine:
@@ -486,36 +469,6 @@ class LLMEngine:
         self._outputs.append(output)
         if finished:
             self._added.discard(request_id)
-
-
-def _check_parallel(config: EngineConfig) -> None:
-    """Refuses what needs a server.
-
-    Raises:
-        ConfigError: naming the setting.
-    """
-    parallel = config.parallel
-    parallel.check(headless=False)
-    if parallel.enable_elastic_ep:
-        raise ConfigError(
-            "enable_elastic_ep=True is not supported here: the number of engines is fixed. Start a "
-            "server with it, or make an AsyncLLM."
-        )
-    if parallel.external or parallel.data_parallel_hybrid_lb:
-        raise ConfigError(
-            "data_parallel_rank, data_parallel_external_lb and data_parallel_hybrid_lb are for "
-            "servers behind a load balancer; leave them out."
-        )
-    if parallel.num_local_engines < parallel.data_parallel_size:
-        raise ConfigError(
-            f"data_parallel_size_local={parallel.data_parallel_size_local} is not supported here: "
-            "all engines are on this machine. Start a server with it, or make an AsyncLLM."
-        )
-    if parallel.data_parallel_size > 1 and config.observability.profiler_dir is not None:
-        raise ConfigError(
-            f"profiler_dir={config.observability.profiler_dir!r} is of one engine here; leave out "
-            "data_parallel_size."
-        )
 
 
 def complete(call: Coroutine[None, None, T]) -> T:

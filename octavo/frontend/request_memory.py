@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from octavo.errors import QueueFullError, RequestError
+from octavo.errors import EngineDeadError, QueueFullError, RequestError, StepFailedError
 from octavo.messages import EngineCoreRequest
 from octavo.sampling_params import SamplingParams
+from octavo.system.device import trim_memory
+
+if TYPE_CHECKING:
+    from octavo.fleet.core_client import WatchedClient
+
+# Interval of checks for the end of the last request.
+_TRIM_INTERVAL = 1.0
 
 # Bytes in both processes together, rounded up.
 _ANSWER = 8192
@@ -172,3 +181,18 @@ class RequestMemory:
             yield
         finally:
             self.used -= nbytes
+
+
+async def trim_when_idle(memory: RequestMemory, client: WatchedClient) -> None:
+    """Return free memory to the system each time that the last request has ended."""
+    trimmed = True
+    with suppress(EngineDeadError):
+        await asyncio.shield(client.ready)
+        while True:
+            await asyncio.sleep(_TRIM_INTERVAL)
+            idle = not memory.used
+            if idle and not trimmed:
+                with suppress(StepFailedError):
+                    await client.call_utility("trim_memory")
+                await asyncio.to_thread(trim_memory)
+            trimmed = idle

@@ -1,4 +1,4 @@
-"""How many drafts are worth their while.
+"""The drafts of each step: how many are worth their while, and what they brought.
 
 A draft that is verified in vain costs a row of the step, and the time of whoever drafted it. What
 that comes to depends on the machine, the model, how many requests share the step and what they
@@ -9,8 +9,18 @@ if drafts do not pay. Answers do not depend on it.
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Sequence
 
+from octavo.messages import ModelRunnerOutput
+from octavo.scheduler.step import ScheduledStep
+from octavo.structured_output.base import MAX_FORCED
+
+logger = logging.getLogger(__name__)
+
+# Seconds between log lines about drafting.
+_LOG_INTERVAL = 60.0
 # Weight of the newest step's time, and of each draft, in the running means.
 _WEIGHT = 1 / 16
 # Before anything is known a draft is right that often, if the one before it was.
@@ -22,6 +32,69 @@ _STEPS_BETWEEN = 16
 _STEPS_OF_PROBE = 3
 # After a look that found nothing better the next one comes later, at most that many steps.
 _FIRST_PAUSE, _LONGEST_PAUSE = 64, 512
+
+
+class Drafting:
+    """Places for drafts in the steps of a scheduler, and counters of drafts.
+
+    Args:
+        num_speculative_tokens: most drafts of a request in a step, beside those of grammars.
+        max_num_drafts: most drafts of all requests in a step.
+    """
+
+    def __init__(self, num_speculative_tokens: int, max_num_drafts: int) -> None:
+        self.max_num_drafts = max_num_drafts
+        self.lengths = DraftLengths(num_speculative_tokens)
+        self.num_drafts = self.num_draft_tokens = 0
+        self.num_accepted_tokens_per_pos = [0] * num_speculative_tokens
+        self._last_result = -math.inf
+        self._logged_pause, self._next_log = False, -math.inf
+
+    def choose(self, num_running: int, now: float) -> int:
+        """Return the most drafts of a request in the next step; log if drafting stops or goes on,
+        but not more often than is readable."""
+        lengths = self.lengths
+        if not lengths.most:
+            return 0
+        num_drafts = lengths.choose(num_running)
+        if lengths.paused != self._logged_pause and now >= self._next_log:
+            self._logged_pause, self._next_log = lengths.paused, now + _LOG_INTERVAL
+            change = "paused: does not pay" if lengths.paused else "resumed: pays"
+            logger.info("drafting %s at this load (%d running)", change, num_running)
+        return num_drafts
+
+    def forced_per_request(self, num_running: int) -> int:
+        """Return the most drafts of a request's grammar in a step.
+
+        They save steps, but with many requests they would make the steps longer: there are none
+        unless all requests could have them.
+        """
+        return MAX_FORCED if num_running * MAX_FORCED <= self.max_num_drafts else 0
+
+    def learn(self, step: ScheduledStep, result: ModelRunnerOutput, now: float) -> None:
+        """Learn from a step what drafts cost and bring, if it has no other work."""
+        if not self.lengths.most:
+            return
+        # The step began when it was scheduled, or when the step before it ended.
+        seconds, self._last_result = now - max(step.scheduled_at, self._last_result), now
+        work = step.output.scheduled_reqs
+        if not (result.errors or step.forced) and all(
+            r.num_tokens == 1 + r.num_drafts for r in work
+        ):
+            self.lengths.record(
+                seconds,
+                [result.num_draft_tokens.get(req_id, 0) for req_id in result.req_ids],
+                [max(0, len(tokens) - 1) for tokens in result.sampled_token_ids],
+            )
+
+    def count(self, num_drafts: int, num_accepted: int) -> None:
+        """Count the drafts of a request in a step."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_drafts
+        accepted = self.num_accepted_tokens_per_pos
+        accepted += [0] * (num_accepted - len(accepted))
+        for place in range(num_accepted):
+            accepted[place] += 1
 
 
 class DraftLengths:

@@ -17,7 +17,7 @@ import uvloop
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.errors import OctavoError
 from octavo.fleet.coordinator import Coordinator, FrontEnd
-from octavo.frontend.async_llm import EngineProcesses, start_engines
+from octavo.fleet.start import EngineProcesses, start_engines
 from octavo.models.registry import read_spec
 from octavo.observability.metrics import EngineMetrics
 from octavo.plan.memory_plan import SERVER_NBYTES, resolve_max_model_len

@@ -77,18 +77,16 @@ def main() -> int:
 
 
 def _make_engine(setup: FrontEndSetup, coordinator: CoordinatorProcess) -> AsyncLLM:
-    names = setup.engine_config.model.served_model_name
-    engine = AsyncLLM.for_front_end(
+    engine = AsyncLLM(
         setup.engine_config,
         Path(setup.model_path),
         Path(setup.tokenizer_path),
         lambda unfinished, _: FrontEndClient(
             coordinator, lambda: engine.metrics.render(), unfinished
         ),
-        setup.number,
         request_memory=setup.config.request_memory_bytes,
-        served_name=names[0] if names else None,
         metrics_prefix=setup.config.metrics_prefix,
+        front_end=setup.number,
     )
     return engine
 

@@ -26,6 +26,7 @@ from octavo.config import EngineConfig, ServerConfig
 from octavo.engine.checks import check_recording, check_settings
 from octavo.errors import ConfigError, OctavoError, reason_of
 from octavo.fleet.core_launcher import CoreProcess
+from octavo.fleet.start import EngineProcesses
 from octavo.frontend.async_llm import AsyncLLM
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_spec
@@ -279,22 +280,20 @@ async def start_engine(
     config: ServerConfig, engine_config: EngineConfig, process: CoreProcess | None = None
 ) -> AsyncLLM:
     """Start the engine of a server, in `process` if given; return while the model still loads."""
-    names = engine_config.model.served_model_name
-    return await AsyncLLM.start(
-        engine_config,
+    record = None
+    if config.record is not None:
+        record = RecordSettings(config.record, config.record_prompts, config.record_max_bytes)
+    processes = EngineProcesses(
         progress_timeout=config.progress_timeout,
         max_engine_restarts=config.max_engine_restarts,
         warm_spare=config.warm_spare,
         process=process,
         request_memory=config.request_memory_bytes,
-        served_name=names[0] if names else None,
-        metrics_prefix=config.metrics_prefix,
         log_level=config.log_level,
         log_format=config.log_format,
-        record=None
-        if config.record is None
-        else RecordSettings(config.record, config.record_prompts, config.record_max_bytes),
+        record=record,
     )
+    return await AsyncLLM.start(engine_config, processes, metrics_prefix=config.metrics_prefix)
 
 
 def allow_files() -> None:

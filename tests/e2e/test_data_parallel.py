@@ -11,6 +11,7 @@ import pytest
 from octavo import LLM, SamplingParams, cli
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
+from octavo.fleet.start import EngineProcesses
 from octavo.frontend.async_llm import AsyncLLM
 from octavo.observability.recording import RecordSettings
 from tests.e2e import harness
@@ -168,7 +169,7 @@ def test_what_one_engine_alone_can_do(tmp_path):
     async def start():
         config = EngineConfig.from_kwargs(data_parallel_size=2, **SETTINGS)
         record = RecordSettings(str(tmp_path / "r"), "full", 2**20)
-        await AsyncLLM.start(config, record=record)
+        await AsyncLLM.start(config, EngineProcesses(record=record))
 
     with pytest.raises(ConfigError, match="a recording is of one engine"):
         asyncio.run(start())

@@ -15,6 +15,7 @@ from octavo import cli
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig
 from octavo.errors import RequestError
+from octavo.fleet.start import EngineProcesses
 from octavo.frontend.async_llm import AsyncLLM
 from octavo.messages import RequestOptions
 from octavo.models.hub import resolve_folders
@@ -93,8 +94,7 @@ async def record(path: Path) -> None:
     """Send all requests, and kill the engine while they are in flight."""
     engine = await AsyncLLM.start(
         EngineConfig.from_kwargs(**SETTINGS),
-        warm_spare=False,
-        record=RecordSettings(str(path)),
+        EngineProcesses(warm_spare=False, record=RecordSettings(str(path))),
     )
     try:
         await engine.wait_ready()

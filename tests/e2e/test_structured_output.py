@@ -125,9 +125,9 @@ def llm():
 def expected(llm):
     """Return the answers to `all_requests`, without the drafts of grammars."""
     core = llm._client.core
-    core.scheduler.max_num_drafts, most = 0, core.scheduler.max_num_drafts
+    core.scheduler.drafting.max_num_drafts, most = 0, core.scheduler.drafting.max_num_drafts
     answers = run(llm, all_requests(llm))
-    core.scheduler.max_num_drafts = most
+    core.scheduler.drafting.max_num_drafts = most
     return answers
 
 
@@ -148,9 +148,9 @@ def test_jumping_ahead_changes_no_bit_and_saves_steps(llm, expected):
     assert sum(after.num_accepted_tokens_per_pos) > sum(before.num_accepted_tokens_per_pos)
     # One request alone.
     core = llm._client.core
-    steps, most = [], core.scheduler.max_num_drafts
+    steps, most = [], core.scheduler.drafting.max_num_drafts
     for num_drafts in (0, most):
-        core.scheduler.max_num_drafts = num_drafts
+        core.scheduler.drafting.max_num_drafts = num_drafts
         began = llm.stats().num_steps
         (answer,) = run(llm, [request(llm, "0", PROMPTS[0], JSON)]).values()
         steps.append(llm.stats().num_steps - began)

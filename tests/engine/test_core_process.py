@@ -34,6 +34,7 @@ from octavo.errors import (
 )
 from octavo.fleet.core_launcher import CoreLauncher
 from octavo.fleet.mp_client import AsyncMPClient
+from octavo.fleet.start import EngineProcesses
 from octavo.frontend.async_llm import AsyncLLM
 from octavo.messages import GrammarSpec, SchedulerStats
 from octavo.models.hub import resolve_model
@@ -48,9 +49,7 @@ CONFIG = {"max_model_len": 256, "kv_cache_memory_bytes": "8M", "max_num_seqs": 8
 async def start(progress_timeout: float = 60.0, restarts: int = 5, **settings: object) -> AsyncLLM:
     return await AsyncLLM.start(
         EngineConfig.from_kwargs(**{**CONFIG, **settings}),
-        progress_timeout=progress_timeout,
-        max_engine_restarts=restarts,
-        warm_spare=False,
+        EngineProcesses(progress_timeout, restarts, warm_spare=False),
     )
 
 

@@ -22,8 +22,10 @@ from octavo.errors import (
     ScalingError,
     UnmetDeadlineError,
 )
+from octavo.fleet import start
+from octavo.fleet.start import EngineProcesses
 from octavo.fleet.supervisor import Recovery
-from octavo.frontend import async_llm
+from octavo.frontend import request_memory
 from octavo.frontend.async_llm import AsyncLLM, Health
 from octavo.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, SchedulerStats
 from octavo.observability.recording import RecordSettings, read_records
@@ -34,6 +36,8 @@ from tests.plan.plans import make_plan
 
 class Client:
     """Requests to the engine process, and answers that the test sends for it."""
+
+    elastic = None
 
     def __init__(self, launcher, unfinished, **settings):
         self.launcher, self.unfinished, self.settings = launcher, unfinished, settings
@@ -61,6 +65,9 @@ class Client:
 
     def engine_of(self, request_id):
         return 0
+
+    async def pages(self):
+        return []
 
     def become_ready(self, ready):
         self.up = True
@@ -112,12 +119,13 @@ class Client:
 
 def run(test, monkeypatch, config=None, **settings):
     """Run a coroutine function with an engine whose process is a stand-in."""
-    monkeypatch.setattr(async_llm, "Supervisor", Client)
-    monkeypatch.setattr(async_llm, "CoreLauncher", lambda config, path, **settings: settings)
-    monkeypatch.setattr(async_llm, "_TRIM_INTERVAL", 0.002)
+    monkeypatch.setattr(start, "Supervisor", Client)
+    monkeypatch.setattr(start, "CoreLauncher", lambda config, path, **settings: settings)
+    monkeypatch.setattr(request_memory, "_TRIM_INTERVAL", 0.002)
 
     async def main():
-        engine = await AsyncLLM.start(EngineConfig.from_kwargs(**(config or {})), **settings)
+        processes = EngineProcesses(**settings)
+        engine = await AsyncLLM.start(EngineConfig.from_kwargs(**(config or {})), processes)
         try:
             await test(engine, engine._client)
         finally:
@@ -169,8 +177,8 @@ def test_what_the_process_is_started_with(monkeypatch):
     run(
         given,
         monkeypatch,
+        {"served_model_name": "mine"},
         request_memory=2**20,
-        served_name="mine",
         log_level="debug",
         log_format="json",
     )
@@ -285,7 +293,7 @@ def test_what_is_recorded(monkeypatch, tmp_path):
 
 def test_memory_is_given_back_once_nothing_runs_any_more(monkeypatch):
     trims = []
-    monkeypatch.setattr(async_llm, "trim_memory", lambda: trims.append(1))
+    monkeypatch.setattr(request_memory, "trim_memory", lambda: trims.append(1))
 
     async def test(engine, client):
         client.become_ready(READY)
@@ -628,8 +636,8 @@ def test_a_dead_engine_neither_sleeps_nor_wakes_up(monkeypatch):
 
 
 def test_an_engine_may_be_made_before_there_is_an_event_loop(monkeypatch):
-    monkeypatch.setattr(async_llm, "Supervisor", Client)
-    monkeypatch.setattr(async_llm, "CoreLauncher", lambda config, path, **settings: settings)
+    monkeypatch.setattr(start, "Supervisor", Client)
+    monkeypatch.setattr(start, "CoreLauncher", lambda config, path, **settings: settings)
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs())
     client = engine._client
     assert client.launcher["log_level"] == "warning"
@@ -656,8 +664,8 @@ def test_an_engine_may_be_made_before_there_is_an_event_loop(monkeypatch):
 
 
 def test_an_engine_that_is_never_asked_ends(monkeypatch):
-    monkeypatch.setattr(async_llm, "Supervisor", Client)
-    monkeypatch.setattr(async_llm, "CoreLauncher", lambda config, path, **settings: settings)
+    monkeypatch.setattr(start, "Supervisor", Client)
+    monkeypatch.setattr(start, "CoreLauncher", lambda config, path, **settings: settings)
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs())
     assert engine._client.launcher["log_level"] == "error"
@@ -669,6 +677,7 @@ class Several(Client):
     """Stand-in for several engines, whose number can be changed."""
 
     scaling = False
+    elastic = property(lambda self: self)
 
     def __init__(self, launcher, unfinished, *, config, model, **settings):
         super().__init__(launcher, unfinished, **settings)
@@ -685,21 +694,21 @@ class Several(Client):
 
 
 def test_the_number_of_engines_is_changed_though_nobody_waits_for_it(monkeypatch):
-    monkeypatch.setattr(async_llm, "DataParallelClient", Several)
+    monkeypatch.setattr(start, "DataParallelClient", Several)
 
     async def test(engine, client):
         client.ready.set_result(READY)
         asking = asyncio.create_task(engine.scale(3))
-        await until(lambda: len(engine._forecasts) == 3)
+        await until(lambda: len(engine._engines) == 3)
         asking.cancel()
         await asyncio.wait({asking})
         client.may_go_on.set()
         await until(lambda: client.sizes == [3])
         with pytest.raises(ScalingError, match="no room"):
             await engine.scale(5)
-        assert len(engine._forecasts) == 3
+        assert len(engine._engines) == 3
         await engine.scale(1)
-        assert len(engine._forecasts) == 1
+        assert len(engine._engines) == 1
 
     run(test, monkeypatch, {"enable_elastic_ep": True})
 

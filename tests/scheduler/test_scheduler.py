@@ -657,7 +657,7 @@ class TestSpeculation:
         engine.step()
         work = engine.schedule()
         assert [r.num_drafts for r in work.scheduled_reqs] == [0, 4, 4, 4]
-        engine.scheduler.max_num_drafts = 6
+        engine.scheduler.drafting.max_num_drafts = 6
         engine.update()
         engine.add("long", [9] * 100)
         work = engine.schedule()
@@ -667,7 +667,7 @@ class TestSpeculation:
     @pytest.mark.parametrize("depth", [1, 2])
     def test_forced_tokens_have_places_once(self, depth):
         engine = FakeEngine(depth=depth)  # no speculation
-        engine.scheduler.max_num_drafts, engine.executor.num_drafts = 32, 8
+        engine.scheduler.drafting.max_num_drafts, engine.executor.num_drafts = 32, 8
         plain = engine.add("p", [1, 2], max_tokens=30)
         forced = [engine.add(str(i), [1, 2, i], max_tokens=30) for i in range(3, 6)]
         for _ in range(2):
@@ -688,7 +688,7 @@ class TestSpeculation:
 
     def test_with_many_requests_nothing_is_forced(self):
         engine = FakeEngine()
-        engine.scheduler.max_num_drafts = 32
+        engine.scheduler.drafting.max_num_drafts = 32
         requests = [engine.add(str(i), [1, 2, i], max_tokens=30) for i in range(5)]
         engine.step()
         assert engine.scheduler.forced_per_request == 0
@@ -699,8 +699,8 @@ class TestSpeculation:
 
     def test_steps_with_forced_tokens_teach_nothing_about_drafts(self):
         engine = FakeEngine(num_drafts=2)
-        engine.scheduler.max_num_drafts, engine.executor.num_drafts, learned = 16, 8, []
-        engine.scheduler._draft_lengths.record = lambda *args: learned.append(args)
+        engine.scheduler.drafting.max_num_drafts, engine.executor.num_drafts, learned = 16, 8, []
+        engine.scheduler.drafting.lengths.record = lambda *args: learned.append(args)
         request = engine.add("0", [1, 2], max_tokens=30)
         engine.step()
         engine.step()
@@ -711,10 +711,10 @@ class TestSpeculation:
         engine.run()
 
     def test_a_change_of_drafting_is_logged_once_and_at_most_once_a_minute(self, caplog):
-        caplog.set_level("INFO", "octavo.scheduler.scheduler")
+        caplog.set_level("INFO", "octavo.scheduler.speculation")
         engine = FakeEngine(num_drafts=2)
         engine.add("0", [1, 2], max_tokens=30)
-        lengths = engine.scheduler._draft_lengths
+        lengths = engine.scheduler.drafting.lengths
         lengths.choose = lambda num_reqs: 0
         for engine.now, lengths.paused in ((0, False), (1, True), (2, True), (3, False), (61, 0)):
             engine.step()

@@ -22,6 +22,7 @@ import pytest
 from octavo import cli
 from octavo.config import EngineConfig, ServerConfig
 from octavo.errors import ConfigError, OctavoError
+from octavo.fleet.start import EngineProcesses
 from octavo.observability.recording import RecordSettings
 from octavo.server import run
 from octavo.server.state import ServerState
@@ -348,8 +349,8 @@ def test_what_is_found_before_the_model_is_loaded(flags, said, monkeypatch, caps
 def test_the_engine_is_started_with_what_the_server_knows(monkeypatch):
     seen = {}
 
-    async def start(config, **kwargs):
-        seen.update(kwargs)
+    async def start(config, processes, **kwargs):
+        seen.update(processes=processes, **kwargs)
 
     monkeypatch.setattr(run.AsyncLLM, "start", start)
     config = EngineConfig.from_kwargs(model="org/name", served_model_name=["a", "b"])
@@ -366,18 +367,16 @@ def test_the_engine_is_started_with_what_the_server_knows(monkeypatch):
         log_format="json",
     )
     asyncio.run(run.start_engine(server_config, config))
-    assert seen == {
-        "progress_timeout": 7.0,
-        "max_engine_restarts": 2,
-        "warm_spare": False,
-        "process": None,
-        "record": RecordSettings("run.rec", "hash", 2**20),
-        "request_memory": 2**21,
-        "served_name": "a",
-        "metrics_prefix": "vllm",
-        "log_level": "debug",
-        "log_format": "json",
-    }
+    processes = EngineProcesses(
+        progress_timeout=7.0,
+        max_engine_restarts=2,
+        warm_spare=False,
+        request_memory=2**21,
+        log_level="debug",
+        log_format="json",
+        record=RecordSettings("run.rec", "hash", 2**20),
+    )
+    assert seen == {"processes": processes, "metrics_prefix": "vllm"}
 
 
 @pytest.mark.parametrize(

@@ -366,7 +366,7 @@ class Simulation:
             clock=lambda: self.now,
         )
         lengths: Any = RandomDraftLengths(settings.num_drafts)
-        self._scheduler._draft_lengths = lengths
+        self._scheduler.drafting.lengths = lengths
         fail = [
             child
             for arrival in self.arrivals.values()

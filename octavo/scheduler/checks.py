@@ -1,0 +1,101 @@
+"""Checks of requests on arrival, and of the scheduler's books."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from octavo.config import SchedulerConfig
+from octavo.errors import ContextLengthError, RequestError
+from octavo.kv_cache.groups import KVCacheConfig, max_blocks_per_request
+from octavo.request import Request, RequestStatus
+from octavo.scheduler.step import ScheduledStep
+
+
+def check_fits(
+    request: Request,
+    config: SchedulerConfig,
+    kv_cache_config: KVCacheConfig,
+    *,
+    max_model_len: int,
+    budget: int,
+    num_usable_blocks: int,
+) -> None:
+    """Refuse a request that could never be served.
+
+    Raises:
+        ContextLengthError: it does not fit the context, the KV cache, or a step that must compute
+            its whole prompt.
+        RequestError: its prompt is empty, or its output is complete.
+    """
+    prompt = request.num_prompt_tokens
+    if prompt == 0:
+        raise RequestError("The prompt is empty.", "prompt")
+    if prompt >= max_model_len:
+        raise ContextLengthError(
+            f"The prompt has {prompt} tokens and at least one is to be generated, but the "
+            f"context holds {max_model_len} tokens. Shorten the prompt.",
+            "prompt",
+        )
+    limit = min(request.max_tokens, max_model_len - prompt)
+    if request.num_output_tokens >= max(limit, 1):
+        raise RequestError(
+            f"The request has {request.num_output_tokens} output tokens already, and may have "
+            f"{limit}: nothing is left to be generated.",
+            "max_tokens",
+        )
+    if prompt > budget and not config.enable_chunked_prefill:
+        raise ContextLengthError(
+            f"The prompt has {prompt} tokens, but a step takes {budget} and chunked prefill "
+            "is off. Shorten the prompt.",
+            "prompt",
+        )
+    most = min(prompt + request.max_tokens, max_model_len)
+    needed = max_blocks_per_request(
+        kv_cache_config.groups, kv_cache_config.block_size, most, budget
+    )
+    if needed > num_usable_blocks:
+        raise ContextLengthError(
+            f"The prompt of {prompt} tokens and up to {request.max_tokens} more need {needed} "
+            f"KV-cache blocks, but there are {num_usable_blocks}. Shorten the prompt or lower "
+            "max_tokens.",
+            "max_tokens",
+        )
+
+
+def check_books(
+    requests: dict[str, Request],
+    running: Collection[Request],
+    others: Iterable[Request],
+    in_flight: Iterable[ScheduledStep],
+    max_num_seqs: int,
+) -> None:
+    """Check that the books of running and other requests and of steps in flight agree.
+
+    Raises:
+        AssertionError: with the contradiction.
+    """
+    places = [*running, *others]
+    if {r.request_id: r for r in places} != requests or len(places) != len(requests):
+        raise AssertionError("a request is lost, or in two places")
+    placeholders: dict[Request, int] = dict.fromkeys(places, 0)
+    drafts = placeholders.copy()
+    for step in in_flight:
+        for request, _, num_sampled in step.entries:
+            if request in placeholders and num_sampled:
+                placeholders[request] += num_sampled
+                drafts[request] += num_sampled - 1
+    for i, request in enumerate(places):
+        is_running = request.status == RequestStatus.RUNNING
+        if is_running != (i < len(running)) or request.status.finished:
+            raise AssertionError(f"{request.request_id} is {request.status!r}")
+        if not is_running and request.num_computed_tokens:
+            raise AssertionError(f"{request.request_id} waits with computed tokens")
+        if request.num_output_placeholders != placeholders[request]:
+            raise AssertionError(f"{request.request_id} misses tokens of steps in flight")
+        if request.num_spec_in_flight != drafts[request]:
+            raise AssertionError(f"{request.request_id} misses drafts of steps in flight")
+        if request.num_computed_tokens > request.num_tokens + placeholders[request]:
+            raise AssertionError(f"{request.request_id} is computed beyond its tokens")
+    keys = [request.queue_key for request in running]
+    if keys != sorted(keys) or len(keys) > max_num_seqs:
+        raise AssertionError("too many requests run, or not in order")

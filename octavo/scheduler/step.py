@@ -1,0 +1,38 @@
+"""A step of the scheduler, from its first request until its result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from octavo.messages import SchedulerOutput
+from octavo.request import Request
+
+
+@dataclass(slots=True)
+class ScheduledStep:
+    """A step that is being scheduled, and then is in flight."""
+
+    output: SchedulerOutput
+    budget: int
+    """Tokens that may still be added."""
+    draft_budget: int
+    """Places for drafts that may still be added."""
+    drafts_per_request: int
+    forced_per_request: int
+    """Most drafts of a request's grammar; see `Drafting.forced_per_request`."""
+    scheduled_at: float
+    preempted: bool = False
+    forced: bool = False
+    """True if it contains drafts of grammars."""
+    entries: list[tuple[Request, int, int]] = field(default_factory=list)
+    """(request, first position computed, most tokens that it samples), in batch order."""
+    busy: frozenset[Request] = frozenset()
+    """Requests that would delay the step: another stage must sample their last tokens first."""
+
+    def drop(self) -> None:
+        """Remove all requests from a step whose result is not valid."""
+        for request, _, num_sampled in self.entries:
+            if num_sampled:
+                request.num_output_placeholders -= num_sampled
+                request.num_spec_in_flight -= num_sampled - 1
+        self.entries.clear()
