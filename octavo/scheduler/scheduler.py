@@ -19,14 +19,14 @@ import bisect
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from octavo.config import SchedulerConfig
 from octavo.errors import ContextLengthError, RequestError
-from octavo.kv_cache.events import AnyKVEvent
+from octavo.kv_cache.events import KVEventLog
 from octavo.kv_cache.groups import KVCacheConfig, max_blocks_per_request
 from octavo.kv_cache.manager import KVCacheBlocks, KVCacheManager
 from octavo.kv_connector.base import KVConnectorBase
@@ -45,7 +45,7 @@ from octavo.messages import (
 from octavo.request import QueueKey, Request, RequestStatus
 from octavo.scheduler.costs import PrefillCosts
 from octavo.scheduler.fairness import CREDIT_STEPS, OUTPUT_WEIGHT, PROMPT_WEIGHT, TenantCounters
-from octavo.scheduler.observer import SchedulerObserver, WaitReason
+from octavo.scheduler.listener import StepListener, WaitReason
 from octavo.scheduler.queue import Arrivals, WaitingQueue
 from octavo.scheduler.speculation import DraftLengths
 from octavo.structured_output.base import MAX_FORCED
@@ -105,7 +105,8 @@ class Scheduler:
         num_stages: steps that are computed at the same time, one behind the other (pipeline
             parallelism).
         clock: the time in seconds, as requests' `deadline` has it.
-        observer: is told why requests wait or are preempted.
+        listeners: notified when requests wait or are preempted.
+        kv_events: log of changes of the prefix cache.
         connector: the scheduler's half of a KV connector.
     """
 
@@ -121,7 +122,8 @@ class Scheduler:
         max_num_drafts: int = 0,
         num_stages: int = 1,
         clock: Callable[[], float] = now,
-        observer: SchedulerObserver | None = None,
+        listeners: Sequence[StepListener] = (),
+        kv_events: KVEventLog | None = None,
         connector: KVConnectorBase | None = None,
     ) -> None:
         self.config = config
@@ -133,7 +135,7 @@ class Scheduler:
         self.max_num_drafts = max_num_drafts
         self.num_stages = num_stages
         self.kv_cache_config = kv_cache_config
-        self.kv_cache_manager = KVCacheManager(kv_cache_config, enable_caching)
+        self.kv_cache_manager = KVCacheManager(kv_cache_config, enable_caching, kv_events)
 
         self.requests: dict[str, Request] = {}
         """All unfinished requests."""
@@ -151,7 +153,7 @@ class Scheduler:
         """Rows to be given up by the worker before the next step."""
         self._outputs: list[EngineCoreOutput] = []
         """Outputs that came about outside of a step."""
-        self._clock, self._observer = clock, observer
+        self._clock, self._listeners = clock, listeners
         self._connector = connector
         self._loads_kv = connector is not None and connector.transfer_config.loads
         self._costs = PrefillCosts()
@@ -506,11 +508,6 @@ class Scheduler:
         if not self.kv_cache_manager.reset_prefix_cache():
             return False
         return not reset_connector or self._connector is None or self._connector.reset_cache()
-
-    def take_kv_events(self) -> list[AnyKVEvent]:
-        """What has become of known prefixes since the last call, if that is taken down."""
-        log = self.kv_cache_manager.pool.events
-        return [] if log is None else log.take()
 
     def make_stats(self) -> SchedulerStats:
         """State and counters."""
@@ -918,9 +915,9 @@ class Scheduler:
         step.draft_budget -= scheduled.num_drafts
 
     def _note_wait(self, request: Request, reason: WaitReason) -> bool:
-        """Tells the observer why a request is not started; False, for `_admit` to return."""
-        if self._observer is not None:
-            self._observer.on_wait(request, reason)
+        """Notify the listeners why a request does not start; return False, as `_admit` does."""
+        for listener in self._listeners:
+            listener.on_wait(request, reason)
         return False
 
     def _preempt(self, request: Request, by: Request | None) -> None:
@@ -928,8 +925,8 @@ class Scheduler:
 
         Tokens that steps in flight sample for it stay valid: they depend on its own tokens only.
         """
-        if self._observer is not None:
-            self._observer.on_preempt(request, by)
+        for listener in self._listeners:
+            listener.on_preempt(request, by)
         self.kv_cache_manager.free(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = request.num_forced = 0

@@ -118,13 +118,13 @@ def test_memory_is_planned_before_loading_if_it_can_be_known(estimates, monkeypa
 
 
 def test_debug_logs_tell_why_requests_wait(caplog):
-    caplog.set_level(logging.DEBUG, "octavo.scheduler.observer")
+    caplog.set_level(logging.DEBUG, "octavo.scheduler.listener")
     core, _ = make(max_num_seqs=1)
     for i in range(3):
         core.add_request(core_request(str(i), [1, 2, 3], core_params(max_tokens=5)))
     while core.has_work():
         core.step()
-    name = "octavo.scheduler.observer"
+    name = "octavo.scheduler.listener"
     lines = [record.getMessage() for record in caplog.records if record.name == name]
     assert lines == [f"request {i} waits: max_num_seqs requests run" for i in (1, 2)]
 
