@@ -32,9 +32,9 @@ from octavo.messages import (
     ModelRunnerOutput,
     PauseMode,
     SchedulerOutput,
-    SchedulerStats,
 )
 from octavo.observability.profiler import Profiler, span
+from octavo.observability.scheduler_stats import SchedulerStats
 from octavo.request import Request, RequestStatus, fan_out
 from octavo.scheduler.listener import StepListener
 from octavo.scheduler.scheduler import Scheduler

@@ -22,7 +22,8 @@ from octavo.fleet.cluster import ClusterKey, Hub, RemoteLauncher
 from octavo.fleet.core_launcher import CoreLauncher
 from octavo.fleet.routing import Router
 from octavo.fleet.supervisor import SUSPECT, Recovery, Supervisor
-from octavo.messages import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
+from octavo.messages import EngineCoreOutputs, EngineCoreRequest
+from octavo.observability.scheduler_stats import SchedulerStats
 from octavo.platforms.registry import get_platform
 from octavo.system import clock
 from octavo.system.device import cpu_memory, num_cpus, numa_cpus

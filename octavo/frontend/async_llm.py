@@ -46,18 +46,13 @@ from octavo.frontend.forecast import Forecast
 from octavo.frontend.input_processor import InputProcessor, Prompt, processing_time
 from octavo.frontend.output_processor import OutputProcessor, RequestOutputCollector
 from octavo.frontend.request_memory import RequestMemory, request_nbytes
-from octavo.messages import (
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    PauseMode,
-    RequestOptions,
-    SchedulerStats,
-)
+from octavo.messages import EngineCoreOutputs, EngineCoreRequest, PauseMode, RequestOptions
 from octavo.models.hub import resolve_folders
 from octavo.models.identity import model_hash
 from octavo.models.registry import read_spec
 from octavo.observability.metrics import EngineMetrics, join_pages
 from octavo.observability.recording import Died, Recorder, RecordSettings
+from octavo.observability.scheduler_stats import SchedulerStats
 from octavo.outputs import RequestOutput
 from octavo.plan.memory_plan import resolve_max_model_len, resolve_max_num_batched_tokens
 from octavo.platforms.registry import get_platform

@@ -40,8 +40,8 @@ from octavo.messages import (
     PauseMode,
     ScheduledRequest,
     SchedulerOutput,
-    SchedulerStats,
 )
+from octavo.observability.scheduler_stats import SchedulerStats
 from octavo.request import QueueKey, Request, RequestStatus
 from octavo.scheduler.costs import PrefillCosts
 from octavo.scheduler.fairness import CREDIT_STEPS, OUTPUT_WEIGHT, PROMPT_WEIGHT, TenantCounters

@@ -34,9 +34,10 @@ from octavo.errors import (
 from octavo.fleet.core_launcher import CoreLauncher
 from octavo.fleet.mp_client import AsyncMPClient
 from octavo.frontend.async_llm import AsyncLLM
-from octavo.messages import GrammarSpec, SchedulerStats
+from octavo.messages import GrammarSpec
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_spec
+from octavo.observability.scheduler_stats import SchedulerStats
 from octavo.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from octavo.system.device import SWITCH_INTERVAL
 from tests.plan.plans import make_plan

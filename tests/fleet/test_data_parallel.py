@@ -27,8 +27,8 @@ from octavo.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
-    SchedulerStats,
 )
+from octavo.observability.scheduler_stats import SchedulerStats
 from octavo.platforms.cuda import CUDAPlatform
 from tests.fleet.test_supervisor import KILLED, READY, Client, Process
 from tests.params import core_request
