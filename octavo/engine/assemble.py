@@ -34,6 +34,7 @@ from octavo.models.identity import model_hash
 from octavo.models.spec import ModelSpec
 from octavo.models.weight_cache import read_ahead
 from octavo.observability.profiler import Profiler
+from octavo.plan.memory import MemoryItem
 from octavo.plan.memory_plan import (
     MemoryPlan,
     make_memory_plan,
@@ -143,8 +144,7 @@ def make_engine_core(
             warm_spare=warm_spare,
             limit=memory_limit,
             draft=None if draft is None else draft.spec,
-            kv_connector=_connector_nbytes(config),
-            grammars=0 if config.model.skip_tokenizer_init else grammar_memory(spec.vocab_size),
+            items=_memory_items(config, spec),
         )
         _log_plan(plan, details)
         setup = replace(setup, max_model_len=plan.max_model_len, scratches=estimate.scratches)
@@ -261,10 +261,16 @@ def _with_connector(setup: WorkerSetup, engine_index: int) -> WorkerSetup:
     )
 
 
-def _connector_nbytes(config: EngineConfig) -> int:
-    """Bytes of the host's memory that a KV connector takes."""
-    transfer = config.cache.kv_transfer_config
-    return 0 if transfer is None else get_connector_class(transfer).host_nbytes(transfer)
+def _memory_items(config: EngineConfig, spec: ModelSpec) -> list[MemoryItem]:
+    """Return the users of the host's memory besides the model and the server."""
+    items, transfer = [], config.cache.kv_transfer_config
+    if transfer is not None:
+        nbytes = get_connector_class(transfer).host_nbytes(transfer)
+        items.append(MemoryItem("KV connector", nbytes, note=" for blocks"))
+    if not config.model.skip_tokenizer_init:
+        note = " at most, for processes of structured output"
+        items.append(MemoryItem("grammars", grammar_memory(spec.vocab_size), "serving", note))
+    return items
 
 
 def _check_parallel(setup: WorkerSetup) -> None:

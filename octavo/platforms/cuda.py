@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from octavo.errors import ConfigError, EngineDeadError
-from octavo.plan.memory import MemoryBudget
+from octavo.plan.memory import MemoryBudget, MemoryItem
 from octavo.plan.setup import WorkerSetup
 from octavo.system import device as machine
 from octavo.worker.platform import Platform, require_package
@@ -172,9 +172,11 @@ class CUDAPlatform(Platform):
             source="the GPU",
             available=total,
             most_kv_cache=total,
-            runtime=foreign,
-            weights=loaded - allocated_before,
-            activations=step,
+            items=(
+                MemoryItem("runtime", foreign),
+                MemoryItem("weights", loaded - allocated_before),
+                MemoryItem("activations", step, "step"),
+            ),
         )
 
     def cause(self, device: torch.device, error: BaseException) -> BaseException:
