@@ -228,11 +228,6 @@ def _select_device(dtype: str) -> torch.device:
 def _check_weights(setup: WorkerSetup, device: torch.device) -> None:
     """Reject a model that cannot fit, before loading it."""
     config = setup.config
-    if config.model.quantization is not None:
-        raise ConfigError(
-            f"quantization={config.model.quantization} is not supported on CUDA yet; leave it out, "
-            "or use device=cpu."
-        )
     weights = setup.spec.weight_nbytes(setup.dtype, setup.max_model_len, None)
     total, free = machine.cuda_memory(device)
     if weights > min(free, total * config.cache.gpu_memory_utilization):
