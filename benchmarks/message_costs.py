@@ -29,10 +29,10 @@ from octavo.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     RequestOptions,
-    SchedulerStats,
 )
 from octavo.models.hub import resolve_model
 from octavo.observability.metrics import EngineMetrics
+from octavo.observability.scheduler_stats import SchedulerStats
 from octavo.sampling_params import SamplingParams
 from octavo.text.tokenizer import Tokenizer
 

@@ -109,7 +109,7 @@ def main() -> None:
             plan = llm.memory_plan
             print(
                 f"{name:10} {cache:10} {value:12.4f} {value / base:8.4f} "
-                f"{plan.weights / 2**20:9.1f} {plan.block_nbytes / plan.block_size:9.0f}",
+                f"{plan.nbytes('weights') / 2**20:9.1f} {plan.block_nbytes / plan.block_size:9.0f}",
                 flush=True,
             )
     if args.peers:

@@ -23,6 +23,7 @@ from octavo.config import (
     section_fields,
 )
 from octavo.config.arguments import shown_default
+from octavo.engine.checks import REQUIREMENTS
 from octavo.router.config import RouterConfig
 from octavo.server.app import build_app
 from octavo.server.body import Body
@@ -74,6 +75,9 @@ def settings() -> str:
         "### kv_transfer_config",
         "A JSON object or a dict; see [KV connectors](kv_connectors.md).",
         _table(("Key", "Meaning"), _attributes(KVTransferConfig)),
+        "## Settings that need others",
+        "Other combinations are rejected before the model is loaded.",
+        _table(("Setting", "Needs"), [(row.setting, row.needs) for row in REQUIREMENTS]),
         "## Server",
         ServerConfig.__doc__ or "",
         _table(

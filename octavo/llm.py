@@ -27,7 +27,8 @@ from octavo.frontend.beam_search import (
 from octavo.frontend.input_processor import Prompt
 from octavo.frontend.interrupts import late_interrupts
 from octavo.frontend.llm_engine import LLMEngine, failed_output
-from octavo.messages import EngineCoreRequest, PauseMode, SchedulerStats
+from octavo.messages import EngineCoreRequest, PauseMode
+from octavo.observability.scheduler_stats import SchedulerStats
 from octavo.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from octavo.plan.memory_plan import MemoryPlan
 from octavo.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams

@@ -10,12 +10,13 @@ All are msgspec structs, so every one of them can cross a process border. Times 
 from __future__ import annotations
 
 import enum
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import msgspec
+
+from octavo.observability.scheduler_stats import SchedulerStats
 
 
 class FinishReason(enum.IntEnum):
@@ -301,60 +302,6 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     num_preemptions: int = 0
     kv_transfer_params: dict[str, Any] | None = None
     """With the last token: what the KV connector tells whoever goes on elsewhere."""
-
-
-class SchedulerStats(msgspec.Struct, array_like=True):
-    """State and counters of the scheduler; counters only ever grow."""
-
-    num_running_reqs: int = 0
-    num_waiting_reqs: int = 0
-    kv_cache_usage: float = 0.0
-    """Share of KV blocks that live requests hold, 0 to 1."""
-    num_used_blocks: int = 0
-    num_total_blocks: int = 0
-    prefix_cache_queries: int = 0
-    """Tokens looked up in the prefix cache."""
-    prefix_cache_hits: int = 0
-    """Tokens found there."""
-    num_preemptions: int = 0
-    num_steps: int = 0
-    """Steps executed since start."""
-    num_scheduled_tokens: int = 0
-    """Tokens computed since start."""
-    num_drafts: int = 0
-    """Times that a request had drafts in a step."""
-    num_draft_tokens: int = 0
-    """Drafts verified."""
-    num_accepted_tokens_per_pos: list[int] = []
-    """Drafts that were right, by their place behind the last token known."""
-    num_held_reqs: int = 0
-    """Those of the waiting requests that wait for something else than their turn, such as their
-    grammar."""
-    external_prefix_cache_queries: int = 0
-    """Tokens looked up with the KV connector, after the prefix cache."""
-    external_prefix_cache_hits: int = 0
-    """Tokens that it had."""
-    num_failed_loads: int = 0
-    """Requests whose blocks could not all be loaded."""
-    num_expired_transfers: int = 0
-    """Requests whose blocks nobody has fetched in time."""
-    drafting_paused: int = 0
-    """1 while drafts do not pay at the present load; of several engines, how many of them."""
-
-    @staticmethod
-    def join(parts: Sequence[SchedulerStats]) -> SchedulerStats:
-        """Those of several engines as if they were one."""
-        total = SchedulerStats()
-        for name in SchedulerStats.__struct_fields__:
-            values = [getattr(part, name) for part in parts]
-            if name == "num_accepted_tokens_per_pos":
-                columns = itertools.zip_longest(*values, fillvalue=0)
-                total.num_accepted_tokens_per_pos = [sum(column) for column in columns]
-            else:
-                setattr(total, name, sum(values))
-        if total.num_total_blocks:
-            total.kv_cache_usage = total.num_used_blocks / total.num_total_blocks
-        return total
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):

@@ -33,7 +33,7 @@ from octavo.messages import (
 from octavo.models.cache import AttentionCache, CacheSpec
 from octavo.plan.memory import MemoryBudget
 from octavo.request import Request
-from octavo.scheduler.observer import SchedulerObserver
+from octavo.scheduler.listener import StepListener
 from octavo.scheduler.scheduler import Scheduler
 from tests.params import core_params, core_request, pack_logprobs
 from tests.state_cache import StateCache
@@ -421,7 +421,7 @@ class FakeEngine:
         num_drafts: int = 0,
         num_stages: int = 1,
         fail: Iterable[str] = (),
-        observer: SchedulerObserver | None = None,
+        listeners: Sequence[StepListener] = (),
         make_connector: Callable[[KVCacheConfig], KVConnectorBase] | None = None,
         **config: object,
     ) -> None:
@@ -440,7 +440,7 @@ class FakeEngine:
             max_num_drafts=3 * num_drafts,
             num_stages=num_stages,
             clock=lambda: self.now,
-            observer=observer,
+            listeners=listeners,
             connector=None if make_connector is None else make_connector(self.kv_config),
         )
         self.executor = FakeWorker(self.kv_config, num_drafts, fail)

@@ -15,7 +15,7 @@ from octavo import _native
 from octavo.bench.machine import Machine
 from octavo.bench.results import print_table
 from octavo.llm import LLM
-from octavo.messages import SchedulerStats
+from octavo.observability.scheduler_stats import SchedulerStats
 
 _HOST = {
     "schedule": "before: schedule",

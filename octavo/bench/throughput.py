@@ -22,8 +22,8 @@ from octavo.errors import BenchError
 from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from octavo.messages import SchedulerStats
     from octavo.models.spec import ModelSpec
+    from octavo.observability.scheduler_stats import SchedulerStats
     from octavo.outputs import RequestOutput
 
 

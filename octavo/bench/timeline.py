@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from octavo.messages import SchedulerStats
+from octavo.observability.scheduler_stats import SchedulerStats
 
 _MOST_POINTS = 4000
 

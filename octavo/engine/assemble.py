@@ -35,7 +35,7 @@ from octavo.models.hub import resolve_folders
 from octavo.models.spec import ModelSpec
 from octavo.models.weight_cache import read_ahead
 from octavo.observability.profiler import Profiler
-from octavo.observability.recording import Step
+from octavo.plan.memory import MemoryItem
 from octavo.plan.memory_plan import (
     MemoryPlan,
     make_memory_plan,
@@ -45,7 +45,7 @@ from octavo.plan.memory_plan import (
 )
 from octavo.plan.setup import WorkerSetup
 from octavo.platforms.registry import get_platform
-from octavo.scheduler import observer
+from octavo.scheduler.listener import LogListener, StepListener
 from octavo.scheduler.scheduler import Scheduler
 from octavo.structured_output.client import GrammarHelper, HelperSetup
 from octavo.structured_output.compiler import COMPILE_NBYTES, grammar_memory
@@ -82,7 +82,8 @@ def make_engine_core(
     warm_spare: bool | None = False,
     engine_index: int = 0,
     memory_limit: int | None = None,
-    record: Callable[[Step], None] | None = None,
+    listeners: Sequence[StepListener] = (),
+    wake: Callable[[], object] = lambda: None,
     platform: Platform | None = None,
     make_executor: MakeExecutor | None = None,
 ) -> tuple[EngineCore, MemoryPlan]:
@@ -97,7 +98,8 @@ def make_engine_core(
         warm_spare: whether there is room for a spare process; None: if it costs no KV cache.
         engine_index: see `EngineCoreOutputs`.
         memory_limit: bytes that the engine may use; None: its share of what is free.
-        record: see `EngineCore`.
+        listeners: watch the steps, in addition to those that the settings name.
+        wake: called, on another thread, when an idle core has work again.
         platform: default: the config's.
         make_executor: default: what the config says.
 
@@ -144,8 +146,7 @@ def make_engine_core(
             warm_spare=warm_spare,
             limit=memory_limit,
             draft=None if draft is None else draft.spec,
-            kv_connector=_connector_nbytes(config),
-            grammars=0 if config.model.skip_tokenizer_init else grammar_memory(spec.vocab_size),
+            items=_memory_items(config, spec),
         )
         _log_plan(plan, details)
         setup = replace(setup, max_model_len=plan.max_model_len, scratches=estimate.scratches)
@@ -154,14 +155,18 @@ def make_engine_core(
             assert estimate.draft_scratch is not None
             draft = replace(draft, max_model_len=length, scratches=(estimate.draft_scratch,))
             setup = replace(setup, draft=draft)
-    publisher = _make_kv_publisher(config, engine_index)
-    try:
+    listeners = [*listeners]
+    kv_events = None
+    if LogListener.is_enabled():
+        listeners.append(LogListener())
+    if (publisher := _make_kv_publisher(setup, platform, engine_index)) is not None:
+        listeners.append(publisher)
+        kv_events = publisher.log
+    with contextlib.ExitStack() as undo:
+        for listener in listeners:
+            undo.callback(listener.close)
         executor = make_executor(setup, platform)
-    except BaseException:
-        if publisher is not None:
-            publisher.close()
-        raise
-    try:
+        undo.callback(executor.shutdown)
         if estimate is None:
             measured = executor.measure_memory()
             plan, kv_cache = make_memory_plan(
@@ -172,11 +177,10 @@ def make_engine_core(
         connector = make_connector(config, KVConnectorRole.SCHEDULER, setup.kv_layout)
         transfers = None
         if connector is not None:
-            transfers = TransferInbox(setup.rank.world_size)
+            transfers = TransferInbox(setup.rank.world_size, wake)
             executor.register_transfer_callback(transfers.put)
             found: list[Any] = executor.collective_rpc("kv_handshake_metadata")
             connector.set_xfer_handshake_metadata(found)
-        watched = observer.logger.isEnabledFor(logging.DEBUG)
         scheduler = Scheduler(
             config.scheduler,
             kv_cache,
@@ -187,19 +191,15 @@ def make_engine_core(
             max_num_drafts=setup.max_num_drafts,
             num_stages=setup.rank.num_stages,
             clock=clock.now,
-            observer=observer.LogObserver() if watched else None,
+            listeners=listeners,
+            kv_events=kv_events,
             connector=connector,
         )
-        if publisher is not None:
-            scheduler.kv_cache_manager.pool.events = KVEventLog(
-                find_full_attention(kv_cache.groups) or 0,
-                kv_cache.block_size,
-                "CPU" if platform.name == "cpu" else "GPU",
-            )
         grammars = StructuredOutputManager(
             partial(_start_grammar_helper, config, spec, model_path),
             grammar_backends(),
             spec.vocab_size,
+            wake,
         )
         core = EngineCore(
             scheduler,
@@ -209,35 +209,37 @@ def make_engine_core(
             profiler=profiler,
             engine_index=engine_index,
             enable_sleep_mode=config.model.enable_sleep_mode,
-            record=record,
-            kv_publisher=publisher,
+            listeners=listeners,
             transfers=transfers,
         )
         logger.info("model loaded in %.2f s", time.monotonic() - started)
         resident = [resident_memory(pid) for pid in (None, *executor.pids)]
         if estimate is not None and None not in resident:
             logger.log(details, "%s", plan.compare(sum(filter(None, resident))))
-    except BaseException:
-        executor.shutdown()
-        if publisher is not None:
-            publisher.close()
-        raise
+        undo.pop_all()
     return core, plan
 
 
-def _make_kv_publisher(config: EngineConfig, engine_index: int) -> KVEventPublisher | None:
-    """Who tells routers what the prefix cache holds, if somebody is to.
+def _make_kv_publisher(
+    setup: WorkerSetup, platform: Platform, engine_index: int
+) -> KVEventPublisher | None:
+    """Return the publisher of KV events; None unless the settings enable it.
 
     Raises:
         ConfigError: an address cannot be used.
     """
-    events, parallel = config.cache.kv_events_config, config.parallel
+    events, parallel = setup.config.cache.kv_events_config, setup.config.parallel
     if events is None or not events.enable_kv_cache_events or events.publisher == "null":
         return None
     from octavo.engine.kv_publisher import KVEventPublisher
 
     rank = parallel.first_engine + engine_index
-    return KVEventPublisher(events, rank if parallel.numbered else None)
+    log = KVEventLog(
+        find_full_attention(make_kv_cache_groups(setup.spec.caches)) or 0,
+        setup.config.cache.block_size,
+        "CPU" if platform.name == "cpu" else "GPU",
+    )
+    return KVEventPublisher(events, rank if parallel.numbered else None, log)
 
 
 def _with_connector(setup: WorkerSetup, engine_index: int) -> WorkerSetup:
@@ -261,10 +263,16 @@ def _with_connector(setup: WorkerSetup, engine_index: int) -> WorkerSetup:
     )
 
 
-def _connector_nbytes(config: EngineConfig) -> int:
-    """Bytes of the host's memory that a KV connector takes."""
-    transfer = config.cache.kv_transfer_config
-    return 0 if transfer is None else get_connector_class(transfer).host_nbytes(transfer)
+def _memory_items(config: EngineConfig, spec: ModelSpec) -> list[MemoryItem]:
+    """Return the users of the host's memory besides the model and the server."""
+    items, transfer = [], config.cache.kv_transfer_config
+    if transfer is not None:
+        nbytes = get_connector_class(transfer).host_nbytes(transfer)
+        items.append(MemoryItem("KV connector", nbytes, note=" for blocks"))
+    if not config.model.skip_tokenizer_init:
+        note = " at most, for processes of structured output"
+        items.append(MemoryItem("grammars", grammar_memory(spec.vocab_size), "serving", note))
+    return items
 
 
 def _check_parallel(setup: WorkerSetup) -> None:

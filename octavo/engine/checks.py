@@ -1,17 +1,133 @@
-"""Settings that do not go together, or not with this device."""
+"""Table of settings that need other settings or a device, and the checks that read it."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.kv_connector.registry import get_connector_class
 from octavo.worker.platform import Platform
 
+_NATIVE = "`device=cpu`, without `attention_backend=triton`"
+_Condition = Callable[[EngineConfig, Platform], bool]
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """Setting that needs another one, or a device."""
+
+    setting: str
+    """Name of the setting, and its values that have the requirement; Markdown."""
+    needs: str
+    """Requirement; Markdown."""
+    is_broken: _Condition
+    error: str
+    """Message of the error; a format string with `config` and `platform`."""
+
+
+def _is_native(config: EngineConfig, platform: Platform) -> bool:
+    return platform.is_native(config.device)
+
+
+def _has_draft(config: EngineConfig) -> bool:
+    speculative = config.speculation.speculative_config
+    return speculative is not None and speculative.model is not None
+
+
+REQUIREMENTS = (
+    Requirement(
+        "`enable_sleep_mode`",
+        _NATIVE + ", on Linux",
+        lambda config, platform: (
+            config.model.enable_sleep_mode
+            and not (_is_native(config, platform) and sys.platform == "linux")
+        ),
+        "enable_sleep_mode works with device=cpu on Linux only, without Triton; leave it out, and "
+        "end the process to free its memory.",
+    ),
+    Requirement(
+        "`speculative_config` with a `model`",
+        _NATIVE,
+        lambda config, platform: _has_draft(config) and not _is_native(config, platform),
+        "speculative_config: draft models run only on device=cpu and without Triton; use method "
+        "ngram or suffix.",
+    ),
+    Requirement(
+        "`enable_prompt_embeds`",
+        _NATIVE,
+        lambda config, platform: (
+            config.model.enable_prompt_embeds and not _is_native(config, platform)
+        ),
+        "enable_prompt_embeds: embeddings as prompts are supported on device=cpu only, without "
+        "Triton; leave it out.",
+    ),
+    Requirement(
+        "`tensor_parallel_size` > 1",
+        _NATIVE,
+        lambda config, platform: (
+            config.device.tensor_parallel_size > 1 and not _is_native(config, platform)
+        ),
+        "tensor_parallel_size={config.device.tensor_parallel_size} needs device=cpu without "
+        "Triton; change one of the two.",
+    ),
+    Requirement(
+        "`pipeline_parallel_size` > 1",
+        _NATIVE,
+        lambda config, platform: (
+            config.device.pipeline_parallel_size > 1 and not _is_native(config, platform)
+        ),
+        "pipeline_parallel_size={config.device.pipeline_parallel_size} needs device=cpu without "
+        "Triton; change one of the two.",
+    ),
+    Requirement(
+        "`pipeline_parallel_size` > 1",
+        "`speculative_config` without a `model`",
+        lambda config, platform: config.device.pipeline_parallel_size > 1 and _has_draft(config),
+        "pipeline_parallel_size={config.device.pipeline_parallel_size} needs no draft model or "
+        "heads (use the methods ngram or suffix); change one of the two.",
+    ),
+    Requirement(
+        "`pipeline_parallel_size` > 1",
+        "`enable_prompt_embeds=false`",
+        lambda config, platform: (
+            config.device.pipeline_parallel_size > 1 and config.model.enable_prompt_embeds
+        ),
+        "pipeline_parallel_size={config.device.pipeline_parallel_size} needs "
+        "enable_prompt_embeds=false; change one of the two.",
+    ),
+    Requirement(
+        "`kv_transfer_config`",
+        "`enable_prefix_caching`",
+        lambda config, platform: (
+            config.cache.kv_transfer_config is not None and not config.cache.enable_prefix_caching
+        ),
+        "kv_transfer_config needs enable_prefix_caching: blocks are found by the hashes of the "
+        "prefix cache; set it to true.",
+    ),
+    Requirement(
+        "`data_parallel_size` > 1",
+        "`device=cpu`",
+        lambda config, platform: config.parallel.data_parallel_size > 1 and not platform.shared,
+        "data_parallel_size={config.parallel.data_parallel_size} is not supported on "
+        "device={platform.name}, where an engine uses all of the device; start a server for each, "
+        "and a load balancer in front.",
+    ),
+    Requirement(
+        "`quantization`",
+        "`device=cpu`",
+        lambda config, platform: config.model.quantization is not None and platform.name == "cuda",
+        "quantization={config.model.quantization} is not supported on CUDA yet; leave it out, or "
+        "use device=cpu.",
+    ),
+)
+"""Requirements of every engine, in the order of the checks."""
+
 
 def check_settings(config: EngineConfig, platform: Platform) -> None:
-    """Refuse what the engine cannot do together. Quick: called before anything is loaded.
+    """Refuse settings that do not go together. Quick: runs before anything is loaded.
 
     Args:
         config: the settings.
@@ -20,51 +136,22 @@ def check_settings(config: EngineConfig, platform: Platform) -> None:
     Raises:
         ConfigError: naming the settings.
     """
-    device = config.device
-    platform.check_settings(device)
-    is_native = platform.is_native(device)
-    speculative = config.speculation.speculative_config
-    has_draft = speculative is not None and speculative.model is not None
-    if config.model.enable_sleep_mode and not (is_native and sys.platform == "linux"):
-        raise ConfigError(
-            "enable_sleep_mode works with device=cpu on Linux only, without Triton; leave it out, "
-            "and end the process to free its memory."
-        )
-    if has_draft and not is_native:
-        raise ConfigError(
-            "speculative_config: draft models run only on device=cpu and without Triton; use "
-            "method ngram or suffix."
-        )
-    if config.model.enable_prompt_embeds and not is_native:
-        raise ConfigError(
-            "enable_prompt_embeds: embeddings as prompts are supported on device=cpu only, without "
-            "Triton; leave it out."
-        )
-    if config.world_size > 1 and not is_native:
-        size = device.tensor_parallel_size
-        setting = f"tensor_parallel_size={size}"
-        if size == 1:
-            setting = f"pipeline_parallel_size={device.pipeline_parallel_size}"
-        raise ConfigError(f"{setting} needs device=cpu without Triton; change one of the two.")
-    if device.pipeline_parallel_size > 1:
-        unsupported = {
-            "no draft model or heads (use the methods ngram or suffix)": has_draft,
-            "enable_prompt_embeds=false": config.model.enable_prompt_embeds,
-        }
-        for needed, is_given in unsupported.items():
-            if is_given:
-                raise ConfigError(
-                    f"pipeline_parallel_size={device.pipeline_parallel_size} needs {needed}; "
-                    "change one of the two."
-                )
+    platform.check_settings(config.device)
+    check_requirements(config, platform)
     transfer = config.cache.kv_transfer_config
     if transfer is not None:
         get_connector_class(transfer).host_nbytes(transfer)
-        if not config.cache.enable_prefix_caching:
-            raise ConfigError(
-                "kv_transfer_config needs enable_prefix_caching: blocks are found by the hashes of "
-                "the prefix cache; set it to true."
-            )
+
+
+def check_requirements(config: EngineConfig, platform: Platform) -> None:
+    """Check all rows of the table.
+
+    Raises:
+        ConfigError: naming the settings.
+    """
+    for requirement in REQUIREMENTS:
+        if requirement.is_broken(config, platform):
+            raise ConfigError(requirement.error.format(config=config, platform=platform))
 
 
 def check_recording(config: EngineConfig, path: str | None) -> None:

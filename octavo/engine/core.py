@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import msgspec
 
@@ -32,18 +32,15 @@ from octavo.messages import (
     ModelRunnerOutput,
     PauseMode,
     SchedulerOutput,
-    SchedulerStats,
 )
 from octavo.observability.profiler import Profiler, span
-from octavo.observability.recording import Step, StepEnd, StepRequest
+from octavo.observability.scheduler_stats import SchedulerStats
 from octavo.request import Request, RequestStatus, fan_out
+from octavo.scheduler.listener import StepListener
 from octavo.scheduler.scheduler import Scheduler
 from octavo.structured_output.manager import StructuredOutputManager
 from octavo.system.clock import now
 from octavo.system.device import trim_memory
-
-if TYPE_CHECKING:
-    from octavo.engine.kv_publisher import KVEventPublisher
 
 logger = logging.getLogger(__name__)
 
@@ -77,12 +74,6 @@ class _StepInFlight:
     handle: StepHandle
     result: Future[ModelRunnerOutput] | None = None
     """None: it is not to be sampled yet, as it waits for what grammars allow."""
-    begun: float = 0.0
-    """When it was handed in, in seconds of `time.perf_counter`."""
-    seconds: float | None = None
-    """How long it took; None: it has not ended."""
-    host_seconds: float | None = None
-    """See `StepEnd`."""
 
 
 class EngineCore:
@@ -96,7 +87,7 @@ class EngineCore:
         profiler: records profiles; None: there are none.
         engine_index: see `EngineCoreOutputs`.
         enable_sleep_mode: whether `sleep` may give memory back.
-        record: is told what was scheduled, before it is computed.
+        listeners: watch the steps; closed by `shutdown`.
         transfers: what workers have finished of what the scheduler's KV connector asked for.
     """
 
@@ -110,13 +101,11 @@ class EngineCore:
         profiler: Profiler | None = None,
         engine_index: int = 0,
         enable_sleep_mode: bool = False,
-        record: Callable[[Step], None] | None = None,
-        kv_publisher: KVEventPublisher | None = None,
+        listeners: Sequence[StepListener] = (),
         transfers: TransferInbox | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.transfers = transfers
-        self._kv_publisher = kv_publisher
         self.executor = executor
         self.structured_output = structured_output
         self._clock = clock
@@ -134,20 +123,12 @@ class EngineCore:
         """Whether those that wake up must be those that fell asleep."""
         self._outputs: list[EngineCoreOutput] = []
         """Outputs that have not been handed out."""
-        self._record = record
-        self._added: list[str] = []
-        self._aborted: list[str] = []
-        self._taken: list[_StepInFlight] = []
-        """What is not recorded yet."""
-        self._last_end = 0.0
-        """When a step ended last, by `time.perf_counter`."""
-        self._last_taken: float | None = None
-        """When a result was taken in last; None: nothing was to be done since."""
+        self._listeners = listeners
 
     def add_request(self, core_request: EngineCoreRequest) -> None:
         """Queues the n requests of a core request; what can never be served gets an error."""
-        if self._record is not None:
-            self._added.append(core_request.request_id)
+        for listener in self._listeners:
+            listener.on_add(core_request)
         requests = fan_out(
             core_request, self._block_hasher, enable_prefix_caching=self.scheduler.enable_caching
         )
@@ -167,9 +148,9 @@ class EngineCore:
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Ends requests, in whatever state they are; unknown ones are ignored."""
-        if self._record is not None:
-            request_ids = list(request_ids)
-            self._aborted += request_ids
+        request_ids = list(request_ids)
+        for listener in self._listeners:
+            listener.on_abort(request_ids)
         self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
 
     def _add_request(self, request: Request) -> None:
@@ -232,14 +213,32 @@ class EngineCore:
         return bool(self._outputs) or self.scheduler.has_unfinished_requests()
 
     def step(self) -> EngineCoreOutputs:
-        """Schedules as far ahead as allowed, then takes in the oldest step's result.
+        """Schedule as far ahead as allowed, then process the oldest step's result.
 
         A step that fails as a whole fails the requests in it; the engine goes on.
         """
+        self._queue_ready_requests()
+        processed = self._run_ahead()
+        if self._in_flight and not processed:
+            self._take_result()
+        outputs = self._make_outputs()
+        for listener in self._listeners:
+            listener.on_outputs(outputs, is_idle=not self.has_work())
+        return outputs
+
+    def _queue_ready_requests(self) -> None:
+        """Queue the requests with compiled grammars or loaded KV blocks."""
         if self.structured_output is not None and self.structured_output.has_finished:
             self._take_grammars()
         if self.transfers is not None and self.transfers.has_finished:
             self.scheduler.update_connector_output(self.transfers.take())
+
+    def _run_ahead(self) -> bool:
+        """Schedule and sample as many steps as the executor accepts.
+
+        Returns:
+            True if a grammar needed the results of steps, which are processed now.
+        """
         took = False
         while True:
             newest = self._in_flight[-1] if self._in_flight else None
@@ -253,25 +252,17 @@ class EngineCore:
             if took or not free or not self.scheduler.has_requests():
                 break
             self._schedule_step()
-        if self._in_flight and not took:
-            self._take_result()
-        self._publish_kv_events()
+        return took
+
+    def _make_outputs(self) -> EngineCoreOutputs:
+        """Return the outputs since the last call, with the scheduler's state."""
         outputs, self._outputs = self._outputs, []
-        if self._record is not None and not self.has_work():
-            self._last_taken = None
         return EngineCoreOutputs(
             outputs=outputs,
             stats=self.scheduler.make_stats(),
             timestamp=self._clock(),
             engine_index=self._engine_index,
         )
-
-    def _publish_kv_events(self) -> None:
-        """Tells what has become of known prefixes, if anybody is to know."""
-        if self._kv_publisher is not None:
-            events = self.scheduler.take_kv_events()
-            if events:
-                self._kv_publisher.publish(events)
 
     def _schedule_step(self) -> None:
         """Schedules a step and hands it to the executor."""
@@ -283,10 +274,9 @@ class EngineCore:
                 requests=len(work.scheduled_reqs),
                 tokens=work.total_num_scheduled_tokens,
             )
-        if self._record is not None:
-            self._record(self._describe(work))
-        begun = time.perf_counter()
-        step = _StepInFlight(self._num_scheduled, work, self.executor.execute(work), begun=begun)
+        for listener in self._listeners:
+            listener.on_schedule(self._num_scheduled, work)
+        step = _StepInFlight(self._num_scheduled, work, self.executor.execute(work))
         if not any(request.has_grammar for request in work.scheduled_reqs):
             self._sample(step, None)
         self._in_flight.append(step)
@@ -302,45 +292,15 @@ class EngineCore:
         )
 
     def _sample(self, step: _StepInFlight, grammar: GrammarOutput | None) -> None:
-        """Has a step sampled; when it has been, its time is noted if it is to be recorded."""
+        """Start the sampling of a step."""
         step.result = step.handle.sample(grammar)
-        if self._record is not None:
-            step.result.add_done_callback(lambda _: self._note_end(step))
+        if self._listeners:
+            step.result.add_done_callback(lambda _: self._notify_computed(step.number))
 
-    def _note_end(self, step: _StepInFlight) -> None:
-        """A step has just ended. Called by the thread that computes, in the order of steps."""
-        end = time.perf_counter()
-        step.seconds, self._last_end = end - max(step.begun, self._last_end), end
-
-    def _describe(self, work: SchedulerOutput) -> Step:
-        """A step as it is recorded."""
-        added, self._added = self._added, []
-        aborted, self._aborted = self._aborted, []
-        taken, self._taken = self._taken, []
-        ended = [
-            StepEnd(step.number, step.seconds, step.host_seconds)
-            for step in taken
-            if step.seconds is not None
-        ]
-        requests = [
-            StepRequest(
-                r.req_id,
-                r.num_tokens,
-                r.num_drafts,
-                None if r.new is None else r.new.num_computed_tokens,
-            )
-            for r in work.scheduled_reqs
-        ]
-        return Step(
-            self._num_scheduled,
-            self._clock(),
-            added,
-            aborted,
-            requests,
-            work.finished_req_ids,
-            work.blocks_to_copy,
-            ended,
-        )
+    def _notify_computed(self, step: int) -> None:
+        """Notify the listeners that a step has ended, in the order of steps."""
+        for listener in self._listeners:
+            listener.on_computed(step)
 
     def _ask_grammars(self, step: _StepInFlight) -> GrammarOutput | None:
         """What the grammars of a step's requests allow, once all earlier results are known."""
@@ -368,31 +328,34 @@ class EngineCore:
             return output
 
     def _take_result(self) -> None:
-        """Takes in the oldest step's result."""
+        """Process the oldest step's result."""
         step = self._in_flight[0]
         assert step.result is not None
-        if self._last_taken is not None:
-            step.host_seconds = time.perf_counter() - self._last_taken
+        begun = time.perf_counter()
         try:
             with span("wait") as note:
                 note(step=step.number)
                 result = step.result.result()
-            if self._record is not None:
-                self._last_taken = time.perf_counter()
-                if step.work.scheduled_reqs:
-                    self._taken.append(step)
         except (EngineDeadError, MemoryError):
             raise  # the second: what else lacks memory nobody knows
         except Exception as error:
             logger.exception("a step failed, and its requests with it")
+            self._notify_result(step.number, begun, failed=True)
             message = f"The step failed: {type(error).__name__}: {error}"
             self._outputs += self.scheduler.fail_step(step.work, message)
         else:
+            self._notify_result(step.number, begun, failed=False)
             with span("update_from_output") as note:
                 note(step=step.number, requests=len(step.work.scheduled_reqs))
                 self._outputs += self.scheduler.update_from_output(step.work, result)
         # Not before: an interrupt (Ctrl-C) while waiting must not lose the step.
         self._in_flight.popleft()
+
+    def _notify_result(self, step: int, begun: float, failed: bool) -> None:
+        """Notify the listeners of a step's result; the wait for it began at `begun`."""
+        waited = time.perf_counter() - begun
+        for listener in self._listeners:
+            listener.on_result(step, waited, failed)
 
     def seconds_to_deadline(self) -> float | None:
         """How long from now some request may have to be ended, though nothing runs; None: never."""
@@ -420,7 +383,8 @@ class EngineCore:
         if reset_running_requests:
             self._finish_steps()
         was_reset = self.scheduler.reset_prefix_cache(reset_running_requests, reset_connector)
-        self._publish_kv_events()
+        for listener in self._listeners:
+            listener.on_reset()
         return was_reset
 
     def trim_memory(self) -> None:
@@ -581,5 +545,5 @@ class EngineCore:
             self.structured_output.shutdown()
         self.executor.shutdown()
         self.scheduler.shutdown()
-        if self._kv_publisher is not None:
-            self._kv_publisher.close()
+        for listener in self._listeners:
+            listener.close()

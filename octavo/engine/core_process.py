@@ -28,6 +28,7 @@ from octavo.checkpoints.registry import open_checkpoint
 from octavo.engine.assemble import import_executor, make_engine_core
 from octavo.engine.core import EngineCore
 from octavo.engine.head import ENGINE_IN, ENGINE_OUT, HELLO, connect
+from octavo.engine.record import StepRecorder
 from octavo.engine.wire import (
     ABORT,
     ADD,
@@ -109,12 +110,9 @@ def main() -> None:
             warm_spare=setup.warm_spare,
             engine_index=setup.engine_index,
             memory_limit=setup.memory_limit,
-            record=None if recorder is None else recorder.put,
+            listeners=[] if recorder is None else [StepRecorder(recorder.put)],
+            wake=lambda: inputs.put([]),  # an empty abort
         )
-        if core.structured_output is not None:
-            core.structured_output.wake = lambda: inputs.put([])  # an empty abort
-        if core.transfers is not None:
-            core.transfers.wake = lambda: inputs.put([])
         core.executor.register_failure_callback(inputs.put)  # it may be idle
         # All that is there now stays: collections need not look at it, which would take 90 ms.
         gc.freeze()

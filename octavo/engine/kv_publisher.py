@@ -24,7 +24,9 @@ import zmq
 
 from octavo.config import KVEventsConfig
 from octavo.errors import ConfigError
-from octavo.kv_cache.events import AllBlocksCleared, AnyKVEvent, KVEventBatch
+from octavo.kv_cache.events import AllBlocksCleared, AnyKVEvent, KVEventBatch, KVEventLog
+from octavo.messages import EngineCoreOutputs
+from octavo.scheduler.listener import StepListener
 
 logger = logging.getLogger(__name__)
 
@@ -47,19 +49,20 @@ _BIND_SECONDS = 2.0
 _BIND_PAUSE = 0.01
 
 
-class KVEventPublisher:
-    """Sends what it is given from a thread of its own; the engine never waits for it.
+class KVEventPublisher(StepListener):
+    """Listener that publishes events on a thread of its own; the engine never waits for it.
 
     Args:
-        config: where, and how much is kept.
-        rank: the engine's among several: ports of TCP are counted from the given one on.
+        config: addresses, and sizes of queues.
+        rank: number of the engine among several; added to TCP ports.
+        log: events of the engine's prefix cache; published after each step.
 
     Raises:
         ConfigError: an address cannot be used.
     """
 
-    def __init__(self, config: KVEventsConfig, rank: int | None) -> None:
-        self._config, self._rank = config, rank
+    def __init__(self, config: KVEventsConfig, rank: int | None, log: KVEventLog) -> None:
+        self._config, self._rank, self.log = config, rank, log
         self._queue: queue.Queue[list[AnyKVEvent] | None] = queue.Queue(config.max_queue_size)
         self._num_lost = 0
         self._kept: deque[tuple[int, zmq.Frame]] = deque()
@@ -80,8 +83,18 @@ class KVEventPublisher:
         self._thread.start()
         self.publish([AllBlocksCleared()])
 
+    def on_outputs(self, outputs: EngineCoreOutputs, is_idle: bool) -> None:
+        """Publish the events of the step."""
+        if events := self.log.take():
+            self.publish(events)
+
+    def on_reset(self) -> None:
+        """Publish the events of the reset."""
+        if events := self.log.take():
+            self.publish(events)
+
     def publish(self, events: list[AnyKVEvent]) -> None:
-        """Has events sent; if nobody comes to send them the oldest wait, and these are lost."""
+        """Queue events for sending; when the queue is full, drop them."""
         try:
             self._queue.put_nowait(events)
         except queue.Full:
@@ -90,7 +103,7 @@ class KVEventPublisher:
                 logger.warning("KV events were lost: they cannot be sent as fast as they come")
 
     def close(self) -> None:
-        """Sends what is left, and lets go of the sockets. May be called twice."""
+        """Send the queued events and close the sockets. May be called twice."""
         if self._thread.is_alive():
             with contextlib.suppress(queue.Full):
                 self._queue.put_nowait(None)

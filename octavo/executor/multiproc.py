@@ -131,7 +131,7 @@ class MultiprocExecutor(Executor):
         """Implement `Executor`; return the budget of the worker with the least memory left."""
         answers: list[Any] = self.collective_rpc("measure_memory")
         found = [msgspec.convert(answer, MemoryBudget) for answer in answers]
-        return min(found, key=lambda it: it.available - it.runtime - it.weights - it.activations)
+        return min(found, key=lambda it: it.available - sum(item.nbytes for item in it.items))
 
     def initialize_kv_cache(self, kv_cache: KVCacheConfig) -> None:
         """Implement `Executor`."""

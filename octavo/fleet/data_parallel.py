@@ -16,14 +16,16 @@ from typing import Any
 import msgspec
 
 from octavo.config import EngineConfig
+from octavo.engine.checks import check_requirements
 from octavo.engine.wire import CoreReady
-from octavo.errors import ConfigError, EngineDeadError, NodeMissingError, ScalingError
+from octavo.errors import EngineDeadError, NodeMissingError, ScalingError
 from octavo.fleet.cluster import ClusterKey, Hub, RemoteLauncher
 from octavo.fleet.core_client import ElasticClient
 from octavo.fleet.core_launcher import CoreLauncher
 from octavo.fleet.routing import Router
 from octavo.fleet.supervisor import SUSPECT, Recovery, Supervisor
-from octavo.messages import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
+from octavo.messages import EngineCoreOutputs, EngineCoreRequest
+from octavo.observability.scheduler_stats import SchedulerStats
 from octavo.platforms.registry import get_platform
 from octavo.system import clock
 from octavo.system.device import cpu_memory, num_cpus, numa_cpus
@@ -40,15 +42,10 @@ def share_cores(config: EngineConfig) -> EngineConfig:
     """Return the settings of each engine, with its share of the cores.
 
     Raises:
-        ConfigError: the device cannot be shared.
+        ConfigError: see `check_requirements`.
     """
     size, device = config.parallel.data_parallel_size, config.device
-    platform = get_platform(device.device)
-    if size > 1 and not platform.shared:
-        raise ConfigError(
-            f"data_parallel_size={size} is not supported on device={platform.name}, where an "
-            "engine uses all of the device; start a server for each, and a load balancer in front."
-        )
+    check_requirements(config, get_platform(device.device))
     if size == 1:
         return config
     cores = num_cpus() if device.numa_node is None else len(numa_cpus(device.numa_node))

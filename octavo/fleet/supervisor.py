@@ -23,13 +23,8 @@ from octavo.errors import EngineDeadError, EngineStoppedError, StepFailedError, 
 from octavo.fleet.cluster import RemoteLauncher
 from octavo.fleet.core_launcher import CoreLauncher
 from octavo.fleet.mp_client import AsyncMPClient
-from octavo.messages import (
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    FinishReason,
-    SchedulerStats,
-)
+from octavo.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from octavo.observability.scheduler_stats import SchedulerStats
 from octavo.system import clock
 
 logger = logging.getLogger(__name__)

@@ -49,12 +49,12 @@ from octavo.messages import (
     EngineCoreRequest,
     PauseMode,
     RequestOptions,
-    SchedulerStats,
 )
 from octavo.models.hub import resolve_folders
 from octavo.models.registry import read_spec
 from octavo.observability.metrics import EngineMetrics, join_pages
 from octavo.observability.recording import Died, Recorder, RecordSettings
+from octavo.observability.scheduler_stats import SchedulerStats
 from octavo.outputs import RequestOutput
 from octavo.plan.memory_plan import resolve_max_model_len, resolve_max_num_batched_tokens
 from octavo.platforms.registry import get_platform

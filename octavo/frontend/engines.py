@@ -10,8 +10,9 @@ from typing import Any
 from octavo.errors import UnmetDeadlineError
 from octavo.fleet.core_client import ElasticClient, WatchedClient
 from octavo.frontend.forecast import Forecast
-from octavo.messages import EngineCoreRequest, SchedulerStats
+from octavo.messages import EngineCoreRequest
 from octavo.observability.metrics import EngineMetrics
+from octavo.observability.scheduler_stats import SchedulerStats
 from octavo.sampling_params import SamplingParams
 from octavo.system import clock
 

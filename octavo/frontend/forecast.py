@@ -13,7 +13,8 @@ from collections import defaultdict, deque
 from collections.abc import Iterable
 
 from octavo.errors import UnmetDeadlineError
-from octavo.messages import EngineCoreRequest, SchedulerStats
+from octavo.messages import EngineCoreRequest
+from octavo.observability.scheduler_stats import SchedulerStats
 from octavo.scheduler.fairness import CREDIT_STEPS, Tenant
 
 # Number of recent steps of a size, and number of them that make a measurement.

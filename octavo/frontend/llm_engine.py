@@ -23,11 +23,12 @@ from octavo.frontend.environment import apply_environment
 from octavo.frontend.input_processor import InputProcessor, Prompt
 from octavo.frontend.interrupts import late_interrupts
 from octavo.frontend.output_processor import OutputProcessor
-from octavo.messages import EngineCoreRequest, PauseMode, RequestOptions, SchedulerStats
+from octavo.messages import EngineCoreRequest, PauseMode, RequestOptions
 from octavo.models.hub import resolve_folders
 from octavo.models.registry import read_spec
 from octavo.observability.profiler import span
 from octavo.observability.recording import Arrival, End, Outputs
+from octavo.observability.scheduler_stats import SchedulerStats
 from octavo.outputs import CompletionOutput, RequestOutput
 from octavo.plan.memory_plan import resolve_dtype, resolve_max_model_len
 from octavo.sampling_params import SamplingParams

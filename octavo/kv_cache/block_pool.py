@@ -111,9 +111,16 @@ class BlockPool:
         num_groups: number of KV-cache groups; each has its own known hashes.
         enable_caching: keep known prefixes after their last user has ended. Without it, only live
             requests share blocks.
+        events: log of forgotten prefixes.
     """
 
-    def __init__(self, num_blocks: int, num_groups: int, enable_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        num_groups: int,
+        enable_caching: bool = True,
+        events: KVEventLog | None = None,
+    ) -> None:
         assert num_blocks > 1, "the pool needs the null block and at least one other"
         self.blocks = [KVCacheBlock(i) for i in range(num_blocks)]
         self.null_block = self.blocks[NULL_BLOCK_ID]
@@ -123,8 +130,7 @@ class BlockPool:
         self.enable_caching = enable_caching
         self.num_evictions = 0
         """Number of known prefixes lost to reuse of their block."""
-        self.events: KVEventLog | None = None
-        """Log of forgotten prefixes, if events are enabled."""
+        self.events = events
         self._cached: list[dict[bytes, KVCacheBlock]] = [{} for _ in range(num_groups)]
 
     @property

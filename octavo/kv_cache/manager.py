@@ -86,13 +86,16 @@ class KVCacheManager:
     Args:
         config: shape of the cache.
         enable_caching: keep known prefixes after their last user has ended.
+        events: log of new and forgotten prefixes.
     """
 
-    def __init__(self, config: KVCacheConfig, enable_caching: bool) -> None:
+    def __init__(
+        self, config: KVCacheConfig, enable_caching: bool, events: KVEventLog | None = None
+    ) -> None:
         self.config = config
         self.block_size = config.block_size
         self.managers = [make_manager(group.cache, config.block_size) for group in config.groups]
-        self.pool = BlockPool(config.num_blocks, len(config.groups), enable_caching)
+        self.pool = BlockPool(config.num_blocks, len(config.groups), enable_caching, events)
         self.num_queries = 0
         """Number of tokens looked up for requests when they were first admitted."""
         self.num_hits = 0

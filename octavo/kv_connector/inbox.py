@@ -9,14 +9,15 @@ from octavo.messages import KVConnectorOutput
 
 
 class TransferInbox:
-    """Takes in what each rank says, and gives what all of them have said.
+    """Inbox for the finished transfers of each rank; `take` returns those of all ranks.
 
     Args:
-        world_size: ranks.
+        world_size: number of ranks.
+        wake: called, on any thread, when `take` has something new.
     """
 
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
+    def __init__(self, world_size: int, wake: Callable[[], object] = lambda: None) -> None:
+        self._world_size, self._wake = world_size, wake
         self._condition = threading.Condition()
         self._sent: dict[str, int] = {}
         self._received: dict[str, int] = {}
@@ -24,8 +25,6 @@ class TransferInbox:
         self._invalid: dict[str, set[int]] = {}
         """What ranks said together with a request that not all have finished with."""
         self._output = KVConnectorOutput()
-        self.wake: Callable[[], object] = lambda: None
-        """Called, on any thread, when there is something new."""
 
     @property
     def has_finished(self) -> bool:
@@ -44,7 +43,7 @@ class TransferInbox:
             if not self.has_finished:
                 return
             self._condition.notify_all()
-        self.wake()
+        self._wake()
 
     def _count(self, req_id: str, counts: dict[str, int], done: list[str]) -> bool:
         """One rank more; whether these are all."""

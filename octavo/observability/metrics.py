@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 from prometheus_client import (
     CollectorRegistry,
@@ -21,7 +22,8 @@ from prometheus_client import (
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from octavo.messages import FinishReason, SchedulerStats
+from octavo.messages import FinishReason
+from octavo.observability.scheduler_stats import SCHEDULER_METRICS, SchedulerStats
 from octavo.outputs import RequestMetrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -45,7 +47,123 @@ _PREEMPTION_BUCKETS = (0, 1, 2, 3, 4, 5, 10, 20)
 _LABELS = ("model_name", "engine")
 # What of a process is added up with that of its workers; all else is the engine process' own.
 _SUMMED = ("_memory_bytes", "_cpu_seconds_total", "_open_fds")
-_M = TypeVar("_M", Gauge, Counter, Histogram)
+
+
+class _Metric(NamedTuple):
+    """Metric that the front end records."""
+
+    kind: type[Gauge | Counter | Histogram]
+    name: str
+    help: str
+    buckets: Sequence[float] | None = None
+    """None: of a histogram, 1, 2, 5, 10 and so on, up to `max_model_len`."""
+    label: str = ""
+    """Label besides those of every metric."""
+    values: Sequence[str] = ("",)
+    """Values of `label` that are shown from the beginning."""
+
+
+_SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
+_METRICS = (
+    _Metric(
+        Histogram,
+        "iteration_tokens_total",
+        "Of a step: prompt tokens computed for prompts that are done, and tokens generated.",
+        _ITERATION_BUCKETS,
+    ),
+    _Metric(Counter, "prompt_tokens", "Prompt tokens taken in."),
+    _Metric(Counter, "prompt_tokens_cached", "Prompt tokens that the prefix cache had."),
+    _Metric(
+        Counter,
+        "prompt_tokens_by_source",
+        "Prompt tokens taken in: computed here, or found in the prefix cache.",
+        label="source",
+        values=("local_compute", "local_cache_hit"),
+    ),
+    _Metric(Counter, "generation_tokens", "Tokens generated."),
+    _Metric(Histogram, "time_to_first_token_seconds", "Arrival to first token.", _TTFT_BUCKETS),
+    _Metric(Histogram, "inter_token_latency_seconds", "Time between outputs.", _TOKEN_TIME_BUCKETS),
+    _Metric(
+        Histogram,
+        "request_time_per_output_token_seconds",
+        "Mean time of a request's tokens after the first.",
+        _TOKEN_TIME_BUCKETS,
+    ),
+    _Metric(Histogram, "e2e_request_latency_seconds", "Arrival to end.", _REQUEST_TIME_BUCKETS),
+    _Metric(
+        Histogram, "request_queue_time_seconds", "Arrival to first step.", _REQUEST_TIME_BUCKETS
+    ),
+    _Metric(
+        Histogram,
+        "request_prefill_time_seconds",
+        "First step to first token.",
+        _REQUEST_TIME_BUCKETS,
+    ),
+    _Metric(
+        Histogram,
+        "request_decode_time_seconds",
+        "First token to last token.",
+        _REQUEST_TIME_BUCKETS,
+    ),
+    _Metric(
+        Histogram,
+        "request_inference_time_seconds",
+        "First step to last token.",
+        _REQUEST_TIME_BUCKETS,
+    ),
+    _Metric(Histogram, "request_prompt_tokens", "Prompt tokens of a request."),
+    _Metric(Histogram, "request_generation_tokens", "Tokens generated for a request."),
+    _Metric(
+        Histogram,
+        "request_max_num_generation_tokens",
+        "Tokens generated for the longest of a request's n answers.",
+    ),
+    _Metric(
+        Histogram,
+        "request_prefill_kv_computed_tokens",
+        "Prompt tokens of a request that the prefix cache did not have.",
+    ),
+    _Metric(Histogram, "request_num_preemptions", "Preemptions of a request.", _PREEMPTION_BUCKETS),
+    _Metric(Histogram, "request_params_n", "The parameter n.", (1, 2, 5, 10, 20)),
+    _Metric(Histogram, "request_params_max_tokens", "The parameter max_tokens."),
+    _Metric(
+        Counter,
+        "request_success",
+        "Requests that ended, by reason.",
+        label="finished_reason",
+        values=tuple(map(str, FinishReason)),
+    ),
+    _Metric(
+        Counter, "requests_aborted", "Requests that the client gave up or the server took back."
+    ),
+    _Metric(
+        Gauge,
+        "engine_sleep_state",
+        "Whether the engine is awake, sleeps at level 1 (weights_offloaded) or 2 (discard_all)",
+        label="sleep_state",
+        values=_SLEEP_STATES,
+    ),
+    _Metric(Counter, "engine_restarts", "Engines that died and were replaced."),
+    _Metric(Counter, "requests_recovered", "Requests that went on with another engine."),
+    _Metric(
+        Histogram,
+        "recovery_seconds",
+        "From an engine's death until another one took requests.",
+        _RECOVERY_BUCKETS,
+    ),
+    _Metric(
+        Counter,
+        "streams_resumed",
+        "Times that somebody came back to a stream and went on reading it.",
+    ),
+    _Metric(
+        Counter,
+        "admission_rejections",
+        "Requests refused on arrival, by reason.",
+        label="reason",
+        values=(),
+    ),
+)
 
 
 class EngineMetrics:
@@ -84,168 +202,21 @@ class EngineMetrics:
             self._engines, self._processes = others._engines, others._processes
         self._engines[engine_index] = self
         self._last_stats = SchedulerStats()
-        tokens = _buckets_1_2_5(max_model_len)
-
-        self._running = self._gauge("num_requests_running", "Requests that are being computed.")
-        self._waiting = self._gauge("num_requests_waiting", "Requests that wait to be computed.")
-        by_reason = self._family(
-            Gauge,
-            "num_requests_waiting_by_reason",
-            "Requests that wait: for their turn (capacity), or for something else (deferred).",
-            [*_LABELS, "reason"],
-        )
-        self._waiting_capacity = by_reason.labels(**self._labels, reason="capacity")
-        self._waiting_deferred = by_reason.labels(**self._labels, reason="deferred")
-        self._kv_usage = self._gauge(
-            "kv_cache_usage_perc", "Share of the KV cache in use; 1 is all of it."
-        )
-        self._prefix_queries = self._counter(
-            "prefix_cache_queries", "Tokens looked up in the prefix cache."
-        )
-        self._prefix_hits = self._counter("prefix_cache_hits", "Tokens found in the prefix cache.")
-        self._preemptions = self._counter("num_preemptions", "Preemptions of running requests.")
-        self._external_queries = self._counter(
-            "external_prefix_cache_queries",
-            "Tokens looked up with the KV connector, after the prefix cache.",
-        )
-        self._external_hits = self._counter(
-            "external_prefix_cache_hits", "Tokens that the KV connector had."
-        )
-        self._failed_loads = self._counter(
-            "kv_failed_loads", "Requests whose KV blocks could not all be loaded."
-        )
-        self._expired_transfers = self._counter(
-            "kv_expired_reqs", "Requests whose KV blocks nobody has fetched in time."
-        )
-        self._drafts = self._counter("spec_decode_num_drafts", "Times that tokens were drafted.")
-        self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Tokens drafted.")
-        self._accepted = self._counter("spec_decode_num_accepted_tokens", "Drafts that were right.")
-        self._accepted_per_pos = self._family(
-            Counter,
-            "spec_decode_num_accepted_tokens_per_pos",
-            "Drafts that were right, by their place in the draft.",
-            [*_LABELS, "position"],
-        )
-        self._drafting_paused = self._gauge(
-            "spec_decode_drafting_paused",
-            "1 while no tokens are drafted, since that does not pay at this load.",
-        )
-        self._iteration_tokens = self._histogram(
-            "iteration_tokens_total",
-            "Of a step: prompt tokens computed for prompts that are done, and tokens generated.",
-            _ITERATION_BUCKETS,
-        )
         self._step_prompt_tokens = 0
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens taken in.")
-        self._prompt_tokens_cached = self._counter(
-            "prompt_tokens_cached", "Prompt tokens that the prefix cache had."
-        )
-        by_source = self._family(
-            Counter,
-            "prompt_tokens_by_source",
-            "Prompt tokens taken in: computed here, or found in the prefix cache.",
-            [*_LABELS, "source"],
-        )
-        self._prompt_tokens_computed = by_source.labels(**self._labels, source="local_compute")
-        self._prompt_tokens_hit = by_source.labels(**self._labels, source="local_cache_hit")
-        self._hits_on_device = self._family(
-            Counter,
-            "prompt_tokens_cached_by_source",
-            "Tokens found in the prefix cache, by where it is kept.",
-            [*_LABELS, "source"],
-        ).labels(**self._labels, source="device")
-        self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
-        self._ttft = self._histogram(
-            "time_to_first_token_seconds", "Arrival to first token.", _TTFT_BUCKETS
-        )
-        self._itl = self._histogram(
-            "inter_token_latency_seconds", "Time between outputs.", _TOKEN_TIME_BUCKETS
-        )
-        self._tpot = self._histogram(
-            "request_time_per_output_token_seconds",
-            "Mean time of a request's tokens after the first.",
-            _TOKEN_TIME_BUCKETS,
-        )
-        self._e2e = self._histogram(
-            "e2e_request_latency_seconds", "Arrival to end.", _REQUEST_TIME_BUCKETS
-        )
-        self._queue_time = self._histogram(
-            "request_queue_time_seconds", "Arrival to first step.", _REQUEST_TIME_BUCKETS
-        )
-        self._prefill_time = self._histogram(
-            "request_prefill_time_seconds", "First step to first token.", _REQUEST_TIME_BUCKETS
-        )
-        self._decode_time = self._histogram(
-            "request_decode_time_seconds", "First token to last token.", _REQUEST_TIME_BUCKETS
-        )
-        self._inference_time = self._histogram(
-            "request_inference_time_seconds", "First step to last token.", _REQUEST_TIME_BUCKETS
-        )
-        self._request_prompt_tokens = self._histogram(
-            "request_prompt_tokens", "Prompt tokens of a request.", tokens
-        )
-        self._request_generation_tokens = self._histogram(
-            "request_generation_tokens", "Tokens generated for a request.", tokens
-        )
-        self._request_max_generation_tokens = self._histogram(
-            "request_max_num_generation_tokens",
-            "Tokens generated for the longest of a request's n answers.",
-            tokens,
-        )
-        self._request_computed_tokens = self._histogram(
-            "request_prefill_kv_computed_tokens",
-            "Prompt tokens of a request that the prefix cache did not have.",
-            tokens,
-        )
-        self._request_preemptions = self._histogram(
-            "request_num_preemptions", "Preemptions of a request.", _PREEMPTION_BUCKETS
-        )
-        self._params_n = self._histogram("request_params_n", "The parameter n.", (1, 2, 5, 10, 20))
-        self._params_max_tokens = self._histogram(
-            "request_params_max_tokens", "The parameter max_tokens.", tokens
-        )
-        success = self._family(
-            Counter,
-            "request_success",
-            "Requests that ended, by reason.",
-            [*_LABELS, "finished_reason"],
-        )
-        self._success = {
-            reason: success.labels(**self._labels, finished_reason=str(reason))
-            for reason in FinishReason
-        }
-        self._aborted = self._counter(
-            "requests_aborted", "Requests that the client gave up or the server took back."
-        )
-        sleep_state = self._family(
-            Gauge,
-            "engine_sleep_state",
-            "Whether the engine is awake, sleeps at level 1 (weights_offloaded) or 2 (discard_all)",
-            [*_LABELS, "sleep_state"],
-        )
-        self._sleep_states = [
-            sleep_state.labels(**self._labels, sleep_state=state)
-            for state in ("awake", "weights_offloaded", "discard_all")
-        ]
+        self._children: dict[tuple[str, str], Any] = {}
+        for stat in SCHEDULER_METRICS:
+            kind = Gauge if stat.kind == "gauge" else Counter
+            family = self._family(kind, stat.name, stat.help, [*_LABELS, *stat.labels])
+            if "position" not in stat.labels:
+                family.labels(**self._labels, **stat.labels)
+        tokens = _buckets_1_2_5(max_model_len)
+        for metric in _METRICS:
+            settings = {"buckets": metric.buckets or tokens} if metric.kind is Histogram else {}
+            labels = [*_LABELS, metric.label] if metric.label else _LABELS
+            self._family(metric.kind, metric.name, metric.help, labels, **settings)
+            for value in metric.values:
+                self._get(metric.name, value)
         self.record_sleep_state(None)
-        self._restarts = self._counter("engine_restarts", "Engines that died and were replaced.")
-        self._recovered = self._counter(
-            "requests_recovered", "Requests that went on with another engine."
-        )
-        self._recovery_time = self._histogram(
-            "recovery_seconds",
-            "From an engine's death until another one took requests.",
-            _RECOVERY_BUCKETS,
-        )
-        self._resumed = self._counter(
-            "streams_resumed", "Times that somebody came back to a stream and went on reading it."
-        )
-        self._rejections = self._family(
-            Counter,
-            "admission_rejections",
-            "Requests refused on arrival, by reason.",
-            [*_LABELS, "reason"],
-        )
 
     def for_engine(self, index: int) -> EngineMetrics:
         """The metrics of another engine of the model, shown together with these."""
@@ -275,37 +246,19 @@ class EngineMetrics:
 
         Its counters start at zero again when an engine is restarted; the metrics go on growing.
         """
-        self._running.set(stats.num_running_reqs)
-        self._waiting.set(stats.num_waiting_reqs)
-        self._waiting_capacity.set(stats.num_waiting_reqs - stats.num_held_reqs)
-        self._waiting_deferred.set(stats.num_held_reqs)
-        self._kv_usage.set(stats.kv_cache_usage)
         if stats.num_steps < self._last_stats.num_steps:
             self.engine_restarted()
         last, self._last_stats = self._last_stats, stats
-        self._prefix_queries.inc(stats.prefix_cache_queries - last.prefix_cache_queries)
-        hits = stats.prefix_cache_hits - last.prefix_cache_hits
-        self._prefix_hits.inc(hits)
-        self._hits_on_device.inc(hits)
-        self._preemptions.inc(stats.num_preemptions - last.num_preemptions)
-        self._external_queries.inc(
-            stats.external_prefix_cache_queries - last.external_prefix_cache_queries
-        )
-        self._external_hits.inc(stats.external_prefix_cache_hits - last.external_prefix_cache_hits)
-        self._failed_loads.inc(stats.num_failed_loads - last.num_failed_loads)
-        self._expired_transfers.inc(stats.num_expired_transfers - last.num_expired_transfers)
-        self._drafting_paused.set(stats.drafting_paused)
-        if stats.num_drafts > last.num_drafts:
-            self._record_drafts(stats, last)
-
-    def _record_drafts(self, stats: SchedulerStats, last: SchedulerStats) -> None:
-        self._drafts.inc(stats.num_drafts - last.num_drafts)
-        self._draft_tokens.inc(stats.num_draft_tokens - last.num_draft_tokens)
-        before = last.num_accepted_tokens_per_pos
-        for position, count in enumerate(stats.num_accepted_tokens_per_pos):
-            new = count - (before[position] if position < len(before) else 0)
-            self._accepted.inc(new)
-            self._accepted_per_pos.labels(**self._labels, position=str(position)).inc(new)
+        for metric in SCHEDULER_METRICS:
+            family = self._families[metric.name]
+            value, before = getattr(stats, metric.field), getattr(last, metric.field)
+            if metric.kind == "gauge":
+                family.labels(**self._labels, **metric.labels).set(value)
+            elif not isinstance(value, list):
+                family.labels(**self._labels, **metric.labels).inc(value - before)
+            else:
+                for i, (new, old) in enumerate(zip_longest(value, before, fillvalue=0)):
+                    family.labels(**self._labels, position=str(i)).inc(new - old)
 
     def keep_stats(self, stats: SchedulerStats) -> None:
         """Takes in the scheduler's state for `load` alone: it is counted in another process."""
@@ -319,23 +272,25 @@ class EngineMetrics:
         self, time_to_first_token: float, num_prompt_tokens: int, num_cached_tokens: int
     ) -> None:
         """A request got its first token: its prompt is done."""
-        self._ttft.observe(time_to_first_token)
-        self._prompt_tokens.inc(num_prompt_tokens)
-        self._prompt_tokens_cached.inc(num_cached_tokens)
-        self._prompt_tokens_hit.inc(num_cached_tokens)
-        self._prompt_tokens_computed.inc(num_prompt_tokens - num_cached_tokens)
+        self._get("time_to_first_token_seconds").observe(time_to_first_token)
+        self._get("prompt_tokens").inc(num_prompt_tokens)
+        self._get("prompt_tokens_cached").inc(num_cached_tokens)
+        self._get("prompt_tokens_by_source", "local_cache_hit").inc(num_cached_tokens)
+        self._get("prompt_tokens_by_source", "local_compute").inc(
+            num_prompt_tokens - num_cached_tokens
+        )
         self._step_prompt_tokens += num_prompt_tokens - num_cached_tokens
 
     def record_inter_token_latencies(self, latencies: Sequence[float]) -> None:
         """Requests got further tokens; how long each had waited since its last ones."""
-        observe = self._itl.observe
+        observe = self._get("inter_token_latency_seconds").observe
         for latency in latencies:
             observe(latency)
 
     def record_generation_tokens(self, num_tokens: int) -> None:
         """A step generated so many tokens; called once for each that brought something."""
-        self._generation_tokens.inc(num_tokens)
-        self._iteration_tokens.observe(self._step_prompt_tokens + num_tokens)
+        self._get("generation_tokens").inc(num_tokens)
+        self._get("iteration_tokens_total").observe(self._step_prompt_tokens + num_tokens)
         self._step_prompt_tokens = 0
 
     def record_finished(
@@ -349,42 +304,54 @@ class EngineMetrics:
         max_tokens: int | None,
     ) -> None:
         """A core request ended (each of n answers is one)."""
-        self._success[reason].inc()
+        self._get("request_success", str(reason)).inc()
         if reason == FinishReason.ABORT:
-            self._aborted.inc()
-        self._request_prompt_tokens.observe(num_prompt_tokens)
-        self._request_generation_tokens.observe(num_generation_tokens)
+            self._get("requests_aborted").inc()
+        self._get("request_prompt_tokens").observe(num_prompt_tokens)
+        self._get("request_generation_tokens").observe(num_generation_tokens)
         if max_tokens is not None:
-            self._params_max_tokens.observe(max_tokens)
+            self._get("request_params_max_tokens").observe(max_tokens)
         if times.finished_time is not None:
-            self._e2e.observe(times.finished_time - times.arrival_time)
-        self._request_preemptions.observe(times.num_preemptions)
+            self._get("e2e_request_latency_seconds").observe(
+                times.finished_time - times.arrival_time
+            )
+        self._get("request_num_preemptions").observe(times.num_preemptions)
         if times.first_scheduled_time is None:
             return
-        self._queue_time.observe(times.first_scheduled_time - times.arrival_time)
+        self._get("request_queue_time_seconds").observe(
+            times.first_scheduled_time - times.arrival_time
+        )
         if times.first_token_time is None or times.last_token_time is None:
             return
         decode_time = times.last_token_time - times.first_token_time
-        self._request_computed_tokens.observe(num_prompt_tokens - num_cached_tokens)
-        self._prefill_time.observe(times.first_token_time - times.first_scheduled_time)
-        self._decode_time.observe(decode_time)
-        self._inference_time.observe(times.last_token_time - times.first_scheduled_time)
+        self._get("request_prefill_kv_computed_tokens").observe(
+            num_prompt_tokens - num_cached_tokens
+        )
+        self._get("request_prefill_time_seconds").observe(
+            times.first_token_time - times.first_scheduled_time
+        )
+        self._get("request_decode_time_seconds").observe(decode_time)
+        self._get("request_inference_time_seconds").observe(
+            times.last_token_time - times.first_scheduled_time
+        )
         if num_generation_tokens > 1:
-            self._tpot.observe(decode_time / (num_generation_tokens - 1))
+            self._get("request_time_per_output_token_seconds").observe(
+                decode_time / (num_generation_tokens - 1)
+            )
 
     def record_all_finished(self, n: int, max_num_generation_tokens: int) -> None:
         """A caller's request with n answers ended; the longest one has so many tokens."""
-        self._params_n.observe(n)
-        self._request_max_generation_tokens.observe(max_num_generation_tokens)
+        self._get("request_params_n").observe(n)
+        self._get("request_max_num_generation_tokens").observe(max_num_generation_tokens)
 
     def record_rejection(self, reason: str) -> None:
         """A request was refused on arrival, for example because of "queue_full"."""
-        self._rejections.labels(**self._labels, reason=reason).inc()
+        self._get("admission_rejections", reason).inc()
 
     def record_sleep_state(self, level: int | None) -> None:
         """The engine sleeps at a level, or has woken up (None)."""
-        for state, at in zip(self._sleep_states, (None, 1, 2), strict=True):
-            state.set(level == at)
+        for state, at in zip(_SLEEP_STATES, (None, 1, 2), strict=True):
+            self._get("engine_sleep_state", state).set(level == at)
 
     def set_cache_config_info(self, info: Mapping[str, object]) -> None:
         """Shows the KV cache's settings as labels of `cache_config_info`; to be called once."""
@@ -395,14 +362,14 @@ class EngineMetrics:
 
     def record_recovery(self, num_requests: int, seconds: float) -> None:
         """An engine that died was replaced within so many seconds; so many requests go on."""
-        self._restarts.inc()
-        self._recovered.inc(num_requests)
-        self._recovery_time.observe(seconds)
+        self._get("engine_restarts").inc()
+        self._get("requests_recovered").inc(num_requests)
+        self._get("recovery_seconds").observe(seconds)
         self.record_scheduler_stats(SchedulerStats())  # the new one has done nothing yet
 
     def record_resume(self) -> None:
         """Somebody goes on reading a stream."""
-        self._resumed.inc()
+        self._get("streams_resumed").inc()
 
     def watch_processes(self, get_pids: Callable[[], list[int]]) -> None:
         """Shows memory and CPU time of the engine process and its workers; to be called once.
@@ -432,28 +399,28 @@ class EngineMetrics:
         """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
-    def _gauge(self, name: str, doc: str) -> Gauge:
-        return self._metric(Gauge, name, doc)
-
-    def _counter(self, name: str, doc: str) -> Counter:
-        return self._metric(Counter, name, doc)
-
-    def _histogram(self, name: str, doc: str, buckets: Sequence[float]) -> Histogram:
-        return self._metric(Histogram, name, doc, buckets=buckets)
-
-    def _metric(self, kind: type[_M], name: str, doc: str, **settings: Any) -> _M:
-        return self._family(kind, name, doc, _LABELS, **settings).labels(**self._labels)
+    def _get(self, name: str, value: str = "") -> Any:
+        """Return this engine's metric with a name of `_METRICS`, and a value of its label."""
+        key = name, value
+        if key not in self._children:
+            labels = [*self._labels.values(), value] if value else self._labels.values()
+            self._children[key] = self._families[name].labels(*labels)
+        return self._children[key]
 
     def _family(
-        self, kind: type[_M], name: str, doc: str, labels: Sequence[str], **settings: Any
-    ) -> _M:
-        """A metric with all its labels' values, which is made once for all engines."""
+        self,
+        kind: type[Gauge | Counter | Histogram],
+        name: str,
+        help: str,
+        labels: Sequence[str],
+        **settings: Any,
+    ) -> Any:
+        """Return a metric of all engines, with all values of its labels; make it once."""
         if name not in self._families:
             self._families[name] = kind(
-                f"{self._prefix}:{name}", doc, labels, registry=self._registry, **settings
+                f"{self._prefix}:{name}", help, labels, registry=self._registry, **settings
             )
-        family: _M = self._families[name]
-        return family
+        return self._families[name]
 
 
 class _Processes(Collector):

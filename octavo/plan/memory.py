@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -29,27 +30,35 @@ class Scratch:
 
 
 @dataclass(frozen=True)
+class MemoryItem:
+    """Memory of one purpose."""
+
+    name: str
+    nbytes: int
+    when: Literal["always", "step", "loading", "serving"] = "always"
+    """Time at which the memory is used: always; in a step, or while the model is loaded, which
+    never coincide; or, not in the engine's own steady state, by requests and other processes."""
+    note: str = ""
+    """End of the line in the report."""
+
+
+def sum_nbytes(items: Sequence[MemoryItem], name: str) -> int:
+    """Return the bytes of the items with a name."""
+    return sum(item.nbytes for item in items if item.name == name)
+
+
+@dataclass(frozen=True)
 class MemoryBudget:
-    """A device's memory, and what the engine takes of it beside the KV cache, in bytes.
+    """A device's memory, and the items that an engine needs besides the KV cache.
 
     A platform estimates it before the model is loaded or measures it afterwards.
 
     Attributes:
-        source: whose memory, for people: "what is free".
-        available: what there is; the engine gets `gpu_memory_utilization` of it.
-        most_kv_cache: of the KV cache, without a size from the user.
-        runtime: taken already, or by what is no model: libraries, and on a GPU the CUDA context and
-            other processes.
-        weights: held once the model is loaded.
-        activations: what the forward pass of a step of the largest size takes; where it is
-            measured, with all else that a step takes, and what captured graphs will hold.
-        logits: logits and what sampling does with them.
-        loading: the largest weight as it is read, beside the packed ones; gone before a step is
-            run.
-        rows: token histories, block tables and sampling state of the running requests, where they
-            are in the same memory.
-        draft: weights, activations, logits and rows of the model that drafts.
-        scratches: what `activations` and `logits` come from, of each stage, where they are
+        source: name of the memory, for people: "what is free".
+        available: bytes of it; the engine gets `gpu_memory_utilization` of them.
+        most_kv_cache: most bytes of a KV cache without a configured size.
+        items: memory besides the KV cache.
+        scratches: origin of the items "activations" and "logits", of each stage, where they are
             estimated.
         draft_scratch: the same of the model that drafts.
     """
@@ -57,12 +66,10 @@ class MemoryBudget:
     source: str
     available: int
     most_kv_cache: int
-    runtime: int
-    weights: int
-    activations: int
-    logits: int = 0
-    loading: int = 0
-    rows: int = 0
-    draft: int = 0
+    items: tuple[MemoryItem, ...]
     scratches: tuple[Scratch, ...] = ()
     draft_scratch: Scratch | None = None
+
+    def nbytes(self, name: str) -> int:
+        """Return the bytes of the items with a name."""
+        return sum_nbytes(self.items, name)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from octavo.config import CacheConfig, EngineConfig
 from octavo.errors import ConfigError
@@ -15,10 +15,11 @@ from octavo.kv_cache.groups import (
     select_layers,
 )
 from octavo.models.spec import ModelSpec, divide_layers
-from octavo.plan.memory import MemoryBudget
+from octavo.plan.memory import MemoryBudget, MemoryItem, sum_nbytes
 from octavo.plan.setup import resolve_kv_cache_dtype
 from octavo.system.distributed import Rank
 
+MIB = 2**20
 # The server's own process: interpreter, web framework and tokenizer (80 MiB), and a body of 8 MB
 # as objects.
 SERVER_NBYTES = 256 * 2**20
@@ -28,109 +29,78 @@ SPARE_NBYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by purpose, and what the KV cache amounts to."""
+    """Memory of an engine by purpose, and the size of its KV cache."""
 
     limit: int
-    """What the engine may use in all."""
-    runtime: int
-    weights: int
-    activations: int
-    logits: int
-    """Logits and what sampling does with them."""
-    loading: int
-    """The largest weight as it is read, beside the packed ones; gone before a step is run."""
-    rows: int
-    """Token histories, block tables and sampling state of the running requests."""
-    kv_cache: int
-    """That of the model that drafts included."""
+    """Most bytes that the engine may use."""
+    items: tuple[MemoryItem, ...]
+    """All memory, the KV cache included."""
     num_blocks: int
     block_size: int
     block_nbytes: int
     max_model_len: int
     blocks_per_request: int
     """Blocks that one request of `max_model_len` tokens needs at most."""
-    draft: int = 0
-    """Weights and buffers of the model that drafts."""
-    server: int = 0
-    """The other process of a server."""
-    requests: int = 0
-    """What requests and answers may take in both of them."""
-    spare: int = 0
-    """A spare process."""
     warm_spare: bool = False
-    """Whether there may be one."""
-    kv_connector: int = 0
-    """Memory of a KV connector."""
-    grammars: int = 0
-    """Most bytes of the processes for structured output."""
+    """True if there may be a spare process."""
+
+    def nbytes(self, name: str) -> int:
+        """Return the bytes of the items with a name."""
+        return sum_nbytes(self.items, name)
+
+    @property
+    def kv_cache(self) -> int:
+        """Bytes of the KV cache, with that of a draft model."""
+        return self.num_blocks * self.block_nbytes
 
     @property
     def total(self) -> int:
-        """All of it, at the fullest moment."""
-        loading = max(0, self.loading - self.activations - self.logits)
-        others = self.server + self.requests + self.spare + self.grammars
-        return self.steady + loading + others
+        """Bytes at the fullest moment."""
+        return peak_nbytes(self.items)
 
     @property
     def steady(self) -> int:
-        """What is held once the model is loaded and everything has been used, without requests."""
-        held = self.runtime + self.weights + self.activations + self.logits + self.rows
-        return held + self.draft + self.kv_cache + self.kv_connector
+        """Bytes held once the model is loaded and everything was used, without requests."""
+        return sum(item.nbytes for item in self.items if item.when in ("always", "step"))
 
     @property
     def max_concurrency(self) -> float:
-        """How many requests of the greatest length fit at once."""
+        """Number of requests of the greatest length that fit at once."""
         return (self.num_blocks - 1) / self.blocks_per_request
 
     def report(self) -> str:
-        """The plan for people."""
-        mib = 2**20
-        lines = [
-            f"memory plan: {self.total / mib:,.0f} MiB of {self.limit / mib:,.0f} MiB",
-            f"  runtime      {self.runtime / mib:10,.1f} MiB",
-            f"  weights      {self.weights / mib:10,.1f} MiB",
-            f"  activations  {self.activations / mib:10,.1f} MiB",
-            f"  logits       {self.logits / mib:10,.1f} MiB",
-            f"  (loading     {self.loading / mib:10,.1f} MiB, freed before the first step)",
-            f"  rows         {self.rows / mib:10,.1f} MiB",
-            f"  KV cache     {self.kv_cache / mib:10,.1f} MiB = {self.num_blocks:,} blocks of "
-            f"{self.block_size} tokens, room for {_number(self.max_concurrency)} full-length "
-            f"requests ({self.max_model_len:,} tokens each)",
-        ]
-        if self.draft:
-            lines.insert(
-                -1, f"  draft model  {self.draft / mib:10,.1f} MiB, plus a part of the KV cache"
-            )
-        if self.kv_connector:
-            lines.append(f"  KV connector {self.kv_connector / mib:10,.1f} MiB for blocks")
-        if self.server:
-            lines += [
-                f"  requests     {self.requests / mib:10,.1f} MiB in this process and the server's",
-                f"  server       {self.server / mib:10,.1f} MiB for its own process",
-            ]
-        if self.grammars:
-            lines.append(
-                f"  grammars     {self.grammars / mib:10,.1f} MiB at most, for processes of "
-                "structured output"
-            )
-        if self.spare:
-            lines.append(f"  warm spare   {self.spare / mib:10,.1f} MiB for a process that waits")
+        """Return the plan as lines for people."""
+        lines = [f"memory plan: {self.total / MIB:,.0f} MiB of {self.limit / MIB:,.0f} MiB"]
+        for item in self.items:
+            is_freed = item.when == "loading"
+            name = f"({item.name}" if is_freed else item.name
+            end = ")" if is_freed else ""
+            lines.append(f"  {name:<12} {item.nbytes / MIB:10,.1f} MiB{item.note}{end}")
         return "\n".join(lines)
 
     def compare(self, resident: int) -> str:
-        """The plan beside the bytes that a process has in memory, for people."""
-        mib = 2**20
-        buffers = self.activations + self.logits + self.rows + self.draft
+        """Return a line with the plan and the bytes that the processes have in memory."""
+        parts = ", ".join(
+            f"{item.name} {item.nbytes / MIB:,.0f}"
+            for item in self.items
+            if item.when in ("always", "step")
+        )
         return (
-            f"resident memory: {resident / mib:,.0f} MiB; planned {self.steady / mib:,.0f} MiB "
-            f"(runtime {self.runtime / mib:,.0f}, weights {self.weights / mib:,.0f}, buffers "
-            f"{buffers / mib:,.0f}, KV cache {self.kv_cache / mib:,.0f}); buffers and KV cache "
-            "become resident as they are used"
+            f"resident memory: {resident / MIB:,.0f} MiB; planned {self.steady / MIB:,.0f} MiB "
+            f"({parts}); buffers and KV cache become resident as they are used"
         )
 
 
+def peak_nbytes(items: Sequence[MemoryItem]) -> int:
+    """Return the bytes of all items at the fullest moment."""
+    total = dict.fromkeys(("always", "step", "loading", "serving"), 0)
+    for item in items:
+        total[item.when] += item.nbytes
+    return total["always"] + max(total["step"], total["loading"]) + total["serving"]
+
+
 def _number(value: float) -> str:
-    """With a digit behind the point, unless that is 0."""
+    """Return the number with a digit after the point, unless that is 0."""
     return f"{value:,.1f}".removesuffix(".0")
 
 
@@ -185,30 +155,28 @@ def make_memory_plan(
     warm_spare: bool | None = False,
     limit: int | None = None,
     draft: ModelSpec | None = None,
-    kv_connector: int = 0,
-    grammars: int = 0,
+    items: Sequence[MemoryItem] = (),
 ) -> tuple[MemoryPlan, KVCacheConfig]:
-    """Plans the memory of an engine: the KV cache gets what is left.
+    """Plan the memory of an engine: the KV cache gets the rest.
 
     Args:
         config: the settings.
         spec: the model.
-        budget: what there is, and what is taken beside the KV cache.
+        budget: the device's memory, and the items of the model.
         max_num_batched_tokens: token budget of a step.
         request_memory: bytes for a server's requests, if they come from the same memory; None:
             they do not, or there is no server.
-        warm_spare: whether there is room for a spare process, in the same memory as requests;
-            None: if it costs no KV cache.
-        limit: bytes that the engine may use; None: its share of what there is. What several engines
-            have together (server, requests, spare) counts for each of them in part.
-        draft: the model that drafts. What it keeps of a token lies in a block of the same number.
-        kv_connector: bytes of the same memory that a KV connector takes.
-        grammars: bytes of the same memory that processes for structured output may take.
+        warm_spare: True if a spare process has its place, in the same memory as requests; None: if
+            it costs no KV cache.
+        limit: bytes that the engine may use; None: its share of the available ones. An engine among
+            several counts a part of what they use together (server, requests, spare).
+        draft: the draft model. Its KV cache is in the same blocks.
+        items: other users of the same memory.
 
     Raises:
         ConfigError: if the model, or one request of `max_model_len` tokens, does not fit; the
             message names what would.
-        ModelError: if blocks do not take the same bytes in all layers.
+        ModelError: if blocks do not have the same size in all layers.
     """
     cache = config.cache
     cache_dtype = resolve_kv_cache_dtype(config, resolve_dtype(config, spec))
@@ -231,18 +199,25 @@ def make_memory_plan(
     engines = config.parallel.num_local_engines
     if limit is None:
         limit = int(budget.available * cache.gpu_memory_utilization) // engines
-    server = requests = of_spare = 0
-    spare_nbytes = SPARE_NBYTES * (1 + config.num_spare_workers)
+    server: list[MemoryItem] = []
+    spare = MemoryItem("warm spare", 0, "serving", " for a process that waits")
     if request_memory is not None:
-        server, requests, of_spare = (
-            nbytes // engines for nbytes in (SERVER_NBYTES, request_memory, spare_nbytes)
-        )
-    left = limit - budget.runtime - budget.weights - budget.rows - budget.draft
-    spare = of_spare if warm_spare else 0
-    left -= server + requests + spare + kv_connector + grammars
-    left -= max(budget.activations + budget.logits, budget.loading)
+        server = [
+            MemoryItem(
+                "requests",
+                request_memory // engines,
+                "serving",
+                " in this process and the server's",
+            ),
+            MemoryItem("server", SERVER_NBYTES // engines, "serving", " for its own process"),
+        ]
+        spare_nbytes = SPARE_NBYTES * (1 + config.num_spare_workers)
+        spare = replace(spare, nbytes=spare_nbytes // engines)
+    others = [*items, *server, *([spare] if warm_spare else [])]
+    left = limit - peak_nbytes([*budget.items, *others])
     if left < 0:
-        least = "what kv_transfer_config gets" if kv_connector else "request_memory_bytes"
+        has_connector = any(item.name == "KV connector" for item in items)
+        least = "what kv_transfer_config gets" if has_connector else "request_memory_bytes"
         shared = f", among {engines} engines" if engines > 1 else ""
         raise ConfigError(
             f"{config.model.model} needs {(limit - left) / 2**20:,.0f} MiB without the KV cache, "
@@ -256,29 +231,25 @@ def make_memory_plan(
     num_blocks = _num_blocks(cache, block_nbytes, left, most, useful)
     max_model_len = _fit_context(config, blocks_for, num_blocks, block_nbytes, max_model_len)
     if warm_spare is None:
-        warm_spare = num_blocks * block_nbytes <= left - of_spare
-        spare = of_spare if warm_spare else 0
+        warm_spare = num_blocks * block_nbytes <= left - spare.nbytes
+        others += [spare] if warm_spare else []
+    needed = blocks_for(max_model_len)
+    concurrency = _number((num_blocks - 1) / needed)
+    kv_cache = MemoryItem(
+        "KV cache",
+        num_blocks * block_nbytes,
+        note=f" = {num_blocks:,} blocks of {cache.block_size} tokens, room for "
+        f"{concurrency} full-length requests ({max_model_len:,} tokens each)",
+    )
     plan = MemoryPlan(
         limit=limit,
-        runtime=budget.runtime,
-        weights=budget.weights,
-        activations=budget.activations,
-        logits=budget.logits,
-        loading=budget.loading,
-        rows=budget.rows,
-        kv_cache=num_blocks * block_nbytes,
-        draft=budget.draft,
+        items=tuple(item for item in (*budget.items, kv_cache, *others) if item.nbytes),
         num_blocks=num_blocks,
         block_size=cache.block_size,
         block_nbytes=block_nbytes,
         max_model_len=max_model_len,
-        blocks_per_request=blocks_for(max_model_len),
-        server=server,
-        requests=requests,
-        spare=spare,
+        blocks_per_request=needed,
         warm_spare=warm_spare,
-        kv_connector=kv_connector,
-        grammars=grammars,
     )
     return plan, KVCacheConfig(num_blocks, cache.block_size, groups)
 

@@ -11,7 +11,7 @@ from octavo.errors import ConfigError
 from octavo.layers.step_table import StepLayout, input_batch_nbytes
 from octavo.models.heads import HeadsSpec, read_lm_head
 from octavo.plan.draft_sizes import suffix_nbytes
-from octavo.plan.memory import MemoryBudget, Scratch
+from octavo.plan.memory import MemoryBudget, MemoryItem, Scratch
 from octavo.plan.setup import WorkerSetup
 from octavo.sampling.sizes import state_nbytes, workspace_nbytes
 from octavo.system.device import (
@@ -241,13 +241,17 @@ def memory_budget(
         source="what is free",
         available=cpu_memory(config.device.numa_node)[1],
         most_kv_cache=DEFAULT_KV_NBYTES,
-        runtime=RUNTIME_NBYTES * (1 + config.num_worker_processes),
-        weights=weights,
-        activations=activations,
-        logits=logits,
-        loading=max(loading, draft_loading),
-        rows=rows,
-        draft=draft,
+        items=(
+            MemoryItem("runtime", RUNTIME_NBYTES * (1 + config.num_worker_processes)),
+            MemoryItem("weights", weights),
+            MemoryItem("activations", activations, "step"),
+            MemoryItem("logits", logits, "step"),
+            MemoryItem(
+                "loading", max(loading, draft_loading), "loading", ", freed before the first step"
+            ),
+            MemoryItem("rows", rows),
+            MemoryItem("draft model", draft, note=", plus a part of the KV cache"),
+        ),
         scratches=scratches,
         draft_scratch=draft_scratch,
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from octavo.errors import ConfigError, EngineDeadError
-from octavo.plan.memory import MemoryBudget
+from octavo.plan.memory import MemoryBudget, MemoryItem
 from octavo.plan.setup import WorkerSetup
 from octavo.system import device as machine
 from octavo.worker.platform import Platform, require_package
@@ -172,9 +172,11 @@ class CUDAPlatform(Platform):
             source="the GPU",
             available=total,
             most_kv_cache=total,
-            runtime=foreign,
-            weights=loaded - allocated_before,
-            activations=step,
+            items=(
+                MemoryItem("runtime", foreign),
+                MemoryItem("weights", loaded - allocated_before),
+                MemoryItem("activations", step, "step"),
+            ),
         )
 
     def cause(self, device: torch.device, error: BaseException) -> BaseException:
@@ -226,11 +228,6 @@ def _select_device(dtype: str) -> torch.device:
 def _check_weights(setup: WorkerSetup, device: torch.device) -> None:
     """Reject a model that cannot fit, before loading it."""
     config = setup.config
-    if config.model.quantization is not None:
-        raise ConfigError(
-            f"quantization={config.model.quantization} is not supported on CUDA yet; leave it out, "
-            "or use device=cpu."
-        )
     weights = setup.spec.weight_nbytes(setup.dtype, setup.max_model_len)
     total, free = machine.cuda_memory(device)
     if weights > min(free, total * config.cache.gpu_memory_utilization):

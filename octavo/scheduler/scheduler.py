@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from octavo.config import SchedulerConfig
 from octavo.errors import RequestError
-from octavo.kv_cache.events import AnyKVEvent
+from octavo.kv_cache.events import KVEventLog
 from octavo.kv_cache.groups import KVCacheConfig
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.kv_connector.base import KVConnectorBase
@@ -33,15 +33,15 @@ from octavo.messages import (
     PauseMode,
     ScheduledRequest,
     SchedulerOutput,
-    SchedulerStats,
 )
+from octavo.observability.scheduler_stats import SchedulerStats
 from octavo.request import QueueKey, Request, RequestStatus
 from octavo.scheduler.checks import check_books, check_fits
 from octavo.scheduler.deadlines import Deadlines, describe_expiry
 from octavo.scheduler.fairness import CREDIT_STEPS, OUTPUT_WEIGHT, PROMPT_WEIGHT, TenantCounters
 from octavo.scheduler.held import HELD, HeldRequests
 from octavo.scheduler.kv_loads import KVLoads
-from octavo.scheduler.observer import SchedulerObserver, WaitReason
+from octavo.scheduler.listener import StepListener, WaitReason
 from octavo.scheduler.queue import Arrivals, WaitingQueue
 from octavo.scheduler.results import check_stop, take_prompt_logprobs
 from octavo.scheduler.speculation import Drafting
@@ -69,7 +69,8 @@ class Scheduler:
         max_num_drafts: most drafts of all requests in a step.
         num_stages: steps that are computed at the same time (pipeline parallelism).
         clock: returns the time in seconds, as in requests' `deadline`.
-        observer: receives the reasons why requests wait or are preempted.
+        listeners: notified when requests wait or are preempted.
+        kv_events: log of changes of the prefix cache.
         connector: the scheduler's half of a KV connector.
     """
 
@@ -85,7 +86,8 @@ class Scheduler:
         max_num_drafts: int = 0,
         num_stages: int = 1,
         clock: Callable[[], float] = now,
-        observer: SchedulerObserver | None = None,
+        listeners: Sequence[StepListener] = (),
+        kv_events: KVEventLog | None = None,
         connector: KVConnectorBase | None = None,
     ) -> None:
         self.config = config
@@ -94,7 +96,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_stages = num_stages
         self.kv_cache_config = kv_cache_config
-        self.kv_cache_manager = KVCacheManager(kv_cache_config, enable_caching)
+        self.kv_cache_manager = KVCacheManager(kv_cache_config, enable_caching, kv_events)
 
         self.requests: dict[str, Request] = {}
         """All unfinished requests."""
@@ -115,7 +117,7 @@ class Scheduler:
         """Rows that the worker must free before the next step."""
         self._outputs: list[EngineCoreOutput] = []
         """Outputs that no step made."""
-        self._clock, self._observer = clock, observer
+        self._clock, self._listeners = clock, listeners
         self._connector = connector
         self._loads: KVLoads | None = None
         if connector is not None:
@@ -399,11 +401,6 @@ class Scheduler:
             return False
         return not reset_connector or self._connector is None or self._connector.reset_cache()
 
-    def take_kv_events(self) -> list[AnyKVEvent]:
-        """Return the changes of known prefixes since the last call, if they are logged."""
-        log = self.kv_cache_manager.pool.events
-        return [] if log is None else log.take()
-
     def make_stats(self) -> SchedulerStats:
         """Return state and counters."""
         manager, drafting, loads = self.kv_cache_manager, self.drafting, self._loads
@@ -666,9 +663,9 @@ class Scheduler:
         step.draft_budget -= scheduled.num_drafts
 
     def _note_wait(self, request: Request, reason: WaitReason) -> bool:
-        """Report why a request does not start; return False, for `_admit`."""
-        if self._observer is not None:
-            self._observer.on_wait(request, reason)
+        """Notify the listeners why a request does not start; return False, as `_admit` does."""
+        for listener in self._listeners:
+            listener.on_wait(request, reason)
         return False
 
     def _preempt(self, request: Request, by: Request | None) -> None:
@@ -676,8 +673,8 @@ class Scheduler:
 
         Tokens that steps in flight sample for it stay valid: they depend only on its own tokens.
         """
-        if self._observer is not None:
-            self._observer.on_preempt(request, by)
+        for listener in self._listeners:
+            listener.on_preempt(request, by)
         self.kv_cache_manager.free(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = request.num_forced = 0

@@ -28,8 +28,8 @@ from octavo.messages import (
     ModelRunnerOutput,
     RequestOptions,
     SchedulerOutput,
-    SchedulerStats,
 )
+from octavo.observability.scheduler_stats import SchedulerStats
 from octavo.plan.memory import MemoryBudget
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 from octavo.scheduler.scheduler import Scheduler

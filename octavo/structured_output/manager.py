@@ -100,11 +100,17 @@ class StructuredOutputManager:
         start_helper: starts the helper process of a backend.
         backends: names of the backends, in order of preference.
         vocab_size: width of the logits.
+        wake: called, on another thread, when `take_finished` has something.
     """
 
-    def __init__(self, start_helper: StartHelper, backends: Sequence[str], vocab_size: int) -> None:
-        self.wake: Callable[[], None] = lambda: None
-        """Callback, run on another thread, for new results of `take_finished`."""
+    def __init__(
+        self,
+        start_helper: StartHelper,
+        backends: Sequence[str],
+        vocab_size: int,
+        wake: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._wake = wake
         self._start_helper, self._backends = start_helper, backends
         self._row_nbytes = 4 * -(-vocab_size // 32)
         self._compiler: GrammarCompiler | None = None
@@ -228,7 +234,7 @@ class StructuredOutputManager:
         """Queue a result; runs on the compiler's thread."""
         self._done.put(result)
         self._arrived.set()
-        self.wake()
+        self._wake()
 
     def _take(self, result: Ready | FeedResult) -> None:
         """Handle a result for its requests."""

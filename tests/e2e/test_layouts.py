@@ -220,8 +220,9 @@ def test_the_plan_counts_all_ranks(folder, in_ranks):
     with LLM(str(folder), **SETTINGS) as llm:
         plan = llm.llm_engine.memory_plan
         caches = cache_nbytes(llm)
-    assert plan.runtime == 3 * alone.runtime  # including the engine's process
-    assert alone.weights < plan.weights < 2 * alone.weights  # norms and embedding twice
+    assert plan.nbytes("runtime") == 3 * alone.nbytes("runtime")  # including the engine's process
+    # Norms and embedding twice.
+    assert 1 < plan.nbytes("weights") / alone.nbytes("weights") < 2
     assert (plan.num_blocks, plan.block_nbytes) == (alone.num_blocks, alone.block_nbytes)
     assert sum(caches) == plan.kv_cache
 
@@ -236,8 +237,9 @@ def test_the_plan_counts_all_stages(folder, in_ranks):
         caches = cache_nbytes(llm)
         weights = [rank._worker.runner._weights[0].nbytes for rank in ranks]
     assert sum(caches) == plan.kv_cache
-    assert 0.9 < plan.weights / sum(weights) < 1.1  # next to the tables of positions
-    assert alone.weights < plan.weights < 2 * alone.weights  # the tied table twice
+    assert 0.9 < plan.nbytes("weights") / sum(weights) < 1.1  # next to the tables of positions
+    # The tied table twice.
+    assert 1 < plan.nbytes("weights") / alone.nbytes("weights") < 2
 
 
 @pytest.mark.parametrize(("size", "stages", "broken"), [(2, 1, 1), (1, 2, 0), (1, 2, 1), (2, 2, 3)])
@@ -363,8 +365,8 @@ def test_rank_0_drafts(draft, acceptance, in_ranks, monkeypatch):
         drafting = llm.llm_engine.memory_plan
         assert drafting.block_nbytes == plan.block_nbytes
         of_draft = sum(weights.nbytes for weights in runners[0]._weights[1:])
-        assert plan.draft <= drafting.draft
-        assert of_draft <= drafting.draft
+        assert plan.nbytes("draft model") <= drafting.nbytes("draft model")
+        assert of_draft <= drafting.nbytes("draft model")
 
 
 @pytest.mark.parametrize(

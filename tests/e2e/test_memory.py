@@ -24,7 +24,7 @@ with LLM(kv_cache_memory_bytes="48M", max_num_seqs=8, max_num_batched_tokens=512
     llm.generate(prompts, SamplingParams(max_tokens=4, logprobs=3, presence_penalty=0.1,
                                          ignore_eos=True), use_tqdm=False)
     sizes.append(resident_memory())
-print(json.dumps([*sizes, plan.steady, plan.kv_cache, plan.runtime]))
+print(json.dumps([*sizes, plan.steady, plan.kv_cache, plan.nbytes("runtime")]))
 """
 
 

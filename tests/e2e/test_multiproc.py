@@ -71,12 +71,12 @@ def _rows(logprobs):
 def test_the_bits_are_those_of_one_process(settings):
     with LLM(**SIZES, **settings) as llm:
         expected = bits(llm)
-        budget = llm.llm_engine.memory_plan.runtime
+        budget = llm.llm_engine.memory_plan.nbytes("runtime")
     with LLM(**SIZES, **settings, distributed_executor_backend="mp") as llm:
         executor = llm._client.core.executor
         (pid,) = executor.pids
         assert bits(llm) == expected
-        assert llm.llm_engine.memory_plan.runtime == 2 * budget
+        assert llm.llm_engine.memory_plan.nbytes("runtime") == 2 * budget
         if "enable_sleep_mode" in settings:
             before = psutil.Process(pid).memory_info().rss
             llm.sleep()

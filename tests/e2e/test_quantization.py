@@ -43,7 +43,7 @@ def test_the_plan_knows_the_sizes():
     plans = {}
     for name in (None, "int8", "int4"):
         with LLM(quantization=name, max_model_len=256) as llm:
-            plans[name] = llm.memory_plan.weights
+            plans[name] = llm.memory_plan.nbytes("weights")
     assert plans["int4"] < plans["int8"] < plans[None]
 
 

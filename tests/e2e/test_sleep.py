@@ -63,7 +63,7 @@ with LLM(enable_sleep_mode=True, kv_cache_memory_bytes="32M", max_num_seqs=4,
     llm.generate(prompts, params, use_tqdm=False)
     sizes.append(resident())
     used = 4 * len(prompts[0]) // plan.block_size * plan.block_nbytes
-print(json.dumps([sizes, plan.weights, used, plan.steady]))
+print(json.dumps([sizes, plan.nbytes("weights"), used, plan.steady]))
 """
 
 

@@ -13,7 +13,7 @@ from octavo.engine.assemble import make_engine_core
 from octavo.executor.uniproc import UniProcExecutor
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_spec
-from octavo.plan.memory import MemoryBudget, Scratch
+from octavo.plan.memory import MemoryBudget, MemoryItem, Scratch
 from octavo.platforms.cpu import CPUPlatform
 from tests.fakes import FakeExecutor
 from tests.params import core_params, core_request
@@ -24,9 +24,11 @@ BUDGET = MemoryBudget(
     source="a test",
     available=2**31,
     most_kv_cache=2**30,
-    runtime=2**20,
-    weights=2**20,
-    activations=2**20,
+    items=(
+        MemoryItem("runtime", 2**20),
+        MemoryItem("weights", 2**20),
+        MemoryItem("activations", 2**20, "step"),
+    ),
 )
 
 
@@ -111,21 +113,21 @@ def test_memory_is_planned_before_loading_if_it_can_be_known(estimates, monkeypa
         scratches = (Scratch(1000, 2000, 3000),)
         assert order[1][1] == replace(first, max_model_len=longest, scratches=scratches)
         assert plan.compare(123 * 2**20) in lines
-        assert plan.requests == 2**20
+        assert plan.nbytes("requests") == 2**20
     else:
         assert [what for what, _ in order] == ["load", "measure", "allocate"]
         assert "resident memory" not in lines
-        assert plan.requests == 0
+        assert plan.nbytes("requests") == 0
 
 
 def test_debug_logs_tell_why_requests_wait(caplog):
-    caplog.set_level(logging.DEBUG, "octavo.scheduler.observer")
+    caplog.set_level(logging.DEBUG, "octavo.scheduler.listener")
     core, _ = make(max_num_seqs=1)
     for i in range(3):
         core.add_request(core_request(str(i), [1, 2, 3], core_params(max_tokens=5)))
     while core.has_work():
         core.step()
-    name = "octavo.scheduler.observer"
+    name = "octavo.scheduler.listener"
     lines = [record.getMessage() for record in caplog.records if record.name == name]
     assert lines == [f"request {i} waits: max_num_seqs requests run" for i in (1, 2)]
 

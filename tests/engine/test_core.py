@@ -10,6 +10,7 @@ import pytest
 from octavo.config import SchedulerConfig
 from octavo.engine import core as core_module
 from octavo.engine.core import EngineCore
+from octavo.engine.record import StepRecorder
 from octavo.errors import EngineDeadError, ModelError, ProfilerError, RequestError, SleepError
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.messages import FinishReason
@@ -33,10 +34,9 @@ def make_core(
     depth=1,
     caching=True,
     profiler=None,
-    observer=None,
     blocks=20,
     enable_sleep_mode=True,
-    record=None,
+    listeners=(),
     **settings,
 ):
     """Return a core on fakes; its clock is `core.clock`."""
@@ -49,7 +49,7 @@ def make_core(
         max_num_batched_tokens=32,
         enable_caching=caching,
         clock=clock,
-        observer=observer,
+        listeners=listeners,
     )
     backend = ToyBackend()
     core = EngineCore(
@@ -60,7 +60,7 @@ def make_core(
         profiler=profiler,
         engine_index=3,
         enable_sleep_mode=enable_sleep_mode,
-        record=record,
+        listeners=listeners,
     )
     core.clock, core.backend = clock, backend
     return core
@@ -776,7 +776,7 @@ def test_what_is_recorded_of_steps(depth, monkeypatch):
 
     monkeypatch.setattr(core_module.time, "perf_counter", look)
     steps = []
-    core = make_core(depth, record=steps.append)
+    core = make_core(depth, listeners=[StepRecorder(steps.append)])
     for name in "ab":
         core.add_request(core_request(name, [1, 2, 3], core_params(max_tokens=4)))
         while core.has_work():
@@ -799,7 +799,7 @@ def test_what_is_recorded_of_steps(depth, monkeypatch):
 
 def test_a_step_that_failed_has_no_time():
     steps = []
-    core = make_core(record=steps.append)
+    core = make_core(listeners=[StepRecorder(steps.append)])
     core.executor.failure = RuntimeError("no memory")
     core.add_request(core_request("a", [1, 2, 3], core_params(max_tokens=4)))
     core.step()

@@ -36,9 +36,10 @@ from octavo.fleet.core_launcher import CoreLauncher
 from octavo.fleet.mp_client import AsyncMPClient
 from octavo.fleet.start import EngineProcesses
 from octavo.frontend.async_llm import AsyncLLM
-from octavo.messages import GrammarSpec, SchedulerStats
+from octavo.messages import GrammarSpec
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_spec
+from octavo.observability.scheduler_stats import SchedulerStats
 from octavo.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from octavo.system.device import SWITCH_INTERVAL
 from tests.plan.plans import make_plan
@@ -503,8 +504,6 @@ from tests.plan.plans import make_plan
 
 class Core:
     executor = SimpleNamespace(pids=[7], register_failure_callback=lambda callback: None)
-    structured_output = None
-    transfers = None
     def has_work(self):
         return False
     def check_integrity(self):
@@ -514,7 +513,7 @@ class Core:
     def shutdown(self):
         print(json.dumps({"frozen": gc.get_freeze_count() > 0}), flush=True)
 
-def make_engine_core(config, spec, path, **settings):
+def make_engine_core(config, spec, path, *, wake, **settings):
     signals = [signal.getsignal(n) == signal.SIG_IGN for n in (signal.SIGINT, signal.SIGTERM)]
     facts = {"path": str(path), "settings": settings, "interval": sys.getswitchinterval()}
     facts["epoch"] = clock.epoch()
@@ -570,7 +569,7 @@ def test_what_the_process_makes_of_itself(tmp_path):
             "warm_spare": None,
             "engine_index": 2,
             "memory_limit": None,
-            "record": None,
+            "listeners": [],
         },
         "interval": pytest.approx(SWITCH_INTERVAL),
         "epoch": -5.0,  # the parent's: the wall clock may have been set since

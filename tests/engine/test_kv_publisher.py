@@ -15,10 +15,17 @@ from octavo.config import KVEventsConfig
 from octavo.engine import kv_publisher
 from octavo.engine.kv_publisher import KVEventPublisher, endpoint_of
 from octavo.errors import ConfigError
-from octavo.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from octavo.kv_cache.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEventBatch,
+    KVEventLog,
+)
 from tests.e2e.harness import free_port
 from tests.kv_cache.test_events import Subscriber
 
+LOG = KVEventLog(0, 16, "CPU")
 END = (-1).to_bytes(8, "big", signed=True)
 
 
@@ -72,7 +79,7 @@ def ask(context, endpoint, *frames):
 
 def test_who_is_late_asks_for_what_was_missed(tmp_path, context):
     config = make_config(tmp_path, buffer_steps=3)
-    publisher = KVEventPublisher(config, 2)
+    publisher = KVEventPublisher(config, 2, LOG)
     try:
         endpoint = config.endpoint + "_dp2"
         socket = subscribe(context, endpoint)
@@ -109,7 +116,7 @@ def test_who_is_late_asks_for_what_was_missed(tmp_path, context):
 def test_what_is_kept_is_bounded(tmp_path, context, monkeypatch):
     monkeypatch.setattr(kv_publisher, "_MOST_KEPT_NBYTES", 400)
     config = make_config(tmp_path)
-    publisher = KVEventPublisher(config, None)
+    publisher = KVEventPublisher(config, None, LOG)
     for i in range(9):
         publisher.publish([BlockRemoved([bytes([i]) * 100])])
     kept = []
@@ -156,7 +163,7 @@ class RawReader:
 
 @pytest.mark.parametrize(("path", "kind"), [("replay", b"DEALER"), ("events", b"SUB")])
 def test_a_frame_that_claims_to_be_long_ends_the_connection(tmp_path, path, kind):
-    publisher = KVEventPublisher(make_config(tmp_path), None)
+    publisher = KVEventPublisher(make_config(tmp_path), None, LOG)
     with RawReader(tmp_path / path, kind) as reader:
         reader.socket.sendall(b"\x02" + (2**20).to_bytes(8, "big") + b"a" * 1000)
         with contextlib.suppress(ConnectionResetError):
@@ -170,7 +177,7 @@ def test_readers_that_do_not_read_are_dropped_and_others_go_on(
     monkeypatch.setattr(kv_publisher, "_MOST_UNSENT_NBYTES", 2**20)
     monkeypatch.setattr(kv_publisher, "_MOST_KEPT_NBYTES", 2**18)
     config = make_config(tmp_path)
-    publisher = KVEventPublisher(config, None)
+    publisher = KVEventPublisher(config, None, LOG)
     good = subscribe(context, config.endpoint)
     with RawReader(tmp_path / "events", b"SUB") as slow:
         slow.socket.sendall(b"\x00\x01\x01")  # all topics
@@ -200,7 +207,7 @@ def test_a_client_that_asks_and_does_not_read_gets_no_more_than_a_queue(
     monkeypatch.setattr(kv_publisher, "_QUESTIONS_AT_ONCE", 1000)
     monkeypatch.setattr(kv_publisher, "_POLL_SECONDS", 0.005)
     config = make_config(tmp_path, buffer_steps=50)
-    publisher = KVEventPublisher(config, None)
+    publisher = KVEventPublisher(config, None, LOG)
     for _ in range(50):
         publisher.publish([BlockRemoved([bytes(2**14)])])
     question = b"", (0).to_bytes(8, "big")
@@ -220,7 +227,7 @@ def test_a_client_that_asks_and_does_not_read_gets_no_more_than_a_queue(
 def test_nobody_waits_for_what_cannot_be_sent(tmp_path, monkeypatch, caplog):
     go_on = threading.Event()
     monkeypatch.setattr(KVEventPublisher, "_run", lambda self: go_on.wait(10))
-    publisher = KVEventPublisher(make_config(tmp_path, max_queue_size=2), None)
+    publisher = KVEventPublisher(make_config(tmp_path, max_queue_size=2), None, LOG)
     for _ in range(5):
         publisher.publish([AllBlocksCleared()])
     assert publisher._num_lost == 4
@@ -239,18 +246,18 @@ def test_where_an_engine_publishes():
 
 def test_a_port_that_is_taken_is_refused(tmp_path):
     config = make_config(tmp_path, endpoint=f"tcp://127.0.0.1:{free_port()}")
-    publisher = KVEventPublisher(config, None)
+    publisher = KVEventPublisher(config, None, LOG)
     with pytest.raises(ConfigError, match=r"kv_events_config: endpoint='tcp://127.*in use"):
-        KVEventPublisher(config, None)
+        KVEventPublisher(config, None, LOG)
     publisher.close()
-    KVEventPublisher(config, None).close()
+    KVEventPublisher(config, None, LOG).close()
 
 
 def test_who_may_read_is_said(tmp_path, caplog):
-    KVEventPublisher(make_config(tmp_path), None).close()
+    KVEventPublisher(make_config(tmp_path), None, LOG).close()
     assert "can be read" not in caplog.text
     config = make_config(tmp_path, endpoint=f"tcp://*:{free_port()}")
-    KVEventPublisher(config, None).close()
+    KVEventPublisher(config, None, LOG).close()
     assert "KV events, with the tokens of all prompts, can be read by who can reach" in caplog.text
 
 

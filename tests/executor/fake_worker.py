@@ -6,7 +6,7 @@ import time
 
 from octavo.errors import ConfigError, EngineDeadError, ModelError
 from octavo.messages import ModelRunnerOutput
-from octavo.plan.memory import MemoryBudget
+from octavo.plan.memory import MemoryBudget, MemoryItem
 
 
 class Pending:
@@ -55,7 +55,7 @@ class FakeWorker:
         return EngineDeadError("no GPU") if "illegal" in str(error) else error
 
     def measure_memory(self):
-        return MemoryBudget("a test", 2**30, 2**29, self.setup.rank.index, 0, 0)
+        return MemoryBudget("a test", 2**30, 2**29, (MemoryItem("runtime", self.setup.rank.index),))
 
     def initialize_kv_cache(self, kv_cache):
         self.events.append(["initialize", kv_cache.num_blocks, len(kv_cache.groups)])

@@ -13,14 +13,9 @@ from octavo.fleet.coordinator import Coordinator, FrontEnd
 from octavo.fleet.front_end import CoordinatorProcess, FrontEndClient, addresses_of
 from octavo.fleet.supervisor import Recovery
 from octavo.frontend.input_processor import InputProcessor
-from octavo.messages import (
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    FinishReason,
-    RequestOptions,
-    SchedulerStats,
-)
+from octavo.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, RequestOptions
 from octavo.observability.metrics import EngineMetrics, join_pages
+from octavo.observability.scheduler_stats import SchedulerStats
 from octavo.sampling_params import SamplingParams
 from tests.frontend.test_output_processor import Spec, byte_level
 from tests.plan.plans import make_plan

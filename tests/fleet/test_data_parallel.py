@@ -27,8 +27,9 @@ from octavo.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
-    SchedulerStats,
 )
+from octavo.observability.scheduler_stats import SchedulerStats
+from octavo.plan.memory import MemoryItem
 from octavo.platforms.cuda import CUDAPlatform
 from tests.fleet.test_supervisor import KILLED, READY, Client, Process
 from tests.params import core_request
@@ -620,7 +621,7 @@ def test_there_must_be_room_for_more_engines(monkeypatch):
     monkeypatch.setattr(data_parallel, "cpu_memory", lambda: (2**40, 2**29))
 
     async def test(engines):
-        plan = dataclasses.replace(READY.plan, weights=2**30)
+        plan = dataclasses.replace(READY.plan, items=(MemoryItem("weights", 2**30),))
         await engines.say(0, CoreReady(plan))
         with pytest.raises(ScalingError, match=r"1 more engines need 1,\d+ MiB, and 512 MiB"):
             await engines.client.scale(2)

@@ -18,8 +18,8 @@ from octavo.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
-    SchedulerStats,
 )
+from octavo.observability.scheduler_stats import SchedulerStats
 from tests.params import core_request
 from tests.plan.plans import make_plan
 

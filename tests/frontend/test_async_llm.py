@@ -27,8 +27,9 @@ from octavo.fleet.start import EngineProcesses
 from octavo.fleet.supervisor import Recovery
 from octavo.frontend import request_memory
 from octavo.frontend.async_llm import AsyncLLM, Health
-from octavo.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, SchedulerStats
+from octavo.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from octavo.observability.recording import RecordSettings, read_records
+from octavo.observability.scheduler_stats import SchedulerStats
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 from octavo.system import device
 from tests.plan.plans import make_plan

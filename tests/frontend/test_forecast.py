@@ -4,7 +4,8 @@ import pytest
 
 from octavo.errors import UnmetDeadlineError
 from octavo.frontend.forecast import Forecast, StepTimes
-from octavo.messages import CoreSamplingParams, SchedulerStats
+from octavo.messages import CoreSamplingParams
+from octavo.observability.scheduler_stats import SchedulerStats
 from octavo.scheduler.fairness import CREDIT_STEPS
 from tests.params import core_request
 

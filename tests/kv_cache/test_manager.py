@@ -594,9 +594,9 @@ class ManagerMachine(RuleBasedStateMachine):
     def make(self, caches, num_blocks, caching):
         self.groups = make_kv_cache_groups(caches)
         config = KVCacheConfig(num_blocks, BLOCK, self.groups)
-        self.manager = KVCacheManager(config, caching)
         self.events_group = len(self.groups) - 1
-        self.manager.pool.events = KVEventLog(self.events_group, BLOCK, "CPU")
+        events = KVEventLog(self.events_group, BLOCK, "CPU")
+        self.manager = KVCacheManager(config, caching, events)
         self.subscriber = Subscriber()
         self.live = {}
         self.num_started = 0

@@ -9,8 +9,8 @@ def received(*ids, invalid=()):
 
 
 def test_all_ranks_must_have_finished():
-    inbox, woken = TransferInbox(2), []
-    inbox.wake = lambda: woken.append(1)
+    woken = []
+    inbox = TransferInbox(2, lambda: woken.append(1))
     inbox.put(received("a", invalid=[3]))
     assert not inbox.has_finished
     assert not woken

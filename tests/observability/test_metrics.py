@@ -5,8 +5,9 @@ import os
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from octavo.messages import FinishReason, SchedulerStats
+from octavo.messages import FinishReason
 from octavo.observability.metrics import EngineMetrics, join_pages
+from octavo.observability.scheduler_stats import SchedulerStats
 from octavo.outputs import RequestMetrics
 
 # vLLM's names, with the prefix changed.
@@ -249,7 +250,7 @@ def test_drafts(metrics):
     per_pos = "spec_decode_num_accepted_tokens_per_pos_total"
     assert [read(metrics, per_pos, position=str(i)) for i in range(3)] == [3, 1, 1]
     assert read(metrics, "spec_decode_drafting_paused") == 0
-    metrics.record_scheduler_stats(SchedulerStats(num_steps=4, drafting_paused=1))
+    metrics.record_scheduler_stats(SchedulerStats(num_steps=1, drafting_paused=1))  # restarted
     assert read(metrics, "spec_decode_drafting_paused") == 1
 
 

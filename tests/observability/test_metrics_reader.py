@@ -1,8 +1,8 @@
 """Metrics as objects."""
 
-from octavo.messages import SchedulerStats
 from octavo.observability.metrics import EngineMetrics
 from octavo.observability.metrics_reader import Counter, Gauge, Histogram, Vector, read_metrics
+from octavo.observability.scheduler_stats import SchedulerStats
 
 
 def test_each_kind():

@@ -11,7 +11,7 @@ from octavo.errors import ConfigError
 from octavo.layers.step_table import StepSize
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_spec
-from octavo.plan.memory import MemoryBudget, Scratch
+from octavo.plan.memory import MemoryBudget, MemoryItem, Scratch
 from octavo.plan.memory_plan import (
     MemoryPlan,
     make_memory_plan,
@@ -66,16 +66,20 @@ def test_parts_add_up_and_stay_below_the_limit():
 
 @pytest.mark.parametrize(("layout", "spares"), [({}, 1), ({"tensor_parallel_size": 2}, 3)])
 def test_a_spare_counts_with_its_workers(layout, spares):
-    assert plan(request_memory=2**20, **layout)[0].spare == 0
+    assert plan(request_memory=2**20, **layout)[0].nbytes("warm spare") == 0
     result, _ = plan(request_memory=2**20, warm_spare=True, **layout)
-    assert result.spare == spares * 256 * 2**20
+    assert result.nbytes("warm spare") == spares * 256 * 2**20
 
 
 def test_processes_for_grammars_count_beside_the_engines_own():
     alone, _ = gpu_plan(max_num_seqs=4096)
     config = EngineConfig.from_kwargs(max_num_seqs=4096)
     result, _ = make_memory_plan(
-        config, SPEC, GPU, max_num_batched_tokens=2048, grammars=200 * 2**20
+        config,
+        SPEC,
+        GPU,
+        max_num_batched_tokens=2048,
+        items=[MemoryItem("grammars", 200 * 2**20, "serving", " at most")],
     )
     assert result.steady < alone.steady
     assert result.total - result.steady == 200 * 2**20
@@ -88,17 +92,17 @@ def test_every_part_is_what_is_taken():
     rows, length = 3, 100
     result, kv_cache = plan(max_num_seqs=rows, max_model_len=length, dtype="float32")
     vocab = SPEC.vocab_size
-    assert result.runtime == cpu.RUNTIME_NBYTES
-    assert result.weights == SPEC.weight_nbytes("float32", length)
-    assert result.activations == 7_000_000 + 300_000
+    assert result.nbytes("runtime") == cpu.RUNTIME_NBYTES
+    assert result.nbytes("weights") == SPEC.weight_nbytes("float32", length)
+    assert result.nbytes("activations") == 7_000_000 + 300_000
     # The logits twice, and the sampler's workspace: 96 bytes for each of a group of rows.
     samples = rows * (1 + MAX_FORCED)
-    assert result.logits == 2 * 5_000_000 + 96 * samples * vocab
-    assert result.loading == SPEC.loading_nbytes("float32")
+    assert result.nbytes("logits") == 2 * 5_000_000 + 96 * samples * vocab
+    assert result.nbytes("loading") == SPEC.loading_nbytes("float32")
     # A row in the worker: its tokens, its blocks, its state; and the inputs of a step.
     batch = InputBatch(rows, length, kv_cache)
     arrays = [batch.token_ids, batch.block_tables]
-    assert result.rows == (
+    assert result.nbytes("rows") == (
         sum(array.nbytes for array in arrays)
         + batch.layout(StepSize(2048, rows, samples)).nbytes
         + state_nbytes(rows, vocab)
@@ -106,11 +110,11 @@ def test_every_part_is_what_is_taken():
     assert result.num_blocks == rows * -(-length // 16) + 1
     assert result.steady == sum(
         (
-            result.runtime,
-            result.weights,
-            result.activations,
-            result.logits,
-            result.rows,
+            result.nbytes("runtime"),
+            result.nbytes("weights"),
+            result.nbytes("activations"),
+            result.nbytes("logits"),
+            result.nbytes("rows"),
             result.num_blocks * result.block_nbytes,
         )
     )
@@ -125,9 +129,9 @@ def test_several_engines_have_a_share_each(monkeypatch):
     four, _ = plan(**how, data_parallel_size=4)
     assert four.limit == one.limit // 4
     for part in ("server", "requests"):
-        assert getattr(four, part) == getattr(one, part) // 4 > 0
+        assert four.nbytes(part) == one.nbytes(part) // 4 > 0
     assert four.kv_cache == pytest.approx(one.kv_cache / 4, rel=0.01)
-    assert four.weights == one.weights
+    assert four.nbytes("weights") == one.nbytes("weights")
     explicit, _ = plan(data_parallel_size=4, kv_cache_memory_bytes="64M")
     assert explicit.kv_cache == pytest.approx(64 * 2**20, rel=0.01)
 
@@ -156,7 +160,7 @@ def test_a_limit_that_is_given_is_heeded():
 
 def test_loading_counts_where_it_takes_more_than_steps():
     result, _ = plan(Scratch(1000, 1000, 0), max_num_seqs=1)
-    between = result.loading - result.activations - result.logits
+    between = result.nbytes("loading") - result.nbytes("activations") - result.nbytes("logits")
     assert between > 0
     assert result.total == result.steady + between
 
@@ -253,9 +257,11 @@ GPU = MemoryBudget(
     source="the GPU",
     available=2000 * 2**20,
     most_kv_cache=2000 * 2**20,
-    runtime=300 * 2**20,
-    weights=100 * 2**20,
-    activations=50 * 2**20,
+    items=(
+        MemoryItem("runtime", 300 * 2**20),
+        MemoryItem("weights", 100 * 2**20),
+        MemoryItem("activations", 50 * 2**20, "step"),
+    ),
 )
 
 
@@ -293,13 +299,15 @@ def test_on_a_gpu_too_little_memory_names_the_fix(utilization, settings, message
 MIB = 2**20
 PLAN = MemoryPlan(
     limit=3000 * MIB,
-    runtime=200 * MIB,
-    weights=1500 * MIB,
-    activations=40 * MIB + MIB // 2,
-    logits=30 * MIB,
-    loading=100 * MIB,
-    rows=2 * MIB,
-    kv_cache=600 * MIB,
+    items=(
+        MemoryItem("runtime", 200 * MIB),
+        MemoryItem("weights", 1500 * MIB),
+        MemoryItem("activations", 40 * MIB + MIB // 2, "step"),
+        MemoryItem("logits", 30 * MIB, "step"),
+        MemoryItem("loading", 100 * MIB, "loading", ", freed before the first step"),
+        MemoryItem("rows", 2 * MIB),
+        MemoryItem("KV cache", 600 * MIB, note=" = 1,201 blocks"),
+    ),
     num_blocks=1201,
     block_size=16,
     block_nbytes=MIB // 2,
@@ -317,15 +325,14 @@ def test_the_whole_report():
         "  logits             30.0 MiB",
         "  (loading          100.0 MiB, freed before the first step)",
         "  rows                2.0 MiB",
-        "  KV cache          600.0 MiB = 1,201 blocks of 16 tokens, room for 2.4 full-length "
-        "requests (8,000 tokens each)",
+        "  KV cache          600.0 MiB = 1,201 blocks",
     ]
     assert PLAN.report() == "\n".join(lines)
-    assert (PLAN.server, PLAN.requests) == (0, 0)
-    served = replace(PLAN, server=256 * MIB, requests=64 * MIB)
+    server = MemoryItem("server", 256 * MIB, "serving", " for its own process")
+    served = replace(PLAN, items=(*PLAN.items, MemoryItem("requests", 64 * MIB, "serving"), server))
     lines[0] = "memory plan: 2,722 MiB of 3,000 MiB"
     lines += [
-        "  requests           64.0 MiB in this process and the server's",
+        "  requests           64.0 MiB",
         "  server            256.0 MiB for its own process",
     ]
     assert served.report() == "\n".join(lines)
@@ -334,8 +341,9 @@ def test_the_whole_report():
 
 def test_the_plan_beside_what_is_resident():
     assert PLAN.compare(1000 * MIB) == (
-        "resident memory: 1,000 MiB; planned 2,372 MiB (runtime 200, weights 1,500, buffers 72, "
-        "KV cache 600); buffers and KV cache become resident as they are used"
+        "resident memory: 1,000 MiB; planned 2,372 MiB (runtime 200, weights 1,500, "
+        "activations 40, logits 30, rows 2, KV cache 600); buffers and KV cache "
+        "become resident as they are used"
     )
 
 
@@ -348,10 +356,11 @@ def test_a_servers_plan_has_its_own_process_and_the_requests(monkeypatch):
     # Not the free memory: other programs allocate and free meanwhile.
     monkeypatch.setattr(cpu, "cpu_memory", lambda node: (2**40, 2**34))
     alone, served = made(), made(request_memory=50 * MIB)
-    assert served == replace(alone, server=256 * MIB, requests=50 * MIB)
+    assert served.items[: len(alone.items)] == alone.items
+    assert (served.nbytes("server"), served.nbytes("requests")) == (256 * MIB, 50 * MIB)
     assert served.total == alone.total + 306 * MIB
-    assert alone.runtime == 272 * MIB
-    # Exactly that amount fits; without the server more would fit.
+    assert alone.nbytes("runtime") == 272 * MIB
+    # With just as much as that, all of it fits; without the server more would.
     monkeypatch.setattr(cpu, "cpu_memory", lambda node: (2**40, served.total))
     settings["gpu_memory_utilization"] = 1.0
     assert made(request_memory=50 * MIB) == replace(served, limit=served.total)

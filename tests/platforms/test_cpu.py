@@ -60,7 +60,7 @@ def test_the_estimate_is_of_the_largest_step() -> None:
     budget = CPUPlatform().estimate_memory(setup(max_num_seqs=2))
     assert budget is not None
     (scratch,) = budget.scratches
-    assert budget.activations == scratch.activations + scratch.kernels
+    assert budget.nbytes("activations") == scratch.activations + scratch.kernels
     assert isinstance(CPUPlatform().make_ops(EngineConfig().device), NativeOps)
 
 

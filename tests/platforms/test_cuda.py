@@ -85,18 +85,9 @@ def test_the_card(
             open_device(monkeypatch, gpu, setup(dtype))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"gpu_memory_utilization": 1e-4}, "Card has 900 MiB free of 1,000 MiB"),
-        ({"quantization": "int8"}, "quantization=int8 is not supported on CUDA"),
-    ],
-)
-def test_settings_that_do_not_fit(
-    settings: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        open_device(monkeypatch, Gpu((9, 0)), setup(**settings))
+def test_settings_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="Card has 900 MiB free of 1,000 MiB"):
+        open_device(monkeypatch, Gpu((9, 0)), setup(gpu_memory_utilization=1e-4))
 
 
 @pytest.mark.parametrize("name", ["num_threads", "numa_node"])

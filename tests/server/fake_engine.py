@@ -22,14 +22,9 @@ from octavo.frontend.beam_search import make_beam_search, prompt_params, run_bea
 from octavo.frontend.input_processor import InputProcessor, processing_time
 from octavo.frontend.output_processor import OutputProcessor, RequestOutputCollector
 from octavo.frontend.request_memory import RequestMemory
-from octavo.messages import (
-    EngineCoreOutput,
-    EngineCoreRequest,
-    FinishReason,
-    LogprobsLists,
-    SchedulerStats,
-)
+from octavo.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, LogprobsLists
 from octavo.observability.metrics import EngineMetrics
+from octavo.observability.scheduler_stats import SchedulerStats
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 from octavo.server.app import build_app
 from octavo.server.state import ServerState

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from octavo.messages import SchedulerStats
+from octavo.observability.scheduler_stats import SchedulerStats
 from tests.server.fake_engine import with_server
 
 NAMES = {

@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from octavo.messages import SchedulerStats
 from octavo.observability.metrics import EngineMetrics
+from octavo.observability.scheduler_stats import SchedulerStats
 from octavo.server.stats_log import StatsLog
 
 

@@ -11,7 +11,7 @@ from octavo.bench.metrics import summarize
 from octavo.bench.timeline import Timeline
 from octavo.config import EngineConfig
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
-from octavo.messages import SchedulerStats
+from octavo.observability.scheduler_stats import SchedulerStats
 from octavo.simulation.simulation import SimulatedEngine, simulate
 from octavo.simulation.step_times import MeasuredStep, Spread, StepBatch, StepTimes
 from tests.fakes import pages

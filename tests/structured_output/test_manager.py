@@ -38,8 +38,13 @@ def backend():
 
 
 @pytest.fixture
-def manager(backend):
-    manager = make_manager(backend, vocab_size=VOCAB)
+def woken():
+    return threading.Event()
+
+
+@pytest.fixture
+def manager(backend, woken):
+    manager = make_manager(backend, vocab_size=VOCAB, wake=woken.set)
     yield manager
     backend.go.set()
     manager.shutdown()
@@ -82,9 +87,7 @@ def test_a_grammar_is_compiled_once_and_kept(manager, backend):
     assert not manager.is_compiling
 
 
-def test_compiling_holds_nobody_up_and_wakes_the_engine(manager, backend):
-    woken = threading.Event()
-    manager.wake = woken.set
+def test_compiling_holds_nobody_up_and_wakes_the_engine(manager, backend, woken):
     request = make("slow 3")
     assert not manager.add(request)
     assert manager.is_compiling

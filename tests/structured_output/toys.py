@@ -162,10 +162,12 @@ class ThreadProcess(GrammarProcess):
         return self.status
 
 
-def make_manager(*backends: ToyBackend, vocab_size: int = 40) -> StructuredOutputManager:
+def make_manager(
+    *backends: ToyBackend, vocab_size: int = 40, wake: Callable[[], object] = lambda: None
+) -> StructuredOutputManager:
     by_name = {backend.name: backend for backend in backends}
     return StructuredOutputManager(
-        lambda name: ThreadHelper(by_name[name], vocab_size), list(by_name), vocab_size
+        lambda name: ThreadHelper(by_name[name], vocab_size), list(by_name), vocab_size, wake
     )
 
 

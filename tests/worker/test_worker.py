@@ -96,11 +96,11 @@ def test_measured_then_planned_then_run(gpu: None, tmp_path: Path) -> None:
     # 3 requests of 6 tokens each fit the 20 tokens of a step: one block, and the one kept free.
     kv_nbytes = 2 * len(setup.spec.layers) * 2 * 8 * setup.spec.caches[0].num_kv_heads
     kv_nbytes *= setup.spec.caches[0].head_size * 4
-    assert memory.weights == 20 * MIB
+    assert memory.nbytes("weights") == 20 * MIB
     step = 50 * MIB - kv_nbytes
     graphs = 3 * cuda._GRAPH_NBYTES + 4 * 3 * setup.spec.vocab_size
-    assert memory.activations == step + math.ceil(step * 3 / 20) + graphs
-    assert memory.runtime == (100 - 30) * MIB
+    assert memory.nbytes("activations") == step + math.ceil(step * 3 / 20) + graphs
+    assert memory.nbytes("runtime") == (100 - 30) * MIB
     plan, kv_cache = make_memory_plan(setup.config, setup.spec, memory, max_num_batched_tokens=20)
     assert plan.total <= plan.limit
     worker.initialize_kv_cache(kv_cache)
@@ -174,7 +174,7 @@ def test_nothing_is_planned_for_captured_steps_that_there_are_not(
 ) -> None:
     setup = make_setup(tmp_path, **settings)
     memory = CUDAPlatform().measure_memory(setup, torch.device("cuda"), lambda: 7, 0)
-    assert memory.activations == 50 * MIB - 7
+    assert memory.nbytes("activations") == 50 * MIB - 7
 
 
 def test_what_the_process_had_on_the_card_before_is_not_the_model_s(
@@ -183,8 +183,8 @@ def test_what_the_process_had_on_the_card_before_is_not_the_model_s(
     worker, _ = make_worker(tmp_path)
     worker._allocated_before = 5 * MIB
     memory = worker.measure_memory()
-    assert memory.weights == 15 * MIB
-    assert memory.runtime == (100 - 30 + 5) * MIB
+    assert memory.nbytes("weights") == 15 * MIB
+    assert memory.nbytes("runtime") == (100 - 30 + 5) * MIB
 
 
 def test_memory_that_runs_out_names_what_to_lower(

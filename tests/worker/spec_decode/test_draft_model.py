@@ -173,7 +173,7 @@ def test_the_memory_plan_has_it(folders):
     with tiny(folders.target, folders.target) as llm:
         plan = llm.memory_plan
     assert plan.block_nbytes == 2 * plain.block_nbytes
-    assert plan.draft > plain.weights
-    assert plan.steady >= plan.draft + plan.weights + plan.kv_cache
+    assert plan.nbytes("draft model") > plain.nbytes("weights")
+    assert plan.steady >= plan.nbytes("draft model") + plan.nbytes("weights") + plan.kv_cache
     assert "draft model" in plan.report()
     assert "draft model" not in plain.report()

@@ -1,10 +1,10 @@
-"""Events for an observer: why requests wait, and which request preempted which."""
+"""Notifications of the scheduler: reasons for waiting, and preemptions."""
 
-from octavo.scheduler.observer import WaitReason
+from octavo.scheduler.listener import StepListener, WaitReason
 from tests.fakes import FakeEngine
 
 
-class Notes:
+class Notes(StepListener):
     def __init__(self):
         self.waits, self.preemptions = [], []
 
@@ -17,7 +17,7 @@ class Notes:
 
 def make(**settings):
     notes = Notes()
-    return FakeEngine(observer=notes, **settings), notes
+    return FakeEngine(listeners=[notes], **settings), notes
 
 
 def test_no_seat():

@@ -1,0 +1,185 @@
+"""State and counters of the scheduler, and the Prometheus metrics made of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
+
+
+class SchedulerStats(msgspec.Struct, array_like=True):
+    """State and counters of the scheduler; counters only ever grow."""
+
+    num_running_reqs: int = 0
+    num_waiting_reqs: int = 0
+    kv_cache_usage: float = 0.0
+    """Share of KV blocks that live requests hold, 0 to 1."""
+    num_used_blocks: int = 0
+    num_total_blocks: int = 0
+    prefix_cache_queries: int = 0
+    """Tokens looked up in the prefix cache."""
+    prefix_cache_hits: int = 0
+    """Tokens found there."""
+    num_preemptions: int = 0
+    num_steps: int = 0
+    """Steps executed since start."""
+    num_scheduled_tokens: int = 0
+    """Tokens computed since start."""
+    num_drafts: int = 0
+    """Times that a request had drafts in a step."""
+    num_draft_tokens: int = 0
+    """Drafts verified."""
+    num_accepted_tokens_per_pos: list[int] = []
+    """Drafts that were right, by their place behind the last token known."""
+    num_held_reqs: int = 0
+    """Those of the waiting requests that wait for something else than their turn, such as their
+    grammar."""
+    external_prefix_cache_queries: int = 0
+    """Tokens looked up with the KV connector, after the prefix cache."""
+    external_prefix_cache_hits: int = 0
+    """Tokens that it had."""
+    num_failed_loads: int = 0
+    """Requests whose blocks could not all be loaded."""
+    num_expired_transfers: int = 0
+    """Requests whose blocks nobody has fetched in time."""
+    drafting_paused: int = 0
+    """1 while drafts do not pay at the present load; of several engines, how many of them."""
+
+    @property
+    def num_ready_reqs(self) -> int:
+        """Number of waiting requests that wait only for their turn."""
+        return self.num_waiting_reqs - self.num_held_reqs
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Number of drafts that were right."""
+        return sum(self.accepted_tokens_by_position)
+
+    @property
+    def accepted_tokens_by_position(self) -> list[int]:
+        """Drafts that were right, by their place; empty until there are drafts."""
+        return self.num_accepted_tokens_per_pos if self.num_drafts else []
+
+    @staticmethod
+    def join(parts: Sequence[SchedulerStats]) -> SchedulerStats:
+        """Return the stats of several engines as if they were one."""
+        total = SchedulerStats()
+        for name in SchedulerStats.__struct_fields__:
+            values = [getattr(part, name) for part in parts]
+            if name == "num_accepted_tokens_per_pos":
+                columns = itertools.zip_longest(*values, fillvalue=0)
+                total.num_accepted_tokens_per_pos = [sum(column) for column in columns]
+            else:
+                setattr(total, name, sum(values))
+        if total.num_total_blocks:
+            total.kv_cache_usage = total.num_used_blocks / total.num_total_blocks
+        return total
+
+
+class SchedulerMetric(NamedTuple):
+    """Prometheus metric with a value from `SchedulerStats`."""
+
+    kind: Literal["counter", "gauge"]
+    name: str
+    help: str
+    field: str
+    """Attribute of `SchedulerStats`."""
+    labels: Mapping[str, str] = {}
+    """Labels besides those of every metric. If `field` is a list, `position` counts its items."""
+
+
+SCHEDULER_METRICS = (
+    SchedulerMetric(
+        "gauge", "num_requests_running", "Requests that are being computed.", "num_running_reqs"
+    ),
+    SchedulerMetric(
+        "gauge", "num_requests_waiting", "Requests that wait to be computed.", "num_waiting_reqs"
+    ),
+    SchedulerMetric(
+        "gauge",
+        "num_requests_waiting_by_reason",
+        "Requests that wait: for their turn (capacity), or for something else (deferred).",
+        "num_ready_reqs",
+        {"reason": "capacity"},
+    ),
+    SchedulerMetric(
+        "gauge", "num_requests_waiting_by_reason", "", "num_held_reqs", {"reason": "deferred"}
+    ),
+    SchedulerMetric(
+        "gauge",
+        "kv_cache_usage_perc",
+        "Share of the KV cache in use; 1 is all of it.",
+        "kv_cache_usage",
+    ),
+    SchedulerMetric(
+        "counter",
+        "prefix_cache_queries",
+        "Tokens looked up in the prefix cache.",
+        "prefix_cache_queries",
+    ),
+    SchedulerMetric(
+        "counter", "prefix_cache_hits", "Tokens found in the prefix cache.", "prefix_cache_hits"
+    ),
+    SchedulerMetric(
+        "counter",
+        "prompt_tokens_cached_by_source",
+        "Tokens found in the prefix cache, by where it is kept.",
+        "prefix_cache_hits",
+        {"source": "device"},
+    ),
+    SchedulerMetric(
+        "counter", "num_preemptions", "Preemptions of running requests.", "num_preemptions"
+    ),
+    SchedulerMetric(
+        "counter",
+        "external_prefix_cache_queries",
+        "Tokens looked up with the KV connector, after the prefix cache.",
+        "external_prefix_cache_queries",
+    ),
+    SchedulerMetric(
+        "counter",
+        "external_prefix_cache_hits",
+        "Tokens that the KV connector had.",
+        "external_prefix_cache_hits",
+    ),
+    SchedulerMetric(
+        "counter",
+        "kv_failed_loads",
+        "Requests whose KV blocks could not all be loaded.",
+        "num_failed_loads",
+    ),
+    SchedulerMetric(
+        "counter",
+        "kv_expired_reqs",
+        "Requests whose KV blocks nobody has fetched in time.",
+        "num_expired_transfers",
+    ),
+    SchedulerMetric(
+        "counter", "spec_decode_num_drafts", "Times that tokens were drafted.", "num_drafts"
+    ),
+    SchedulerMetric(
+        "counter", "spec_decode_num_draft_tokens", "Tokens drafted.", "num_draft_tokens"
+    ),
+    SchedulerMetric(
+        "counter",
+        "spec_decode_num_accepted_tokens",
+        "Drafts that were right.",
+        "num_accepted_tokens",
+    ),
+    SchedulerMetric(
+        "counter",
+        "spec_decode_num_accepted_tokens_per_pos",
+        "Drafts that were right, by their place in the draft.",
+        "accepted_tokens_by_position",
+        {"position": ""},
+    ),
+    SchedulerMetric(
+        "gauge",
+        "spec_decode_drafting_paused",
+        "1 while no tokens are drafted, since that does not pay at this load.",
+        "drafting_paused",
+    ),
+)
+"""Metrics of the scheduler; a new one needs a field of `SchedulerStats` and a row here."""

@@ -1,0 +1,84 @@
+"""Interface of everything that watches an engine core, and the listener that writes debug logs."""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Sequence
+
+from octavo.messages import EngineCoreOutputs, EngineCoreRequest, SchedulerOutput
+from octavo.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+class WaitReason(enum.Enum):
+    """Reason why the first waiting request does not start; the value is for people."""
+
+    SEAT = "max_num_seqs requests run"
+    BUDGET = "the step has no tokens left for it"
+    BLOCKS = "there are not enough free KV blocks"
+    LEADER = "this step computes the end of the prompt that it shares"
+    REMOTE_KVS = "a KV connector loads what it has of it"
+    IN_FLIGHT = "it was preempted, and steps in flight sample for it"
+
+
+class StepListener:
+    """Base of the objects that watch an engine core.
+
+    Core and scheduler call these methods while they work, so each must be quick. All run on the
+    engine's thread, except `on_computed`. A step is named by its number, from 1.
+    """
+
+    def on_add(self, request: EngineCoreRequest) -> None:
+        """React to a new request."""
+
+    def on_abort(self, request_ids: Sequence[str]) -> None:
+        """React to requests that are aborted; some may be unknown."""
+
+    def on_wait(self, request: Request, reason: WaitReason) -> None:
+        """React to the first waiting request that cannot start; those after it wait as well."""
+
+    def on_preempt(self, request: Request, by: Request | None) -> None:
+        """React to a preemption: `by` gets the place; None: the request's step failed."""
+
+    def on_schedule(self, step: int, work: SchedulerOutput) -> None:
+        """React to a scheduled step, just before the executor gets it."""
+
+    def on_computed(self, step: int) -> None:
+        """React to the end of a step's computation; runs on the thread that computes."""
+
+    def on_result(self, step: int, waited: float, failed: bool) -> None:
+        """React to a step's result or failure; the engine waited `waited` seconds for it."""
+
+    def on_outputs(self, outputs: EngineCoreOutputs, is_idle: bool) -> None:
+        """React to the outputs of `EngineCore.step`; `is_idle`: there is nothing left to do."""
+
+    def on_reset(self) -> None:
+        """React to a reset of the prefix cache."""
+
+    def close(self) -> None:
+        """Release what the listener holds. May be called twice."""
+
+
+class LogListener(StepListener):
+    """Listener that logs why requests wait; one line while a request waits for the same reason."""
+
+    def __init__(self) -> None:
+        self._last: tuple[str, WaitReason] | None = None
+
+    @staticmethod
+    def is_enabled() -> bool:
+        """Return True if debug lines of this module are logged."""
+        return logger.isEnabledFor(logging.DEBUG)
+
+    def on_wait(self, request: Request, reason: WaitReason) -> None:
+        """Log the reason unless the last line has it."""
+        if self._last != (request.request_id, reason):
+            self._last = request.request_id, reason
+            logger.debug("request %s waits: %s", request.request_id, reason.value)
+
+    def on_preempt(self, request: Request, by: Request | None) -> None:
+        """Log the preemption."""
+        cause = "a step failed" if by is None else f"request {by.request_id} needs its blocks"
+        logger.debug("request %s is preempted: %s", request.request_id, cause)
