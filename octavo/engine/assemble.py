@@ -24,9 +24,8 @@ from octavo.executor.base import Executor
 from octavo.executor.registry import get_executor_class
 from octavo.kv_cache.events import KVEventLog
 from octavo.kv_cache.groups import find_full_attention, make_kv_cache_groups
-from octavo.kv_connector.base import KVConnectorRole
 from octavo.kv_connector.inbox import TransferInbox
-from octavo.kv_connector.registry import get_connector_class, make_connector
+from octavo.kv_connector.registry import get_connector
 from octavo.models.drafts import find_draft
 from octavo.models.heads import EagleSpec
 from octavo.models.hub import resolve_folders
@@ -167,9 +166,10 @@ def make_engine_core(
             )
             _log_plan(plan, details)
         executor.initialize_kv_cache(kv_cache)
-        connector = make_connector(config, KVConnectorRole.SCHEDULER, setup.kv_layout)
-        transfers = None
-        if connector is not None:
+        connector = transfers = None
+        if (transfer := config.cache.kv_transfer_config) is not None:
+            kind = get_connector(transfer)
+            connector = kind.make_scheduler_half(config, setup.kv_layout)
             transfers = TransferInbox(setup.rank.world_size)
             executor.register_transfer_callback(transfers.put)
             found: list[Any] = executor.collective_rpc("kv_handshake_metadata")
@@ -262,7 +262,7 @@ def _with_connector(setup: WorkerSetup, engine_index: int) -> WorkerSetup:
 def _connector_nbytes(config: EngineConfig) -> int:
     """Bytes of the host's memory that a KV connector takes."""
     transfer = config.cache.kv_transfer_config
-    return 0 if transfer is None else get_connector_class(transfer).host_nbytes(transfer)
+    return 0 if transfer is None else get_connector(transfer).host_nbytes(transfer)
 
 
 def _check_parallel(setup: WorkerSetup) -> None:

@@ -6,7 +6,7 @@ import sys
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
-from octavo.kv_connector.registry import get_connector_class
+from octavo.kv_connector.registry import get_connector
 from octavo.worker.platform import Platform
 
 
@@ -59,7 +59,7 @@ def check_settings(config: EngineConfig, platform: Platform) -> None:
                 )
     transfer = config.cache.kv_transfer_config
     if transfer is not None:
-        get_connector_class(transfer).host_nbytes(transfer)
+        get_connector(transfer).host_nbytes(transfer)
         if not config.cache.enable_prefix_caching:
             raise ConfigError(
                 "kv_transfer_config needs enable_prefix_caching: blocks are found by the hashes of "

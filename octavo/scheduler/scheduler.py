@@ -29,7 +29,7 @@ from octavo.errors import ContextLengthError, RequestError
 from octavo.kv_cache.events import AnyKVEvent
 from octavo.kv_cache.groups import KVCacheConfig, max_blocks_per_request
 from octavo.kv_cache.manager import KVCacheBlocks, KVCacheManager
-from octavo.kv_connector.base import KVConnectorBase
+from octavo.kv_connector.base import KVConnectorScheduler
 from octavo.messages import (
     EngineCoreOutput,
     FinishReason,
@@ -122,7 +122,7 @@ class Scheduler:
         num_stages: int = 1,
         clock: Callable[[], float] = now,
         observer: SchedulerObserver | None = None,
-        connector: KVConnectorBase | None = None,
+        connector: KVConnectorScheduler | None = None,
     ) -> None:
         self.config = config
         self.enable_caching = enable_caching
