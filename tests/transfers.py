@@ -23,10 +23,10 @@ def make_connector(
 ) -> OffloadingScheduler:
     """The scheduler's half, with places for so many blocks."""
     layout = make_layout(kv)
-    extra: dict[str, object] = {"cpu_bytes_to_use": slots * layout.image_nbytes}
+    extra: dict[str, object] = {"cpu_bytes_to_use": slots * layout.copy_nbytes}
     extra["eviction_policy"] = config.pop("eviction_policy", "lru")
     if file_slots:
-        extra |= {"file_path": "/nowhere", "file_bytes_to_use": file_slots * layout.image_nbytes}
+        extra |= {"file_path": "/nowhere", "file_bytes_to_use": file_slots * layout.copy_nbytes}
     transfer = KVTransferConfig(
         kv_connector="OffloadingConnector", engine_id="0", kv_connector_extra_config=extra, **config
     )

@@ -29,10 +29,10 @@ from octavo.kv_connector.base import (
     KVConnectorWorker,
     transfer_config_of,
 )
-from octavo.kv_connector.image_cache import EVICTION_POLICIES, ImageCache, Key
-from octavo.kv_connector.image_file import ImageFile, read_records
+from octavo.kv_connector.copy_cache import EVICTION_POLICIES, CopyCache, Key
+from octavo.kv_connector.copy_file import CopyFile, read_records
 from octavo.kv_connector.layout import KVLayout
-from octavo.kv_connector.pages import BlockImage, Bytes, KVCaches, LayerSaves
+from octavo.kv_connector.pages import BlockCopy, Bytes, KVCaches, LayerSaves
 from octavo.kv_connector.results import Complaint, LoadResults
 from octavo.kv_connector.tracking import BlockTracker, FullBlock, KnownBlocks, longest_match
 from octavo.messages import KVConnectorOutput, SchedulerOutput
@@ -79,7 +79,7 @@ class OffloadingSettings(KVConnectorSettings, frozen=True, kw_only=True):
         Raises:
             ConfigError: there is none.
         """
-        nbytes = layout.image_nbytes * layout.world_size
+        nbytes = layout.copy_nbytes * layout.world_size
         sizes = {"cpu_bytes_to_use": self.cpu_bytes_to_use}
         if self.file_path is not None:
             sizes["file_bytes_to_use"] = self.file_bytes_to_use
@@ -102,7 +102,7 @@ class Save(msgspec.Struct, array_like=True):
     file_slot: int
     """Where it goes from there; -1: nowhere."""
     number: int
-    """See `ImageFile.write`."""
+    """See `CopyFile.write`."""
 
 
 class Load(msgspec.Struct, array_like=True):
@@ -136,7 +136,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         num_slots, num_file_slots = settings.num_slots(layout)
         policy = EVICTION_POLICIES[settings.eviction_policy]
         self._memory = policy(num_slots)
-        self._file: ImageCache | None = None
+        self._file: CopyCache | None = None
         self._next_number = 1
         if settings.file_path is not None:
             self._file = policy(num_file_slots)
@@ -151,7 +151,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         """To be told to the workers."""
         self._loads: dict[str, list[Load]] = {}
 
-    def _restore(self, file: ImageCache, path: Path) -> None:
+    def _restore(self, file: CopyCache, path: Path) -> None:
         """Takes in what the file of rank 0 has; whether others have it, too, is seen later."""
         found = sorted(read_records(path, self.layout))
         for number, slot, group_id, block_hash in found:
@@ -311,14 +311,14 @@ class OffloadingWorker(KVConnectorWorker):
         super().__init__(config, layout, notify)
         transfer = transfer_config_of(config)
         settings = self.settings_type.of(transfer)
-        self._size = layout.image_nbytes
+        self._size = layout.copy_nbytes
         self._loaded = LoadResults(notify)
         num_slots, num_file_slots = settings.num_slots(layout)
-        self._file: ImageFile | None = None
+        self._file: CopyFile | None = None
         self._num_found = 0
         if settings.file_path is not None:
             path = file_of(transfer, settings, layout)
-            self._file = ImageFile(path, layout, num_file_slots)
+            self._file = CopyFile(path, layout, num_file_slots)
             self._num_found = sum(1 for _ in read_records(path, layout))
         if memory is None:
             memory = map_memory(num_slots * self._size).numpy()
@@ -388,7 +388,7 @@ class OffloadingWorker(KVConnectorWorker):
             _wait(self._spills.pop(save.slot, None))
         return self.kv_caches.saving(
             [
-                BlockImage(s.group_id, s.block_id, self._address(s.slot), s.block_hash)
+                BlockCopy(s.group_id, s.block_id, self._address(s.slot), s.block_hash)
                 for s in self._saves
             ]
         )
@@ -408,48 +408,48 @@ class OffloadingWorker(KVConnectorWorker):
 
     def _spill(self, save: Save) -> None:
         assert self._file is not None
-        image = self._image(save.slot)
+        copy = self._copy_at(save.slot)
         try:
-            self._file.write(save.file_slot, image, save.number, save.group_id, save.block_hash)
+            self._file.write(save.file_slot, copy, save.number, save.group_id, save.block_hash)
         except OSError as error:
             self._complaint.make(f"KV blocks cannot be written ({error.strerror or error})")
 
     def _copy(self, loads: list[Load]) -> set[int]:
         """Copy blocks; return those that are damaged."""
         damaged: set[int] = set()
-        there: list[BlockImage] = []
+        there: list[BlockCopy] = []
         for load in loads:
             if load.file_slot != _NO_SLOT and not self._read(load):
                 damaged.add(load.block_id)
             elif load.slot != _NO_SLOT:
                 address = self._address(load.slot)
-                there.append(BlockImage(load.group_id, load.block_id, address, load.block_hash))
+                there.append(BlockCopy(load.group_id, load.block_id, address, load.block_hash))
             else:
                 address = self._staging.ctypes.data
-                image = BlockImage(load.group_id, load.block_id, address, load.block_hash)
-                damaged |= self.kv_caches.load([image])
+                copy = BlockCopy(load.group_id, load.block_id, address, load.block_hash)
+                damaged |= self.kv_caches.load([copy])
         return damaged | self.kv_caches.load(there)
 
     def _read(self, load: Load) -> bool:
-        """Reads an image from the file."""
+        """Reads a copy from the file."""
         assert self._file is not None
         _wait(self._file_spills.pop(load.file_slot, None))
-        image = self._staging.data
+        copy = self._staging.data
         if load.slot != _NO_SLOT:
             _wait(self._spills.get(load.slot))
-            image = self._image(load.slot)
+            copy = self._copy_at(load.slot)
         try:
-            self._file.read(load.file_slot, image)
+            self._file.read(load.file_slot, copy)
         except OSError as error:
             self._complaint.make(f"KV blocks cannot be read ({error.strerror or error})")
-            image[:] = bytes(len(image))  # nothing that was there before
+            copy[:] = bytes(len(copy))  # nothing that was there before
             return False
         return True
 
     def _address(self, slot: int) -> int:
         return int(self._memory.ctypes.data) + slot * self._size
 
-    def _image(self, slot: int) -> memoryview:
+    def _copy_at(self, slot: int) -> memoryview:
         return self._memory.data[slot * self._size : (slot + 1) * self._size]
 
     def get_finished(self) -> tuple[set[str], set[str]]:

@@ -29,7 +29,7 @@ from octavo.errors import RequestError
 from octavo.kv_cache.block_pool import NULL_BLOCK_ID
 from octavo.kv_connector.base import KVConnector, KVConnectorMetadata, transfer_config_of
 from octavo.kv_connector.cluster_secret import cluster_secret
-from octavo.kv_connector.image_cache import Key
+from octavo.kv_connector.copy_cache import Key
 from octavo.kv_connector.layout import KVLayout
 from octavo.kv_connector.offload import (
     OffloadingMetadata,
@@ -38,7 +38,7 @@ from octavo.kv_connector.offload import (
     OffloadingWorker,
 )
 from octavo.kv_connector.pages import KVCaches
-from octavo.kv_connector.peer import PeerAddress, PeerClient, PeerServer, SharedImages
+from octavo.kv_connector.peer import PeerAddress, PeerClient, PeerServer, SharedCopies
 from octavo.messages import KVConnectorOutput, SchedulerOutput
 from octavo.request import Request
 
@@ -336,8 +336,8 @@ class P2PWorker(OffloadingWorker):
         settings = P2PSettings.of(transfer_config_of(config))
         secret = cluster_secret(config.parallel.cluster_key_file)
         num_slots, _ = settings.num_slots(layout)
-        self._shared = SharedImages(num_slots * layout.image_nbytes)
-        super().__init__(config, layout, notify, memory=self._shared.images)
+        self._shared = SharedCopies(num_slots * layout.copy_nbytes)
+        super().__init__(config, layout, notify, memory=self._shared.copies)
         self._lock = threading.Lock()
         """Of what follows."""
         self._fetched: set[str] = set()

@@ -29,7 +29,7 @@ from octavo.kv_connector.base import (
     transfer_config_of,
 )
 from octavo.kv_connector.layout import KVLayout, KVPart
-from octavo.kv_connector.pages import BlockImage, LayerSaves
+from octavo.kv_connector.pages import BlockCopy, LayerSaves
 from octavo.kv_connector.results import Complaint, LoadResults
 from octavo.kv_connector.shared_folder import SharedFolder
 from octavo.kv_connector.tracking import BlockTracker, FullBlock, KnownBlocks, longest_match
@@ -66,7 +66,7 @@ class SharedStorageSettings(KVConnectorSettings, frozen=True, kw_only=True):
         Raises:
             ConfigError: none.
         """
-        nbytes = layout.image_nbytes * layout.world_size
+        nbytes = layout.copy_nbytes * layout.world_size
         for name in ("max_bytes", "write_buffer_bytes"):
             if getattr(self, name) < nbytes:
                 raise ConfigError(
@@ -187,7 +187,7 @@ class SharedStorageWorker(KVConnectorWorker):
         num_slots = settings.num_slots(layout) if transfer.saves else 0
         self._loaded = LoadResults(notify)
         self._folder = settings.folder(config, layout)
-        self._size = layout.image_nbytes
+        self._size = layout.copy_nbytes
         self._memory = map_memory(max(1, num_slots) * self._size).numpy()
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         """Places in this memory."""
@@ -232,7 +232,7 @@ class SharedStorageWorker(KVConnectorWorker):
         """See `KVConnectorWorker`: copy a layer of the blocks that there is room for."""
         if self._saving is None:
             self._begun = self._take_places(0.0)
-            self._saving = self.kv_caches.saving(self._images(self._begun))
+            self._saving = self.kv_caches.saving(self._copies(self._begun))
         self._saving.save_layer(layer)
 
     def wait_for_save(self) -> None:
@@ -247,7 +247,7 @@ class SharedStorageWorker(KVConnectorWorker):
             if not some:
                 self._complaint.make("KV blocks are not written as fast as they are computed")
                 return
-            self.kv_caches.save(self._images(some))
+            self.kv_caches.save(self._copies(some))
             self._write_soon(some)
 
     def _take_places(self, timeout: float) -> list[tuple[Block, int]]:
@@ -261,10 +261,10 @@ class SharedStorageWorker(KVConnectorWorker):
         self._left = self._left[len(found) :]
         return found
 
-    def _images(self, blocks: list[tuple[Block, int]]) -> list[BlockImage]:
+    def _copies(self, blocks: list[tuple[Block, int]]) -> list[BlockCopy]:
         base = int(self._memory.ctypes.data)
         return [
-            BlockImage(block.group_id, block.block_id, base + slot * self._size, block.block_hash)
+            BlockCopy(block.group_id, block.block_id, base + slot * self._size, block.block_hash)
             for block, slot in blocks
         ]
 
@@ -273,9 +273,9 @@ class SharedStorageWorker(KVConnectorWorker):
             self._writers.submit(self._write, block, slot)
 
     def _write(self, block: Block, slot: int) -> None:
-        image = self._memory.data[slot * self._size : (slot + 1) * self._size]
+        copy = self._memory.data[slot * self._size : (slot + 1) * self._size]
         try:
-            self._folder.write(block.group_id, block.block_hash, image)
+            self._folder.write(block.group_id, block.block_hash, copy)
         except OSError as error:
             self._complaint.make(f"KV blocks cannot be written ({reason_of(error)})")
         finally:
@@ -314,7 +314,7 @@ class SharedStorageWorker(KVConnectorWorker):
     ) -> tuple[KVPart | None, set[int]]:
         """Loads what one rank has, if it is wanted; returns what that is, and damaged blocks."""
         damaged: set[int] = set()
-        images: list[BlockImage] = []
+        copies: list[BlockCopy] = []
         part, memory = None, np.empty(0, np.uint8)
         for block in blocks:
             try:
@@ -323,19 +323,19 @@ class SharedStorageWorker(KVConnectorWorker):
                         part = file.part
                         if not part.cells() & missing:
                             return part, set()
-                        memory = np.empty(len(blocks) * part.image_nbytes, np.uint8)
+                        memory = np.empty(len(blocks) * part.copy_nbytes, np.uint8)
                     if file.part != part:
                         raise OSError("files of one rank have different parts")
-                    at = len(images) * part.image_nbytes
-                    file.read(memory.data[at : at + part.image_nbytes])
+                    at = len(copies) * part.copy_nbytes
+                    file.read(memory.data[at : at + part.copy_nbytes])
             except OSError as error:
                 damaged.add(block.block_id)
                 self._complaint.make(f"KV blocks cannot be read ({reason_of(error)})")
                 self._folder.remove(division, rank, block.group_id, block.block_hash)
             else:
                 address = int(memory.ctypes.data) + at
-                images.append(BlockImage(block.group_id, block.block_id, address, block.block_hash))
-        for block_id in self.kv_caches.load(images, part) if images else ():
+                copies.append(BlockCopy(block.group_id, block.block_id, address, block.block_hash))
+        for block_id in self.kv_caches.load(copies, part) if copies else ():
             damaged.add(block_id)
             block = next(block for block in blocks if block.block_id == block_id)
             self._folder.remove(division, rank, block.group_id, block.block_hash)

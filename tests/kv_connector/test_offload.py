@@ -31,9 +31,9 @@ class Rank:
 
     def __init__(self, folder, slots=3, file_slots=5):
         extra = {
-            "cpu_bytes_to_use": slots * LAYOUT.image_nbytes,
+            "cpu_bytes_to_use": slots * LAYOUT.copy_nbytes,
             "file_path": str(folder),
-            "file_bytes_to_use": file_slots * LAYOUT.image_nbytes,
+            "file_bytes_to_use": file_slots * LAYOUT.copy_nbytes,
         }
         config = KVTransferConfig(
             kv_connector="OffloadingConnector", engine_id="0", kv_connector_extra_config=extra
@@ -154,7 +154,7 @@ def test_memory_for_what_an_earlier_run_left_is_taken_early(tmp_path):
     before = [tensor.copy() for tensor in again.tensors]
     again.worker.register_kv_caches(again.worker.kv_caches)
     again.worker._touching.shutdown()
-    size = LAYOUT.image_nbytes
+    size = LAYOUT.copy_nbytes
     assert 100 * size <= resident(again.worker._memory) < 100 * size + mmap.PAGESIZE
     assert all((now == old).all() for now, old in zip(again.tensors, before, strict=True))
     again.worker.shutdown()
@@ -173,7 +173,7 @@ def test_steps_that_failed_save_nothing(rank):
 def test_a_broken_load_is_a_damaged_one(rank, monkeypatch):
     rank.save((1, 0, 0))
 
-    def broken(images):
+    def broken(copies):
         raise MemoryError
 
     monkeypatch.setattr(rank.worker.kv_caches, "load", broken)
@@ -210,7 +210,7 @@ def test_settings_that_are_wrong(extra, says):
 
 def test_places_are_shared_by_ranks():
     layout = make_layout([AttentionCache(2, 4)], world_size=2)
-    settings = OffloadingSettings(cpu_bytes_to_use=9 * layout.image_nbytes)
+    settings = OffloadingSettings(cpu_bytes_to_use=9 * layout.copy_nbytes)
     assert settings.num_slots(layout) == (4, 0)
     with pytest.raises(ConfigError, match="raise it"):
-        OffloadingSettings(cpu_bytes_to_use=layout.image_nbytes).num_slots(layout)
+        OffloadingSettings(cpu_bytes_to_use=layout.copy_nbytes).num_slots(layout)

@@ -32,7 +32,7 @@ def clock(monkeypatch):
 def connector(kv, slots=50, *, key=None, model="model", role="kv_both", **extra):
     layout = make_layout(kv)
     layout = type(layout)(model, layout.block_size, layout.dtype, layout.groups)
-    extra |= {"cpu_bytes_to_use": slots * layout.image_nbytes}
+    extra |= {"cpu_bytes_to_use": slots * layout.copy_nbytes}
     transfer = KVTransferConfig(
         kv_connector="P2PConnector", engine_id="0", kv_role=role, kv_connector_extra_config=extra
     )
