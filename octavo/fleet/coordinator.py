@@ -22,7 +22,7 @@ from octavo.engine import wire
 from octavo.errors import EngineDeadError, OctavoError
 from octavo.fleet.core_client import WatchedClient
 from octavo.fleet.front_end import PAGES
-from octavo.fleet.journal import Journal
+from octavo.fleet.live_requests import LiveRequests
 from octavo.fleet.supervisor import Recovery
 from octavo.messages import (
     EngineCoreOutput,
@@ -105,8 +105,8 @@ class Coordinator:
     ) -> None:
         self._metrics = metrics
         self._is_first = is_first
-        self._journal: Journal[FrontEnd] = Journal()
-        self._client = start_client(self._journal.unfinished, self._note_recovery)
+        self._live_requests: LiveRequests[FrontEnd] = LiveRequests()
+        self._client = start_client(self._live_requests.unfinished, self._note_recovery)
         for index in range(num_engines):
             of_engine = metrics.for_engine(index)
             of_engine.watch_processes(partial(self._client.family_of, index))
@@ -165,7 +165,7 @@ class Coordinator:
         front_end.close()
         if front_end.page:
             self._past_page = join_pages([self._past_page, front_end.page])
-        await self._client.abort_requests(self._journal.remove_owner(front_end))
+        await self._client.abort_requests(self._live_requests.remove_owner(front_end))
 
     async def _listen(self, front_end: FrontEnd) -> None:
         decode = msgspec.msgpack.decode
@@ -174,11 +174,11 @@ class Coordinator:
             if kind == wire.ADD:
                 request = decode(payload, type=EngineCoreRequest)
                 # Record it first: replaced engines receive the recorded requests.
-                self._journal.add(request, payload, front_end)
+                self._live_requests.add(request, payload, front_end)
                 await self._client.add_request(request)
             elif kind == wire.ABORT:
                 answers = decode(payload, type=list[str])
-                self._journal.remove(answers)
+                self._live_requests.remove(answers)
                 await self._client.abort_requests(answers)
             elif kind == wire.UTILITY:
                 call = asyncio.create_task(
@@ -194,7 +194,7 @@ class Coordinator:
         """Send each front end the outputs of its requests."""
         parts: dict[FrontEnd, list[EngineCoreOutput]] = {}
         for output in outputs.outputs:
-            owner = self._journal.take(output)
+            owner = self._live_requests.take(output)
             if owner is not None:
                 parts.setdefault(owner, []).append(output)
         if outputs.stats is not None:
@@ -229,7 +229,7 @@ class Coordinator:
         try:
             if call.method == PAGES:
                 value: Any = await self._pages()
-            elif call.method == "trim_memory" and len(self._journal):
+            elif call.method == "trim_memory" and len(self._live_requests):
                 value = None  # another front end is not idle
             else:
                 value = await self._client.call_utility(call.method, *call.args)
