@@ -20,8 +20,8 @@ import zmq.asyncio
 
 from octavo.engine import wire
 from octavo.errors import EngineDeadError, OctavoError
+from octavo.fleet.coordinator_client import PAGES
 from octavo.fleet.core_client import WatchedClient
-from octavo.fleet.front_end import PAGES
 from octavo.fleet.live_requests import LiveRequests
 from octavo.fleet.supervisor import Recovery
 from octavo.messages import (
@@ -41,8 +41,8 @@ _PUBLISH_SECONDS = 0.1
 _PAGE_SECONDS = 1.0
 
 
-class FrontEnd:
-    """Front end, as seen by the coordinator.
+class FrontEndConnection:
+    """Connection of the coordinator to a front end.
 
     Args:
         number: unique number.
@@ -105,12 +105,12 @@ class Coordinator:
     ) -> None:
         self._metrics = metrics
         self._is_first = is_first
-        self._live_requests: LiveRequests[FrontEnd] = LiveRequests()
+        self._live_requests: LiveRequests[FrontEndConnection] = LiveRequests()
         self._client = start_client(self._live_requests.unfinished, self._note_recovery)
         for index in range(num_engines):
             of_engine = metrics.for_engine(index)
             of_engine.watch_processes(partial(self._client.family_of, index))
-        self._front_ends: dict[FrontEnd, asyncio.Task[None]] = {}
+        self._front_ends: dict[FrontEndConnection, asyncio.Task[None]] = {}
         """Live front ends, with the tasks that listen to them."""
         self._past_page = b""
         """Sum of the metrics of ended front ends."""
@@ -155,11 +155,11 @@ class Coordinator:
             call.cancel()
         await self._client.shutdown()
 
-    def add(self, front_end: FrontEnd) -> None:
+    def add(self, front_end: FrontEndConnection) -> None:
         """Start to listen to a front end."""
         self._front_ends[front_end] = asyncio.create_task(self._listen(front_end))
 
-    async def remove(self, front_end: FrontEnd) -> None:
+    async def remove(self, front_end: FrontEndConnection) -> None:
         """Abort the requests of a front end that is gone."""
         self._front_ends.pop(front_end).cancel()
         front_end.close()
@@ -167,7 +167,7 @@ class Coordinator:
             self._past_page = join_pages([self._past_page, front_end.page])
         await self._client.abort_requests(self._live_requests.remove_owner(front_end))
 
-    async def _listen(self, front_end: FrontEnd) -> None:
+    async def _listen(self, front_end: FrontEndConnection) -> None:
         decode = msgspec.msgpack.decode
         while True:
             kind, payload = await front_end.receive()
@@ -192,7 +192,7 @@ class Coordinator:
 
     async def _deliver(self, outputs: EngineCoreOutputs) -> None:
         """Send each front end the outputs of its requests."""
-        parts: dict[FrontEnd, list[EngineCoreOutput]] = {}
+        parts: dict[FrontEndConnection, list[EngineCoreOutput]] = {}
         for output in outputs.outputs:
             owner = self._live_requests.take(output)
             if owner is not None:
@@ -224,7 +224,7 @@ class Coordinator:
                     await front_end.send(wire.OUTPUTS, payload)
             await asyncio.sleep(_PUBLISH_SECONDS)
 
-    async def _answer(self, front_end: FrontEnd, call: UtilityCall) -> None:
+    async def _answer(self, front_end: FrontEndConnection, call: UtilityCall) -> None:
         """Handle a front end's call."""
         try:
             if call.method == PAGES:

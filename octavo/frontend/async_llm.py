@@ -30,10 +30,10 @@ from octavo.errors import (
     StepFailedError,
     UnmetDeadlineError,
 )
+from octavo.fleet.coordinator_client import CoordinatorClient
 from octavo.fleet.core_client import WatchedClient
 from octavo.fleet.core_launcher import CoreLauncher, CoreProcess
 from octavo.fleet.data_parallel import DataParallelClient, share_cores
-from octavo.fleet.front_end import FrontEndClient
 from octavo.fleet.supervisor import Recovery, Supervisor
 from octavo.frontend.beam_search import (
     beam_search_nbytes,
@@ -926,7 +926,7 @@ class AsyncLLM:
     async def render_metrics(self) -> bytes:
         """All metrics in Prometheus' text format, with those of other front ends."""
         client = self._client
-        if not isinstance(client, FrontEndClient) or self._dead is not None:
+        if not isinstance(client, CoordinatorClient) or self._dead is not None:
             return self.metrics.render()
         return await asyncio.to_thread(join_pages, await client.pages())
 

@@ -78,7 +78,7 @@ class CoordinatorProcess:
         """Do nothing: it ends by itself."""
 
 
-class FrontEndClient(AsyncMPClient):
+class CoordinatorClient(AsyncMPClient):
     """Client of engines that the coordinator supervises.
 
     If another coordinator, with its own engines, has replaced a dead one, these engines receive the
