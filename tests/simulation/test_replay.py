@@ -1,4 +1,4 @@
-"""What a `RequestLog` makes of records, and what a report finds; tests/e2e/test_replay.py runs it."""
+"""Requests and answers of records, and reports; tests/e2e/test_replay.py runs a replay."""
 
 import msgspec
 import numpy as np

@@ -1,4 +1,4 @@
-"""Relay of one request to a server, or to another one after a failure, and of the answer."""
+"""Proxy of a request to a server, or to another one after a failure, and of its answer."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Answer:
     body: bytes
 
 
-class Relay(Response):
+class ProxyResponse(Response):
     """Response to a job, from one or several servers.
 
     If a server refuses the connection, breaks it, or reports that it cannot serve now, another one
@@ -107,7 +107,7 @@ class Relay(Response):
         """Send the answer, until it ends or the client disconnects."""
         try:
             with self._state.admit():
-                await self._state.run(receive, self._relay(send), None)
+                await self._state.run(receive, self._pass_on(send), None)
         except ClientDisconnectError:
             raise
         except Exception as error:
@@ -117,7 +117,7 @@ class Relay(Response):
             last = error_event(error) + b"data: [DONE]\n\n"
             await send({"type": "http.response.body", "body": last, "more_body": False})
 
-    async def _relay(self, send: Send) -> None:
+    async def _pass_on(self, send: Send) -> None:
         state, job, pool = self._state, self._job, self._state.answering
         tried: dict[Upstream, int] = {}
         refusal: Answer | None = None
@@ -174,7 +174,7 @@ class Relay(Response):
             hold.begin()
             media_type = response.headers.get("content-type", "").partition(";")[0].strip()
             if response.status == 200 and media_type == "text/event-stream":
-                await self._relay_stream(send, upstream, response)
+                await self._pass_on_stream(send, upstream, response)
                 return None
             answer = Answer(
                 response.status,
@@ -203,7 +203,7 @@ class Relay(Response):
 
     # Answers
 
-    async def _relay_stream(
+    async def _pass_on_stream(
         self, send: Send, upstream: Upstream, response: aiohttp.ClientResponse
     ) -> None:
         if not self._job.generates:
