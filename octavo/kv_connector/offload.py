@@ -33,7 +33,7 @@ from octavo.kv_connector.copy_cache import EVICTION_POLICIES, CopyCache, Key
 from octavo.kv_connector.copy_file import CopyFile, read_records
 from octavo.kv_connector.layout import KVLayout
 from octavo.kv_connector.pages import BlockCopy, Bytes, KVCaches, LayerSaves
-from octavo.kv_connector.results import Complaint, LoadResults
+from octavo.kv_connector.results import LoadResults, OnceLogger
 from octavo.kv_connector.tracking import BlockTracker, FullBlock, KnownBlocks, longest_match
 from octavo.messages import KVConnectorOutput, SchedulerOutput
 from octavo.request import Request
@@ -328,7 +328,7 @@ class OffloadingWorker(KVConnectorWorker):
         self._metadata = OffloadingMetadata()
         self._saving: LayerSaves | None = None
         self._failed_epoch = -1
-        self._complaint = Complaint()
+        self._once = OnceLogger()
         self._loader = ThreadPoolExecutor(1, "octavo-kv-loads")
         self._spiller = ThreadPoolExecutor(1, "octavo-kv-spills")
         self._spills: dict[int, Future[None]] = {}
@@ -412,7 +412,7 @@ class OffloadingWorker(KVConnectorWorker):
         try:
             self._file.write(save.file_slot, copy, save.number, save.group_id, save.block_hash)
         except OSError as error:
-            self._complaint.make(f"KV blocks cannot be written ({error.strerror or error})")
+            self._once.warning(f"KV blocks cannot be written ({error.strerror or error})")
 
     def _copy(self, loads: list[Load]) -> set[int]:
         """Copy blocks; return those that are damaged."""
@@ -441,7 +441,7 @@ class OffloadingWorker(KVConnectorWorker):
         try:
             self._file.read(load.file_slot, copy)
         except OSError as error:
-            self._complaint.make(f"KV blocks cannot be read ({error.strerror or error})")
+            self._once.warning(f"KV blocks cannot be read ({error.strerror or error})")
             copy[:] = bytes(len(copy))  # nothing that was there before
             return False
         return True

@@ -89,7 +89,7 @@ class P2PMetadata(OffloadingMetadata):
     """What all ranks have: to be told to those who keep it."""
 
 
-class _Handed(msgspec.Struct):
+class _KeptPrompt(msgspec.Struct):
     """A prompt's blocks that wait for a peer."""
 
     keys: list[Key]
@@ -148,8 +148,8 @@ class P2PScheduler(OffloadingScheduler):
         self._peers: list[PeerAddress] = []
         self._num_expired = 0
         self._secret = cluster_secret(config.parallel.cluster_key_file)
-        self._handed: dict[str, _Handed] = {}
-        """In the order in which they were handed over."""
+        self._kept: dict[str, _KeptPrompt] = {}
+        """In the order in which they were kept over."""
         self._fetches: dict[str, Fetch] = {}
         """To be told to the workers."""
         self._fetching: dict[str, Fetch] = {}
@@ -205,8 +205,8 @@ class P2PScheduler(OffloadingScheduler):
             self._memory.pin(key)
         self._expire()
         until = time.monotonic() + self._settings.release_timeout
-        self._end_handing(request.request_id)
-        self._handed[request.request_id] = _Handed(keys, until)
+        self._release(request.request_id)
+        self._kept[request.request_id] = _KeptPrompt(keys, until)
         offer = _Offer(
             do_remote_prefill=True,
             remote_engine_id=self.transfer_config.engine_id,
@@ -224,18 +224,18 @@ class P2PScheduler(OffloadingScheduler):
     def _place(self, key: Key) -> int:
         return self._memory.slot(key) if key in self._memory and key not in self._unsure else -1
 
-    def _end_handing(self, request_id: str) -> None:
-        handed = self._handed.pop(request_id, None)
-        for key in handed.keys if handed is not None else ():
+    def _release(self, request_id: str) -> None:
+        kept = self._kept.pop(request_id, None)
+        for key in kept.keys if kept is not None else ():
             self._memory.unpin(key)
 
     def _expire(self) -> None:
         """Release blocks that were not fetched in time."""
         now = time.monotonic()
-        for request_id in [i for i, handed in self._handed.items() if handed.until <= now]:
+        for request_id in [i for i, kept in self._kept.items() if kept.until <= now]:
             self._num_expired += 1
             logger.warning("nobody has fetched the KV blocks of request %s in time", request_id)
-            self._end_handing(request_id)
+            self._release(request_id)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -303,7 +303,7 @@ class P2PScheduler(OffloadingScheduler):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> P2PMetadata | None:
         """See `KVConnectorScheduler`."""
-        if self._handed:
+        if self._kept:
             self._expire()
         found = super().build_connector_meta(scheduler_output)
         fetches, self._fetches = self._fetches, {}
@@ -317,7 +317,7 @@ class P2PScheduler(OffloadingScheduler):
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """See `KVConnectorScheduler`: release the blocks that peers have fetched."""
         for request_id in output.finished_sending:
-            self._end_handing(request_id)
+            self._release(request_id)
         for request_id in output.finished_recving:
             if request_id in self._fetching:
                 self._fetched.append(self._fetching.pop(request_id))

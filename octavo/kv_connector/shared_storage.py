@@ -30,7 +30,7 @@ from octavo.kv_connector.base import (
 )
 from octavo.kv_connector.layout import KVLayout, KVPart
 from octavo.kv_connector.pages import BlockCopy, LayerSaves
-from octavo.kv_connector.results import Complaint, LoadResults
+from octavo.kv_connector.results import LoadResults, OnceLogger
 from octavo.kv_connector.shared_folder import SharedFolder
 from octavo.kv_connector.tracking import BlockTracker, FullBlock, KnownBlocks, longest_match
 from octavo.messages import SchedulerOutput
@@ -201,7 +201,7 @@ class SharedStorageWorker(KVConnectorWorker):
         self._left: list[Block] = []
         """What there is no place for yet."""
         self._failed_epoch = -1
-        self._complaint = Complaint()
+        self._once = OnceLogger()
         self._loader = ThreadPoolExecutor(1, "octavo-kv-loads")
         self._writers = ThreadPoolExecutor(_WRITERS, "octavo-kv-writes")
 
@@ -245,7 +245,7 @@ class SharedStorageWorker(KVConnectorWorker):
         while self._left:
             some = self._take_places(max(0.0, until - time.monotonic()))
             if not some:
-                self._complaint.make("KV blocks are not written as fast as they are computed")
+                self._once.warning("KV blocks are not written as fast as they are computed")
                 return
             self.kv_caches.save(self._copies(some))
             self._write_soon(some)
@@ -277,7 +277,7 @@ class SharedStorageWorker(KVConnectorWorker):
         try:
             self._folder.write(block.group_id, block.block_hash, copy)
         except OSError as error:
-            self._complaint.make(f"KV blocks cannot be written ({reason_of(error)})")
+            self._once.warning(f"KV blocks cannot be written ({reason_of(error)})")
         finally:
             self._free.put(slot)
 
@@ -330,7 +330,7 @@ class SharedStorageWorker(KVConnectorWorker):
                     file.read(memory.data[at : at + part.copy_nbytes])
             except OSError as error:
                 damaged.add(block.block_id)
-                self._complaint.make(f"KV blocks cannot be read ({reason_of(error)})")
+                self._once.warning(f"KV blocks cannot be read ({reason_of(error)})")
                 self._folder.remove(division, rank, block.group_id, block.block_hash)
             else:
                 address = int(memory.ctypes.data) + at

@@ -165,7 +165,7 @@ def test_a_consumer_that_never_comes(clock):
     clock[0] += 2
     engine.add("c", [1], max_tokens=1)
     engine.run()
-    assert list(connector._handed) == ["b"]
+    assert list(connector._kept) == ["b"]
     assert engine.scheduler.make_stats().num_expired_transfers == 1
     clock[0] += 50
     engine.add("d", [1], max_tokens=1)
