@@ -35,11 +35,11 @@ from octavo.executor.wire import (
     Execute,
     Failure,
     FromWorker,
-    PlainSetup,
     Ready,
     Returned,
     Sample,
     Sampled,
+    SetupMessage,
     StepFailed,
     ToWorker,
     Transferred,
@@ -118,7 +118,7 @@ class Rare(Protocol):
 
 
 def serve(
-    setup: PlainSetup,
+    setup: SetupMessage,
     worker_cls: str,
     number: int,
     group: int | None,
