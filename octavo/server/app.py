@@ -36,7 +36,7 @@ from octavo.server.http_state import HttpState
 from octavo.server.invocations import create_invocation
 from octavo.server.middleware import RequestMiddleware, context_of
 from octavo.server.openapi import OPERATIONS, document
-from octavo.server.resume import get_stream, resumable
+from octavo.server.resume_routes import get_stream, resumable
 from octavo.server.schema import ScaleBody
 from octavo.server.state import ServerState, state_of
 from octavo.server.tokenize import detokenize, tokenize

@@ -25,9 +25,9 @@ from octavo.server.auth import flow_of, private_salt
 from octavo.server.errors import ClientDisconnectError, error_event, log_unexpected
 from octavo.server.load_report import add_load_report
 from octavo.server.middleware import context_of
+from octavo.server.resumable_streams import DONE, Events, Stream
 from octavo.server.schema import GenerationBody
 from octavo.server.state import ServerState, state_of
-from octavo.server.streams import DONE, Events, Stream
 from octavo.system import clock
 from octavo.system.offload import offload
 from octavo.text.tokenizer import Tokenizer
