@@ -35,7 +35,7 @@ from octavo.errors import (
 )
 from octavo.executor.base import Executor
 from octavo.executor.message_queue import QueueClosedError, QueueReader, QueueWriter, make_queue
-from octavo.executor.wire import (
+from octavo.executor.worker_messages import (
     LENGTH_NBYTES,
     UNENCODABLE,
     WARM,

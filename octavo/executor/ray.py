@@ -1,8 +1,8 @@
 """Workers in actors of a Ray cluster, like vLLM's `RayDistributedExecutor`.
 
 Each worker is an actor with a bundle of a placement group. The messages have the same encoding as
-between processes of one machine (`wire.py`): Ray pickles only bytes. An actor has a thread for the
-worker; one call passes it a message, another waits for its messages.
+between processes of one machine (`worker_messages.py`): Ray pickles only bytes. An actor has a
+thread for the worker; one call passes it a message, another waits for its messages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from octavo.executor.message_queue import QueueClosedError
 from octavo.executor.multiproc import MultiprocExecutor, WorkerGroup
 from octavo.executor.ray_session import SESSION
 from octavo.executor.relay import Relay, RelayKey, find_streams
-from octavo.executor.wire import Died, Failure, FromWorker, SetupMessage
+from octavo.executor.worker_messages import Died, Failure, FromWorker, SetupMessage
 from octavo.executor.worker_process import serve
 from octavo.plan.setup import WorkerSetup
 from octavo.platforms.registry import get_platform

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from octavo.config import EngineConfig
-from octavo.engine.wire import CoreReady
+from octavo.engine.core_messages import CoreReady
 from octavo.errors import ConfigError, EngineDeadError, NodeMissingError, ScalingError
 from octavo.fleet.cluster import ClusterKey, Hub, RemoteLauncher
 from octavo.fleet.core_launcher import CoreLauncher

@@ -21,8 +21,8 @@ import zmq.utils.monitor
 
 from octavo import __version__
 from octavo.config import EngineConfig, ServerConfig
+from octavo.engine.core_messages import ReachedBy
 from octavo.engine.head import connect
-from octavo.engine.wire import ReachedBy
 from octavo.errors import ConfigError, EngineDeadError, reason_of
 from octavo.fleet import cluster
 from octavo.fleet.cluster import (

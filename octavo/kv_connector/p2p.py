@@ -90,7 +90,7 @@ class P2PMetadata(OffloadingMetadata):
 
 
 class _KeptPrompt(msgspec.Struct):
-    """A prompt's blocks that wait for a peer."""
+    """Blocks of a prompt that wait for a peer."""
 
     keys: list[Key]
     until: float
@@ -149,7 +149,7 @@ class P2PScheduler(OffloadingScheduler):
         self._num_expired = 0
         self._secret = cluster_secret(config.parallel.cluster_key_file)
         self._kept: dict[str, _KeptPrompt] = {}
-        """In the order in which they were kept over."""
+        """By the request's id, oldest first."""
         self._fetches: dict[str, Fetch] = {}
         """To be told to the workers."""
         self._fetching: dict[str, Fetch] = {}

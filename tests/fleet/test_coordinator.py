@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from octavo.config import ModelConfig
-from octavo.engine.wire import CoreReady
+from octavo.engine.core_messages import CoreReady
 from octavo.errors import EngineDeadError, ProfilerError, StepFailedError
 from octavo.fleet.coordinator import Coordinator, FrontEndConnection
 from octavo.fleet.coordinator_client import CoordinatorClient, CoordinatorProcess, addresses_of
