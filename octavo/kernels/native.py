@@ -25,7 +25,6 @@ from octavo.kernels.base import (
     QuantizedWeight,
 )
 from octavo.kernels.memory import Arena
-from octavo.kernels.reference import ReferenceOps
 from octavo.kernels.sizes import packed_nbytes, quantized_nbytes
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -39,7 +38,6 @@ _GATES: dict[Gate | None, int] = {None: -1, "silu": 0, "gelu": 1, "gelu_tanh": 2
 _EXP, _LOG, _TANH, _ERF, _GELU, _SOFT_CAP = 0, 1, 2, 3, {"none": 4, "tanh": 5}, 6
 _RELU, _SCALE, _CLAMP = 7, 8, 9
 
-_REFERENCE = ReferenceOps()
 
 available_isas = _native.available_isas
 """Return the instruction sets of this processor that have kernels, best first."""
