@@ -74,9 +74,9 @@ def check_recording(config: EngineConfig, path: str | None) -> None:
         ConfigError: naming the settings.
     """
     parallel = config.parallel.of_server()
-    size, is_elastic = parallel.data_parallel_size, parallel.enable_elastic_ep
-    if path is not None and (size > 1 or is_elastic):
-        which = "enable_elastic_ep" if is_elastic else f"data_parallel_size={size}"
+    size, can_scale = parallel.data_parallel_size, parallel.enable_elastic_ep
+    if path is not None and (size > 1 or can_scale):
+        which = "enable_elastic_ep" if can_scale else f"data_parallel_size={size}"
         raise ConfigError(
             f"record={path!r} is not supported with {which}: a recording is of one engine; leave "
             "out one of them."

@@ -702,8 +702,8 @@ class AsyncLLM:
         await self.check_health()
         self._attach()
         client = self._client
-        elastic = self.config.parallel.enable_elastic_ep
-        if not elastic or not isinstance(client, DataParallelClient):
+        can_scale = self.config.parallel.enable_elastic_ep
+        if not can_scale or not isinstance(client, DataParallelClient):
             raise ScalingError(
                 "The number of engines is fixed; start the server with --enable-elastic-ep."
             )

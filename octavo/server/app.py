@@ -416,7 +416,7 @@ async def scale_elastic_ep(request: Request) -> Response:
 
     404 without --enable-elastic-ep.
     """
-    engine = await _elastic_engine(request)
+    engine = await _scalable_engine(request)
     body = await read_model(request, ScaleBody, state_of(request).config.max_request_bytes)
     size = body.new_data_parallel_size
     await engine.scale(size)
@@ -425,7 +425,7 @@ async def scale_elastic_ep(request: Request) -> Response:
 
 async def is_scaling_elastic_ep(request: Request) -> Response:
     """Whether the number of engines is being changed."""
-    return _json({"is_scaling_elastic_ep": (await _elastic_engine(request)).scaling})
+    return _json({"is_scaling_elastic_ep": (await _scalable_engine(request)).scaling})
 
 
 async def start_profile(request: Request) -> Response:
@@ -476,7 +476,7 @@ async def _profiled_engine(request: Request) -> AsyncLLM:
     return await state.get_engine()
 
 
-async def _elastic_engine(request: Request) -> AsyncLLM:
+async def _scalable_engine(request: Request) -> AsyncLLM:
     _check_admin(request)
     state = state_of(request)
     if not state.engine_config.parallel.enable_elastic_ep:
