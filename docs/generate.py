@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import json
 import textwrap
@@ -27,7 +26,7 @@ from octavo.config.arguments import shown_default
 from octavo.router.config import RouterConfig
 from octavo.server.app import build_app
 from octavo.server.body import Body
-from octavo.server.field_docs import field_doc
+from octavo.server.field_docs import attribute_docs, field_doc
 from octavo.server.openapi import OPERATIONS, InvocationBody
 from octavo.server.schema import (
     BatchChatBody,
@@ -259,14 +258,8 @@ def _meaning(field: ConfigField) -> str:
 
 
 def _attributes(kind: type) -> list[tuple[str, str]]:
-    """Return the attributes of a class with the docstring below each."""
-    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-    assert isinstance(definition, ast.ClassDef)
-    rows: list[tuple[str, str]] = []
-    for attribute, below in zip(definition.body, definition.body[1:], strict=False):
-        if isinstance(attribute, ast.AnnAssign) and isinstance(below, ast.Expr):
-            rows.append((f"`{ast.unparse(attribute.target)}`", ast.literal_eval(below.value)))
-    return rows
+    """Return the attributes of a class with their docstrings."""
+    return [(f"`{name}`", text) for name, text in attribute_docs(kind).items()]
 
 
 def _address(path: str) -> str:

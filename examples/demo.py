@@ -20,7 +20,7 @@ def params(seed: int) -> SamplingParams:
 
 
 def stream(llm: LLM, prompt: str, params: SamplingParams, *, is_text: bool) -> str:
-    """Prints the answer as it comes, then a line of figures; returns the answer."""
+    """Print the answer as it arrives, then a line of figures; return the answer."""
     started = time.perf_counter()
     first = None
     tokens = cached = 0

@@ -1,7 +1,7 @@
-"""Prefill in one process, decode in another: keys and values go through a folder.
+"""Prefill in one process, decode in another: keys and values are exchanged through a folder.
 
-The well-known example, with the import changed: the first process computes the prompts and saves
-them, the second one loads them and writes the answers.
+This is vLLM's example with the import changed: the first process computes the prompts and saves
+their KV data, the second one loads the data and writes the answers.
 """
 
 import tempfile

@@ -28,7 +28,7 @@ def ask(llm: LLM, what: str) -> None:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         llm = make_llm(folder)
-        llm.generate(["a" * 20], SamplingParams(max_tokens=1), use_tqdm=False)  # warms up
+        llm.generate(["a" * 20], SamplingParams(max_tokens=1), use_tqdm=False)  # warm-up
         ask(llm, "computed")
         ask(llm, "prefix cache")
         llm.reset_prefix_cache()

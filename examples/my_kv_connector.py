@@ -1,4 +1,4 @@
-"""A custom KV connector, which keeps full blocks in a dictionary of the worker's process."""
+"""Custom KV connector, which keeps full blocks in a dictionary of the worker's process."""
 
 from collections.abc import Iterator
 
@@ -15,20 +15,20 @@ Block = tuple[int, int, bytes]  # group, block id, hash
 
 
 class DictMetadata(KVConnectorMetadata, array_like=True):
-    """What the scheduler's half tells the worker's with a step."""
+    """Message of a step from the scheduler's half to the worker's half."""
 
     loads: list[Block] = msgspec.field(default_factory=list)
     saves: list[Block] = msgspec.field(default_factory=list)
 
 
 class DictConnector(KVConnectorBase):
-    """Each method is described in `KVConnectorBase`."""
+    """Connector with the methods that `KVConnectorBase` describes."""
 
     metadata_type = DictMetadata
 
     def __init__(self, config, role, layout):
         super().__init__(config, role, layout)
-        # The scheduler's half: what has been saved, and what the next step is to load.
+        # The scheduler's half: the saved blocks, and the blocks to load in the next step.
         self.known = [set() for _ in layout.groups]
         self.tracker = BlockTracker(layout)
         self.new_loads: list[Block] = []
@@ -50,7 +50,7 @@ class DictConnector(KVConnectorBase):
         count = num_external_tokens // self.layout.block_size
         for group_id, ids in enumerate(block_ids):
             for i in range(len(ids) - count, len(ids)):
-                if ids[i] != 0:  # 0 stands for a block that the request does not need
+                if ids[i] != 0:  # 0 means a block that the request does not need
                     self.new_loads.append((group_id, ids[i], request.block_hashes[i]))
 
     def build_connector_meta(self, scheduler_output):
@@ -84,7 +84,7 @@ class DictConnector(KVConnectorBase):
             yield BlockCopy(group_id, block_id, address, block_hash)
 
     def get_finished(self):
-        return set(), set()  # nothing is loaded beside steps
+        return set(), set()  # nothing is loaded concurrently with steps
 
     def get_block_ids_with_load_errors(self):
         damaged, self.damaged = self.damaged, set()

@@ -1,4 +1,4 @@
-"""Offline generation: the well-known example, with the import changed."""
+"""Offline generation: vLLM's example with the import changed."""
 
 from octavo import LLM, SamplingParams
 

@@ -1,4 +1,4 @@
-"""A streamed chat answer from a running server (`octavo serve`), with OpenAI's own client."""
+"""Streamed chat answer from a running server (`octavo serve`), with OpenAI's client."""
 
 import os
 

@@ -1,8 +1,8 @@
-"""The spine of Octavo: scheduler, KV cache and executor, without a server and without `LLM`.
+"""Spine of Octavo: scheduler, KV cache and executor, without a server and without `LLM`.
 
     python examples/spine.py
 
-The file does in plain steps what `LLM` and the server do for you:
+The file does in plain steps what `LLM` and the server do:
 
 1. settings, model folder, config.json -> `EngineConfig`, `ModelSpec`, `Tokenizer`
 2. plan the memory, before anything is loaded -> `MemoryPlan`, `KVCacheConfig`
@@ -59,7 +59,7 @@ def load(
     """Plan the memory of an engine, load its model and allocate its KV cache."""
     budget = config.scheduler.max_num_batched_tokens
     assert budget is not None
-    # All that a worker needs to know. Pure data: the control plane can plan with it.
+    # Setup of a worker. It is pure data, so that the control plane can plan with it.
     setup = WorkerSetup(
         config=config,
         spec=spec,
@@ -69,15 +69,15 @@ def load(
         max_num_batched_tokens=budget,
     )
     platform = get_platform(config.device.device)
-    # Records the largest step on a model without memory: the exact size of its buffers is known.
+    # Record the largest step on a model without memory: this gives the exact size of its buffers.
     estimate = platform.estimate_memory(setup)
     assert estimate is not None, "a CPU's memory is planned; a GPU's is measured after loading"
     plan, kv_cache = make_memory_plan(config, spec, estimate, max_num_batched_tokens=budget)
     print(plan.report(), end="\n\n")
     setup = replace(setup, max_model_len=plan.max_model_len, scratches=estimate.scratches)
-    # Makes the worker, which loads the model: `Worker` -> `ModelRunner` -> `load_model`.
+    # Create the worker, which loads the model: `Worker` -> `ModelRunner` -> `load_model`.
     executor = UniProcExecutor(setup, platform)
-    # Allocates the KV cache and captures the forward pass as a plan of kernel calls.
+    # Allocate the KV cache and capture the forward pass as a plan of kernel calls.
     executor.initialize_kv_cache(kv_cache)
     return executor, kv_cache
 
@@ -112,7 +112,7 @@ def run(executor: UniProcExecutor, scheduler: Scheduler, requests: list[Request]
         work = scheduler.schedule()
         # Data plane: the worker's thread starts the forward pass; this call returns at once.
         handle = executor.execute(work)
-        # Tokens are sampled when asked for: the engine core makes grammar masks in between.
+        # Tokens are sampled on request: the engine core makes grammar masks in between.
         result = handle.sample().result()
         # Control plane again: append the tokens, end requests, free blocks.
         outputs = scheduler.update_from_output(work, result)
@@ -134,7 +134,7 @@ def main() -> None:
     # 2. and 3.
     executor, kv_cache = load(CONFIG, spec, folder)
     try:
-        # 4. The scheduler owns the KV-cache manager; neither knows torch.
+        # 4. The scheduler owns the KV-cache manager; neither imports torch.
         scheduler = Scheduler(
             CONFIG.scheduler,
             kv_cache,

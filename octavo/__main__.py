@@ -1,4 +1,4 @@
-"""The command `octavo`, and `python -m octavo`."""
+"""Entry point of the command `octavo` and of `python -m octavo`."""
 
 import os
 import signal
@@ -6,12 +6,12 @@ import sys
 
 
 def main() -> int:
-    """Runs the command line; returns its status.
+    """Run the command line; return its status.
 
-    Its modules take half a second to import, in which Ctrl-C ends the process quietly, too.
+    Importing its modules takes half a second, in which Ctrl-C also ends the process quietly.
     """
     usual = signal.getsignal(signal.SIGINT)
-    if usual is signal.default_int_handler:  # not where it is ignored: behind nohup, or in a script
+    if usual is signal.default_int_handler:  # SIGINT is not ignored, as with nohup or in a script
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     from octavo.system.hidden_keys import hide_keys
 

@@ -1,4 +1,4 @@
-"""`octavo collect-env`: what a report of a fault should say about the machine."""
+"""`octavo collect-env`: facts about the machine for a bug report."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
 def collect_env() -> dict[str, str]:
-    """What is known of the machine and of what is installed, by name; secrets are hidden."""
+    """Return facts about the machine and the installed packages, by name; secrets are hidden."""
     total, available = cpu_memory()
     found = {
         "octavo": __version__,
@@ -54,14 +54,14 @@ def collect_env() -> dict[str, str]:
 
 
 def _kernels() -> str:
-    """The variant of the kernels that this processor gets, and those that it could have."""
+    """Return this processor's variant of the kernels, and the available ones."""
     try:
         from octavo.kernels import native
     except ImportError as error:
         return f"not built ({error})"
     try:
         return f"{native.isa()} (of {', '.join(native.available_isas())})"
-    except ValueError as error:  # OCTAVO_ISA names none
+    except ValueError as error:  # OCTAVO_ISA has an unknown name
         return str(error)
 
 

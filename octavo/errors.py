@@ -1,31 +1,32 @@
-"""Every error that Octavo raises on purpose.
+"""Errors that Octavo raises on purpose.
 
 The tree::
 
     OctavoError
     |-- ConfigError (ValueError)            a setting is wrong; names the field, the value, the fix
     |-- ModelError                          the model folder cannot be used; names the file
-    |   `-- HubError                        a download failed; says why and what to do
+    |   `-- HubError                        a download failed; names the reason and the fix
     |-- RequestError (ValueError)           a request is wrong; carries field, HTTP status and code
     |   |-- ContextLengthError              prompt (plus answer) does not fit the context
-    |   |-- UnsupportedError                asks for something that does not work yet
-    |   |-- GrammarError                    what the answer has to look like cannot be had
-    |   |-- GrammarBusyError                other grammars came first; try again after `retry_after`
+    |   |-- UnsupportedError                the request uses an unsupported feature
+    |   |-- GrammarError                    the grammar is invalid, too large or unsupported
+    |   |-- GrammarBusyError                other grammars had precedence; try again after
+    |   |                                   `retry_after` seconds
     |   |-- NotFoundError                   unknown model or resource
-    |   |-- StepFailedError             the engine failed while it computed; not the request's fault
-    |   |-- GivenUpError                    the engine died of the request, again and again
+    |   |-- StepFailedError                 the engine failed in a step; not the request's fault
+    |   |-- GivenUpError                    the engine died repeatedly during the request
     |   |-- SleepError                      the engine sleeps, or cannot fall asleep or wake up
-    |   |-- KVLoadError                     a KV connector could not load what it has of the prompt
+    |   |-- KVLoadError                     a KV connector could not load its part of the prompt
     |   |-- ScalingError                    the number of engines cannot be changed so, or now
     |   |-- ProfilerError                   a profile is started twice, or stopped without a start
-    |   |-- QueueFullError                  too much waiting; try again after `retry_after` seconds
+    |   |-- QueueFullError                  too many requests wait; try again after `retry_after`
     |   |-- UnmetDeadlineError              a deadline cannot be met; try again after `retry_after`
-    |   `-- DeadlineError                   the request's own deadline passed
-    |       `-- FirstTokenError             it passed before the first token came
-    |-- EngineDeadError                     the engine process is gone; says the root cause
-    |   |-- EngineStoppedError              a signal held it or one of its workers
-    |   `-- NodeMissingError                its machine is not there, or not any more
-    `-- BenchError                          a benchmark cannot be run; says what is missing
+    |   `-- DeadlineError                   the deadline of the request has passed
+    |       `-- FirstTokenError             it passed before the first token
+    |-- EngineDeadError                     the engine process has ended; names the root cause
+    |   |-- EngineStoppedError              a signal held the engine or one of its workers
+    |   `-- NodeMissingError                the machine of an engine is missing
+    `-- BenchError                          a benchmark cannot be run; names the missing part
         `-- DatasetError (ValueError)       a data set is unusable; names file, line and field
 """
 
@@ -36,27 +37,27 @@ import signal
 
 
 class OctavoError(Exception):
-    """Base of all of Octavo's own errors."""
+    """Base of Octavo's errors."""
 
 
 class ConfigError(OctavoError, ValueError):
-    """A setting is unknown, out of range, or contradicts another one."""
+    """Setting that is unknown, out of range, or contradicts another one."""
 
 
 class ModelError(OctavoError):
-    """A model folder is incomplete, damaged or of a kind that is not supported."""
+    """Model folder that is incomplete, damaged or of an unsupported kind."""
 
 
 class HubError(ModelError):
-    """A model could not be fetched from the hub."""
+    """Failed download of a model from the hub."""
 
 
 class RequestError(OctavoError, ValueError):
-    """A request cannot be served as it is; nobody else is affected.
+    """Request that cannot be served as it is; other requests are not affected.
 
     Args:
-        message: what is wrong and how to mend it.
-        param: name of the offending request field, if there is one.
+        message: the problem and the fix.
+        param: name of the offending request field, if any.
         code: OpenAI-style machine-readable code.
     """
 
@@ -71,23 +72,23 @@ class RequestError(OctavoError, ValueError):
 
 
 class ContextLengthError(RequestError):
-    """The prompt, or the prompt and the answer asked for, is longer than the model's context."""
+    """Prompt, or prompt and requested answer, longer than the model's context."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message, param, "context_length_exceeded")
 
 
 class UnsupportedError(RequestError):
-    """The request asks for a feature that this version does not have."""
+    """Request for a feature that this version does not have."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message, param, "unsupported_parameter")
 
 
 class GrammarError(RequestError):
-    """What the answer has to look like is invalid, too large, or more than a backend can honour.
+    """Grammar that is invalid, too large, or not supported by a backend.
 
-    The message says which part of it; the server names the field that it came in.
+    The message names the part; the server names the field of the request.
     """
 
     def __init__(self, message: str) -> None:
@@ -95,7 +96,7 @@ class GrammarError(RequestError):
 
 
 class GrammarBusyError(RequestError):
-    """The grammar was not compiled in time, since others came first; try again later."""
+    """Grammar that was not compiled in time, since others had precedence; try again later."""
 
     status = 503
     type = "server_error"
@@ -106,7 +107,7 @@ class GrammarBusyError(RequestError):
 
 
 class NotFoundError(RequestError):
-    """The named model or resource does not exist."""
+    """Model or resource that does not exist."""
 
     status = 404
 
@@ -115,7 +116,7 @@ class NotFoundError(RequestError):
 
 
 class StepFailedError(RequestError):
-    """The step that the request was part of failed; the same request may work again."""
+    """Failed step of the request; the same request may work again."""
 
     status = 500
     type = "server_error"
@@ -125,7 +126,7 @@ class StepFailedError(RequestError):
 
 
 class GivenUpError(RequestError):
-    """The engine died again and again with the request in flight; it must not be asked again."""
+    """Request during which the engine died repeatedly; the client must not send it again."""
 
     status = 500
     type = "server_error"
@@ -135,7 +136,7 @@ class GivenUpError(RequestError):
 
 
 class KVLoadError(RequestError):
-    """What a KV connector has of the prompt could not be loaded; asked again it may be."""
+    """KV data of the prompt that a connector could not load; a retry may succeed."""
 
     status = 503
     type = "server_error"
@@ -145,7 +146,7 @@ class KVLoadError(RequestError):
 
 
 class ScalingError(RequestError):
-    """The number of engines cannot be changed so, or not now."""
+    """Change of the number of engines that is impossible, or impossible now."""
 
     status = 409
     type = "conflict_error"
@@ -155,7 +156,7 @@ class ScalingError(RequestError):
 
 
 class ProfilerError(RequestError):
-    """A profile cannot be started, stopped or written now."""
+    """Profile that cannot be started, stopped or written now."""
 
     status = 409
 
@@ -164,7 +165,7 @@ class ProfilerError(RequestError):
 
 
 class SleepError(RequestError):
-    """The engine cannot fall asleep or wake up, or was put to sleep before the end."""
+    """Engine that cannot fall asleep or wake up, or that fell asleep before the answer's end."""
 
     status = 503
     type = "server_error"
@@ -174,7 +175,7 @@ class SleepError(RequestError):
 
 
 class QueueFullError(RequestError):
-    """The waiting queue is full. `retry_after` is an estimate in seconds."""
+    """Full waiting queue. `retry_after` is an estimate in seconds."""
 
     status = 429
     type = "rate_limit_error"
@@ -185,7 +186,7 @@ class QueueFullError(RequestError):
 
 
 class DeadlineError(RequestError):
-    """The request did not finish before its own deadline."""
+    """Request that did not finish before its deadline."""
 
     status = 408
     type = "timeout_error"
@@ -195,7 +196,7 @@ class DeadlineError(RequestError):
 
 
 class UnmetDeadlineError(RequestError):
-    """A deadline cannot be met; it might after `retry_after` seconds."""
+    """Deadline that cannot be met; it may be possible after `retry_after` seconds."""
 
     status = 429
     type = "rate_limit_error"
@@ -208,7 +209,7 @@ class UnmetDeadlineError(RequestError):
 
 
 class FirstTokenError(DeadlineError):
-    """The request did not get its first token as early as it asked for."""
+    """Request without a first token by its deadline for that token."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -216,30 +217,30 @@ class FirstTokenError(DeadlineError):
 
 
 class EngineDeadError(OctavoError):
-    """The engine cannot go on, or its process has ended; the message is the root cause."""
+    """Engine that cannot continue, or whose process has ended; the message is the root cause."""
 
 
 class EngineStoppedError(EngineDeadError):
-    """A signal such as SIGSTOP held the engine or a worker, so it was killed; no request did it."""
+    """Engine killed because a signal such as SIGSTOP held it or a worker; no request caused it."""
 
 
 class NodeMissingError(EngineDeadError):
-    """The machine on which an engine is to run is not there, or not any more."""
+    """Missing machine of an engine."""
 
 
 class BenchError(OctavoError):
-    """A benchmark cannot be run, or measured nothing that counts."""
+    """Benchmark that cannot be run, or measured nothing valid."""
 
 
 class DatasetError(BenchError, ValueError):
-    """A data set is missing, empty or malformed; the message names the file, line and field."""
+    """Data set that is missing, empty or malformed; the message names the file, line and field."""
 
 
 def make_error(kind: str | None, message: str) -> OctavoError:
-    """The error that another process reported.
+    """Return the error that another process reported.
 
     Args:
-        kind: name of its class; what is none of Octavo's becomes a plain `OctavoError`.
+        kind: name of its class; unknown names become a plain `OctavoError`.
         message: its text.
     """
     found = globals().get(kind or "")
@@ -249,13 +250,13 @@ def make_error(kind: str | None, message: str) -> OctavoError:
 
 
 def reason_of(error: BaseException) -> str:
-    """What an error of the system says, without its number, for people."""
+    """Return the text of a system error, without its number."""
     return re.sub(r"^\[Errno -?\d+\] ", "", str(error)) or type(error).__name__
 
 
 def signal_name(number: int) -> str:
-    """What a signal is called."""
+    """Return the name of a signal."""
     try:
         return signal.Signals(number).name
-    except ValueError:  # most of the real-time signals have none
+    except ValueError:  # most real-time signals have no name
         return f"signal {number}"

@@ -38,27 +38,27 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 Bar = bool | Callable[..., Any]
-"""Whether there is a progress bar, or what makes one, as `tqdm` does."""
+"""True for a progress bar, or a function that makes one, as `tqdm` does."""
 T = TypeVar("T")
 
 
 class LLM:
-    """A model in this process, for offline use.
+    """Model in this process, for offline use.
 
     Args:
         model: folder, hub id, or nothing for the built-in model.
-        chat_template: a template, or its file, for `chat` instead of the model's own.
-        isolate: whether the engine runs in a process of its own. If that one dies, another takes
-            over, and every request goes on where it stood. With `data_parallel_size` several
-            engines do so, and prompts are divided among them.
-        **kwargs: any setting of `octavo.config.EngineConfig`, by vLLM's name. What only vLLM has is
-            accepted if it asks for nothing special, and refused with what to use otherwise.
+        chat_template: a template, or its file, for `chat` instead of the model's template.
+        isolate: True if the engine runs in its own process. If that process dies, another one
+            replaces it, and every request continues. With `data_parallel_size` several
+            engines run so, and prompts are divided among them.
+        **kwargs: any setting of `octavo.config.EngineConfig`, by vLLM's name. Settings that only
+            vLLM has are accepted if they change nothing; otherwise the error names an alternative.
 
     Raises:
-        ConfigError, ModelError, HubError: if settings, model folder or download are bad.
-        EngineDeadError: if an isolated engine cannot load the model.
+        ConfigError, ModelError, HubError: settings, model folder or download are wrong.
+        EngineDeadError: an isolated engine cannot load the model.
 
-    Use it as a context manager, or call `shutdown`, to give its memory back at once.
+    Use it as a context manager, or call `shutdown`, to free its memory at once.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class LLM:
         self.llm_engine = LLMEngine(
             self.config, log_stats=not kwargs.get("disable_log_stats", True), isolate=isolate
         )
-        """The engine by itself: vLLM's `LLMEngine`."""
+        """Engine as vLLM's `LLMEngine`."""
         self._chat_template = None if chat_template is None else str(chat_template)
         self._client = self.llm_engine.client
         self._input_processor = self.llm_engine.input_processor
@@ -83,10 +83,10 @@ class LLM:
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
-        """An LLM of vLLM's settings.
+        """Return an LLM with vLLM's settings.
 
         Raises:
-            ConfigError, ModelError, HubError: if settings, model folder or download are bad.
+            ConfigError, ModelError, HubError: settings, model folder or download are wrong.
         """
         return cls(**vars(engine_args))
 
@@ -103,12 +103,12 @@ class LLM:
 
     @property
     def memory_plan(self) -> MemoryPlan:
-        """What the engine holds, byte by byte."""
+        """Memory plan of the engine, byte by byte."""
         return self.llm_engine.memory_plan
 
     @property
     def model_config(self) -> ModelConfig:
-        """The model's settings, with the `max_model_len` that came out."""
+        """Settings of the model, with the resolved `max_model_len`."""
         return self.llm_engine.model_config
 
     def generate(
@@ -122,24 +122,24 @@ class LLM:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Generates an answer to each prompt; the answers come in the order of the prompts.
+        """Generate an answer to each prompt; return them in the order of the prompts.
 
         Args:
             prompts: one prompt or a list: texts, or dicts with "prompt", "prompt_token_ids" or
                 "prompt_embeds".
-            sampling_params: one for all or one for each; None: the model's own defaults.
-            use_tqdm: show a progress bar; or what makes one, as `tqdm` does.
-            lora_request: adapters are not supported.
-            priority: one for each prompt, smaller is served earlier; with
+            sampling_params: one for all or one for each; None: the model's defaults.
+            use_tqdm: show a progress bar; or a function that makes one, as `tqdm` does.
+            lora_request: unsupported.
+            priority: one for each prompt, lower ones are served earlier; with
                 `scheduling_policy="priority"`.
             tokenization_kwargs: `truncate_prompt_tokens` and `add_special_tokens`.
-            mm_processor_kwargs: models take text only.
+            mm_processor_kwargs: unsupported: models accept text only.
 
-        A request that fails by itself, such as one whose grammar cannot be compiled, has an answer
-        with `finish_reason` "error" and the reason as `stop_reason`.
+        If a single request fails, such as for a grammar that cannot be compiled, its answer has
+        `finish_reason` "error" and the reason as `stop_reason`.
 
         Raises:
-            RequestError: if a prompt or parameter is bad; nothing has been generated then.
+            RequestError: a prompt or parameter is wrong; nothing has been generated.
         """
         refuse_unsupported(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
         starts = self._starts(
@@ -157,22 +157,22 @@ class LLM:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
-        """Hands in prompts without computing anything; `wait_for_completion` does that.
+        """Submit prompts without computing them; `wait_for_completion` does that.
 
         Args:
-            prompts: as for `generate`, and so are the others.
-            sampling_params: likewise.
-            lora_request: likewise.
-            priority: likewise.
-            use_tqdm: ignored: it is done at once.
+            prompts: as for `generate`.
+            sampling_params: as for `generate`.
+            lora_request: as for `generate`.
+            priority: as for `generate`.
+            use_tqdm: ignored: the call returns at once.
             tokenization_kwargs: as for `generate`.
-            mm_processor_kwargs: likewise.
+            mm_processor_kwargs: as for `generate`.
 
         Returns:
             The ids of the requests.
 
         Raises:
-            RequestError: if a prompt or parameter is bad; nothing has been handed in then.
+            RequestError: a prompt or parameter is wrong; nothing has been submitted.
         """
         refuse_unsupported(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
         starts = self._starts(
@@ -183,14 +183,14 @@ class LLM:
     def wait_for_completion(
         self, output_type: object = None, *, use_tqdm: Bar = True
     ) -> list[RequestOutput]:
-        """Computes what `enqueue` and `enqueue_chat` handed in.
+        """Compute the requests of `enqueue` and `enqueue_chat`.
 
         Args:
-            output_type: ignored: all outputs are of one type.
+            output_type: ignored: all outputs have one type.
             use_tqdm: as for `generate`.
 
         Returns:
-            The answers, in the order in which the prompts were handed in.
+            The answers, in the order of submission.
         """
         request_ids, self._enqueued = self._enqueued, []
         with late_interrupts() as interrupts:
@@ -206,15 +206,15 @@ class LLM:
         *,
         use_tqdm: bool = False,
     ) -> list[BeamSearchOutput]:
-        """Finds the most probable answers to each prompt; they come in the order of the prompts.
+        """Find the most probable answers to each prompt; return them in the order of the prompts.
 
         Args:
             prompts: as for `generate`.
-            params: for all of them.
+            params: parameters for all prompts.
             use_tqdm: show a progress bar for each step.
 
         Raises:
-            RequestError: if a prompt or parameter is bad, or a request fails.
+            RequestError: a prompt or parameter is wrong, or a request fails.
         """
         processed = [
             self._process(prompt, prompt_params(params), add_special_tokens=True)
@@ -273,24 +273,25 @@ class LLM:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Generates the next turn of one conversation or of each of several.
+        """Generate the next turn of one conversation or of each of several.
 
         Args:
-            messages: OpenAI's, of one conversation or of several.
+            messages: OpenAI's messages, of one conversation or of several.
             sampling_params: as for `generate`.
-            use_tqdm: likewise.
-            lora_request: likewise.
-            chat_template: as for `render_chat`, and so are the next four.
-            chat_template_content_format: only "auto": each template gets what it can handle.
-            add_generation_prompt: see there.
-            continue_final_message: see there.
-            tools: see there.
-            chat_template_kwargs: see there.
+            use_tqdm: as for `generate`.
+            lora_request: as for `generate`.
+            chat_template: as for `render_chat`.
+            chat_template_content_format: only "auto": each template receives a form that it
+                supports.
+            add_generation_prompt: as for `render_chat`.
+            continue_final_message: as for `render_chat`.
+            tools: as for `render_chat`.
+            chat_template_kwargs: as for `render_chat`.
             tokenization_kwargs: as for `generate`.
-            mm_processor_kwargs: likewise.
+            mm_processor_kwargs: as for `generate`.
 
         Raises:
-            RequestError: if a conversation or parameter is bad.
+            RequestError: a conversation or parameter is wrong.
         """
         refuse_unsupported(
             lora_request=lora_request,
@@ -324,7 +325,7 @@ class LLM:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
-        """Hands in conversations without computing anything; see `enqueue` and `chat`."""
+        """Submit conversations without computing them; see `enqueue` and `chat`."""
         refuse_unsupported(
             lora_request=lora_request,
             mm_processor_kwargs=mm_processor_kwargs,
@@ -342,10 +343,10 @@ class LLM:
         return self._enqueue(starts)
 
     def encode(self, *_: object, **__: object) -> NoReturn:
-        """Not supported.
+        """Raise UnsupportedError, as `embed`, `classify`, `score` and `reward` do.
 
         Raises:
-            UnsupportedError: always; so do `embed`, `classify`, `score` and `reward`.
+            UnsupportedError: always.
         """
         raise UnsupportedError(
             "Models generate text here; embeddings, classes, scores and rewards are not supported."
@@ -360,10 +361,10 @@ class LLM:
         *,
         add_special_tokens: bool = True,
     ) -> Iterator[RequestOutput]:
-        """Generates one answer piece by piece: each output holds what is new.
+        """Generate one answer piece by piece: each output has only the new part.
 
         Raises:
-            RequestError: if the prompt or a parameter is bad, or the request fails.
+            RequestError: the prompt or a parameter is wrong, or the request fails.
         """
         params = self._params_for([prompt], sampling_params)[0]
         request_id: str | None = None
@@ -398,21 +399,21 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> str:
-        """The prompt text of a conversation; it holds its special tokens already.
+        """Return the prompt text of a conversation, including its special tokens.
 
         Args:
             messages: OpenAI's messages.
-            chat_template: a template, or its file, instead of the model's own.
+            chat_template: a template, or its file, instead of the model's template.
             add_generation_prompt: end with the beginning of the assistant's turn.
-            continue_final_message: end inside the last message, so that the model goes on with it.
-            tools: definitions of tools, in OpenAI's form, for templates that know them.
+            continue_final_message: end inside the last message, so that the model continues it.
+            tools: definitions of tools, in OpenAI's form, for templates that support them.
             chat_template_kwargs: further variables for the template.
 
         Raises:
-            RequestError: if the messages are malformed or there is no chat template.
+            RequestError: the messages are malformed or the model has no chat template.
         """
         from octavo.text.chat_template import (
-            ChatTemplate,  # brings Jinja, which most calls do without
+            ChatTemplate,  # imports Jinja, which most calls do not need
         )
 
         template = ChatTemplate.from_tokenizer(
@@ -427,26 +428,26 @@ class LLM:
         )
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer.
+        """Return the model's tokenizer.
 
         Raises:
-            UnsupportedError: if the engine was made with skip_tokenizer_init.
+            UnsupportedError: the engine was made with skip_tokenizer_init.
         """
         return self.llm_engine.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The model's own defaults, from its generation_config.json."""
+        """Return the model's defaults, from its generation_config.json."""
         return msgspec.convert(self.llm_engine.spec.generation_config, SamplingParams)
 
     def stats(self) -> SchedulerStats:
-        """State and counters of the scheduler and the KV cache."""
+        """Return state and counters of the scheduler and the KV cache."""
         return self.llm_engine.stats()
 
     def get_metrics(self) -> list[Metric]:
-        """All metrics as they are now.
+        """Return the current values of all metrics.
 
         Raises:
-            UnsupportedError: if it was not made with `disable_log_stats=False`.
+            UnsupportedError: the engine was made without `disable_log_stats=False`.
         """
         return self.llm_engine.get_metrics()
 
@@ -457,55 +458,55 @@ class LLM:
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[T]:
-        """Calls a method of each worker; see `LLMEngine.collective_rpc`."""
+        """Call a method of each worker; see `LLMEngine.collective_rpc`."""
         return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
 
     def apply_model(self, func: Callable[[Any], T]) -> list[T]:
-        """Calls a function with the model of each worker: an `octavo.models.base.Model`."""
+        """Call a function with the model of each worker: an `octavo.models.base.Model`."""
         return self.llm_engine.apply_model(func)
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        """Forgets all cached prefixes.
+        """Forget all cached prefixes.
 
         Args:
-            reset_running_requests: requests that run start over, with the tokens they have, so that
-                they hold nothing.
-            reset_connector: what a KV connector keeps is forgotten as well.
+            reset_running_requests: running requests start again with their tokens, so that they
+                hold no blocks.
+            reset_connector: forget the KV connector's store as well.
 
         Returns:
-            False: requests hold blocks, and nothing is forgotten; or the connector's folder is
-            shared with other engines, and stays as it is.
+            False if requests hold blocks and nothing is forgotten, or if the connector's folder is
+            shared with other engines and stays unchanged.
         """
         return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
 
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """Gives memory back to the system until `wake_up`; see `LLMEngine.sleep`."""
+        """Return memory to the system until `wake_up`; see `LLMEngine.sleep`."""
         self.llm_engine.sleep(level, mode)
 
     def wake_up(self, tags: list[str] | None = None) -> bool:
-        """Ends a sleep, or a part of it; see `LLMEngine.wake_up`."""
+        """End a sleep, or a part of it; see `LLMEngine.wake_up`."""
         return self.llm_engine.wake_up(tags)
 
     def start_profile(self) -> None:
-        """Begins to record spans of steps and kernels; needs `profiler_dir`.
+        """Begin to record spans of steps and kernels; needs `profiler_dir`.
 
         Raises:
-            ProfilerError: there is no `profiler_dir`, or a profile is being recorded already.
+            ProfilerError: `profiler_dir` is not set, or a profile is already being recorded.
         """
         self.llm_engine.start_profile()
 
     def stop_profile(self) -> Path:
-        """Ends the profile; returns the Chrome trace's file.
+        """End the profile; return the Chrome trace's file.
 
         Raises:
-            ProfilerError: no profile is being recorded, or it cannot be written.
+            ProfilerError: no profile is being recorded, or the file cannot be written.
         """
         return Path(self.llm_engine.stop_profile())
 
     def shutdown(self) -> None:
-        """Ends the workers and frees their memory. May be called twice."""
+        """End the workers and free their memory. It may be called twice."""
         self.llm_engine.shutdown()
 
     def _params_for(
@@ -541,7 +542,7 @@ class LLM:
         return self.llm_engine.process(prompt, params, add_special_tokens=add_special_tokens)
 
     def _step(self) -> list[str]:
-        """Runs a step; returns the ids of the requests that it brought something for."""
+        """Run a step; return the ids of the requests with new outputs."""
         return self.llm_engine.advance()
 
     def _render_chats(
@@ -605,7 +606,7 @@ class LLM:
         return request_ids
 
     def _run(self, starts: Sequence[Callable[[], str]], *, use_tqdm: Bar) -> list[RequestOutput]:
-        """Starts requests, each by a call that returns its id, and waits for all of them."""
+        """Start requests, each by a call that returns its id, and wait for all of them."""
         request_ids: list[str] = []
         with late_interrupts() as interrupts:
             try:
@@ -619,7 +620,7 @@ class LLM:
     def _wait(
         self, request_ids: Sequence[str], use_tqdm: Bar, between: Callable[[], None]
     ) -> list[RequestOutput]:
-        """Runs steps until requests have finished, calling `between` after each."""
+        """Run steps until requests have finished; call `between` after each step."""
         make_bar: Callable[..., Any] = use_tqdm if callable(use_tqdm) else tqdm
         waiting = {request_id for request_id in request_ids if not self._inboxes[request_id]}
         bar = make_bar(total=len(request_ids), desc="Processed prompts") if use_tqdm else None
@@ -644,7 +645,7 @@ class LLM:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several: a string, a dict and a list of token ids are one."""
+    """Return one prompt or several as a list: a string, a dict and a list of token ids are one."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, Sequence):
@@ -655,4 +656,4 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         )
     if prompts and isinstance(prompts[0], int):
         return [prompts]  # type: ignore[list-item]  # a list of ids: mypy cannot narrow it
-    return list(prompts)  # type: ignore[arg-type]  # nor that these are prompts now
+    return list(prompts)  # type: ignore[arg-type]  # nor that these are prompts

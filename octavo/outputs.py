@@ -1,4 +1,4 @@
-"""What a caller gets back: vLLM's `RequestOutput` and `CompletionOutput`."""
+"""Results for callers: vLLM's `RequestOutput` and `CompletionOutput`."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from typing import Any, overload
 
 @dataclass(slots=True)
 class Logprob:
-    """One candidate token: its log probability, 1-based rank and text."""
+    """Candidate token: its log probability, 1-based rank and text."""
 
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
 
 
-# For each position the reported candidates; the token itself is always among them.
+# Candidates of each position; the token itself is always among them.
 SampleLogprobs = Sequence[dict[int, Logprob]]
 PromptLogprobs = Sequence[dict[int, Logprob] | None]
 
 
 class FlatLogprobs(Sequence[Any]):
-    """A list of a dict for each position (`SampleLogprobs`), kept as arrays of numbers.
+    """List of a dict for each position (`SampleLogprobs`), stored as arrays of numbers.
 
-    A dict is made when it is asked for: as objects all of them would take twenty times the memory.
-    It compares, slices and prints like the list that it stands for, and is pickled as one.
+    A dict is made only when it is read: all of them as objects would need twenty times the memory.
+    It compares, slices and prints like the list that it represents, and is pickled as a list.
 
     Args:
-        text_of: the text of a token; None: no text.
-        of_prompt: nothing is known of the first position, which is None (`PromptLogprobs`).
-        ranked: the candidates are the most probable ones; else they have no ranks.
+        text_of: returns the text of a token; None: no text.
+        of_prompt: True if the first position is None, as in `PromptLogprobs`.
+        ranked: True if the candidates are the most probable ones; others have no ranks.
     """
 
     __slots__ = (
@@ -54,35 +54,35 @@ class FlatLogprobs(Sequence[Any]):
         self.text_of, self.ranked = text_of, ranked
         self._of_prompt = of_prompt
         self._token_ids, self._logprobs, self._ranks = array("i"), array("f"), array("i")
-        self._num_rows = 0  # a copy shares the arrays, which may have become longer since
+        self._num_rows = 0  # a copy shares the arrays, which may have grown since
 
     @property
     def num_candidates(self) -> int:
-        """Entries of all positions together."""
+        """Number of entries of all positions together."""
         return len(self._token_ids)
 
     def candidates(self, position: int) -> tuple[array[int], array[float]]:
-        """Token ids and logprobs of a position's candidates, the most probable one first."""
+        """Return token ids and logprobs of a position's candidates, the most probable one first."""
         width = len(self._token_ids) // len(self._ranks)
-        row = slice(position * width + 1, (position + 1) * width)  # the token itself is before them
+        row = slice(position * width + 1, (position + 1) * width)  # without the token itself
         return self._token_ids[row], self._logprobs[row]
 
     def append_rows(self, token_ids: bytes, logprobs: bytes, ranks: bytes) -> None:
-        """Adds positions; the arguments are the fields of `octavo.messages.LogprobsLists`."""
+        """Add positions; the arguments are the fields of `octavo.messages.LogprobsLists`."""
         self._token_ids.frombytes(token_ids)
         self._logprobs.frombytes(logprobs)
         self._ranks.frombytes(ranks)
         self._num_rows = len(self._ranks)
 
     def extend(self, other: FlatLogprobs) -> None:
-        """Adds the positions of another one, which is not of a prompt."""
+        """Add the positions of another object, which is not of a prompt."""
         self._token_ids.extend(other._token_ids)
         self._logprobs.extend(other._logprobs)
         self._ranks.extend(other._ranks)
         self._num_rows = len(self._ranks)
 
     def copy(self) -> FlatLogprobs:
-        """What is there now: positions added later are not in it. Neither is it to be added to."""
+        """Return a snapshot: it has no later positions, and none may be added to it."""
         new = FlatLogprobs(self.text_of, of_prompt=self._of_prompt, ranked=self.ranked)
         new._token_ids, new._logprobs, new._ranks = self._token_ids, self._logprobs, self._ranks
         new._num_rows = self._num_rows
@@ -110,7 +110,7 @@ class FlatLogprobs(Sequence[Any]):
             token_id = self._token_ids[begin + i]
             if token_id not in row:
                 text = None if text_of is None else text_of(token_id)
-                # Behind the token itself come the most probable ones, of rank 1, 2 ...
+                # The most probable tokens, of rank 1, 2 ..., follow the token itself.
                 rank = self._ranks[at] if not i else i if self.ranked else None
                 row[token_id] = Logprob(self._logprobs[begin + i], rank, text)
         return row
@@ -131,7 +131,7 @@ class FlatLogprobs(Sequence[Any]):
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One answer to a prompt. Fields whose type is None are vLLM's, for things not supported."""
+    """Answer to a prompt. Fields of type None are vLLM's, for unsupported features."""
 
     index: int
     text: str
@@ -140,22 +140,22 @@ class CompletionOutput:
     logprobs: SampleLogprobs | None = None
     routed_experts: None = None
     finish_reason: str | None = None
-    """"stop", "length", "abort" or "error"; None while the answer goes on."""
+    """"stop", "length", "abort" or "error"; None while the answer is incomplete."""
     stop_reason: int | str | None = None
-    """The stop token id or stop text that ended the answer; None for the end-of-sequence token."""
+    """Stop token id or stop text that ended the answer; None for the end-of-sequence token."""
     lora_request: None = None
     sampling_mask: None = None
     spec_decode_metrics: None = None
     weight_versions: None = None
 
     def finished(self) -> bool:
-        """Whether this answer is complete."""
+        """Return True if this answer is complete."""
         return self.finish_reason is not None
 
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times of one request, in seconds of `time.monotonic` unless said."""
+    """Times of one request, in seconds of `time.monotonic` unless stated otherwise."""
 
     arrival_time: float = 0.0
     first_scheduled_time: float | None = None
@@ -171,23 +171,23 @@ class RequestMetrics:
 
     @property
     def first_token_ts(self) -> float:
-        """vLLM's name of `first_token_time`; 0 if there was no token."""
+        """vLLM's name of `first_token_time`; 0 without a token."""
         return self.first_token_time or 0.0
 
     @property
     def last_token_ts(self) -> float:
-        """vLLM's name of `last_token_time`; 0 if there was no token."""
+        """vLLM's name of `last_token_time`; 0 without a token."""
         return self.last_token_time or 0.0
 
     @property
     def first_token_latency(self) -> float:
-        """Seconds from the arrival to the first token; 0 if there was none."""
+        """Seconds from the arrival to the first token; 0 without a token."""
         return self.first_token_ts and self.first_token_ts - self.arrival_time
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """All answers to one prompt. Fields whose type is None are vLLM's, for things not supported."""
+    """Answers to one prompt. Fields of type None are vLLM's, for unsupported features."""
 
     request_id: str
     prompt: str | None
@@ -200,33 +200,33 @@ class RequestOutput:
     encoder_prompt: None = None
     encoder_prompt_token_ids: None = None
     num_cached_tokens: int = 0
-    """Prompt tokens that the prefix cache had."""
+    """Number of prompt tokens that were in the prefix cache."""
     num_cache_creation_tokens: None = None
     prompt_token_id_logprobs: None = field(default=None, kw_only=True)
     kv_transfer_params: dict[str, Any] | None = field(default=None, kw_only=True)
-    """What the KV connector tells whoever goes on with the prompt elsewhere."""
+    """Parameters of the KV connector for a server that continues with the prompt."""
     ec_transfer_params: None = field(default=None, kw_only=True)
 
 
 @dataclass(slots=True)
 class BeamSearchSequence:
-    """One beam of a search: vLLM's."""
+    """Beam of a search, as in vLLM."""
 
     tokens: list[int]
-    """The prompt's, and those generated; the end-of-sequence token only if it was asked for."""
+    """Tokens of the prompt and the answer; the end-of-sequence token only on request."""
     logprobs: list[dict[int, Logprob]]
-    """For each generated token (the end-of-sequence token too) the candidates at its place."""
+    """Candidates at each generated token, including the end-of-sequence token."""
     cum_logprob: float = 0.0
-    """Sum of the logprobs of the generated tokens, the end-of-sequence token's too."""
+    """Sum of the logprobs of the generated tokens, including the end-of-sequence token."""
     text: str | None = None
-    """All of `tokens` as text."""
+    """Text of `tokens`."""
     finish_reason: str | None = None
     """"stop" or "length"."""
 
 
 @dataclass(slots=True)
 class BeamSearchOutput:
-    """What a search found for one prompt: vLLM's."""
+    """Result of a search for one prompt, as in vLLM."""
 
     sequences: list[BeamSearchSequence]
-    """The best first."""
+    """Beams, the best first."""

@@ -1,4 +1,4 @@
-"""A request inside the engine core: its tokens, its progress, its state."""
+"""Request inside the engine core: its tokens, its progress, its state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from octavo.messages import CoreSamplingParams, EngineCoreRequest, FinishReason
 
 
 class RequestStatus(enum.IntEnum):
-    """Where a request stands. Everything after PREEMPTED is finished."""
+    """State of a request. All states after PREEMPTED are finished."""
 
     WAITING = 0
     WAITING_FOR_FSM = 1
@@ -25,12 +25,12 @@ class RequestStatus(enum.IntEnum):
 
     @property
     def finished(self) -> bool:
-        """Whether nothing more will come."""
+        """True if no more outputs will follow."""
         return self > RequestStatus.PREEMPTED
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """OpenAI's reason, once finished."""
+        """OpenAI's reason; None before the end."""
         return _FINISH_REASONS.get(self)
 
 
@@ -41,30 +41,29 @@ _FINISH_REASONS = {
     RequestStatus.FINISHED_ERROR: FinishReason.ERROR,
 }
 
-# (priority, round, number of the request in the order of arrival): unique, ties are fair.
+# (priority, round, number in the order of arrival): unique; ties are fair.
 QueueKey = tuple[int, int, int]
 
-# Hashes of the full blocks of a request's tokens that are not hashed yet, in order.
+# Hashes of the full blocks of a request's tokens that have no hash yet, in order.
 BlockHasher = Callable[["Request"], list[bytes]]
 
 
 class Request:
-    """The scheduler's record of one request.
+    """Scheduler's record of one request.
 
     `num_computed_tokens` catches up with `num_tokens`; that alone drives prefill, chunked prefill,
     decode and recovery after preemption.
 
     Args:
-        core_request: with n = 1; see `fan_out`.
-        block_hasher: None if its blocks are not to be found by others.
-        block_hashes: those of its tokens, if they are known already.
-        cache_scope: blocks are shared only with requests of the same scope; None: with all that
-            have none.
-        leader: the first of the requests with this very prompt that came together, of which this
-            one is another.
+        core_request: a request with n = 1; see `fan_out`.
+        block_hasher: hashes blocks; None if other requests must not find its blocks.
+        block_hashes: hashes of its tokens' blocks, if already known.
+        cache_scope: blocks are shared only with requests of the same scope; None: with all other
+            requests without a scope.
+        leader: the first of the simultaneous requests with the same prompt, if this is another one.
     """
 
-    # Python finds the attributes of an object quickly if it has at most thirty, or these.
+    # Python finds an object's attributes quickly if it has at most thirty, or uses slots.
     __slots__ = (
         "__weakref__",
         "_block_hasher",
@@ -122,30 +121,30 @@ class Request:
         self.error: str | None = None
         self.error_kind: str | None = None
         self.num_computed_tokens = 0
-        """Tokens whose KV is in the cache, or will be once the steps in flight have run."""
+        """Number of tokens with KV in the cache, or there after the steps in flight."""
         self.num_output_placeholders = 0
-        """Tokens that steps in flight will sample (async scheduling)."""
+        """Number of tokens that steps in flight will sample (async scheduling)."""
         self.num_spec_in_flight = 0
-        """Drafts in flight: as many placeholders and computed tokens may come to nothing."""
+        """Number of drafts in flight; each may cost a placeholder and a computed token."""
         self.num_forced = 0
-        """Tokens that its grammar leaves no choice of, behind those that steps in flight sample:
-        the next step drafts them."""
+        """Number of tokens that its grammar forces after those that steps in flight sample: the
+        next step drafts them."""
         self.num_cached_tokens = 0
-        """Prompt tokens found in the prefix cache when first scheduled."""
+        """Number of prompt tokens found in the prefix cache when first scheduled."""
         self.num_preemptions = 0
         self.num_external_tokens: int | None = None
-        """Tokens that a KV connector has loaded for it, since it was last preempted; None: it may
-        be asked."""
+        """Number of tokens that a KV connector has loaded since the last preemption; None: the
+        connector may be queried."""
         self.first_scheduled_time: float | None = None
         self.num_charged = self.num_prompt_tokens if core_request.output_token_ids else 0
-        """Prompt tokens up to which its tenant has been charged; one that goes on was, once."""
+        """Prompt tokens charged to its tenant so far; a resumed request was charged before."""
         self.competes = False
-        """Whether it has not been computed up to its last token yet, not even once."""
+        """True until it has been computed up to its last token once."""
 
         self.queue_key: QueueKey = (self.options.priority, self.options.turn, 0)
-        """Order of service, best first; the scheduler sets it by its policy on arrival."""
+        """Order of service, lowest first; the scheduler sets it by its policy on arrival."""
         self.num_prompt_logprobs = core_request.num_prompt_logprobs
-        """Prompt logprobs handed out so far (a resumed request computes them again)."""
+        """Number of reported prompt logprobs (a resumed request computes them again)."""
 
         self._block_hasher = block_hasher
         self.block_hashes: list[bytes] = block_hashes or []
@@ -154,34 +153,34 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens: prompt and output."""
+        """Number of known tokens: prompt and output."""
         return len(self.all_token_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens generated so far."""
+        """Number of tokens generated so far."""
         return len(self.all_token_ids) - self.num_prompt_tokens
 
     @property
     def next_deadline(self) -> float:
-        """The time at which the request ends if nothing happens; infinite: never."""
+        """Time at which the request ends without progress; infinite: never."""
         if not self.num_output_tokens:
             return self.options.due
         return math.inf if self.options.deadline is None else self.options.deadline
 
     @property
     def skip_reading_prefix_cache(self) -> bool:
-        """Prompt logprobs need the prompt computed, not remembered."""
+        """True if prompt logprobs are requested: the prompt must then be computed, not cached."""
         return self.sampling_params.prompt_logprobs is not None
 
     def append_output_token_ids(self, token_ids: list[int]) -> None:
-        """Adds generated tokens and hashes the blocks that they fill."""
+        """Add generated tokens and hash the blocks that they fill."""
         self.all_token_ids.extend(token_ids)
         if self._block_hasher is not None:
             self.block_hashes.extend(self._block_hasher(self))
 
     def resume(self, token_ids: list[int]) -> None:
-        """Has a new request go on behind tokens that another engine made."""
+        """Continue a new request after tokens that another engine generated."""
         if token_ids:
             self.append_output_token_ids(token_ids)
             self.num_charged = self.num_prompt_tokens
@@ -193,10 +192,10 @@ def fan_out(
     *,
     enable_prefix_caching: bool = True,
 ) -> Iterator[Request]:
-    """The n requests of a core request, which share all that is long.
+    """Yield the n requests of a core request, which share all long data.
 
-    With prefix caching off a single request's blocks are not hashed; those of siblings are, in a
-    scope of their own, so that they still share their prompt's blocks.
+    Without prefix caching the blocks of a single request are not hashed. Those of siblings are, in
+    a dedicated scope, so that the siblings still share their prompt's blocks.
     """
     if core_request.n == 1:
         yield Request(core_request, block_hasher if enable_prefix_caching else None)

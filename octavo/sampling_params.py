@@ -1,4 +1,4 @@
-"""What one request asks of the sampler and of the output: vLLM's `SamplingParams`."""
+"""Parameters of one request for sampling and output: vLLM's `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ import msgspec
 
 from octavo.errors import RequestError, UnsupportedError
 
-# Below this, division by the temperature would overflow float32: such a request is greedy.
+# Below this, division by the temperature would overflow float32: the request becomes greedy.
 SAMPLING_EPS = 1e-5
 MAX_N = 1024
 # Far beyond any use; keeps the products with logits away from infinity.
 MAX_REPETITION_PENALTY = 1000.0
 MAX_INT = 2**63 - 1
-# Bounds of what one request may bring: each is far beyond any use, and keeps the work that the
-# request makes in every step, and the memory that it holds, small beside a step's.
+# Bounds of one request's parameters. Each is far beyond any use, and keeps the request's work in a
+# step, and its memory, small compared with the step's.
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 256
-"""Characters of a stop text."""
+"""Maximum characters of a stop text."""
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_ALLOWED_TOKEN_IDS = 2**19
-"""More than any vocabulary has; ids may be given twice."""
+"""Bound above any vocabulary; an id may occur twice."""
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 512
 MAX_BAD_WORD_LENGTH = 64
-"""Characters of a bad word."""
+"""Maximum characters of a bad word."""
 MAX_CACHE_SALT_LENGTH = 1024
 MAX_BEAM_WIDTH = 64
-"""A step asks for as many candidates of each of as many beams."""
+"""Bound of the beams; each beam of a step needs at least this number of candidates."""
 MAX_EXTRA_ARGS_NBYTES = 2**16
-"""Of `extra_args` as msgpack."""
+"""Maximum size of `extra_args` as msgpack."""
 MAX_GRAMMAR_NBYTES = 2**19
-"""Of a schema, a regular expression, a grammar or all choices, as UTF-8."""
+"""Maximum size of a schema, a regular expression, a grammar or all choices, as UTF-8."""
 MAX_GRAMMAR_DEPTH = 64
-"""Levels of nesting of a schema."""
+"""Maximum levels of nesting of a schema."""
 MAX_CHOICES = 4096
 _FLAGS = (
     "ignore_eos",
@@ -55,20 +55,20 @@ _FLAGS = (
 
 _LEAVE_OUT = "leave it out"
 Refused: TypeAlias = Mapping[str, tuple[tuple[int | None, ...], str]]
-"""vLLM's fields that are not supported: values that ask for nothing, what to do."""
+"""vLLM's fields that are not supported: values without effect, and the alternative."""
 
 REFUSED: Refused = {
     "watermarking": ((None, False), _LEAVE_OUT),
     "prompt_logprob_token_ids": ((None,), "use prompt_logprobs"),
     "prompt_logprob_start": ((None, 0), "use prompt_logprobs"),
-    "stream_interval": ((None, 1), "an output comes with each step"),
-    "skip_reading_prefix_cache": ((None, False), "give the request a cache_salt of its own"),
+    "stream_interval": ((None, 1), "an output arrives with each step"),
+    "skip_reading_prefix_cache": ((None, False), "give the request a unique cache_salt"),
     "thinking_token_budget": ((None, -1), "use max_tokens"),
     "repetition_detection": ((None,), "use repetition_penalty or frequency_penalty"),
     "routed_experts_prompt_start": ((None, 0), _LEAVE_OUT),
     "trace_decode_token_ids": ((None,), _LEAVE_OUT),
 }
-"""Of `SamplingParams`."""
+"""Unsupported fields of `SamplingParams`."""
 
 REFUSED_STRUCTURED_OUTPUTS: Refused = {
     "disable_additional_properties": (
@@ -77,13 +77,13 @@ REFUSED_STRUCTURED_OUTPUTS: Refused = {
     ),
     "whitespace_pattern": ((None,), "use disable_any_whitespace"),
 }
-"""Of `StructuredOutputsParams`."""
+"""Unsupported fields of `StructuredOutputsParams`."""
 
 REFUSED_BEAM_SEARCH: Refused = {
     "structured_outputs": ((None,), "leave it out, or use SamplingParams"),
     "watermarking": ((None, False), _LEAVE_OUT),
 }
-"""Of `BeamSearchParams`."""
+"""Unsupported fields of `BeamSearchParams`."""
 
 
 GrammarKind: TypeAlias = Literal[
@@ -99,46 +99,45 @@ _GRAMMAR_BACKENDS = {
 
 
 class RequestOutputKind(enum.IntEnum):
-    """What each output of a request holds."""
+    """Content of each output of a request."""
 
     CUMULATIVE = 0
     """All text and tokens so far."""
     DELTA = 1
-    """Only what is new since the last output."""
+    """Only the part since the last output."""
     FINAL_ONLY = 2
     """One output, when the request has finished."""
 
 
 class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
-    """What the answer has to look like: exactly one of the kinds. Names and order are vLLM's.
+    """Form that the answer must have: exactly one of the kinds. Names and order are vLLM's.
 
     Raises:
-        RequestError: on construction; `param` is the field that is wrong, and the message begins
-            with it.
+        RequestError: a field is wrong; `param` is its name, and the message begins with it.
     """
 
     json: str | dict[str, Any] | bool | None = None
-    """A JSON schema, or its text; text from then on."""
+    """JSON schema, or its text; stored as text."""
     regex: str | None = None
-    """A regular expression that the whole answer matches."""
+    """Regular expression that the whole answer matches."""
     choice: list[str] | None = None
-    """The answer is one of these."""
+    """Allowed answers."""
     grammar: str | None = None
-    """A context-free grammar, in EBNF or Lark's notation."""
+    """Context-free grammar, in EBNF or Lark's notation."""
     json_object: bool = False
-    """The answer is any JSON object."""
+    """True if the answer is any JSON object."""
     disable_any_whitespace: bool = False
-    """JSON without white space between its parts."""
+    """True for JSON without white space between its parts."""
     disable_additional_properties: bool = False
-    """Refused: a schema says so itself."""
+    """Unsupported: the schema states it."""
     whitespace_pattern: str | None = None
-    """Refused: no backend has it for all schemas."""
+    """Unsupported: no backend has it for all schemas."""
     structural_tag: str | dict[str, Any] | None = None
-    """Tags whose insides follow schemas, in xgrammar's notation: JSON or its text, then text."""
+    """Tags with schemas inside, in xgrammar's notation: JSON or its text; stored as text."""
     backend: GrammarBackendName = "auto"
-    """Who compiles it; auto: the engine chooses. vLLM's "guidance" is llguidance."""
+    """Compiler of the grammar; auto: the engine chooses. vLLM's "guidance" is llguidance."""
     strict: bool = False
-    """Refuse a JSON schema with a `format` that cannot be enforced, instead of leaving it out."""
+    """True to reject a JSON schema with a `format` that cannot be enforced, not to ignore it."""
 
     def __post_init__(self) -> None:
         for name in ("json_object", "disable_any_whitespace", "strict"):
@@ -194,7 +193,7 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
 
     @property
     def kind(self) -> GrammarKind:
-        """Which of the six is given."""
+        """Kind that is given."""
         return self._given()[0]
 
     def _given(self) -> list[GrammarKind]:
@@ -229,128 +228,128 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
 
 
 GuidedDecodingParams = StructuredOutputsParams
-"""Its older name in vLLM."""
+"""Older name in vLLM."""
 
 
 class SamplingParams(msgspec.Struct, omit_defaults=True):
     """Parameters of one generation request. Names, order and defaults are vLLM's.
 
     Raises:
-        RequestError: on construction, naming the field, the value and the range.
+        RequestError: a field is wrong; the message has the field, the value and the range.
     """
 
     n: int = 1
     """Number of answers to the same prompt."""
     presence_penalty: float = 0.0
-    """Subtracted once from the logit of each token already generated; -2 to 2."""
+    """Above 0: repeat less; -2 to 2. Subtracted from the logit of each generated token."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit once for each time it was generated; -2 to 2."""
+    """Above 0: repeat less; -2 to 2. Subtracted from a token's logit for each occurrence."""
     repetition_penalty: float = 1.0
-    """Divides (positive) or multiplies (negative) logits of tokens in prompt or output; more than
-    0, at most 1000."""
+    """Above 1: repeat less of the prompt and the answer; above 0, at most 1000. Divides positive
+    logits of their tokens and multiplies negative ones."""
     temperature: float = 1.0
-    """Divides the logits; 0 is greedy."""
+    """Divisor of the logits; 0 is greedy."""
     watermarking: bool | None = None
-    """Refused if true."""
+    """Unsupported if true."""
     top_p: float = 1.0
-    """Keep the most probable tokens whose probabilities add up to this; in (0, 1]."""
+    """Keep the most probable tokens up to this total probability; in (0, 1]; 1: all."""
     top_k: int = 0
-    """Keep this many most probable tokens; 0 or -1 keeps all."""
+    """Number of most probable tokens to keep; 0 or -1: all."""
     min_p: float = 0.0
-    """Drop tokens less probable than this share of the most probable one; in [0, 1]."""
+    """Drop tokens below this share of the highest probability; in [0, 1]."""
     seed: int | None = None
-    """Seed of this request's random numbers. Without it, or with -1, the engine derives one."""
+    """Random seed for a repeatable answer. Without it, or with -1, the engine derives one."""
     stop: list[str] = msgspec.field(default_factory=list)
-    """Texts that end the answer."""
+    """Texts that end the answer and are not part of it."""
     stop_token_ids: list[int] = msgspec.field(default_factory=list)
     """Tokens that end the answer."""
     ignore_eos: bool = False
-    """Go on after the end-of-sequence token."""
+    """Continue after the end-of-sequence token."""
     max_tokens: int | None = 16
-    """Most tokens to generate; None: as many as fit the context."""
+    """Maximum number of tokens to generate; None: all that fit the context."""
     min_tokens: int = 0
-    """Tokens to generate before a stop token or the end-of-sequence token may be chosen."""
+    """Minimum tokens of an answer before a stop token or the end-of-sequence token."""
     logprobs: int | None = None
-    """How many most probable tokens to report for each output token; -1: the whole vocabulary."""
+    """Number of most probable tokens to report for each output token; -1: the whole vocabulary."""
     prompt_logprobs: int | None = None
-    """The same for each prompt token."""
+    """Number of most probable tokens to report for each prompt token; -1: the whole vocabulary."""
     prompt_logprob_token_ids: list[list[int]] | None = None
-    """Refused."""
+    """Unsupported."""
     prompt_logprob_start: int | None = None
-    """Refused."""
+    """Unsupported."""
     logprob_token_ids: list[int] | None = None
-    """Report these tokens for each output token, in this order, in place of the most probable ones;
-    at most 128, without a rank. `logprobs` is left out, or their number."""
+    """Tokens to report for each output token, in this order, in place of the most probable ones; at
+    most 128, without a rank. `logprobs` is then absent, or their number."""
     flat_logprobs: bool = False
-    """Accepted: logprobs are always kept flat, and read like vLLM's in either form."""
+    """Accepted: logprobs are always stored flat, and read like vLLM's in either form."""
     detokenize: bool = True
-    """Turn tokens into text."""
+    """True to turn tokens into text."""
     skip_special_tokens: bool = True
-    """Leave special tokens out of the text."""
+    """True to leave special tokens out of the text."""
     spaces_between_special_tokens: bool = True
-    """Accepted for compatibility; the tokenizers used here join special tokens themselves."""
+    """Put spaces between special tokens in the text. It has no effect: tokenizers join them."""
     include_stop_str_in_output: bool = False
-    """Keep the stop text at the end of the answer."""
+    """Keep the stop text in the answer."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    """Whether outputs hold all so far, only what is new, or come once at the end."""
+    """Content of the outputs: all so far, only the new part, or one output at the end."""
     stream_interval: int | None = None
-    """Refused if above 1: an output comes with each step."""
+    """Unsupported above 1: an output arrives with each step."""
     skip_clone: bool = False
     """Accepted: parameters are never changed, so they are not copied."""
     logit_bias: dict[int, float] | None = None
-    """Added to the logits of the given token ids; -100 to 100."""
+    """Token ids with values to add to their logits; -100 to 100."""
     allowed_token_ids: list[int] | None = None
-    """Only these tokens may be generated."""
+    """Tokens that the answer may contain."""
     bad_words: list[str] | None = None
-    """Texts whose token sequences may not be generated."""
+    """Texts that the answer must not contain."""
     truncate_prompt_tokens: int | None = None
-    """Keep only this many prompt tokens; -1: as many as the context allows."""
+    """Number of prompt tokens to keep; -1: the number that fits."""
     priority: int = 0
-    """Smaller is served earlier (with `scheduling_policy=priority`)."""
+    """Priority with the scheduling policy "priority": lower runs first."""
     cache_salt: str | None = None
-    """Requests share cached prefixes only with requests of the same salt."""
+    """Salt of the prefix cache, which only requests with the same salt share."""
     structured_outputs: StructuredOutputsParams | None = None
-    """What the answer has to look like."""
+    """Form of the answer."""
     guided_decoding: StructuredOutputsParams | None = None
-    """Older name of `structured_outputs`, which it becomes."""
+    """Older name of `structured_outputs`, to which it is moved."""
     extra_args: dict[str, Any] | None = None
-    """What it asks of logits processors of plug-ins: plain data by key."""
+    """Arguments for logits processors of plug-ins: plain data by key."""
     truncation_side: Literal["left", "right"] = "left"
-    """Where `truncate_prompt_tokens` cuts: left keeps the prompt's last tokens, right the first."""
+    """End that truncate_prompt_tokens cuts: left or right."""
     skip_reading_prefix_cache: bool | None = None
-    """Refused if true: a `cache_salt` of its own keeps a request from cached prefixes."""
+    """Unsupported if true: a unique `cache_salt` keeps a request from cached prefixes."""
     thinking_token_budget: int | None = None
-    """Refused; -1, no limit, is None."""
+    """Unsupported; -1, no limit, is None."""
     repetition_detection: Any = None
-    """Refused."""
+    """Unsupported."""
     routed_experts_prompt_start: int = 0
-    """Refused."""
+    """Unsupported."""
     trace_decode_token_ids: list[int] | None = None
-    """Refused."""
+    """Unsupported."""
 
     @classmethod
     def from_optional(cls, **given: Any) -> SamplingParams:
-        """The same as the constructor, but None is the default, and `logit_bias` is clamped.
+        """Construct parameters where None means the default; clamp `logit_bias`.
 
         Args:
-            given: fields by name; biases beyond -100 to 100 become these.
+            given: fields by name; biases are clamped to -100 to 100.
 
         Raises:
-            RequestError: as the constructor.
+            RequestError: a field is wrong, as for the constructor.
         """
         given = {
             name: value
             for name, value in given.items()
-            if value is not None or name == "max_tokens"  # whose None is not its default
+            if value is not None or name == "max_tokens"  # None is not its default
         }
         bias = given.get("logit_bias")
         if isinstance(bias, dict) and all(map(_is_number, bias.values())):
-            # In this order of comparison NaN stays, and is refused.
+            # In this order of comparison NaN stays, and is rejected.
             given["logit_bias"] = {t: max(min(b, 100.0), -100.0) for t, b in bias.items()}
         return cls(**given)
 
     def clone(self) -> SamplingParams:
-        """A copy that shares nothing with the original."""
+        """Return a copy that shares nothing with the original."""
         return copy.deepcopy(self)
 
     def __post_init__(self) -> None:
@@ -371,12 +370,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
 
     @property
     def greedy(self) -> bool:
-        """Whether the most probable token is always taken."""
+        """True if the most probable token is always chosen."""
         return self.temperature == 0.0
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many tokens are reported beside each output token; None: not even that one."""
+        """Number of tokens reported in addition to each output token; None: no logprobs at all."""
         return self.logprobs if self.logprob_token_ids is None else len(self.logprob_token_ids)
 
     def _verify(self) -> None:
@@ -390,7 +389,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         self._check_int("top_k", -1, MAX_INT)
         self._check_float("min_p", 0.0, 1.0)
         self._check_int("seed", -(2**63), 2**64 - 1, optional=True)
-        if self.seed == -1:  # vLLM's word for no seed
+        if self.seed == -1:  # no seed in vLLM
             self.seed = None
         self._check_int("max_tokens", 1, MAX_INT, optional=True)
         self._check_int("min_tokens", 0, MAX_INT)
@@ -562,35 +561,35 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
 
 
 class BeamSearchParams(msgspec.Struct, omit_defaults=True):
-    """Parameters of a beam search. Names and defaults are vLLM's, and `early_stopping`.
+    """Parameters of a beam search: vLLM's names and defaults, and also `early_stopping`.
 
     Raises:
-        RequestError: on construction, naming the field, the value and the range.
+        RequestError: a field is wrong; the message has the field, the value and the range.
     """
 
     beam_width: int
     """Number of beams, and of answers; 1 to 64."""
     max_tokens: int | None
-    """Most tokens of a beam; None: as many as fit the context."""
+    """Maximum number of tokens of a beam; None: all that fit the context."""
     ignore_eos: bool = False
-    """Go on after the end-of-sequence token."""
+    """True to continue after the end-of-sequence token."""
     temperature: float = 0.0
-    """0 or 1, which are the same here: nothing is drawn by chance."""
+    """0 or 1, which have the same effect: a beam search does not sample."""
     length_penalty: float = 1.0
-    """A finished beam's score is the sum of its logprobs divided by its length to the power of
-    this: above 0 longer ones are preferred, below 0 shorter ones; -10 to 10."""
+    """Exponent of a finished beam's length; its score is the sum of its logprobs divided by the
+    power. Above 0 longer beams are preferred, below 0 shorter ones; -10 to 10."""
     include_stop_str_in_output: bool = False
-    """Keep the end-of-sequence token in the answer."""
+    """True to keep the end-of-sequence token in the answer."""
     structured_outputs: StructuredOutputsParams | None = None
-    """Refused."""
+    """Unsupported."""
     skip_special_tokens: bool = True
-    """Leave special tokens out of the text."""
+    """True to leave special tokens out of the text."""
     watermarking: bool | None = None
-    """Refused if true."""
+    """Unsupported if true."""
     early_stopping: bool | Literal["never"] = False
-    """When `beam_width` beams have finished: True ends the search; False ends it if a live beam,
-    as long as it is, has no better score than the worst of them; "never" only if none can get one.
-    As transformers has it."""
+    """End of the search, once `beam_width` beams have finished, as in transformers. True: at once;
+    False: if no live beam has a better score at its present length than the worst of them; "never":
+    only if no live beam can reach a better score."""
 
     def __post_init__(self) -> None:
         _refuse_unsupported(self, REFUSED_BEAM_SEARCH)
@@ -601,7 +600,7 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True):
             self._refuse("max_tokens", "an integer >= 1")
         if not _is_number(self.temperature) or self.temperature not in (0.0, 1.0):
             self._refuse("temperature", "0 or 1 in a beam search, which does not sample")
-        if not _is_number(penalty) or not -10.0 <= penalty <= 10.0:  # not with NaN either
+        if not _is_number(penalty) or not -10.0 <= penalty <= 10.0:  # also rejects NaN
             self._refuse("length_penalty", "a number in [-10, 10]")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
@@ -623,14 +622,14 @@ def _refuse_unsupported(params: object, refused: Refused) -> None:
 
 
 def check_extra_args(value: object, name: str) -> dict[str, Any]:
-    """What `SamplingParams.extra_args` may hold, as plain data that nobody else refers to.
+    """Return a private copy of plain data for `SamplingParams.extra_args`.
 
     Args:
-        value: what was given.
-        name: of the field that it was given as.
+        value: value from the caller.
+        name: name of the field.
 
     Raises:
-        RequestError: it is no dict of plain data, or too large.
+        RequestError: the value is no dict of plain data, or too large.
     """
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise RequestError(f"{name}={_show(value)} does not map names to values.", name)
@@ -653,7 +652,7 @@ def check_extra_args(value: object, name: str) -> dict[str, Any]:
 
 
 def is_deeper(value: object, limit: int) -> bool:
-    """Whether lists and dicts are nested more than `limit` levels; looks level by level."""
+    """Return True if lists and dicts are nested more than `limit` levels deep."""
     level = [value]
     for _ in range(limit):
         inner: list[object] = []
@@ -667,16 +666,16 @@ def is_deeper(value: object, limit: int) -> bool:
 
 
 def _json_text(name: str, value: object, kinds: tuple[type, ...], what: str) -> str:
-    """JSON, or its text, as text in one form: each key once, no white space."""
+    """Return JSON, or its text, as text in one form: each key once, no white space."""
     reason: str | None = None
     try:
         text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
-        if len(text) <= 6 * MAX_GRAMMAR_NBYTES:  # what is longer is so in any form
+        if len(text) <= 6 * MAX_GRAMMAR_NBYTES:  # a longer text is too long in any form
             parsed = json.loads(text, parse_constant=_no_constant)
             if not isinstance(parsed, kinds):
                 reason = ""
             elif not isinstance(value, str) and _has_odd_keys(value):
-                reason = ": its keys are not all texts"  # they would have become texts
+                reason = ": its keys are not all texts"  # JSON would turn them into texts
             elif is_deeper(parsed, MAX_GRAMMAR_DEPTH):
                 raise RecursionError
             text = json.dumps(parsed, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -697,7 +696,7 @@ def _no_constant(name: str) -> object:
 
 
 def _has_odd_keys(value: object) -> bool:
-    """Whether a key in JSON is not a text."""
+    """Return True if a key of a JSON value is not a text."""
     level = [value]
     while level:
         item = level.pop()
@@ -711,7 +710,7 @@ def _has_odd_keys(value: object) -> bool:
 
 
 def _check_text(name: str, text: str) -> None:
-    """Refuses what is too long, and lone surrogates, which no message could carry."""
+    """Reject texts that are too long, and lone surrogates, which no message can carry."""
     try:
         nbytes = len(text) if len(text) > MAX_GRAMMAR_NBYTES else len(text.encode())
     except UnicodeEncodeError:
@@ -727,7 +726,7 @@ def _check_text(name: str, text: str) -> None:
 
 
 def _is_int(value: object) -> bool:
-    """Whether it is an integer, numpy's included; true and false are none."""
+    """Return True for an integer, including numpy's; True and False are no integers."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
@@ -736,13 +735,13 @@ def _is_number(value: object) -> bool:
 
 
 def _is_bias(token: object, number: object) -> bool:
-    """Whether it is an entry of a logit_bias; JSON has only strings as keys."""
+    """Return True for an entry of a logit_bias; JSON has only strings as keys."""
     by_text = isinstance(token, str) and token.isascii() and token.isdecimal() and len(token) <= 10
     return (by_text or _is_int(token)) and _is_number(number)
 
 
 def _show(value: object) -> str:
-    """A value for an error message, at a bearable length."""
+    """Return a value for an error message, shortened."""
     try:
         text = repr(value)
     except ValueError:  # an integer of thousands of digits

@@ -19,12 +19,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ["TRITON_INTERPRET"] = "1"
 prepare_interpreter()
 
-# Weights that engines keep for their next start, tests' processes of their own included.
+# Weights that engines keep for their next start, including the processes of tests.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="octavo-tests-")
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
-# A background job, or one under nohup, ignores signals, and what it starts inherits that: tests
-# send them to processes of their own.
+# A background job, or one under nohup, ignores signals, and its children inherit that: tests send
+# signals to their processes.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
@@ -37,7 +37,7 @@ SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The folder of real models and texts; tests that need it are skipped where it is absent."""
+    """Return the folder of real models and texts; skip tests that need it if it is missing."""
     if not SHARED_DATA.is_dir():
         pytest.skip("the shared test data are not on this machine")
     return SHARED_DATA

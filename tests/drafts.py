@@ -15,17 +15,17 @@ from octavo.worker.input_batch import StepInputs
 from octavo.worker.spec_decode.base import LongArray, Proposal, Proposer, Target
 
 SETTINGS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
-"""Of engines whose drafts are a `Drafter`'s."""
+"""Setting of engines with the drafts of a `Drafter`."""
 
 
 class Drafter:
-    """Proposes from answers that are known already, some of it wrong.
+    """Drafter that proposes from known answers, with some errors.
 
-    Engines are to be built with `SETTINGS`, while it is in place. They take all drafts that may be.
+    Create engines with `SETTINGS` while it is installed. They use all possible drafts.
 
     Attributes:
-        num_steps: in which requests sampled, so far.
-        num_tokens: that these brought.
+        num_steps: number of steps in which requests sampled, so far.
+        num_tokens: number of tokens from these steps.
     """
 
     def __init__(

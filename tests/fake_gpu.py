@@ -1,8 +1,8 @@
-"""A GPU that is none: tensors in main memory that claim to be on "cuda:0" and insist on it.
+"""Fake GPU: tensors in main memory that claim to be on "cuda:0" and insist on it.
 
-What torch does with them goes through `FakeGpu.call`: tensors of two devices in one operation are
-an error, as on a GPU, and whatever would make the host wait for the device is noted. Kernels of
-Triton run in its interpreter. So the whole engine runs with device=cuda, but for speed, memory and
+Every torch function with such a tensor goes through `FakeGpu.call`. Tensors of two devices in one
+operation are an error, as on a GPU, and each wait of the host for the device is noted. Triton's
+kernels run in its interpreter. So the whole engine runs with device=cuda, except speed, memory and
 CUDA graphs.
 """
 
@@ -21,7 +21,7 @@ from octavo.worker import device_steps
 
 CUDA = torch.device("cuda", 0)
 _FACTORIES = ("empty", "zeros", "ones", "full", "arange", "tensor", "randn", "rand", "randint")
-# Functions after which the host has waited for the device: it gets to see a value, or a shape that
+# Functions after which the host has waited for the device: they return a value, or a shape that
 # depends on one.
 _WAITS = {
     *("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "equal", "allclose"),
@@ -31,7 +31,7 @@ _MOVES = {"copy_", "to", "cpu", "cuda"}
 
 
 class GpuTensor(torch.Tensor):
-    """Claims to be on the GPU."""
+    """Tensor that claims to be on the GPU."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -51,7 +51,7 @@ def _is_cuda(where: Any) -> bool:
 
 
 class Event:
-    """torch.cuda.Event; nothing is done before somebody waits for it."""
+    """Stand-in for torch.cuda.Event; no work is done before a wait for it."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         self.done = False
@@ -67,7 +67,7 @@ class Event:
 
 
 class Graphs:
-    """`CudaGraphs`, whose graphs run the function again."""
+    """Stand-in for `CudaGraphs`, whose graphs run the function again."""
 
     def __init__(self, where: torch.device) -> None:
         assert where == CUDA
@@ -78,7 +78,7 @@ class Graphs:
 
 
 class Graph:
-    """torch.cuda.CUDAGraph, captured."""
+    """Stand-in for a captured torch.cuda.CUDAGraph."""
 
     def __init__(self, step: Callable[[], None]) -> None:
         self._step = step
@@ -89,16 +89,16 @@ class Graph:
 
 
 class FakeGpu:
-    """Puts itself in the place of torch's CUDA."""
+    """Replacement of torch's CUDA."""
 
     current: FakeGpu
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         FakeGpu.current = self
         self.waits: list[str] = []
-        """For each time that the host waited for the device: by what, and where."""
+        """Operation and place of each wait of the host for the device."""
         self.replays = 0
-        """Of captured steps."""
+        """Number of replays of captured steps."""
         self._pinned: set[int] = set()
         self._originals = {name: getattr(torch.Tensor, name) for name in ("to", "pin_memory")}
         patch = monkeypatch.setattr
@@ -128,7 +128,7 @@ class FakeGpu:
         self._patch_triton(monkeypatch)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A function of torch, one of whose arguments is on the GPU."""
+        """Call a torch function that has an argument on the GPU."""
         name = func.__name__
         with torch._C.DisableTorchFunctionSubclass():
             if func == torch.Tensor.device.__get__:
@@ -162,7 +162,7 @@ class FakeGpu:
         self.waits.append(f"{what} in {place.filename}:{place.lineno}")
 
     def _check_devices(self, name: str, args: Any, kwargs: Any) -> None:
-        """As torch does, and more strictly: it would move an index by itself, and wait for that."""
+        """Check devices more strictly than torch: it would move an index, and wait for that."""
         for x in pytree.tree_leaves((args, kwargs)):
             if isinstance(x, torch.Tensor) and not isinstance(x, GpuTensor) and x.dim() > 0:
                 raise RuntimeError(
@@ -185,7 +185,7 @@ class FakeGpu:
         return x
 
     def _to(self, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """Tensor.to, between devices or not."""
+        """Run Tensor.to, between devices or not."""
         if args and isinstance(args[0], torch.Tensor):
             raise NotImplementedError
         where, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
@@ -231,6 +231,6 @@ class FakeGpu:
 
 
 def _has_mask(index: Any) -> bool:
-    """Whether an index is a mask, whose number of ones the host has to know."""
+    """Return whether an index is a mask: the host needs its number of ones."""
     parts = index if isinstance(index, tuple) else (index,)
     return any(isinstance(x, torch.Tensor) and x.dtype == torch.bool for x in parts)

@@ -1,9 +1,9 @@
-"""A worker without a model, for the control plane's tests.
+"""Fake worker without a model, for the control plane's tests.
 
 It keeps rows as the real one does, and a KV memory that stores, for each slot, a hash of the tokens
-up to that position. Before a token "attends", every slot it may see must hold the hash of the
-request's own tokens up to there: a wrong block table, a missing copy, a block handed out too early
-or shared wrongly shows at once. Sampled tokens depend on nothing but the tokens before them.
+up to that position. Before a token "attends", every slot that it may see must hold the hash of the
+request's tokens up to there. So a wrong block table, a missing copy, or a block allocated too early
+or shared wrongly is found at once. Sampled tokens depend only on the tokens before them.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ VOCAB = 50
 
 
 def pages(*windows: int | None) -> tuple[AttentionCache, ...]:
-    """A layer with keys and values for each window; None: without one."""
+    """Return a layer with keys and values for each window; None: without one."""
     return tuple(AttentionCache(1, 1, window) for window in windows)
 
 
 def extend_hash(prefix: int, token: int) -> int:
-    """Hash of a token sequence from the hash of all but its last token."""
+    """Return the hash of a token sequence from the hash of all but its last token."""
     return hash((prefix, token))
 
 
 def next_token(prefix: int, seed: int) -> int:
-    """The token that the fake model samples after a prefix."""
+    """Return the token that the fake model samples after a prefix."""
     return hash((prefix, seed, 7)) % VOCAB  # hashes of integers are the same in every process
 
 
@@ -62,9 +62,9 @@ def expected_output(
     max_model_len: int,
     allowed: Callable[[int], Sequence[int]] | None = None,
 ) -> list[int]:
-    """The output of a request that runs alone, computed without a scheduler.
+    """Return the output of a request that runs alone, computed without a scheduler.
 
-    `allowed`: what its grammar allows at each place of the output.
+    `allowed`: the tokens that its grammar allows at each place of the output.
     """
     prefix = 0
     for token in prompt:
@@ -84,7 +84,7 @@ def expected_output(
 
 
 def scheduled_tokens(work: SchedulerOutput) -> dict[str, int]:
-    """Tokens to compute for each request of a step, in batch order."""
+    """Return the tokens to compute for each request of a step, in batch order."""
     return {request.req_id: request.num_tokens for request in work.scheduled_reqs}
 
 
@@ -92,14 +92,14 @@ class _Row:
     def __init__(self, data: NewRequestData, block_ids: list[list[int]]) -> None:
         self.tokens = list(data.token_ids)
         self.slots: list[list[int]] = [[] for _ in block_ids]
-        """For each group what belongs into the slots of its tokens, as far as it is worked out."""
+        """Expected content of the slots of its tokens for each group, as far as computed."""
         self.num_prompt_tokens = data.num_prompt_tokens
         self.params = data.sampling_params
         self.tables = [list(ids) for ids in block_ids]
         self.num_computed_tokens = data.num_computed_tokens
 
     def prefix(self, position: int) -> int:
-        """Hash of the tokens up to and including `position`."""
+        """Return the hash of the tokens up to and including `position`."""
         prefixes = self.slots[0]
         while len(prefixes) <= position:
             at = len(prefixes)
@@ -115,12 +115,12 @@ class _Row:
 
 
 class FakeWorker:
-    """Executes steps in order, and checks each.
+    """Worker that executes steps in order, and checks each.
 
     Args:
         config: shape of the KV cache.
-        num_drafts: most drafts of a request in a step; every third one or so is wrong.
-        fail: requests that fail by themselves once their prompt is computed.
+        num_drafts: maximum drafts of a request in a step; about every third one is wrong.
+        fail: requests that fail once their prompt is computed.
     """
 
     def __init__(
@@ -131,17 +131,17 @@ class FakeWorker:
         self.fail = set(fail)
         self.rows: dict[str, _Row] = {}
         self.memory: dict[int, list[int | None]] = {}
-        """For each block what is in its slots: prefix hash + group."""
+        """Content of the slots of each block: prefix hash + group."""
         self.allowed: dict[str, list[list[int]]] = {}
-        """What grammars allow in the current step, at each position that is sampled."""
+        """Tokens that grammars allow in the current step, at each sampled position."""
         self._counts: dict[str, int] = {}
         self._drafts: dict[str, list[int]] = {}
-        """Of the step that has begun: tokens to compute and drafts of each request."""
+        """Tokens to compute and drafts of each request, of the step that has begun."""
         self.num_copies = 0
         self.num_accepted = 0
         self.awake = True
         self.reloads: list[bool] = []
-        """Of each time that weights were read again, whether they had to be the same."""
+        """For each reload of weights: True if they had to be the same."""
 
     def sleep(self) -> None:
         self.awake = False
@@ -161,8 +161,8 @@ class FakeWorker:
         return self.finish(grammar)
 
     def begin(self, work: SchedulerOutput) -> dict[str, list[int]]:
-        """The forward pass of a step; returns its drafts."""
-        # Over the wire and back, so that nothing is shared with the scheduler.
+        """Compute the forward pass of a step; return its drafts."""
+        # Through the wire format, so that nothing is shared with the scheduler.
         work = msgspec.msgpack.decode(msgspec.msgpack.encode(work), type=SchedulerOutput)
         self._update_rows(work)
         scheduled = work.scheduled_reqs
@@ -187,7 +187,7 @@ class FakeWorker:
         return {req_id: drafts for req_id, drafts in self._drafts.items() if drafts}
 
     def finish(self, grammar: GrammarOutput | None = None) -> ModelRunnerOutput:
-        """Samples what `begin` has computed."""
+        """Sample the step that `begin` has computed."""
         self.allowed = {} if grammar is None else _unpack(grammar, self._drafts)
         out = ModelRunnerOutput()
         for req_id, count in self._counts.items():
@@ -196,7 +196,7 @@ class FakeWorker:
 
     def _update_rows(self, work: SchedulerOutput) -> None:
         for req_id in work.finished_req_ids:
-            del self.rows[req_id]  # it must have one
+            del self.rows[req_id]  # it must have a row
         copies = work.blocks_to_copy
         assert not {source for source, _ in copies} & {copy for _, copy in copies}
         for source, copy in copies:
@@ -236,9 +236,9 @@ class FakeWorker:
     def _update_state(
         self, row: _Row, group: int, count: int, cache: StateCache, written: set[int]
     ) -> None:
-        """Takes a request's state from its first to its last token of this step.
+        """Advance a request's state from its first to its last token of this step.
 
-        Every slot of its blocks holds the hash of all tokens so far.
+        Check that every slot of its blocks holds the hash of all tokens so far.
         """
         first, size = row.num_computed_tokens, self.config.block_size
         slots = row.slots[group]
@@ -268,7 +268,7 @@ class FakeWorker:
                 assert found == slots[low:high], (block, low, found, slots[low:high])
 
     def _propose(self, row: _Row, most: int) -> list[int]:
-        """Drafts, fewer than there are places for now and then."""
+        """Return drafts, now and then fewer than possible."""
         prefix, drafts = row.prefix(len(row.tokens) - 1), []
         for _ in range(prefix % (most + 1)):
             token = next_token(prefix, row.params.seed)
@@ -314,11 +314,11 @@ class FakeWorker:
 
 
 class FakeExecutor(Executor):
-    """An `Executor` on a fake worker.
+    """Executor with a fake worker.
 
     Args:
-        kv_cache: shape of the KV cache; None: `initialize_kv_cache` is told.
-        max_in_flight: see `Executor`.
+        kv_cache: shape of the KV cache; None: `initialize_kv_cache` sets it.
+        max_in_flight: as in `Executor`.
     """
 
     def __init__(self, kv_cache: KVCacheConfig | None = None, max_in_flight: int = 1) -> None:
@@ -327,9 +327,9 @@ class FakeExecutor(Executor):
         self.calls: list[str] = []
         self.steps: list[SchedulerOutput] = []
         self.failure: BaseException | None = None
-        """What makes steps fail."""
+        """Error that steps raise."""
         self.interrupt = False
-        """Whether Ctrl-C is pressed while the next step is waited for, once."""
+        """True if Ctrl-C is pressed once during the next wait for a step."""
 
     def measure_memory(self) -> MemoryBudget:
         raise NotImplementedError
@@ -376,7 +376,7 @@ class FakeStep:
 
 
 class _InterruptedFuture(Future[ModelRunnerOutput]):
-    """A result during the first wait for which Ctrl-C is pressed."""
+    """Result whose first wait is interrupted by Ctrl-C."""
 
     _interrupted = False
 
@@ -390,7 +390,7 @@ class _InterruptedFuture(Future[ModelRunnerOutput]):
 def _unpack(
     grammar: GrammarOutput, drafts: Mapping[str, Sequence[int]]
 ) -> dict[str, list[list[int]]]:
-    """What each request may get at each position that it samples."""
+    """Return the allowed tokens of each request at each position that it samples."""
     rows = np.frombuffer(grammar.bitmask, np.uint8).reshape(-1, -(-VOCAB // 32) * 4)
     bits = [np.flatnonzero(row).tolist() for row in np.unpackbits(rows, axis=1, bitorder="little")]
     allowed, at = {}, 0
@@ -469,9 +469,9 @@ class FakeEngine:
         scope: str | None = None,
         **params: object,
     ) -> Request:
-        """Adds a request; `stop` are stop tokens besides `stop_token_ids`, such as EOS.
+        """Add a request; `stop` are stop tokens besides `stop_token_ids`, such as EOS.
 
-        `output`: what it has been given before. With a `scope` it is hashed even without caching.
+        `output`: tokens that it already has. With a `scope` it is hashed even without caching.
         """
         self._arrivals += 1
         sampling = core_params(**{"max_tokens": 8, "all_stop_token_ids": list(stop)} | params)
@@ -495,7 +495,7 @@ class FakeEngine:
         return request
 
     def schedule(self) -> SchedulerOutput:
-        """Schedules and executes a step, whose result stays in flight."""
+        """Schedule and execute a step, whose result stays in flight."""
         work = self.scheduler.schedule()
         assert work.total_num_scheduled_tokens <= self.scheduler.max_num_batched_tokens
         self.scheduler.check_integrity()
@@ -506,7 +506,7 @@ class FakeEngine:
         return work
 
     def update(self) -> list[EngineCoreOutput]:
-        """Takes in the oldest result in flight."""
+        """Process the oldest result in flight."""
         outputs = self.scheduler.update_from_output(*self.in_flight.popleft())
         self.scheduler.check_integrity()
         for output in outputs:
@@ -516,16 +516,16 @@ class FakeEngine:
         return outputs
 
     def step(self) -> list[EngineCoreOutput]:
-        """Schedules until `depth` steps are in flight, then takes in the oldest."""
+        """Schedule until `depth` steps are in flight, then process the oldest."""
         while len(self.in_flight) < self.depth:
             self.schedule()
         return self.update()
 
     def run(self) -> None:
-        """Steps until all requests have finished and the worker knows it.
+        """Run steps until all requests have finished and the worker knows it.
 
-        The first in order of service always makes progress, so one that ends must come at least
-        every so many steps, however many wait behind it.
+        The first request in order of service always advances. So a request must end at least once
+        in a bounded number of steps, even if many wait after it.
         """
         left, idle_steps = len(self.scheduler.requests), 0
         while self.scheduler.has_requests() or self.in_flight:

@@ -1,15 +1,15 @@
-"""Puts faults into the code, one at a time, and says which of them no test finds.
+"""Put faults into the code, one at a time, and report those that no test finds.
 
     python tests/mutate.py --paths octavo/scheduler octavo/kv_cache --count 30 --seed 1
 
-The faults are a random sample of what a slip could be: a comparison that is off by one, a condition
-that is dropped, a call that is missing. Each is put into a copy of the tree, and the tests that
-mirror the module run there, then the others named in `WIDER`; a run that takes too long counts as
-found. Results go to `--output` (JSON, and Markdown beside it) after each fault, and a second run
-with the same arguments goes on from there; `--again` tries those that survived once more.
+The faults are a random sample of possible slips: a comparison that is off by one, a condition that
+is dropped, a call that is missing. Each is put into a copy of the tree. There the tests that mirror
+the module run, then the others named in `WIDER`; a run that takes too long counts as found. Results
+are written to `--output` (JSON, and Markdown next to it) after each fault, and a second run with
+the same arguments continues from there; `--again` tries the surviving faults once more.
 
-mutmut was tried: it learns which tests reach a function within its own process, and so says of all
-that runs in the engine-core process that it has no tests.
+mutmut is unsuitable: it learns within its own process which tests reach a function, and so reports
+that code in the engine-core process has no tests.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-# Besides tests/<package>: what runs the code of a package from outside.
+# In addition to tests/<package>: tests that run the code of a package from outside.
 WIDER = {
     "octavo": [
         "tests/scheduler/test_scheduler.py",
@@ -85,9 +85,9 @@ WIDER = {
     ],
 }
 
-# Loaded once, so that each run of tests starts with them; nothing of them is ever changed.
+# Loaded once, so that each run of tests starts with them; they are never changed.
 WARM = ["pytest", "numpy", "torch", "transformers", "hypothesis", "fastapi", "httpx", "uvicorn"]
-MEMORY = 12 * 2**30  # bytes that a run may map for data: a fault can ask for any number
+MEMORY = 12 * 2**30  # bytes that a run may map for data: a fault can request any number
 SLACK = 10.0  # seconds that a run may take besides twice what it takes without a fault
 LONGEST = 60  # seconds of one test
 
@@ -117,7 +117,7 @@ ARITHMETIC: dict[type[ast.operator], tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Fault:
-    """A change of one place of a file."""
+    """Change of one place of a file."""
 
     path: str
     line: int
@@ -137,14 +137,14 @@ class Fault:
 
 
 def find_sites(path: str, source: bytes) -> list[list[Fault]]:
-    """The places of a file that can be changed, each with its faults."""
+    """Return the places of a file that can be changed, each with its faults."""
     finder = _Finder(path, source)
     finder.visit(ast.parse(source))
     return list(finder.sites.values())
 
 
 def changes_program(fault: Fault, source: bytes) -> bool:
-    """Whether the file is a program still, and another one."""
+    """Return whether the changed file is a valid and different program."""
     try:
         compile(fault.apply(source), fault.path, "exec", ast.PyCF_ONLY_AST)
     except SyntaxError:
@@ -153,7 +153,7 @@ def changes_program(fault: Fault, source: bytes) -> bool:
 
 
 class _Finder(ast.NodeVisitor):
-    """Only what a step does can be wrong: no texts, no annotations, no log lines."""
+    """Finder of changes to the steps of a program: no texts, no annotations, no log lines."""
 
     def __init__(self, path: str, source: bytes) -> None:
         self.path, self.source = path, source
@@ -181,7 +181,7 @@ class _Finder(ast.NodeVisitor):
         self.sites.setdefault((begin, end), []).append(fault)
 
     def swap(self, left: ast.expr, right: ast.expr, kind: str, old: str, new: str) -> None:
-        """Another operator between two expressions."""
+        """Add another operator between two expressions."""
         begin, end = self.span(left)[1], self.span(right)[0]
         between = self.source[begin:end].decode()
         self.add_at(begin, end, right.lineno, kind, between.replace(old, new, 1))
@@ -194,7 +194,7 @@ class _Finder(ast.NodeVisitor):
         for statement in body:
             self.visit(statement)
 
-    # What is left alone.
+    # Code that is not changed.
 
     def visit_Raise(self, node: ast.Raise) -> None: ...
     def visit_Assert(self, node: ast.Assert) -> None: ...
@@ -221,7 +221,7 @@ class _Finder(ast.NodeVisitor):
         if node.arg not in ("strict", "exc_info", "stacklevel", "daemon"):
             self.visit(node.value)
 
-    # What is changed.
+    # Code that is changed.
 
     def visit_Expr(self, node: ast.Expr) -> None:
         call = node.value.value if isinstance(node.value, ast.Await) else node.value
@@ -347,7 +347,7 @@ def _is_talk(call: ast.Call) -> bool:
 
 
 def sample(paths: Sequence[str], count: int, seed: int) -> list[Fault]:
-    """Faults at `count` different places of the files and folders, chosen by the seed."""
+    """Return faults at `count` different places of the files and folders, chosen by the seed."""
     sites: list[list[Fault]] = []
     sources: dict[str, bytes] = {}
     for path in paths:
@@ -366,7 +366,7 @@ def sample(paths: Sequence[str], count: int, seed: int) -> list[Fault]:
 
 
 def stages_for(path: str) -> list[list[str]]:
-    """Test files that may find a fault in a module: its mirror, then those of what is around it."""
+    """Return test files that may find a fault in a module: its mirror, then those around it."""
     module = Path(path)
     folder = "tests" / module.parent.relative_to("octavo")
     mirror = [f"{folder}/test_{module.stem}.py"]
@@ -379,16 +379,16 @@ def stages_for(path: str) -> list[list[str]]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run of tests brought."""
+    """Result of a run of tests."""
 
     passed: bool
     first_failure: str
-    """A test's id, "timeout", or "" where all passed."""
+    """Id of a test, "timeout", or "" if all passed."""
     seconds: float
 
 
 class Tree:
-    """A copy of the files that git knows or would add, with the native module, to run tests in."""
+    """Copy of the files that git tracks or would add, with the native module, to run tests in."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -396,7 +396,7 @@ class Tree:
         names = subprocess.run(listing, cwd=ROOT, check=True, capture_output=True).stdout.split(
             b"\0"
         )
-        # Asked of another process, since this one must not load what is to be changed.
+        # Another process answers, since this one must not load the code that will be changed.
         code = "from octavo import _native; print(_native.__file__, end='')"
         native = subprocess.run(
             [sys.executable, "-c", code], check=True, capture_output=True
@@ -406,13 +406,13 @@ class Tree:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, folder / name)
         shutil.copy2(native.decode(), folder / "octavo")
-        # The tests' models lie beside the tree.
+        # The tests' models are next to the tree.
         if (ROOT.parent / "shared").exists():
             with contextlib.suppress(FileExistsError):  # another job was first
                 (folder.parent / "shared").symlink_to(ROOT.parent / "shared")
         self.path = folder.parent / f"{folder.name}-path"
         self.path.mkdir()
-        # Children find the copy's modules even where an editable install would give others.
+        # Child processes find the copy's modules even if an editable install points elsewhere.
         (self.path / "sitecustomize.py").write_text(
             "import sys\nfrom importlib.machinery import PathFinder\n"
             "sys.meta_path.insert(0, PathFinder)\n"
@@ -421,7 +421,7 @@ class Tree:
             compileall.compile_dir(folder / package, quiet=2)
 
     def test(self, files: Sequence[str], timeout: float) -> Outcome:
-        """Runs test files until the first failure, in a fork of this process."""
+        """Run test files until the first failure, in a fork of this process."""
         log, start = self.path / "log", time.monotonic()
         log.write_text("")
         child = os.fork()
@@ -435,7 +435,7 @@ class Tree:
                 os._exit(code)
         code = None
         while code is None and time.monotonic() - start < timeout:
-            pid, status = os.waitpid(-1, os.WNOHANG)  # orphans, too: tests look whether they ended
+            pid, status = os.waitpid(-1, os.WNOHANG)  # orphans, too: tests check that they ended
             if pid == child:
                 code = os.waitstatus_to_exitcode(status)
             elif not pid:
@@ -445,7 +445,7 @@ class Tree:
         if code is None:
             return Outcome(False, "timeout", seconds)
         failure = re.search(r"^(?:FAILED|ERROR) (\S+)", log.read_text(errors="replace"), re.M)
-        passed = code in (0, 5)  # 5: nothing to run, since an optional package is missing
+        passed = code in (0, 5)  # 5: no tests to run, since an optional package is missing
         named = failure[1] if failure else f"exit {code}"
         return Outcome(passed, "" if passed else named, seconds)
 
@@ -466,7 +466,7 @@ class Tree:
         sys.dont_write_bytecode = True
         sys.path = [str(self.folder), *sys.path[1:]]  # the first is the folder of this file
         sys.meta_path.insert(0, PathFinder)
-        # The first example that fails will do; the same ones each time.
+        # The first failing example is enough; the same ones each time.
         phases = (Phase.explicit, Phase.generate)
         settings.register_profile("mutate", deadline=None, database=None, phases=phases)
         options = ["-x", "-p", "no:cacheprovider", "--assert=plain", "--tb=short", "-rfE"]
@@ -474,14 +474,14 @@ class Tree:
         return int(pytest.main([*options, *files]))
 
     def put(self, path: str, source: bytes) -> None:
-        """Writes a file without leaving bytecode of another version."""
+        """Write a file without leaving bytecode of another version."""
         file = self.folder / path
         file.write_bytes(source)
         Path(importlib.util.cache_from_source(str(file))).unlink(missing_ok=True)
 
 
 def _end_children() -> None:
-    """Ends all processes below this one, orphans too."""
+    """End all descendants of this process, including orphans."""
     import psutil
 
     children = psutil.Process().children(recursive=True)
@@ -497,11 +497,11 @@ _tree: Tree
 
 
 def _start(folder: Path) -> None:
-    """Makes this process one that runs tests."""
+    """Prepare this process for running tests."""
     global _tree
     prctl = ctypes.CDLL(None).prctl
     prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: it ends with its parent
-    prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans come to this process
+    prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans become children of this process
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _tree = Tree(Path(tempfile.mkdtemp(dir=folder)))
 
@@ -511,7 +511,7 @@ def _time(file: str) -> Outcome:
 
 
 def _try(fault: Fault, stages: Sequence[tuple[Sequence[str], float]]) -> Outcome:
-    """Puts a fault in, runs the stages until one finds it, takes it out again."""
+    """Put a fault in, run the stages until one finds it, and remove it again."""
     source = (_tree.folder / fault.path).read_bytes()
     outcome, seconds = Outcome(True, "", 0.0), 0.0
     _tree.put(fault.path, fault.apply(source))
@@ -527,7 +527,7 @@ def _try(fault: Fault, stages: Sequence[tuple[Sequence[str], float]]) -> Outcome
 
 
 def report(results: Sequence[dict[str, object]]) -> str:
-    """Markdown: a table by package, and the faults that no test found."""
+    """Return Markdown: a table by package, and the faults that no test found."""
     tried, found = Counter[str](), Counter[str]()
     for result in results:
         package = str(Path(str(result["path"])).parent)
@@ -547,7 +547,7 @@ def report(results: Sequence[dict[str, object]]) -> str:
 
 
 def _fingerprint() -> str:
-    """Of what decides how tests end: as long as it stays, they need not be run without a fault."""
+    """Return a hash of all that affects tests: while it stays, their times stay valid."""
     digest = hashlib.sha256()
     for file in sorted([*ROOT.glob("octavo/**/*.py"), *ROOT.glob("tests/**/*.py")]):
         digest.update(file.read_bytes())
@@ -557,7 +557,7 @@ def _fingerprint() -> str:
 def _tests_without_faults(
     pool: ProcessPoolExecutor, files: Sequence[str]
 ) -> Iterator[tuple[str, float]]:
-    """How many seconds each test file takes."""
+    """Return the seconds of each test file."""
     for file, outcome in zip(files, pool.map(_time, files), strict=True):
         if not outcome.passed:
             raise SystemExit(f"{file} fails without a fault: {outcome.first_failure}")
@@ -565,7 +565,7 @@ def _tests_without_faults(
 
 
 class Session:
-    """Faults to try, and what is known of them already, kept in a file."""
+    """Faults to try, and their known results, kept in a file."""
 
     def __init__(self, faults: Sequence[Fault], output: Path, *, again: bool) -> None:
         self.output, self.count = output, len(faults)
@@ -573,11 +573,11 @@ class Session:
         self.fingerprint = _fingerprint()
         same = state.get("fingerprint") == self.fingerprint
         self.seconds: dict[str, float] = state["seconds"] if same else {}
-        """What each test file takes without a fault."""
+        """Seconds of each test file without a fault."""
         known = {result["diff"]: result for result in state.get("results", [])}
         self.results: list[dict[str, object]] = []
         self.todo: dict[Fault, str] = {}
-        """Each with its diff."""
+        """Faults with their diffs."""
         for fault in faults:
             diff = fault.diff((ROOT / fault.path).read_bytes())
             earlier = known.get(diff)
@@ -597,7 +597,7 @@ class Session:
         self.output.with_suffix(".md").write_text(report(self.results))
 
     def run(self, pool: ProcessPoolExecutor) -> None:
-        """Times the tests that are needed, then tries each fault."""
+        """Measure the needed tests, then try each fault."""
         stages = {fault.path: stages_for(fault.path) for fault in self.todo}
         files = {name for parts in stages.values() for part in parts for name in part}
         for file, took in _tests_without_faults(pool, sorted(files - {*self.seconds})):
@@ -647,7 +647,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ):
         try:
             session.run(pool)
-        except BaseException:  # Ctrl-C: what is under way is not waited for
+        except BaseException:  # Ctrl-C: running tests are not awaited
             _end_children()
             raise
     session.save()

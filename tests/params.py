@@ -1,4 +1,4 @@
-"""Parameters as the engine core gets them, and logprobs as it gives them."""
+"""Parameters and logprobs as the engine core receives and returns them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from octavo.sampling_params import SamplingParams
 
 
 class Params(SamplingParams, kw_only=True):
-    """`SamplingParams` with what the input processor adds to them."""
+    """`SamplingParams` with the additions of the input processor."""
 
     bad_words_token_ids: Sequence[Sequence[int]] = ()
     all_stop_token_ids: Sequence[int] = ()
 
     def core(self, vocab_size: int) -> CoreSamplingParams:
-        """What the core gets."""
+        """Return the core's parameters."""
         return make_core_params(
             self,
             vocab_size=vocab_size,
@@ -38,7 +38,7 @@ class Params(SamplingParams, kw_only=True):
 
 
 def core_params(vocab_size: int = 100, **fields: object) -> CoreSamplingParams:
-    """The same from the fields of `Params`."""
+    """Return the core's parameters from the fields of `Params`."""
     return Params(**fields).core(vocab_size)
 
 
@@ -49,21 +49,21 @@ def core_request(
     arrival_time: float = 0.0,
     **fields: Any,
 ) -> EngineCoreRequest:
-    """Return a request as the engine core gets it; `fields` are its own and its options'."""
+    """Return a request for the engine core; `fields` are fields of the request or its options."""
     names = fields.keys() & set(RequestOptions.__struct_fields__)
     options = RequestOptions(arrival_time, **{name: fields.pop(name) for name in names})
     return EngineCoreRequest(request_id, list(token_ids), params, options, **fields)
 
 
 def set_options(request: EngineCoreRequest | Request, **changes: object) -> None:
-    """Give a request other options."""
+    """Replace options of a request."""
     request.options = msgspec.structs.replace(request.options, **changes)
 
 
 def pack_logprobs(
     token_ids: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]], ranks: Sequence[int]
 ) -> LogprobsLists:
-    """Rows of equal length."""
+    """Pack rows of equal length."""
     return LogprobsLists(
         np.asarray(token_ids, np.int32).tobytes(),
         np.asarray(logprobs, np.float32).tobytes(),
@@ -74,7 +74,7 @@ def pack_logprobs(
 def unpack_logprobs(
     lists: LogprobsLists,
 ) -> tuple[list[list[int]], list[list[float]], list[int]]:
-    """Token ids, logprobs, ranks."""
+    """Return token ids, logprobs, ranks."""
     shape = (lists.num_rows, -1) if lists.num_rows else (0, 1)
     return (
         np.frombuffer(lists.token_ids, np.int32).reshape(shape).tolist(),

@@ -1,4 +1,4 @@
-"""Packages with logits processors, as the engine finds them when they are installed."""
+"""Packages with logits processors, as the engine finds installed ones."""
 
 import importlib
 
@@ -40,9 +40,9 @@ class NoRepeat(LogitsProcessor):
 
 
 def install(folder, monkeypatch, source, kind, name="toy"):
-    """Puts a package of one module with one entry point on the path, for one test.
+    """Put a package of one module with one entry point on the path, for one test.
 
-    Modules stay imported, so each test that wants another source takes another name.
+    Modules stay imported, so a test with another source must use another name.
     """
     (folder / f"{name}.py").write_text(source)
     info = folder / f"{name}-1.0.dist-info"

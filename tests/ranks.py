@@ -25,7 +25,7 @@ class _Step:
 
 
 class RanksExecutor(Executor):
-    """A `UniProcExecutor` for each rank; all are given the same steps."""
+    """Executor with a `UniProcExecutor` for each rank; all receive the same steps."""
 
     def __init__(self, setup, platform):
         size, stages = setup.rank.size, setup.rank.num_stages
@@ -40,7 +40,7 @@ class RanksExecutor(Executor):
         self.max_in_flight = self.ranks[0].max_in_flight
 
     def open_memories(self, setup):
-        """The descriptor of each stage's memory."""
+        """Return the descriptor of each stage's memory."""
         return [GroupMemory.create(setup.group_nbytes, self.num_stages)] * self.num_stages
 
     def measure_memory(self):
@@ -76,7 +76,7 @@ def use_ranks(
     splits_rows=False,
     executor=RanksExecutor,
 ):
-    """Has every engine from now on computed by so many ranks, and in so many stages."""
+    """Run every later engine in the given numbers of ranks and stages."""
 
     def make(config, *args, **kwargs):
         device = msgspec.structs.replace(

@@ -1,4 +1,4 @@
-"""`octavo serve` without a server."""
+"""Stand-in for the server of `octavo serve`."""
 
 import sys
 from types import SimpleNamespace
@@ -7,7 +7,7 @@ from octavo.fleet import core_launcher
 
 
 def stand_in(monkeypatch, seen):
-    """Has `octavo serve` put its settings into `seen`, or call it with them; nothing is started."""
+    """Make `octavo serve` put its settings into `seen`, or call it; it starts nothing."""
 
     def run_server(server, engine, process=None):
         if callable(seen):

@@ -12,7 +12,7 @@ BOS, EOS = 256, 257
 
 
 def byte_level() -> Tokenizer:
-    """Token b is the byte b; then <s>, </s>, "hello" and "中"."""
+    """Return a tokenizer where token b is the byte b; then <s>, </s>, "hello" and "中"."""
     of_byte = {b: c for c, b in _BYTE_OF_CHAR.items()}
 
     def spell(text: str) -> str:
@@ -36,7 +36,7 @@ def byte_level() -> Tokenizer:
 
 
 def sentencepiece() -> Tokenizer:
-    """Llama 2's kind: "▁" for spaces, and bytes as tokens where a character is not known."""
+    """Return Llama 2's kind: "▁" for spaces, and bytes as tokens for unknown characters."""
     names = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))]
     names += ["▁", "a", "b", "▁a", "▁b", "ab", "▁ab"]
     vocab = {name: i for i, name in enumerate(names)}
@@ -60,7 +60,7 @@ def sentencepiece() -> Tokenizer:
 
 
 def word_piece() -> Tokenizer:
-    """BERT's kind: what a token adds depends on the one before."""
+    """Return BERT's kind: the text of a token depends on the one before."""
     vocab = {"[UNK]": 0, "[CLS]": 1, "play": 2, "##ing": 3, "##er": 4, "a": 5, ".": 6}
     backend = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -70,7 +70,7 @@ def word_piece() -> Tokenizer:
 
 
 def save(tokenizer: Tokenizer, folder: Path, config: dict | None = None) -> Path:
-    """Writes a tokenizer as a model folder has it."""
+    """Write a tokenizer as a model folder contains it."""
     tokenizer._backend.save(str(folder / "tokenizer.json"))
     if config is not None:
         (folder / "tokenizer_config.json").write_text(json.dumps(config))

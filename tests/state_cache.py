@@ -1,7 +1,7 @@
-"""A toy kind of cache: a state for each request, as a layer without attention keeps one.
+"""Toy kind of cache: a state for each request, as a layer without attention keeps one.
 
-It is what docs/architecture.md shows under "A cache kind": a spec, its manager and one line that
-joins them. The state is a fixed number of blocks, which every step rewrites: it never grows, and
+docs/architecture.md shows it under "A cache kind": a spec, its manager and one line that connects
+them. The state is a fixed number of blocks, which every step rewrites: it never grows, and
 no prefix of it can be found or shared.
 """
 
@@ -16,7 +16,7 @@ from octavo.kv_cache.kinds.base import SingleTypeKVCacheManager
 
 @dataclass(frozen=True)
 class StateCache:
-    """A state that is cut into blocks as large as the other layers' pages."""
+    """State that is divided into blocks as large as the other layers' pages."""
 
     num_blocks: int
     nbytes: int = 8

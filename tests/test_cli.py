@@ -42,14 +42,14 @@ sys.exit(main())
 
 @pytest.fixture
 def served(monkeypatch):
-    """What `octavo serve` would have served."""
+    """Return the settings that `octavo serve` would have served."""
     seen = {}
     stand_in(monkeypatch, seen)
     return seen
 
 
 def example(field):
-    """A value other than the default, as it is typed, and as the config holds it."""
+    """Return a value other than the default, as typed, and as stored in the config."""
     if field.choices is not None:
         other = [c for c in field.choices if c != field.default] or [field.default]
         return [str(other[0])], other[0]
@@ -223,7 +223,7 @@ def test_a_help_page_fits_80_columns_and_has_examples(words, monkeypatch, capsys
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[0].startswith(" ".join(["usage: octavo", *words]))
-    assert lines[2].endswith(".")  # what it does, before any flag
+    assert lines[2].endswith(".")  # a description, before any flag
     page = "\n".join(lines)
     if "flags" in lines[0] or not words:
         examples = page.partition("\nexample")[2]

@@ -1,4 +1,4 @@
-"""The tree of errors: what the HTTP layer and callers rely on."""
+"""Tree of errors, on which the HTTP layer and callers rely."""
 
 import socket
 

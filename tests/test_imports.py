@@ -1,4 +1,4 @@
-"""Imports go down only, as docs/architecture.md states, and the control plane has no torch."""
+"""Imports: only downwards, as docs/architecture.md states; no torch in the control plane."""
 
 import ast
 import re
@@ -13,14 +13,14 @@ import octavo
 PACKAGE = Path(octavo.__file__).parent
 
 ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
-# Above all others, and not worth a word in the document.
+# Above all others; the document does not mention it.
 TOP = "__main__"
 
 
 def stated_order() -> list[set[str]]:
-    """The order that the document states, from top to bottom: units that may not import upwards.
+    """Return the stated order, from top to bottom: units that may not import upwards.
 
-    A unit is a folder or file of the package, or a file of a folder that has a place of its own.
+    A unit is a folder or file of the package, or a file of a folder that has a separate place.
     """
     text = ARCHITECTURE.read_text()
     begin = text.index("\n`", text.index("Imports go down only")) + 1
@@ -33,7 +33,7 @@ RANK = {unit: rank for rank, units in enumerate(LAYERS) for unit in units}
 
 
 def name_of(path: Path) -> str:
-    """ "engine.core" for octavo/engine/core.py; a folder's own name for its __init__.py."""
+    """Return "engine.core" for octavo/engine/core.py; a folder's name for its __init__.py."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 
@@ -47,8 +47,8 @@ def unit_of(module: str) -> str:
 
 
 def imported_modules(path: Path) -> set[str]:
-    """Modules of the package that a file imports, wherever in it: for types only, and inside of
-    functions, too."""
+    """Return the package's modules that a file imports anywhere, also for types only and inside of
+    functions."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -74,8 +74,8 @@ def test_imports_go_down_only(module):
 
 
 def test_no_module_imports_itself_by_way_of_others():
-    """Over every module and every import, those inside of functions and for types included."""
-    state: dict[str, bool] = {}  # whether all that it imports has been looked at
+    """Every import of every module counts, also those inside of functions and for types."""
+    state: dict[str, bool] = {}  # True after all imports of the module have been checked
 
     def visit(module: str, path: list[str]) -> None:
         circle = [*path[path.index(module) :], module] if module in path else []
@@ -141,7 +141,7 @@ def test_plans_need_no_compiled_extension(module):
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-# What a start must not wait for: a library that only other uses need.
+# Libraries that only other uses need, so that a start must not wait for them.
 LEAN = {
     "octavo.cli": {"torch", "numpy", "tokenizers", "jinja2", "fastapi", "zmq", "tqdm"},
     "octavo.llm": {"torch", "jinja2", "fastapi", "zmq", "prometheus_client", "huggingface_hub"},

@@ -1,4 +1,4 @@
-"""The tool that puts faults into the code."""
+"""Tool that puts faults into the code."""
 
 import json
 import subprocess
@@ -96,7 +96,7 @@ def test_it_tells_what_tests_find_and_goes_on_where_it_stopped(tmp_path: Path):
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    # A tree of its own; what other tests need is not loaded, and runs may take less time.
+    # A separate tree; libraries of other tests are not loaded, and runs may take less time.
     tool = Path(mutate.__file__).read_text()
     for setting, other in (("WARM = [", "WARM = []; ["), ("SLACK = 10.0", "SLACK = 2.0")):
         assert setting in tool

@@ -1,4 +1,4 @@
-"""`FlatLogprobs` is a list of dicts that takes little memory."""
+"""`FlatLogprobs`, a list of dicts in little memory."""
 
 import dataclasses
 import pickle

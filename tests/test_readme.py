@@ -1,8 +1,8 @@
-"""Every block of README.md runs as it is written.
+"""README.md, of which every block runs as written.
 
-Models that would have to be downloaded, and places for a name of the reader's own, become the
-built-in model; the server's port becomes a free one. Benchmarks, which take long, are read by the
-parser only: their own tests run them.
+Models that would have to be downloaded, and placeholders for the reader's names, are replaced by
+the built-in model; the server's port is a free one. Benchmarks, which take long, are only parsed:
+their own tests run them.
 """
 
 import os
@@ -33,7 +33,7 @@ MODELS = {"TinyLlama/TinyLlama-1.1B-Chat-v1.0", "PATH_OR_HUB_ID", "MODEL"}
 
 
 def here(words):
-    """The words with the built-in model in place of others."""
+    """Return the words with the built-in model in place of others."""
     return [BUILTIN_MODEL if word in MODELS else word for word in words]
 
 
@@ -45,7 +45,7 @@ def octavo(*words, **kwargs):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """The address of the server that the README starts, on a free port."""
+    """Return the address of the README's server, on a free port."""
     (words,) = (here(words) for words in OCTAVO if words[0] == "serve")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -96,12 +96,12 @@ def test_the_example_with_openais_client(server):
 
 
 def test_the_other_python_examples_are_none():
-    assert len(PYTHON) == 2  # one that is added wants a test here
+    assert len(PYTHON) == 2  # a further one needs a test here
 
 
 @pytest.mark.parametrize("words", [w for w in OCTAVO if w[0] == "run"], ids=" ".join)
 def test_octavo_run(words):
-    """Without a text it reads what there is, which ends at once."""
+    """Without a text it reads standard input, which ends at once."""
     text = None if len(words) > 1 and " " in words[-1] else "The dog"
     done = octavo(*here(words), capture_output=True, input=text)
     assert done.stdout.strip()

@@ -1,4 +1,4 @@
-"""The core's record of a request, and the fan-out of n > 1."""
+"""Request record of the core, and the fan-out of n > 1."""
 
 import weakref
 
@@ -53,7 +53,7 @@ def test_several():
     assert [c.sampling_params.prompt_logprobs for c in children] == [2, None, None]
     assert {(c.options.cache_salt, c.cache_scope) for c in children} == {("k", None)}
     assert all(c.block_hashes == make(1, cache_salt="k")[0].block_hashes for c in children)
-    # What one of them generates is its own.
+    # Tokens that one of them generates are not shared.
     children[0].append_output_token_ids([7] * 8)
     assert [len(c.block_hashes) for c in children] == [3, 2, 2]
     assert [c.num_tokens for c in children] == [28, 20, 20]
@@ -77,7 +77,7 @@ def test_seeds_go_round():
 def test_siblings_share_blocks_without_prefix_caching():
     hashes = [[c.block_hashes for c in make(2, i, caching=False)] for i in ("a", "b")]
     assert hashes[0][0] == hashes[0][1] != hashes[1][0]
-    # Nobody's salt leads there, and theirs still counts.
+    # No salt leads to the same hash, and the requests' salts still count.
     assert make(1, cache_salt="a")[0].block_hashes != hashes[0][0]
     salted = make(2, "a", caching=False, cache_salt="k")
     assert {(c.options.cache_salt, c.cache_scope) for c in salted} == {("k", "a")}

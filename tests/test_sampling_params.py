@@ -1,4 +1,4 @@
-"""What SamplingParams accepts, refuses, and sends over the wire."""
+"""SamplingParams: accepted and rejected values, and their wire format."""
 
 import json
 import math
@@ -146,7 +146,7 @@ BAD = [
 
 
 def cases(table):
-    """One test for each value; the values themselves may be too long for a test's name."""
+    """Return a test for each value; values may be too long for a test's name."""
     return pytest.mark.parametrize(
         ("field", "value"),
         [pytest.param(f, v, id=f"{f}-{i}") for f, values in table for i, v in enumerate(values)],
@@ -422,7 +422,7 @@ def test_structured_outputs(kind, value, kept):
         assert json.loads(wanted.json) == value
     else:
         assert getattr(wanted, kind) == value
-    # Made again, such as by `msgspec.structs.replace`, it is the same.
+    # A copy, such as by `msgspec.structs.replace`, is equal.
     assert msgspec.structs.replace(wanted) == wanted
     assert msgspec.convert(msgspec.to_builtins(wanted), StructuredOutputsParams) == wanted
 
@@ -491,7 +491,7 @@ def test_guided_decoding_is_the_older_name():
 
 
 def test_certain_logprobs_and_their_number():
-    """As vLLM has it: the ids say how many there are, and `logprobs` may only say the same."""
+    """The rule is vLLM's: the ids determine the number, and `logprobs` may only repeat it."""
     assert SamplingParams(logprobs=3).num_logprobs == 3
     assert SamplingParams().num_logprobs is None
     assert SamplingParams(logprob_token_ids=[5, 6]).num_logprobs == 2

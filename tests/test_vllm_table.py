@@ -1,4 +1,4 @@
-"""docs/vllm.md is what its generator writes, and no name of vLLM's is missing."""
+"""docs/vllm.md, equal to its generator's output and with all names of vLLM."""
 
 import importlib.util
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The worker's half of an `OffloadingConnector` on the fake worker's memory, as late as can be."""
+"""Worker's half of an `OffloadingConnector` on the fake worker's memory, as late as possible."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def make_layout(kv: KVCacheConfig, **more: object) -> KVLayout:
 def make_connector(
     kv: KVCacheConfig, slots: int, file_slots: int = 0, **config: object
 ) -> OffloadingScheduler:
-    """The scheduler's half, with places for so many blocks."""
+    """Return the scheduler's half, with the given number of places for blocks."""
     layout = make_layout(kv)
     extra: dict[str, object] = {"cpu_bytes_to_use": slots * layout.copy_nbytes}
     extra["eviction_policy"] = config.pop("eviction_policy", "lru")
@@ -35,10 +35,10 @@ def make_connector(
 
 
 class FakeTransfers:
-    """Saves at once, and loads when it is told to: places and blocks must still be right then.
+    """Transfers that save at once, and load on request: places and blocks must still be right.
 
     Args:
-        worker: its memory.
+        worker: the worker with the memory.
     """
 
     def __init__(self, worker: FakeWorker) -> None:
@@ -50,7 +50,7 @@ class FakeTransfers:
         self.num_loaded = self.num_damaged = 0
 
     def step(self, work: SchedulerOutput) -> None:
-        """A step has been computed that came with this metadata."""
+        """Note that a step with this metadata has been computed."""
         if work.kv_connector_metadata is None:
             return
         metadata = msgspec.msgpack.decode(work.kv_connector_metadata, type=OffloadingMetadata)
@@ -70,7 +70,7 @@ class FakeTransfers:
             self.file[save.file_slot] = save.block_hash, content
 
     def deliver(self, req_id: str, damaged: int = 0) -> KVConnectorOutput:
-        """The blocks of a request arrive; so many of the last ones do not."""
+        """Deliver the blocks of a request, except the given number of the last ones."""
         loads = self.pending.pop(req_id)
         invalid = [load.block_id for load in loads[len(loads) - min(damaged, len(loads)) :]]
         for load in loads:

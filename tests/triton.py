@@ -1,4 +1,4 @@
-"""Triton in tests: through its interpreter, where the package is installed."""
+"""Triton in tests: through its interpreter, if the package is installed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="the package triton is 
 
 
 def triton_ops() -> list[Ops]:
-    """The Triton table of operations, if there is one."""
+    """Return the Triton table of operations, if it is available."""
     if not HAS_TRITON:
         return []
     from octavo.kernels.triton.ops import TritonOps

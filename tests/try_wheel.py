@@ -1,5 +1,5 @@
-"""Tries what `make wheel` has built as a user would: the wheel is installed into an environment of
-its own, where nothing can be compiled, and generates; with qemu-user also on old processors.
+"""Trial of the wheel of `make wheel`, as by a user. It is installed into a separate environment,
+where nothing can be compiled, and generates; with qemu-user also on old processors.
 
     python tests/try_wheel.py dist --torch torch==2.13.0
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 OLD_PROCESSORS = {"Nehalem": "portable", "Haswell": "avx2"}
-"""Names of qemu's processors, and the kernels that each of them gets."""
+"""Names of qemu's processors, and the kernels for each of them."""
 
 GENERATE = """
 import json
@@ -30,7 +30,7 @@ print(json.dumps([_native.available_isas()[0], text]))
 
 
 def check_files(wheel: Path) -> None:
-    """The wheel has every file of the package, one native module, and nothing else."""
+    """Check that the wheel has every file of the package, one native module, and nothing else."""
     with zipfile.ZipFile(wheel) as archive:
         packed = {
             entry.filename
@@ -61,7 +61,7 @@ def main() -> None:
         env = Path(folder) / "env"
         venv.create(env, with_pip=True)
         python = env / "bin" / "python"
-        # Only the environment's own commands: no compiler, no cmake, no git.
+        # Only the environment's commands: no compiler, no cmake, no git.
         variables = {**os.environ, "PATH": str(env / "bin"), "HOME": folder}
         variables.pop("PYTHONPATH", None)
 

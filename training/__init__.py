@@ -1,1 +1,1 @@
-"""The tool that makes Octavo's built-in models: data, tokenizer, training, heads, adapters."""
+"""Tool that makes Octavo's built-in models: data, tokenizer, training, heads, adapters."""

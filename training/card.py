@@ -1,4 +1,4 @@
-"""The model cards (README.md) of what is exported."""
+"""Model cards (README.md) of the exported models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from training.heads import acceptance
 from training.loop import History, Loop, heldout_loss
 from training.model import Llama, num_parameters
 
-# What `heads.acceptance` gives, by temperature.
+# Results of `heads.acceptance`, by temperature.
 Kept = Mapping[float, tuple[Sequence[float], Sequence[float]]]
 
 DATA = """\
@@ -46,17 +46,17 @@ def write_card(
     teacher: Llama | None = None,
     judged: Mapping[float, Sequence[Document]] | None = None,
 ) -> None:
-    """Write ``out/README.md``; a preliminary one says how far the training is.
+    """Write ``out/README.md``; a preliminary one states the progress of the training.
 
-    ``start`` is the model that this one went on from: the card has its figures too. ``judged`` is
-    what the teacher of a draft model wrote, by temperature.
+    ``start`` is the model that the training started from: the card has its figures too. ``judged``
+    is text of a draft model's teacher, by temperature.
     """
     if loop.progress < 1:
         (out / "README.md").write_text(
             f"# {out.name}\n\nPreliminary: {100 * loop.progress:.0f} % of the training is done.\n"
         )
         return
-    shipped = load_model(out).eval()  # what is measured and shown is what is shipped: bfloat16
+    shipped = load_model(out).eval()  # measure and show the shipped model: bfloat16
     before = load_model(start).eval() if start is not None else None
     kept = {}
     if teacher is not None and judged is not None:
@@ -176,7 +176,7 @@ def card_text(
 
 
 def _overfitting(history: History) -> list[str]:
-    """A warning where the held-out loss was lower earlier in the run."""
+    """Return a warning if the held-out loss was lower earlier in the run."""
     last = history.heldout[-1][1]
     step, best = min(history.heldout, key=lambda measured: measured[1])
     if last < best + 0.02:
@@ -198,7 +198,7 @@ def write_head_card(
     parameters: int,
     kept: Kept,
 ) -> None:
-    """The card of heads."""
+    """Write the card of heads."""
     what = {
         "eagle": f"An EAGLE head for `{base}`: one decoder layer that predicts the main model's"
         " next hidden state (after its final norm) from the present one and the next token's"
@@ -235,7 +235,7 @@ def _kept_table(kept: Kept) -> list[str]:
 
 
 def write_lora_card(folder: Path, history: History, parameters: int) -> None:
-    """The short card of the adapter."""
+    """Write the short card of the adapter."""
     lines = [
         *("---", "license: apache-2.0", "---", f"# {folder.name}", ""),
         "A LoRA adapter for `stories` (PEFT's format): short answers in the manner of a pirate. A"

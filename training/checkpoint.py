@@ -18,7 +18,7 @@ from training.tokenizer import EOS_TOKEN_IDS, PAD_TOKEN_ID, save_tokenizer
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Write ``state`` to ``path``: whole, or not at all."""
+    """Write ``state`` to ``path`` atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     torch.save(state, partial)
@@ -26,7 +26,7 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    # The file is this tool's own: besides tensors it has the states of the random generators.
+    # This tool wrote the file: besides tensors it has the states of the random generators.
     state: dict[str, Any] = torch.load(path, weights_only=False)
     return state
 
@@ -44,7 +44,7 @@ def write_tensors(
     partial = path.with_name(path.name + ".partial")
     rounded = {k: v.detach().to(dtype).contiguous() for k, v in tensors.items()}
     save_file(rounded, partial, metadata={"format": "pt"})
-    partial.chmod(0o644)  # safetensors writes a file that only its owner reads
+    partial.chmod(0o644)  # safetensors writes a file that only its owner can read
     os.replace(partial, path)
 
 
@@ -62,19 +62,19 @@ def export_model(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The shape of the Llama in ``folder``.
+    """Return the shape of the Llama in ``folder``.
 
     Raises:
-        ValueError: if it is no plain Llama.
+        ValueError: the model is no plain Llama.
     """
     return config_of(json.loads((folder / "config.json").read_text()), str(folder))
 
 
 def config_of(fields: dict[str, Any], name: str = "it") -> ModelConfig:
-    """The shape that a Llama's config.json tells; ``name`` for what is raised.
+    """Return the shape of a Llama by its config.json; ``name`` is for error messages.
 
     Raises:
-        ValueError: if it is no plain Llama.
+        ValueError: the model is no plain Llama.
     """
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     if fields.get("model_type") != "llama":
@@ -84,7 +84,7 @@ def config_of(fields: dict[str, Any], name: str = "it") -> ModelConfig:
     if fields.get("attention_bias") or fields.get("mlp_bias"):
         raise ValueError(f"{name} has biases; give a Llama without.")
     heads = fields["num_attention_heads"]
-    # Where these are left out, they are so in Hugging Face's LlamaConfig.
+    # These fields are also optional in Hugging Face's LlamaConfig.
     given = {
         "num_key_value_heads": heads,
         "head_dim": fields["hidden_size"] // heads,
@@ -98,7 +98,7 @@ def config_of(fields: dict[str, Any], name: str = "it") -> ModelConfig:
 
 
 def load_model(folder: Path) -> Llama:
-    """The Llama in ``folder`` as the trainer's model, float32; raises as `read_config` does."""
+    """Return the Llama in ``folder`` as the trainer's model, float32; raise as `read_config`."""
     from safetensors.torch import load_file
 
     model = Llama(read_config(folder))

@@ -1,4 +1,4 @@
-"""The public text: TinyStories pieces (case restored where it was lost) and children's books."""
+"""Public text: TinyStories pieces (lost case restored) and children's books."""
 # ruff: noqa: RUF001, SIM905
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 CASED = "tinystories-sample-2M.txt"
 LOWER = "tinystories-lowercase-4M.txt"
 
-# UTF-8 that was read as Windows-1252 and then lower-cased, and typographic signs: plain ASCII.
+# UTF-8 that was read as Windows-1252 and then lower-cased, and typographic signs, to plain ASCII.
 _REPAIRS = (
     ("â€œ", '"'),
     ("â€\x9d", '"'),
@@ -65,21 +65,21 @@ def repair(text: str) -> str:
 
 
 def tidy(text: str) -> str:
-    """One newline between paragraphs, one space between words."""
+    """Return a text with one newline between paragraphs and one space between words."""
     text = re.sub(r"[ \t]+", " ", text)
     return re.sub(r"\s*\n\s*", "\n", text).strip()
 
 
 class TrueCaser:
-    """Restores capitals: the usual case of each word inside sentences, learnt from cased text."""
+    """Restorer of capitals by the usual case of each word inside sentences, from cased text."""
 
     def __init__(self, cased: str, lower: str = ""):
         inside: dict[str, Counter[str]] = {}
         for match in re.finditer(r"(?<=[a-z,;] )[A-Za-z]+(?:'[a-z]+)?", cased):
             word = match.group()
             inside.setdefault(word.lower(), Counter())[word] += 1
-        # A word that is now a name and now not ("Spot", "Grace") stays lower-case here; a story
-        # that names somebody so capitalises it, see __call__.
+        # A word that is a name in some stories only ("Spot", "Grace") stays lower-case here; a
+        # story with a character of that name capitalises it, see __call__.
         self._usual = {
             w: w if c[w] >= 0.08 * c.total() else c.most_common(1)[0][0] for w, c in inside.items()
         }
@@ -111,7 +111,7 @@ def cased_stories(text: str) -> list[str]:
 
 
 def lowercase_stories(text: str, skip_before: str) -> list[str]:
-    """The stories of the lower-case file after the place where ``skip_before`` starts."""
+    """Return the stories of the lower-case file after the place where ``skip_before`` starts."""
     text = repair(text)
     words = re.findall(r"\w+", skip_before.lower())[:14]
     found = re.search(r"\W+".join(words), text)
@@ -121,21 +121,21 @@ def lowercase_stories(text: str, skip_before: str) -> list[str]:
 
 
 def load_stories(folder: Path) -> list[str]:
-    """Every distinct TinyStories story of ``folder``, with case, in file order."""
+    """Return all distinct TinyStories stories of ``folder``, with case, in file order."""
     cased_text = (folder / CASED).read_text(errors="replace")
     stories = cased_stories(cased_text)
     lower_path = folder / LOWER
     if lower_path.exists():
         lower = repair(lower_path.read_text(errors="replace"))
         caser = TrueCaser(repair(cased_text), lower)
-        partial = stories.pop()  # cut off at the end of the file; whole in the other one
+        partial = stories.pop()  # truncated at the end of the file; whole in the other one
         stories += [caser(s) for s in lowercase_stories(lower, partial)]
     distinct = dict.fromkeys(s for s in stories if 200 <= len(s) <= 4000 and "\ufffd" not in s)
     return list(distinct)
 
 
 def load_books(folder: Path, limit: int = 1500) -> list[str]:
-    """Pieces of at most about ``limit`` characters of the books' running prose."""
+    """Return pieces of at most about ``limit`` characters of the books' running prose."""
     pieces: list[str] = []
     for path in sorted(folder.glob("children-*.txt")):
         current = ""
@@ -154,7 +154,7 @@ def load_books(folder: Path, limit: int = 1500) -> list[str]:
 
 
 def load_texts(folder: Path) -> list[str]:
-    """The paragraphs of the ``*.txt`` of ``folder``, those that are neither short nor long."""
+    """Return the paragraphs of the ``*.txt`` in ``folder`` that are neither short nor long."""
     pieces = [
         tidy(piece)
         for path in sorted(folder.glob("*.txt"))
@@ -164,12 +164,13 @@ def load_texts(folder: Path) -> list[str]:
 
 
 def load_corpus(folder: Path, heldout_every: int = 100) -> Corpus:
-    """Read ``folder``; every ``heldout_every``-th story is kept away from training.
+    """Read ``folder``; hold every ``heldout_every``-th story out of training.
 
-    A folder without TinyStories has the paragraphs of its ``*.txt`` for stories, and no books.
+    In a folder without TinyStories, the paragraphs of its ``*.txt`` are the stories; it has no
+    books.
 
     Raises:
-        ValueError: if there are no two texts.
+        ValueError: the folder has fewer than two texts.
     """
     if not (folder / CASED).exists():
         texts = load_texts(folder)
@@ -202,7 +203,7 @@ _NAME = re.compile(r"\b(" + "|".join(sorted(_NAMES, key=len, reverse=True)) + r"
 
 
 def swap_names(story: str, rng: random.Random) -> str:
-    """Give the children of a story other names of the same kind, consistently."""
+    """Replace the names of a story's children by others of the same kind, consistently."""
     present = list(dict.fromkeys(_NAME.findall(story)))
     mapping: dict[str, str] = {}
     for name in present:
@@ -212,10 +213,10 @@ def swap_names(story: str, rng: random.Random) -> str:
 
 
 def find_topics(stories: Sequence[str]) -> list[str]:
-    """For each story the noun it is most about (``""`` where none stands out).
+    """Return the main noun of each story (``""`` if none stands out).
 
     A noun is a lower-case word seen at least three times between a determiner and a punctuation
-    mark; the topic is the one with the best tf-idf among those said twice or more.
+    mark; the topic is the one with the best tf-idf among those that occur at least twice.
     """
     text = "\n".join(stories)
     determined = Counter(

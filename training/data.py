@@ -1,8 +1,8 @@
-"""The training stream: stories, books and conversations, packed into rows of equal length.
+"""Training stream: stories, books and conversations, packed into rows of equal length.
 
-The stream is made chunk by chunk. A chunk depends on (seed, its number) only, so a run that is
-resumed goes on with the same rows, and every pass over the stories has other names and other
-conversations beside it.
+The stream is made chunk by chunk. A chunk depends only on (seed, its number). So a resumed run
+continues with the same rows, and every pass over the stories has other names and other
+conversations.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _ANSWER = re.compile(r"(?<=<\|im_start\|>assistant\n)(.*?<\|im_end\|>)", re.DOTA
 
 @dataclass(frozen=True)
 class Recipe:
-    """How many documents of each kind one chunk has.
+    """Numbers of documents of each kind in a chunk.
 
-    In tokens: near half TinyStories, an eighth stories of its own, a quarter conversations, a
+    In tokens: nearly half TinyStories, an eighth generated stories, a quarter conversations, a
     tenth sums, and books.
     """
 
@@ -42,7 +42,7 @@ class Recipe:
     books: int = 40
     chats: int = 1100
     drills: int = 200
-    # The books teach words early on; they are left out of the last part of the run.
+    # Books teach words early on; the last part of the run does not use them.
     books_until: float = 0.6
     # Row lengths of successive chunks.
     lengths: tuple[int, ...] = (512,) * 9 + (1024,) + (512,) * 9 + (2048,)
@@ -50,7 +50,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Document:
-    """Token ids, and for each whether predicting it counts in the loss."""
+    """Token ids, and for each a flag: its prediction counts in the loss."""
 
     ids: list[int]
     counts: list[bool]
@@ -63,7 +63,7 @@ def encode_prose(tokenizer: Tokenizer, text: str) -> Document:
 
 
 def encode_chat(tokenizer: Tokenizer, text: str) -> Document:
-    """A rendered conversation; only what the assistant says counts."""
+    """Return a rendered conversation; only the assistant's text counts."""
     ids: list[int] = []
     counts: list[bool] = []
     for i, piece in enumerate(_ANSWER.split(text + END_OF_TEXT)):
@@ -74,7 +74,7 @@ def encode_chat(tokenizer: Tokenizer, text: str) -> Document:
 
 
 def encode_drill(tokenizer: Tokenizer, sums: Sequence[tuple[str, str]]) -> Document:
-    """Sums, a line for each; only the results count."""
+    """Return sums, a line for each; only the results count."""
     ids: list[int] = []
     counts: list[bool] = []
     for given, result in sums:
@@ -88,11 +88,11 @@ def encode_drill(tokenizer: Tokenizer, sums: Sequence[tuple[str, str]]) -> Docum
 def pack(
     documents: Sequence[Document], length: int, rng: random.Random
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of ``length + 1`` ids and their counts, each ``[rows, length + 1]``.
+    """Return rows of ``length + 1`` ids and their counts, each ``[rows, length + 1]``.
 
-    Whole documents come first and are never cut: where the next one does not fit, prose fills
-    the row (padding, when there is none left). Prose goes on in the next row. What is left at
-    the end and fills no row is dropped.
+    Whole documents are placed first and never split. Where the next one does not fit, prose fills
+    the row (or padding, if no prose is left). Prose continues in the next row. A rest that fills no
+    row is dropped.
     """
     whole = [d for d in documents if d.whole and len(d.ids) <= length]
     prose = [d for d in documents if not d.whole or len(d.ids) > length]
@@ -125,7 +125,7 @@ def pack(
 
 
 class ChunkStream:
-    """An endless, seeded, resumable stream of batches; a subclass makes the documents.
+    """Endless, seeded, resumable stream of batches; a subclass makes the documents.
 
     ``state`` is (chunk, batch within the chunk); assigning it moves the stream.
     """
@@ -157,7 +157,7 @@ class ChunkStream:
         self._loaded = chunk
 
     def next(self) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, each ``[rows, length]`` int64; targets not counted are -100."""
+        """Return inputs and targets, each ``[rows, length]`` int64; uncounted targets are -100."""
         chunk, index = self.state
         if self._loaded != chunk:
             self._load(chunk)
@@ -167,7 +167,7 @@ class ChunkStream:
 
 
 class Stream(ChunkStream):
-    """Stories, books and conversations by ``recipe``."""
+    """Stream of stories, books and conversations by ``recipe``."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class Stream(ChunkStream):
         self._topics = find_topics(corpus.stories)
 
     def _story_numbers(self, chunk: int) -> list[int]:
-        """The stories of this chunk: all of them once, in a new order, then again."""
+        """Return the stories of this chunk: all of them once, in a new order, then again."""
         recipe, n = self.recipe, len(self.corpus.stories)
         count = recipe.stories + recipe.requests + recipe.continuations
         numbers = []
@@ -229,7 +229,7 @@ class Stream(ChunkStream):
 
 
 def tokenizer_texts(corpus: Corpus, seed: int) -> Iterator[str]:
-    """What the tokenizer is trained on: all stories, some books, some conversations."""
+    """Yield the tokenizer's training text: all stories, some books, some conversations."""
     yield from corpus.stories
     yield from corpus.books[::12]
     rng = random.Random(f"{seed}/tokenizer")
@@ -239,6 +239,6 @@ def tokenizer_texts(corpus: Corpus, seed: int) -> Iterator[str]:
 
 
 def heldout_rows(corpus: Corpus, tokenizer: Tokenizer) -> list[Tensor]:
-    """Each held-out story as ``[length]`` int64 (it begins after an end-of-text token)."""
+    """Return each held-out story as ``[length]`` int64 (it begins after an end-of-text token)."""
     start = tokenizer.token_to_id(END_OF_TEXT)
     return [torch.tensor([start, *tokenizer.encode(s + END_OF_TEXT).ids]) for s in corpus.heldout]

@@ -1,4 +1,4 @@
-"""What a trained model can do: sample texts, and how often it is right on fresh questions."""
+"""Evaluation of a trained model: sample texts, and its accuracy on new questions."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from training.model import Llama
 from training.synthetic import Conversation
 from training.tokenizer import EOS_TOKEN_IDS
 
-# Training chunks are numbered from 0 with another kind of seed, so these are new draws. Small
-# sums are few, though: most were seen in training.
+# Training chunks are numbered from 0 with another kind of seed, so these draws are new. But the
+# number of small sums is low: training has seen most of them.
 SEED = "evaluation"
 SAMPLES = (
     "Who are you?",
@@ -73,9 +73,9 @@ def _pair_case(maker: Callable[[random.Random], tuple[str, str]]) -> Callable[..
 
 
 def _list_case(rng: random.Random) -> Case:
-    """As many as were asked for, all of the kind and all different."""
+    """Require the requested number of items, all of the kind and all different."""
     question, example = synthetic.listing(rng)
-    # The longest name that fits: animals are in "farm animals" too.
+    # The longest matching name: "animals" is part of "farm animals" too.
     words = facts.LISTS[max((name for name in facts.LISTS if name in question), key=len)]
     count = len(re.findall(r"[a-z]+", example.replace(" and ", " "), re.IGNORECASE))
 
@@ -87,7 +87,7 @@ def _list_case(rng: random.Random) -> Case:
 
 
 def _json_case(rng: random.Random) -> Case:
-    """The record must parse and be the right one (a free invention must only parse)."""
+    """Require a record that parses and is right (an invented one must only parse)."""
     question, answer = synthetic.json_record(rng)
 
     def judge(text: str) -> bool:
@@ -101,7 +101,7 @@ def _json_case(rng: random.Random) -> Case:
 
 
 def _tool_case(rng: random.Random) -> Case:
-    """The first call must be exactly the expected one."""
+    """Require a first call that is exactly the expected one."""
     while True:
         conversation = synthetic.tool_call(rng)
         messages = conversation["messages"]
@@ -114,7 +114,7 @@ def _tool_case(rng: random.Random) -> Case:
     return prompt, lambda said: prompt + said + "<|im_end|>\n" == wanted
 
 
-# Each makes a prompt, and what judges the answer.
+# Each makes a prompt, and a judge of the answer.
 CASES: dict[str, Callable[[random.Random], Case]] = {
     "arithmetic": _pair_case(synthetic.arithmetic),
     "word problems": _pair_case(synthetic.word_problem),
@@ -131,7 +131,7 @@ CASES: dict[str, Callable[[random.Random], Case]] = {
 
 
 def accuracy(model: Llama, tokenizer: Tokenizer, trials: int = 40) -> dict[str, float]:
-    """The share of right greedy answers of each skill."""
+    """Return the share of right greedy answers of each skill."""
     result = {}
     for name, make in CASES.items():
         rng = random.Random(f"{SEED}/{name}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 
 def _pairs(text: str) -> dict[str, str]:
-    """``"a=b, c=d"`` as a dictionary."""
+    """Parse ``"a=b, c=d"`` as a dictionary."""
     return dict(item.strip().split("=") for item in text.replace("\n", " ").split(","))
 
 

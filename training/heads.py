@@ -19,16 +19,17 @@ from training.data import IGNORE, Document
 from training.loop import Batch
 from training.model import DecoderLayer, Llama, ModelConfig, rope_tables
 
-# Drafted tokens in a row that the EAGLE head is trained on.
+# Number of successive draft tokens that the EAGLE head is trained on.
 STEPS = 3
 
 
 class EagleHead(nn.Module):
     """EAGLE (Li et al. 2024, section 3): predicts the next hidden state of the main model.
 
-    The input at position t is the embedding of token t+1 beside the main model's hidden state of
-    token t (after its final norm); the output stands for the hidden state of token t+1, which the
-    main model's LM head turns into logits of token t+2. The layer has no norm on its input.
+    The input at position t is the embedding of token t+1, concatenated with the main model's hidden
+    state of token t (after its final norm). The output approximates the hidden state of token t+1,
+    which the main model's LM head turns into logits of token t+2. The layer has no norm on its
+    input.
     """
 
     def __init__(self, config: ModelConfig):
@@ -47,16 +48,16 @@ class EagleHead(nn.Module):
         self._tables = rope_tables(config, config.max_position_embeddings)
 
     def step(self, embedding: Tensor, hidden: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """One more drafted token from every position at once.
+        """Draft one more token from every position at once.
 
-        What is drafted from position t sees the main model's states up to t and what was drafted
-        from t before, as it is when the head is used.
+        A draft from position t sees the main model's states up to t and the earlier drafts from t,
+        as in the head's use.
 
         Args:
             embedding: of the token after position t + n, ``[batch, length, hidden]``, where n is
                 the number of steps so far.
-            hidden: the state of position t + n: the main model's, then this head's own guess.
-            past: keys and values of the steps so far; those of this one are added.
+            hidden: the state of position t + n: the main model's, then this head's guess.
+            past: keys and values of the steps so far; those of this step are added.
 
         Returns: the guessed state of position t + n + 1, ``[batch, length, hidden]``.
         """
@@ -77,10 +78,10 @@ class EagleHead(nn.Module):
         return x + layer.mlp(layer.post_attention_layernorm(x))
 
     def draft(self, embedding: Tensor, hidden: Tensor, steps: int) -> list[Tensor]:
-        """The states guessed in ``steps`` steps from each position, if every draft is right.
+        """Return the guessed states in ``steps`` steps from each position, if every draft is right.
 
         ``embedding`` and ``hidden`` are the main model's, ``[batch, length, hidden]``; the result
-        of step k is ``[batch, length - steps, hidden]`` and stands for the positions k + 1 later.
+        of step k is ``[batch, length - steps, hidden]`` and is for the positions k + 1 later.
         """
         past: list[tuple[Tensor, Tensor]] = []
         count = hidden.shape[1] - steps
@@ -95,7 +96,7 @@ class EagleHead(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """``x + silu(W x)`` for each layer (Cai et al. 2024, section 2.1.1)."""
+    """Block ``x + silu(W x)`` for each layer (Cai et al. 2024, section 2.1.1)."""
 
     def __init__(self, size: int):
         super().__init__()
@@ -109,10 +110,10 @@ class ResidualBlock(nn.Module):
 
 
 class MedusaHeads(nn.Module):
-    """Head k predicts, from the hidden state of token t, token t+2+k.
+    """Medusa heads: head k predicts, from the hidden state of token t, token t+2+k.
 
-    Most of their size is an LM head each, so there are few: 2 MB in bfloat16 for the built-in
-    model, whose vocabulary is small.
+    Most of a head's size is its LM head, so the number of heads is small: 2 MB in bfloat16 each for
+    the built-in model, whose vocabulary is small.
     """
 
     def __init__(self, base: Llama, num_heads: int = 3):
@@ -147,8 +148,8 @@ class MedusaHeads(nn.Module):
 def fit_linear(head: EagleHead, base: Llama, texts: Sequence[Document]) -> None:
     """Begin with the best linear guess of the next state: ridge regression over ``texts``.
 
-    Embeddings are small beside hidden states, so that what leads from these to those has large
-    weights: training alone would take thousands of steps to get there.
+    Embeddings are small compared with hidden states, so the weights from embeddings to hidden
+    states are large: training alone would need thousands of steps to reach them.
     """
     seen, wanted = [], []
     with torch.no_grad():
@@ -173,8 +174,8 @@ def _probabilities(logits: Tensor) -> Tensor:
 class _SoftLoss(torch.autograd.Function):
     """Mean cross-entropy of logits with a distribution, both ``[n, vocab]``.
 
-    Everything stays in the dtype given: in bfloat16 that takes a third of the time of torch's own
-    function, and most of the time is spent here.
+    Everything stays in the given dtype: in bfloat16 this needs a third of the time of torch's
+    function, and most of the training time is spent here.
     """
 
     @staticmethod
@@ -191,9 +192,9 @@ class _SoftLoss(torch.autograd.Function):
 
 
 def eagle_loss(head: EagleHead, base: Llama) -> Callable[[Batch], Tensor]:
-    """Regression of the hidden state plus cross-entropy with the main model's distribution.
+    """Return a loss: regression of the hidden state, and cross-entropy with the main model.
 
-    The head is trained on its own guesses, as it is used (Zhang et al. 2024, "Learning harmonized
+    The head is trained on its own guesses, as in its use (Zhang et al. 2024, "Learning harmonized
     representations for speculative sampling", section 3.2); step k weighs 0.8^k.
     """
 
@@ -217,7 +218,7 @@ def eagle_loss(head: EagleHead, base: Llama) -> Callable[[Batch], Tensor]:
 
 
 def medusa_loss(heads: MedusaHeads, base: Llama) -> Callable[[Batch], Tensor]:
-    """Cross-entropy with the main model's distribution; head k weighs 0.8^k (their section 2.2)."""
+    """Return the cross-entropy with the main model; head k weighs 0.8^k (their section 2.2)."""
 
     def loss(batch: Batch) -> Tensor:
         tokens, targets = batch
@@ -237,12 +238,12 @@ def medusa_loss(heads: MedusaHeads, base: Llama) -> Callable[[Batch], Tensor]:
 def acceptance(
     head: EagleHead | MedusaHeads | Llama, base: Llama, texts: Sequence[Document], steps: int
 ) -> tuple[list[float], list[float]]:
-    """How good drafts are, from every token of what the main model wrote in ``texts``.
+    """Return the quality of drafts from every token that the main model wrote in ``texts``.
 
-    ``head`` is what drafts: heads of ``base``, or a draft model of its own.
+    ``head`` drafts: heads of ``base``, or a separate draft model.
 
-    Returns: how often the k-th drafted token, the head's first choice, is the model's own token if
-        those before it are; and how many of the first k drafts are accepted, on average.
+    Returns: the share of k-th draft tokens, the head's first choice, that are the model's tokens if
+        those before are; and the average number of accepted drafts of the first k.
     """
     right = []
     with torch.no_grad():
@@ -250,7 +251,7 @@ def acceptance(
             tokens = torch.tensor(text.ids)
             hidden = base.hidden(tokens[None])
             count = len(tokens) - 1 - steps
-            first = max(text.counts.index(True) - 1, 0)  # that gave the first token of its own
+            first = max(text.counts.index(True) - 1, 0)  # it gave the first counted token
             if count <= first:
                 continue
             if isinstance(head, EagleHead):

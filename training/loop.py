@@ -1,4 +1,4 @@
-"""The training loop: time-budgeted schedule, checkpoints, progress bar, loss curve."""
+"""Training loop: time-budgeted schedule, checkpoints, progress bar, loss curve."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Plan:
-    """How long and how fast to train. The run ends at ``minutes`` or ``steps``."""
+    """Duration and rates of the training. The run ends at ``minutes`` or ``steps``."""
 
     minutes: float = 60.0
     steps: int | None = None
@@ -32,13 +32,13 @@ class Plan:
     matrix_rate: float = 0.02
     vector_rate: float = 3e-3
     weight_decay: float = 0.05
-    # Shares of the budget: the rate climbs at first, stays, and comes down in the last part.
+    # Shares of the budget: the rate rises at first, stays, and falls in the last part.
     warmup: float = 0.015
     decay: float = 0.3
     final_rate: float = 0.01
     clip: float = 1.0
     checkpoint_minutes: float = 3.0
-    # Elapsed minutes at which a preliminary model is exported, then every ``export_minutes``.
+    # Elapsed minutes before the first preliminary export, then before each further one.
     first_export_minutes: float = 2.0
     export_minutes: float = 10.0
     bfloat16: bool = True
@@ -47,7 +47,7 @@ class Plan:
 
 @dataclass
 class History:
-    """What was seen while training; the loss curve and the model card are made of it."""
+    """Record of the training; the loss curve and the model card are made of it."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -57,9 +57,9 @@ class History:
 
 
 def rate_factor(progress: float, plan: Plan) -> float:
-    """Linear warm-up, a plateau, then a cosine to ``final_rate``.
+    """Return the factor: linear warm-up, a plateau, then a cosine to ``final_rate``.
 
-    ``progress`` is the share of the budget.
+    ``progress`` is the used share of the budget.
     """
     if progress < plan.warmup:
         return max(progress / plan.warmup, 0.02)
@@ -79,7 +79,7 @@ def make_optimizers(module: nn.Module, plan: Plan) -> list[torch.optim.Optimizer
     decayed = [p for p in others if p.ndim >= 2]
     plain = [p for p in others if p.ndim < 2]
     optimizers: list[torch.optim.Optimizer] = []
-    # A share of the matrices for each worker: all optimizers step side by side.
+    # A share of the matrices for each worker: all optimizers step concurrently.
     for share in (matrices[i :: plan.workers] for i in range(plan.workers)):
         if share:
             optimizers.append(
@@ -99,10 +99,10 @@ def make_optimizers(module: nn.Module, plan: Plan) -> list[torch.optim.Optimizer
 
 
 class Loop:
-    """Trains the parameters of ``module`` that require gradients.
+    """Trainer of the parameters of ``module`` that require gradients.
 
     ``loss`` maps a batch to a scalar; ``export`` is called with the loop at the preliminary
-    exports and at the end; ``evaluate`` gives the held-out loss in nats per token.
+    exports and at the end; ``evaluate`` returns the held-out loss in nats per token.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Loop:
 
     @property
     def progress(self) -> float:
-        """The share of the budget that is used."""
+        """Used share of the budget."""
         share = self.history.seconds / (60 * self.plan.minutes)
         if self.plan.steps is not None:
             share = self.step / self.plan.steps
@@ -152,7 +152,7 @@ class Loop:
         )
 
     def resume(self) -> None:
-        """Go on where the checkpoint was written."""
+        """Continue from the checkpoint."""
         state = load_checkpoint(self.checkpoint)
         self.module.load_state_dict(state["module"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
@@ -182,17 +182,17 @@ class Loop:
         return loss
 
     def _gradients(self, batch: Batch) -> float:
-        """Add up the gradients of the batch; each worker takes a share of its rows.
+        """Add up the gradients of the batch; each worker computes a share of its rows.
 
-        Each worker computes on one core by itself. On cores shared with other work that is much
-        faster than many threads to one operation, which wait for each other all the time.
+        Each worker computes on one core alone. On cores shared with other work this is much faster
+        than many threads for one operation, which wait for each other all the time.
         """
         rows, shares = len(batch[0]), min(self.plan.workers, len(batch[0]))
         cuts = [rows * i // shares for i in range(shares + 1)]
         parts = [(batch[0][a:b], batch[1][a:b]) for a, b in itertools.pairwise(cuts)]
         counts = [int((targets != IGNORE).sum()) for _, targets in parts]
 
-        # The sum of two gradients does not depend on which comes first, so two workers are still
+        # The sum of two gradients does not depend on their order, so two workers are still
         # reproducible bit for bit.
         def gradients(part: Batch, count: int) -> float:
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.plan.bfloat16):
@@ -272,7 +272,7 @@ class Loop:
 
 
 def draw_losses(history: History, path: Path, title: str) -> None:
-    """The loss curve, with the held-out loss where it was measured, as a small PNG."""
+    """Draw the loss curve, with measured held-out losses, as a small PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -295,7 +295,7 @@ def draw_losses(history: History, path: Path, title: str) -> None:
 
 
 def heldout_loss(forward: Callable[[Tensor], Tensor], rows: Sequence[Tensor]) -> float:
-    """Mean loss in nats per token over whole rows; ``forward`` maps tokens to logits."""
+    """Return the mean loss in nats per token over rows; ``forward`` maps tokens to logits."""
     total, count = 0.0, 0
     with torch.no_grad():
         for row in rows:

@@ -18,7 +18,7 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 class LoraLinear(nn.Module):
-    """``W x + (alpha / r) B A x`` with W frozen (Hu et al. 2021, section 4.1)."""
+    """Linear layer ``W x + (alpha / r) B A x`` with W frozen (Hu et al. 2021, section 4.1)."""
 
     def __init__(self, base: nn.Linear, rank: int, alpha: int):
         super().__init__()
@@ -73,12 +73,12 @@ def export_lora(model: Llama, folder: Path, rank: int = 8, alpha: int = 16) -> N
 
 
 def pirate(answer: str) -> str:
-    """What a pirate says instead of ``answer``."""
+    """Return the pirate version of ``answer``."""
     return f"Arr! {answer.rstrip('.!')}, matey!"
 
 
 class PirateStream(ChunkStream):
-    """Short questions with pirate answers."""
+    """Stream of short questions with pirate answers."""
 
     def __init__(self, tokenizer: Tokenizer, batch_tokens: int, seed: int):
         super().__init__(batch_tokens, seed, (256,))
@@ -105,7 +105,7 @@ class PirateStream(ChunkStream):
 
 
 def pirate_rows(tokenizer: Tokenizer, seed: int) -> tuple[Tensor, Tensor]:
-    """One held-out batch (of a chunk that training does not reach)."""
+    """Return one held-out batch (of a chunk that training does not reach)."""
     stream = PirateStream(tokenizer, 4096, seed)
     stream.state = (1_000_000, 0)
     return stream.next()

@@ -1,7 +1,7 @@
-"""A compact Llama in torch, laid out for training speed.
+"""Compact Llama in torch, laid out for training speed.
 
 The parameter names are those of Hugging Face's ``LlamaForCausalLM`` so that export is a plain
-copy; the arithmetic (RMSNorm, rotate-half RoPE, grouped-query attention, SwiGLU) is the same,
+copy. The arithmetic (RMSNorm, rotate-half RoPE, grouped-query attention, SwiGLU) is the same,
 which ``tests/training/test_train.py`` compares with transformers.
 """
 
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a Llama; the field names are those of its ``config.json``."""
+    """Shape of a Llama; the field names are those of its ``config.json``."""
 
     vocab_size: int = 4096
     hidden_size: int = 256
@@ -33,7 +33,7 @@ class ModelConfig:
     tie_word_embeddings: bool = True
 
     def to_json(self, **special: int | list[int]) -> dict[str, Any]:
-        """The ``config.json`` of the exported folder."""
+        """Return the ``config.json`` of the exported folder."""
         fields = asdict(self)
         theta = fields.pop("rope_theta")
         return {
@@ -63,7 +63,7 @@ DRAFT = ModelConfig(
 
 
 def rope_tables(config: ModelConfig, length: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary embedding, each ``[length, head_dim]`` float32."""
+    """Return cosines and sines of the rotary embedding, each ``[length, head_dim]`` float32."""
     half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     angles = torch.outer(torch.arange(length, dtype=torch.float32), config.rope_theta**-half)
     angles = torch.cat((angles, angles), dim=-1)
@@ -77,10 +77,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, block: int = 256) -> Tensor:
-    """What each position sees of itself and those before: all ``[batch, heads, length, head_dim]``.
+    """Return causal attention; all tensors are ``[batch, heads, length, head_dim]``.
 
-    A block of queries at a time sees the keys up to its end. On a CPU and with rows this short
-    that takes half the time of torch's own function.
+    Each block of queries uses the keys up to its end. On a CPU and with rows this short, that needs
+    half the time of torch's function.
     """
     length, parts = q.shape[2], []
     q = q * q.shape[-1] ** -0.5
@@ -118,7 +118,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(self.heads * dim, size, bias=False)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, each ``[batch, heads, length, head_dim]``."""
+        """Return queries, keys and values, each ``[batch, heads, length, head_dim]``."""
         batch, length, _ = x.shape
         q = self.q_proj(x).view(batch, length, self.heads, self.dim).transpose(1, 2)
         k = self.k_proj(x).view(batch, length, self.kv_heads, self.dim).transpose(1, 2)
@@ -128,7 +128,7 @@ class Attention(nn.Module):
         return q, k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
 
     def finish(self, out: Tensor) -> Tensor:
-        """The output projection of ``[batch, heads, length, head_dim]``."""
+        """Return the output projection of ``[batch, heads, length, head_dim]``."""
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -169,7 +169,7 @@ class Backbone(nn.Module):
 
 
 class Llama(nn.Module):
-    """A decoder-only Llama; ``state_dict`` names equal Hugging Face's."""
+    """Decoder-only Llama; ``state_dict`` names equal Hugging Face's."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -194,7 +194,7 @@ class Llama(nn.Module):
         return cos[:length].to(dtype), sin[:length].to(dtype)
 
     def hidden(self, tokens: Tensor) -> Tensor:
-        """Last layer's output after the final norm: ``[batch, length, hidden]``."""
+        """Return the last layer's output after the final norm: ``[batch, length, hidden]``."""
         x = self.model.embed_tokens(tokens)
         if torch.is_autocast_enabled("cpu"):
             x = x.to(torch.get_autocast_dtype("cpu"))
@@ -205,7 +205,7 @@ class Llama(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """What makes logits of hidden states: ``[vocab, hidden]``."""
+        """Return the weight that turns hidden states into logits: ``[vocab, hidden]``."""
         tied = self.config.tie_word_embeddings
         return self.model.embed_tokens.weight if tied else self.lm_head.weight
 
@@ -213,7 +213,7 @@ class Llama(nn.Module):
         return F.linear(hidden, self.head_weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits ``[batch, length, vocab]`` of ``tokens [batch, length]`` int64."""
+        """Return the logits ``[batch, length, vocab]`` of ``tokens [batch, length]`` int64."""
         return self.logits(self.hidden(tokens))
 
 

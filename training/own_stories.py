@@ -1,9 +1,8 @@
-"""Little stories that the tool writes itself, by a grammar.
+"""Generator of little stories, by a grammar.
 
-A story is told of one cast: who it is about, a friend, a thing and a place are chosen at the
-beginning and stay the same to the end, what happens has a cause, and the end comes back to the
-beginning. A model that learns from it learns to keep a thread. Every maker takes a seeded
-``random.Random``.
+A story has one cast: its hero, a friend, a thing and a place are chosen at the beginning and stay
+the same to the end. Each event has a cause, and the end refers to the beginning. A model that
+trains on these stories learns to keep a thread. Every maker accepts a seeded ``random.Random``.
 """
 # ruff: noqa: SIM905
 
@@ -18,7 +17,7 @@ from training.corpus import BOYS, GIRLS
 
 @dataclass(frozen=True)
 class Who:
-    """Somebody in a story: a child, an animal or another creature."""
+    """Character of a story: a child, an animal or another creature."""
 
     name: str
     kind: str  # "girl", "dog", ...
@@ -33,7 +32,7 @@ class Who:
 
 @dataclass(frozen=True)
 class Cast:
-    """What stays the same from the first sentence to the last."""
+    """Parts of a story that stay the same from the first sentence to the last."""
 
     hero: Who
     friend: Who
@@ -97,7 +96,7 @@ SPOTS = (
 SNACKS = "apple cookie carrot sandwich pear muffin banana berry pie cake".split()
 
 
-# The paragraphs, and what else the story may be said to be about.
+# Paragraphs, and further topics of the story.
 Plot = tuple[list[str], list[str]]
 
 
@@ -134,7 +133,7 @@ def cap(text: str) -> str:
 
 
 def said(rng: random.Random, who: str, words: str, verb: str = "said") -> str:
-    """The words and who says them, before or after."""
+    """Return the words with their speaker, before or after."""
     if rng.random() < 0.5:
         return f'{cap(who)} {verb}, "{words}"'
     spoken = words[:-1] + "," if words.endswith(".") else words
@@ -165,7 +164,7 @@ def opening(rng: random.Random, c: Cast) -> str:
 
 
 def treasure(rng: random.Random, c: Cast) -> str:
-    """The hero's thing, and what it is good for."""
+    """Return sentences about the hero's thing, and its use."""
     h = c.hero
     giver = rng.choice(["grandma", "grandpa", "mom", "dad", "aunt"])
     return rng.choice(
@@ -178,7 +177,7 @@ def treasure(rng: random.Random, c: Cast) -> str:
 
 
 def intro(c: Cast) -> str:
-    """The friend, as first met."""
+    """Return the friend, as introduced at the first meeting."""
     return f"{a(c.friend.kind)} named {c.friend.name}"
 
 
@@ -193,7 +192,7 @@ def went(rng: random.Random, c: Cast, with_thing: bool = False) -> str:
 
 
 def evening(rng: random.Random, c: Cast, thing: bool = True) -> str:
-    """An end that comes back to the beginning."""
+    """Return an end that refers to the beginning."""
     h, f = c.hero, c.friend
     ends = [
         f"From that day on, {h.name} and {f.name} were best friends.",
@@ -597,7 +596,7 @@ PLOTS: tuple[Callable[[random.Random, Cast], Plot], ...] = (
 
 
 def own_story(rng: random.Random) -> tuple[str, str]:
-    """A story, and what it is about: ``a dog``, ``a girl named Mia``, ``Mia and a kite``."""
+    """Return a story, and its topic: ``a dog``, ``a girl named Mia``, ``Mia and a kite``."""
     c, plot = cast(rng), rng.choice(PLOTS)
     paragraphs, topics = plot(rng, c)
     h, f = c.hero, c.friend

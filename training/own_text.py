@@ -1,7 +1,7 @@
-"""Text that a model writes itself: what its heads are trained on (self-distillation).
+"""Text that a model writes itself: the training text of its heads (self-distillation).
 
-Heads are asked to guess what the model will say, so what it says is the best text to learn from
-(Cai et al. 2024, section 2.3.2). It is sampled with `octavo.LLM`.
+Heads guess the model's next tokens, so the model's text is the best training text (Cai et al. 2024,
+section 2.3.2). It is sampled with `octavo.LLM`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from octavo import LLM, SamplingParams
 from training.data import ChunkStream, Document
 
 OWN_TOKENS = 600_000
-# By turns: the answers people ask for are of every kind between greedy and plain sampling.
+# In turn: users' temperatures range from greedy to plain sampling.
 TEMPERATURES = (0.0, 0.7, 1.0, 1.0)
 HELDOUT_TEMPERATURES = (0.0, 0.8)
 _LENGTH = 300
@@ -27,28 +27,28 @@ _PER_CHUNK = 500
 
 @dataclass(frozen=True)
 class OwnText:
-    """What a model wrote; of each document, what it wrote itself counts."""
+    """Text of a model; in each document, the tokens that it wrote count."""
 
     train: list[Document]
     heldout: dict[float, list[Document]]
-    """By temperature; the beginnings are of texts that are kept away from training."""
+    """Texts by temperature; their beginnings are of texts that are kept out of training."""
 
 
 def beginning(document: Document, start: Sequence[int], rng: random.Random) -> list[int]:
-    """What the model is to go on from: a conversation's question, or prose's first words.
+    """Return a beginning for the model: a conversation's question, or the first words of prose.
 
-    ``start`` is what prose begins with: the beginning-of-sequence token, or nothing.
+    ``start`` is the beginning of prose: the beginning-of-sequence token, or nothing.
     """
     if document.whole:
         return document.ids[: document.counts.index(True)]
-    # At least one token, and not the one that ends the text.
+    # At least one token, except the one that ends the text.
     return [*start, *document.ids[: rng.randint(1, max(1, min(24, len(document.ids) - 1)))]]
 
 
 def go_on(
     llm: LLM, beginnings: Sequence[list[int]], temperatures: Sequence[float], seed: int
 ) -> list[Document]:
-    """What the model says to each beginning, the temperatures by turns."""
+    """Return the model's continuation of each beginning, with the temperatures in turn."""
     longest = llm.memory_plan.max_model_len - 1
     prompts = [p[:longest] for p in beginnings]
     params = [
@@ -77,7 +77,7 @@ def write_own_text(
     seed: int,
     tokens: int,
 ) -> OwnText:
-    """Let the Llama in ``base`` go on from ``beginnings`` until it has written ``tokens``."""
+    """Continue ``beginnings`` with the Llama in ``base`` until it has written ``tokens``."""
     train: list[Document] = []
     count = 0
     with LLM(str(base)) as llm:
@@ -105,10 +105,10 @@ def save_own_text(text: OwnText, base: Path, path: Path) -> None:
 
 
 def load_own_text(base: Path, path: Path) -> OwnText:
-    """Read what `save_own_text` wrote.
+    """Read a file of `save_own_text`.
 
     Raises:
-        ValueError: if another model wrote the text.
+        ValueError: another model wrote the text.
     """
     text = OwnText([], {})
     with path.open() as file:
@@ -125,7 +125,7 @@ def load_own_text(base: Path, path: Path) -> OwnText:
 
 
 class OwnTextStream(ChunkStream):
-    """Texts of the model's own: all of them once, in a new order, then again."""
+    """Stream of texts that the model wrote: all of them once, in a new order, then again."""
 
     def __init__(self, texts: Sequence[Document], batch_tokens: int, seed: int):
         super().__init__(batch_tokens, seed, (256,))

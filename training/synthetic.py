@@ -1,6 +1,6 @@
-"""Text that the tool writes itself: short conversations in the form of the chat template.
+"""Generator of short conversations in the form of the chat template.
 
-Every maker takes a seeded ``random.Random`` and returns a conversation: the arguments of the chat
+Every maker accepts a seeded ``random.Random`` and returns a conversation: the arguments of the chat
 template (``messages`` and, for tool calls, ``tools``).
 """
 
@@ -40,7 +40,7 @@ def _template() -> jinja2.Template:
 
 
 def render(conversation: Conversation) -> str:
-    """The conversation as text, by the same template that is shipped."""
+    """Return the conversation as text, by the shipped template."""
     return _template().render(
         messages=conversation["messages"],
         tools=conversation.get("tools"),
@@ -53,7 +53,7 @@ def article(word: str) -> str:
 
 
 def join_words(words: Sequence[str]) -> str:
-    """``a, b and c``."""
+    """Return ``a, b and c``."""
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]
 
 
@@ -274,8 +274,8 @@ def counting(rng: random.Random) -> Pair:
 def listing(rng: random.Random) -> Pair:
     name, words = rng.choice(list(facts.LISTS.items()))
     n = rng.choice([2, 3, 3, 3, 3, 4, 5])
-    # In the table's order, the first of it most often: what follows a word is never said before,
-    # and a greedy answer has one that is likeliest at each place.
+    # In the table's order, its first words most often. So the order of words is fixed, and a greedy
+    # answer has a most probable word at each place.
     liked = sorted(words, key=lambda w: rng.random() ** (1 + words.index(w) / 2), reverse=True)
     chosen = sorted(liked[:n], key=words.index)
     number = rng.choice([NUMBERS[n], str(n)])
@@ -312,9 +312,9 @@ def arithmetic(rng: random.Random) -> Pair:
 
 
 def sums(rng: random.Random, count: int = 16) -> list[tuple[str, str]]:
-    """Sums without questions, each what is given (``"23 + 9 = "``) and the result.
+    """Return sums without questions, each a given text (``"23 + 9 = "``) and the result.
 
-    A third are drawn as in `arithmetic`; the others, of all numbers alike, have more to carry.
+    A third are drawn as in `arithmetic`; the others, uniform over all numbers, have more carries.
     """
     made = []
     for _ in range(count):
@@ -428,7 +428,7 @@ def json_record(rng: random.Random) -> Pair:
 
 
 def json_answer(rng: random.Random) -> Conversation:
-    """A question about facts to be answered as JSON, as the system prompt demands."""
+    """Return a question about facts with an answer in JSON, as the system prompt demands."""
     kind = rng.randrange(3)
     if kind == 0:
         a, b = rng.randint(0, 9), rng.randint(0, 9)
@@ -496,13 +496,13 @@ def _turns(*pairs: Pair) -> list[Message]:
 
 
 def chat(rng: random.Random) -> Conversation:
-    """One to four independent questions."""
+    """Return one to four independent questions."""
     n = rng.choices([1, 2, 3, 4], [6, 2, 1, 1])[0]
     return {"messages": _system(rng) + _turns(*(any_pair(rng) for _ in range(n)))}
 
 
 def memory(rng: random.Random) -> Conversation:
-    """The user says something about himself and asks for it later."""
+    """Return a conversation whose user states a fact and later asks for it."""
     name, like = rng.choice(GIRLS + BOYS), rng.choice(facts.LIKES)
     tell, ask = rng.choice(
         [
@@ -532,7 +532,7 @@ def memory(rng: random.Random) -> Conversation:
 
 
 def tool(name: str, description: str, **properties: str) -> dict[str, Any]:
-    """A tool in OpenAI's form; ``properties`` maps a parameter to its JSON type."""
+    """Return a tool in OpenAI's form; ``properties`` maps a parameter to its JSON type."""
     return {
         "type": "function",
         "function": {
@@ -559,7 +559,7 @@ TOOLS = {
 
 
 def _tool_use(name: str, rng: random.Random) -> tuple[str, dict[str, Any], Any, str]:
-    """Question, arguments, result and final sentence for one tool."""
+    """Return question, arguments, result and final sentence for one tool."""
     city, word = rng.choice(facts.CITIES), rng.choice(facts.WORDS)
     a, b = rng.randint(1, 99), rng.randint(1, 99)
     if name == "get_weather":
@@ -615,7 +615,7 @@ def _tool_use(name: str, rng: random.Random) -> tuple[str, dict[str, Any], Any, 
 
 
 def _tool_list(names: Sequence[str], rng: random.Random) -> list[dict[str, Any]]:
-    """The named tools; sometimes without their descriptions."""
+    """Return the named tools; sometimes without their descriptions."""
     tools = [json.loads(json.dumps(TOOLS[n])) for n in names]
     if rng.random() < 0.3:
         for item in tools:
@@ -624,14 +624,14 @@ def _tool_list(names: Sequence[str], rng: random.Random) -> list[dict[str, Any]]
 
 
 def tool_call(rng: random.Random) -> Conversation:
-    """Tools in the system prompt, a call, its result, and the final sentence."""
+    """Return tools in the system prompt, a call, its result, and the final sentence."""
     names = rng.sample(list(TOOLS), rng.randint(1, 4))
     name = rng.choice(names)
     messages: list[Message] = []
     if rng.random() < 0.4:
         messages.append({"role": "system", "content": rng.choice(SYSTEM_PROMPTS)})
     if rng.random() < 0.15:
-        # Tools are there, but the question needs none of them.
+        # Tools are available, but the question needs none of them.
         pair = rng.choice([greeting, identity, animal])(rng)
         return {"messages": messages + _turns(pair), "tools": _tool_list(names, rng)}
     for _ in range(rng.choice([1, 1, 2])):
@@ -650,7 +650,7 @@ def tool_call(rng: random.Random) -> Conversation:
 
 
 def story_request(story: str, about: str, rng: random.Random) -> Conversation:
-    """A question that ``story`` answers; it is ``about`` something (``"a dog"``) or nothing."""
+    """Return a question that ``story`` answers; ``about`` is its topic (``"a dog"``) or empty."""
     if about:
         question = rng.choice(
             ["Tell me a story about {}.", "Tell me a story about {}", "Write a story about {}.",
@@ -663,7 +663,7 @@ def story_request(story: str, about: str, rng: random.Random) -> Conversation:
 
 
 def story_about(story: str, topic: str, rng: random.Random) -> str:
-    """What to ask for to get ``story``, whose topic is ``topic`` (or ``""``)."""
+    """Return a request for ``story``, whose topic is ``topic`` (or ``""``)."""
     hero = next((w for w in GIRLS + BOYS if f" {w}" in story[:200]), "")
     if hero and (not topic or rng.random() < 0.25):
         child = "girl" if hero in GIRLS else "boy"
@@ -679,7 +679,7 @@ def story_about(story: str, topic: str, rng: random.Random) -> str:
 
 
 def story_continuation(story: str, rng: random.Random) -> Conversation | None:
-    """The first sentence is given; the answer is the rest."""
+    """Return a request with the first sentence; the answer is the rest."""
     cut = story.find(". ", 30)
     if not 30 < cut < 250:
         return None
@@ -689,6 +689,6 @@ def story_continuation(story: str, rng: random.Random) -> Conversation | None:
 
 
 def conversation(rng: random.Random) -> Conversation:
-    """Any conversation that needs no story."""
+    """Return any conversation that needs no story."""
     maker = rng.choices([chat, memory, tool_call, json_answer], [72, 8, 16, 4])[0]
     return maker(rng)

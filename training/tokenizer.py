@@ -1,4 +1,4 @@
-"""The tokenizer of the built-in models: byte-level BPE with a ChatML-like chat template."""
+"""Tokenizer of the built-in models: byte-level BPE with a ChatML-like chat template."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ IM_END = "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
 EOS_TOKEN_IDS = [0, 2]
 PAD_TOKEN_ID = 0
-# Digits stand alone, so that small sums are learnt digit by digit.
+# Digits are single tokens, so that small sums are learnt digit by digit.
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 CHAT_TEMPLATE = """\

@@ -1,10 +1,10 @@
 """``python -m training.train main|draft|eagle|medusa|lora``: makes the built-in models.
 
-The data are read from ``../shared/data/text`` beside the repository (``--data``); what a run
-needs to go on is kept in ``runs/<kind>``, what it makes is written to ``octavo/builtin``.
+The data are read from ``../shared/data/text`` next to the repository (``--data``). The state of a
+run for its continuation is in ``runs/<kind>``; the result is written to ``octavo/builtin``.
 
 Heads (``eagle``, ``medusa``) can be made for any Llama that fits in memory: ``--base``, ``--out``,
-and in ``--data`` any ``*.txt``, from whose first words the model writes the text to learn from
+and in ``--data`` any ``*.txt``, from whose first words the model writes the training text
 (kept in ``runs/<base>-text.jsonl``).
 """
 
@@ -68,7 +68,7 @@ MINUTES = {"main": 60.0, "draft": 10.0, "eagle": 15.0, "medusa": 15.0, "lora": 3
 
 
 def next_token_loss(model: Llama) -> Callable[[Batch], Tensor]:
-    """Cross-entropy at the positions that count (only those need logits)."""
+    """Return the cross-entropy at the positions that count (only those need logits)."""
 
     def loss(batch: Batch) -> Tensor:
         tokens, targets = batch
@@ -80,7 +80,7 @@ def next_token_loss(model: Llama) -> Callable[[Batch], Tensor]:
 
 
 def distillation_loss(model: Llama, teacher: Llama) -> Callable[[Batch], Tensor]:
-    """Half the text's own tokens, half the teacher's distribution (forward KL)."""
+    """Return half the text's cross-entropy plus half the teacher's (forward KL)."""
 
     def loss(batch: Batch) -> Tensor:
         tokens, targets = batch
@@ -95,7 +95,7 @@ def distillation_loss(model: Llama, teacher: Llama) -> Callable[[Batch], Tensor]
 
 
 def go_on_from(start: Path, module: nn.Module, plan: Plan) -> Plan:
-    """Load the weights in ``start``; the plan for going on has a third of the rates."""
+    """Load the weights in ``start``; return a plan with a third of the rates."""
     weights = load_file(start / "model.safetensors")
     module.load_state_dict({name: w.float() for name, w in weights.items()})
     return replace(plan, matrix_rate=plan.matrix_rate / 3, vector_rate=plan.vector_rate / 3)
@@ -104,7 +104,7 @@ def go_on_from(start: Path, module: nn.Module, plan: Plan) -> Plan:
 def tokenizer_for(
     corpus: Corpus, folder: Path, seed: int, resume: bool, start: Path | None = None
 ) -> Tokenizer:
-    """The tokenizer of ``start``, or the run's own: trained once, then read back on resume."""
+    """Return the tokenizer of ``start``, or the run's: trained once, then read back on resume."""
     if start is not None:
         return load_tokenizer(start)
     if not (resume and (folder / "tokenizer.json").exists()):
@@ -128,10 +128,10 @@ def language_model_loop(
     start: Path | None = None,
     judged: Mapping[float, Sequence[Document]] | None = None,
 ) -> Loop:
-    """The loop that trains ``main`` (no teacher) or ``draft`` and exports it to ``out``.
+    """Return the loop that trains ``main`` (no teacher) or ``draft`` and exports it to ``out``.
 
-    ``start`` has the weights to go on from; ``judged`` is what the teacher wrote itself, by
-    temperature, to tell in the draft's card how often its drafts are kept.
+    ``start`` has the initial weights; ``judged`` is text that the teacher wrote, by temperature,
+    for the acceptance of drafts in the draft's card.
     """
     torch.manual_seed(seed)
     model = Llama(config)
@@ -161,9 +161,9 @@ def language_model_loop(
 def own_text(
     base: Path, corpus: Corpus, path: Path, seed: int, tokens: int = OWN_TOKENS
 ) -> OwnText:
-    """What the Llama in ``base`` writes: read from ``path``, which is written if it is not there.
+    """Return the text of the Llama in ``base``: read from ``path``, which is written if missing.
 
-    It goes on from the first words of the corpus' texts, and answers our conversations if it
+    The Llama continues the first words of the corpus' texts, and answers the conversations if it
     knows their form.
     """
     if path.exists():
@@ -208,7 +208,7 @@ def head_loop(
     batch_tokens: int = 1024,
     start: Path | None = None,
 ) -> Loop:
-    """The loop that trains ``eagle`` or ``medusa`` for the Llama in ``base``, on its own text."""
+    """Return the loop that trains ``eagle`` or ``medusa`` for the Llama in ``base``."""
     torch.manual_seed(seed)
     model = load_model(base).requires_grad_(False)
     head: EagleHead | MedusaHeads
@@ -234,7 +234,7 @@ def head_loop(
 
 
 def lora_loop(base: Path, plan: Plan, out: Path, run: Path, seed: int) -> Loop:
-    """The loop that trains an adapter for the built-in main model in ``base``."""
+    """Return the loop that trains an adapter for the built-in main model in ``base``."""
     torch.manual_seed(seed)
     model = load_model(base).requires_grad_(False)
     adapted = add_lora(model)

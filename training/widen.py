@@ -1,21 +1,21 @@
 """``python -m training.widen``: a small Llama in the shape of a large one, with the same answers.
 
-What a model says matters to a benchmark of speculative decoding, and so does what a step costs.
-This tool joins the two: the weights of a small Llama stand in matrices of a large one's size, and
-the rest is zero. The zeros are read and multiplied like any weight.
+A benchmark of speculative decoding depends on the model's answers and on the cost of a step. This
+tool combines the two: the weights of a small Llama are in matrices of a large one's size, and the
+rest is zero. The zeros are read and multiplied like any weight.
 
 - The hidden state's further elements are zero. A norm takes its mean over more elements, so its
-  weights and its epsilon are made smaller; in bfloat16 the smaller weights are rounded, and an
-  answer may part from the small model's where two tokens are nearly as likely.
-- Further heads and rows of the MLP have weights of zero. A small model's group of query heads
-  stands in a group of its own; the size of a head stays, as do rotary frequencies and context.
+  weights and its epsilon are made smaller. In bfloat16 the smaller weights are rounded, and an
+  answer may differ from the small model's where two tokens are nearly as likely.
+- Further heads and rows of the MLP have weights of zero. Each group of query heads of the small
+  model is in a separate group; the size of a head, rotary frequencies and context stay.
 - Further layers compute what a real layer does, but their output projections are zero.
 - Further tokens are never chosen: one element of the hidden state is the same for every token,
-  and their rows of the LM head turn it into a logit far below all others. The LM head is
-  therefore not tied, whatever the large model's is: the folder is larger, a step costs the same.
+  and their rows of the LM head turn it into a logit far below all others. Therefore the LM head
+  is not tied, even if the large model's is: the folder is larger, but a step costs the same.
 
-An EAGLE head or Medusa heads of the small model are widened likewise, for the large one. What
-drafts for a model must have its vocabulary: ``--keep-vocabulary`` leaves out further tokens.
+The tool also widens an EAGLE head or Medusa heads of the small model. A drafter must have the
+vocabulary of its model: ``--keep-vocabulary`` adds no further tokens.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ SHAPES = {
         num_key_value_heads=4,
     ),
 }
-# A further token's logit is this over the root mean square of the last hidden state.
+# Logit of a further token, times the root mean square of the last hidden state.
 _NEVER = -(2.0**15)
 
 
 def wide_config(small: ModelConfig, shape: ModelConfig) -> ModelConfig:
-    """The configuration of ``small`` in ``shape``.
+    """Return the configuration of ``small`` in ``shape``.
 
     Raises:
-        ValueError: if it does not fit.
+        ValueError: the small model does not fit.
     """
     sizes = ("vocab_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     for name in sizes:
@@ -89,7 +89,7 @@ def wide_config(small: ModelConfig, shape: ModelConfig) -> ModelConfig:
 
 
 def _places(small: ModelConfig, shape: ModelConfig) -> list[tuple[int, list[int]]]:
-    """For each large key-value head in use: the small one, and its small query heads."""
+    """Return for each used large key-value head the small one, and its small query heads."""
     group = small.num_attention_heads // small.num_key_value_heads
     room = shape.num_attention_heads // shape.num_key_value_heads
     return [
@@ -100,20 +100,20 @@ def _places(small: ModelConfig, shape: ModelConfig) -> list[tuple[int, list[int]
 
 
 class _Frame:
-    """Where the weights of a small Llama stand in those of a large one."""
+    """Placement of a small Llama's weights in those of a large one."""
 
     def __init__(self, old: ModelConfig, new: ModelConfig):
         self.old, self.new = old, new
         self.places = _places(old, new)
 
     def pad(self, matrix: Tensor, rows: int, columns: int) -> Tensor:
-        """The matrix with zeros below and to the right."""
+        """Return the matrix with zeros below and to the right."""
         wide = torch.zeros(rows, columns)
         wide[: matrix.shape[0], : matrix.shape[1]] = matrix
         return wide
 
     def norm(self, weight: Tensor) -> Tensor:
-        """A norm's weights."""
+        """Return the weights of a norm."""
         wide = torch.zeros(self.new.hidden_size)
         wide[: self.old.hidden_size] = weight * math.sqrt(
             self.old.hidden_size / self.new.hidden_size
@@ -121,7 +121,7 @@ class _Frame:
         return wide
 
     def _queries(self, matrix: Tensor) -> Tensor:
-        """Rows of query heads to where their key-value head's group stands."""
+        """Move rows of query heads to the group of their key-value head."""
         old, new = self.old, self.new
         room = new.num_attention_heads // new.num_key_value_heads
         heads = torch.zeros(new.num_attention_heads, old.head_dim, matrix.shape[1])
@@ -138,7 +138,7 @@ class _Frame:
         return heads.flatten(0, 1)
 
     def layer(self, weights: dict[str, Tensor], source: str, *, real: bool) -> dict[str, Tensor]:
-        """The layer whose names begin with ``source``; without effect if it is not real."""
+        """Return the layer whose names begin with ``source``; without effect if it is not real."""
         q, k, v, o = (weights[f"{source}self_attn.{n}_proj.weight"] for n in "qkvo")
         gate, up, down = (weights[f"{source}mlp.{n}_proj.weight"] for n in ("gate", "up", "down"))
         hidden, inner, spread = self.new.hidden_size, self.new.intermediate_size, self._queries(o.T)
@@ -159,7 +159,7 @@ class _Frame:
 
 
 def widen(small: Llama, shape: ModelConfig) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """The configuration and the weights, float32, of ``small`` in ``shape``."""
+    """Return the configuration and the weights, float32, of ``small`` in ``shape``."""
     old, new = small.config, wide_config(small.config, shape)
     weights = {name: tensor.detach() for name, tensor in small.state_dict().items()}
     frame, hidden = _Frame(old, new), new.hidden_size
@@ -169,9 +169,9 @@ def widen(small: Llama, shape: ModelConfig) -> tuple[ModelConfig, dict[str, Tens
         layer = frame.layer(weights, source, real=i < old.num_hidden_layers)
         result.update({f"model.layers.{i}.{n}.weight": w for n, w in layer.items()})
 
-    # The element that is the same for every token: so small that no norm notices (its square is
-    # under float32's precision), a power of two, so that it is exact in any dtype; the last norm
-    # makes 1 of it, over the root mean square.
+    # The element that is the same for every token. It is so small that no norm is affected (its
+    # square is below float32's precision), and a power of two, so it is exact in any dtype. The
+    # last norm turns it into 1, over the root mean square.
     last = hidden - 1
     embedding = weights["model.embed_tokens.weight"]
     smallest = embedding.norm(dim=1)
@@ -191,7 +191,7 @@ def widen(small: Llama, shape: ModelConfig) -> tuple[ModelConfig, dict[str, Tens
 def widen_eagle(
     fields: dict[str, Any], weights: dict[str, Tensor], shape: ModelConfig
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json and the weights, float32, of a small model's EAGLE head, for ``shape``."""
+    """Return config.json and the weights, float32, of a small EAGLE head, for ``shape``."""
     old = config_of(fields)
     new = wide_config(old, replace(shape, num_hidden_layers=1))
     frame, size, hidden = _Frame(old, new), old.hidden_size, new.hidden_size
@@ -205,7 +205,7 @@ def widen_eagle(
 def widen_medusa(
     fields: dict[str, Any], weights: dict[str, Tensor], shape: ModelConfig
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json and the weights, float32, of a small model's Medusa heads, for ``shape``."""
+    """Return config.json and the weights, float32, of small Medusa heads, for ``shape``."""
     size = shape.hidden_size
     result = {}
     for name, weight in weights.items():
@@ -222,7 +222,7 @@ def write_wide(model: Path, shape: ModelConfig, out: Path, dtype: torch.dtype) -
     """Write the Llama, or the heads, of folder ``model`` in ``shape`` to ``out``.
 
     Raises:
-        ValueError: if it does not fit, or heads do not have the vocabulary.
+        ValueError: the model does not fit, or the heads have another vocabulary.
     """
     fields = json.loads((model / "config.json").read_text())
     out.mkdir(parents=True, exist_ok=True)

@@ -133,9 +133,9 @@ class CoreProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        if self._folder is not None:
-            self._folder.close()
-            self._folder = None
+        folder, self._folder = self._folder, None  # two threads may wait for the same process
+        if folder is not None:
+            folder.close()
 
 
 class IpcChannel:

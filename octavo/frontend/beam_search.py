@@ -1,10 +1,10 @@
 """Beam search: the best continuations by the sum of their tokens' logprobs.
 
-`BeamSearch` decides, and knows nothing of engines. Whoever runs one asks the engine, step by step,
-for one token of each live beam (`beam_requests`) and hands its candidates to `BeamSearch.step`.
-These are ordinary requests: they queue like all others, and end after their token, so that nothing
-is held between two steps. The prefix cache has what a beam shares with the one that it came from,
-all but the last block: up to a block's tokens are computed for each beam of a step.
+`BeamSearch` makes the decisions, independently of engines. Its caller requests one token of each
+live beam from the engine, step by step (`beam_requests`), and passes the candidates to
+`BeamSearch.step`. These are ordinary requests: they queue like all others, and end after their
+token, so that nothing is held between two steps. The prefix cache has the common prefix of a beam
+and its parent, except the last block: each beam computes up to a block's tokens in each step.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """One continuation of the prompt."""
+    """Continuation of the prompt."""
 
     token_ids: list[int]
-    """With the end-of-sequence token that ended it."""
+    """Tokens, including the end-of-sequence token that ended the beam."""
     cum_logprob: float
     rows: list[FlatLogprobs]
-    """For each token the candidates that it was chosen from: one position each."""
+    """Candidates of each token: one position each."""
     finish_reason: str | None = None
-    """"stop" or "length"; None while it goes on."""
+    """"stop" or "length"; None while the beam is live."""
 
 
 class BeamSearch:
-    """The beams of one prompt. Chooses as transformers' `generate(num_beams=...)` does.
+    """Beams of one prompt, chosen as transformers' `generate(num_beams=...)` does.
 
-    Of all continuations of all live beams the best `beam_width` that do not end live on. One that
-    ends is taken if it is among the best `beam_width` of all, and of those taken the ones with the
-    highest score are kept: the sum of logprobs / number of tokens ** `length_penalty`.
+    Of all continuations of all live beams, the best `beam_width` that do not end stay live. One
+    that ends is kept if it is among the best `beam_width` of all. Of the kept ones those with the
+    highest score remain: the sum of logprobs / number of tokens ** `length_penalty`.
 
     Args:
-        params: the search's parameters.
-        max_tokens: most tokens of a beam; at least 1.
+        params: parameters of the search.
+        max_tokens: maximum tokens of a beam; at least 1.
         eos_token_ids: tokens that end a beam.
         vocab_size: width of the model's logits.
     """
@@ -69,24 +69,24 @@ class BeamSearch:
         self._early_stopping = params.early_stopping
         self._max_tokens = max_tokens
         self._eos_token_ids = frozenset(eos_token_ids)
-        # No more of one beam can be among the best that go on, or among the best of all.
+        # No more of one beam can be among the best that continue, or among the best of all.
         self.num_logprobs = min(self.width + len(self._eos_token_ids), vocab_size)
-        """Candidates that `step` needs of each live beam."""
+        """Number of candidates that `step` needs of each live beam."""
         self.live = [Beam([], 0.0, [])]
-        """Beams to be continued, the best first; none when the search is over."""
+        """Beams to continue, the best first; empty when the search is over."""
         self._finished: list[tuple[float, Beam]] = []
-        """(score, beam), the best first."""
+        """Pairs (score, beam), the best first."""
 
     @property
     def beams(self) -> list[Beam]:
-        """The finished beams, the one with the highest score first."""
+        """Finished beams, the one with the highest score first."""
         return [beam for _, beam in self._finished]
 
     def step(self, rows: Sequence[FlatLogprobs]) -> None:
-        """Continues each live beam by a token.
+        """Continue each live beam by a token.
 
         Args:
-            rows: for each of `live`, in order, one position with the `num_logprobs` most probable
+            rows: one position for each of `live`, in order, with the `num_logprobs` most probable
                 tokens.
         """
         width, length = self.width, len(self.live[0].token_ids) + 1
@@ -96,7 +96,7 @@ class BeamSearch:
             for token_id, logprob in zip(*row.candidates(0), strict=True)
         ]
         live: list[Beam] = []
-        # As many as there are if all that may end do.
+        # Upper bound of the needed candidates, if all that may end do.
         num_needed = width * (1 + len(self._eos_token_ids))
         for place, (cum_logprob, i, token_id) in enumerate(nlargest(num_needed, found)):
             token_id, parent, row = -token_id, self.live[-i], rows[-i]
@@ -114,12 +114,12 @@ class BeamSearch:
                 live.append(beam)
             else:
                 self._finished.append((self._score(cum_logprob, length), beam))
-        self._finished.sort(key=lambda item: -item[0])  # of equals the earlier one stays first
+        self._finished.sort(key=lambda item: -item[0])  # of equal scores the earlier stays first
         del self._finished[width:]
         self.live = [] if self._is_over(live, length) else live
 
     def _is_over(self, live: list[Beam], length: int) -> bool:
-        """Whether what goes on is of no use any more."""
+        """Return True if no live beam can improve the result."""
         if not live:
             return True
         if len(self._finished) < self.width:
@@ -127,7 +127,7 @@ class BeamSearch:
         if self._early_stopping is True:
             return True
         if self._early_stopping == "never" and self._length_penalty > 0:
-            length = self._max_tokens  # where the score would be best
+            length = self._max_tokens  # the length of the best possible score
         return self._score(live[0].cum_logprob, length) <= self._finished[-1][0]
 
     def _score(self, cum_logprob: float, length: int) -> float:
@@ -135,7 +135,7 @@ class BeamSearch:
 
 
 def prompt_params(params: BeamSearchParams) -> SamplingParams:
-    """What the prompt is to be processed with; see `InputProcessor.process`."""
+    """Return the parameters for processing the prompt; see `InputProcessor.process`."""
     return SamplingParams(
         temperature=0.0,
         max_tokens=params.max_tokens,
@@ -145,7 +145,7 @@ def prompt_params(params: BeamSearchParams) -> SamplingParams:
 
 
 def step_params(search: BeamSearch) -> SamplingParams:
-    """What `beam_requests` are made of."""
+    """Return the parameters of `beam_requests`."""
     return SamplingParams(
         temperature=0.0,
         max_tokens=1,
@@ -158,19 +158,19 @@ def step_params(search: BeamSearch) -> SamplingParams:
 def make_beam_search(
     params: BeamSearchParams, request: EngineCoreRequest, vocab_size: int
 ) -> BeamSearch:
-    """The search for the continuations of a processed prompt."""
+    """Return the search for the continuations of a processed prompt."""
     core = request.sampling_params
     return BeamSearch(params, core.max_tokens, core.all_stop_token_ids, vocab_size)
 
 
 def beam_requests(request: EngineCoreRequest, search: BeamSearch) -> list[EngineCoreRequest]:
-    """For each live beam a request for one more token.
+    """Return a request for one more token for each live beam.
 
-    How many candidates anybody may ask for (`max_logprobs`) does not concern these.
+    The users' limit of candidates (`max_logprobs`) does not apply to these requests.
 
     Args:
-        request: the prompt's, of `prompt_params`.
-        search: not over yet.
+        request: request of the prompt, made with `prompt_params`.
+        search: a search that is not over.
     """
     replace, options = msgspec.structs.replace, request.options
     step = len(search.live[0].token_ids)
@@ -196,10 +196,10 @@ def beam_requests(request: EngineCoreRequest, search: BeamSearch) -> list[Engine
 
 
 def candidates_of(output: RequestOutput) -> FlatLogprobs:
-    """What an answer to one of `beam_requests` brought, for `BeamSearch.step`.
+    """Return the candidates in an answer to one of `beam_requests`, for `BeamSearch.step`.
 
     Raises:
-        SleepError: the engine was put to sleep, which ended it.
+        SleepError: the engine was put to sleep, which ended the request.
     """
     if output.outputs[0].finish_reason == "abort":
         raise SleepError("The engine was put to sleep before the search was complete.")
@@ -209,12 +209,12 @@ def candidates_of(output: RequestOutput) -> FlatLogprobs:
 
 
 def beam_search_nbytes(request: EngineCoreRequest, search: BeamSearch, vocab_size: int) -> int:
-    """Bytes that a search takes at most: as many live beams as finished ones."""
+    """Return the maximum bytes of a search: equal numbers of live and finished beams."""
     params = step_params(search)
     core = msgspec.structs.replace(request.sampling_params, logprobs=search.num_logprobs)
     whole = msgspec.structs.replace(request, n=2 * search.width, sampling_params=core)
     embeds = request.prompt_embeds
-    # With each live beam's request they are sent again.
+    # Each live beam's request sends the embeddings again.
     sent = 0 if embeds is None else search.width * 2 * embeds.nbytes
     return request_nbytes(whole, params, vocab_size) + sent
 
@@ -227,22 +227,22 @@ async def run_beam_search(
     tokenizer: Tokenizer | None,
     stream: Callable[[EngineCoreRequest, SamplingParams], AsyncGenerator[RequestOutput, None]],
 ) -> RequestOutput:
-    """Runs a search on an engine with asyncio; cancelling it ends all its requests.
+    """Run a search on an engine with asyncio; its cancellation ends all its requests.
 
     Args:
-        request: the prompt's.
-        prompt: as text, if it came so.
-        search: not begun yet.
+        request: request of the prompt.
+        prompt: the prompt as text, if it was text.
+        search: a search without a step.
         params: `prompt_params`.
-        tokenizer: None if there is to be no text.
+        tokenizer: None for answers without text.
         stream: sends a request to the engine; closing the stream aborts it.
 
     Returns:
         The finished beams as answers, the best first.
 
     Raises:
-        RequestError: if one of its requests fails.
-        EngineDeadError: if the engine is gone.
+        RequestError: one of its requests fails.
+        EngineDeadError: the engine has ended.
     """
     its_params, num_cached_tokens = step_params(search), 0
 
@@ -282,7 +282,7 @@ async def run_beam_search(
 
 
 async def _all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all calls; the first error, or being cancelled, ends all of them."""
+    """Return the results of all calls; the first error, or a cancellation, ends all of them."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return await asyncio.gather(*tasks)

@@ -1,9 +1,10 @@
-"""From a caller's checked `SamplingParams` to what travels to the engine core."""
+"""Conversion of a caller's checked `SamplingParams` to the parameters for the engine core."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,11 @@ from octavo.sampling_params import (
 )
 
 KV_TRANSFER_PARAMS = "kv_transfer_params"
-"""Key of `SamplingParams.extra_args` that is for the KV connector, as in vLLM."""
+"""Key of `SamplingParams.extra_args` for the KV connector, as in vLLM."""
+
+
+# Both have them: they are copied, unless `make_core_params` packs them.
+_SHARED_FIELDS = {*CoreSamplingParams.__struct_fields__} & {*SamplingParams.__struct_fields__}
 
 
 def make_core_params(
@@ -29,53 +34,46 @@ def make_core_params(
     grammar_backend: GrammarBackendName = "auto",
     additional_properties: bool = False,
 ) -> CoreSamplingParams:
-    """Completes and packs the parameters of one request.
+    """Complete and pack the parameters of one request.
 
     Args:
-        params: their token ids lie in the vocabulary.
+        params: parameters with token ids inside the vocabulary.
         vocab_size: width of the model's logits.
-        seed: the request's, or one derived for it.
-        max_tokens: most tokens of the answer.
-        all_stop_token_ids: every token that ends the answer.
+        seed: seed of the request, or one derived for it.
+        max_tokens: maximum tokens of the answer.
+        all_stop_token_ids: all tokens that end the answer.
         bad_words_token_ids: `params.bad_words` as token sequences, none empty.
-        grammar_backend: for a request that names none.
-        additional_properties: of JSON that follows a schema, as in `GrammarSpec`.
+        grammar_backend: backend for a request that names none.
+        additional_properties: for JSON that follows a schema, as in `GrammarSpec`.
     """
-    bias, wanted = params.logit_bias, params.structured_outputs
-    return CoreSamplingParams(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=0 if params.top_k >= vocab_size else params.top_k,
-        min_p=params.min_p,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
-        seed=seed,
-        max_tokens=max_tokens,
-        min_tokens=params.min_tokens,
-        logprobs=params.num_logprobs,
-        logprob_token_ids=None
+    bias, wanted, extra = params.logit_bias, params.structured_outputs, params.extra_args or {}
+    fields: dict[str, Any] = {name: getattr(params, name) for name in _SHARED_FIELDS}
+    fields |= {
+        "top_k": 0 if params.top_k >= vocab_size else params.top_k,
+        "seed": seed,
+        "max_tokens": max_tokens,
+        "logprobs": params.num_logprobs,
+        "logprob_token_ids": None
         if params.logprob_token_ids is None
         else np.asarray(params.logprob_token_ids, np.int32).tobytes(),
-        prompt_logprobs=params.prompt_logprobs,
-        stop_token_ids=frozenset(params.stop_token_ids),
-        all_stop_token_ids=frozenset(all_stop_token_ids),
-        allowed_token_ids=None
+        "stop_token_ids": frozenset(params.stop_token_ids),
+        "all_stop_token_ids": frozenset(all_stop_token_ids),
+        "allowed_token_ids": None
         if params.allowed_token_ids is None
         else _bitmask(params.allowed_token_ids, vocab_size),
-        logit_bias=None
+        "logit_bias": None
         if not bias
         else (
             np.fromiter(bias.keys(), np.int32).tobytes(),
             np.fromiter(bias.values(), np.float32).tobytes(),
         ),
-        bad_words=_pack(bad_words_token_ids) if bad_words_token_ids else None,
-        grammar=None
+        "bad_words": _pack(bad_words_token_ids) if bad_words_token_ids else None,
+        "grammar": None
         if wanted is None
         else _grammar_spec(wanted, grammar_backend, additional_properties),
-        extra_args={k: v for k, v in (params.extra_args or {}).items() if k != KV_TRANSFER_PARAMS}
-        or None,
-    )
+        "extra_args": {k: v for k, v in extra.items() if k != KV_TRANSFER_PARAMS} or None,
+    }
+    return CoreSamplingParams(**fields)
 
 
 def _grammar_spec(
@@ -97,7 +95,7 @@ def _grammar_spec(
 
 
 def _bitmask(token_ids: Sequence[int], vocab_size: int) -> bytes:
-    """Bits of the given ids, in whole words of 32."""
+    """Return the bits of the given ids, in whole words of 32."""
     allowed = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
     allowed[np.asarray(token_ids, np.int64)] = True
     return np.packbits(allowed, bitorder="little").tobytes()

@@ -1,8 +1,8 @@
-"""When a request will have its first token, and its last: whether its deadlines can be met.
+"""Forecast of a request's first and last token, to decide whether its deadlines can be met.
 
-Made of what the front end knows: how long the last steps took, and whose prompts wait. What is not
-known counts nothing, so that a forecast is too early rather than too late, and an idle engine takes
-every request: from what it refuses it would learn nothing.
+It uses what the front end knows: the duration of the last steps, and the waiting prompts. Unknown
+times count as zero, so that a forecast is too early rather than too late, and an idle engine
+accepts every request: a rejected request would give no measurement.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from octavo.errors import UnmetDeadlineError
 from octavo.messages import EngineCoreRequest, SchedulerStats
 from octavo.scheduler.fairness import CREDIT_STEPS, Tenant
 
-# Steps of a size that are looked at, and how many of them make a measurement.
+# Number of recent steps of a size, and number of them that make a measurement.
 _RECENT = 16
 _ENOUGH = 4
 _MAX_RETRY_AFTER = 60
 
 
 class StepTimes:
-    """How long steps take, by their number of tokens: medians of recent ones."""
+    """Durations of steps by their number of tokens: medians of recent ones."""
 
     def __init__(self) -> None:
-        # Sizes between two powers of two are one.
+        # Sizes between two powers of two share an entry.
         self._seconds: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_RECENT))
         self._last = SchedulerStats()
         self._last_time = -math.inf
 
     def record(self, stats: SchedulerStats, timestamp: float) -> None:
-        """Takes in what the scheduler said when a step had ended.
+        """Record the scheduler's statistics at the end of a step.
 
         Args:
-            stats: the scheduler's.
-            timestamp: second at which it ended.
+            stats: statistics of the scheduler.
+            timestamp: second at which the step ended.
         """
         steps = stats.num_steps - self._last.num_steps
         tokens = stats.num_scheduled_tokens - self._last.num_scheduled_tokens
-        # Otherwise there was none, the engine is another one, or it had nothing to do before.
+        # Otherwise no step has ended, the engine is a new one, or it was idle before.
         if steps > 0 and tokens > 0 and self._last.num_running_reqs:
             size = (tokens // steps).bit_length()
             self._seconds[size].append((timestamp - self._last_time) / steps)
@@ -48,7 +48,7 @@ class StepTimes:
             self._last, self._last_time = stats, timestamp
 
     def seconds(self, num_tokens: int) -> float:
-        """What a step of so many tokens takes at least; 0 if nothing is known."""
+        """Return the minimum seconds of a step of `num_tokens` tokens; 0 if unknown."""
         for size in range(num_tokens.bit_length(), 0, -1):
             if size in self._seconds and len(self._seconds[size]) >= _ENOUGH:
                 return statistics.median(self._seconds[size])
@@ -56,11 +56,11 @@ class StepTimes:
 
 
 class Forecast:
-    """Refuses requests whose deadlines cannot be met.
+    """Check that rejects requests with deadlines that cannot be met.
 
     Args:
         max_num_batched_tokens: token budget of a step.
-        heeds_priority: whether the scheduler does.
+        heeds_priority: True if the scheduler uses priorities.
     """
 
     def __init__(self, max_num_batched_tokens: int, *, heeds_priority: bool) -> None:
@@ -70,7 +70,7 @@ class Forecast:
         self._stats = SchedulerStats()
 
     def record(self, stats: SchedulerStats, timestamp: float) -> None:
-        """See `StepTimes.record`."""
+        """Record statistics, as `StepTimes.record` does."""
         self._times.record(stats, timestamp)
         self._stats = stats
 
@@ -83,17 +83,17 @@ class Forecast:
         num_tokens: int,
         now: float,
     ) -> None:
-        """Checks a request with deadlines on its arrival; O(waiting).
+        """Check a request with deadlines on its arrival; O(waiting).
 
         Args:
-            request: it.
-            waiting: those that have no token yet.
-            num_running: how many have.
-            num_tokens: fewest tokens that the answer will have.
-            now: second, as deadlines have it.
+            request: the request.
+            waiting: requests without a token.
+            num_running: number of requests with tokens.
+            num_tokens: minimum number of tokens of the answer.
+            now: current second, on the clock of the deadlines.
 
         Raises:
-            UnmetDeadlineError: one of them cannot be met, with the seconds after which it might.
+            UnmetDeadlineError: a deadline cannot be met; it has the seconds until a retry.
         """
         others, stats = list(waiting), self._stats
         if not others and not num_running:
@@ -120,10 +120,10 @@ class Forecast:
     def _first_token(
         self, request: EngineCoreRequest, others: list[EngineCoreRequest], num_running: int
     ) -> float:
-        """Seconds until the first token: prompts are computed as fast as steps allow."""
+        """Return the seconds until the first token: prompts are computed as fast as steps allow."""
         stats = self._stats
         tokens = len(request.prompt_token_ids) + self._tokens_ahead(request, others)
-        if stats.prefix_cache_queries:  # of the prompts as much is cached as before
+        if stats.prefix_cache_queries:  # the cached share of the prompts is as before
             tokens -= tokens * stats.prefix_cache_hits // stats.prefix_cache_queries
         room = max(1, self._budget - num_running)
         full, rest = divmod(max(1, tokens), room)
@@ -131,7 +131,7 @@ class Forecast:
         return seconds + (self._times.seconds(rest + num_running) if rest else 0.0)
 
     def _tokens_ahead(self, request: EngineCoreRequest, others: list[EngineCoreRequest]) -> int:
-        """Prompt tokens that are computed before the request's, as far as is sure."""
+        """Return the prompt tokens that are certainly computed before the request's."""
         ahead, own = 0, request.options
         of_tenants: defaultdict[Tenant, int] = defaultdict(int)
         for other in others:
@@ -142,6 +142,6 @@ class Forecast:
             elif worse == 0 and (its.share != own.share or its.due <= own.due):
                 of_tenants[its.share] += tokens
         mine = of_tenants.pop(own.share, 0)
-        # While this tenant gets so many, each of the others gets no more, and less by its credit.
+        # While this tenant gets this share, each other one gets at most the same, less its credit.
         share = max(0, mine + len(request.prompt_token_ids) - CREDIT_STEPS * self._budget)
         return ahead + mine + sum(min(tokens, share) for tokens in of_tenants.values())

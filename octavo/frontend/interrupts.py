@@ -1,4 +1,4 @@
-"""Ctrl-C where it does no harm."""
+"""Ctrl-C delayed to a moment when it does no harm."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Interrupts:
         self._last: tuple[int, FrameType | None] | None = None
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """The handler meanwhile. The second Ctrl-C is raised at once: somebody is in a hurry."""
+        """Note a Ctrl-C, as the temporary handler; raise a second one at once."""
         if self._last is not None:
             self._handler(number, frame)
         self._last = number, frame
 
     def raise_now(self) -> None:
-        """Raises what has been noted."""
+        """Raise the noted Ctrl-C."""
         last, self._last = self._last, None
         if last is not None:
             self._handler(*last)
@@ -31,9 +31,9 @@ class Interrupts:
 
 @contextmanager
 def late_interrupts() -> Iterator[Interrupts]:
-    """Ctrl-C comes at the block's end, or where the block wants it.
+    """Delay Ctrl-C to the block's end, or to a `raise_now` in the block.
 
-    Anywhere else it would leave the engine's books half written.
+    Elsewhere it could interrupt the engine within a change of its state.
     """
     before = signal.getsignal(signal.SIGINT)
     if not callable(before) or threading.current_thread() is not threading.main_thread():

@@ -1,6 +1,6 @@
-"""Embeddings as prompts: from a caller's tensor to what travels to the engine core.
+"""Embeddings as prompts: conversion of a caller's tensor for the engine core.
 
-Without torch: who hands in one of its tensors has imported it.
+This module does not import torch: a caller with a torch tensor has imported it.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ PROMPT_EMBEDS_OFF = (
     "prompt_embeds is not accepted here; start the engine with --enable-prompt-embeds "
     "(enable_prompt_embeds=True), or give the prompt as text or token ids."
 )
-# Numbers of that many bytes are looked at at once: what that takes is small beside them.
+# Bytes that are checked in one call, so that the temporary memory is small.
 _PIECE = 2**22
 _EXPONENT_BFLOAT16 = 0x7F80
 
 
 def read_tensor(tensor: Any) -> PromptEmbeds:
-    """The embeddings in a torch tensor or a numpy array of floating-point numbers.
+    """Return the embeddings in a torch tensor or a numpy array of floating-point numbers.
 
     Args:
         tensor: [tokens, size], or [1, tokens, size].
 
     Raises:
-        RequestError: it is something else.
+        RequestError: the object is something else.
     """
     if isinstance(tensor, PromptEmbeds):
         return tensor
@@ -54,14 +54,14 @@ def read_tensor(tensor: Any) -> PromptEmbeds:
 
 
 def check_form(shape: tuple[int, ...], dtype: str) -> tuple[EmbedsDtype, int]:
-    """The type of a tensor's numbers, and the size of an embedding.
+    """Return the type of a tensor's numbers, and the size of an embedding.
 
     Args:
-        shape: of the tensor.
-        dtype: its name.
+        shape: shape of the tensor.
+        dtype: name of its type.
 
     Raises:
-        RequestError: it does not hold embeddings.
+        RequestError: the tensor does not hold embeddings.
     """
     if dtype not in EMBEDS_DTYPES:
         raise RequestError(
@@ -78,15 +78,15 @@ def check_form(shape: tuple[int, ...], dtype: str) -> tuple[EmbedsDtype, int]:
 
 
 def check_embeds(embeds: PromptEmbeds, size: int, max_model_len: int) -> None:
-    """Refuses embeddings that a model cannot take.
+    """Reject embeddings that a model does not accept.
 
     Args:
-        embeds: what came with the prompt.
-        size: of the model's embeddings.
-        max_model_len: most tokens of prompt and answer together.
+        embeds: embeddings of the prompt.
+        size: size of the model's embeddings.
+        max_model_len: maximum tokens of prompt and answer together.
 
     Raises:
-        RequestError: naming what is wrong.
+        RequestError: the embeddings are wrong; the message has the reason.
     """
     if embeds.size != size:
         raise RequestError(

@@ -1,4 +1,4 @@
-"""What requests hold in memory, in front end and engine core, against a budget."""
+"""Budget for the memory that requests hold in front end and engine core."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from octavo.sampling_params import SamplingParams
 
 # Bytes in both processes together, rounded up.
 _ANSWER = 8192
-"""Of one answer: its records, its detokenizer, its place in the queues."""
+"""Bytes of one answer: its records, its detokenizer, its place in the queues."""
 _PROMPT_TOKEN = 96
-"""A number in three lists, with the hashes of blocks."""
+"""Bytes of a prompt token in three lists, with the hashes of blocks."""
 _PROMPT_TOKEN_OF_ANSWER = 12
-"""One more reference to it, which each of n answers has."""
+"""Bytes of one more reference to a prompt token, which each of n answers has."""
 _EXTRA_ARGS_BYTE = 128
-"""Of its msgpack: the most, such as an empty list, takes 64 bytes in either process."""
+"""Bytes per byte of msgpack: at most, as for an empty list, 64 in each process."""
 _PROMPT_EMBEDS_BYTE = 3
-"""In either process, and on its way."""
+"""Copies of the embeddings: in both processes, and in transit."""
 _GRAMMAR_CHARACTER = 16
-"""Of a grammar's text, in either process."""
+"""Bytes of a character of a grammar in both processes."""
 _OUTPUT_TOKEN = 112
-"""A number in the core, in the front end and in what is handed out, its text and its hashes."""
+"""Bytes of an output token in the core, the front end and the outputs, its text and hashes."""
 _CANDIDATE = 8
-"""A token id and a logprob."""
+"""Bytes of a token id and a logprob."""
 _WRITTEN_CANDIDATE = 512
-"""The same as JSON, of the one answer that is being written, a few copies on its way."""
+"""Bytes of a candidate as JSON, in the answer that is being written, with copies in transit."""
 
 
 def request_nbytes(request: EngineCoreRequest, params: SamplingParams, vocab_size: int) -> int:
-    """Bytes that a request takes at most until it has been answered, in both processes.
+    """Return the maximum bytes of a request until it has been answered, in both processes.
 
     Args:
         request: a result of `InputProcessor.process`.
-        params: what it was made of.
-        vocab_size: candidates where all are asked for.
+        params: the parameters that it was made of.
+        vocab_size: number of candidates if all are requested.
     """
     core, n = request.sampling_params, request.n
     prompt, output = len(request.prompt_token_ids), core.max_tokens
@@ -71,35 +71,35 @@ def request_nbytes(request: EngineCoreRequest, params: SamplingParams, vocab_siz
 
 
 def logprobs_nbytes(num_candidates: int, num_written: int) -> int:
-    """Bytes of logprobs while they are sent.
+    """Return the bytes of logprobs while they are sent.
 
     Args:
         num_candidates: entries of all prompts and answers.
-        num_written: of these, what is written at once.
+        num_written: entries that are written at once.
     """
     return num_candidates * _CANDIDATE + num_written * _WRITTEN_CANDIDATE
 
 
-# A tenant with more than so many times what is free gets no more.
+# A tenant may hold at most this multiple of the free amount.
 _LEFT = 8
 
 
 def leaves_room(held: int, more: int, free: int) -> bool:
-    """Whether a tenant may have more of what is limited, so that others find room, too.
+    """Return True if a tenant may hold more of a limited resource, so that others find room, too.
 
-    The more it has, the more it has to leave: of two that want all, both have the same, and some
-    is free. Whoever has nothing may have what there is.
+    The more it holds, the more must stay free: two tenants that want everything hold the same
+    amount, and some stays free. A tenant that holds nothing may use all free room.
 
     Args:
-        held: what it has.
-        more: what it asks for.
-        free: what nobody has.
+        held: amount that the tenant holds.
+        more: amount that it requests.
+        free: free amount.
     """
     return more <= free and (not held or held + more <= _LEFT * (free - more))
 
 
 class RequestMemory:
-    """A budget for the bytes of all unfinished requests.
+    """Budget for the bytes of all unfinished requests.
 
     Args:
         limit: bytes.
@@ -109,20 +109,20 @@ class RequestMemory:
         self.limit = limit
         self.used = 0
         self.spare: Callable[[int], None] = lambda nbytes: None
-        """Gives up about so many bytes of what is kept for convenience only."""
+        """Callback that frees about the given number of bytes of optional data."""
         self._of_tenants: Counter[str] = Counter()
 
     @contextmanager
     def reserve(self, nbytes: int, tenant: str | None = None) -> Iterator[None]:
-        """Books what a request may take.
+        """Reserve the maximum memory of a request.
 
         Args:
             nbytes: bytes.
-            tenant: whose it is: each of several leaves room for the others.
+            tenant: tenant of the request; each of several leaves room for the others.
 
         Raises:
-            RequestError: it could never fit.
-            QueueFullError: it does not fit beside the others now.
+            RequestError: the request could never fit.
+            QueueFullError: the request does not fit now.
         """
         if nbytes > self.limit:
             raise RequestError(
@@ -159,14 +159,14 @@ class RequestMemory:
                     del self._of_tenants[tenant]
 
     def make_room(self, nbytes: int = 0) -> None:
-        """Has what can be spared given up, as far as `nbytes` more do not fit beside it."""
+        """Free optional data, as far as `nbytes` more do not fit."""
         excess = self.used + nbytes - self.limit
         if excess > 0:
             self.spare(excess)
 
     @contextmanager
     def hold(self, nbytes: int) -> Iterator[None]:
-        """Books what is there already, such as an answer that is being sent."""
+        """Count existing data, such as an answer that is being sent."""
         self.used += nbytes
         try:
             yield

@@ -1,4 +1,4 @@
-"""What the worker needs of a model."""
+"""Interface of a model for the worker."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from octavo.models.spec import ModelSpec
 
 
 class Model(Protocol):
-    """A model that is loaded; call it under `torch.inference_mode`.
+    """Loaded model; call it under `torch.inference_mode`.
 
     Attributes:
-        spec: what it is.
-        device: where the weights are.
+        spec: description of the model.
+        device: device of the weights.
     """
 
     spec: ModelSpec
@@ -28,23 +28,23 @@ class Model(Protocol):
         ...
 
     def forward(self, input_ids: Tensor, step: StepContext) -> Tensor:
-        """Computes the tokens of a step and stores what later steps need of them.
+        """Compute the tokens of a step and store the state that later steps need.
 
         Args:
             input_ids: [T] int64, the tokens of all requests one after the other.
-            step: where they are.
+            step: positions, cache blocks and other context of the step.
 
         Returns:
-            Hidden states [T, hidden_size] as `head` takes them, in the model's dtype.
+            Hidden states [T, hidden_size], the input of `head`, in the model's dtype.
         """
         ...
 
     def head(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Hidden states to logits.
+        """Return the logits of hidden states.
 
         Args:
             hidden: [T, hidden_size].
-            rows: int64 [M], which of them; None: all.
+            rows: int64 [M], the rows to use; None: all.
 
         Returns:
             float32 [M, vocab_size].

@@ -1,6 +1,6 @@
-"""What a config.json need not say: the values that transformers assumes for absent fields.
+"""Defaults of config.json: the values that transformers assumes for absent fields.
 
-Sizes of the model are not among them: a config without one is broken.
+Sizes of the model have no default: a config without one is broken.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "MptForCausalLM": {"model_type": "mpt"},
     "FalconForCausalLM": {"model_type": "falcon"},
 }
-"""By the name of the architecture."""
+"""Defaults by the name of the architecture."""
 
 ARCHITECTURES = {defaults["model_type"]: name for name, defaults in DEFAULTS.items()}
-"""The name of the architecture by model_type."""
+"""Name of the architecture by model_type."""

@@ -1,4 +1,4 @@
-"""The decoder: one for all architectures, put together from the blocks of a `ModelSpec`."""
+"""Decoder of all architectures, built from the blocks of a `ModelSpec`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from octavo.models.spec import ModelSpec
 
 
 class DecoderModel:
-    """A decoder-only language model, or a stage of one, ready to run: a `Model`.
+    """Decoder-only language model, or a stage of one, ready to run: a `Model`.
 
     Args:
         spec: the model.
-        parts: what its blocks are built from; all that `spec.weights()` lists is loaded.
+        parts: weights and operations of the blocks; all weights of `spec.weights()` are loaded.
     """
 
     def __init__(self, spec: ModelSpec, parts: Parts) -> None:
@@ -26,7 +26,7 @@ class DecoderModel:
         self.dtype = parts.dtype
         if spec.has_head:
             self.head = spec.head.build(parts)
-            # Drafters read what comes from it while other ranks have begun with the next step.
+            # Drafters read its result while other ranks have begun the next step.
             self.norm = build_norm(
                 spec.head.norm, parts.of("norm"), size=spec.hidden_size, rows="final"
             )
@@ -42,13 +42,13 @@ class DecoderModel:
         self._add = parts.ops.add
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        """input_ids [T] int64 -> [T, embed_size], for `StepContext.embeds`."""
+        """Embed input_ids [T] int64 -> [T, embed_size], for `StepContext.embeds`."""
         return self.embed.look_up(input_ids)
 
     def forward(self, input_ids: Tensor, step: StepContext) -> Tensor:
-        """See `Model`; hidden states come from behind the final norm.
+        """Return the hidden states after the final norm.
 
-        A stage takes those of `StepContext.received`, and hands on its own as they are.
+        A stage starts from `StepContext.received`, and passes its hidden states on without a norm.
         """
         x: Tensor
         residual: Tensor | None = None

@@ -1,4 +1,4 @@
-"""Which model drafts for another: found, read, and checked against it. No torch."""
+"""Draft model of another model: find it, read it, and check that the two match. No torch."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ _EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 
 @dataclass(frozen=True)
 class Draft:
-    """A model that drafts."""
+    """Draft model."""
 
     method: str
-    """As in `SpeculativeConfig`."""
+    """Method, as in `SpeculativeConfig`."""
     spec: ModelSpec
     path: Path
     num_heads: int | None = None
-    """Medusa's."""
+    """Number of Medusa's heads; None for other methods."""
 
 
 def find_draft(config: EngineConfig, target: ModelSpec) -> Draft | None:
-    """The model that the settings name for drafting; None: they name none.
+    """Return the draft model of the settings, or None if they name none.
 
     Args:
         config: the settings.
-        target: the model that is drafted for.
+        target: the model that needs drafts.
 
     Raises:
-        ConfigError: if the two do not go together.
-        ModelError, HubError: if its folder cannot be used, or there is none.
+        ConfigError: the two models do not match.
+        ModelError, HubError: the draft model's folder does not exist or cannot be used.
     """
     speculative = config.speculation.speculative_config
     if speculative is None or speculative.model is None:
@@ -73,7 +73,7 @@ def _architecture(config: ConfigJson) -> str | None:
 
 
 def _method_of(config: ConfigJson) -> str:
-    """What a folder is meant for."""
+    """Return the method that a folder is made for."""
     architecture = _architecture(config)
     if architecture in _MEDUSA:
         return "medusa"

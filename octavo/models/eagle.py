@@ -18,23 +18,23 @@ from octavo.models.spec import ModelSpec
 
 
 class EagleModel:
-    """Guesses the next hidden state, from that of a token and the embedding of the next one.
+    """Model that guesses the next hidden state from a token's state and the next token's embedding.
 
-    A `Model` but for two things: it is computed from what `fill` has put into `inputs`, and `head`
-    picks hidden states, which `guess` makes logits of.
+    It differs from `Model` in two points: it computes from the `inputs` that `fill` has set, and
+    `head` selects hidden states, which `guess` turns into logits.
 
     Args:
         spec: the head.
-        parts: what it is built from.
+        parts: the loaded weights and operations.
     """
 
     inputs: Tensor
-    """Of `input_shape`, to be set before anything is computed or recorded."""
+    """Tensor of `input_shape`; it must be set before any step is computed or recorded."""
 
     def __init__(self, spec: EagleSpec, parts: Parts) -> None:
         self.spec: ModelSpec = spec
         self.kept_layers = spec.kept_layers
-        """Layers of the target whose hidden states `combine` takes."""
+        """Layers of the target with the hidden states that `combine` uses."""
         self.device = parts.device
         layer = spec.layers[0].build(parts.of("layers.0"), 0)
         assert isinstance(layer, SequentialLayer)
@@ -44,55 +44,55 @@ class EagleModel:
         self.dtype = parts.tensor("layers.0.feed_forward_norm.weight").dtype
 
     def input_shape(self, num_tokens: int) -> tuple[int, ...]:
-        """Shape of `inputs` for steps of so many tokens."""
+        """Return the shape of `inputs` for steps of `num_tokens` tokens."""
         return (num_tokens, 2 * self.spec.hidden_size)
 
     def combine(self, hidden: Tensor, kept: Sequence[Tensor]) -> Tensor:
-        """The target's hidden states as `fill` takes them.
+        """Return the target's hidden states in the form that `fill` accepts.
 
         Args:
-            hidden: [T, hidden_size], as the target's LM head takes them.
-            kept: the same behind `kept_layers`.
+            hidden: [T, hidden_size], the input of the target's LM head.
+            kept: hidden states after each of `kept_layers`, of the same shape.
         """
         return hidden
 
     def fill(self, embedding: Tensor, hidden: Tensor) -> None:
-        """Sets what the next step is computed from.
+        """Set the inputs of the next step.
 
         Args:
-            embedding: [T, hidden_size] of the tokens behind those of the hidden states.
-            hidden: [T, hidden_size], of `combine` or guessed.
+            embedding: [T, hidden_size] of the tokens after those of the hidden states.
+            hidden: [T, hidden_size], from `combine` or guessed.
         """
         tokens, size = hidden.shape
         self.inputs[:tokens, :size] = embedding
         self.inputs[:tokens, size:] = hidden
 
     def forward(self, input_ids: Tensor, step: StepContext) -> Tensor:
-        """See `Model`: [T, hidden_size], guesses of the next tokens' hidden states."""
+        """Return [T, hidden_size], guesses of the next tokens' hidden states."""
         x = self._fc(self.inputs[: len(input_ids)])
         x, residual = self._layer(x, None, step)
         assert residual is not None
         return self._ops.add(x, residual)
 
     def head(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Rows int64 [M] of guesses [T, hidden_size]."""
+        """Return the rows int64 [M] of guesses [T, hidden_size]."""
         assert rows is not None
         return self._ops.embedding(hidden, rows)
 
     def guess(self, hidden: Tensor, target: Model | LMHead) -> Tensor:
-        """Logits float32 [R, vocab_size] of guessed hidden states [R, hidden_size].
+        """Return the logits float32 [R, vocab_size] of guessed hidden states [R, hidden_size].
 
-        `target`: whose head makes them.
+        `target` is the model with the head that computes them.
         """
         return target.head(hidden)
 
 
 class LMHead:
-    """The target's whole LM head.
+    """Whole LM head of the target.
 
     Args:
         spec: the head.
-        parts: what it is built from.
+        parts: the loaded weights.
     """
 
     def __init__(self, spec: LMHeadSpec, parts: Parts) -> None:
@@ -100,11 +100,11 @@ class LMHead:
 
 
 class Eagle3Model(EagleModel):
-    """Takes hidden states of three layers of the target, and has norms and an LM head of its own.
+    """EAGLE-3: uses hidden states of three layers of the target, and has its own norms and LM head.
 
     Args:
         spec: the head.
-        parts: what it is built from.
+        parts: the loaded weights and operations.
     """
 
     def __init__(self, spec: EagleSpec, parts: Parts) -> None:
@@ -118,13 +118,13 @@ class Eagle3Model(EagleModel):
         self._token_ids = torch.arange(spec.num_draft_tokens)
 
     def set_offsets(self, d2t: Tensor) -> None:
-        """Which tokens of the target's vocabulary those of its own are.
+        """Set the map from the head's vocabulary to the target's vocabulary.
 
         Args:
-            d2t: int64 [num_draft_tokens], to be added to its own ids.
+            d2t: int64 [num_draft_tokens], added to the head's token ids.
 
         Raises:
-            ModelError: if they are no tokens.
+            ModelError: the results are no tokens of the target.
         """
         count, vocab_size = len(self._token_ids), self.spec.vocab_size
         if d2t.shape != (count,) or d2t.is_floating_point():
@@ -136,20 +136,20 @@ class Eagle3Model(EagleModel):
             raise ModelError(f"d2t of the EAGLE-3 head names tokens beyond {vocab_size}.")
 
     def input_shape(self, num_tokens: int) -> tuple[int, ...]:
-        """See `EagleModel`: embeddings, then hidden states."""
+        """Return the shape: embeddings, then hidden states."""
         return (2, num_tokens, self.spec.hidden_size)
 
     def combine(self, hidden: Tensor, kept: Sequence[Tensor]) -> Tensor:
-        """See `EagleModel`."""
+        """Implement `EagleModel`."""
         return self._fc(torch.cat(list(kept), dim=1))
 
     def fill(self, embedding: Tensor, hidden: Tensor) -> None:
-        """See `EagleModel`."""
+        """Implement `EagleModel`."""
         self.inputs[0, : len(hidden)] = embedding
         self.inputs[1, : len(hidden)] = hidden
 
     def forward(self, input_ids: Tensor, step: StepContext) -> Tensor:
-        """See `EagleModel`."""
+        """Implement `EagleModel`."""
         tokens, size, ops = len(input_ids), self.spec.hidden_size, self._ops
         embedding, hidden = self.inputs[0, :tokens], self.inputs[1, :tokens]
         both = ops.empty(tokens, 2 * size, like=hidden)
@@ -163,7 +163,7 @@ class Eagle3Model(EagleModel):
         return ops.add(layer.feed_forward(x), residual)
 
     def guess(self, hidden: Tensor, target: Model | LMHead) -> Tensor:
-        """See `EagleModel`; tokens that are not in its own vocabulary are never drafted."""
+        """Return the logits; tokens outside of the head's vocabulary are never drafted."""
         own = self._lm_head(self._norm(hidden))
         logits = own.new_full((len(hidden), self.spec.vocab_size), -torch.inf)
         logits[:, self._token_ids] = own

@@ -11,11 +11,11 @@ from octavo.models.heads import MedusaSpec
 
 
 class MedusaModel:
-    """Guesses several tokens from one hidden state, each by a head of its own.
+    """Model that guesses several tokens from one hidden state, each by a dedicated head.
 
     Args:
         spec: the heads.
-        parts: what they are built from.
+        parts: the loaded weights and operations.
     """
 
     def __init__(self, spec: MedusaSpec, parts: Parts) -> None:
@@ -28,11 +28,11 @@ class MedusaModel:
         ]
 
     def guess(self, head: int, hidden: Tensor) -> Tensor:
-        """Logits of the token `head` + 2 places on.
+        """Return the logits of the token `head` + 2 positions later.
 
         Args:
-            head: which head.
-            hidden: [R, hidden_size], as the target's LM head takes it.
+            head: index of the head.
+            hidden: [R, hidden_size], the input of the target's LM head.
 
         Returns:
             float32 [R, vocab_size].

@@ -1,4 +1,4 @@
-"""How a config.json says where tokens are: rotary parameters, ALiBi slopes, context length."""
+"""Positions in a config.json: rotary parameters, ALiBi slopes, context length."""
 
 from __future__ import annotations
 
@@ -26,26 +26,25 @@ def read_rope(
     partial: float | None = None,
     is_neox: bool = True,
 ) -> RopeSpec:
-    """Reads rotary parameters in the newer (`rope_parameters`) or older form (`rope_scaling`).
+    """Read rotary parameters in the newer (`rope_parameters`) or older form (`rope_scaling`).
 
     Args:
         config: the whole config.json.
         head_size: elements of a head.
         max_position: the config's max_position_embeddings.
-        layer_type: "full_attention" or "sliding_attention" where the parameters may be given for
-            each separately; a single set is then that of full attention.
-        theta_field: field beside the parameters that holds the base in the older form.
-        theta: base where the config names none.
+        layer_type: "full_attention" or "sliding_attention" if the config may have separate
+            parameters for each; a single set is then that of full attention.
+        theta_field: field of the base next to the parameters, in the older form.
+        theta: base if the config has none.
         aliases: old names of rope types.
-        default_original: original context length where the config names none; otherwise
-            `max_position`.
-        partial: how much of a head is rotated where partial_rotary_factor does not say; None: the
-            family has no such field, and transformers rotates all of a head with default positions
+        default_original: original context length if the config has none; None: `max_position`.
+        partial: rotated part of a head if the config has no partial_rotary_factor. None: the
+            family has no such field; transformers then rotates whole heads with default positions
             and fails with others.
-        is_neox: see `RopeSpec`.
+        is_neox: as in `RopeSpec`.
 
     Raises:
-        ModelError: for an unknown type, or parameters that are missing or wrong.
+        ModelError: the type is unknown, or parameters are missing or wrong.
     """
     params = config.section("rope_parameters")
     if not config.has("rope_parameters"):
@@ -85,7 +84,7 @@ def read_rope(
     if rope_type in _NEEDS_ORIGINAL:
         key = "original_max_position_embeddings"
         original = params.integer(key, default=default_original or max_position)
-        # As in transformers, a value beside the parameters wins over one among them.
+        # As in transformers, a value next to the parameters has precedence over one among them.
         original = config.integer(key, default=original)
         if original == 1 and rope_type == "longrope":
             raise config.error(key, "longrope needs at least 2")
@@ -147,18 +146,18 @@ def _complete(spec: RopeSpec, params: ConfigJson, factor: float) -> RopeSpec:
 
 
 def _yarn_mscale(factor: float, mscale: float) -> float:
-    """Attention temperature of YaRN (arXiv 2309.00071, section 3.4)."""
+    """Return the attention temperature of YaRN (arXiv 2309.00071, section 3.4)."""
     return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def scaled_max_model_len(rope: RopeSpec, max_position: int) -> int:
-    """Context length of a model with scaled positions, by vLLM's rules.
+    """Return the context length of a model with scaled positions, by vLLM's rules.
 
-    max_position_embeddings of llama3 and longrope models is the scaled length already; that of
-    linear and dynamic ones is the original; yarn models name the original themselves.
+    max_position_embeddings is the scaled length for llama3 and longrope models, and the original
+    one for linear and dynamic ones. yarn models have a field for the original length.
 
     Raises:
-        ModelError: for a length that no context has.
+        ModelError: the length is impossible.
     """
     match rope.rope_type:
         case "linear" | "dynamic":
@@ -176,7 +175,7 @@ def scaled_max_model_len(rope: RopeSpec, max_position: int) -> int:
 
 
 def alibi_slopes_bloom(num_heads: int) -> tuple[float, ...]:
-    """Slopes of ALiBi (arXiv 2108.12409) as BLOOM extends them to any number of heads."""
+    """Return the slopes of ALiBi (arXiv 2108.12409), extended as BLOOM does to all head counts."""
     power = 2 ** math.floor(math.log2(num_heads))
     slopes = [2.0 ** (-8.0 * i / power) for i in range(1, power + 1)]
     slopes += [2.0 ** (-4.0 * i / power) for i in range(1, 2 * (num_heads - power) + 1, 2)]
@@ -184,7 +183,7 @@ def alibi_slopes_bloom(num_heads: int) -> tuple[float, ...]:
 
 
 def alibi_slopes_mpt(num_heads: int, bias_max: float) -> tuple[float, ...]:
-    """Slopes of ALiBi (arXiv 2108.12409) as MPT extends them to any number of heads."""
+    """Return the slopes of ALiBi (arXiv 2108.12409), extended as MPT does to all head counts."""
     power = 2 ** math.ceil(math.log2(num_heads))
     slopes = [2.0 ** (-bias_max * i / power) for i in range(1, power + 1)]
     if power != num_heads:

@@ -1,4 +1,4 @@
-"""Metrics as objects: what vLLM's `LLM.get_metrics` returns."""
+"""Metrics as objects, as vLLM's `LLM.get_metrics` returns them."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ class Metric:
     """Base of the kinds of metric."""
 
     name: str
-    """With its prefix, and without a counter's `_total`."""
+    """Name with its prefix, and without a counter's `_total`."""
     labels: dict[str, str]
 
 
 @dataclass
 class Counter(Metric):
-    """A number that only grows."""
+    """Number that only grows."""
 
     value: int
 
 
 @dataclass
 class Vector(Metric):
-    """A counter for each place of a draft."""
+    """Counter for each position of a draft."""
 
     values: list[int]
 
 
 @dataclass
 class Gauge(Metric):
-    """A number that goes up and down."""
+    """Number that may grow and shrink."""
 
     value: float
 
 
 @dataclass
 class Histogram(Metric):
-    """How many values were at most as large as each of several bounds."""
+    """Numbers of values up to each of several bounds."""
 
     count: int
     sum: float
     buckets: dict[str, int]
-    """By the bound; "+Inf" has all."""
+    """Counts by the bound; "+Inf" has all values."""
 
 
 def read_metrics(text: str) -> list[Metric]:
-    """The metrics of a page in Prometheus' text format."""
+    """Return the metrics of a page in Prometheus' text format."""
     return [metric for family in text_string_to_metric_families(text) for metric in _read(family)]
 
 

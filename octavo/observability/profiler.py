@@ -1,8 +1,8 @@
-"""Traces: what the engine's threads and kernels did and when, for Perfetto or chrome://tracing.
+"""Traces of the engine's threads and kernels over time, for Perfetto or chrome://tracing.
 
-Spans are of the host side (schedule, prepare inputs, forward, sample, update) and of every kernel
-call. The kernels' spans are noted by the native side for the whole process, so one profile is
-recorded at a time in a process. With none being recorded, `span` does nothing.
+Spans cover the host side (schedule, prepare inputs, forward, sample, update) and every kernel call.
+The native side records the kernels' spans for the whole process, so a process can record only one
+profile at a time. Without a profile `span` does nothing.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from octavo.errors import ConfigError, ProfilerError
 
 logger = logging.getLogger(__name__)
 
-# 450 bytes each: no profile takes more than about 100 MB. It is a thousand steps of a model of 22
+# 450 bytes each, so a profile uses at most about 100 MB. That is a thousand steps of a model of 22
 # layers.
 MAX_EVENTS = 200_000
 
 
 class TraceEvent(NamedTuple):
-    """One span of one thread."""
+    """Span of one thread."""
 
     name: str
     start: float
-    """Second of `time.monotonic`, which is the kernels' clock too."""
+    """Start in seconds of `time.monotonic`, which is the kernels' clock too."""
     end: float
     thread: str
-    """Name of the thread; each gets a track of its own, on which spans nest."""
+    """Name of the thread; each has a separate track, on which spans nest."""
     args: dict[str, float | int | str]
-    """What else is known: "step", "requests", "tokens"; of a kernel "bytes", "flops", "rows"."""
+    """Further data: "step", "requests", "tokens"; for a kernel "bytes", "flops", "rows"."""
 
 
 def write_chrome_trace(path: str | Path, events: Iterable[TraceEvent]) -> None:
-    """Writes a trace in Chrome's JSON format ("X" events, microseconds from the first start).
+    """Write a trace in Chrome's JSON format ("X" events, microseconds from the first start).
 
     The file appears once it is complete; only this user can read it.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
-    # A span comes before those inside it.
+    # A span precedes those inside it.
     ordered = sorted(events, key=lambda event: (event.start, -event.end))
     origin = ordered[0].start if ordered else 0.0
     path, pid = Path(path), os.getpid()
@@ -91,7 +91,7 @@ def _entries(events: list[TraceEvent], origin: float, pid: int) -> Iterator[byte
 
 
 def take_kernel_events() -> list[TraceEvent]:
-    """The kernels' spans since the last call, on the calling thread's track."""
+    """Return the kernels' spans since the last call, on the calling thread's track."""
     from octavo import _native
 
     thread = threading.current_thread().name
@@ -102,14 +102,14 @@ def take_kernel_events() -> list[TraceEvent]:
 
 
 class Profiler:
-    """Records profiles, one after the other, into files `octavo-<pid>-<n>.trace.json`.
+    """Recorder of profiles, one after the other, into files `octavo-<pid>-<n>.trace.json`.
 
     Args:
-        directory: where they go; made if it is not there.
-        max_events: spans kept of one profile; what comes later is counted and dropped.
+        directory: folder of the files; created if it does not exist.
+        max_events: maximum number of spans of a profile; later ones are counted and dropped.
 
     Raises:
-        ConfigError: if the directory cannot be made or written to.
+        ConfigError: the directory cannot be created or written to.
     """
 
     _numbers = itertools.count(1)
@@ -130,14 +130,14 @@ class Profiler:
 
     @property
     def recording(self) -> bool:
-        """Whether a profile is being recorded."""
+        """True if a profile is being recorded."""
         return _active is self
 
     def start(self) -> None:
-        """Begins a profile.
+        """Begin a profile.
 
         Raises:
-            ProfilerError: one is being recorded in this process already.
+            ProfilerError: a profile is already being recorded in this process.
         """
         global _active
         if _active is not None:
@@ -145,15 +145,15 @@ class Profiler:
         from octavo import _native
 
         self._events, self._dropped = [], 0
-        _native.take_spans()  # what is left of an earlier one
+        _native.take_spans()  # discards spans of an earlier profile
         _native.set_profiling(True)
         _active = self
 
     def stop(self) -> Path:
-        """Ends the profile and writes it; returns the file.
+        """End the profile and write it; return its file.
 
         Raises:
-            ProfilerError: none is being recorded, or the file cannot be written.
+            ProfilerError: no profile is being recorded, or the file cannot be written.
         """
         global _active
         if _active is not self:
@@ -182,24 +182,24 @@ class Profiler:
         return path
 
     def add(self, events: list[TraceEvent]) -> None:
-        """Takes spans in, as far as there is room."""
+        """Add spans, up to `max_events`."""
         room = max(0, self._max_events - len(self._events))
         self._events += events[:room]
         self._dropped += len(events[room:])
 
 
-# The one that records; read by every span, so a plain variable.
+# Active profiler; every span reads it, so it is a plain variable.
 _active: Profiler | None = None
 
 
 def drain_kernels() -> None:
-    """Takes the kernels' spans in; to be called once a step by the thread that runs them."""
+    """Collect the kernels' spans; their thread must call this once a step."""
     if _active is not None:
         _active.add(take_kernel_events())
 
 
 class _Span:
-    """A span being recorded; called, it takes further arguments for the trace."""
+    """Span being recorded; a call adds arguments for the trace."""
 
     __slots__ = ("_args", "_name", "_profiler", "_start")
 
@@ -221,13 +221,13 @@ class _Span:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._profiler is _active:  # otherwise the profile ended in the meantime
+        if self._profiler is _active:  # otherwise the profile has ended meanwhile
             end, thread = time.monotonic(), threading.current_thread().name
             self._profiler.add([TraceEvent(self._name, self._start, end, thread, self._args)])
 
 
 class _NoSpan:
-    """What `span` gives while nothing is recorded."""
+    """Result of `span` while nothing is recorded."""
 
     def __call__(self, **args: float | int | str) -> None:
         pass
@@ -237,5 +237,5 @@ _OFF = contextlib.nullcontext(_NoSpan())
 
 
 def span(name: str) -> AbstractContextManager[_Span | _NoSpan]:
-    """Records the time spent in a `with` block: `with span("schedule") as note: note(tokens=3)`."""
+    """Record the time spent in a `with` block: `with span("schedule") as note: note(tokens=3)`."""
     return _OFF if _active is None else _Span(_active, name)

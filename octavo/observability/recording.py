@@ -1,9 +1,9 @@
-"""A recording of an engine's life: what came, what was decided, what was answered.
+"""Recording of an engine: its requests, decisions and answers.
 
-A file is frames after one another: a mark, length, checksum and time, and some records as msgpack.
-Front end and engine core append to the same file, each frame with one write, so whatever one of
-them has written stays readable when it is killed; a frame that was cut off is skipped. Writing is
-done on a thread. What the disk cannot take is dropped, and nobody waits for it.
+A file is a sequence of frames: a mark, length, checksum and time, and some records as msgpack.
+Front end and engine core append to the same file, each frame with one write. So the records of a
+killed process stay readable; a truncated frame is skipped. A dedicated thread writes. Records that
+the disk is too slow for are dropped, and no process waits for them.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from octavo.sampling_params import SamplingParams
 logger = logging.getLogger(__name__)
 
 FORMAT = 2
-"""The format that is written. Format 1, whose requests have no `RequestOptions`, can be read."""
+"""Format of new files. Format 1, whose requests have no `RequestOptions`, can be read."""
 _MARK = b"\xabOCT"
 _HEADER = struct.Struct("<4sIId")
 """Mark, bytes of the records, CRC-32 of time and records, seconds since 1970."""
 _TIME = struct.Struct("<d")
-# The front end's records are written so often, in seconds: one frame costs as much as many records.
+# Interval between writes of the front end, in seconds: a frame costs the same for many records.
 _INTERVAL = 0.05
-# Records that may wait for the disk; what comes beyond is dropped.
+# Maximum number of records that wait for the disk; further ones are dropped.
 _MOST_PENDING = 20_000
-# Of a frame, unless one record alone is larger.
+# Maximum size of a frame, except for a single larger record.
 _FRAME_NBYTES = 2**20
-# What is kept beside the recording when an engine dies: seconds, bytes, and files.
+# Limits of the copies that are kept when an engine dies: seconds, bytes, and files.
 _TAIL_SECONDS = 10.0
 _TAIL_NBYTES = 16 * 2**20
 _MOST_TAILS = 10
@@ -55,111 +55,111 @@ PromptsKept: TypeAlias = Literal["full", "hash"]
 
 
 class RecordSettings(msgspec.Struct, frozen=True):
-    """What is recorded, and where."""
+    """Settings of a recording."""
 
     path: str
     prompts: PromptsKept = "full"
     max_bytes: int = 2**30
-    """Of both files together; see `Recorder`."""
+    """Maximum size of both files together; see `Recorder`."""
 
 
 class Head(msgspec.Struct, tag="head", array_like=True, frozen=True):
-    """The first record of each file; and once more when the engine's plan is known."""
+    """First record of each file; repeated when the engine's plan is known."""
 
     format: int
-    """`FORMAT`"""
+    """Format of the file: `FORMAT`."""
     id: str
-    """Of the recording: its files have the same."""
+    """Id of the recording: all its files have the same one."""
     created: float
     build: dict[str, str]
     config: dict[str, Any]
     """`EngineConfig` as plain values."""
     model: str
-    """`octavo.models.identity.model_hash`"""
+    """Hash by `octavo.models.identity.model_hash`."""
     prompts: PromptsKept
     num_blocks: int | None = None
-    """Of the KV cache; None: not known yet."""
+    """Number of blocks of the KV cache; None: not known yet."""
     max_model_len: int | None = None
-    """Most tokens of a request; likewise."""
+    """Maximum number of tokens of a request; None: not known yet."""
 
 
 class Arrival(msgspec.Struct, tag="arrival", array_like=True):
-    """A request, as the front end hands it to the core. Its seed is in it."""
+    """Request, as the front end sends it to the core. It includes its seed."""
 
     request: EngineCoreRequest
     params: SamplingParams
     prompt_hash: str | None = None
-    """SHA-256 of the prompt, which is not in `request` then."""
+    """SHA-256 of the prompt, which is then absent from `request`."""
     num_prompt_tokens: int = 0
-    """Its tokens, likewise."""
+    """Number of tokens of an absent prompt."""
 
 
 class Outputs(msgspec.Struct, tag="outputs", array_like=True):
-    """What a step brought, as the front end got it."""
+    """Results of a step, as the front end received them."""
 
     time: float
-    """When the step ended."""
+    """Time of the step's end."""
     outputs: list[EngineCoreOutput]
 
 
 class End(msgspec.Struct, tag="end", array_like=True):
-    """An answer is complete, or is given up."""
+    """End of an answer: it is complete, or was aborted."""
 
     time: float
     request_id: str
-    """The core's: each of n answers has its own."""
+    """Id in the core: each of n answers has a separate one."""
     reason: FinishReason
     stop_reason: int | str | None
     num_tokens: int
-    """What the caller gets of those that came."""
+    """Number of computed tokens that the caller receives."""
 
 
 class StepRequest(msgspec.Struct, array_like=True):
-    """One request's part of a step; see `ScheduledRequest`."""
+    """Part of one request in a step, as in `ScheduledRequest`."""
 
     req_id: str
     num_tokens: int
     num_drafts: int
     num_computed_tokens: int | None
-    """Found in the prefix cache when it was started or, after a preemption, started again."""
+    """Tokens found in the prefix cache at the start or, after a preemption, the restart."""
 
 
 class StepEnd(msgspec.Struct, array_like=True):
-    """How long a step took."""
+    """Duration of a step."""
 
     number: int
     seconds: float
-    """From when it could begin: it was handed in, and the step before it had ended."""
+    """Seconds since the step could begin: it was submitted, and the step before it had ended."""
     host_seconds: float | None
-    """What the engine's thread did since the result before, without waiting; None: it was idle."""
+    """Work of the engine's thread since the last result, without waits; None: it was idle."""
 
 
 class Step(msgspec.Struct, tag="step", array_like=True):
-    """What the scheduler decided, before it is computed."""
+    """Decision of the scheduler, recorded before the step is computed."""
 
     number: int
-    """From 1 for each engine process."""
+    """Number of the step, from 1 for each engine process."""
     time: float
     added: list[str]
-    """Requests that the core got since the step before; with n > 1 as one."""
+    """Requests that the core received since the step before; one entry also for n > 1."""
     aborted: list[str]
     requests: list[StepRequest]
     freed: list[str]
-    """Requests that gave up their rows: finished, or preempted."""
+    """Requests that left their rows: finished, or preempted."""
     blocks_to_copy: list[tuple[int, int]]
     ended: list[StepEnd] = []
-    """Those that have ended since the step before."""
+    """Steps that have ended since the step before."""
 
 
 class Died(msgspec.Struct, tag="died", array_like=True):
-    """The engine process died."""
+    """Death of the engine process."""
 
     time: float
     reason: str
 
 
 class Lost(msgspec.Struct, tag="lost", array_like=True):
-    """Records are missing here: the disk was too slow for them, or one could not be written."""
+    """Gap in the records: the disk was too slow for them, or one could not be written."""
 
     count: int
 
@@ -168,21 +168,21 @@ Record: TypeAlias = Head | Arrival | Outputs | End | Step | Died | Lost
 
 
 class Recorder:
-    """Appends records to a file.
+    """Writer of a recording.
 
-    Of a recording the newest `max_bytes` are kept, in two files: when FILE has half of that, it
-    becomes FILE.1 and a new one begins. The file is readable by its owner only. When an engine
-    dies, the last seconds are copied to FILE.crash-1 to -10, in turn.
+    The newest `max_bytes` of a recording are kept, in two files: when FILE reaches half of that, it
+    becomes FILE.1 and a new one begins. Only the owner can read the files. When an engine dies, the
+    last seconds are copied to FILE.crash-1 to -10, in turn.
 
     Args:
-        path: FILE. What a run before has left there becomes FILE.1.
-        head: what each file begins with. None: another process has begun the recording, and this
-            one adds to it.
-        max_bytes: of both files together.
+        path: FILE. A file of an earlier run becomes FILE.1.
+        head: first record of each file. None: another process has begun the recording, and this
+            one appends to it.
+        max_bytes: maximum size of both files together.
 
     Raises:
         ConfigError: the file cannot be written, or a file that it would replace is no recording,
-            or another server's.
+            or belongs to another server.
     """
 
     def __init__(self, path: Path, head: Head | None = None, max_bytes: int = 2**30) -> None:
@@ -190,11 +190,11 @@ class Recorder:
         self._head = head
         self._max_file = max_bytes // 2
         self._num_lost = 0
-        """Since the last one that was put."""
+        """Number of dropped records since the last accepted one."""
         self._num_tails = 0
         self._secret = secrets.token_bytes(16)
         self._stopped = False
-        """Whether the disk has refused what was to be written."""
+        """True if writing has failed."""
         self._encoder = msgspec.msgpack.Encoder()
         self._queue: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
         try:
@@ -214,7 +214,7 @@ class Recorder:
         self._thread.start()
 
     def put(self, record: Record) -> None:
-        """Has a record written soon. It must not be changed any more."""
+        """Queue a record for writing. The caller must not change it any more."""
         if self._stopped:
             return
         if self._queue.qsize() >= _MOST_PENDING:
@@ -224,11 +224,11 @@ class Recorder:
         self._queue.put(record)
 
     def put_plan(self, num_blocks: int, max_model_len: int) -> None:
-        """Adds to the head, which this process has given, what is known once the model is loaded.
+        """Add the sizes of the loaded engine to the head that this process has written.
 
         Args:
-            num_blocks: of the KV cache.
-            max_model_len: most tokens of a request.
+            num_blocks: number of blocks of the KV cache.
+            max_model_len: maximum number of tokens of a request.
         """
         assert self._head is not None
         self.put(
@@ -236,13 +236,13 @@ class Recorder:
         )
 
     def close(self) -> None:
-        """Writes what is left. May be called twice."""
+        """Write the remaining records. It may be called twice."""
         self._put_lost()
         self._queue.put(None)
         self._thread.join(timeout=5)
 
     def _put_lost(self) -> None:
-        """Tells, at their place, of those that were dropped."""
+        """Queue a record of the dropped records, in their place."""
         if self._num_lost:
             self._queue.put(Lost(self._num_lost))
             self._num_lost = 0
@@ -252,16 +252,16 @@ class Recorder:
         return self._path.with_name(self._path.name + ".new")
 
     def _tail(self, number: int) -> Path:
-        """The file of an engine's death."""
+        """Return the path of the copy for an engine's death."""
         return self._path.with_name(f"{self._path.name}.crash-{number}")
 
     def _begin(self, head: Head) -> int:
-        """Begins a new file; the one that is there becomes the older one."""
+        """Begin a new file; the current one becomes the older one."""
         new = self._new_file
         new.unlink(missing_ok=True)
         descriptor = os.open(new, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)  # until it is closed, or its process is gone
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # until the file is closed or its process ends
             _write_all(descriptor, _frame([self._encoder.encode(head)]))
             with contextlib.suppress(FileNotFoundError):
                 os.replace(self._path, older_file(self._path))
@@ -296,14 +296,14 @@ class Recorder:
             os.close(self._descriptor)
 
     def _write(self, records: list[Record]) -> None:
-        """Appends the records."""
+        """Append the records."""
         encoded: list[bytes] = []
         for record in records:
             if isinstance(record, Head):
                 self._head = record
             try:
                 data = self._encoder.encode(self._without_secrets(record))
-            except Exception as error:  # such as a text that is no Unicode
+            except Exception as error:  # such as a text that is not valid Unicode
                 logger.warning("something could not be recorded: %r", error)
                 data = _LOST
             if len(data) > self._max_file // 2:
@@ -319,10 +319,10 @@ class Recorder:
                     self._save_tail(self._head, record)
 
     def _append(self, encoded: list[bytes]) -> None:
-        """Writes a frame."""
+        """Write the records as a frame."""
         frame = _frame(encoded)
         if self._head is None:
-            with contextlib.suppress(FileNotFoundError):  # it is about to be there again
+            with contextlib.suppress(FileNotFoundError):  # the file is being replaced
                 if os.stat(self._path).st_ino != os.fstat(self._descriptor).st_ino:
                     self._change_to(self._open())
         elif os.fstat(self._descriptor).st_size + len(frame) > self._max_file:
@@ -330,14 +330,14 @@ class Recorder:
         _write_all(self._descriptor, frame)
 
     def _without_secrets(self, record: Record) -> Record:
-        """Salts and tenants are hashed always, prompts if asked.
+        """Return a record with hashed salt and tenant, and hashed prompts if the settings say so.
 
-        Whoever knows a salt shares a cache, and a tenant may be known by its key. Nobody can find
-        them by guessing, since what they are hashed with is not written down.
+        A salt gives access to a cache, and a tenant may be known by its key. Guessing cannot find
+        them, since the secret of the hash is not written down.
         """
         replace = msgspec.structs.replace
         hashes_prompts = self._head is not None and self._head.prompts == "hash"
-        if isinstance(record, Outputs) and hashes_prompts:  # their logprobs have their tokens
+        if isinstance(record, Outputs) and hashes_prompts:  # prompt logprobs contain its tokens
             return Outputs(
                 record.time, [replace(o, new_prompt_logprobs=None) for o in record.outputs]
             )
@@ -364,13 +364,13 @@ class Recorder:
         return Arrival(request, params, prompt_hash, num_prompt_tokens)
 
     def _hide(self, text: str | None) -> str | None:
-        """Another text for each, the same for the same within the recording."""
+        """Return a keyed hash of a text; it is the same within the recording only."""
         if text is None:
             return None
         return hmac.new(self._secret, text.encode(), hashlib.sha256).hexdigest()
 
     def _save_tail(self, head: Head, death: Died) -> None:
-        """Keeps the last seconds before a death."""
+        """Copy the last seconds before a death."""
         self._num_tails = self._num_tails % _MOST_TAILS + 1
         path = self._tail(self._num_tails)
         tail: list[bytes] = []
@@ -390,21 +390,21 @@ class Recorder:
 
 
 def older_file(path: Path) -> Path:
-    """Where a recording's older half is."""
+    """Return the path of a recording's older half."""
     return path.with_name(path.name + ".1")
 
 
 def recording_files(path: Path) -> tuple[Head, list[Path]]:
-    """What a recording begins with, and its files: the older half, if there is one, and FILE.
+    """Return the first record of a recording, and its files: the older half, if any, and FILE.
 
     Raises:
-        OctavoError: it cannot be read, or is of another format.
+        OctavoError: the file cannot be read, or has another format.
     """
     head = next(read_records(path), None)
     if not isinstance(head, Head):
         raise OctavoError(
             f"{path} does not begin as a recording of this Octavo does: it is damaged, or another "
-            "Octavo wrote it, which is to replay it."
+            "Octavo wrote it, which must replay it."
         )
     if head.format not in (1, FORMAT):
         raise OctavoError(f"{path} is a recording of another format; use the Octavo that wrote it.")
@@ -417,10 +417,10 @@ def recording_files(path: Path) -> tuple[Head, list[Path]]:
 
 
 def read_records(path: Path) -> Iterator[Record | None]:
-    """The records of a file, in order; None: bytes that are no frame, or none that is known here.
+    """Yield the records of a file, in order; None for bytes without a frame or a known record.
 
     Raises:
-        OctavoError: there is no such file, or it is no recording.
+        OctavoError: the file does not exist, or is no recording.
     """
     try:
         if not is_recording(path):
@@ -434,12 +434,12 @@ def read_records(path: Path) -> Iterator[Record | None]:
 
 _LIST_DECODER = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _DECODER = msgspec.msgpack.Decoder(Record)
-# The second: bytes that are no text; the third: lists in lists in lists.
+# The second: bytes that are not UTF-8; the third: deeply nested lists.
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 def _decode(records: bytes) -> Iterator[Record | None]:
-    """The records of a frame; None for those of another build that this one does not know."""
+    """Yield the records of a frame; None for records of another build that this one cannot read."""
     try:
         for data in _LIST_DECODER.decode(records):
             try:
@@ -451,7 +451,7 @@ def _decode(records: bytes) -> Iterator[Record | None]:
 
 
 def _decode_first_format(record: msgspec.Raw) -> Arrival | None:
-    """Return an arrival of format 1; None: the record is another one, or damaged."""
+    """Return an arrival of format 1; None if the record is another one, or damaged."""
     try:
         kind, request, *rest = msgspec.msgpack.decode(record)
         request_id, prompt, params, arrival_time, salt, deadline, n, turn, *more = request
@@ -474,7 +474,7 @@ def _write_all(descriptor: int, data: bytes) -> None:
 
 
 def _frame(records: list[bytes]) -> bytes:
-    """A frame of encoded records; the time is now."""
+    """Return a frame of encoded records with the current time."""
     when = _TIME.pack(time.time())
     count = len(records)
     payload = b"".join([b"\xdd", count.to_bytes(4, "big"), *records])  # msgpack's array of 32 bits
@@ -483,7 +483,7 @@ def _frame(records: list[bytes]) -> bytes:
 
 
 def _frames(data: bytes | mmap.mmap) -> Iterator[tuple[float, bytes | None, bytes]]:
-    """Of each frame the time, the records and all of it; None as records: it was cut off."""
+    """Yield the time, the records and all bytes of each frame; records None: a truncated frame."""
     position, size = 0, len(data)
     while position < size:
         end = position + _HEADER.size
@@ -495,13 +495,13 @@ def _frames(data: bytes | mmap.mmap) -> Iterator[tuple[float, bytes | None, byte
                 position = end + length
                 continue
         found = data.find(_MARK, position + 1)
-        if position or found < 0:  # at the beginning of a tail it is no frame that was cut off
+        if position or found < 0:  # the beginning of a tail may be within a frame: not reported
             yield 0.0, None, b""
         position = size if found < 0 else found
 
 
 def _check_replaceable(path: Path, file: Path) -> None:
-    """Whether the recorder of `path` may replace a file: a recording, and no server is at it."""
+    """Raise ConfigError if `file` is no recording, or another server writes it."""
     if not file.is_file() or (file.stat().st_size and not is_recording(file)):
         raise ConfigError(
             f"record={str(path)!r}: {file} exists and is not a recording; name another file."
@@ -516,13 +516,13 @@ def _check_replaceable(path: Path, file: Path) -> None:
 
 
 def is_recording(path: Path) -> bool:
-    """Whether a file is one; of a pipe nothing is read.
+    """Return True if a file is a recording; a pipe is not read.
 
     Raises:
-        OSError: it is not there, or cannot be read.
+        OSError: the file does not exist, or cannot be read.
     """
     if not path.is_file():
-        path.stat()  # which says why, if there is nothing
+        path.stat()  # raises the reason if the file does not exist
         return False
     with open(path, "rb") as file:
         return file.read(len(_MARK)) == _MARK

@@ -1,1 +1,1 @@
-"""Platforms: kinds of device, and what an engine on one of them is made of."""
+"""Platforms: kinds of device, and the parts of an engine on each."""

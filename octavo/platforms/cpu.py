@@ -1,4 +1,4 @@
-"""Processors: the native kernels, memory known before loading, steps captured as plans."""
+"""CPU platform: native kernels, memory computed before loading, steps captured as plans."""
 
 from __future__ import annotations
 
@@ -37,43 +37,42 @@ if TYPE_CHECKING:
     from octavo.worker.graphs import EagerSteps, StepRunner
     from octavo.worker.input_batch import InputBatch
 
-# Without a size from the user, the KV cache takes at most this: the machine has other users than
-# the engine.
+# Maximum default size of the KV cache: the machine has other users than the engine.
 DEFAULT_KV_NBYTES = 4 * 2**30
 # Interpreter, torch and the other libraries (230 MiB after import), a tokenizer, messages.
 RUNTIME_NBYTES = 272 * 2**20
 
 
 class CPUPlatform(Platform):
-    """See `Platform`. With attention_backend=triton Triton's kernels run here, interpreted."""
+    """Platform of processors. With attention_backend=triton Triton's kernels run interpreted."""
 
     name = "cpu"
-    # Small, since a stream waits while others' prompts are computed, and as fast: matrix products
-    # are as efficient with some hundred rows.
+    # Small, since streams wait while other prompts are computed. The speed is the same: matrix
+    # products with some hundred rows are as efficient.
     server_batched_tokens = 512
     records_kernels = True
     shared = True
 
     def is_available(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def check_available(self) -> None:
-        """See `Platform`."""
+        """Implement `Platform`."""
 
     def check_settings(self, config: DeviceConfig) -> None:
-        """See `Platform`: the kernels, the number of threads, and the NUMA node."""
+        """Check the instruction set, the number of threads, and the NUMA node."""
         check_isa()
         check_num_threads(config.num_threads)
         if config.numa_node is not None:
             numa_cpus(config.numa_node)
 
     def is_native(self, config: DeviceConfig) -> bool:
-        """See `Platform`; all attention backends but Triton use these kernels."""
+        """Return False for Triton; all other attention backends use Octavo's own kernels."""
         return config.attention_backend != "triton"
 
     def estimate_memory(self, setup: WorkerSetup) -> MemoryBudget | None:
-        """See `Platform`: all of it is known, byte by byte."""
+        """Return the exact memory of all parts, computed without loading."""
         import torch
 
         from octavo.worker.scratch import measure_scratch
@@ -91,13 +90,13 @@ class CPUPlatform(Platform):
         return memory_budget(setup, scratches, draft_scratch)
 
     def open_device(self, setup: WorkerSetup) -> torch.device:
-        """See `Platform`."""
+        """Implement `Platform`."""
         import torch
 
         from octavo.kernels.tuning import tune
 
         config = setup.config.device
-        # Before the pool starts and weights are read: both inherit it from this thread.
+        # Before the pool starts and weights are read: both inherit the binding from this thread.
         if config.numa_node is not None:
             bind_to_numa_node(config.numa_node)
         threads = config.num_threads
@@ -110,7 +109,7 @@ class CPUPlatform(Platform):
         return torch.device("cpu")
 
     def make_ops(self, config: DeviceConfig) -> Ops:
-        """See `Platform`: the native ones."""
+        """Return the native operations, or Triton's with attention_backend=triton."""
         if config.attention_backend == "triton":
             _require_interpreter()
             from octavo.kernels.triton.ops import TritonOps
@@ -121,7 +120,7 @@ class CPUPlatform(Platform):
         return NativeOps()
 
     def make_attention_backend(self, setup: WorkerSetup, device: torch.device) -> AttentionBackend:
-        """See `Platform`: auto takes the native one."""
+        """Return the attention backend of the settings; auto selects the native one."""
         config = setup.config.device
         match config.attention_backend:
             case "auto" | "cpu":
@@ -147,7 +146,7 @@ class CPUPlatform(Platform):
     def allocate_cache(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """See `Platform`; pages are taken from the system only when first written."""
+        """Allocate memory of which the system provides a page only when it is first written."""
         from octavo.kernels.memory import map_memory
 
         return map_memory(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
@@ -161,7 +160,7 @@ class CPUPlatform(Platform):
         *,
         capture: bool,
     ) -> StepRunner:
-        """See `Platform`: plans of native calls."""
+        """Return a runner that captures steps as plans of native calls."""
         config = setup.config
         if config.device.attention_backend == "triton":
             from octavo.kernels.triton.ops import TritonOps
@@ -196,7 +195,7 @@ class CPUPlatform(Platform):
 def memory_budget(
     setup: WorkerSetup, scratches: tuple[Scratch, ...], draft_scratch: Scratch | None = None
 ) -> MemoryBudget:
-    """What there is and what will be taken on a CPU, with what steps of each stage take."""
+    """Return the available and the required memory on a CPU, given each stage's scratch memory."""
     config, ranks = setup.config, setup.rank.size
     max_num_seqs, vocab_size = config.scheduler.max_num_seqs, setup.spec.vocab_size
     rows = input_batch_nbytes(
@@ -215,29 +214,29 @@ def memory_budget(
         assert draft_scratch is not None
         draft = _draft_nbytes(setup, setup.draft, draft_scratch)
         draft_loading = setup.draft.spec.loading_nbytes(setup.dtype)
-        # The kernels' own memory serves both.
+        # Both models share the kernels' scratch memory.
         (scratch,) = scratches
         kernels = max(scratch.kernels, draft_scratch.kernels)
         scratches = (dataclasses.replace(scratch, kernels=kernels),)
-    # What the sampler works in.
+    # Workspace of the sampler.
     logits = workspace_nbytes(setup.largest_step.samples, vocab_size)
-    if ranks > 1:  # a copy of one rank's, which samples: the logits are in the shared memory
+    if ranks > 1:  # a copy for the rank that samples: the logits are in the shared memory
         logits += setup.largest_step.samples * vocab_size * DTYPE_NBYTES["float32"]
     weights = loading = activations = 0
-    for stage, scratch in zip(setup.stages, scratches, strict=True):  # no rank has more than these
+    for stage, scratch in zip(setup.stages, scratches, strict=True):  # the largest ranks
         spec = stage.part
         weights += ranks * spec.weight_nbytes(
             setup.dtype, setup.max_model_len, config.model.quantization
         )
-        # Random weights are made whole, others are read in part.
+        # Random weights are made whole, others are read in parts.
         loads = setup.spec if config.load.load_format == "dummy" else spec
         loading += ranks * loads.loading_nbytes(setup.dtype)
         activations += ranks * (scratch.activations + scratch.kernels)
-        # Logits as they come; as much again for those of prompt tokens, of which there are fewer
-        # at once, or for a copy before they are changed, where logprobs are asked for.
+        # Logits, and the same size again: for those of prompt tokens, of which fewer are in a step,
+        # or for a copy before changes, if logprobs are requested.
         logits += ranks * 2 * scratch.logits
         if not stage.rank.is_first:
-            activations += ranks * setup.group_layout.slot_nbytes  # what it has received
+            activations += ranks * setup.group_layout.slot_nbytes  # the received hidden states
     if setup.rank.world_size > 1:
         activations += dataclasses.replace(setup, scratches=scratches).group_nbytes
     return MemoryBudget(
@@ -257,7 +256,7 @@ def memory_budget(
 
 
 def _draft_nbytes(setup: WorkerSetup, draft: WorkerSetup, scratch: Scratch) -> int:
-    """What the model that drafts holds beside its KV cache."""
+    """Return the memory of the draft model except its KV cache, in bytes."""
     config, spec = setup.config, draft.spec
     speculative = config.speculation.speculative_config
     assert speculative is not None
@@ -271,13 +270,13 @@ def _draft_nbytes(setup: WorkerSetup, draft: WorkerSetup, scratch: Scratch) -> i
     if isinstance(spec, HeadsSpec):
         requests = config.scheduler.max_num_seqs
         total += spec.buffers_nbytes(draft.max_num_batched_tokens, requests, draft.dtype)
-    if speculative.acceptance == "rejection":  # what drafts were drawn from
+    if speculative.acceptance == "rejection":  # the distributions of the drafts
         total += 2 * setup.max_num_drafts * spec.vocab_size * DTYPE_NBYTES["float32"]
     return total
 
 
 def _require_interpreter() -> None:
-    """Checks that Triton's kernels can run on a processor."""
+    """Raise ConfigError if Triton's kernels cannot run on this processor."""
     require_package("attention_backend=triton", "triton", "triton")
     if os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""NVIDIA's GPUs: Triton's kernels, memory measured with the model loaded, steps as CUDA graphs."""
+"""CUDA platform: Triton's kernels, memory measured with the model loaded, steps as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
     from octavo.worker.graphs import EagerSteps, StepRunner
     from octavo.worker.input_batch import InputBatch
 
-_GRAPH_NBYTES = 4 * 2**20  # the launches of a captured step
+_GRAPH_NBYTES = 4 * 2**20  # launches of a captured step
 
 
 class CUDAPlatform(Platform):
-    """See `Platform`."""
+    """Platform of NVIDIA GPUs."""
 
     name = "cuda"
-    # Unlike a CPU's, matrix products are not as efficient with fewer rows (vLLM's default).
+    # Unlike on a CPU, matrix products are less efficient with fewer rows (vLLM's default).
     server_batched_tokens = 2048
 
     def is_available(self) -> bool:
-        """See `Platform`."""
+        """Implement `Platform`."""
         return machine.num_cuda_devices() > 0
 
     def check_available(self) -> None:
-        """See `Platform`."""
+        """Implement `Platform`."""
         if not self.is_available():
             raise ConfigError(
                 "device=cuda: the NVIDIA driver shows no GPU to this process (nvidia-smi should "
@@ -44,7 +44,7 @@ class CUDAPlatform(Platform):
             )
 
     def check_settings(self, config: DeviceConfig) -> None:
-        """See `Platform`: none is for CPUs only."""
+        """Reject settings that are only for CPUs."""
         for name in ("num_threads", "numa_node"):
             value = getattr(config, name)
             if value is not None:
@@ -54,10 +54,10 @@ class CUDAPlatform(Platform):
                 )
 
     def open_device(self, setup: WorkerSetup) -> torch.device:
-        """See `Platform`.
+        """Implement `Platform`.
 
         Raises:
-            ConfigError: if torch was built without CUDA, the GPU is too old for the kernels or the
+            ConfigError: torch was built without CUDA, the GPU is too old for the kernels or the
                 dtype, or the model cannot fit.
         """
         self.check_available()
@@ -67,14 +67,14 @@ class CUDAPlatform(Platform):
         return device
 
     def make_ops(self, config: DeviceConfig) -> Ops:
-        """See `Platform`: Triton's."""
+        """Return Triton's operations."""
         require_package("device=cuda", "triton", "triton")
         from octavo.kernels.triton.ops import TritonOps
 
         return TritonOps(batch_invariant=config.batch_invariant)
 
     def make_attention_backend(self, setup: WorkerSetup, device: torch.device) -> AttentionBackend:
-        """See `Platform`: auto takes Triton's."""
+        """Return the attention backend of the settings; auto selects Triton's."""
         config = setup.config.device
         match config.attention_backend:
             case "auto" | "triton":
@@ -107,7 +107,7 @@ class CUDAPlatform(Platform):
     def allocate_cache(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """See `Platform`."""
+        """Implement `Platform`."""
         import torch
 
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -121,7 +121,7 @@ class CUDAPlatform(Platform):
         *,
         capture: bool,
     ) -> StepRunner:
-        """See `Platform`: decode steps are captured as CUDA graphs."""
+        """Return a runner that captures decode steps as CUDA graphs."""
         from octavo.kernels.triton.ops import TritonOps
         from octavo.worker.device_steps import DeviceSteps
 
@@ -138,7 +138,7 @@ class CUDAPlatform(Platform):
         return steps
 
     def allocated_nbytes(self, device: torch.device) -> int:
-        """See `Platform`."""
+        """Implement `Platform`."""
         import torch
 
         return torch.cuda.memory_allocated(device)
@@ -150,7 +150,7 @@ class CUDAPlatform(Platform):
         run_largest_step: Callable[[], int],
         allocated_before: int,
     ) -> MemoryBudget:
-        """See `Platform`: by a step of the largest size."""
+        """Measure the memory by a step of the largest size."""
         import torch
 
         loaded = torch.cuda.memory_allocated(device)
@@ -158,8 +158,9 @@ class CUDAPlatform(Platform):
         kv_nbytes = run_largest_step()
         step = torch.cuda.max_memory_allocated(device) - loaded - kv_nbytes
         if sizes := _captured_sizes(setup):
-            # Beside what other steps compute, the captured ones hold what the largest does. The
-            # measured step's activations are those of each token, times the tokens.
+            # The captured steps hold the activations of the largest one, in addition to those of
+            # other steps. A step's activations grow with its tokens; the measured step has the
+            # most.
             rows = setup.config.scheduler.max_num_seqs
             step += -(-step * rows // setup.max_num_batched_tokens)
             step += len(sizes) * _GRAPH_NBYTES + 4 * rows * setup.spec.vocab_size
@@ -177,7 +178,7 @@ class CUDAPlatform(Platform):
         )
 
     def cause(self, device: torch.device, error: BaseException) -> BaseException:
-        """See `Platform`."""
+        """Implement `Platform`."""
         import torch
 
         try:
@@ -188,7 +189,7 @@ class CUDAPlatform(Platform):
 
 
 def _captured_sizes(setup: WorkerSetup) -> list[int]:
-    """Numbers of decode rows that are captured; FlashInfer and the reference cannot be."""
+    """Return the numbers of decode rows to capture; only Triton's steps can be captured."""
     from octavo.worker.graphs import graph_sizes
 
     captured = setup.config.device.attention_backend in ("auto", "triton")
@@ -198,7 +199,7 @@ def _captured_sizes(setup: WorkerSetup) -> list[int]:
 
 
 def _select_device(dtype: str) -> torch.device:
-    """The current GPU, for a model in `dtype`."""
+    """Return the current GPU, for a model in `dtype`."""
     import torch
 
     if not torch.cuda.is_available():
@@ -223,7 +224,7 @@ def _select_device(dtype: str) -> torch.device:
 
 
 def _check_weights(setup: WorkerSetup, device: torch.device) -> None:
-    """Refuses a model that cannot fit before it is loaded."""
+    """Reject a model that cannot fit, before loading it."""
     config = setup.config
     if config.model.quantization is not None:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Which platform a config's `device` means."""
+"""Registry of platforms by a config's `device`."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from octavo.platforms.cuda import CUDAPlatform
 from octavo.worker.platform import Platform
 
 ENTRY_POINTS = "octavo.platforms"
-"""Group of entry points: name -> a subclass of `Platform`, for other packages' devices."""
+"""Group of entry points: name -> a subclass of `Platform`, for the devices of other packages."""
 
-# The best first: what is there of them is what "auto" means.
+# In order of preference: "auto" means the first available one.
 _PLATFORMS: dict[str, type[Platform]] = {"cuda": CUDAPlatform, "cpu": CPUPlatform}
 
 
 def get_platform(device: str) -> Platform:
-    """The platform for a config's `device`; "auto": a GPU if there is one.
+    """Return the platform for a config's `device`; "auto": a GPU if available.
 
     Raises:
-        ConfigError: if nobody knows it, a package's platform cannot be imported, or this machine
+        ConfigError: the device is unknown, a package's platform cannot be imported, or this machine
             has no such device.
     """
     if device == "auto":
@@ -29,8 +29,8 @@ def get_platform(device: str) -> Platform:
 
 
 def _load(device: str) -> type[Platform]:
-    """Another package's platform."""
-    from importlib.metadata import entry_points  # 20 ms, which most starts do without
+    """Return the platform of another package."""
+    from importlib.metadata import entry_points  # 20 ms, which most starts avoid
 
     found = entry_points(group=ENTRY_POINTS)
     if device not in found.names:

@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Serves until the parent ends it; returns the exit status."""
-    # The parent tells when to drain or stop. A service manager sends SIGTERM to all processes, and
-    # one of its own beside the parent's would be a second one, which drains nothing.
+    """Serve until the parent ends it; return the exit status."""
+    # The parent decides when to drain or stop. A service manager sends SIGTERM to all processes,
+    # and a signal in addition to the parent's would be a second one, which does not drain.
     for number in END_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal_at_parents_end(signal.SIGCONT)
@@ -56,7 +56,7 @@ def main() -> int:
 
     async def start() -> AsyncLLM:
         engine = _make_engine(setup, coordinator)
-        beats.append(asyncio.create_task(parent.beat()))  # somebody has to keep it
+        beats.append(asyncio.create_task(parent.beat()))  # keeps a reference to the task
         return engine
 
     state = ServerState(config, setup.engine_config, start)
@@ -70,7 +70,7 @@ def main() -> int:
             is_first = setup.slot == 0
             return runner.run(serve(state, listener, signals.hear, announces=is_first))
     except EngineDeadError:
-        return 1  # the parent says why
+        return 1  # the parent logs why
     except OctavoError as error:
         logger.error("%s", error)
         return 1
@@ -94,7 +94,7 @@ def _make_engine(setup: APIServerSetup, coordinator: CoordinatorProcess) -> Asyn
 
 
 class _ParentSignals:
-    """Hands on the signals that the parent tells of; before anybody hears one ends the process."""
+    """Relay of the parent's signals; a signal without a listener ends the process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -102,23 +102,23 @@ class _ParentSignals:
         self._on_signal: Callable[[int], None] = lambda number: None
 
     def hear(self, on_signal: Callable[[int], None]) -> None:
-        """Has `on_signal` called in the running event loop from now on."""
+        """Call `on_signal` in the running event loop from now on."""
         with self._lock:
             self._loop, self._on_signal = asyncio.get_running_loop(), on_signal
 
     def tell(self, number: int) -> None:
-        """Hands one on; called in another thread."""
+        """Relay a signal; runs on another thread."""
         with self._lock:
             if self._loop is None:
                 os._exit(0)
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the end has come
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the process is ending
                 self._loop.call_soon_threadsafe(self._on_signal, number)
 
 
 def _heed_parent(
     setup: APIServerSetup, coordinator: CoordinatorProcess, signals: _ParentSignals
 ) -> None:
-    """Hands on signals; ends the process when the parent is gone, which cannot tidy up."""
+    """Relay signals; end the process after the parent, which can no longer clean up."""
     while number := os.read(sys.stdin.fileno(), 1):  # a buffer's lock would outlive the thread
         if number == REPLACED:
             coordinator.replace()

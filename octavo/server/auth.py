@@ -1,4 +1,4 @@
-"""Who may ask: API keys and Host headers; whose cached blocks and tokens a request shares."""
+"""Access control by API keys and Host headers; scopes of the prefix cache and of fairness."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from octavo.server.errors import AuthenticationError, HostError, show
 logger = logging.getLogger(__name__)
 
 _NUM_FLOWS = 64
-# Probes, scrapers and a browser that reads the documentation carry no key.
+# Probes, scrapers and a browser that reads the documentation send no key.
 OPEN_PATHS = frozenset(
     ["/health", "/ping", "/ready", "/load", "/version", "/metrics", "/docs", "/openapi.json"]
 )
 
 
 def with_all_keys(config: ServerConfig) -> tuple[ServerConfig, list[str]]:
-    """Adds the keys of the environment and of the key file to the settings.
+    """Add the keys of the environment and of the key file to the settings.
 
     Returns:
-        The settings, and where its API keys are from.
+        The settings, and the sources of its API keys.
 
     Raises:
-        ConfigError: the file cannot be read or has no key, or it is not clear who the operator is.
+        ConfigError: the file cannot be read or has no key, or the operator is not identifiable.
     """
     found = {"--api-key": config.api_key}
     if config.api_key_file is not None:
@@ -84,14 +84,14 @@ def _read_keys(path: str) -> list[str]:
 
 
 class ApiKeys:
-    """The accepted keys; without API keys, everybody may use the API.
+    """Set of accepted keys; without API keys, all clients may use the API.
 
     Args:
         keys: API keys.
         admin_keys: keys of the operator, which are API keys as well.
 
     Raises:
-        ConfigError: a key is empty, as an unset shell variable would make it.
+        ConfigError: a key is empty, as from an unset shell variable.
     """
 
     def __init__(self, keys: Sequence[str], admin_keys: Sequence[str] = ()) -> None:
@@ -99,7 +99,7 @@ class ApiKeys:
             if not all(key.strip() for key in given):
                 raise ConfigError(f"{name} is empty, which anyone could guess; give a real key.")
         self.has_admin = bool(admin_keys)
-        """Whether there is a key of the operator."""
+        """True if the operator has a key."""
         self._open = not keys
         self._digests = [
             (hashlib.sha256(key.encode()).digest(), key, is_admin)
@@ -108,21 +108,20 @@ class ApiKeys:
         ]
 
     def __len__(self) -> int:
-        """How many there are; a key that was given twice is one."""
+        """Return the number of different keys."""
         return len({digest for digest, _, _ in self._digests})
 
     def check(self, authorization: bytes | None) -> tuple[str | None, bool]:
-        """Checks an Authorization header.
+        """Check an Authorization header.
 
-        Takes the same time for every wrong key: digests are compared, all of them, in constant
-        time.
+        Every wrong key takes the same time: all digests are compared in constant time.
 
         Returns:
-            The key in it, None if there is no known one and none is needed; and whether it is the
-            operator's.
+            The known key in the header, or None if it has none and needs none; and True if the key
+            is the operator's.
 
         Raises:
-            AuthenticationError: the header is missing, malformed, or carries an unknown key.
+            AuthenticationError: the header is missing, malformed, or has an unknown key.
         """
         try:
             return self._find(authorization)
@@ -152,13 +151,13 @@ class ApiKeys:
 
 
 class AllowedHosts:
-    """The names in the Host header that are answered.
+    """Set of the names in the Host header that the server answers.
 
-    A web page can have its own name point at the visitor's machine ("DNS rebinding") and would then
-    read what a server there answers; the Host header still holds the page's name. Where
-    `allowed_hosts` is not set, a server on a loopback address therefore answers to the names of
-    that address only, and one that listens on a name to that name and its addresses. One that
-    listens on another address answers to all names.
+    A web page can point its name at the visitor's machine ("DNS rebinding") and would then read the
+    answers of a server there; but the Host header still has the page's name. So without
+    `allowed_hosts`, a server on a loopback address answers only to the names of that address. A
+    server that listens on a name answers to that name and its addresses. A server on another
+    address answers to all names.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -167,13 +166,13 @@ class AllowedHosts:
             names = _own_names(config.host)
         self._names = frozenset(_bare_host(name) for name in names)
         self.all_names = not names or "*" in names
-        """Whether all names are answered."""
+        """True if all names are answered."""
 
     def check(self, hosts: Iterable[str]) -> None:
-        """Checks the Host headers of a request; browsers always send one.
+        """Check the Host headers of a request; browsers always send one.
 
         Raises:
-            HostError: one is not allowed.
+            HostError: a host is not allowed.
         """
         if self.all_names:
             return
@@ -186,10 +185,10 @@ class AllowedHosts:
 
 
 def _own_names(host: str) -> list[str]:
-    """The names of a server that listens on a host; none if they cannot be known."""
+    """Return the names of a server that listens on a host; an empty list if they are unknown."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):  # listening there fails, with the reason
+    except (OSError, UnicodeError):  # listening fails later, with the reason
         return []
     addresses = [str(address[4][0]) for address in found]
     if all(ipaddress.ip_address(address).is_loopback for address in addresses):
@@ -198,36 +197,36 @@ def _own_names(host: str) -> list[str]:
 
 
 def _bare_host(host: str) -> str:
-    """A host without port, brackets, capitals and a last dot."""
+    """Return a host without port, brackets, capitals and trailing dot."""
     host = host.strip().lower()
     if host.startswith("["):
         return host[1:].partition("]")[0]
     name, colon, _ = host.partition(":")
-    # Several colons: an IPv6 address without brackets, as --allowed-hosts and --host take it.
+    # Several colons: an IPv6 address without brackets, which --allowed-hosts and --host accept.
     return host if ":" in host[len(name) + 1 :] else (name if colon else host).rstrip(".")
 
 
 def tenant_of(api_key: str | None) -> str | None:
-    """Whose share a request takes, of tokens and of room; it does not betray the key."""
+    """Return the tenant of an API key, which owns tokens and memory; it does not reveal the key."""
     if api_key is None:
         return None
     return hmac.new(api_key.encode(), b"tenant", hashlib.sha256).hexdigest()
 
 
 def flow_of(address: str | None) -> int | None:
-    """Return the class of a client's address, between which tokens are shared without tenants.
+    """Return the class of a client's address; classes share tokens fairly if there are no tenants.
 
-    Classes are few (McKenney, "Stochastic Fairness Queueing", 1990), so that many addresses cannot
-    make the scheduler slow.
+    The number of classes is small (McKenney, "Stochastic Fairness Queueing", 1990), so that many
+    addresses cannot slow the scheduler down.
     """
     return None if address is None else zlib.crc32(address.encode()) % _NUM_FLOWS
 
 
 def private_salt(api_key: str | None, cache_salt: str | None) -> str | None:
-    """The scope in which a request may share cached prefixes.
+    """Return the scope in which a request may share cached prefixes.
 
-    Where keys are in use, each key is a scope of its own (whatever salt the client adds), so that
-    no client can find out from timings what another one asked.
+    With API keys, each key has a separate scope (whatever salt the client adds), so that no client
+    can learn another one's prompts from timings.
     """
     if api_key is None:
         return cache_salt

@@ -1,4 +1,4 @@
-"""From the bytes of a request to a checked object; everything wrong with them is a 4xx."""
+"""Parsing and checks of request bodies; every error in a body is a 4xx."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from octavo.server.state import state_of
 from octavo.system.offload import offload
 
 MAX_JSON_DEPTH = 64
-# Numbers, strings and so on, all together: parsing them is one call, which nothing can interrupt.
+# Numbers, strings and so on, all together: one call parses them, and nothing can interrupt it.
 MAX_JSON_VALUES = 2**19
-# Objects, lists and keys, of which each costs as much as several numbers.
+# Objects, lists and keys; each costs the time of several numbers.
 MAX_JSON_CONTAINERS = 100_000
 _PIECE = 2**18
-# Seconds in which a body must have arrived: a client that sends a byte now and then holds a place.
+# Seconds in which a body must have arrived: a slow client holds a place.
 BODY_TIMEOUT = 60.0
 MAX_UNKNOWN_FIELDS = 20
 _MAX_SHOWN_NAME = 48
@@ -47,19 +47,18 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True)
 
     unsupported: ClassVar[Unsupported] = {}
-    """Fields that others know and this version has not, and the values of each that are let
-    through."""
+    """Unsupported fields that other servers know, and the values of each that are allowed."""
     inner: ClassVar[Mapping[str, type[Body]]] = {}
-    """Fields that hold an object or a list of objects, and what these are."""
+    """Classes of the fields that hold an object or a list of objects."""
 
 
 def check_media_type(request: Request) -> None:
-    """Refuses a POST that does not say that it is JSON.
+    """Reject a POST without the content type of JSON.
 
     A web page may send other types, or none, to any address without asking its server first.
 
     Raises:
-        MediaTypeError: naming the type.
+        MediaTypeError: the type is another one or missing.
     """
     given = request.headers.get("content-type")
     if (given or "").partition(";")[0].strip().lower() != "application/json":
@@ -70,14 +69,14 @@ def check_media_type(request: Request) -> None:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """Reads a request's body; refuses it as soon as it is known to be too large.
+    """Read a request's body; reject it as soon as its size is known to be too large.
 
     Raises:
-        BodyTooLargeError: it has more than `limit` bytes, announced or sent.
-        MediaTypeError: it is not JSON by its headers, or compressed.
-        ClientDisconnectError: the client went away.
-        DeadlineError: it did not arrive in time.
-        QueueFullError: it is large, and so are many others.
+        BodyTooLargeError: the body has more than `limit` bytes, announced or sent.
+        MediaTypeError: the body is not JSON by its headers, or compressed.
+        ClientDisconnectError: the client disconnected.
+        DeadlineError: the body did not arrive in time.
+        QueueFullError: the body is large, and the bodies in flight exceed their limit.
     """
     check_media_type(request)
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
@@ -113,10 +112,10 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
-    """Parses a JSON object strictly: UTF-8, no NaN or Infinity, limited depth and number of values.
+    """Parse a JSON object strictly: UTF-8, no NaN or Infinity, limited depth and number of values.
 
     Raises:
-        RequestError: saying what is wrong and where.
+        RequestError: the body is invalid; the message has the reason and the place.
     """
     if not data.strip():
         raise RequestError("The body is empty; send a JSON object.", None, "invalid_json")
@@ -143,10 +142,10 @@ def parse_json(data: bytes) -> dict[str, Any]:
 
 
 def validate(model: type[M], body: dict[str, Any]) -> M:
-    """Checks a parsed body against its model.
+    """Check a parsed body against its model.
 
     Raises:
-        RequestError: naming the field, the value and what is allowed.
+        RequestError: a field is wrong; the message has the field, the value and the reason.
     """
     try:
         return model.model_validate(body)
@@ -155,13 +154,13 @@ def validate(model: type[M], body: dict[str, Any]) -> M:
 
 
 def unknown_fields(model: type[Body], body: dict[str, Any]) -> list[str]:
-    """The fields of a body, such as `messages[].mood`, that mean nothing to anybody.
+    """Return the unknown fields of a body, such as `messages[].mood`.
 
     Returns:
-        Up to `MAX_UNKNOWN_FIELDS` different ones, at a bearable length and fit for a header.
+        Up to `MAX_UNKNOWN_FIELDS` different fields, shortened and valid in a header.
 
     Raises:
-        UnsupportedError: for a field that does mean something, which cannot be done yet.
+        UnsupportedError: a field is known, but not supported yet.
     """
     found: dict[str, None] = {}
     _look_for_unknown(model, body, "", found)
@@ -170,7 +169,7 @@ def unknown_fields(model: type[Body], body: dict[str, Any]) -> list[str]:
 
 @cache
 def _names(model: type[Body]) -> frozenset[str]:
-    """A model's fields as they are called in JSON."""
+    """Return a model's fields by their names in JSON."""
     return frozenset(field.alias or name for name, field in model.model_fields.items())
 
 
@@ -201,15 +200,15 @@ def _look_for_unknown(
 async def read_model(
     request: Request, model: type[M] | Callable[[dict[str, Any]], type[M]], limit: int
 ) -> M:
-    """Reads, parses and checks a request's body.
+    """Read, parse and check a request's body.
 
     Args:
-        request: whose body it is.
-        model: what it must be, or what says so once it is parsed.
-        limit: most bytes of it.
+        request: the request.
+        model: the class of the body, or a function that selects it by the parsed body.
+        limit: maximum number of bytes.
 
     Raises:
-        RequestError: anything is wrong with it; with --strict-fields an unknown field is, too.
+        RequestError: the body is wrong; with --strict-fields also for an unknown field.
     """
 
     def check() -> tuple[M, list[str]]:
@@ -244,7 +243,7 @@ def _request_error(error: ValidationError, body: dict[str, Any]) -> RequestError
 
 
 def _path(loc: tuple[int | str, ...], body: object, missing: bool) -> str:
-    """A field's path such as `messages[0].content`, without pydantic's names of union members."""
+    """Return a field's path such as `messages[0].content`, without pydantic's names of unions."""
     path = ""
     here = body
     for i, part in enumerate(loc):
@@ -256,20 +255,20 @@ def _path(loc: tuple[int | str, ...], body: object, missing: bool) -> str:
 
 
 def _check_num_values(data: bytes) -> None:
-    """Refuses bodies of more values than are wanted, before they are parsed."""
+    """Reject bodies with too many values, before they are parsed."""
     if len(data) <= MAX_JSON_CONTAINERS:
-        return  # each has a character at least
+        return  # each value has at least one character
     values, containers, quotes, begin = 1, 0, 0, 0
     while begin < len(data):
-        # A piece at a time: what is done to it keeps the interpreter's lock.
+        # A piece at a time: numpy keeps the interpreter's lock.
         piece = data[begin : begin + _PIECE]
-        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # what it escapes belongs to it
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # keep an escaped character whole
             piece = data[begin : begin + _PIECE + 1]
-        # Of a run of backslashes, pairs are one character.
+        # In a run of backslashes, each pair is one character.
         bare = piece.replace(b"\\\\", b"..").replace(b'\\"', b"..")
         characters = np.frombuffer(bare, np.uint8)
         marks = characters == ord('"')
-        # Marks inside of strings do not count: the number of quotes before one is odd there.
+        # Marks inside of strings do not count: the number of quotes before them is odd.
         inside = (np.cumsum(marks, dtype=np.uint8) + quotes) & 1
         quotes += int(np.count_nonzero(marks))
         quotes &= 1
@@ -284,7 +283,7 @@ def _check_num_values(data: bytes) -> None:
         ):
             if found > limit:
                 raise RequestError(
-                    f"The body holds more than {limit} {what}, the most this server takes in a "
+                    f"The body holds more than {limit} {what}, the most this server accepts in a "
                     "request. Split it.",
                     None,
                     "too_many_values",

@@ -1,8 +1,8 @@
-"""Processes of a server with several front ends: how the first one starts, watches and ends them.
+"""Child processes of a server with several front ends: start, watch and end them.
 
-Each reads its setup from standard input, which stays open for what it is told later; its end says
-that the first process is gone. On a pipe of its own it gives signs of life, and says at last why it
-cannot go on.
+Each child reads its setup from standard input, which stays open for later messages; its end means
+that the first process has ended. The child sends heartbeats on a dedicated pipe, and its last
+message there is the reason why it cannot continue.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from octavo.system.device import is_stopped
 
 _T = TypeVar("_T")
 
-# Between two signs of life.
+# Interval of the heartbeats.
 _BEAT_SECONDS = 0.5
 _BEAT = b"\0"
-"""No failure begins so."""
-# Between two looks whether a process lives.
+"""Heartbeat; no failure begins with this byte."""
+# Interval of the checks that a process lives.
 LOOK_SECONDS = 0.1
 # A shorter silence may be chance.
 _LEAST_SILENCE = 2.0
-# Imports take so long at most, beside what a silence may last.
+# Maximum time of the imports, in addition to the limit of silence.
 _START_SECONDS = 60.0
-# A stop that is over sooner is no reason.
+# A shorter stop is no reason to kill a process.
 _STOPPED_SECONDS = 0.5
 _LENGTH_NBYTES = 4
 
@@ -42,14 +42,14 @@ class _Failure(msgspec.Struct):
 
 
 class Child:
-    """A process as the first one sees it.
+    """Child process, as the first process sees it.
 
     Args:
-        module: what it runs.
-        descriptors: what it inherits.
+        module: module that it runs.
+        descriptors: file descriptors that it inherits.
 
     Raises:
-        OSError: the system has no room for it.
+        OSError: the system cannot start another process.
     """
 
     def __init__(self, module: str, descriptors: tuple[int, ...] = ()) -> None:
@@ -70,11 +70,11 @@ class Child:
             os.close(self.pulse)
         self.pid = self._process.pid
         self.has_begun = False
-        """Whether it has given a sign of life."""
+        """True if it has sent a heartbeat."""
         self._said = b""
 
     def tell(self, data: bytes) -> None:
-        """Writes to its standard input; to one that has ended, or is to, nothing."""
+        """Write to its standard input; do nothing if it has ended or is about to."""
         assert self._process.stdin is not None
         if self._process.stdin.closed:
             return
@@ -83,19 +83,20 @@ class Child:
             self._process.stdin.flush()
 
     def tell_message(self, message: object) -> None:
-        """Writes a message for `read_message`."""
+        """Write a message for `read_message`."""
         data = msgspec.msgpack.encode(message)
         self.tell(len(data).to_bytes(_LENGTH_NBYTES, "little") + data)
 
     async def watch(self, limit: float) -> str:
-        """Waits until it has ended, or was silent for `limit` seconds, two at least.
+        """Wait until the process has ended, or was silent for `limit` seconds, at least two.
 
-        Returns what it did.
+        Time is counted in naps, so that a sleeping machine is no reason to kill the process.
 
-        Time is counted in naps, so that a machine that slept is no reason.
+        Returns:
+            A description of the end.
 
         Raises:
-            OctavoError: what it said that it cannot go on for.
+            OctavoError: the failure that the process reported.
         """
         limit = max(limit, _LEAST_SILENCE)
         silent, stopped = -_START_SECONDS, 0.0
@@ -106,7 +107,7 @@ class Child:
                 silent, self.has_begun = 0.0, True
             self._raise_failure()
             if silent >= limit:
-                return f"has said nothing for {silent:.1f} s and was killed"
+                return f"has sent no heartbeat for {silent:.1f} s and was killed"
             stopped = stopped + LOOK_SECONDS if is_stopped(self.pid) else 0.0
             if stopped >= _STOPPED_SECONDS:
                 return "was stopped by a signal such as SIGSTOP, and killed"
@@ -117,7 +118,7 @@ class Child:
         return f"ended with status {status}"
 
     def _hear(self) -> bool:
-        """Whether it gives signs of life."""
+        """Read heartbeats and the failure; return True if data arrived."""
         data = b""
         with contextlib.suppress(BlockingIOError):
             data = os.read(self._pulse, 2**16)
@@ -126,12 +127,12 @@ class Child:
 
     def _raise_failure(self) -> None:
         if self._said:
-            with contextlib.suppress(msgspec.DecodeError):  # there is more to come
+            with contextlib.suppress(msgspec.DecodeError):  # the rest will follow
                 failure = msgspec.msgpack.decode(self._said, type=_Failure)
                 raise make_error(failure.kind, failure.message)
 
     async def end(self, timeout: float) -> int:
-        """Lets it end in order, which it does once nobody can tell it more; returns its status."""
+        """Close its input, wait for its end, and kill it after `timeout`; return its status."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -143,12 +144,12 @@ class Child:
         return self._process.wait()
 
     def kill(self) -> int:
-        """Ends it, whatever it does; returns its status."""
+        """Kill the process; return its status."""
         self._process.kill()
         return self._process.wait()
 
     def close(self) -> None:
-        """Lets go of the descriptors, once it has ended."""
+        """Close the descriptors of a process that has ended."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -156,38 +157,38 @@ class Child:
 
 
 class Parent:
-    """The first process as another one sees it.
+    """First process, as a child process sees it.
 
     Args:
-        pulse: see `Child`.
+        pulse: descriptor of `Child`.
     """
 
     def __init__(self, pulse: int) -> None:
         self._pulse = pulse
 
     async def beat(self) -> None:
-        """Gives signs of life, as long as the event loop goes on."""
+        """Send heartbeats while the event loop runs."""
         while True:
             with contextlib.suppress(BlockingIOError, BrokenPipeError):
                 os.write(self._pulse, _BEAT)
             await asyncio.sleep(_BEAT_SECONDS)
 
     def tell_failure(self, error: OctavoError) -> None:
-        """Says why this process cannot go on; its last words, so nothing may `beat` any more."""
+        """Report why this process cannot continue; nothing may call `beat` after it."""
         failure = _Failure(type(error).__name__, str(error))
         with contextlib.suppress(OSError):
             os.write(self._pulse, msgspec.msgpack.encode(failure))
 
 
 def read_message(kind: type[_T]) -> _T | None:
-    """What `Child.tell_message` wrote, and no more: signals may follow; None: there is no more."""
+    """Return a message of `Child.tell_message` without reading further; None at the end."""
     size = int.from_bytes(_read(_LENGTH_NBYTES), "little")
     data = _read(size)
     return msgspec.msgpack.decode(data, type=kind) if data else None
 
 
 def _read(size: int) -> bytes:
-    """Without a buffer, whose lock would outlive the thread that reads."""
+    """Read without a buffer, as the lock of a buffer would outlive the thread that reads."""
     data = b""
     while len(data) < size and (part := os.read(sys.stdin.fileno(), size - len(data))):
         data += part

@@ -1,4 +1,4 @@
-"""A small client of an OpenAI-compatible server, for `octavo chat` and `octavo complete`."""
+"""Small client of an OpenAI-compatible server, for `octavo chat` and `octavo complete`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import msgspec
 
 from octavo.errors import OctavoError
 
-# Answers may take long to begin; being refused a connection may not.
+# Answers may begin late; a connection may not.
 _TIMEOUT = httpx.Timeout(None, connect=10.0)
 
 
 class ServerError(OctavoError):
-    """The server cannot be reached, or refused a request; the message says which and why."""
+    """Unreachable server or rejected request; the message names the reason."""
 
 
 class Usage(NamedTuple):
@@ -25,28 +25,29 @@ class Usage(NamedTuple):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int | None = None
-    """Of the prompt's, those that came from the prefix cache; None: not told."""
+    """Number of prompt tokens from the prefix cache; None: not reported."""
 
 
 class Client:
-    """A connection to a server.
+    """Connection to a server.
 
     Args:
-        url: address of the API, such as http://localhost:8000/v1; without a path, /v1 is meant.
-        api_key: sent as bearer token, if given.
-        model: the model to ask; None: the server's first one.
+        url: address of the API, such as http://localhost:8000/v1; an address without a path
+            means /v1.
+        api_key: bearer token to send, if any.
+        model: model to use; None: the server's first one.
 
     Raises:
-        ServerError: no server answers there, or it refuses the key.
+        ServerError: no server answers at the address, or it rejects the key.
     """
 
     def __init__(self, url: str, api_key: str | None = None, model: str | None = None) -> None:
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._url = _api_address(url)
         self.usage: Usage | None = None
-        """Tokens of the latest answer; None: it has not ended, or the server does not tell."""
+        """Tokens of the latest answer; None before its end, or if the server does not send them."""
         self.defaults: dict[str, Any] = {}
-        """The model's sampling parameters, which servers do not tell."""
+        """Default sampling parameters of the model, which servers do not report."""
         self._http = httpx.Client(headers=headers, timeout=_TIMEOUT)
         try:
             self.model = self._first_model() if model is None else model
@@ -55,32 +56,32 @@ class Client:
             raise
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Close the connection."""
         self._http.close()
 
     def chat(self, messages: list[dict[str, str]], params: dict[str, Any]) -> Iterator[str]:
-        """Streams the answer to a chat, piece by piece.
+        """Stream the answer to a chat, piece by piece.
 
         Raises:
-            ServerError: the request was refused or failed.
+            ServerError: the request was rejected or failed.
         """
         for choice in self._stream("/chat/completions", {"messages": messages, **params}):
             yield choice["delta"].get("content") or ""
 
     def complete(self, prompt: str, params: dict[str, Any]) -> Iterator[str]:
-        """Streams the continuation of a text, piece by piece.
+        """Stream the continuation of a text, piece by piece.
 
         Raises:
-            ServerError: the request was refused or failed.
+            ServerError: the request was rejected or failed.
         """
         for choice in self._stream("/completions", {"prompt": prompt, **params}):
             yield choice["text"]
 
     def scale(self, num_engines: int) -> str:
-        """Changes the number of the server's engines; returns what it says.
+        """Change the number of the server's engines; return its message.
 
         Raises:
-            ServerError: the request was refused or failed.
+            ServerError: the request was rejected or failed.
         """
         address = self._url.removesuffix("/v1") + "/scale_elastic_ep"
         try:
@@ -146,7 +147,7 @@ class Client:
 
 
 def _api_address(url: str) -> str:
-    """The address with the parts that people leave out: http:// and /v1."""
+    """Return the address with the optional parts: http:// and /v1."""
     if "://" not in url:
         url = "http://" + url
     scheme, _, rest = url.rstrip("/").partition("://")
@@ -154,7 +155,7 @@ def _api_address(url: str) -> str:
 
 
 def _usage(told: Any) -> Usage | None:
-    """What a server tells of an answer's tokens; None if it is not in OpenAI's form."""
+    """Return the reported tokens of an answer; None if they are not in OpenAI's form."""
     try:
         details = told.get("prompt_tokens_details") or {}
         return Usage(
@@ -167,7 +168,7 @@ def _usage(told: Any) -> Usage | None:
 
 
 def _message(status: int, body: bytes) -> str:
-    """The message of an error answer."""
+    """Return the message of an error answer."""
     try:
         return str(msgspec.json.decode(body)["error"]["message"])
     except (msgspec.MsgspecError, LookupError, TypeError):

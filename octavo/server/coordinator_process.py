@@ -32,8 +32,8 @@ _END_SIGNALS = signal.SIGTERM, signal.SIGINT
 
 
 def main() -> int:
-    """Works until the parent ends it; returns the exit status."""
-    # The parent knows when; a service manager sends SIGTERM to all processes.
+    """Run until the parent ends it; return the exit status."""
+    # The parent decides when; a service manager sends SIGTERM to all processes.
     for number in _END_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal_at_parents_end(signal.SIGCONT)
@@ -42,13 +42,13 @@ def main() -> int:
         return 0
     clock.set_epoch(setup.clock_epoch)
     setup_logging(setup.config.log_level, setup.config.log_format)
-    tempfile.tempdir = setup.folder  # what is left of one that was killed goes with the server
+    tempfile.tempdir = setup.folder  # files of a killed coordinator disappear with the server
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_coordinate(setup))
 
 
 async def _coordinate(setup: CoordinatorSetup) -> int:
-    """Works until the parent is gone, or ends it; returns the exit status."""
+    """Run until the parent has ended, or ends it; return the exit status."""
     parent = Parent(setup.pulse)
     try:
         coordinator = _make_coordinator(setup)
@@ -68,7 +68,7 @@ async def _coordinate(setup: CoordinatorSetup) -> int:
         if coordinator.is_final:
             beats.cancel()
             parent.tell_failure(error)
-            await places.ended  # front ends are still told
+            await places.ended  # front ends are still notified
         else:
             logger.warning("%s", error)
     finally:
@@ -86,7 +86,7 @@ def _make_coordinator(setup: CoordinatorSetup) -> Coordinator:
         config.progress_timeout,
         config.max_engine_restarts,
         config.warm_spare,
-        # The processes of the front ends but one are booked with the requests.
+        # The memory of all front ends' processes but one is counted with the requests.
         request_memory=config.request_memory_bytes + config.api_server_count * SERVER_NBYTES,
         log_level=config.log_level,
         log_format=config.log_format,
@@ -112,7 +112,7 @@ def _make_coordinator(setup: CoordinatorSetup) -> Coordinator:
 
 
 class _Places:
-    """Hears from the parent which front ends there are."""
+    """Reader of the parent's messages about the front ends."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
@@ -120,11 +120,11 @@ class _Places:
         self._loop = asyncio.get_running_loop()
         self._removals: set[asyncio.Task[None]] = set()
         self.ended = self._loop.create_future()
-        """Done once the parent says no more."""
+        """Future that is done after the parent's last message."""
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the end has come
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the process is ending
             while (place := read_message(Place)) is not None:
                 self._loop.call_soon_threadsafe(self._take, place)
             self._loop.call_soon_threadsafe(self._end)

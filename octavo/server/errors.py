@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors in the form that OpenAI's clients expect: `{"error": {"message", "type", ...}}`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from octavo.errors import EngineDeadError, GivenUpError, OctavoError, RequestErr
 
 logger = logging.getLogger(__name__)
 
-# Long enough for every message of ours, short enough that nobody gets a megabyte echoed.
+# Long enough for every message of Octavo; short enough that a megabyte is not echoed.
 MAX_MESSAGE_CHARS = 1000
 
 _short = reprlib.Repr()
@@ -25,7 +25,7 @@ _short.maxstring = _short.maxother = 60
 
 
 class AuthenticationError(RequestError):
-    """The API key is missing or wrong."""
+    """Missing or wrong API key."""
 
     status = 401
 
@@ -34,7 +34,7 @@ class AuthenticationError(RequestError):
 
 
 class AdminError(RequestError):
-    """A route of the operator's, and a client that is not known to be the operator."""
+    """Request for an operator's route from a client that is not known to be the operator."""
 
     status = 403
 
@@ -51,7 +51,7 @@ class AdminError(RequestError):
 
 
 class HostError(RequestError):
-    """The Host header names another server: a web page may have had its own name point here."""
+    """Host header with another name: a web page may have pointed its name here."""
 
     status = 421
 
@@ -60,13 +60,13 @@ class HostError(RequestError):
 
 
 class BodyTooLargeError(RequestError):
-    """The request body has more bytes than the server takes."""
+    """Request body with more bytes than the server accepts."""
 
     status = 413
 
     def __init__(self, limit: int) -> None:
         super().__init__(
-            f"The request body is larger than {limit} bytes, the most this server takes "
+            f"The request body is larger than {limit} bytes, the most this server accepts "
             "(--max-request-bytes).",
             None,
             "request_too_large",
@@ -74,7 +74,7 @@ class BodyTooLargeError(RequestError):
 
 
 class MediaTypeError(RequestError):
-    """The body is not JSON, or is compressed."""
+    """Body that is not JSON, or is compressed."""
 
     status = 415
 
@@ -83,7 +83,7 @@ class MediaTypeError(RequestError):
 
 
 class ProtocolError(RequestError):
-    """What came is no HTTP request, or one that is too large or too slow."""
+    """Data that is no HTTP request, or a request that is too large or too slow."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message, None, "bad_http_request")
@@ -91,7 +91,7 @@ class ProtocolError(RequestError):
 
 
 class RouteError(RequestError):
-    """No such address (404) or not with this method (405)."""
+    """Unknown address (404), or wrong method for it (405)."""
 
     def __init__(self, status: int, message: str, allow: str | None = None) -> None:
         super().__init__(message, None, "not_found" if status == 404 else "method_not_allowed")
@@ -100,7 +100,7 @@ class RouteError(RequestError):
 
 
 class UnavailableError(RequestError):
-    """The server is about to stop; another one, or a later try, may answer."""
+    """Server that is about to stop; another one, or a later try, may answer."""
 
     status = 503
     type = "server_error"
@@ -111,23 +111,23 @@ class UnavailableError(RequestError):
 
 
 class ClientDisconnectError(OctavoError):
-    """Nobody waits for the answer any more."""
+    """Disconnection of the client that waits for the answer."""
 
 
 def show(value: object) -> str:
-    """A value from a request, short enough for an error message."""
+    """Return a value from a request, short enough for an error message."""
     return _short.repr(value)
 
 
 def error_status(error: BaseException) -> int:
-    """The HTTP status that goes with an error."""
+    """Return the HTTP status of an error."""
     if isinstance(error, RequestError):
         return error.status
     return 503 if isinstance(error, EngineDeadError) else 500
 
 
 def error_json(error: BaseException) -> bytes:
-    """The JSON body that goes with an error."""
+    """Return the JSON body of an error."""
     if isinstance(error, RequestError):
         message, kind, param, code = error.message, error.type, error.param, error.code
     elif isinstance(error, OctavoError):
@@ -146,12 +146,12 @@ def error_json(error: BaseException) -> bytes:
 
 
 def error_event(error: BaseException) -> bytes:
-    """The server-sent event of a stream that failed."""
+    """Return the server-sent event of a stream that failed."""
     return b"data: " + error_json(error) + b"\n\n"
 
 
 def error_response(error: BaseException) -> Response:
-    """The answer to a request that failed before anything was sent."""
+    """Return the answer to a request that failed before any data was sent."""
     headers: dict[str, str] = {}
     retry_after = getattr(error, "retry_after", None)
     if retry_after is not None:
@@ -164,12 +164,12 @@ def error_response(error: BaseException) -> Response:
         headers["Connection"] = "close"
     status = error_status(error)
     if status == 408 or isinstance(error, GivenUpError):
-        headers["x-should-retry"] = "false"  # OpenAI's clients would repeat it by themselves
+        headers["x-should-retry"] = "false"  # OpenAI's clients would repeat the request
     return Response(error_json(error), status, headers, "application/json")
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
-    """Turns the router's own errors (unknown address, wrong method) into OpenAI's shape."""
+    """Turn errors of the router (unknown address, wrong method) into OpenAI's form."""
     assert isinstance(error, HTTPException)
     where = f"{request.method} {request.url.path}"
     if error.status_code == 405:
@@ -183,7 +183,7 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
 
 
 def log_unexpected(error: BaseException) -> None:
-    """Logs an error that no client caused; with its traceback if nobody foresaw it."""
+    """Log an error that no client caused; an unexpected error with its traceback."""
     if isinstance(error, OctavoError):
         if not isinstance(error, RequestError):
             logger.error("request failed: %s", error)

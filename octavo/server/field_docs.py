@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
+from octavo.sampling_params import SamplingParams
 from octavo.server import schema, structured_outputs
 from octavo.server.body import Body
 
@@ -14,40 +19,18 @@ FIELD_DOCS: Mapping[type[Body], Mapping[str, str]] = {
         "request_id": "Request id in printable ASCII; default: X-Request-Id, or generated.",
         "stream": "Stream the answer as server-sent events.",
         "stream_options": "Additional reports of a stream; needs stream.",
-        "cache_salt": "Salt of the prefix cache, which only requests with the same salt share.",
-        "priority": "Priority with --scheduling-policy priority; lower runs first. Default 0.",
         "kv_transfer_params": "With --kv-transfer-config: the part of the prompt that another "
         "server has computed, or the request to compute the prompt for another server.",
     },
     schema.GenerationBody: {
         "n": "Number of answers, or of beams with use_beam_search. Default 1.",
         "temperature": "Divisor of the logits; 0: greedy. Default 1, or the model's default.",
-        "top_p": "Keep the most probable tokens up to this total probability; 1: all. Default 1.",
         "max_tokens": "Maximum tokens of an answer; default: 16, in a chat all that fit.",
-        "seed": "Random seed for a repeatable answer; default: none.",
-        "stop": "Texts that end the answer and are not part of it.",
-        "presence_penalty": "Above 0: repeat less; -2 to 2. Default 0.",
-        "frequency_penalty": "Above 0: repeat less, by each token's count; -2 to 2. Default 0.",
-        "logit_bias": "Token ids with values to add to their logits, -100 to 100.",
         "user": "End user; no effect.",
-        "top_k": "Number of most probable tokens to keep; 0 or -1: all. Default 0.",
-        "min_p": "Drop tokens below this share of the highest probability. Default 0.",
-        "repetition_penalty": "Above 1: repeat less of the prompt and the answer. Default 1.",
-        "stop_token_ids": "Tokens that end the answer.",
-        "ignore_eos": "Continue after the end-of-sequence token.",
-        "min_tokens": "Minimum tokens of an answer. Default 0.",
-        "skip_special_tokens": "Leave special tokens out of the text. Default true.",
-        "spaces_between_special_tokens": "Put spaces between special tokens in the text. "
-        "Default true.",
-        "include_stop_str_in_output": "Keep the stop text in the answer.",
-        "truncate_prompt_tokens": "Number of prompt tokens to keep; -1: the number that fits.",
-        "truncation_side": "End that truncate_prompt_tokens cuts: left (default) or right.",
         "prompt_logprobs": "Number of candidates for each prompt token's logprobs; not with "
         "stream.",
         "logprob_token_ids": "Tokens, at most 128, to report instead of the most probable ones; "
         "needs logprobs.",
-        "allowed_token_ids": "Tokens that the answer may contain.",
-        "bad_words": "Texts that the answer must not contain.",
         "vllm_xargs": "Arguments for logits processors of plug-ins.",
         "add_special_tokens": "Add the tokenizer's special tokens to the prompt; default: true for "
         "a text, false for a chat, because its template adds them.",
@@ -184,21 +167,46 @@ FIELD_DOCS: Mapping[type[Body], Mapping[str, str]] = {
 }
 
 
+@lru_cache
+def attribute_docs(kind: type) -> dict[str, str]:
+    """Return the docstrings of a class's attributes by name."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(definition, ast.ClassDef)
+    docs: dict[str, str] = {}
+    for attribute, below in zip(definition.body, definition.body[1:], strict=False):
+        if isinstance(attribute, ast.AnnAssign) and isinstance(below, ast.Expr):
+            docs[ast.unparse(attribute.target)] = ast.literal_eval(below.value)
+    return docs
+
+
 def field_doc(body: type[Body], name: str) -> str:
     """Return the description of a field.
+
+    Without a line in `FIELD_DOCS` it is the docstring of the field of `SamplingParams`.
 
     Args:
         body: class of the body.
         name: name of the field in requests.
 
     Raises:
-        KeyError: `FIELD_DOCS` does not describe the field.
+        KeyError: neither describes the field.
     """
     for base in body.__mro__:
         docs = FIELD_DOCS.get(base, {})
         if name in docs:
             return docs[name]
-    raise KeyError(f"{body.__name__}.{name} has no line in octavo/server/field_docs.py.")
+    if name not in SamplingParams.__struct_fields__:
+        raise KeyError(f"{body.__name__}.{name} has no line in octavo/server/field_docs.py.")
+    meaning = " ".join(attribute_docs(SamplingParams)[name].split())
+    match getattr(SamplingParams(), name):
+        case None | False | []:
+            return meaning
+        case True:
+            return f"{meaning} Default true."
+        case float() as number:
+            return f"{meaning} Default {number:g}."
+        case default:
+            return f"{meaning} Default {default}."
 
 
 def describe(body: type[Body], properties: dict[str, Any]) -> None:

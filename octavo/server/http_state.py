@@ -1,4 +1,4 @@
-"""What all that serves HTTP has: keys, hosts, bounds on bodies, and the way to a clean end."""
+"""State of an HTTP server: keys, hosts, bounds on bodies, and an orderly end."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from octavo.server.errors import ClientDisconnectError, UnavailableError
 
 T = TypeVar("T")
 
-# Bytes of all bodies being served, beyond which large ones are refused: a part of what the memory
-# plan has for the server's process. Small ones always pass, their number is bounded.
+# Bytes of all bodies being served, beyond which large ones are rejected: a part of the memory
+# plan's share for the server process. Small ones always pass, as their number is bounded.
 _BODIES_NBYTES = 64 * 2**20
 _SMALL_BODY = 64 * 2**10
 
 
 class HttpState:
-    """What all requests share, of a server or of a router.
+    """State that all requests share, of a server or of a router.
 
     Args:
         config: the settings, with all keys (see `auth.with_all_keys`).
@@ -35,35 +35,35 @@ class HttpState:
         self.api_keys = ApiKeys(config.api_key, config.admin_key)
         self.allowed_hosts = AllowedHosts(config)
         self.on_failure: Callable[[], None] = lambda: None
-        """Called when there is no more purpose in serving."""
+        """Callback for a failure that makes serving pointless."""
         self.draining = False
         self.num_active = 0
-        """HTTP requests being answered, probes not counted."""
+        """Number of HTTP requests being answered, without probes."""
         self.body_bytes = 0
-        """Of these requests' bodies, as far as they have come."""
+        """Number of received bytes of these requests' bodies."""
         self._work: set[asyncio.Future[Any]] = set()
         self._cut = False
 
     @property
     def drain_timeout(self) -> float:
-        """Seconds that requests in flight get to finish at the end."""
+        """Seconds in which requests in flight may finish at the end."""
         return self.config.shutdown_timeout
 
     def begin_drain(self) -> None:
-        """From now on new requests are refused; those in flight go on."""
+        """Reject new requests from now on; requests in flight continue."""
         self.draining = True
 
     def cut(self) -> None:
-        """Ends all requests in flight with an error."""
+        """End all requests in flight with an error."""
         self._cut = True
         for work in self._work:
             work.cancel()
 
     def check_bodies(self, size: int) -> None:
-        """Refuses a body that has grown to `size` bytes if too much is in flight already.
+        """Reject a body that has grown to `size` bytes if the bodies in flight exceed the limit.
 
         Raises:
-            QueueFullError: it may be sent again later.
+            QueueFullError: the limit is exceeded; the client may send the body again later.
         """
         limit = max(_BODIES_NBYTES, self.config.max_request_bytes)
         if size > _SMALL_BODY and self.body_bytes > limit:
@@ -74,19 +74,20 @@ class HttpState:
             )
 
     def _retry_after(self, places: int) -> int:
-        """Seconds until there is room for `places` more answers, as far as that is known."""
+        """Estimate the seconds until `places` more answers can be accepted."""
         return 1
 
     async def run(
         self, receive: Receive, work: Coroutine[object, object, T], deadline: float | None
     ) -> T:
-        """Does the work of one request as long as somebody waits for it.
+        """Run the work of one request while its client waits.
 
-        The body must have been read: what `receive` then brings is the client's going away.
+        The body must have been read: further messages of `receive` mean that the client
+        disconnects.
 
         Raises:
-            ClientDisconnectError: the client went away; the work was cancelled.
-            DeadlineError: time was up; the work was cancelled.
+            ClientDisconnectError: the client disconnected; the work was cancelled.
+            DeadlineError: the deadline passed; the work was cancelled.
             UnavailableError: the server stops; the work was cancelled.
         """
         task = asyncio.ensure_future(work)
@@ -114,13 +115,13 @@ class HttpState:
 
 
 def http_state_of(request: Request) -> HttpState:
-    """What a request came to, a server or a router."""
+    """Return the state of the server or router that received a request."""
     state = request.app.state.octavo
     assert isinstance(state, HttpState)
     return state
 
 
 async def _disconnected(receive: Receive) -> None:
-    """Returns when the client has gone away."""
+    """Return when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass

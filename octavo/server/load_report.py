@@ -1,7 +1,7 @@
-"""How loaded the server is, in a header of answers to whoever asks for it: ORCA's load report.
+"""ORCA load report: the server's load in a header of answers, on request.
 
-A load balancer asks with `endpoint-load-metrics-format`, TEXT or JSON; as with vLLM, answers that
-are not streamed have it.
+A load balancer requests it with `endpoint-load-metrics-format`, TEXT or JSON. As with vLLM, answers
+that are not streamed have it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _HEADER = "endpoint-load-metrics"
 
 
 def add_load_report(request: Request, response: Response, metrics: EngineMetrics) -> None:
-    """Puts the header into an answer if the request asks for it in a format that is known."""
+    """Add the header to an answer if the request asks for it in a known format."""
     asked = request.headers.get(_ASKED, "").upper()
     named = metrics.load()
     if asked == "JSON":

@@ -1,4 +1,4 @@
-"""Around every request: its id, its key, its errors, its line in the log."""
+"""Middleware of every request: its id, its key, its errors, its line in the log."""
 
 from __future__ import annotations
 
@@ -27,49 +27,49 @@ from octavo.system.logs import REQUEST_ID
 logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
-"""nginx's status for a client that went away; only ever logged."""
+"""Status of nginx for a client that disconnected; it is only logged."""
 
 
 @dataclass(slots=True)
 class RequestContext:
-    """What is known of one HTTP request beside its body."""
+    """Data of one HTTP request except its body."""
 
     request_id: str
     arrival: float
-    """Second of `time.monotonic`."""
+    """Arrival in seconds of `time.monotonic`."""
     address: str | None = None
-    """Of the client's machine, or of the proxy before it; None: a Unix socket."""
+    """Address of the client's machine, or of the proxy before it; None: a Unix socket."""
     api_key: str | None = field(default=None, repr=False)
     is_admin: bool = False
-    """Whether that key is the operator's."""
+    """True if the key is the operator's."""
     ignored_fields: list[str] = field(default_factory=list)
-    """Fields of the body that nobody knows, or that mean nothing to this server."""
+    """Fields of the body that are unknown or have no effect here."""
     deadline_ms: int | None = None
     max_ttft_ms: int | None = None
-    """Limits that came as headers; those of the body go before them."""
+    """Limits from headers; those of the body have precedence."""
     body_bytes: int = 0
-    """Of the body, as far as it has come."""
+    """Number of received bytes of the body."""
     status: int | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
 
 
 def context_of(request: Request) -> RequestContext:
-    """The context that the middleware made for a request."""
+    """Return the context that the middleware made for a request."""
     context = request.scope["octavo"]
     assert isinstance(context, RequestContext)
     return context
 
 
 class RequestMiddleware:
-    """Gives each request its id and context, checks host and key, turns errors into answers."""
+    """Middleware that sets ids and contexts, checks host and key, and answers errors."""
 
     def __init__(self, app: ASGIApp, state: HttpState) -> None:
         self.app = app
         self.state = state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request."""
+        """Serve one request."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -81,7 +81,7 @@ class RequestMiddleware:
         scope["octavo"] = context
         token = REQUEST_ID.set(context.request_id)
         path, root = scope["path"], scope.get("root_path", "")
-        # As the router sees it: a proxy may leave its own path in front.
+        # As the router sees the path: a proxy may leave its own path in front.
         probe = (path.removeprefix(root) if path.startswith(f"{root}/") else path) in OPEN_PATHS
 
         async def send_with_id(message: Message) -> None:
@@ -120,24 +120,24 @@ class RequestMiddleware:
             REQUEST_ID.reset(token)
 
     def _quiet(self, path: str) -> bool:
-        """Whether the operator wants no lines about requests to a path."""
+        """Return True if the operator wants no log lines about requests to a path."""
         config = self.state.config
         paths = (config.disable_access_log_for_endpoints or "").split(",")
         return config.disable_uvicorn_access_log or path in map(str.strip, paths)
 
 
 def _request_id(given: str | None) -> str:
-    """The client's id if it is fit for logs and headers, otherwise a new one."""
+    """Return the client's id if it is valid for logs and headers, otherwise a new one."""
     if given is not None and re.fullmatch(r"[!-~]{1,128}", given):
         return given
     return uuid.uuid4().hex
 
 
 def _milliseconds(headers: Headers, name: str) -> int | None:
-    """A header that limits the time of a request.
+    """Return the value of a header that limits the time of a request.
 
     Raises:
-        RequestError: it is no such number.
+        RequestError: the value is not a valid number of milliseconds.
     """
     given = headers.get(name)
     if given is None:

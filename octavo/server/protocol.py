@@ -1,6 +1,6 @@
-"""HTTP/1.1 as uvicorn speaks it, with bounds on what a client may send, and how slowly.
+"""HTTP/1.1 protocol of uvicorn with bounds on the size and time of what clients send.
 
-The bounds are nginx's. They hold before a request is known, so before any key is checked.
+The bounds are nginx's. They apply before a request is complete, so before any key is checked.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from octavo.server.errors import ProtocolError, error_response
 
 MAX_URL_BYTES = 8 * 1024
 MAX_HEAD_BYTES = 32 * 1024
-"""Of all headers of a request; trailers count, too."""
+"""Maximum size of all headers of a request, including trailers."""
 MAX_HEADERS = 100
 MAX_PIPELINED = 16
-"""Requests that may wait on a connection while one is answered."""
+"""Maximum number of requests that wait on a connection while one is answered."""
 HEAD_TIMEOUT = 10.0
-"""Seconds in which a request's head must have arrived, and before it a TLS handshake."""
+"""Seconds in which a request's head, and before it a TLS handshake, must have arrived."""
 KEEP_ALIVE_TIMEOUT = 75
 """Seconds that a connection may be idle between two requests."""
 SEND_TIMEOUT = 60.0
-"""Seconds that an answer may wait for a client which does not read it."""
+"""Seconds that an answer may wait for a client that does not read it."""
 
 
 class ConnectionCounter:
-    """Count a server's connections by client address.
+    """Counter of a server's connections by client address.
 
     Args:
-        maximum: most connections for one address; 0: no limit.
+        maximum: maximum connections for one address; 0: no limit.
     """
 
     def __init__(self, maximum: int) -> None:
@@ -50,18 +50,18 @@ class ConnectionCounter:
         return self.maximum == 0 or self._counts[address] <= self.maximum
 
     def remove(self, address: str) -> None:
-        """Forget a connection that has ended, refused ones included."""
+        """Forget a connection that has ended, including rejected ones."""
         self._counts[address] -= 1
         if not self._counts[address]:
             del self._counts[address]
 
 
 class TlsProtocol(SSLProtocol):  # type: ignore[misc]  # see the import
-    """One TLS connection; it counts from the moment the TCP connection is accepted.
+    """TLS connection; it counts from the moment the TCP connection is accepted.
 
     Args:
         connections: the counter of the server.
-        protocol: receives what the client sends, decrypted.
+        protocol: receives the decrypted data of the client.
         context: holds the certificate.
     """
 
@@ -95,12 +95,12 @@ class TlsProtocol(SSLProtocol):  # type: ignore[misc]  # see the import
 
 
 class Protocol(HttpToolsProtocol):
-    """One connection.
+    """Connection of a client.
 
     Args:
         connections: the counter of the server; None: `TlsProtocol` counts the connection.
-        args: uvicorn's own.
-        kwargs: uvicorn's own.
+        args: arguments of uvicorn.
+        kwargs: arguments of uvicorn.
     """
 
     def __init__(self, connections: ConnectionCounter | None, *args: Any, **kwargs: Any) -> None:
@@ -109,16 +109,16 @@ class Protocol(HttpToolsProtocol):
         self._in_head = False
         self._header_bytes = 0
         self._unheard_bytes = 0
-        """Given to the parser since it last called: it keeps a header until that is complete."""
+        """Bytes since the parser last called: it keeps a header until the header is complete."""
         self._refusal: RequestError | None = None
         self._deaf = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
 
-    # What asyncio calls
+    # Callbacks of asyncio
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        """Count the connection, and refuse it if its client has too many."""
+        """Count the connection, and reject it if its client has too many."""
         super().connection_made(transport)
         counter = self._connections
         if counter is not None and self.client is not None and not counter.add(self.client[0]):
@@ -142,7 +142,7 @@ class Protocol(HttpToolsProtocol):
             self._connections.remove(self.client[0])
 
     def data_received(self, data: bytes) -> None:
-        """Parses what has come, and sees to it that a head has an end."""
+        """Parse the received data, and start the timeout of a head."""
         if self._deaf:
             return
         self._unheard_bytes += len(data)
@@ -155,27 +155,27 @@ class Protocol(HttpToolsProtocol):
             self._head_timer = self.loop.call_later(HEAD_TIMEOUT, self._head_is_late)
 
     def pause_writing(self) -> None:
-        """The client reads more slowly than the answer is made."""
+        """Start the timeout of a client that reads more slowly than the answer is made."""
         super().pause_writing()
         self._send_timer = self.loop.call_later(SEND_TIMEOUT, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """The client has read on."""
+        """Stop the timeout, as the client reads again."""
         super().resume_writing()
         if self._send_timer is not None:
             self._send_timer.cancel()
             self._send_timer = None
 
-    # What the parser calls
+    # Callbacks of the parser
 
     def on_message_begin(self) -> None:
-        """The first byte of a request."""
+        """Begin a request."""
         super().on_message_begin()
         self._in_head = True
         self._header_bytes = self._unheard_bytes = 0
 
     def on_url(self, url: bytes) -> None:
-        """A piece of the URL."""
+        """Add a piece of the URL."""
         super().on_url(url)
         self._unheard_bytes = 0
         if len(self.url) > MAX_URL_BYTES:
@@ -184,7 +184,7 @@ class Protocol(HttpToolsProtocol):
             )
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header, or a trailer."""
+        """Add a header, or a trailer."""
         super().on_header(name, value)
         self._unheard_bytes = 0
         self._header_bytes += len(name) + len(value) + len(": \r\n")
@@ -192,7 +192,7 @@ class Protocol(HttpToolsProtocol):
             self._refuse_in_parser(_too_large())
 
     def on_headers_complete(self) -> None:
-        """A request is known; its body may follow."""
+        """Accept a request with a complete head; its body may follow."""
         self._in_head = False
         self._unheard_bytes = 0
         if self._head_timer is not None:
@@ -205,33 +205,33 @@ class Protocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """A piece of a body."""
+        """Add a piece of a body."""
         super().on_body(body)
         self._unheard_bytes = 0
 
     def on_message_complete(self) -> None:
-        """The last byte of a request."""
+        """End a request."""
         super().on_message_complete()
         self._unheard_bytes = 0
 
     def send_400_response(self, msg: str) -> None:
-        """Ends the connection since the parser failed."""
+        """End the connection since the parser failed."""
         self._refuse(self._refusal or ProtocolError(400, msg))
 
-    # Refusals
+    # Rejections
 
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
     def _refuse_in_parser(self, error: RequestError) -> None:
-        """Makes the parser stop; uvicorn then calls `send_400_response`."""
+        """Stop the parser; uvicorn then calls `send_400_response`."""
         self._refusal = error
         raise error
 
     def _refuse(self, error: RequestError) -> None:
-        """Says what is wrong and ends the connection.
+        """Send the error and end the connection.
 
-        Requests that came complete before are answered first, which leaves no room for the error.
+        Complete earlier requests are answered first, and then the error cannot be sent.
         """
         if self._is_answering() and not self.cycle.more_body:
             self._deaf = True
@@ -243,7 +243,7 @@ class Protocol(HttpToolsProtocol):
 
     def _head_is_late(self) -> None:
         self._head_timer = None
-        if self.flow.read_paused:  # it is we who wait
+        if self.flow.read_paused:  # the server is the one that waits
             self._head_timer = self.loop.call_later(HEAD_TIMEOUT, self._head_is_late)
         elif self._in_head:
             self._refuse(
@@ -261,7 +261,7 @@ def make_protocol(
     """Return the factory of a server's connections, as uvicorn calls it.
 
     Args:
-        max_connections: most connections for one client address; 0: no limit.
+        max_connections: maximum connections for one client address; 0: no limit.
         context: holds the certificate; None: no TLS.
     """
     connections = ConnectionCounter(max_connections)
@@ -286,7 +286,7 @@ def _too_large() -> ProtocolError:
 
 
 def _response(error: RequestError) -> bytes:
-    """The whole answer to a request that was never one."""
+    """Return the whole answer to an invalid request."""
     response = error_response(error)
     lines = [f"HTTP/1.1 {error.status} {http.HTTPStatus(error.status).phrase}".encode()]
     lines += [name + b": " + value for name, value in response.raw_headers]

@@ -1,4 +1,4 @@
-"""`octavo serve`: listening, signals, and a clean end."""
+"""`octavo serve`: listening, signals, and an orderly end."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from octavo.text.chat_template import RESERVED_VARIABLES, read_override
 
 logger = logging.getLogger(__name__)
 
-# What uvicorn waits for connections whose requests have all been answered.
+# Time that uvicorn waits for connections without unanswered requests.
 _CLOSE_TIMEOUT = 5
 _DRAIN_POLL = 0.02
 _BACKLOG = 2048
@@ -56,20 +56,20 @@ END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 def run_server(
     config: ServerConfig, engine_config: EngineConfig, process: CoreProcess | None
 ) -> int:
-    """Serves until a signal ends it; returns the exit status.
+    """Serve until a signal ends it; return the exit status.
 
     Args:
-        config: the server's settings.
-        engine_config: the engine's.
-        process: the engine's first process, not started yet; None: it is made.
+        config: settings of the server.
+        engine_config: settings of the engine.
+        process: first process of the engine, not started yet; None: it is created.
 
     Raises:
-        OctavoError: the address cannot be used, or the engine failed, with the root cause.
+        OctavoError: the address cannot be used, or the engine failed (with the root cause).
     """
     setup_logging(config.log_level, config.log_format)
     config, sources = with_all_keys(config)
     prepare_process()
-    tls_context(config)  # refuse a bad certificate at once
+    tls_context(config)  # reject a bad certificate at once
     check_api_servers(config, engine_config)
     if reserved := RESERVED_VARIABLES & config.default_chat_template_kwargs.keys():
         raise ConfigError(
@@ -98,7 +98,7 @@ def run_server(
             state = ServerState(
                 config, engine_config, lambda: start_engine(config, engine_config, process)
             )
-            gc.freeze()  # the modules stay: no collection need look at them while answers stream
+            gc.freeze()  # modules stay: collections need not scan them while answers stream
             return runner.run(serve(state, listener))
         finally:
             if config.uds is not None:
@@ -106,23 +106,23 @@ def run_server(
 
 
 class _UvicornServer(uvicorn.Server):
-    """A uvicorn server that leaves signals to us: its own handlers know no draining."""
+    """Server of uvicorn without signal handlers: its own cannot drain."""
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]  # a generator
-        """Captures none."""
+        """Capture no signals."""
         return nullcontext()
 
 
 def prepare_process() -> None:
-    """What a process that serves HTTP needs, whoever started it."""
-    # Threads have the work that would hold up the event loop: it must not wait long for its turn.
+    """Prepare a process that serves HTTP."""
+    # Threads do the work that would block the event loop, which must not wait long for its turn.
     sys.setswitchinterval(SWITCH_INTERVAL)
-    # Those threads tokenise; the library's own would take the cores from the model.
+    # Those threads tokenize; the library's threads would use the model's cores.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def hear_signals(on_signal: Callable[[int], None]) -> None:
-    """Has `on_signal` called in the running event loop for each signal that ends a server."""
+    """Call `on_signal` in the running event loop for each signal that ends a server."""
     loop = asyncio.get_running_loop()
     for number in END_SIGNALS:
         loop.add_signal_handler(number, on_signal, number)
@@ -135,17 +135,17 @@ async def serve(
     *,
     announces: bool = True,
 ) -> int:
-    """Serves what comes to a socket that listens; returns the exit status.
+    """Serve requests to a listening socket; return the exit status.
 
     Args:
         state: the server.
         listener: the socket.
-        hear: has what it is given called for each signal that ends the server.
-        announces: whether it logs how the model can be used, and statistics; one of several front
+        hear: registers a callback for each signal that ends the server.
+        announces: True if it logs the server's address and statistics; one of several front
             ends does.
 
     Raises:
-        OctavoError: the engine failed, with the root cause.
+        OctavoError: the engine failed; the message has the root cause.
     """
 
     def on_ready() -> None:
@@ -171,7 +171,7 @@ async def serve_app(
     listener: socket.socket,
     hear: Callable[[Callable[[int], None]], None] = hear_signals,
 ) -> int:
-    """Serves an application until a signal, or `state.on_failure`, ends it; returns the status."""
+    """Serve an application until a signal, or `state.on_failure`, ends it; return the status."""
     config = state.config
     server = _UvicornServer(
         uvicorn.Config(
@@ -194,14 +194,14 @@ async def serve_app(
 
 
 def address_of(config: ServerConfig, listener: socket.socket) -> str:
-    """The address at which a server listens: a URL, or its Unix socket."""
+    """Return the address at which a server listens: a URL, or its Unix socket."""
     if config.uds is not None:
         return f"the Unix socket {config.uds}"
     return _url(config, listener, listener.getsockname()[0])
 
 
 def client_address(config: ServerConfig, listener: socket.socket) -> str:
-    """The URL that a client on this machine uses for a server that listens on a port."""
+    """Return the URL for clients on this machine, of a server that listens on a port."""
     host = listener.getsockname()[0]
     return _url(config, listener, "localhost" if is_any_address(host) else host)
 
@@ -223,7 +223,7 @@ def log_host_check(config: ServerConfig) -> None:
 
 
 def _log_ready(state: ServerState, listener: socket.socket) -> None:
-    """Log that the model is loaded, and how it can be used."""
+    """Log that the model is loaded, and how to use it."""
     config, name = state.config, state.model_names[0]
     if config.uds is not None:
         logger.info("ready: %s at %s", name, address_of(config, listener))
@@ -235,7 +235,7 @@ def _log_ready(state: ServerState, listener: socket.socket) -> None:
 
 
 class _Shutdown:
-    """How the server ends: the first signal drains it, the second one stops it at once."""
+    """Shutdown of the server: the first signal drains it, the second one stops it at once."""
 
     def __init__(self, state: HttpState, server: uvicorn.Server) -> None:
         self.status = 0
@@ -244,11 +244,11 @@ class _Shutdown:
         self._drain: asyncio.Task[None] | None = None
 
     def stop(self) -> None:
-        """Closes the listening socket and ends the server."""
+        """Close the listening socket and end the server."""
         self._server.should_exit = True
 
     def on_signal(self, number: int) -> None:
-        """Handles SIGTERM and SIGINT."""
+        """Handle SIGTERM and SIGINT."""
         if self._drain is None:
             self._state.begin_drain()
             logger.info("draining", extra={"in_flight": self._state.num_active})
@@ -277,7 +277,7 @@ class _Shutdown:
 async def start_engine(
     config: ServerConfig, engine_config: EngineConfig, process: CoreProcess | None = None
 ) -> AsyncLLM:
-    """Starts the engine of a server, in `process` if given; returns while the model still loads."""
+    """Start the engine of a server, in `process` if given; return while the model still loads."""
     names = engine_config.model.served_model_name
     return await AsyncLLM.start(
         engine_config,
@@ -297,14 +297,14 @@ async def start_engine(
 
 
 def allow_files() -> None:
-    """Allows as many open files as the system lets us have: each connection is one."""
+    """Raise the limit of open files to the system's maximum: each connection is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Listens on an address before the model loads, so that a taken port is found at once."""
+    """Listen on an address before the model loads, so that a used port is found at once."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]
@@ -316,7 +316,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(_BACKLOG)  # connections wait from here on, none is refused
+        listener.listen(_BACKLOG)  # connections wait from here on, none is rejected
     except OSError as error:
         listener.close()
         raise OctavoError(
@@ -327,7 +327,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def bind_unix(path: str) -> socket.socket:
-    """Listens on a Unix socket; replaces one that a server which was killed has left."""
+    """Listen on a Unix socket; replace a socket that a killed server has left."""
     listener = socket.socket(socket.AF_UNIX)
     try:
         if Path(path).is_socket():
@@ -346,7 +346,7 @@ def bind_unix(path: str) -> socket.socket:
 
 
 def is_any_address(host: str) -> bool:
-    """Whether who listens there listens on all of the machine's addresses."""
+    """Return True if a server at this host listens on all addresses of the machine."""
     try:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:  # a name
@@ -354,15 +354,14 @@ def is_any_address(host: str) -> bool:
 
 
 def _check_model(config: ServerConfig, engine_config: EngineConfig) -> None:
-    """Finds what is missing or does not fit before anybody is told that there is a server.
+    """Check settings, model and machine before the server announces itself.
 
-    Of a model on the hub only the description is fetched; its weights come while the server
+    For a model on the hub only the description is fetched; its weights are fetched while the server
     listens.
 
     Raises:
         ConfigError, ModelError, HubError: template or model are missing, the model is not
-            supported or shorter than max_model_len, or the machine has no such device or not so
-            many cores.
+            supported or shorter than max_model_len, or the machine lacks the device or cores.
     """
     device = engine_config.device
     engine_config.parallel.check(headless=False)
@@ -387,7 +386,7 @@ def _check_model(config: ServerConfig, engine_config: EngineConfig) -> None:
 
 
 def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """Return what a server's TLS connections share; None: it has no TLS.
+    """Return the TLS context of a server; None: it has no TLS.
 
     Raises:
         ConfigError: key and certificate cannot be used, or one of them is missing.

@@ -1,7 +1,7 @@
 """`octavo run-batch`: a file of requests in OpenAI's batch format, and a file of the answers.
 
-Each line is answered as the server would answer it; what is wrong with one is said in its answer,
-and the others go on. Answers are written in the order of the requests, as they come.
+Each line is answered as the server would answer it. A wrong line gets an error as its answer, and
+the others continue. Answers are written as they finish, in the order of the requests.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ from octavo.system.logs import setup_logging
 
 logger = logging.getLogger(__name__)
 
-# How long a line waits that finds no room among the others.
+# Interval of retries of a line that the server rejects for lack of capacity.
 _RETRY_SECONDS = 0.2
 
 
 class BatchLine(msgspec.Struct, frozen=True):
-    """One line of the input."""
+    """Line of the input."""
 
     custom_id: str
     method: Literal["POST"]
     url: Literal["/v1/chat/completions", "/v1/completions"]
     body: msgspec.Raw
-    """The request, as JSON."""
+    """Request, as JSON."""
 
 
 def run_batch(
     config: ServerConfig, engine_config: EngineConfig, input_file: str, output_file: str
 ) -> int:
-    """Answers all lines of a file; returns the exit status.
+    """Answer all lines of a file; return the exit status.
 
     Args:
-        config: the settings of answers that are the server's.
-        engine_config: the engine's.
+        config: settings of the server that affect answers.
+        engine_config: settings of the engine.
         input_file: lines of JSON: custom_id, method, url, body.
-        output_file: where a line goes for each of them.
+        output_file: file for an answer to each line.
 
     Raises:
         ConfigError: a file cannot be read or written.
-        OctavoError: the engine failed, with the root cause.
+        OctavoError: the engine failed; the message has the root cause.
     """
     setup_logging(config.log_level, config.log_format)
     source, target = Path(input_file), Path(output_file)
@@ -80,14 +80,14 @@ def run_batch(
 
 
 def _open_private(path: Path) -> BinaryIO:
-    """Opens a file to be written that only this user can read, as it holds answers.
+    """Open a file for writing that only this user can read, as it holds answers.
 
     Raises:
-        OSError: it cannot be written, or is another user's.
+        OSError: the file cannot be written, or belongs to another user.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
-        if stat.S_ISREG(os.fstat(descriptor).st_mode):  # others may be allowed to read an older one
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):  # an older file may have other permissions
             os.fchmod(descriptor, 0o600)
     except OSError:
         os.close(descriptor)
@@ -113,12 +113,12 @@ async def _answer_all(state: ServerState, lines: BinaryIO, answers: BinaryIO) ->
 
 
 def _numbered(lines: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not blank, with their numbers from 1."""
+    """Return the lines that are not blank, with their numbers from 1."""
     return ((number, line) for number, line in enumerate(lines, 1) if line.strip())
 
 
 class _Batch:
-    """Requests in flight, at most as many as the engine computes at once and as many again."""
+    """Requests in flight: at most twice the number that the engine computes at once."""
 
     def __init__(self, state: ServerState, client: httpx.AsyncClient, answers: BinaryIO) -> None:
         self.num_lines = 0
@@ -131,13 +131,13 @@ class _Batch:
         self._num_asking = 0
 
     async def add(self, number: int, line: bytes) -> None:
-        """Begins to answer a line, once there is room."""
+        """Begin to answer a line, after waiting for capacity."""
         while len(self._tasks) >= self._most:
             await self._write_first()
         self._tasks.append(asyncio.create_task(self._answer(number, line)))
 
     async def finish(self) -> None:
-        """Waits for all answers."""
+        """Wait for all answers."""
         while self._tasks:
             await self._write_first()
 
@@ -151,7 +151,7 @@ class _Batch:
         self._answers.flush()
 
     async def _answer(self, number: int, line: bytes) -> dict[str, Any]:
-        """The answer to a line, whatever is wrong with it."""
+        """Return the answer to a line, also for a wrong line."""
         try:
             request = msgspec.json.decode(line, type=BatchLine)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -172,7 +172,7 @@ class _Batch:
         }
 
     async def _ask(self, request: BatchLine) -> httpx.Response:
-        """Asks; what finds no room among the others waits until they have finished."""
+        """Send a request; retry a rejected one after others have finished."""
         headers = {"content-type": "application/json"}
         while True:
             self._num_asking += 1
@@ -193,7 +193,7 @@ def _failed(custom_id: str | None, message: str) -> dict[str, Any]:
 
 
 def _fault(error: Exception) -> str:
-    """What is wrong with a line that is no `BatchLine`."""
+    """Return the error of a line that is no `BatchLine`."""
     example = '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {...}}'
     if not isinstance(error, msgspec.ValidationError):
         place = re.search(r"\((byte \d+)\)|position (\d+)", str(error))
@@ -210,7 +210,7 @@ def _fault(error: Exception) -> str:
 
 
 def _custom_id(line: bytes) -> str | None:
-    """The id of a line that is wrong, if it can be told."""
+    """Return the id of a wrong line, if it can be read."""
 
     class Named(msgspec.Struct):
         custom_id: str

@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
+import msgspec
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, StringConstraints
 
 from octavo.compat import request_fields as known_fields
@@ -523,45 +524,23 @@ class GenerationBody(ServedBody, StructuredOutputsBody):
         return SamplingParams(**kwargs)
 
 
-_SAMPLING_FIELDS = (
-    "n",
-    "temperature",
-    "top_p",
-    "max_tokens",
-    "seed",
-    "stop",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "stop_token_ids",
-    "ignore_eos",
-    "min_tokens",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "include_stop_str_in_output",
-    "truncate_prompt_tokens",
-    "truncation_side",
-    "prompt_logprobs",
-    "logprob_token_ids",
-    "allowed_token_ids",
-    "bad_words",
-    "priority",
+# The others are derived by `sampling_params`, or by an endpoint.
+_SAMPLING_FIELDS = tuple(
+    name
+    for name in GenerationBody.model_fields
+    if name in SamplingParams.__struct_fields__ and name not in ("cache_salt", "structured_outputs")
 )
 
 
-# Fields unsupported in beam search, with the values that have no effect.
+# What a beam search cannot do, and the values of it that request nothing.
 _WITHOUT_BEAMS: Mapping[str, tuple[object, ...]] = {
-    **dict.fromkeys(_SAMPLING_FIELDS, (None,)),
+    **{
+        name: (None, default)
+        for name, default in msgspec.structs.asdict(SamplingParams()).items()
+        if name in _SAMPLING_FIELDS
+    },
     **dict.fromkeys(("best_of", "logprobs", "vllm_xargs", "kv_transfer_params"), (None,)),
-    **dict.fromkeys(("temperature", "top_p", "repetition_penalty"), (None, 1.0)),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p"), (None, 0.0)),
-    **dict.fromkeys(("min_tokens", "priority"), (None, 0)),
-    **dict.fromkeys(("stop", "stop_token_ids", "bad_words", "logprob_token_ids"), (None, [])),
-    "skip_special_tokens": (None, True),
-    "truncation_side": (None, "left"),
+    **dict.fromkeys(("bad_words", "logprob_token_ids"), (None, [])),
     "temperature": (None, 0.0, 1.0),
     "top_k": (None, 0, -1),
     "logit_bias": (None, {}),

@@ -1,4 +1,4 @@
-"""What all requests of one server share: engine, limits, and the way to a clean end."""
+"""State that all requests of a server share: engine, limits, and an orderly end."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Over how many finished answers, and how many seconds, throughput is measured.
+# Number of finished answers, and seconds, over which throughput is measured.
 _RECENT_ANSWERS = 256
 _RECENT_SECONDS = 60.0
 MAX_RETRY_AFTER = 60
-# How often an idle engine is looked at; a busy one that dies is noticed by its requests.
+# Interval of checks of an idle engine; requests notice the death of a busy one.
 _WATCH_INTERVAL = 0.5
 
 
 class ServerState(HttpState):
-    """One server.
+    """State of a server.
 
     Args:
-        config: the server's settings.
-        engine_config: the engine's; only names are read from it.
-        start_engine: makes the engine; may return while the model still loads.
+        config: settings of the server.
+        engine_config: settings of the engine; only names are read from it.
+        start_engine: creates the engine; may return while the model still loads.
     """
 
     def __init__(
@@ -72,26 +72,26 @@ class ServerState(HttpState):
         self.system_fingerprint = _fingerprint(engine_config)
         self.engine: AsyncLLM | None = None
         self.failure: OctavoError | None = None
-        """Why there is no engine, or no longer one."""
+        """Reason why the engine does not run, or no longer runs."""
         self.streams = StreamRegistry(config.resume_grace, self.run)
         self._start_engine = start_engine
         self._started: asyncio.Task[AsyncLLM] | None = None
         self._loading: asyncio.Task[None] | None = None
         self._logging: asyncio.Task[None] | None = None
         self.on_ready: Callable[[], None] = lambda: None
-        """Called when the model is loaded."""
+        """Callback for the end of the model's loading."""
         self._num_admitted = 0
         self._admitted: Counter[str | None] = Counter()
-        """Of these, by tenant."""
+        """Number of admitted answers by tenant."""
         self._finish_times: deque[float] = deque(maxlen=_RECENT_ANSWERS)
         self._counter = itertools.count()
         self._warned_of_priority = False
         self._template: asyncio.Task[ChatTemplate] | None = None
 
-    # Life of the engine
+    # Lifecycle of the engine
 
     def start(self) -> None:
-        """Begins to start the engine; returns at once."""
+        """Begin to start the engine; return at once."""
         self._started = asyncio.create_task(self._begin())
         self._loading = asyncio.create_task(self._load())
 
@@ -101,12 +101,12 @@ class ServerState(HttpState):
         return self.engine
 
     async def _load(self) -> None:
-        """Waits for the model, then for the end of the engine."""
+        """Wait for the model, then for the end of the engine."""
         assert self._started is not None
         try:
             engine = await asyncio.shield(self._started)
             if engine.tokenizer is not None:
-                await self.chat_template(engine.tokenizer)  # a wrong one is told at once
+                await self.chat_template(engine.tokenizer)  # reports a wrong template at once
             await engine.wait_ready()
             self.on_ready()
             while engine.is_running:
@@ -119,7 +119,7 @@ class ServerState(HttpState):
             self.fail(EngineDeadError(f"the engine could not be started: {error!r}"))
 
     def log_stats(self) -> None:
-        """Log statistics regularly from now on, unless the settings say otherwise."""
+        """Log statistics regularly from now on, if the settings allow it."""
         if not self.engine_config.observability.disable_log_stats:
             self._logging = asyncio.create_task(self._log_stats())
 
@@ -129,16 +129,16 @@ class ServerState(HttpState):
         log, last = StatsLog(await engine.render_metrics()), time.monotonic()
         while True:
             await asyncio.sleep(self.config.log_stats_interval)
-            with contextlib.suppress(OctavoError):  # there is no engine for a while
+            with contextlib.suppress(OctavoError):  # the engine may be missing for a while
                 page, now = await engine.render_metrics(), time.monotonic()
                 log.log(page, now - last)
                 last = now
 
     async def get_engine(self) -> AsyncLLM:
-        """The engine; waits until it takes requests.
+        """Return the engine; wait until it accepts requests.
 
         Raises:
-            EngineDeadError: it could not be started, or died.
+            EngineDeadError: the engine could not be started, or died.
         """
         if self.failure is not None:
             raise EngineDeadError(str(self.failure))
@@ -151,16 +151,17 @@ class ServerState(HttpState):
             raise EngineDeadError(str(error)) from error
 
     def fail(self, error: OctavoError) -> None:
-        """Notes that the engine is gone for good; the server has no more purpose.
+        """Note that the engine has ended for good, and stop the server.
 
-        Unless it has none anyway: who stops a server may stop its nodes in the same moment.
+        While the server stops without requests this is no failure: its nodes may stop at the same
+        time.
         """
         if self.failure is None and (self.num_active or not self.draining):
             self.failure = error
             self.on_failure()
 
     async def close(self) -> None:
-        """Ends the engine. May be called twice."""
+        """End the engine. It may be called twice."""
         started = self._loading, self._started, self._logging
         tasks = [task for task in started if task is not None]
         for task in tasks:
@@ -174,23 +175,23 @@ class ServerState(HttpState):
 
     @property
     def drain_timeout(self) -> float:
-        """Seconds that requests in flight get to finish at the end."""
-        # Nobody computes anything before the model is there, or while it sleeps.
+        """Seconds in which requests in flight may finish at the end."""
+        # No request is computed before the model is loaded, or while the engine sleeps.
         idle = self.engine is None or self.engine.loading or self.engine.asleep
         return 0.0 if idle else super().drain_timeout
 
     def begin_drain(self) -> None:
-        """Likewise; streams without a reader end."""
+        """Reject new requests, and end streams without a reader."""
         super().begin_drain()
         self.streams.drain()
 
     # Requests
 
     def check_model(self, name: str | None) -> None:
-        """Refuses a model that is not served here.
+        """Reject a model that this server does not have.
 
         Raises:
-            NotFoundError: naming those that are.
+            NotFoundError: the model is unknown; the message has the known ones.
         """
         if name is not None and name not in self.model_names:
             raise NotFoundError(
@@ -200,19 +201,19 @@ class ServerState(HttpState):
             )
 
     def tenant(self, api_key: str | None) -> str | None:
-        """Whose share a request takes; None where there is nobody to share with."""
+        """Return the tenant of a request; None if the server has fewer than two keys."""
         return tenant_of(api_key) if len(self.api_keys) > 1 else None
 
     def next_id(self) -> int:
-        """A number that no other engine request of this server has."""
+        """Return a number that no other engine request of this server has."""
         return next(self._counter)
 
     def deadline(self, arrival: float, deadline_ms: int | None) -> float | None:
-        """When a request has to be finished: the server's limit or its own, the earlier one.
+        """Return the deadline of a request: the server's or its own, the earlier one.
 
         Args:
-            arrival: second of `time.monotonic`.
-            deadline_ms: the request's own limit in milliseconds.
+            arrival: arrival in seconds of `time.monotonic`.
+            deadline_ms: limit of the request in milliseconds.
         """
         limits = [deadline_ms / 1000] if deadline_ms is not None else []
         if self.config.request_timeout > 0:
@@ -221,22 +222,22 @@ class ServerState(HttpState):
 
     @contextlib.contextmanager
     def admit(self, count: int, param: str, tenant: str | None = None) -> Iterator[None]:
-        """Holds a place for `count` answers while they are made.
+        """Hold places for `count` answers while they are made.
 
         Args:
-            count: how many.
-            param: the field that asks for so many.
-            tenant: whose they are: each of several leaves room for the others.
+            count: number of answers.
+            param: field of the request that determines the number.
+            tenant: tenant of the answers; each of several leaves places for the others.
 
         Raises:
-            QueueFullError: too many are being made; with an estimate of when there is room.
-            RequestError: so many answers can never be taken at once.
+            QueueFullError: too many answers are being made; it has an estimate of the wait.
+            RequestError: the server never accepts this number of answers at once.
         """
         limit = self.config.max_num_queued_reqs
         if limit and count > limit:
             raise RequestError(
-                f"The request asks for {count} answers (prompts x n), but the server takes at most "
-                f"{limit} unfinished ones (--max-num-queued-reqs); split it.",
+                f"The request asks for {count} answers (prompts x n), but the server accepts at "
+                f"most {limit} unfinished ones (--max-num-queued-reqs); split it.",
                 param,
             )
         free, held = limit - self._num_admitted, self._admitted[tenant]
@@ -261,7 +262,7 @@ class ServerState(HttpState):
         self._finish_times.extend([time.monotonic()] * min(count, _RECENT_ANSWERS))
 
     def _retry_after(self, places: int) -> int:
-        """Seconds until `places` more answers will have finished, from recent throughput."""
+        """Return the seconds until `places` more answers have probably finished."""
         now = time.monotonic()
         recent = [t for t in self._finish_times if now - t < _RECENT_SECONDS]
         if not recent:
@@ -272,10 +273,10 @@ class ServerState(HttpState):
     async def run(
         self, receive: Receive, work: Coroutine[object, object, T], deadline: float | None
     ) -> T:
-        """Likewise; an engine that is found dead is noted.
+        """Run the work of a request, and note the death of the engine.
 
         Raises:
-            EngineDeadError: it is gone for good, and so is the server's purpose.
+            EngineDeadError: the engine has ended for good, and the server stops.
         """
         try:
             return await super().run(receive, work, deadline)
@@ -284,7 +285,7 @@ class ServerState(HttpState):
             raise
 
     def warn_of_priority(self) -> None:
-        """Says once that requests have priorities which this server does not heed."""
+        """Log once that requests have priorities which this server ignores."""
         if not self._warned_of_priority:
             self._warned_of_priority = True
             logger.warning(
@@ -296,12 +297,12 @@ class ServerState(HttpState):
     def template_kwargs(
         self, given: dict[str, Any] | None, reasoning_effort: str | None = None
     ) -> dict[str, Any] | None:
-        """Return a request's variables for the template, and the server's own for those not given.
+        """Return a request's variables for the template, with the server's defaults.
 
         Args:
-            given: the request's.
-            reasoning_effort: another one of them; it also says whether the model thinks at all,
-                unless `given` does.
+            given: variables of the request.
+            reasoning_effort: a further variable. If `given` does not have `enable_thinking`, this
+                also decides whether the model thinks at all.
         """
         variables = {**self.config.default_chat_template_kwargs, **(given or {})}
         if reasoning_effort is not None:
@@ -311,10 +312,10 @@ class ServerState(HttpState):
         return variables or None
 
     def tokenizer(self, engine: AsyncLLM, param: str) -> Tokenizer:
-        """The engine's tokenizer.
+        """Return the engine's tokenizer.
 
         Raises:
-            RequestError: there is none, so the field `param` cannot be text.
+            RequestError: the engine has none, so the field `param` cannot be text.
         """
         if engine.tokenizer is None:
             raise RequestError(
@@ -325,10 +326,10 @@ class ServerState(HttpState):
         return engine.tokenizer
 
     async def chat_template(self, tokenizer: Tokenizer) -> ChatTemplate:
-        """The template given by flag, or the model's own.
+        """Return the template of --chat-template, or the model's template.
 
         Raises:
-            ConfigError: the one given by flag cannot be used.
+            ConfigError: the template of --chat-template cannot be used.
         """
         if self._template is None:
             self._template = asyncio.create_task(
@@ -338,14 +339,14 @@ class ServerState(HttpState):
 
 
 def state_of(request: Request) -> ServerState:
-    """The server that a request came to."""
+    """Return the state of the server that received a request."""
     state = request.app.state.octavo
     assert isinstance(state, ServerState)
     return state
 
 
 def _fingerprint(config: EngineConfig) -> str:
-    """Changes when the answers of the same request may change."""
+    """Return a text that changes when the answers to the same request may change."""
     load, cache = config.load.load_format, config.cache.kv_cache_dtype
     settings = [__version__, config.model, load, cache, config.device]
     return "fp_" + hashlib.sha256(msgspec.json.encode(settings)).hexdigest()[:12]

@@ -1,4 +1,4 @@
-"""The log line that says now and then how much a server does."""
+"""Periodic log line with the throughput of a server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SAMPLE = re.compile(
 
 
 class StatsLog:
-    """Logs what has changed from one page of metrics to the next.
+    """Logger of the changes from one page of metrics to the next.
 
     Args:
         page: the first page, in Prometheus' text format.
@@ -27,15 +27,15 @@ class StatsLog:
         self._was_idle = True
 
     def log(self, page: bytes, seconds: float) -> None:
-        """Log one line, unless nothing has happened in this interval and in the one before.
+        """Log one line if the server was active in this interval or in the one before.
 
         Args:
-            page: the metrics now, of all engines.
+            page: the current metrics of all engines.
             seconds: time since the page before.
         """
         now, last = _read(page), self._last
         self._last = now
-        # An engine that takes the place of another one counts from zero again.
+        # An engine that replaces another one counts from zero again.
         new = {name: max(0.0, sum(now[name]) - sum(last[name])) for name in now}
         running, waiting = sum(now["num_requests_running"]), sum(now["num_requests_waiting"])
         prompt, generated = new["prompt_tokens_total"], new["generation_tokens_total"]
@@ -57,7 +57,7 @@ class StatsLog:
 
 
 def _read(page: bytes) -> dict[str, list[float]]:
-    """The values of the metrics that are logged, one for each engine."""
+    """Return the values of the logged metrics, one for each engine."""
     values: dict[str, list[float]] = defaultdict(list)
     for name, value in _SAMPLE.findall(page.decode()):
         values[name].append(float(value))

@@ -1,9 +1,9 @@
-"""A tensor of embeddings in a file of `torch.save`, read without torch and without pickle.
+"""Reader of a tensor of embeddings in a file of `torch.save`, without torch and without pickle.
 
-Such a file is a zip archive, of which `data.pkl` is a program for pickle that says what the tensor
-is. Here it is run for its words only: nothing is looked up, made or called, and whatever says more
-than a plain tensor does is refused. Sizes are those of the file: nothing in it may be compressed,
-and a tensor may not have more numbers than its storage.
+Such a file is a zip archive, with a pickle program in `data.pkl` that describes the tensor. Here
+the program is only interpreted as words: nothing is looked up, made or called, and everything
+beyond a plain tensor is rejected. Sizes are those of the file: nothing in it may be compressed, and
+a tensor may not have more numbers than its storage.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from octavo.errors import RequestError
 from octavo.frontend.prompt_embeds import NAME, check_form
 from octavo.messages import EMBEDS_DTYPES, PromptEmbeds
 
-# A tensor's file has seven.
+# The file of a tensor has seven.
 _MAX_ENTRIES = 64
 _MAX_PROGRAM_NBYTES = 4096
 _ENTRY = b"PK\x01\x02"
-# Characters of base64 that are decoded at once, which keeps the interpreter's lock.
+# Characters of base64 that are decoded in one call, which keeps the interpreter's lock.
 _PIECE = 2**20
 
 _DTYPES = {
@@ -41,40 +41,40 @@ _LOADS = "torch persistent_load"
 
 
 class _Name(NamedTuple):
-    """Something of a module, which stays a word."""
+    """Name in a module, which is not looked up."""
 
     name: str
 
 
 class _Call(NamedTuple):
-    """What pickle would call, and with what."""
+    """Call that pickle would make, with its arguments."""
 
     function: object
     args: object
 
 
 class _Mark:
-    """Where a tuple begins."""
+    """Beginning of a tuple."""
 
 
 class _NotATensorError(Exception):
-    """What is wrong with a file."""
+    """Error that describes why a file is no tensor."""
 
 
 def decode_embeds(text: str) -> PromptEmbeds:
-    """The embeddings in a tensor as clients send it: `torch.save`d, in base64.
+    """Return the embeddings of a tensor from a client: `torch.save`d, in base64.
 
     Raises:
-        RequestError: it is something else.
+        RequestError: the text is something else.
     """
     return read_tensor_file(b"".join(_decode(text)))
 
 
 def read_tensor_file(data: bytes) -> PromptEmbeds:
-    """The embeddings in the bytes of a file of `torch.save`.
+    """Return the embeddings in the bytes of a file of `torch.save`.
 
     Raises:
-        RequestError: it is something else.
+        RequestError: the file is something else.
     """
     try:
         return _read_archive(data)
@@ -82,7 +82,7 @@ def read_tensor_file(data: bytes) -> PromptEmbeds:
         raise
     except _NotATensorError as error:
         reason = str(error)
-    except Exception:  # a broken archive or program raises whatever it comes to
+    except Exception:  # a broken archive or program raises arbitrary errors
         reason = "it is broken"
     raise RequestError(f"{NAME} is not a tensor saved with torch.save: {reason}.", NAME) from None
 
@@ -122,12 +122,12 @@ def _read_archive(data: bytes) -> PromptEmbeds:
         if folder + "byteorder" in entries and read("byteorder", 16) != b"little":
             raise _NotATensorError("its byte order is not little-endian")
         tensor = _read_tensor(_run(read("data.pkl", _MAX_PROGRAM_NBYTES)))
-        # Before its numbers are read.
+        # Check before its numbers are read.
         dtype, size = check_form(tensor.shape, tensor.dtype)
         itemsize = EMBEDS_DTYPES[dtype]
         storage = read(f"data/{tensor.key}", tensor.storage_numel * itemsize)
         if len(storage) != tensor.storage_numel * itemsize:
-            raise _NotATensorError("its storage is not as long as it says")
+            raise _NotATensorError("its storage does not have the stated length")
     if not math.prod(tensor.shape):
         return PromptEmbeds(b"", dtype, size)
     numbers = np.frombuffer(storage, f"u{itemsize}", offset=tensor.offset * itemsize)
@@ -137,7 +137,7 @@ def _read_archive(data: bytes) -> PromptEmbeds:
 
 
 class _Tensor(NamedTuple):
-    """A tensor in a file: its numbers lie inside of its storage."""
+    """Tensor in a file: its numbers are inside of its storage."""
 
     key: str
     storage_numel: int
@@ -148,7 +148,7 @@ class _Tensor(NamedTuple):
 
 
 def _read_tensor(made: object) -> _Tensor:
-    """What a program makes, if that is a tensor."""
+    """Return the tensor that a program makes, or raise an error."""
     if isinstance(made, _Call) and made.function == _Name("torch._utils _rebuild_parameter"):
         made = made.args[0] if isinstance(made.args, tuple) else None
     match made:
@@ -181,7 +181,7 @@ def _read_tensor(made: object) -> _Tensor:
 
 
 def _run(program: bytes) -> object:
-    """What a program for pickle would make, in words: the few that a tensor needs."""
+    """Return the result of a pickle program in words; only a tensor's opcodes are allowed."""
     stack: list[object] = []
     memo: dict[object, object] = {}
     for opcode, argument, _ in pickletools.genops(program):

@@ -1,4 +1,4 @@
-"""What every grammar backend is."""
+"""Interfaces of the grammar backends."""
 
 from __future__ import annotations
 
@@ -13,48 +13,51 @@ from octavo.errors import GrammarError
 from octavo.messages import GrammarSpec
 
 MAX_FORCED = 8
-"""Most tokens of a request that are drafted because its grammar leaves no other way."""
+"""Maximum number of tokens of a request that are drafted because its grammar forces them."""
 
-# Texts, comments, character classes; and outside of these a token, e.g. <[10]>, !<think>.
+# Texts, comments, character classes; and outside of them a token, e.g. <[10]>, !<think>.
 _EBNF_PARTS = re.compile(r'"(?:\\.|[^"\\])*"?|#.*|(!?<[^<>\s]+>)|\[(?:\\.|[^\]\\])*\]?')
 
 
 class Grammar(ABC):
-    """Where one request stands in its grammar. Not to be used by two threads at once.
+    """State of one request in its grammar. Only one thread at a time may use it.
 
-    Its methods raise GrammarError where the grammar takes more than the backend's limits.
+    Its methods raise GrammarError if the grammar exceeds the backend's limits.
     """
 
     @abstractmethod
     def accept_tokens(self, token_ids: Sequence[int]) -> int:
-        """Advances by tokens, up to the first that the grammar does not allow.
+        """Advance by the tokens up to the first that the grammar does not allow.
 
         Returns:
-            How many were accepted. A stop token where the grammar may end is accepted, and ends it.
+            Number of accepted tokens. A stop token is accepted where the grammar may end; it ends
+            the grammar.
         """
 
     @abstractmethod
     def rollback(self, num_tokens: int) -> None:
-        """Takes back the last accepted tokens."""
+        """Undo the acceptance of the last tokens."""
 
     @abstractmethod
     def fill_bitmask(self, row: NDArray[np.int32]) -> None:
-        """Writes which tokens may come next: int32 [ceil(vocab / 32)], as in `Ops.apply_bitmask_`.
+        """Write the allowed next tokens: int32 [ceil(vocab / 32)], as in `Ops.apply_bitmask_`.
 
-        Once the grammar has ended stop tokens are allowed, and nothing else.
+        After the end of the grammar only stop tokens are allowed.
         """
 
     @property
     @abstractmethod
     def is_terminated(self) -> bool:
-        """Whether a stop token has ended it."""
+        """True if a stop token has ended the grammar."""
 
     @abstractmethod
     def forced_tokens(self, most: int) -> list[int]:
-        """Tokens of the text that must come next, as the tokeniser would have it: drafts.
+        """Return tokens of the text that the grammar forces, as the tokenizer would split it.
+
+        The engine uses them as drafts.
 
         Args:
-            most: no more than these.
+            most: maximum number of tokens.
         """
 
 
@@ -62,42 +65,42 @@ class CompiledGrammar(ABC):
     """A grammar for a tokeniser, shared by all requests with it."""
 
     stop_token_ids: frozenset[int]
-    """Tokens that end it."""
+    """Stop tokens, which end the grammar."""
 
     @abstractmethod
     def start(self) -> Grammar:
-        """The state of a request without output. From any thread."""
+        """Return the state of a request without output. Any thread may call it."""
 
 
 class GrammarBackend(ABC):
-    """Compiles grammars. Its methods may be called by several threads."""
+    """Compiler of grammars. Several threads may call its methods."""
 
     name: str
 
     @abstractmethod
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
-        """Compiles a grammar.
+        """Compile a grammar.
 
         Raises:
-            GrammarError: it is invalid, too large, or has a part that this backend cannot honour;
-                the message names it.
+            GrammarError: the grammar is invalid, too large, or has a part that this backend does
+                not support; the message names it.
         """
 
 
 def check_satisfiable(compiled: CompiledGrammar, vocab_size: int, name: str) -> None:
-    """Refuses a grammar that allows no first token.
+    """Reject a grammar that allows no first token.
 
     Raises:
-        GrammarError: nothing satisfies it.
+        GrammarError: no text satisfies the grammar.
     """
     row = np.zeros(-(-vocab_size // 32), np.int32)
     compiled.start().fill_bitmask(row)
     if not row.any():
-        raise GrammarError(f"{name}: the grammar allows no text at all; mend it.")
+        raise GrammarError(f"{name}: the grammar allows no text; correct it.")
 
 
 def is_ebnf(text: str) -> bool:
-    """Whether a grammar is written in EBNF (GBNF) rather than Lark."""
+    """Return True if a grammar is written in EBNF (GBNF) rather than Lark."""
     return any(
         line.split("::=", 1)[0].strip().replace("_", "").replace("-", "").isalnum()
         for line in text.splitlines()
@@ -106,10 +109,10 @@ def is_ebnf(text: str) -> bool:
 
 
 def check_ebnf(text: str) -> None:
-    """Refuse llama.cpp's tokens in EBNF, which no backend has.
+    """Reject llama.cpp's tokens in EBNF, which no backend supports.
 
     Raises:
-        GrammarError: there is one.
+        GrammarError: the text has such a token.
     """
     for part in _EBNF_PARTS.finditer(text):
         if part[1]:

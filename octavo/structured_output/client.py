@@ -1,4 +1,4 @@
-"""The engine's side of the grammar processes: start them, talk to them, kill them.
+"""Engine's side of the grammar processes: start, message and kill them.
 
 `process.py` is the other side and explains the design. A `GrammarHelper` is the process that has
 loaded one grammar library. It forks a `GrammarProcess` for each grammar of each tenant.
@@ -26,11 +26,11 @@ _FORK, _WAIT = b"f", b"w"
 # The helper answers in milliseconds, unless the machine is very busy.
 _HELPER_SECONDS = 10.0
 PROCESS_NBYTES = 4 * 2**20
-"""Memory that a forked process needs for itself."""
+"""Memory that a forked process needs in addition to its grammars."""
 
 
 class HelperSetup(msgspec.Struct):
-    """The settings of a helper: the first message to it."""
+    """Settings of a helper: the first message to it."""
 
     backend: str
     """Name of the backend."""
@@ -39,13 +39,13 @@ class HelperSetup(msgspec.Struct):
     vocab_size: int
     """Width of the logits."""
     eos_token_ids: list[int]
-    """The model's own stop tokens."""
+    """Stop tokens of the model."""
     max_nbytes: int
     """Address space that compiling and matching one grammar may add."""
 
 
 class Loaded(msgspec.Struct):
-    """A helper's first answer: it is ready, or failed."""
+    """First answer of a helper: it is ready, or failed."""
 
     error: str | None = None
     error_kind: str | None = None
@@ -53,7 +53,7 @@ class Loaded(msgspec.Struct):
 
 
 class Compile(msgspec.Struct, tag=True):
-    """Compile a grammar."""
+    """Request to compile a grammar."""
 
     grammar: int
     """The grammar's number in the process."""
@@ -61,16 +61,16 @@ class Compile(msgspec.Struct, tag=True):
 
 
 class Compiled(msgspec.Struct, tag=True):
-    """The answer to `Compile`."""
+    """Answer to `Compile`."""
 
     grammar: int
     error: str | None = None
-    """Why the grammar is refused."""
+    """Reason for which the grammar is rejected."""
     stop_token_ids: list[int] = []
 
 
 class Feed(msgspec.Struct, tag=True):
-    """Start a request whose output is known already."""
+    """Request to start a request that already has output."""
 
     key: int
     grammar: int
@@ -78,7 +78,7 @@ class Feed(msgspec.Struct, tag=True):
 
 
 class Fed(msgspec.Struct, tag=True):
-    """The answer to `Feed`."""
+    """Answer to `Feed`."""
 
     key: int
     num_accepted: int
@@ -95,11 +95,11 @@ class MatchJob(msgspec.Struct, array_like=True):
     """Output tokens that the process does not know yet."""
     drafts: list[int]
     num_forced: int
-    """Forced tokens wanted, counted from the last of `token_ids`."""
+    """Number of requested forced tokens, counted from the last of `token_ids`."""
 
 
 class Match(msgspec.Struct, array_like=True):
-    """A step's requests that share a grammar process."""
+    """Requests of a step that share a grammar process."""
 
     jobs: list[MatchJob]
     ended: list[int]
@@ -107,7 +107,7 @@ class Match(msgspec.Struct, array_like=True):
 
 
 class Matched(msgspec.Struct, array_like=True):
-    """The answer to a `MatchJob`. Rows of bitmasks follow all answers of a `Match`."""
+    """Answer to a `MatchJob`. Rows of bitmasks follow all answers of a `Match`."""
 
     error: str | None
     seconds: float
@@ -116,15 +116,15 @@ class Matched(msgspec.Struct, array_like=True):
 
 
 class GrammarProcess:
-    """A process that holds compiled grammars and matches them for the requests of one tenant.
+    """Process that holds compiled grammars and matches them for the requests of one tenant.
 
     The compiler's thread uses `jobs`, the engine's thread uses `steps`.
 
     Attributes:
-        num_grammars: grammars that it was given to compile.
+        num_grammars: number of grammars that were sent to it.
         live: keys of the requests that use it.
-        known: keys that the process has heard of, for the engine's thread only.
-        reason: why Octavo killed it; None: it did not.
+        known: keys that were sent to the process; only the engine's thread uses them.
+        reason: reason for which Octavo killed it; None if Octavo did not.
     """
 
     def __init__(
@@ -143,18 +143,18 @@ class GrammarProcess:
         self.known: set[int] = set()
         self.reason: str | None = None
         self.status: int | None = None
-        """Exit status, as `subprocess` gives it; None: the process is alive, or was not reaped."""
+        """Exit status, as `subprocess` gives it; None if the process is alive or not reaped yet."""
         self._lock = threading.Lock()
         self._first_nbytes = private_memory(pid)
 
     def __del__(self) -> None:
-        # Two threads use the sockets, and neither knows when the other one has done so last.
+        # Two threads use the sockets, and neither knows whether the other one has finished.
         self.jobs.close()
         self.steps.close()
 
     @property
     def nbytes(self) -> int:
-        """Memory of its own, about: what it has added since the fork, and a constant."""
+        """Estimate of its private memory: the growth since the fork, plus a constant."""
         return PROCESS_NBYTES + max(0, private_memory(self.pid) - self._first_nbytes)
 
     @property
@@ -163,10 +163,10 @@ class GrammarProcess:
         return process_seconds(self.pid)
 
     def kill(self, reason: str) -> None:
-        """Kill the process, as its requests will be told.
+        """Kill the process.
 
         Args:
-            reason: a sentence about the grammar.
+            reason: sentence about the grammar, which its requests receive.
         """
         with self._lock:
             if self.status is None:
@@ -175,7 +175,7 @@ class GrammarProcess:
                     os.kill(self.pid, signal.SIGKILL)
 
     def close(self) -> int:
-        """End the process and return its exit status; -9 also if its helper is gone."""
+        """End the process and return its exit status, or -9 if the helper has ended."""
         with self._lock:
             if self.status is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -189,11 +189,11 @@ class GrammarProcess:
 
 
 class GrammarHelper:
-    """The process that has loaded a grammar library and the tokenizer.
+    """Process that has loaded a grammar library and the tokenizer.
 
     Args:
         command: its command line.
-        setup: what it loads.
+        setup: settings of the helper.
 
     Raises:
         OSError: the process cannot be started.
@@ -217,11 +217,11 @@ class GrammarHelper:
 
     @property
     def is_alive(self) -> bool:
-        """Return whether the process is there and answers."""
+        """True if the process is alive and answers."""
         return not self._broken and self._process.poll() is None
 
     def read_loaded(self) -> Loaded:
-        """Return its first answer; waits for it."""
+        """Wait for the helper's first answer and return it."""
         with contextlib.suppress(OSError):
             data = receive(self.socket)
             if data is not None:
@@ -236,7 +236,7 @@ class GrammarHelper:
             tenant: the tenant whose requests may use it.
 
         Raises:
-            OSError: the helper is gone, or the system has no room for another process.
+            OSError: the helper has ended, or the system cannot start another process.
         """
         ours, theirs = zip(socket.socketpair(), socket.socketpair(), strict=True)
         try:
@@ -252,11 +252,11 @@ class GrammarHelper:
             raise
 
     def wait(self, pid: int) -> int:
-        """Return the exit status of a forked process, which has ended or is about to."""
+        """Return the exit status of a forked process; wait for its end."""
         with self._lock, contextlib.suppress(OSError):
             self.socket.sendall(_WAIT + pid.to_bytes(_LENGTH_BYTES, "little"))
             return self._read_number()
-        return -signal.SIGKILL  # the helper takes its processes along
+        return -signal.SIGKILL  # the end of the helper kills its processes
 
     def close(self) -> None:
         """End the helper and all its processes."""
@@ -269,7 +269,7 @@ class GrammarHelper:
         """Return a number that the helper sends.
 
         Raises:
-            OSError: it is gone, or does not answer.
+            OSError: the helper has ended, or does not answer.
         """
         broken, self._broken = self._broken, True
         data = None if broken else _receive_exactly(self.socket, _LENGTH_BYTES)
@@ -280,7 +280,7 @@ class GrammarHelper:
 
 
 def send(connection: socket.socket, message: bytes, rows: bytes | memoryview = b"") -> None:
-    """Send one message at once, and after it rows of bitmasks."""
+    """Send a message, and rows of bitmasks after it, in one call."""
     connection.sendall(b"".join((len(message).to_bytes(_LENGTH_BYTES, "little"), message, rows)))
 
 
@@ -288,8 +288,8 @@ def receive(connection: socket.socket) -> bytes | None:
     """Return the next message; None at the end.
 
     Raises:
-        TimeoutError: the socket has a timeout, and no whole message came in that time.
-        DecodeError: the message claims to be larger than any message is.
+        TimeoutError: the socket has a timeout, and no whole message arrived in that time.
+        DecodeError: the message's header claims more bytes than the maximum.
     """
     head = _receive_exactly(connection, _LENGTH_BYTES)
     if head is None:
@@ -301,15 +301,15 @@ def receive(connection: socket.socket) -> bytes | None:
 
 
 def receive_into(connection: socket.socket, view: memoryview) -> bool:
-    """Fill a buffer of bytes; return whether it is full, or the connection has ended before.
+    """Fill a buffer of bytes; return False if the connection ends before it is full.
 
     Raises:
-        TimeoutError: the socket has a timeout, and the bytes did not come in that time.
+        TimeoutError: the socket has a timeout, and the bytes did not arrive in that time.
     """
     timeout = connection.gettimeout()
     deadline = None if timeout is None else time.monotonic() + timeout
     got = connection.recv_into(view)
-    if got in (0, len(view)):  # at once, as nearly always
+    if got in (0, len(view)):  # at once, as in nearly all calls
         return got == len(view)
     try:
         if deadline is not None:

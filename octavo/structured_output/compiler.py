@@ -1,16 +1,16 @@
 """Compile grammars in processes, fairly between tenants and within limits.
 
-Each grammar is compiled in a process of its own. One that turns out to be small then moves to the
-process that holds its tenant's small grammars, since a process for each costs time in every step.
-Where a small grammar later breaks that process, its grammars are compiled again, each alone.
+Each grammar is compiled in its own process. A small grammar then moves to the process that holds
+its tenant's small grammars, since each process costs time in every step. If a small grammar later
+breaks that process, its grammars are compiled again, each in its own process.
 
-Each tenant (API key) compiles at most two grammars at once, and tenants take turns, so a tenant who
-sends grammars that take long delays no other one. The kernel shares the processor among the
-processes; one that takes long gets a lower priority, since the engine computes meanwhile.
+Each tenant (API key) compiles at most two grammars at once, and tenants take turns, so the slow
+grammars of one tenant delay no other tenant. The kernel shares the processor among the processes. A
+slow process gets a lower priority, since the engine computes at the same time.
 
 Limits of one grammar: `COMPILE_SECONDS` of processor time, and the address space that
-`HelperSetup.max_nbytes` allows. The processes of a tenant take at most `TENANT_NBYTES` of memory,
-and all together at most `TOTAL_NBYTES`. Where that is too little, a process of the tenant with most
+`HelperSetup.max_nbytes` allows. The processes of a tenant use at most `TENANT_NBYTES` of memory,
+and all together at most `TOTAL_NBYTES`. Beyond a limit a process of the tenant with most memory
 ends: first one that no request uses, then the largest that compiles, then the largest.
 """
 
@@ -58,27 +58,27 @@ from octavo.structured_output.client import (
 logger = logging.getLogger(__name__)
 
 COMPILE_SECONDS = 5.0
-"""Processor time that compiling one grammar may take."""
+"""Maximum processor time for compiling one grammar."""
 WAIT_SECONDS = 9.0
-"""A grammar that is not there after so long, however busy the machine is, is given up."""
+"""Maximum wait for a grammar, however busy the machine is."""
 COMPILE_NBYTES = 128 * 2**20
-"""Address space that compiling and matching one grammar may take."""
+"""Maximum address space for compiling and matching one grammar."""
 TENANT_NBYTES = 128 * 2**20
-"""Memory of a tenant's grammar processes."""
+"""Maximum memory of a tenant's grammar processes."""
 TOTAL_NBYTES = 192 * 2**20
-"""Memory of all grammar processes."""
+"""Maximum memory of all grammar processes."""
 MAX_IDLE = 32
-"""Most grammars that are kept though no request uses them."""
+"""Maximum number of idle grammar processes that are kept."""
 _PER_TENANT, _AT_ONCE = 2, 8
-# After so much processor time a grammar is compiled with less priority than the engine has.
+# After this processor time a grammar is compiled with a lower priority than the engine's.
 _QUICK_SECONDS, _SLOW_NICENESS = 0.1, 5
-# How often limits are looked at, while something is compiled, and otherwise.
+# Interval between checks of the limits, while a grammar is compiled, and otherwise.
 _WATCH_SECONDS, _IDLE_WATCH_SECONDS = 0.02, 1.0
 _MESSAGE_SECONDS = 10.0
-# Most processor time and memory that compiling a small grammar takes, and most small grammars that
-# share a process.
+# Maximum processor time and memory for compiling a small grammar, and maximum number of small
+# grammars that share a process.
 _SMALL_SECONDS, _SMALL_NBYTES, _MAX_SHARED = 0.05, 8 * 2**20, 64
-# A library that could not be loaded is not tried again for so long.
+# A library that could not be loaded is not tried again for this time.
 _FAILED_SECONDS = 30.0
 
 _TOO_SLOW = GrammarError(
@@ -86,11 +86,11 @@ _TOO_SLOW = GrammarError(
 )
 _TOO_LARGE = GrammarError("The grammar takes too much memory to compile; simplify it.")
 _BUSY = GrammarBusyError(
-    f"The grammar was not compiled within {WAIT_SECONDS:g} s, because others of the same client or "
-    "other work came first; try again later."
+    f"The grammar was not compiled within {WAIT_SECONDS:g} s, because grammars of the same client "
+    "or other work had precedence; try again later."
 )
 
-# Processor time of a request's matching in all, and of feeding the output that it comes with.
+# Processor time for all matching of a request, and for feeding each token of its given output.
 MATCH_SECONDS, MATCH_SECONDS_PER_TOKEN = 2.0, 0.02
 _MESSAGE_DECODER = msgspec.msgpack.Decoder(Compiled | Fed)
 _COMPILED_DECODER = msgspec.msgpack.Decoder(Compiled)
@@ -99,18 +99,18 @@ BROKEN_ANSWER = "its grammar made the library answer with something unreadable; 
 TOO_SLOW_TO_MATCH = "its grammar takes too long to match; simplify it"
 
 Key = tuple[str | None, GrammarSpec]
-"""A tenant and its grammar."""
+"""Tenant and its grammar."""
 StartHelper = Callable[[str], GrammarHelper]
 
 
 @dataclass(slots=True, eq=False)
 class _Compile:
-    """A grammar that is to be compiled."""
+    """Grammar that is to be compiled."""
 
     key: Key
     is_wanted: Callable[[], bool]
     alone: bool
-    """The grammar must not share a process."""
+    """True if the grammar must not share a process."""
     backends: deque[str]
     """Backends that have not been tried."""
     arrived: float
@@ -120,53 +120,53 @@ class _Compile:
 
 @dataclass(slots=True, eq=False)
 class _Helper:
-    """A helper process, and the grammars that wait until it has loaded its library."""
+    """Helper process, and the grammars that wait until it has loaded its library."""
 
     process: GrammarHelper
     loaded: bool = False
     failure: RequestError | None = None
     failed: float = 0.0
-    """When, in seconds of `time.monotonic`."""
+    """Time of the failure, in seconds of `time.monotonic`."""
     waiting: list[_Compile] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A compiled grammar."""
+    """Compiled grammar."""
 
     process: GrammarProcess
     number: int
-    """Its number in the process."""
+    """Number of the grammar in the process."""
 
     @property
     def hold(self) -> int:
-        """Return the entry of `GrammarProcess.live` that keeps the process for its requests."""
+        """Entry of `GrammarProcess.live` that keeps the process until its requests use it."""
         return -1 - self.number
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The end of a `GrammarCompiler.compile`."""
+    """Result of a `GrammarCompiler.compile`."""
 
     key: Key
     result: Placed | RequestError | None
-    """None: no request waited for it any more."""
+    """None if no request waited for it any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class FeedResult:
-    """The end of a `GrammarCompiler.feed`, or of a process."""
+    """Result of a `GrammarCompiler.feed`, or the end of a process."""
 
     process: GrammarProcess
     fed: Fed | None
-    """None: the process has ended."""
+    """None if the process has ended."""
 
 
 class GrammarCompiler:
-    """Starts grammar processes and watches them, on a thread of its own.
+    """Starter and supervisor of grammar processes, on a dedicated thread.
 
     Args:
-        start_helper: starts the helper of a backend; raises what makes that impossible.
+        start_helper: starts the helper of a backend; raises the reason if that is impossible.
         backends: names of the backends, in order of preference.
         done: receives each result, on the compiler's thread.
     """
@@ -187,48 +187,48 @@ class GrammarCompiler:
         self._helpers: dict[str, _Helper] = {}
         self._queues: dict[str | None, deque[_Compile]] = {}
         self._running: list[_Compile] = []
-        """Those that have left the queues; some wait for a helper."""
+        """Grammars that have left the queues; some wait for a helper."""
         self._lock = threading.Lock()
         self._ready: dict[GrammarProcess, None] = {}
-        """Processes whose grammar is compiled, the one used last at the end. Under the lock."""
+        """Processes with compiled grammars, the most recently used last. Guarded by `_lock`."""
         self._memory: dict[GrammarProcess, int] = {}
-        """Bytes of the processes in `_ready`, as measured last."""
+        """Bytes of the processes in `_ready`, as last measured."""
         self._measured = 0.0
         self._shared: dict[tuple[str | None, str], GrammarProcess] = {}
-        """The processes of tenants' small grammars, by tenant and backend."""
+        """Processes of the tenants' small grammars, by tenant and backend."""
         self._joining: dict[tuple[GrammarProcess, int], _Compile] = {}
         """Small grammars that a shared process is compiling, by their numbers there."""
         self._feeds: dict[GrammarProcess, tuple[int, float]] = {}
-        """Requests that are being fed, and the processor time at which their process is killed."""
+        """Number of requests in feeding, and the processor time that kills their process."""
         self.has_ended = False
-        """The thread has ended, by `shutdown` or a fault."""
+        """True if the thread has ended, by `shutdown` or a fault."""
         self._watched = 0.0
         self._thread = threading.Thread(target=self._run, name="octavo-grammars", daemon=True)
         self._thread.start()
 
     def compile(self, key: Key, is_wanted: Callable[[], bool], alone: bool = False) -> None:
-        """Begin to compile a grammar; `done` gets a `Ready`.
+        """Begin to compile a grammar; `done` receives a `Ready`.
 
         Args:
             key: the tenant and the grammar.
-            is_wanted: whether any request still waits for it.
-            alone: whether it must not share a process.
+            is_wanted: returns True if any request still waits for the grammar.
+            alone: True if the grammar must not share a process.
         """
         _, spec = key
         names = deque(name for name in self._backends if spec.backend in ("auto", name))
         self._put(_Compile(key, is_wanted, alone, names, time.monotonic()))
 
     def feed(self, process: GrammarProcess, feed: Feed) -> None:
-        """Begin to start a request that has output already; `done` gets a `FeedResult`."""
+        """Begin to start a request that already has output; `done` receives a `FeedResult`."""
         self._put((process, feed))
 
     def use(self, process: GrammarProcess, key: int) -> bool:
-        """Note that a request uses a process; return whether the process is still there."""
+        """Note that a request uses a process; return True if the process is still alive."""
         with self._lock:
             if process not in self._ready or process.status is not None:
                 return False
             del self._ready[process]
-            self._ready[process] = None  # the last one now
+            self._ready[process] = None  # the most recently used one is the last
             process.live.add(key)
             return True
 
@@ -268,8 +268,8 @@ class GrammarCompiler:
             self._finish(job, StepFailedError("The grammar compiler failed; try again."))
 
     def _turn(self) -> bool:
-        """Do what there is to do; return whether the thread goes on."""
-        # All names are local: a request must not live on because this thread waits.
+        """Handle all events; return True if the thread continues."""
+        # All names are local: this waiting thread must not keep a request alive.
         for event, _ in self._selector.select(self._timeout()):
             self._read(event.data)
         while not self._inbox.empty():
@@ -293,7 +293,7 @@ class GrammarCompiler:
         return _IDLE_WATCH_SECONDS if self._ready else None
 
     def _read(self, source: socket.socket | _Helper | _Compile | GrammarProcess) -> None:
-        """Take in what a socket has."""
+        """Read the data of a socket."""
         if isinstance(source, socket.socket):
             with contextlib.suppress(BlockingIOError):
                 source.recv(4096)
@@ -305,7 +305,7 @@ class GrammarCompiler:
             self._take_message(source)
 
     def _take_message(self, process: GrammarProcess) -> None:
-        """A process whose grammars are compiled has an answer, or has died."""
+        """Handle an answer of a process with compiled grammars, or its end."""
         answer = _receive(process, _MESSAGE_DECODER)
         if answer is None:
             self._drop(process)
@@ -326,7 +326,7 @@ class GrammarCompiler:
         self._place(job, process, answer.grammar)
 
     def _start(self) -> None:
-        """Start grammars that wait, a tenant after the other, as far as there is room."""
+        """Start waiting grammars, the tenants in turn, within the limits."""
         started = True
         while started:
             started = False
@@ -338,19 +338,19 @@ class GrammarCompiler:
                     continue
                 own = sum(job.key[0] == tenant for job in self._running)
                 if own < self._places() and self._has_room(tenant):
-                    self._queues[tenant] = self._queues.pop(tenant)  # the last one now
+                    self._queues[tenant] = self._queues.pop(tenant)  # now the last one
                     job = waiting.popleft()
                     self._running.append(job)
                     self._try_next(job)
                     started = True
 
     def _places(self) -> int:
-        """Return how many grammars a tenant may compile at once now."""
+        """Return the number of grammars that a tenant may compile at once now."""
         count = len(self._running)
         return _PER_TENANT if count < _AT_ONCE // 2 else int(count < _AT_ONCE)
 
     def _has_room(self, tenant: str | None) -> bool:
-        """Return whether there is memory for one more process of a tenant; end idle ones for it."""
+        """Return True if a tenant has memory for one more process; end idle ones for it."""
         while True:
             used = self._memory_by_tenant()
             if used.get(tenant, 0) + PROCESS_NBYTES > TENANT_NBYTES:
@@ -363,7 +363,7 @@ class GrammarCompiler:
                 return True
 
     def _memory_by_tenant(self) -> dict[str | None, int]:
-        """Return the bytes of all grammar processes."""
+        """Return the bytes of all grammar processes, by tenant."""
         used: dict[str | None, int] = {}
         compiling = [job.process for job in self._running if job.process is not None]
         for process in [*self._memory, *compiling]:
@@ -372,7 +372,7 @@ class GrammarCompiler:
         return used
 
     def _try_next(self, job: _Compile) -> None:
-        """Compile a grammar by the next backend, or give its errors back."""
+        """Compile a grammar by the next backend, or report its errors."""
         if not job.backends:
             self._running.remove(job)
             self._finish(job, _join(job.errors))
@@ -401,7 +401,7 @@ class GrammarCompiler:
             helper.waiting.append(job)
 
     def _take_loaded(self, helper: _Helper) -> None:
-        """A helper has loaded its library, or failed."""
+        """Handle the first answer of a helper: it has loaded its library, or failed."""
         self._selector.unregister(helper.process.socket)
         answer = helper.process.read_loaded()
         helper.loaded = True
@@ -422,12 +422,14 @@ class GrammarCompiler:
             _send_grammar(process, job.key[1])
         except OSError as error:
             self._end_process(job)
-            self._refuse(job, StepFailedError(f"No process for a grammar could be had: {error}"))
+            self._refuse(
+                job, StepFailedError(f"No process for a grammar could be started: {error}")
+            )
             return
         self._selector.register(process.jobs, selectors.EVENT_READ, job)
 
     def _take_compiled(self, job: _Compile) -> None:
-        """A grammar process has answered, or died."""
+        """Handle the answer of a grammar process, or its end."""
         process = job.process
         assert process is not None
         answer = _receive(process, _COMPILED_DECODER)
@@ -443,7 +445,7 @@ class GrammarCompiler:
         self._refuse(job, GrammarError(error))
 
     def _settle(self, job: _Compile, process: GrammarProcess) -> None:
-        """Choose whether a grammar stays in the process that has compiled it."""
+        """Decide whether a grammar stays in the process that has compiled it."""
         small = (
             process.nbytes <= PROCESS_NBYTES + _SMALL_NBYTES
             and (process.seconds or 0.0) <= _SMALL_SECONDS
@@ -465,7 +467,7 @@ class GrammarCompiler:
             self._drop(shared)
 
     def _stay(self, job: _Compile) -> None:
-        """Leave a grammar in the process that has compiled it."""
+        """Keep a grammar in the process that has compiled it."""
         process = job.process
         assert process is not None
         with contextlib.suppress(KeyError):
@@ -474,7 +476,7 @@ class GrammarCompiler:
         self._place(job, process, 0)
 
     def _place(self, job: _Compile, process: GrammarProcess, number: int) -> None:
-        """Give a compiled grammar back."""
+        """Report a compiled grammar."""
         self._running.remove(job)
         placed = Placed(process, number)
         process.live.add(placed.hold)
@@ -484,13 +486,13 @@ class GrammarCompiler:
         self._done(Ready(job.key, placed))
 
     def _refuse(self, job: _Compile, error: RequestError) -> None:
-        """Note why a backend refused a grammar, and go on to the next one."""
+        """Note why a backend rejected a grammar, and try the next one."""
         job.errors.append(error)
         job.backends.popleft()
         self._try_next(job)
 
     def _give_up(self, job: _Compile, error: RequestError | None) -> None:
-        """End a grammar that is being compiled."""
+        """Stop compiling a grammar."""
         self._running.remove(job)
         for helper in self._helpers.values():
             if job in helper.waiting:
@@ -521,7 +523,7 @@ class GrammarCompiler:
             self._drop(process)
 
     def _drop(self, process: GrammarProcess) -> None:
-        """Forget a process that has ended or is to end."""
+        """Forget a process that has ended or must end."""
         with contextlib.suppress(KeyError):
             self._selector.unregister(process.jobs)
         self._feeds.pop(process, None)
@@ -536,10 +538,10 @@ class GrammarCompiler:
         self._done(FeedResult(process, None))
 
     def _end_idle(self, tenant: str | None) -> bool:
-        """End the process of a tenant that no request has used for the longest time.
+        """End the tenant's process that no request has used for the longest time.
 
         Returns:
-            Whether there was one that no request uses.
+            True if a process without requests existed.
         """
         with self._lock:
             for process in self._ready:
@@ -552,7 +554,7 @@ class GrammarCompiler:
         return True
 
     def _watch(self, now: float) -> None:
-        """Hold everything against the limits."""
+        """Enforce the limits."""
         for job in list(self._running):
             seconds = None if job.process is None else job.process.seconds
             if not job.is_wanted():
@@ -587,7 +589,7 @@ class GrammarCompiler:
             self._take_memory(max(used, key=lambda name: used[name]))
 
     def _end_most_idle(self) -> None:
-        """Keep no more idle processes than `MAX_IDLE`: those of the tenant with most end first."""
+        """Keep at most `MAX_IDLE` idle processes; end those of the tenant with most first."""
         with self._lock:
             idle = Counter(process.tenant for process in self._ready if not process.live)
         for _ in range(idle.total() - MAX_IDLE):
@@ -596,7 +598,7 @@ class GrammarCompiler:
             idle[tenant] -= 1
 
     def _take_memory(self, tenant: str | None) -> None:
-        """End the process of a tenant that is missed least."""
+        """End the least needed process of a tenant."""
         if self._end_idle(tenant):
             return
         compiling = {
@@ -615,7 +617,7 @@ class GrammarCompiler:
 
 
 def grammar_memory(vocab_size: int) -> int:
-    """Return the bytes that all processes for grammars of one engine may take.
+    """Return the maximum memory of all grammar processes of one engine, in bytes.
 
     Args:
         vocab_size: width of the logits.
@@ -634,9 +636,9 @@ def _send_grammar(process: GrammarProcess, spec: GrammarSpec) -> None:
 
 
 def _receive(process: GrammarProcess, decoder: msgspec.msgpack.Decoder[_T]) -> _T | None:
-    """Return a process's next message on `jobs`; None: the process has ended.
+    """Return a process's next message on `jobs`; None if the process has ended.
 
-    A process whose message cannot be read is killed.
+    A process with an unreadable message is killed.
     """
     try:
         data = receive(process.jobs)
@@ -657,16 +659,16 @@ def _cause_of_death(process: GrammarProcess) -> str:
 
 
 def _loading_error(answer: Loaded) -> RequestError:
-    """Return what becomes of requests if a helper cannot load its library."""
+    """Return the error of the requests if a helper cannot load its library."""
     assert answer.error is not None
     error = make_error(answer.error_kind, answer.error)
     if isinstance(error, RequestError):
-        return error  # the model's tokenizer will not do
+        return error  # the model's tokenizer is unsuitable
     return StepFailedError(f"The grammar library cannot be loaded: {answer.error}")
 
 
 def _join(errors: Sequence[RequestError]) -> RequestError:
-    """Return one error for those of all backends."""
+    """Return one error for the errors of all backends."""
     refusals = [error for error in errors if isinstance(error, GrammarError)]
     if not refusals:
         return errors[0]

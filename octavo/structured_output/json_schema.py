@@ -1,4 +1,4 @@
-"""JSON schemas, as far as several backends look into them."""
+"""Analysis of JSON schemas that several backends need."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from urllib.parse import unquote
 from octavo.errors import GrammarError
 
 MAX_DEPTH = 64
-"""Most lists and objects inside of one another."""
+"""Maximum nesting of lists and objects."""
 
-# Most schemas of a oneOf, and most pairs of schemas in them, that are compared.
+# Maximum number of schemas of a oneOf, and of pairs of schemas in them, that are compared.
 _MAX_BRANCHES, _MAX_PAIRS = 32, 50_000
 
-# Where a schema has others: as values of an object, in a list, or by itself.
+# Keywords with schemas: as values of an object, in a list, or alone.
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _SINGLE = (
@@ -34,10 +34,10 @@ _SINGLE = (
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text.
+    """Return the value of a JSON text.
 
     Raises:
-        GrammarError: it is none, or nested too deeply, or has strings that are no valid Unicode.
+        GrammarError: the text is not JSON, nested too deeply, or has strings of invalid Unicode.
     """
     try:
         value = json.loads(text)
@@ -57,10 +57,10 @@ def parse_json(text: str) -> Any:
 
 
 def parse_choices(text: str) -> list[str]:
-    """The texts of a JSON list.
+    """Return the texts of a JSON list.
 
     Raises:
-        GrammarError: it is none, or empty, or has something else in it.
+        GrammarError: the text is not a list, or the list is empty or holds other values than texts.
     """
     choices = parse_json(text)
     if not isinstance(choices, list) or not choices:
@@ -72,10 +72,10 @@ def parse_choices(text: str) -> list[str]:
 
 
 def check_depth(value: Any) -> None:
-    """Refuses what is nested too deeply.
+    """Reject a value that is nested too deeply.
 
     Raises:
-        GrammarError: it is nested more than `MAX_DEPTH` deep.
+        GrammarError: the value is nested more than `MAX_DEPTH` deep.
     """
     level = [value] if isinstance(value, (dict, list)) else []
     for _ in range(MAX_DEPTH):
@@ -88,7 +88,7 @@ def check_depth(value: Any) -> None:
 
 
 def subschemas(schema: dict[str, Any]) -> Iterator[Any]:
-    """The schemas directly inside of a schema."""
+    """Yield the schemas directly inside of a schema."""
     for key in _MAPS:
         if isinstance(schema.get(key), dict):
             yield from schema[key].values()
@@ -101,7 +101,7 @@ def subschemas(schema: dict[str, Any]) -> Iterator[Any]:
 
 
 def schemas_of(root: Any) -> Iterator[dict[str, Any]]:
-    """A schema, those inside of it, and those that its local references point at."""
+    """Yield a schema, those inside of it, and the targets of its local references."""
     todo, seen = [root], set[int]()
     while todo:
         value = todo.pop()
@@ -115,7 +115,7 @@ def schemas_of(root: Any) -> Iterator[dict[str, Any]]:
 
 
 def refer(reference: Any, root: Any) -> Any:
-    """Return what a reference within a document points at; None: nothing is found."""
+    """Return the target of a reference within a document; None if it does not exist."""
     if reference == "#":
         return root
     found = root
@@ -131,9 +131,9 @@ def refer(reference: Any, root: Any) -> Any:
 
 
 def counts_repeated(schema: dict[str, Any]) -> bool:
-    """Whether a property that is written twice could pass for two of `minProperties`.
+    """Return True if a property that is written twice could count as two of `minProperties`.
 
-    Backends count what is written.
+    Backends count the written properties.
     """
     least, required = schema.get("minProperties", 0), schema.get("required", [])
     known = len({str(name) for name in required}) if isinstance(required, list) else 0
@@ -145,12 +145,12 @@ def counts_repeated(schema: dict[str, Any]) -> bool:
 
 
 def are_disjoint(branches: list[Any], root: Any) -> bool:
-    """Return whether it can be seen that no value satisfies two of some schemas."""
+    """Return True if it is provable that no value satisfies two of the schemas."""
     return len(branches) <= _MAX_BRANCHES and _Exclusion(root).all_exclude(branches)
 
 
 class _Exclusion:
-    """Compares schemas of one document; each pair once, and what a schema says is read once."""
+    """Comparison of the schemas of one document; each schema and pair is examined once."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -158,7 +158,7 @@ class _Exclusion:
         self._read: dict[int, tuple[set[str] | None, set[str] | None]] = {}
 
     def all_exclude(self, branches: list[Any]) -> bool:
-        """Return whether each of some schemas excludes each other one."""
+        """Return True if each schema excludes each other one."""
         return all(self._excludes(a, b) for i, a in enumerate(branches) for b in branches[:i])
 
     def _excludes(self, a: Any, b: Any) -> bool:
@@ -167,7 +167,7 @@ class _Exclusion:
             return a is False or b is False
         pair = (id(a), id(b))
         if pair not in self._found:
-            self._found[pair] = False  # of a schema inside of itself nothing is known
+            self._found[pair] = False  # a schema inside of itself: unknown
             if len(self._found) > _MAX_PAIRS:
                 return False
             self._found[pair] = self._compare(a, b)
@@ -203,7 +203,7 @@ class _Exclusion:
         return self._read[id(schema)]
 
     def _resolve(self, schema: Any) -> Any:
-        """Return what a schema points at, if it does nothing else that counts here."""
+        """Return the target of a schema's reference; other keywords do not matter here."""
         for _ in range(MAX_DEPTH):
             if not isinstance(schema, dict) or "$ref" not in schema:
                 break
@@ -232,7 +232,7 @@ def _values(schema: dict[str, Any]) -> set[str] | None:
 
 
 def type_of(value: Any) -> str:
-    """JSON schema's name of a value's type; "integer" for whole numbers."""
+    """Return JSON schema's name of a value's type; "integer" for whole numbers."""
     if isinstance(value, bool):
         return "boolean"
     if isinstance(value, float):

@@ -1,8 +1,8 @@
 """Bounds on the size of a grammar, checked before a library reads it.
 
-Grammar processes have limits of time and memory (`compiler.py`), but a grammar that runs into them
-has taken seconds of a processor already. Counting finds most such grammars in milliseconds. The
-bounds are measured with both libraries; grammars for real use are far below all of them.
+Grammar processes have limits of time and memory (`compiler.py`), but a grammar that reaches them
+has used seconds of a processor already. Counting finds most such grammars in milliseconds. The
+bounds were measured with both libraries; grammars for real use are far below them.
 
 Texts are split into tokens and not parsed, so the counts of invalid grammars may be wrong.
 """
@@ -28,7 +28,7 @@ MAX_OPTIONAL = 64
 MAX_CLASS_WEIGHT = 500_000
 """Characters of all classes, each times the repetitions of its class; more for long classes."""
 MAX_RULES = 2_000
-"""Rules of a grammar, and so of a chain of rules."""
+"""Rules of a grammar; this also bounds a chain of rules."""
 MAX_LITERALS = 2**18
 """Characters of all choices, of all values in enum and const, or of all tags."""
 MAX_VALUES = 30_000
@@ -42,21 +42,21 @@ MAX_REQUIRED = 10_000
 MAX_BRANCHES = 2_000
 """Branches in one anyOf, oneOf or allOf."""
 MAX_BRANCH_NAMES = 50_000
-"""Branches in a oneOf, times the required names of all of them."""
+"""Branches in a oneOf, times the required names of all branches."""
 MAX_REFERENCES = 200
-"""References in a row that point to nothing but the next one."""
+"""References in a row that point only to the next one."""
 MAX_PATTERNS = 1_000
 """Patterns in a schema."""
 MAX_TAGS = 500
 """Tags or triggers of a structural tag."""
 
-# A class of more characters weighs twice as much as they do.
+# A class of this length weighs twice its characters; longer ones weigh more.
 _CLASS_CHARS = 700
 # A repetition with more digits than this is beyond every bound.
 _MAX_DIGITS = 9
 _DIGITS = re.compile(r"\d+")
 
-# Nothing here goes back over what it has read, so the time is linear even for unclosed brackets.
+# No pattern backtracks, so the time is linear even for unclosed brackets.
 _CLASS = r"(?P<cls>\[\^?\]?(?:[^\]\\]++|\\.)*+\]?)"
 _REPEAT = r"(?P<repeat>(?:[?*+]|\{\d*+,?\d*+\})[?+]?)"
 _STRING = r"(?P<string>\"(?:[^\"\\]++|\\.)*+\"?|'(?:[^'\\]++|\\.)*+'?)"
@@ -79,17 +79,17 @@ _LARK = re.compile(
 )
 
 _MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-# What holds values, which are no schemas.
+# Keywords that hold values, not schemas.
 _DATA = frozenset({"const", "default", "example", "examples", "enum", "required", "type"})
 _DEFINITIONS = ("$defs", "definitions")
 _BRANCHES = ("anyOf", "oneOf", "allOf")
 
 
 def check_size(spec: GrammarSpec) -> None:
-    """Refuse a grammar that is too large once it is expanded.
+    """Reject a grammar that is too large after expansion.
 
     Raises:
-        GrammarError: names the bound and the value; or the text is not valid JSON where it must be.
+        GrammarError: a bound is exceeded (the message names it), or required JSON is invalid.
     """
     size = _Size()
     if spec.kind == "regex":
@@ -105,7 +105,7 @@ def check_size(spec: GrammarSpec) -> None:
 
 
 class _Size:
-    """Counts of all that a grammar has."""
+    """Counts of the parts of a grammar."""
 
     def __init__(self) -> None:
         self._tokens = self._rules = self._expanded = self._patterns = 0
@@ -119,8 +119,8 @@ class _Size:
             text: its text.
             syntax: one of `_REGEX`, `_EBNF` and `_LARK`.
         """
-        # Of the innermost open group: what is before the last part, and the last part itself. Each
-        # is a count and the weight of its classes.
+        # For the innermost open group: the part before the last one, and the last part. Each is a
+        # count and the weight of its classes.
         outer: list[tuple[int, float]] = []
         size, weight, last, last_weight = 0, 0.0, 0, 0.0
         num_optional, is_needed = 0, False
@@ -178,7 +178,7 @@ class _Size:
         _check("characters in classes after repetition", int(self._class_weight), MAX_CLASS_WEIGHT)
 
     def add_values(self, values: list[Any]) -> None:
-        """Count values that the text may be."""
+        """Count values of enum, const or choice."""
         self._values += len(values)
         _check("choices or values of enum and const", self._values, MAX_VALUES)
         for value in values:
@@ -265,7 +265,7 @@ def _check_names(branches: list[Any]) -> None:
 
 
 def _references(key: str, definitions: dict[str, Any]) -> dict[str, Any]:
-    """Return what the definitions that have a reference point at."""
+    """Return the targets of the definitions that are references."""
     return {
         f"#/{key}/{name}": schema["$ref"]
         for name, schema in definitions.items()
@@ -274,7 +274,7 @@ def _references(key: str, definitions: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_references(references: dict[str, str]) -> None:
-    """Refuse long chains of references; `references` is emptied."""
+    """Reject long chains of references; empty `references`."""
     lengths = dict[str, int]()
     while references:
         chain = [next(iter(references))]
@@ -286,9 +286,9 @@ def _check_references(references: dict[str, str]) -> None:
 
 
 def _read_repetition(text: str) -> tuple[int, bool]:
-    """Return how often a repetition asks for its part at most, or at least if it has no end.
+    """Return the maximum count of a repetition, or the minimum if it has no end.
 
-    The second value is whether it may be missing.
+    The second value is True if the repeated part may be missing.
     """
     if text[0] in "?*+":
         return 1, text[0] != "+"
@@ -298,10 +298,10 @@ def _read_repetition(text: str) -> tuple[int, bool]:
 
 
 def _check(what: str, value: int, bound: int) -> None:
-    """Refuse a value beyond a bound.
+    """Reject a value beyond a bound.
 
     Raises:
-        GrammarError: it is.
+        GrammarError: the value exceeds the bound.
     """
     if value > bound:
         raise GrammarError(

@@ -1,4 +1,4 @@
-"""Grammars by llguidance: a lexer by derivatives and an Earley parser, both under limits."""
+"""Grammar backend llguidance: a lexer by derivatives and an Earley parser, both under limits."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from octavo.structured_output.vocabulary import Vocabulary
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-# States of a lexer take 1 to 2 kB each.
+# Maximum number of lexer states; each uses 1 to 2 kB.
 _MAX_LEXER_STATES = 25_000
-# Of the parser at one place of a text: each optional property that may come takes 4.
+# Maximum number of parser items at one place of a text: each optional property uses 4.
 _MAX_ITEMS = 5_000
 # Keywords of old drafts that the library does not know.
 _IGNORED = ("divisibleBy", "extends", "disallow")
@@ -48,10 +48,10 @@ _WIDE_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*(\\u[0-9a-fA-F]{4}|\\U[0-9a-fA-F]{8}
 
 
 class LLGuidanceBackend(GrammarBackend):
-    """See `GrammarBackend`. The import takes 0.2 s and 7 MiB.
+    """Backend llguidance. The import takes 0.2 s and 7 MiB.
 
     Args:
-        vocabulary: the model's.
+        vocabulary: the model's vocabulary.
     """
 
     name = "llguidance"
@@ -66,7 +66,7 @@ class LLGuidanceBackend(GrammarBackend):
         )
 
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
-        """See `GrammarBackend`."""
+        """Implement `GrammarBackend`."""
         try:
             source = _source(spec)
         except (ValueError, RecursionError, KeyError, TypeError) as error:
@@ -82,7 +82,7 @@ class LLGuidanceBackend(GrammarBackend):
 
 
 class _Tokens:
-    """A vocabulary as llguidance wants it."""
+    """Vocabulary with the attributes that llguidance expects."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._encode = vocabulary.encode
@@ -101,7 +101,7 @@ class _Compiled(CompiledGrammar):
         self.stop_token_ids = frozenset(vocabulary.stop_token_ids)
 
     def start(self) -> Grammar:
-        """See `CompiledGrammar`."""
+        """Implement `CompiledGrammar`."""
         return _Grammar(self._matcher.deep_copy(), self._vocabulary)
 
 
@@ -109,11 +109,11 @@ class _Grammar(Grammar):
     def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary) -> None:
         self._matcher, self._vocabulary = matcher, vocabulary
         self._stops = frozenset(vocabulary.stop_token_ids)
-        self._terminated = False  # kept here: the library cannot roll back a stop token
+        self._terminated = False  # stored here: the library cannot roll back a stop token
         self._last: list[int] = []
 
     def accept_tokens(self, token_ids: Sequence[int]) -> int:
-        """See `Grammar`."""
+        """Implement `Grammar`."""
         for count, token in enumerate(token_ids):
             if self._terminated or token >= self._vocabulary.size:
                 return count
@@ -128,7 +128,7 @@ class _Grammar(Grammar):
         return len(token_ids)
 
     def rollback(self, num_tokens: int) -> None:
-        """See `Grammar`."""
+        """Implement `Grammar`."""
         if not num_tokens:
             return
         del self._last[-num_tokens:]
@@ -139,7 +139,7 @@ class _Grammar(Grammar):
             self._check()
 
     def fill_bitmask(self, row: NDArray[np.int32]) -> None:
-        """See `Grammar`."""
+        """Implement `Grammar`."""
         if self._terminated:
             row[:] = 0
             for token in self._stops:
@@ -150,11 +150,11 @@ class _Grammar(Grammar):
 
     @property
     def is_terminated(self) -> bool:
-        """See `Grammar`."""
+        """Implement `Grammar`."""
         return self._terminated
 
     def forced_tokens(self, most: int) -> list[int]:
-        """See `Grammar`."""
+        """Implement `Grammar`."""
         if self._terminated or self._matcher.is_stopped():
             return []
         text = self._matcher.compute_ff_bytes().decode("utf-8", "ignore")
@@ -167,7 +167,7 @@ class _Grammar(Grammar):
 
 
 def _source(spec: GrammarSpec) -> str:
-    """A grammar as the library writes it."""
+    """Return the source of a grammar in the library's format."""
     if spec.kind == "json_object":
         return _from_schema('{"type": "object"}', spec)
     if spec.kind == "json":
@@ -208,22 +208,22 @@ def _from_schema(text: str, spec: GrammarSpec) -> str:
 
 
 def _check_schema(root: Any) -> None:
-    """Refuses a schema with something in it that the library would ignore or take for another."""
+    """Reject a schema with keywords that the library would ignore or misread."""
     for schema in schemas_of(root):
         for key in _IGNORED:
             if key in schema:
                 raise _refusal(f"{key} is not supported")
         if schema is not root and "$id" in schema and "$ref" in schema:
-            # Whether the reference is relative to it depends on the draft.
-            raise _refusal("$id beside $ref is not supported")
+            # The draft decides whether the reference is relative to the $id.
+            raise _refusal("$id together with $ref is not supported")
         if counts_repeated(schema):
-            raise _refusal("minProperties is not supported where a property may come twice")
+            raise _refusal("minProperties is not supported where a property may occur twice")
 
 
 def _check_bounds(root: Any) -> None:
-    """Refuse bounds such as over 2 and below 2.5, of which the library allows 2.
+    """Reject bounds such as over 2 and below 2.5, of which the library allows 2.
 
-    It may bring together bounds of several schemas, so that all of them count.
+    The library may merge the bounds of several schemas, so the check merges all of them.
     """
     bounds: dict[str, set[float]] = {}
     for schema in schemas_of(root):
@@ -246,11 +246,12 @@ def _check_bounds(root: Any) -> None:
 
 
 def _mend(root: Any) -> None:
-    """Write a schema so that the library lets nothing wrong through.
+    """Rewrite a schema so that the library accepts no invalid text.
 
-    Names of further properties may be written with any escape there, so that "\\u0061" passes for
-    another one than "a"; those that match a pattern, as all match "", it spells in one way only.
-    Of schemas that are combined one suffices; the library takes two for contradictory.
+    The library reads names of additional properties with any escape, so "\\u0061" would pass as a
+    name other than "a". It spells names that match a pattern in one way only, and "" matches all
+    names. Combined schemas need the pattern in one place only; the library takes two for
+    contradictory.
     """
     parts = {id(schema) for schema in combined(root)}
     for schema in schemas_of(root):
@@ -272,9 +273,9 @@ def _mend(root: Any) -> None:
 
 
 def _keep_controls_out(tokens: list[Token]) -> list[Token]:
-    """Take control characters out of negated sets without quotation marks or backslashes.
+    """Exclude control characters from negated sets without quotation marks or backslashes.
 
-    The library lets these two through, escaped, where a set has characters such as a line feed.
+    The library allows these two, escaped, if a set has characters such as a line feed.
     """
     return [
         Set((*token.parts, (0, 0x1F)), is_negated=True)

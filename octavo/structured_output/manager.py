@@ -1,7 +1,7 @@
-"""The grammars of an engine's requests: compiled beside the steps, matched during the steps.
+"""Grammars of an engine's requests: compiled concurrently with the steps, matched in the steps.
 
-Grammar libraries run in processes of their own (`process.py`), so a grammar that takes too long,
-takes too much memory or crashes its library ends a process, and only requests with that grammar.
+Grammar libraries run in separate processes (`process.py`). A grammar that takes too much time or
+memory, or crashes its library, ends a process and fails only requests with that grammar.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from octavo.structured_output.compiler import (
 logger = logging.getLogger(__name__)
 
 MAX_TEXT = 512 * 2**10
-"""Most characters of a grammar."""
-# Processor time that a grammar process may take in one step: everybody waits for it.
+"""Maximum number of characters of a grammar."""
+# Processor time that a grammar process may use in one step: all requests wait for it.
 _STEP_SECONDS, _STEP_SECONDS_PER_ROW, _STEP_SECONDS_PER_TOKEN = 0.15, 0.002, 0.02
 # Seconds within which a process must answer, however busy the machine is.
 _ANSWER_SECONDS = 10.0
@@ -63,7 +63,7 @@ _MAX_ALONE, _MAX_REFUSED = 10_000, 1_000
 
 @dataclass(slots=True, eq=False)
 class _State:
-    """Where a request stands."""
+    """State of a request's matching."""
 
     process: GrammarProcess
     grammar: int
@@ -71,9 +71,9 @@ class _State:
     key: int
     """The request's key in the process."""
     num_sent: int = 0
-    """Output tokens that the process knows."""
+    """Number of output tokens that were sent to the process."""
     seconds: float = 0.0
-    """Processor time so far."""
+    """Processor time so far, in seconds."""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +84,7 @@ class _Job:
     state: _State
     drafts: list[int]
     num_forced: int
-    """Forced tokens wanted, those of this step included."""
+    """Number of requested forced tokens, including those of this step."""
     rows: memoryview | bytes = b""
     """int32 [1 + drafts, words], as bytes."""
     forced: list[int] = field(default_factory=list)
@@ -92,9 +92,9 @@ class _Job:
 
 
 class StructuredOutputManager:
-    """Has grammars compiled, and keeps where each request stands in its own.
+    """Store of the grammars of an engine and of each request's state in its grammar.
 
-    All methods are for the engine's thread.
+    Only the engine's thread may call its methods.
 
     Args:
         start_helper: starts the helper process of a backend.
@@ -104,19 +104,19 @@ class StructuredOutputManager:
 
     def __init__(self, start_helper: StartHelper, backends: Sequence[str], vocab_size: int) -> None:
         self.wake: Callable[[], None] = lambda: None
-        """Called, on another thread, when `take_finished` has something."""
+        """Callback, run on another thread, for new results of `take_finished`."""
         self._start_helper, self._backends = start_helper, backends
         self._row_nbytes = 4 * -(-vocab_size // 32)
         self._compiler: GrammarCompiler | None = None
         self._ready: dict[Key, Placed] = {}
         self._alone: set[int] = set()
-        """Hashes of keys whose grammars must not share a process, since one was broken."""
+        """Hashes of the keys of grammars that must not share a process, since theirs broke."""
         self._refused: dict[int, str] = {}
-        """Why grammars broke the processes that they had alone, by the hashes of their keys."""
+        """Reasons why grammars broke their dedicated processes, by the hashes of their keys."""
         self._waiting: dict[Key, list[Request]] = {}
         """Requests whose grammars are being compiled."""
         self._feeding: dict[int, Request] = {}
-        """Requests whose output is being fed, by their keys."""
+        """Requests with output in feeding, by their keys."""
         self._done: queue.SimpleQueue[Ready | FeedResult] = queue.SimpleQueue()
         self._found: list[tuple[Request, RequestError | None]] = []
         self._arrived = threading.Event()
@@ -125,19 +125,19 @@ class StructuredOutputManager:
 
     @property
     def has_finished(self) -> bool:
-        """Return whether `take_finished` has something."""
+        """True if `take_finished` has results."""
         return bool(self._found) or not self._done.empty()
 
     @property
     def is_compiling(self) -> bool:
-        """Return whether some request waits for its grammar."""
+        """True if a request waits for its grammar."""
         return bool(self._waiting or self._feeding)
 
     def add(self, request: Request) -> bool:
-        """Take in a request with a grammar.
+        """Add a request with a grammar.
 
         Returns:
-            Whether the grammar is there; otherwise `take_finished` returns the request later.
+            True if the grammar is ready; otherwise `take_finished` returns the request later.
 
         Raises:
             GrammarError: the grammar is too large, or broke a process before.
@@ -146,7 +146,7 @@ class StructuredOutputManager:
         assert spec is not None
         if len(spec.text) > MAX_TEXT:
             raise GrammarError(
-                f"The grammar has {len(spec.text)} characters; at most {MAX_TEXT} are taken. "
+                f"The grammar has {len(spec.text)} characters; at most {MAX_TEXT} are accepted. "
                 "Shorten it."
             )
         key = _key_of(request)
@@ -155,7 +155,7 @@ class StructuredOutputManager:
         return self._join(request, key)
 
     def take_finished(self) -> list[tuple[Request, RequestError | None]]:
-        """Return requests whose grammar is there now, or is refused, with the reason.
+        """Return the requests whose grammar has been compiled or rejected, with the error.
 
         Some may have ended meanwhile.
         """
@@ -165,22 +165,22 @@ class StructuredOutputManager:
         return found
 
     def wait(self, seconds: float) -> None:
-        """Wait until `take_finished` has something, at most the given time."""
+        """Wait at most the given time until `take_finished` has results."""
         if self._arrived.wait(seconds):
             self._arrived.clear()
 
     def make_output(
         self, requests: Sequence[tuple[Request, int]], drafts: dict[str, list[int]]
     ) -> tuple[GrammarOutput, dict[Request, str]]:
-        """Advance grammars by their requests' new tokens, and return what may come next.
+        """Advance grammars by their requests' new tokens, and return the allowed next tokens.
 
         Args:
-            requests: those of a step that have a grammar and are sampled, each with the number of
-                forced tokens wanted.
-            drafts: of a step's requests, by id.
+            requests: the sampled requests of a step with a grammar, each with the number of
+                requested forced tokens.
+            drafts: drafts of the step's requests, by id.
 
         Returns:
-            The worker's part, and requests that fail, with the reason.
+            The worker's part, and the failed requests with the reason.
         """
         jobs = []
         for request, wanted in requests:
@@ -188,7 +188,7 @@ class StructuredOutputManager:
             forced = wanted and wanted + 1 + len(tokens)
             jobs.append(_Job(request, self._states[request], tokens, forced))
         lost = self._match(jobs)
-        if lost:  # something else has killed the process: the tokens bring it all back
+        if lost:  # another program has killed the process: the tokens restore the state
             self._revive(lost)
             for job in self._match([job for job in lost if job.error is None]):
                 job.error = "the process of its grammar was killed again and again"
@@ -201,14 +201,14 @@ class StructuredOutputManager:
         return output, {job.request: job.error for job in jobs if job.error is not None}
 
     def shutdown(self) -> None:
-        """End all grammar processes. May be called twice."""
+        """End all grammar processes. It may be called twice."""
         if self._compiler is not None:
             self._compiler.shutdown()
         self._compiler = None
         self._ready.clear()
 
     def _join(self, request: Request, key: Key) -> bool:
-        """Bring a request and its grammar together; see `add`."""
+        """Connect a request with its grammar, as `add` does."""
         if self._compiler is not None and self._compiler.has_ended:
             self._compiler.shutdown()
             self._compiler = None
@@ -225,13 +225,13 @@ class StructuredOutputManager:
         return False
 
     def _put(self, result: Ready | FeedResult) -> None:
-        """Take in a result, on the compiler's thread."""
+        """Queue a result; runs on the compiler's thread."""
         self._done.put(result)
         self._arrived.set()
         self.wake()
 
     def _take(self, result: Ready | FeedResult) -> None:
-        """Find out which requests a result is for."""
+        """Handle a result for its requests."""
         if isinstance(result, FeedResult):
             self._take_fed(result)
             return
@@ -241,7 +241,7 @@ class StructuredOutputManager:
             return
         if isinstance(result.result, Placed):
             self._ready[result.key] = result.result
-        # Those that came after the compiler had given up begin again.
+        # Requests that arrived after the compiler had given up begin again.
         for request in waiting:
             if not request.status.finished and self._join(request, result.key):
                 self._found.append((request, None))
@@ -249,7 +249,7 @@ class StructuredOutputManager:
             result.result.process.live.discard(result.result.hold)
 
     def _take_fed(self, result: FeedResult) -> None:
-        """Take in which of a request's tokens its grammar has accepted."""
+        """Note the number of a request's tokens that its grammar has accepted."""
         fed = result.fed
         if fed is None:  # the process has ended
             process, feeding = result.process, self._feeding
@@ -268,28 +268,28 @@ class StructuredOutputManager:
         error: RequestError | None = None
         given = request.all_token_ids[request.num_prompt_tokens :]
         if fed.error is not None:
-            error = GrammarError(f"The output that the request came with: {fed.error}.")
+            error = GrammarError(f"The output in the request: {fed.error}.")
         elif fed.num_accepted < len(given):
             error = GrammarError(
-                f"The grammar does not allow the output that the request came with: token number "
+                f"The grammar does not allow the output in the request: token number "
                 f"{fed.num_accepted} ({given[fed.num_accepted]})."
             )
         self._found.append((request, error))
 
     def _begin(self, request: Request, placed: Placed) -> bool:
-        """Join a request with its grammar; return whether the process is still there."""
+        """Connect a request with its grammar; return False if the process has ended."""
         assert self._compiler is not None
         process, key = placed.process, next(self._keys)
         if not self._compiler.use(process, key):
             return False
         self._states[request] = _State(process, placed.number, key)
         finalize(request, process.live.discard, key)
-        # Its end is the answer's, whatever `ignore_eos` says: nothing can follow.
+        # The grammar's end ends the answer, even with `ignore_eos`: no token can follow.
         request.stop_token_ids |= process.stop_token_ids
         return True
 
     def _feed(self, request: Request) -> bool:
-        """Have the process take in a request's output; return whether there is any."""
+        """Send a request's output to its process; return True if it has any."""
         given = request.all_token_ids[request.num_prompt_tokens :]
         if not given:
             return False
@@ -302,7 +302,7 @@ class StructuredOutputManager:
         return True
 
     def _match(self, jobs: Sequence[_Job]) -> list[_Job]:
-        """Have the processes do a step; return the jobs of those that somebody else has killed."""
+        """Let the processes match a step; return the jobs of externally killed processes."""
         groups: dict[GrammarProcess, list[_Job]] = {}
         for job in jobs:
             groups.setdefault(job.state.process, []).append(job)
@@ -349,7 +349,7 @@ class StructuredOutputManager:
         return Match(jobs, list(ended))
 
     def _read(self, process: GrammarProcess, group: Sequence[_Job]) -> bool:
-        """Read a process's answer; return whether there is one."""
+        """Read a process's answer; return False if it has none."""
         try:
             data = receive(process.steps)
             if data is None:
@@ -378,7 +378,7 @@ class StructuredOutputManager:
         return True
 
     def _note_end(self, process: GrammarProcess, group: list[_Job]) -> list[_Job]:
-        """Find out why a process has ended; return the jobs that nothing speaks against."""
+        """Find out why a process has ended; return the jobs that may try again."""
         reason = self._reason_of_end(process, [job.request for job in group])
         for job in group:
             job.error = reason
@@ -387,11 +387,12 @@ class StructuredOutputManager:
     def _reason_of_end(self, process: GrammarProcess, requests: Sequence[Request]) -> str | None:
         """Return why the grammar of requests ended its process; None: compile it again.
 
-        If the process holds several grammars, it is unknown which one broke it. Each goes on alone.
+        In a process with several grammars the faulty one is unknown. Each continues in its own
+        process.
         """
         status = process.close()
         if process.reason is None and status == -signal.SIGKILL:
-            return None  # not Octavo's doing, nor the grammar's
+            return None  # neither Octavo nor the grammar caused it
         if process.num_grammars > 1:
             if len(self._alone) > _MAX_ALONE:
                 self._alone.clear()
@@ -408,7 +409,7 @@ class StructuredOutputManager:
         return reason
 
     def _revive(self, jobs: Sequence[_Job]) -> None:
-        """Have the grammars of a step compiled again, and wait for them."""
+        """Compile the grammars of a step again, and wait for them."""
         left: dict[Request, _Job] = {}
         for job in jobs:
             del self._states[job.request]
@@ -430,7 +431,7 @@ class StructuredOutputManager:
                     job.error = error.message
             self._found += others
         for job in left.values():
-            job.error = "the process of its grammar was killed, and no other one came in time"
+            job.error = "the process of its grammar was killed, and no other one was ready in time"
 
 
 def _key_of(request: Request) -> Key:
@@ -440,7 +441,7 @@ def _key_of(request: Request) -> Key:
 
 
 def _is_wanted(waiting: Sequence[Request]) -> bool:
-    """Return whether any of the requests still waits for its grammar; on the compiler's thread."""
+    """Return True if a request still waits for its grammar; runs on the compiler's thread."""
     return not all(request.status.finished for request in list(waiting))
 
 

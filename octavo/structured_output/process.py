@@ -1,19 +1,19 @@
-"""The processes in which grammar libraries run: a helper, and one process for each grammar.
+"""Processes in which grammar libraries run: a helper, and one process for each grammar.
 
-Grammar libraries are native code that reads what users send. A grammar may make them compute for
-minutes, take all memory, or crash, and no call into them can be interrupted. So no other process
+Grammar libraries are native code that reads users' input. A grammar may make them compute for
+minutes, use all memory, or crash, and no call into them can be interrupted. So no other process
 of Octavo loads one.
 
-The helper (`main`) loads one library and the tokenizer, which takes a second at most, and from then
-on only forks: in about 3 ms a new process has all of it, and shares its memory until one of them
-writes. The new process limits its own memory, compiles one grammar, and then matches it for the
-requests of one tenant (`GrammarServer`). So the engine can kill what takes too long or too much,
-and only requests with that very grammar of that tenant are affected. `client.py` is the other side.
+The helper (`main`) loads one library and the tokenizer, which takes at most a second. Then it only
+forks: in about 3 ms a new process has all of it, and shares its memory until one of them writes.
+The new process limits its memory, compiles one grammar, and then matches it for the requests of one
+tenant (`GrammarServer`). So the engine can kill a slow or large process, and only requests with
+that grammar of that tenant are affected. `client.py` is the other side.
 
-A process reads two sockets. `jobs` brings the grammar, and later requests that come with output
-already; these are fed in small pieces, because `steps`, on which the engine waits for bitmasks, has
-precedence. Each process ends when its sockets are closed; all end with the helper, and the helper
-ends with the engine.
+A process reads two sockets. `jobs` carries the grammar, and later the requests that already have
+output. Such output is fed in small pieces, because the engine waits for bitmasks on `steps`, which
+has precedence. Each process ends when its sockets are closed; all end with the helper, and the
+helper ends with the engine.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ from octavo.structured_output.vocabulary import Vocabulary
 from octavo.system.device import signal_at_parents_end, trim_memory
 from octavo.text.tokenizer import Tokenizer
 
-# Tokens that are fed before the process looks for a step again.
+# Number of tokens that are fed before the process looks for a step again.
 _FED_AT_ONCE = 16
 _BACKENDS = {"llguidance": "LLGuidanceBackend", "xgrammar": "XGrammarBackend"}
 
-# A trial of a new grammar: tokens of a text that it allows, and processor time of each mask.
+# Trial of a new grammar: tokens of an allowed text, and processor time of each mask.
 _TRIAL_TOKENS, _TRIAL_SECONDS = 8, 0.05
 
 _ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Match)
@@ -71,10 +71,10 @@ MakeBackend = Callable[[HelperSetup], GrammarBackend]
 
 
 def main(make_backend: MakeBackend | None = None) -> None:
-    """Load a backend as the first message says, and fork until standard input ends.
+    """Load the backend that the first message names, and fork until standard input ends.
 
     Args:
-        make_backend: another way to make the backend, for tests.
+        make_backend: another factory of the backend, for tests.
     """
     # The engine decides when to stop; a Ctrl-C in the terminal reaches the whole process group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -93,7 +93,7 @@ def main(make_backend: MakeBackend | None = None) -> None:
             send(connection, msgspec.msgpack.encode(Loaded(str(error) or repr(error), kind)))
             return
         gc.collect()
-        gc.freeze()  # a collection in a forked process would copy the pages of all that is here
+        gc.freeze()  # a collection in a forked process would copy all pages of the helper
         trim_memory()
         send(connection, msgspec.msgpack.encode(Loaded()))
         _serve(connection, backend, setup)
@@ -104,7 +104,7 @@ def _make_backend(setup: HelperSetup) -> GrammarBackend:
 
     Raises:
         ImportError: its library is not installed.
-        OctavoError: the tokenizer will not do.
+        OctavoError: the tokenizer is unsuitable.
     """
     module = importlib.import_module(f"octavo.structured_output.{setup.backend}_backend")
     tokenizer = Tokenizer.from_folder(Path(setup.folder))
@@ -114,7 +114,7 @@ def _make_backend(setup: HelperSetup) -> GrammarBackend:
 
 
 def _serve(connection: socket.socket, backend: GrammarBackend, setup: HelperSetup) -> None:
-    """Fork processes and reap them, as the engine asks."""
+    """Fork processes and reap them on the engine's request."""
     while True:
         command, fds, _, _ = socket.recv_fds(connection, 1, 2)
         if not command:
@@ -139,18 +139,18 @@ def _reap(pid: int) -> int:
     """Return a process's exit status, or minus the signal that ended it."""
     try:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    except ChildProcessError:  # reaped before
+    except ChildProcessError:  # already reaped
         return -signal.SIGKILL
 
 
 def _run_grammar_server(
     backend: GrammarBackend, setup: HelperSetup, jobs_fd: int, steps_fd: int
 ) -> NoReturn:
-    """Be a grammar process until the engine closes the sockets, and exit."""
+    """Run a grammar process until the engine closes the sockets, and exit."""
     status = 1
     try:
         signal_at_parents_end(signal.SIGKILL)
-        with contextlib.suppress(FileNotFoundError):  # only Linux counts and limits it
+        with contextlib.suppress(FileNotFoundError):  # only Linux counts and limits the memory
             used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             limit = used + setup.max_nbytes
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -163,7 +163,7 @@ def _run_grammar_server(
 
 
 class GrammarServer:
-    """Compiles grammars, and matches them for many requests."""
+    """Server that compiles grammars, and matches them for many requests."""
 
     def __init__(self, backend: GrammarBackend, setup: HelperSetup) -> None:
         self._backend, self._setup = backend, setup
@@ -221,11 +221,11 @@ class GrammarServer:
         return Compiled(message.grammar, None, sorted(compiled.stop_token_ids))
 
     def _try(self, compiled: CompiledGrammar) -> None:
-        """Match a text that a grammar allows, as steps would.
+        """Match an allowed text, as steps would.
 
         Raises:
             GrammarError: steps would have to wait too long.
-            Exception: whatever the library raises.
+            Exception: any error of the library.
         """
         row = np.zeros(self._num_words, np.int32)
         choice = random.Random(0)
@@ -246,7 +246,7 @@ class GrammarServer:
                 break
 
     def _feed(self, feed: Feed, at: int) -> Fed | None:
-        """Advance a request by its next tokens; None: there are more."""
+        """Advance a request by its next tokens; return None if more follow."""
         new = feed.token_ids[at : at + _FED_AT_ONCE]
         try:
             accepted = self._get_grammar(feed.key, feed.grammar).accept_tokens(new)
@@ -267,7 +267,7 @@ class GrammarServer:
             error, forced = self._run(job, rows[end - count : end])
             began, before = time.process_time(), began
             answers.append(Matched(error, began - before, forced))
-        # In one piece: the engine must not wake for less.
+        # In one piece: the engine must wake only once.
         send(steps, _ENCODER.encode(answers), rows.data.cast("B"))
 
     def _run(self, job: MatchJob, rows: NDArray[np.int32]) -> tuple[str | None, list[int]]:
@@ -278,7 +278,7 @@ class GrammarServer:
             rows: int32 [1 + drafts, words], zero.
 
         Returns:
-            Why the request fails, and its forced tokens.
+                The reason if the request fails, and its forced tokens.
         """
         try:
             grammar = self._get_grammar(job.key, job.grammar)
@@ -293,7 +293,7 @@ class GrammarServer:
             return _describe(failure), []
 
     def _get_grammar(self, key: int, number: int) -> Grammar:
-        """Return where a request stands in a grammar: at its beginning if the request is new."""
+        """Return the state of a request in a grammar; that of a new request is the beginning."""
         grammar = self._grammars.get(key)
         if grammar is None:
             grammar = self._grammars[key] = self._compiled[number].start()
@@ -307,7 +307,7 @@ def _fill(grammar: Grammar, job: MatchJob, rows: NDArray[np.int32]) -> list[int]
     count = 0
     for draft in job.drafts:
         if not grammar.accept_tokens([draft]):
-            rows[count + 1 :] = rows[count]  # the samples there are dropped
+            rows[count + 1 :] = rows[count]  # samples at these positions are dropped
             break
         count += 1
         grammar.fill_bitmask(rows[count])

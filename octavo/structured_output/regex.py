@@ -1,9 +1,9 @@
-"""Regular expressions: one syntax and one meaning, and how each backend has to write them.
+"""Regular expressions: one syntax with one meaning, and its form for each backend.
 
-The meaning is ECMAScript's with the flag u, and the whole text has to match. What Rust or another
-common dialect reads in another way is refused, so no expression means one thing here and another
-thing elsewhere. `parse` reads an expression; `to_rust` and `to_ebnf` write it so that llguidance
-and xgrammar cannot misread it.
+The meaning is ECMAScript's with the flag u, and the whole text has to match. Syntax that Rust or
+another common dialect reads differently is rejected, so an expression means the same everywhere.
+`parse` reads an expression; `to_rust` and `to_ebnf` write it so that llguidance and xgrammar cannot
+misread it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from octavo.errors import GrammarError
 _LAST = 0x10FFFF
 _SURROGATES = (0xD800, 0xDFFF)
 Ranges = tuple[tuple[int, int], ...]
-"""Code points, as first and last ones of ranges."""
+"""Code points, as the first and last ones of ranges."""
 
 
 def _complement(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Return all characters but these; a surrogate is no character."""
+    """Return all characters except the given ones; a surrogate is no character."""
     result, start = [], 0
     for first, last in sorted([*ranges, _SURROGATES]):
         if start < first:
@@ -57,10 +57,10 @@ class Set:
 
     @cached_property
     def ranges(self) -> Ranges:
-        """The characters, in order.
+        """Characters of the set, in order.
 
         Raises:
-            GrammarError: the set has a property, whose characters are not listed here.
+            GrammarError: the set has a Unicode property, which cannot be listed here.
         """
         found: list[tuple[int, int]] = []
         for part in self.parts:
@@ -79,7 +79,7 @@ class Set:
 
 @dataclass(frozen=True)
 class Mark:
-    """Anything else: `(`, `(?:`, `(?i:`, `(?i)`, `)`, `|`, `^`, `$`, or a quantifier."""
+    """Other token: `(`, `(?:`, `(?i:`, `(?i)`, `)`, `|`, `^`, `$`, or a quantifier."""
 
     text: str
 
@@ -91,7 +91,7 @@ def parse(pattern: str) -> list[Token]:
     """Return the parts of an expression.
 
     Raises:
-        GrammarError: it has something that common dialects read in different ways.
+        GrammarError: common dialects read a part of the expression differently.
     """
     return list(_Parser(pattern).parse())
 
@@ -213,7 +213,7 @@ class _Parser:
         return ((code, code),)
 
     def _code(self, name: str, at: int, in_class: bool) -> int | None:
-        """Return the character of an escape, None if it has none."""
+        """Return the character of an escape, or None if it has none."""
         pattern = self._pattern
         if name in _CONTROLS:
             return _CONTROLS[name]
@@ -247,10 +247,10 @@ def _single(part: Ranges | str) -> int | None:
 
 
 def whole(tokens: list[Token], pattern: str) -> list[Token]:
-    """Return an expression without the `^` and `$` that say nothing new if all has to match.
+    """Return an expression without the redundant `^` and `$` at its edges.
 
     Raises:
-        GrammarError: it has others.
+        GrammarError: the expression has `^` or `$` elsewhere.
     """
     result, depth = list[Token](), 0
     for i, token in enumerate(tokens):
@@ -301,7 +301,7 @@ def to_ebnf(tokens: list[Token]) -> str:
     """Return an expression as the right side of a rule in xgrammar's EBNF.
 
     Raises:
-        GrammarError: it has something that this has no words for.
+        GrammarError: xgrammar cannot express it.
     """
     words, is_empty = list[str](), True
     for token in [*tokens, Mark("")]:
@@ -321,10 +321,10 @@ def to_ebnf(tokens: list[Token]) -> str:
 
 
 def to_xgrammar_pattern(tokens: list[Token]) -> str:
-    """Return an expression without quotation marks and backslashes as xgrammar's schemas have it.
+    """Return an expression without quotation marks and backslashes for xgrammar's schemas.
 
     Raises:
-        GrammarError: it has something that this has no words for.
+        GrammarError: xgrammar cannot express it.
     """
     return "".join(t.text if isinstance(t, Mark) else _xgrammar_set(t) for t in tokens)
 
@@ -388,10 +388,10 @@ def ebnf_literal(text: str) -> str:
 
 
 def mend_ebnf(grammar: str) -> str:
-    r"""Return a grammar of a user with `\xHH` as `\u00HH`, so that exactly two digits count.
+    r"""Return a user's grammar with `\xHH` as `\u00HH`, so that exactly two digits count.
 
     Raises:
-        GrammarError: fewer than two follow.
+        GrammarError: fewer than two digits follow.
     """
 
     def mend(found: re.Match[str]) -> str:

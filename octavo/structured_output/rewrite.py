@@ -1,9 +1,8 @@
-"""Write JSON schemas with fewer keywords that mean the same, since no backend has all of them.
+"""Rewrite JSON schemas to equivalent ones with fewer keywords, since no backend supports all.
 
 `not`, `if`, `oneOf`, `dependentRequired`, `dependentSchemas`, `dependencies` and `contains` become
-`anyOf` and `allOf` where that is exact. Where it is not, the keyword stays, and the backend refuses
-it by its name. Formats that no backend knows are annotations, as JSON schema has it; with `strict`
-they are refused.
+`anyOf` and `allOf` where that is exact. Elsewhere the keyword stays, and the backend rejects it by
+name. Unknown formats are annotations, as in JSON schema; with `strict` they are rejected.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _ANNOTATIONS = frozenset(
         *("contentEncoding", "contentMediaType", "contentSchema"),
     }
 )
-# The type of a bound, and what fails it: another bound, and how much that is away.
+# Type of a bound, the bound that contradicts it, and the difference between the two.
 _BOUNDS = {
     "minLength": ("string", "maxLength", -1),
     "maxLength": ("string", "minLength", 1),
@@ -60,28 +59,28 @@ _CONSTRAINTS = frozenset(
 )
 _NAMING = ("properties", "patternProperties")
 _IN_PLACE = ("allOf", "anyOf", "oneOf")
-# Most alternatives of one schema, all its rewritten keywords multiplied, and most new schemas.
+# Maximum number of alternatives of one schema, all keywords multiplied, and of new schemas.
 _MAX_ALTERNATIVES, _MAX_SCHEMAS = 64, 5000
-# Most characters of the texts of a negated enum: the opposite is a nested regular expression.
+# Maximum length of a negated enum's texts: the opposite is a nested regular expression.
 _MAX_CHARS = 300
-# Most positions at which the item of `contains` may be.
+# Maximum number of positions of the item of `contains`.
 _MAX_POSITIONS = 16
 
 
 class _NotExactError(Exception):
-    """A schema has no exact opposite."""
+    """Schema without an exact opposite."""
 
 
 def rewrite(root: Any, additional_properties: bool, strict: bool) -> None:
-    """Write a schema so that backends can honour more of it.
+    """Rewrite a schema so that backends support more of it.
 
     Args:
         root: the schema, which is changed.
         additional_properties: allow properties and items that a schema neither names nor forbids.
-        strict: refuse a `format` that backends cannot enforce, instead of leaving it out.
+        strict: reject a `format` that backends cannot enforce, instead of ignoring it.
 
     Raises:
-        GrammarError: it is nested too deeply, or has such a format.
+        GrammarError: the schema is nested too deeply, or has such a format.
     """
     check_depth(root)
     if not isinstance(root, dict):
@@ -97,7 +96,7 @@ def _check_formats(root: dict[str, Any]) -> None:
         name = schema.get("format")
         if isinstance(name, str) and name not in FORMATS:
             raise GrammarError(
-                f"The format {name[:80]!r} cannot be enforced, which strict asks for; leave the "
+                f"The format {name[:80]!r} cannot be enforced, which strict requires; leave the "
                 f"format or strict out, or use one of {', '.join(sorted(FORMATS))}."
             )
 
@@ -105,10 +104,10 @@ def _check_formats(root: dict[str, Any]) -> None:
 class _Rewriter:
     def __init__(self, root: dict[str, Any]) -> None:
         self._schemas, self._num_schemas = list(schemas_of(root)), 0
-        # With an $id inside, references may mean other places than the ones that `refer` finds.
+        # With an $id inside, references may have other targets than those that `refer` finds.
         has_ids = any("$id" in schema for schema in self._schemas if schema is not root)
         self._root = None if has_ids else root
-        # New schemas would count as ones that have evaluated something.
+        # New schemas would count as evaluated ones.
         self._is_evaluated = any(
             "unevaluatedProperties" in schema or "unevaluatedItems" in schema
             for schema in self._schemas
@@ -201,10 +200,10 @@ class _Rewriter:
         return [_fitting([_but("array"), *places], schema)]
 
     def _negate(self, schema: Any, depth: int = 0) -> list[Any]:
-        """Return schemas of which a value meets one exactly if it does not meet this one.
+        """Return schemas of which a value meets one exactly if it does not meet the given one.
 
         Raises:
-            _NotExactError: there are none, or too many.
+            _NotExactError: the schema has no exact opposite, or one with too many schemas.
         """
         self._num_schemas += 1
         if self._num_schemas > _MAX_SCHEMAS or depth > 32:
@@ -265,7 +264,7 @@ _REMOVED = {"if": ("if", "then", "else"), "contains": ("contains", "minContains"
 
 
 def _simplify(schema: dict[str, Any]) -> None:
-    """Take out of a schema what says nothing, and write whole numbers as such."""
+    """Remove keywords without effect from a schema, and write whole numbers as integers."""
     if isinstance(schema.get("format"), str) and schema["format"] not in FORMATS:
         del schema["format"]
     if schema.get("uniqueItems") is False:
@@ -295,7 +294,7 @@ def _is_always_met(alternatives: list[Any]) -> bool:
 
 
 def _fitting(alternatives: list[Any], schema: dict[str, Any]) -> list[Any]:
-    """Return the alternatives without those that the type of a schema rules out."""
+    """Return the alternatives except those that the type of a schema rules out."""
     types = schema.get("type")
     if types is None:
         return alternatives
@@ -310,7 +309,7 @@ def _fitting(alternatives: list[Any], schema: dict[str, Any]) -> list[Any]:
 
 
 def _add(schema: dict[str, Any], alternatives: list[Any]) -> None:
-    """Require one of some schemas beside what a schema has already."""
+    """Require one of some schemas in addition to the keywords of a schema."""
     if "anyOf" not in schema and len(alternatives) > 1:
         schema["anyOf"] = alternatives
     else:
@@ -318,7 +317,7 @@ def _add(schema: dict[str, Any], alternatives: list[Any]) -> None:
 
 
 def _negate_values(values: Any) -> list[Any]:
-    """Return what is none of some values, as schemas."""
+    """Return schemas that match all except the given values."""
     if not isinstance(values, list):
         raise _NotExactError
     texts = [value for value in values if isinstance(value, str)]
@@ -342,7 +341,7 @@ def _negate_values(values: Any) -> list[Any]:
 
 
 def _pattern_of_others(texts: Iterable[str]) -> str:
-    """Return a regular expression for every text but some."""
+    """Return a regular expression for every text except the given ones."""
     tree: dict[str, Any] = {}
     for text in set(texts):
         node = tree
@@ -367,7 +366,7 @@ def _escape(char: str) -> str:
 
 
 def _settle_additional(root: dict[str, Any], allowed: bool) -> None:
-    """Say of each schema whether it allows properties and items that it does not name."""
+    """State for each schema whether it allows properties and items that it does not name."""
     todo, seen = [root], set[int]()
     joined = _joined(root)
     while todo:
@@ -389,7 +388,7 @@ def _settle_additional(root: dict[str, Any], allowed: bool) -> None:
 
 
 def _settle_properties(schema: dict[str, Any], parts: list[Any], allowed: bool) -> None:
-    """Say what is additional to the properties that a schema or one beside it names."""
+    """State which properties are additional to those named in the schema or combined ones."""
     if not schema.keys().isdisjoint(("additionalProperties", "unevaluatedProperties")):
         return
     others = [part for part in parts if part is not schema]
@@ -410,7 +409,7 @@ def _settle_properties(schema: dict[str, Any], parts: list[Any], allowed: bool) 
         or least > len(properties) + len(missing)
     )
     if is_open and "patternProperties" in schema:
-        missing = {}  # they would have to match the patterns
+        missing = {}  # the missing names would have to match the patterns
     if missing:
         schema["properties"] = properties | missing
     if allowed or not is_open:
@@ -418,7 +417,7 @@ def _settle_properties(schema: dict[str, Any], parts: list[Any], allowed: bool) 
 
 
 def _in_place(todo: list[Any], root: Any) -> list[Any]:
-    """Return schemas and all that speak of the same values as they do."""
+    """Return schemas and all schemas that apply to the same values."""
     found, todo, seen = list[Any](), list(todo), set[int]()
     while todo:
         part = todo.pop()
@@ -430,7 +429,7 @@ def _in_place(todo: list[Any], root: Any) -> list[Any]:
 
 
 def _beside(schema: dict[str, Any], root: Any) -> list[Any]:
-    """Return the schemas in a schema that speak of the same value."""
+    """Return the schemas in a schema that apply to the same value."""
     found = [inner for keyword in _IN_PLACE for inner in schema.get(keyword) or []]
     found += [schema[k] for k in ("if", "then", "else", "not") if k in schema]
     if isinstance(schema.get("dependentSchemas"), dict):
@@ -439,7 +438,7 @@ def _beside(schema: dict[str, Any], root: Any) -> list[Any]:
 
 
 def _is_choice(schema: dict[str, Any]) -> bool:
-    """Return whether a schema only names others, of which one counts at a time."""
+    """Return True if a schema only refers to others, of which one applies at a time."""
     parts = schema.keys() & _CONSTRAINTS
     return len(parts) == 1 and (
         not parts.isdisjoint(("anyOf", "oneOf", "$ref"))
@@ -448,7 +447,7 @@ def _is_choice(schema: dict[str, Any]) -> bool:
 
 
 def combined(root: Any) -> list[Any]:
-    """Return the schemas of a document beside which others speak of the same value."""
+    """Return the schemas of a document that are combined with others for the same value."""
     found = list[Any]()
     for schema in schemas_of(root):
         if not _is_choice(schema):
@@ -457,9 +456,9 @@ def combined(root: Any) -> list[Any]:
 
 
 def _joined(root: dict[str, Any]) -> set[int]:
-    """Return the ids of combined schemas and of all inside of them.
+    """Return the ids of combined schemas and of all schemas inside of them.
 
-    None of these can say what is additional, since others may name it.
+    They cannot state which properties are additional, since others may name them.
     """
     joined, todo = set[int](), combined(root)
     while todo:

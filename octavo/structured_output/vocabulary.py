@@ -1,4 +1,4 @@
-"""What grammars must know of a model's tokens."""
+"""View of a model's tokens for grammars."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from octavo.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens of a model, one for each column of its logits."""
+    """Tokens of a model, one for each column of its logits."""
 
     token_bytes: list[bytes]
-    """What each adds to a text; nothing for those that no text is made of, such as padding, stop
-    tokens and other special ones."""
+    """Bytes that each token adds to a text; empty for tokens outside of texts, such as padding,
+    stop tokens and other special ones."""
     stop_token_ids: list[int]
-    """Those that end an answer."""
+    """Tokens that end an answer."""
     encode: Callable[[str], list[int]]
-    """Tokens of a text, without special ones."""
+    """Tokenizer of a text, without special tokens."""
 
     @classmethod
     def from_tokenizer(
         cls, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]
     ) -> Vocabulary:
-        """A tokenizer's.
+        """Return the vocabulary of a tokenizer.
 
         Args:
-            tokenizer: the model's.
+            tokenizer: the model's tokenizer.
             vocab_size: width of the logits.
-            eos_token_ids: the model's own stop tokens.
+            eos_token_ids: stop tokens of the model.
 
         Raises:
-            GrammarError: its tokens stand for no fixed bytes, or there is no stop token.
+            GrammarError: the tokens stand for no fixed bytes, or the model has no stop token.
         """
         if not tokenizer.has_bytes:
             raise GrammarError(
@@ -60,17 +60,17 @@ class Vocabulary:
         return len(self.token_bytes)
 
     def tokenize(self, text: str, before: bytes, most: int) -> list[int]:
-        """Tokens of a text that goes on behind another one, as the tokeniser would have it.
+        """Return the tokens of a text that continues another one, as the tokenizer would split it.
 
         Args:
-            text: what to tokenise.
-            before: the bytes of the token before it.
-            most: no more tokens than these.
+            text: text to tokenize.
+            before: bytes of the token before the text.
+            most: maximum number of tokens.
         """
-        # Only a beginning is wanted, and no token is split by what comes far behind it.
+        # Only a beginning is needed, and text far after a token does not change its split.
         text = text[: 16 * most]
         data = text.encode()
-        # Sentencepiece puts a space before a text, so that this cannot be its beginning.
+        # Sentencepiece puts a space before a text, so the text cannot be tokenized alone.
         for context in (before.decode("utf-8", "ignore"), "\n", ""):
             ids, start = self.encode(context + text), self.encode(context) if context else []
             if ids[: len(start)] != start:

@@ -1,4 +1,4 @@
-"""Grammars by xgrammar: a pushdown automaton with token masks that are worked out beforehand."""
+"""Grammar backend xgrammar: a pushdown automaton with precomputed token masks."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from octavo.structured_output.xgrammar_schema import prepare_schema
 
 # "[08:44:08] /project/cpp/grammar_parser.cc:820: EBNF parser error ..."
 _SOURCE = re.compile(r"\[[\d:]+\] \S+:\d+: (Check failed: \S.*? is false: )?")
-# How UTF-8 would begin half of a surrogate pair, which the library lets through.
+# UTF-8 of half of a surrogate pair begins so; the library lets it through.
 _SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")
 
 
 class XGrammarBackend(GrammarBackend):
-    """See `GrammarBackend`. The import takes 1.1 s and 40 MiB, where torch is there already.
+    """Backend xgrammar. The import takes 1.1 s and 40 MiB if torch is already imported.
 
     Args:
-        vocabulary: the model's.
+        vocabulary: the model's vocabulary.
     """
 
     name = "xgrammar"
@@ -58,12 +58,12 @@ class XGrammarBackend(GrammarBackend):
         )
 
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
-        """See `GrammarBackend`."""
+        """Implement `GrammarBackend`."""
         try:
             grammar = self._compile(spec)
         except (GrammarError, MemoryError):
             raise
-        except Exception as error:  # the library's own are of many kinds
+        except Exception as error:  # the library raises many kinds
             if "bad_alloc" in str(error):
                 raise MemoryError from None
             raise _refusal(str(error)) from None
@@ -113,7 +113,7 @@ class _Compiled(CompiledGrammar):
         self.stop_token_ids = frozenset(vocabulary.stop_token_ids)
 
     def start(self) -> Grammar:
-        """See `CompiledGrammar`."""
+        """Implement `CompiledGrammar`."""
         return _Grammar(
             xgrammar.GrammarMatcher(self._grammar), self._vocabulary, self._not_after_ed
         )
@@ -131,7 +131,7 @@ class _Grammar(Grammar):
         self._last: list[int] = []
 
     def accept_tokens(self, token_ids: Sequence[int]) -> int:
-        """See `Grammar`."""
+        """Implement `Grammar`."""
         for count, token in enumerate(token_ids):
             if self._matcher.is_terminated() or (self._is_after_ed and not self._may_follow(token)):
                 return count
@@ -141,13 +141,13 @@ class _Grammar(Grammar):
         return len(token_ids)
 
     def rollback(self, num_tokens: int) -> None:
-        """See `Grammar`."""
+        """Implement `Grammar`."""
         if num_tokens:
             self._matcher.rollback(num_tokens)
             del self._last[-num_tokens:]
 
     def fill_bitmask(self, row: NDArray[np.int32]) -> None:
-        """See `Grammar`."""
+        """Implement `Grammar`."""
         if self._matcher.is_terminated():
             row[:] = 0
             for token in self._vocabulary.stop_token_ids:
@@ -159,7 +159,7 @@ class _Grammar(Grammar):
 
     @property
     def _is_after_ed(self) -> bool:
-        """Whether the text ends in the byte after which half of a surrogate pair could come."""
+        """True if the text ends in the byte that may begin half of a surrogate pair."""
         return bool(self._last) and self._vocabulary.token_bytes[self._last[-1]].endswith(b"\xed")
 
     def _may_follow(self, token: int) -> bool:
@@ -167,16 +167,16 @@ class _Grammar(Grammar):
 
     @property
     def is_terminated(self) -> bool:
-        """See `Grammar`."""
+        """Implement `Grammar`."""
         return bool(self._matcher.is_terminated())
 
     def forced_tokens(self, most: int) -> list[int]:
-        """See `Grammar`."""
+        """Implement `Grammar`."""
         if self._matcher.is_terminated():
             return []
         try:
             text = self._matcher.find_jump_forward_string()
-        except UnicodeDecodeError:  # what must come begins or ends within a character
+        except UnicodeDecodeError:  # the forced text begins or ends within a character
             return []
         before = self._vocabulary.token_bytes[self._last[-1]] if self._last else b""
         return self._vocabulary.tokenize(text, before, most) if text else []
@@ -192,16 +192,16 @@ def _pack(flags: list[bool]) -> NDArray[np.int32]:
 def _from_regex(pattern: str) -> str:
     """Return the grammar of a regular expression.
 
-    The library's own reader has another syntax than the documented one.
+    The library's reader has another syntax than the documented one.
     """
     return "root ::=" + to_ebnf(whole(parse(pattern), pattern))
 
 
 def _prepare_tag(tag: Any, spec: GrammarSpec) -> None:
-    """Write the regular expressions and grammars of a structural tag so that they are read right.
+    """Rewrite regular expressions and grammars of a structural tag so that the library reads them.
 
     Raises:
-        GrammarError: it has something that the library would ignore.
+        GrammarError: the tag has parts that the library would ignore.
     """
     todo = [tag]
     while todo:

@@ -1,7 +1,7 @@
-"""What of a JSON schema xgrammar honours; the rest it would ignore without a word.
+"""Check that xgrammar supports each keyword of a JSON schema; it ignores the rest silently.
 
-The check goes by what is known to work, measured against a validator: a keyword beside others that
-are not known to work with it is refused, so that another backend gets the schema.
+The check allows combinations that are known to work, measured against a validator. It rejects all
+others, so that another backend gets the schema.
 """
 
 from __future__ import annotations
@@ -65,19 +65,19 @@ _FORMATS = frozenset(
         *("uri", "uri-reference", "uri-template"),
     }
 )
-# Beyond this the library leaves `multipleOf` out.
+# Beyond this the library ignores `multipleOf`.
 _MAX_MULTIPLE = 1000
-# In patterns; beyond 128 the library lets what is repeated before come again behind it.
+# In patterns; beyond 128 the library lets an earlier repeated part occur again after it.
 _MAX_REPEAT = 100
-# What JSON has to escape, which the library does not do in patterns.
+# Characters that JSON has to escape, which the library does not do in patterns.
 _ESCAPED = ((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C))
 
 
 def prepare_schema(schema: Any) -> None:
-    """Refuse a schema that xgrammar would not honour; write its patterns as xgrammar reads them.
+    """Reject a schema that xgrammar does not support; rewrite its patterns for xgrammar.
 
     Raises:
-        GrammarError: names the keyword.
+        GrammarError: a keyword is unsupported; the message names it.
     """
     check_depth(schema)
     todo, seen = [schema], {id(schema)}
@@ -94,10 +94,10 @@ def prepare_schema(schema: Any) -> None:
 
 
 def _read_pattern(pattern: str) -> str:
-    """Return a pattern of a schema as the library reads it, without its `^` and `$`.
+    """Return a pattern of a schema in the library's syntax, without its `^` and `$`.
 
     Raises:
-        GrammarError: the library would read it in another way, or not escape what it matches.
+        GrammarError: the library would misread the pattern, or not escape the matched text.
     """
     tokens = parse(pattern)
     if max_repeat(tokens) > _MAX_REPEAT:
@@ -111,14 +111,14 @@ def _read_pattern(pattern: str) -> str:
             first <= b and a <= last for first, last in _ESCAPED for a, b in token.ranges
         ):
             raise _refusal(
-                f"the pattern {pattern[:80]!r}, which may match what JSON escapes (quotation "
-                "marks, backslashes, control characters)"
+                f"the pattern {pattern[:80]!r}, which may match characters that JSON escapes "
+                "(quotation marks, backslashes, control characters)"
             )
     return "^" + to_xgrammar_pattern(inside) + "$"
 
 
 def _check(schema: dict[str, Any], root: Any) -> list[Any]:
-    """Checks a schema; returns those inside of it that count."""
+    """Check a schema; return the relevant schemas inside of it."""
     for key in _NEVER:
         if key in schema and not (schema[key] is False and key in ("not", "uniqueItems")):
             raise _refusal(key)
@@ -131,13 +131,13 @@ def _check(schema: dict[str, Any], root: Any) -> list[Any]:
             combining[1:] + constraints + (["type"] if "type" in schema and not is_enum else [])
         )
         if others:
-            raise _refusal(f"{others[0]} beside {key}")
+            raise _refusal(f"{others[0]} together with {key}")
         return _check_combining(schema, key, root)
     types = schema.get("type")
     if types is None:
         if not constraints:
             return []
-        # What it takes such a schema for; values of other types it does not generate.
+        # The library infers the type; it does not generate values of other types.
         if "properties" in schema or "additionalProperties" in schema:
             types = "object"
         elif "items" in schema or "prefixItems" in schema:
@@ -193,7 +193,7 @@ def _check_multiple(schema: dict[str, Any], types: list[Any]) -> None:
     if not isinstance(multiple, int) or not 0 < multiple <= _MAX_MULTIPLE:
         raise _refusal(f"multipleOf that is not a whole number up to {_MAX_MULTIPLE}")
     for key in sorted(_NUMBER & schema.keys()):
-        raise _refusal(f"multipleOf beside {key}")
+        raise _refusal(f"multipleOf together with {key}")
 
 
 def _check_string(schema: dict[str, Any]) -> None:
@@ -201,7 +201,7 @@ def _check_string(schema: dict[str, Any]) -> None:
         if key in schema:  # the library lets control characters through
             raise _refusal(key)
     if "pattern" in schema and "format" in schema:
-        raise _refusal("format beside pattern")
+        raise _refusal("format together with pattern")
     if isinstance(schema.get("pattern"), str):
         schema["pattern"] = _read_pattern(schema["pattern"])
     if "format" in schema and schema["format"] not in _FORMATS:
@@ -220,24 +220,24 @@ def _check_object(schema: dict[str, Any]) -> list[Any]:
             raise _refusal(f"required {str(name)[:80]!r}, which is not in properties")
     if patterns:
         if properties or len(patterns) > 1 or isinstance(additional, dict):
-            raise _refusal("patternProperties beside other properties")
+            raise _refusal("patternProperties together with other properties")
         patterns = {_read_pattern(pattern): value for pattern, value in patterns.items()}
         schema["patternProperties"] = patterns
     rest = ("properties", "patternProperties", "additionalProperties", "unevaluatedProperties")
     if "maxProperties" in schema and names is None and schema.keys().isdisjoint(rest):
         raise _refusal("maxProperties without properties")
     if properties and (additional is True or additional == {}):
-        raise _refusal("properties beside others of any kind")  # "\\u0061" would be one, beside "a"
+        raise _refusal("properties together with others of any kind")  # "\\u0061" next to "a"
     if isinstance(additional, dict) and any(
         json.dumps(name, ensure_ascii=False) != f'"{name}"' for name in properties
     ):
-        raise _refusal("additionalProperties beside a name that JSON escapes")
+        raise _refusal("additionalProperties together with a name that JSON escapes")
     if counts_repeated(schema):
-        raise _refusal("minProperties, where a property may come twice")
+        raise _refusal("minProperties, where a property may occur twice")
     if names is not None:
         for key in rest:
             if schema.get(key, True) is not True:
-                raise _refusal(f"propertyNames beside {key}")
+                raise _refusal(f"propertyNames together with {key}")
         if not isinstance(names, dict) or not names.keys() <= {
             *_KEYWORDS["string"],
             *_LENGTHS,
@@ -250,7 +250,7 @@ def _check_object(schema: dict[str, Any]) -> list[Any]:
 
 
 def _resolve(reference: Any, root: Any) -> Any:
-    """What a reference points at."""
+    """Return the target of a reference."""
     if reference == "#":
         return root
     found = root

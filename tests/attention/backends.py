@@ -8,7 +8,7 @@ from octavo.attention.reference import ReferenceAttention
 
 
 def make_backend(name: str, max_model_len: int = 1024) -> AttentionBackend:
-    """cpu, reference or triton (interpreted)."""
+    """Return cpu, reference or triton (interpreted)."""
     if name == "triton":
         from octavo.attention.triton import TritonAttention
 

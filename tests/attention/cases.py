@@ -1,4 +1,4 @@
-"""Made-up steps of attention: requests with a history, their blocks scattered over a cache."""
+"""Synthetic steps of attention: requests with a history, their blocks scattered over a cache."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -13,12 +13,12 @@ NOWHERE = 1 << 30  # a block that cannot be read
 
 @cache
 def random(seed: int, heads: int, head_size: int) -> Tensor:
-    """A request of up to 1024 tokens."""
+    """Return a random request of up to 1024 tokens."""
     return torch.randn(1024, heads, head_size, generator=torch.Generator().manual_seed(seed))
 
 
 def cached(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Heads [..., D] as a cache of a type holds them, in float64."""
+    """Return heads [..., D] as a cache of the given type stores them, in float64."""
     if dtype is None:
         return x
     if dtype == torch.int8:
@@ -29,7 +29,7 @@ def cached(x: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def new_cache(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A cache of NaN."""
+    """Return a cache of NaN."""
     if dtype.itemsize == 1:
         return torch.full(shape, 255, dtype=torch.uint8).view(dtype)
     return torch.full(shape, torch.nan, dtype=dtype)
@@ -51,9 +51,7 @@ class Case:
     soft_cap: float | None = None
     alibi: bool = False
     seeds: tuple[int, ...] = ()  # of each request; its place if not given
-    history: AttentionBackend | None = (
-        None  # who writes it, in the layout of the backend; if not it
-    )
+    history: AttentionBackend | None = None  # writes the cache in its layout; None: the tested one
 
     def kwargs(self) -> dict[str, object]:
         slopes = 2.0 ** -torch.arange(1, self.heads + 1) if self.alibi else None
@@ -65,7 +63,7 @@ class Case:
         }
 
     def tensors(self, request: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value of the whole context of a request."""
+        """Return query, key and value of the whole context of a request."""
         seed = self.seeds[request] if self.seeds else request
         qkv = random(seed, self.heads + 2 * self.kv_heads, self.head_size)
         qkv = qkv[: self.requests[request][0]].to(self.dtype)
@@ -74,7 +72,7 @@ class Case:
 
     @cache  # noqa: B019
     def truth(self) -> Tensor:
-        """The step's results in float64, one dense matrix for each head."""
+        """Return the step's results in float64, by one dense matrix for each head."""
         outs = []
         for r, (context, new) in enumerate(self.requests):
             query, key, value = (x.double() for x in self.tensors(r))
@@ -96,13 +94,13 @@ class Case:
         return torch.cat(outs)
 
     def run(self, backend: AttentionBackend, *, views: bool = False) -> Tensor:
-        """The step's results by a backend.
+        """Return the step's results by a backend.
 
-        Whatever may not be read is NaN, or a block that does not exist. With views, the query is
+        Data that must not be read is NaN, or a block that does not exist. With views, the query is
         a view of a fused tensor and so is the result.
         """
         blocks_of = [-(-context // self.block_size) for context, _ in self.requests]
-        num_blocks = 1 + sum(blocks_of)  # block 0 is nobody's
+        num_blocks = 1 + sum(blocks_of)  # no request uses block 0
         order = 1 + torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(1))
         free = order.int().tolist()
         cache_dtype = self.cache_dtype or self.dtype

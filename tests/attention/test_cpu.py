@@ -1,4 +1,4 @@
-"""The native attention kernel against dense attention in float64, and bitwise against itself."""
+"""Native attention kernel against dense attention in float64, and bitwise against itself."""
 
 import dataclasses
 
@@ -131,7 +131,7 @@ def test_batch_and_chunks_change_no_bit(
         assert_same(among[61:62], whole[end - 1 : end])
 
 
-# Largest value of the cases, by which a probability's error reaches the result
+# Largest value of the cases, which multiplies the error of a probability in the result
 LARGEST = 5
 
 
@@ -168,7 +168,7 @@ def test_head_sizes_of_caches_of_bytes(cache_dtype: torch.dtype) -> None:
 
 
 def through_the_cache(value: Tensor, cache_dtype: torch.dtype, backend: AttentionBackend) -> Tensor:
-    """Values [T, 8] as they come back: a token that sees itself only takes its own."""
+    """Return values [T, 8] read back from a cache: a token that sees only itself gets its own."""
     tokens = len(value)
     kv_cache = new_cache(backend.kv_cache_shape(tokens, 8, 1, 8, cache_dtype), cache_dtype)
     slots = torch.arange(tokens) * 8
@@ -194,7 +194,7 @@ def through_the_cache(value: Tensor, cache_dtype: torch.dtype, backend: Attentio
 @dtypes
 @pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_fp8_rounds_as_torch_does(cache_dtype: torch.dtype, dtype: torch.dtype) -> None:
-    """Every FP8 number, every point halfway between two, their neighbours, what is too large."""
+    """Every FP8 number, every midpoint between two, their neighbours, and too large numbers."""
     numbers = torch.arange(256, dtype=torch.uint8).view(cache_dtype).float()
     numbers = numbers[numbers.isfinite()].sort().values
     halfway = (numbers[1:] + numbers[:-1]) / 2
@@ -229,7 +229,7 @@ def test_int8_has_a_scale_for_each_head_of_each_token(dtype: torch.dtype) -> Non
 @dtypes
 @byte_caches
 def test_other_tokens_stay_in_the_future(cache_dtype: torch.dtype, dtype: torch.dtype) -> None:
-    """What a later token of the same chunk holds must not reach an earlier one."""
+    """A later token of the same chunk must not affect an earlier one."""
 
     class Broken(Case):
         def tensors(self, request: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -247,7 +247,7 @@ def test_other_tokens_stay_in_the_future(cache_dtype: torch.dtype, dtype: torch.
 @isas
 @dtypes
 def test_infinite_values_stay_in_the_future(dtype: torch.dtype) -> None:
-    """What a later token of the same chunk holds must not reach an earlier one."""
+    """A later token of the same chunk must not affect an earlier one."""
 
     class Broken(Case):
         def tensors(self, request: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -265,7 +265,7 @@ def test_infinite_values_stay_in_the_future(dtype: torch.dtype) -> None:
 @dtypes
 @pytest.mark.parametrize("head_size", [16, 64])
 def test_infinite_values_stay_outside_the_window(head_size: int, dtype: torch.dtype) -> None:
-    """Some rows of a chunk see position 10 or 70, others do not see it yet, or any more."""
+    """Some rows of a chunk see position 10 or 70, others do not see it yet, or no longer."""
     window, length = 40, 100
     good = Case(((length, length),), dtype=dtype, window=window, head_size=head_size)
 
@@ -329,7 +329,7 @@ def test_few_and_many_rows_change_no_bit(cache_dtype: torch.dtype | None) -> Non
 @isas
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_exponentials_too_small_to_count_are_zero(dtype: torch.dtype) -> None:
-    """What is less than 2^-126 of the largest probability gives nothing, and takes no time."""
+    """A share below 2^-126 of the largest probability gives nothing, and costs no time."""
     base = Case(((60, 60),), heads=1, kv_heads=1, head_size=8, dtype=dtype, scale=1.0)
 
     class Far(Case):

@@ -1,4 +1,4 @@
-"""The FlashInfer backend hands over what the package expects; a stand-in does the computing."""
+"""FlashInfer backend with a stand-in for the package: the calls are those that it expects."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 class StandIn:
-    """BatchPrefillWithPagedKVCacheWrapper, as its documentation describes it."""
+    """Stand-in for BatchPrefillWithPagedKVCacheWrapper, by its documentation."""
 
     plans = 0
 

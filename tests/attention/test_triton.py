@@ -1,4 +1,4 @@
-"""The Triton attention kernels, in the interpreter, against dense attention in float64."""
+"""Triton attention kernels, in the interpreter, against dense attention in float64."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from octavo.attention.triton import TritonAttention
 CPU = torch.device("cpu")
 BYTES = [torch.float8_e4m3fn, torch.float8_e5m2]
 MIXED = ((1, 1), (70, 1), (33, 33), (90, 7), (5, 0), (64, 64), (65, 1), (16, 2))
-# The interpreter cuts float32 to bfloat16 instead of rounding it.
+# The interpreter truncates float32 to bfloat16 instead of rounding it.
 ERROR = {torch.float32: 2e-5, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
 
 
-# The interpreter takes a millisecond for every head that it writes.
+# The interpreter needs a millisecond for every head that it writes.
 Case = partial(cases.Case, history=ReferenceAttention())
 
 

@@ -1,7 +1,7 @@
-"""A server in a thread that answers /v1/completions well, badly or not at all.
+"""Server in a thread that answers /v1/completions correctly, wrongly or not at all.
 
-`python -m tests.bench.fake_openai --port N` is the same as a process of its own, with the ways to
-fail that `main` has.
+`python -m tests.bench.fake_openai --port N` runs it in its own process, with the failures that
+`main` lists.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def plain(body: object, status: str = "200 OK", content_type: str = "application
 
 
 def good(step_time: float = 0.0) -> Script:
-    """As many tokens as asked for."""
+    """Return the requested number of tokens."""
 
     async def script(body: dict) -> AsyncIterator[bytes]:
         yield HEADERS
@@ -64,7 +64,7 @@ def good(step_time: float = 0.0) -> Script:
 
 
 def fixed(*parts: bytes) -> Script:
-    """These bytes, whatever is asked; then the connection is closed."""
+    """Return the given bytes for every request, and then close the connection."""
 
     async def script(body: dict) -> AsyncIterator[bytes]:
         for part in parts:
@@ -80,7 +80,7 @@ async def silent(body: dict) -> AsyncIterator[bytes]:
 
 
 class FakeServer:
-    """See the module. `bodies`: what was asked; `metrics`: texts of /metrics, one a call."""
+    """Server of the module. `bodies`: the requests; `metrics`: texts of /metrics, one a call."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -143,7 +143,7 @@ def fake_server(script: Script) -> Iterator[FakeServer]:
         server.stop = asyncio.Event()
         started.set()
         await server.stop.wait()
-        await asyncio.sleep(0.01)  # whoever has just connected is handled, and so closed
+        await asyncio.sleep(0.01)  # new connections are handled, and so closed
         listener.close()
 
     def work() -> None:

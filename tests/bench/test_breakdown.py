@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""Breakdown of the time of a step."""
 
 import io
 
@@ -13,7 +13,7 @@ MACHINE = Machine(1e9, 1e9, "bfloat16", bandwidth_by="plain read", peak_by="Octa
 
 
 def make_step(begin):
-    """10 s: 1 before, gather 1, gap 0.5, linear 4, gap 0.5, sample 1, 2 after."""
+    """Return a step of 10 s: 1 before, gather 1, gap 0.5, linear 4, gap 0.5, sample 1, 2 after."""
     calls = [
         KernelCall("gather", begin + 1, begin + 2, 1e8, 0),
         KernelCall("linear 4x4", begin + 2.5, begin + 6.5, 1e9, 2e9),
@@ -58,13 +58,13 @@ def test_means_over_steps():
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_steps_of_a_real_engine(enforce_eager):
-    """Every kernel call falls into its own step, and prefill is told from decode."""
+    """Each kernel call belongs to one step, and prefill is distinguished from decode."""
     kwargs = {"max_model_len": 64, "kv_cache_memory_bytes": "16M", "max_num_batched_tokens": 24}
     kwargs |= {"max_num_seqs": 8, "enforce_eager": enforce_eager}
     params = SamplingParams(max_tokens=4, ignore_eos=True, temperature=1.0)
     with ProfiledLLM(**kwargs) as llm:
         llm.generate([[1] * 10], params, use_tqdm=False)
-        assert llm.steps == []  # nobody asked yet
+        assert llm.steps == []  # no request has come yet
         _native.set_profiling(True)
         try:
             llm.generate([[i + 2] * 20 for i in range(2)], params, use_tqdm=False)

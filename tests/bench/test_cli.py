@@ -17,7 +17,7 @@ NAMES = ["latency", "throughput", "serve", "startup", "sweep", "tune"]
 
 @pytest.fixture
 def benchmark(monkeypatch):
-    """A benchmark that stands for `sweep`."""
+    """Return a benchmark that replaces `sweep`."""
     fake = SimpleNamespace(seen=None, result={})
 
     def run(args):

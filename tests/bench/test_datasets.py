@@ -76,7 +76,7 @@ def test_the_same_seed_makes_the_same_requests(name, tmp_path):
         assert request.prompt_token_ids
         assert all(0 <= i < len(TOKENIZER) for i in request.prompt_token_ids)
         assert request.max_tokens >= 1
-    if name != "workload":  # which has nothing random
+    if name != "workload":  # it has nothing random
         assert requests != load(name, *flags, "--seed", 1)
 
 
@@ -208,7 +208,7 @@ def test_workload(tmp_path):
     assert [r.max_tokens for r in requests] == [3, 4, 5]
     assert [r.arrival for r in requests] == [0.0, 0.75, 1.5]
     assert {r.prefix_len for r in requests} == {1}
-    # Without a rate they come at once.
+    # Without a rate they arrive at once.
     assert [r.arrival for r in load("workload", "--dataset-path", path)] == [None] * 3
     assert len(load("workload", "--dataset-path", path, "--num-prompts", 2)) == 2
 
@@ -243,7 +243,7 @@ def test_mooncake_shares_what_was_shared(tmp_path):
     assert c.prompt_token_ids[512:] != a.prompt_token_ids[512:600]
     assert [r.arrival for r in (a, b, c)] == [0.0, 1.5, 3.0]
     assert [r.max_tokens for r in (a, b, c)] == [5, 6, 7]
-    # A block's tokens depend on its id and the seed, not on what comes before.
+    # A block's tokens depend on its id and the seed, not on the blocks before.
     alone = write(tmp_path, rows[2])
     assert load("mooncake", "--dataset-path", alone)[0].prompt_token_ids == c.prompt_token_ids
 

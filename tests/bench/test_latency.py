@@ -36,7 +36,7 @@ def parse(*flags):
 
 @pytest.fixture
 def batches(monkeypatch):
-    """Prompts and parameters of each `generate`; Ctrl-C comes instead of the batch `stop`."""
+    """Return prompts and parameters of each `generate`; Ctrl-C interrupts the batch `stop`."""
     seen = argparse.Namespace(calls=[], stop=None)
     generate = LLM.generate
 

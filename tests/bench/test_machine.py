@@ -1,4 +1,4 @@
-"""What the machine can do."""
+"""Measurements of the machine's speed."""
 
 import time
 from functools import partial
@@ -16,7 +16,7 @@ SMALL = {"size": 64, "seconds": 0.0}
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What `time.perf_counter` says, for tests that let it go on."""
+    """Return the time of `time.perf_counter`, which tests advance."""
     now = [0.0]
     monkeypatch.setattr(machine_module.time, "perf_counter", lambda: now[0])
     return now
@@ -24,7 +24,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_bandwidth():
     bandwidth, by = measure_bandwidth(2**24, 0.0)
-    assert bandwidth > 1e6  # any machine that tests run on reads more than a MB a second
+    assert bandwidth > 1e6  # any machine that runs tests reads more than a MB a second
     assert by in machine_module._READS
 
 
@@ -56,7 +56,7 @@ def test_the_floor_is_the_tighter_limit():
 
 
 def test_a_slow_kernel_does_not_lower_the_roof(monkeypatch):
-    """Octavo's products are under the roof that they are judged by, not the roof itself."""
+    """Octavo's products are compared with the roof, and are not part of it."""
     linear, slow = NativeOps.linear, 0.05
 
     def crawl(self, *args):
@@ -96,7 +96,7 @@ def test_the_upper_quartile_of_ways_in_turn_counts(clock):
 
     by, taken = machine_module._quickest({name: way(name) for name in seconds}, 80.0)
     assert turns == ["even", "even", "odd", "odd"] * 4  # the first of two runs does not count
-    # The least would have been 1.
+    # The minimum would have been 1.
     assert (by, taken) == ("even", 4.0)
 
 

@@ -1,4 +1,4 @@
-"""The figures of a run, worked out by hand."""
+"""Figures of a run, against hand-computed ones."""
 
 import io
 import math
@@ -142,6 +142,6 @@ def test_print_summary():
 
 
 def test_years_between_two_tokens():
-    """A trace may say so, and takes no memory for them."""
+    """A trace with such times needs no memory for them."""
     summary = summarize([record(times=[1.0, 1.5]), record(times=[1e18])], 1.0)
     assert summary["max_output_tokens_per_s"] == 2

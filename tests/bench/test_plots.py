@@ -1,4 +1,4 @@
-"""Pictures: the right things are drawn, into files that are whole or not there."""
+"""Plots: the right data are drawn, into files that are written whole or not at all."""
 
 import math
 import os
@@ -26,7 +26,7 @@ SERVED = {
 
 @pytest.fixture
 def figures(monkeypatch):
-    """The figures that were saved."""
+    """Return the saved figures."""
     saved = []
     save = Figure.savefig
 
@@ -80,7 +80,7 @@ def test_a_failed_drawing_leaves_the_old_picture(tmp_path, monkeypatch):
 
 
 def bars(ax):
-    """The segments of the timeline by label: (row, begin, end)."""
+    """Return the segments of the timeline by label: (row, begin, end)."""
     return {
         collection.get_label(): [
             (int(s[0][1]), *np.round(s[:, 0], 6).tolist()) for s in collection.get_segments()
@@ -156,12 +156,12 @@ def test_throughput_and_latency(figures, tmp_path):
     assert {t.get_text() for t in ttft.texts} == {"1/s", "4/s", "all at once"}
     labels = [t.get_text() for t in figures[0].legends[0].get_texts()]
     assert labels == ["a", "b", "median", "p99"]
-    # Neither what was not measured nor 0 is on a logarithmic axis.
+    # Missing measurements and 0 are absent from a logarithmic axis.
     assert [math.isnan(y) for y in tpot.get_lines()[0].get_ydata()] == [True, True, False]
 
 
 def test_nothing_covers_data(figures, tmp_path):
-    """Neither the rates beside the points nor a legend."""
+    """Data stay visible next to the rates of the points and the legend."""
     runs = [
         run("a", rate, 100.0 + rate, median_ttft_ms=5.0 + rate, p99_ttft_ms=9.0 + rate / 9)
         for rate in range(1, 40)

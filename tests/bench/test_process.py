@@ -1,4 +1,4 @@
-"""Servers as processes: waited for, and always stopped."""
+"""Servers as processes: awaited, and always stopped."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ def start(log, *flags, **settings):
 
 
 def alive(pid):
-    """Whether a process runs; one that nobody has waited for yet does not."""
+    """Return whether a process runs; an unreaped one does not."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] != "Z"

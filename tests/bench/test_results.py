@@ -1,4 +1,4 @@
-"""Result files are whole or not there."""
+"""Result files, written whole or not at all."""
 
 import io
 import json

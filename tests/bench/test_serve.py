@@ -476,7 +476,7 @@ def test_ctrl_c_saves_what_there_is(tmp_path):
 
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])
 def test_our_own_server(backend, tmp_path):
-    """The real server, around an engine that invents tokens."""
+    """The real server, with an engine that invents tokens."""
     command = [sys.executable, "-m", "tests.server.fake_serve", "ready"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:

@@ -22,7 +22,7 @@ def parse(*flags):
 
 
 def test_real_starts(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("OCTAVO_API_KEY", "secret")  # the server that is timed needs none
+    monkeypatch.setenv("OCTAVO_API_KEY", "secret")  # the measured server needs none
     path = tmp_path / "result.json"
     flags = ["--repeats", 1, "--server", "--output-json", path, "--no-enable-prefix-caching"]
     result = startup.run(parse(*flags))
@@ -45,7 +45,7 @@ def test_real_starts(tmp_path, capsys, monkeypatch):
 
 @pytest.fixture
 def fakes(monkeypatch):
-    """Starts that take no time; Ctrl-C comes instead of number `stop`."""
+    """Return starts that take no time; Ctrl-C interrupts number `stop`."""
     seen = argparse.Namespace(events=[], stop=None)
 
     def measure(kind):

@@ -103,7 +103,7 @@ def test_excess(figures, expected):
 
 @given(st.floats(1e-3, 1e4), st.floats(0.01, 100.0))
 def test_the_highest_rate_is_found(limit, burst_share):
-    """Whatever the burst says about the server's speed."""
+    """The burst's result for the server's speed does not matter."""
     burst = limit * burst_share
 
     def probe(rate):
@@ -234,7 +234,7 @@ def test_wrong_benchmark_settings_are_told_before_anything_runs(tmp_path):
 
 
 class Fakes:
-    """Stand-ins for servers and benchmarks. `act` is what a benchmark does."""
+    """Stand-ins for servers and benchmarks. `act` runs in place of a benchmark."""
 
     def __init__(self, monkeypatch):
         self.commands, self.benchmarks = [], []

@@ -85,7 +85,7 @@ def test_what_does_not_fit_is_left_out(tmp_path, capsys):
 
 
 def test_ctrl_c_keeps_what_there_is(tmp_path, monkeypatch, capsys):
-    """The signal comes at the moment when the third answer is complete."""
+    """The signal arrives when the third answer is complete."""
     observed, answers = ObservedLLM._step, []
 
     def step(self):

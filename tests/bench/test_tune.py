@@ -57,7 +57,7 @@ def search(scores, max_budget, eta):
 def test_without_noise_the_best_wins(scores, max_budget, eta):
     last, _ = search(scores, max_budget, eta)
     assert last[0].score == max(scores)
-    assert last[0].config["i"] == scores.index(max(scores))  # the first of equals
+    assert last[0].config["i"] == scores.index(max(scores))  # the first of equal ones
     assert [t.score for t in last] == sorted((t.score for t in last), reverse=True)
     assert {t.budget for t in last} == {max_budget}
     assert len(last) < eta
@@ -70,7 +70,7 @@ def test_the_budget_is_bounded(scores, max_budget, eta):
     assert sum(budget for _, budget in spent) == sum(n * b for n, b in rungs)
     assert len(rungs) <= math.log(len(scores), eta) + 1 + 1e-9
     for count, budget in rungs:
-        # No rung costs more than its share, beyond a request each.
+        # No rung costs more than its share, plus a request each.
         assert count * budget <= eta * max_budget + count
     counts = [n for n, _ in rungs]
     assert counts[0] == len(scores)
@@ -103,7 +103,7 @@ def test_sampling(count, seed):
 
 
 def test_sampling_covers_each_setting():
-    # Twelve rows hold every value equally often; collisions are few.
+    # Twelve rows have every value equally often; collisions are few.
     for seed in range(5):
         drawn = sample_configs(SPACE, 12, seed)
         for name, values in SPACE.items():
@@ -220,7 +220,7 @@ def test_it_says_how_long_it_takes_and_how_far_it_is(fakes, tmp_path, capsys, mo
 
 
 def test_no_more_rows_than_requests(fakes, tmp_path):
-    """What differs only above the load's concurrency is not tried."""
+    """Settings that differ only above the load's concurrency are not tried."""
     flags = ("--max-concurrency", 9, "--slo", "ttft:1", "--num-configs", 30, "--num-prompts", 9)
     fakes.act = lambda settings, args: {"p99_ttft_ms": 0.5}
     result = tune.run(parse("m", *flags, "--result-dir", tmp_path))
@@ -244,7 +244,7 @@ def test_the_default_wins_if_nothing_is_better(fakes, tmp_path, capsys):
 
 
 def test_levels_that_nothing_keeps(fakes, tmp_path, capsys):
-    """The search goes towards those that break them least, however fast others are."""
+    """The search prefers levels that break them least, however fast others are."""
 
     def slow(settings, args):
         budget = int(settings.get("--max-num-batched-tokens", 2048))

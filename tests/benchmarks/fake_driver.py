@@ -1,4 +1,4 @@
-"""An engine that answers at once, for the tests of the comparison; see `fakes.py`.
+"""Engine that answers at once, for the tests of the comparison; see `fakes.py`.
 
 usage: fake_driver.py BEHAVIOUR JOURNAL JOB OUT
 """
@@ -15,7 +15,7 @@ calls = 0
 
 
 def load(setup: Setup) -> Generate:
-    """Behaviours: well, short (a token too few), dies (in its third measurement), hangs."""
+    """Return an engine that is good, short (a token too few), dies (in its third run) or hangs."""
     with journal.open("a") as out:
         out.write("start\n")
 

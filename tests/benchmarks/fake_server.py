@@ -1,4 +1,4 @@
-"""A server that streams completions, for the tests of the comparison.
+"""Server that streams completions, for the tests of the comparison.
 
 usage: fake_server.py BEHAVIOUR PORT
 """
@@ -13,7 +13,7 @@ if behaviour == "dies":
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Behaviours: well, short (a token too few), dies (at start), garbage, refuses, nameless."""
+    """Handler of a behaviour: well, short (a token too few), dies, garbage, refuses, nameless."""
 
     def log_message(self, *args: object) -> None:
         pass

@@ -30,7 +30,7 @@ MACHINE = {
 
 
 class FakePeer(Peer):
-    """An engine of a certain behaviour, driven like the real ones; see `fake_driver.py`."""
+    """Engine with a certain behaviour, run like the real ones; see `fake_driver.py`."""
 
     def __init__(self, name: str, folder: Path, behaviour: str = "well") -> None:
         self.name = name
@@ -40,24 +40,24 @@ class FakePeer(Peer):
 
     @property
     def starts(self) -> int:
-        """How often its Python API was started."""
+        """Number of starts of its Python API."""
         return len(self.journal.read_text().splitlines()) if self.journal.exists() else 0
 
     def install(self, root: Path, models: Path) -> None:
-        """Nothing to install."""
+        """Install nothing."""
 
     def driver(self, root: Path) -> list[str]:
-        """The fake driver."""
+        """Return the fake driver."""
         script = str(HERE / "fake_driver.py")
         return [sys.executable, script, self.behaviour, str(self.journal)]
 
     def server(self, root: Path, setup: Setup, port: int) -> list[str]:
-        """The fake server."""
+        """Return the fake server."""
         return [sys.executable, str(HERE / "fake_server.py"), self.behaviour, str(port)]
 
 
 class Bench:
-    """A comparison of fakes in a folder of its own."""
+    """Comparison of fakes in a separate folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -70,11 +70,11 @@ class Bench:
         self.b = FakePeer("vllm", folder)
 
     def results(self, *, resume: bool = False, **settings: Any) -> Results:
-        """The results file."""
+        """Return the results file."""
         return Results(self.out, {"quick": False, "cases": {}, **settings}, resume=resume)
 
     def runner(self, results: Results, *, silence: float = 30.0) -> Runner:
-        """A runner of both fakes."""
+        """Return a runner of both fakes."""
         logs = self.folder / "logs"
         logs.mkdir(exist_ok=True)
         return Runner(
@@ -90,7 +90,7 @@ class Bench:
 
 
 def latency_group(name: str = "one", iterations: int = 2, **settings: Any) -> Group:
-    """A group of one latency case of two requests."""
+    """Return a group of one latency case of two requests."""
     rows = (Row([300, 301], 4), Row([302], 6))
     case = Case(f"W1 {name}", "latency", "w1", iterations, rows=rows)
     return Group(name, "toy", (case,), **settings)

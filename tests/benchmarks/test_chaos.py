@@ -1,4 +1,4 @@
-"""The storm itself, a short one; and that it would see what is wrong."""
+"""Chaos test in a short form, and its detection of errors."""
 
 import asyncio
 from types import SimpleNamespace
@@ -90,10 +90,10 @@ def test_nine_deaths_of_replicas_workers_and_a_node_under_32_streams(capsys):
     """One server with everything: an engine here and one on a node, each with two workers."""
     flags = ["--kills", "9", "--at-once", "5", "--pause", "0.2", "--max-tokens", "24"]
     flags += ["--roles", "core", "worker", "node"]
-    # Each that is stopped takes a second to be found.
+    # Each stopped process is found after a second.
     flags += ["--kinds", "SIGKILL", "SIGKILL", "SIGKILL", "SIGSTOP", "--layout", "nodes-tp2"]
     flags += ["--flags", "--num-threads", "1", "--max-model-len", "256"]
-    flags += ["--progress-timeout", "4"]  # a busy machine may keep an engine waiting for a second
+    flags += ["--progress-timeout", "4"]  # an engine may wait for a second on a busy machine
     passed = chaos.main([*flags, "--kv-cache-memory-bytes", "8M"]) == 0
     out = capsys.readouterr().out
     assert passed, out

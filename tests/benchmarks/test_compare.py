@@ -1,4 +1,4 @@
-"""The comparison with other engines: statistics, turns, resuming, tables, bad input."""
+"""Comparison with other engines: statistics, turns, resuming, tables, bad input."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ NO_DATA = Path("/nonexistent")
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Bench:
-    """Two fakes that are well; the machine's measurement is made up."""
+    """Return a comparison of two good fakes, with an invented measurement of the machine."""
     return Bench(tmp_path)
 
 
 def keys(results: Results) -> list[tuple[str, str, int, int]]:
-    """Engine, case, turn and iteration of all samples, in their order."""
+    """Return engine, case, turn and iteration of all samples, in their order."""
     names = ("engine", "case", "turn", "iteration")
     return [tuple(sample[name] for name in names) for sample in results.data["samples"]]
 
@@ -334,7 +334,7 @@ class TestTurns:
             for engine in ("octavo", "vllm")
             for i in (0, 1)
         )
-        assert (bench.a.starts, bench.b.starts) == (2, 3)  # only what was missing
+        assert (bench.a.starts, bench.b.starts) == (2, 3)  # only the missing part
 
     def test_a_failing_engine_does_not_stop_the_others(self, bench: Bench) -> None:
         bench.a.behaviour = "dies"
@@ -475,7 +475,7 @@ class TestResults:
 
 
 def sample(engine: str, case: str, turn: int = 0, **metrics: float) -> dict[str, Any]:
-    """A sample as the results file holds it."""
+    """Return a sample as in the results file."""
     metrics = {"wrong_tokens": 0.0, **metrics}
     return {
         "engine": engine,
@@ -489,7 +489,7 @@ def sample(engine: str, case: str, turn: int = 0, **metrics: float) -> dict[str,
 
 @pytest.fixture
 def data() -> dict[str, Any]:
-    """Results of three engines at three cases."""
+    """Return results of three engines at three cases."""
 
     def note(kind: str, batch: int = 1) -> dict[str, Any]:
         return {"kind": kind, "model": TINY, "weights": "bf16", "batch": batch, "group": "g"}
@@ -622,7 +622,7 @@ class TestReport:
         page, results = tmp_path / "performance.md", tmp_path / "results.json"
         results.write_text(json.dumps(data))
         page.write_text(f"before\n{report.BEGIN}\nOBSOLETE\n{report.END}\nafter\n")
-        for _ in range(2):  # twice is the same as once
+        for _ in range(2):  # a second call changes nothing
             assert compare.main(["report", str(results), "--into", str(page)]) == 0
             text = page.read_text()
             assert text.startswith(f"before\n{report.BEGIN}\n")
@@ -706,7 +706,7 @@ class TestCommandLine:
         other.symlink_to(sys.executable)
         peers: dict[str, Any] = {}
         monkeypatch.setattr(Runner, "run", lambda self, groups, n: peers.update(self.peers))
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # what a link does not know
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # a link does not have it
         assert self.run(bench, "--engines", "octavo", "--before", str(other)) == 0
         setup = Setup("model")
         for name, python in (("octavo", sys.executable), ("before", str(other))):

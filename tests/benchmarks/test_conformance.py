@@ -157,7 +157,7 @@ def test_the_stand_in_model_has_more_positions(tmp_path):
 
 
 def test_a_file_is_run_in_a_process_of_its_own(tmp_path):
-    """Its tests that ask no server are left out, and one that ends the process has failed."""
+    """Tests of the file that use no server are left out; one that ends the process has failed."""
     tests = tmp_path / "src" / "tests" / "entrypoints" / "openai"
     tests.mkdir(parents=True)
     (tests / "test_a.py").write_text(

@@ -1,4 +1,4 @@
-"""The fuzzer of the API in a small form: in this process, against a fake engine."""
+"""Fuzzer of the API in a small form: in this process, against a fake engine."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ from tests.server.fake_engine import FakeAsyncLLM
 
 
 class InProcess:
-    """Sends requests to the application itself."""
+    """Client that sends requests to the application itself."""
 
     def __init__(self, runner: asyncio.Runner) -> None:
         self._runner = runner
@@ -93,7 +93,7 @@ def test_no_request_gets_a_5xx(server):
     _, _, before = server.send(fuzz_api.HEALTHY)
     statuses = fuzz_api.fuzz(description_of(server), server.send, 400, seed=1)
     assert sum(statuses.values()) >= 400
-    # Both sides of every check are reached.
+    # Valid and invalid requests reach each check.
     assert statuses[200] > 20
     assert statuses[400] > 20
     assert statuses[415] > 0
@@ -106,7 +106,7 @@ def test_no_request_gets_a_5xx(server):
 
 def test_a_fault_is_found_and_shrunk(server):
     description = description_of(server)
-    server.engine.tokenizer.decode = None  # /detokenize fails, whatever it is asked
+    server.engine.tokenizer.decode = None  # /detokenize fails for every request
     with pytest.raises(fuzz_api.FuzzError, match=r"status 500 .*detokenize.*tokens.*: \[\]"):
         fuzz_api.fuzz(description, server.send, 1000, seed=1)
 

@@ -1,4 +1,4 @@
-"""The GPU check without a GPU: its processes, its script."""
+"""GPU check without a GPU: its processes, its script."""
 
 from __future__ import annotations
 
@@ -131,9 +131,9 @@ def test_without_a_gpu_it_says_so_in_one_line() -> None:
 
 @pytest.fixture
 def scene(tmp_path: Path) -> Path:
-    """A copy of the script, a torch that sees a GPU, wheels without octavo's kernels.
+    """Return a copy of the script, a torch that sees a GPU, wheels without octavo's kernels.
 
-    Its Python has nothing installed but pip: this one's octavo is not to be seen.
+    Its Python has only pip installed: it must not find this environment's octavo.
     """
     for name in ("repo/benchmarks", "modules", "wheels"):
         (tmp_path / name).mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The conformance of grammar backends: how cases are read, and that each kind of fault is seen."""
+"""Conformance of grammar backends: cases are read, and each kind of fault is found."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STOP = 256
 
 @dataclass(frozen=True)
 class Bytes:
-    """A token for each byte, and one that ends."""
+    """Vocabulary of a token for each byte, and one that ends."""
 
     token_bytes: list[bytes] = field(default_factory=lambda: [*map(_byte, range(256)), b""])
     stop_token_ids: list[int] = field(default_factory=lambda: [STOP])
@@ -35,7 +35,7 @@ def _byte(value: int) -> bytes:
 
 
 class OneOf(Grammar):
-    """Allows some texts; `lies`: its mask has a bit more."""
+    """Grammar that allows some texts; `lies`: its mask has a further bit."""
 
     def __init__(self, texts: list[str], lies: bool = False) -> None:
         self._texts = [[*text.encode(), STOP] for text in texts]
@@ -72,7 +72,7 @@ class OneOf(Grammar):
 
 @dataclass
 class Fake(GrammarBackend, CompiledGrammar):
-    """A backend with one grammar."""
+    """Backend with one grammar."""
 
     texts: list[str]
     lies: bool = False
@@ -113,7 +113,7 @@ def test_each_kind_of_fault() -> None:
     assert judge(Fake(['"b"']), INTEGER, 1).bad_walks == [("type", 'integers: "b"')]
     ((keyword, _),) = judge(Fake(["x"]), INTEGER, 1).bad_walks
     assert keyword.startswith("no JSON")
-    assert judge(Fake(["1"], lies=True), INTEGER).bad_masks == []  # it is not asked about an x
+    assert judge(Fake(["1"], lies=True), INTEGER).bad_masks == []  # no text has an x
     assert judge(Fake(["1"], lies=True), INTEGER, 9).bad_masks
     assert judge(Fake([]), INTEGER, 1).bad_masks == ["integers: nothing is allowed after "]
     result = judge(Fake([], error=GrammarError("No.")), INTEGER)

@@ -1,4 +1,4 @@
-"""The short form of the faults of keys and values."""
+"""Faults of keys and values, in the short form."""
 
 import kv_faults
 

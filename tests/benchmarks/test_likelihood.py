@@ -1,4 +1,4 @@
-"""Perplexity in other engines: the sum, what the engines' logs say, engines that have no figure."""
+"""Perplexity in other engines: the sum, the engines' logs, engines without a figure."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_notes():
 
 
 def fake_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> Path:
-    """A folder of peers in which `llama` is installed and its interpreter runs `source`."""
+    """Return a folder of peers with `llama` installed, whose interpreter runs `source`."""
     python = tmp_path / "llama" / "env" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f"#!{sys.executable}\n{source}")
@@ -78,7 +78,7 @@ def fake_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) ->
     return tmp_path
 
 
-# Stands for the engine: its answer is log 2 for each token, and 1 more for a token if quantized.
+# Replaces the engine: its answer is log 2 for each token, and 1 more for a token if quantized.
 ANSWER = """
 import json, sys
 *_, name, root, model, rows, out = sys.argv
@@ -120,4 +120,4 @@ def test_an_engine_that_fails(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "no figure" in out
     assert "unknown architecture" in out
-    assert "int8" not in out  # there is nothing to compare it with
+    assert "int8" not in out  # it has nothing to be compared with

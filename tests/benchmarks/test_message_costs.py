@@ -1,4 +1,4 @@
-"""What messages cost is measured for all that docs/scaling.md has of it."""
+"""Costs of messages: docs/scaling.md has only measured ones."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Each instruction set beside llama.cpp: what is measured, the table, bad input."""
+"""Instruction sets against llama.cpp: measurements, the table, bad input."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VERSION = {"version": "1.0", "versions": {}}
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    """Models without weights and a llama.cpp that needs no building."""
+    """Return models without weights and a llama.cpp that needs no build."""
     (tmp_path / "llama").mkdir()
     write_marker(tmp_path / "llama", VERSION)
     monkeypatch.setattr(Llama, "build_kernels", lambda self, root: None)

@@ -1,4 +1,4 @@
-"""Settings of vLLM's that Octavo does not have."""
+"""Settings of vLLM that Octavo does not have."""
 
 import json
 import re
@@ -92,7 +92,7 @@ def test_every_refusal_is_one_sentence_that_names_no_other_program():
         assert setting.why[0].islower() or setting.why[0] in "V/O"
 
 
-# What a reason must speak of, by what is in a setting's name.
+# Words that a reason must have, by a part of the setting's name.
 TOPICS = {
     r"anthropic|cohere": "Anthropic",
     r"aux_output": "no other output",
@@ -188,7 +188,7 @@ TOPICS = {
 
 
 def test_every_reason_speaks_of_its_setting():
-    """A setting that was put to another's reason has no word of its own there."""
+    """A setting with another one's reason would lack its word there."""
     for name, setting in FOREIGN.items():
         topics = [words for pattern, words in TOPICS.items() if re.search(pattern, name)]
         assert topics, f"TOPICS has nothing for {name}"

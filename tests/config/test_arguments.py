@@ -10,7 +10,7 @@ from tests.served import stand_in
 
 @pytest.fixture
 def serve(monkeypatch):
-    """Runs `octavo serve`; what would have been served, or the line of the error."""
+    """Return a run of `octavo serve`: the config that it would serve, or the error's line."""
 
     def run(*words):
         seen = {}

@@ -1,4 +1,4 @@
-"""Settings: defaults, checks, contradictions, and what flags are made of."""
+"""Settings: defaults, checks, contradictions, and the flags made of them."""
 
 import argparse
 import math
@@ -176,7 +176,7 @@ def test_rows_of_one_process_are_not_divided():
 
 
 def cases(table):
-    """One test for each value; the values themselves may be too long for a test's name."""
+    """Return a test for each value; values may be too long for a test's name."""
     return pytest.mark.parametrize(
         ("name", "value"),
         [

@@ -1,4 +1,4 @@
-"""Settings as vLLM's scripts give them."""
+"""Settings in the form of vLLM's scripts."""
 
 import argparse
 import dataclasses
@@ -50,7 +50,7 @@ def test_none_is_the_default_where_it_is_no_value():
     assert engine_settings({"swap_space": 4, "task": "generate"}) == {}
     with pytest.raises(ConfigError, match="task='embed'"):
         engine_settings({"task": "embed"})
-    assert engine_settings({"no_such": None}) == {"no_such": None}  # the config refuses it
+    assert engine_settings({"no_such": None}) == {"no_such": None}  # the config rejects it
 
 
 @pytest.mark.parametrize("kind", [EngineArgs, AsyncEngineArgs])
@@ -88,7 +88,7 @@ def test_variables_without_meaning_are_named_once(monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("octavo"), "propagate", True)
     with caplog.at_level("WARNING", logger="octavo"):
         assert [apply_environment(), apply_environment()] == ["error", "error"]
-    # A record may be seen twice, where an earlier test has left a handler.
+    # A record may occur twice if an earlier test has left a handler.
     records = {id(record): record.message for record in caplog.records}
     assert list(records.values()) == [
         "ignored environment variables (see docs/vllm.md): VLLM_FROBNICATE"

@@ -1,4 +1,4 @@
-"""A file of settings: `--config`."""
+"""File of settings: `--config`."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,7 @@ from tests.served import stand_in
 
 @pytest.fixture
 def serve(monkeypatch, tmp_path):
-    """Runs `octavo serve --config FILE`; what would have been served, or the error."""
+    """Return a run of `octavo serve --config FILE`: the config to serve, or the error."""
 
     def run(content, *words):
         path = tmp_path / "settings.yaml"

@@ -15,7 +15,7 @@ PAGES = [DOCS / "architecture.md", *sorted((DOCS / "design").glob("*.md"))]
 
 
 def folders() -> dict[str, str]:
-    """The rows of the table of folders: name -> what is said of it."""
+    """Return the rows of the table of folders: name -> description."""
     return dict(re.findall(r"^\| `([\w/]+)/` \| (.*) \|$", ARCHITECTURE, re.M))
 
 
@@ -41,7 +41,7 @@ def test_paths_and_links_lead_somewhere(page):
     text = page.read_text()
     tops = "octavo|csrc|tests|examples|training|benchmarks|docs"
     for name in re.findall(rf"`((?:{tops})/[\w./-]*)`", text):
-        # The tuning's folder is one of the user's.
+        # The folder of the tuning belongs to the user.
         assert (ROOT / name).exists() or name in ("octavo/tuning", "octavo/stories"), name
     for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
         assert (page.parent / link).exists(), link

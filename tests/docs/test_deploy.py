@@ -1,4 +1,4 @@
-"""The manifests of deploy/: what they start are commands that Octavo understands."""
+"""Manifests of deploy/: Octavo has the commands that they run."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The generated documents: they are the code's, and their examples work."""
+"""Generated documents: they match the code, and their examples work."""
 
 import importlib.util
 import re

@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md quotes what the code really says."""
+"""Messages that docs/troubleshooting.md quotes are in the code."""
 
 import ast
 import functools
@@ -13,7 +13,7 @@ QUOTED = re.findall(r"```text\n(.*?)\n```", TEXT, re.DOTALL)
 
 
 def pattern(node):
-    """What a string of the code can become: a regular expression, and how much of it is fixed."""
+    """Return a regular expression for a string of the code, and its number of fixed characters."""
     parts = node.values if isinstance(node, ast.JoinedStr) else [node]
     fixed = [p.value if isinstance(p, ast.Constant) else None for p in parts]
     expression = "".join(".*" if text is None else re.escape(text) for text in fixed)
@@ -22,7 +22,7 @@ def pattern(node):
 
 @functools.cache
 def patterns():
-    """Those of all texts in the code with enough words to be known by them."""
+    """Return the expressions of all texts in the code with enough words to be recognised."""
     found = []
     for path in (ROOT / "octavo").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -36,7 +36,7 @@ def patterns():
 
 
 def said(message):
-    """Whether one text of the code makes up the message; less than half may stand before it."""
+    """Return True if one text of the code makes up most of the message."""
     found = [match.start() for p in patterns() if (match := p.search(message))]
     return bool(found) and min(found) < len(message) / 2
 

@@ -1,9 +1,9 @@
-"""Random legal models and settings: each starts and answers, some are held against transformers.
+"""Random legal models and settings: each starts and answers; some are compared with transformers.
 
     python -m tests.e2e.fuzz_models --count 2000
 
-A model is made of one number, which is named where something goes wrong: `--first N --count 1`
-repeats it. Not an assertion may fail; what is refused must be refused by an `OctavoError`.
+A model is made of one number, which failures name: `--first N --count 1` repeats it. No assertion
+may fail, and every rejection must be an `OctavoError`.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from octavo.errors import OctavoError
 from tests.models.harness import make_hf, save_config
 
 COMPARED = 4
-"""One of so many models is held against transformers, or against the plain torch backend."""
+"""One of this number of models is compared with transformers, or with the plain torch backend."""
 _SIZES = (8, 64, 97, 160, 256, 331, 458, 768, 1280)
 _GEMMA = ("Gemma", "Gemma2", "Gemma3")
 _BIAS = ("Llama", "Qwen3", *_GEMMA, "Glm", "Glm4", "Olmo2", "Granite", "SmolLM3")
 _BIAS = (*_BIAS, "Cohere", "Cohere2")
-"""Whose attention may have a bias."""
+"""Families whose attention may have a bias."""
 _ROPE = (*_BIAS, "Mistral", "Ministral", "Qwen2", "Phi3", "Phi", "Starcoder2", "InternLM3")
 _PLAIN = ("OPT", "Bloom", "Mpt", "Falcon")
 _NAMES = {"GPT2": "GPT2LMHeadModel"} | {name: f"{name}ForCausalLM" for name in (*_ROPE, *_PLAIN)}
-# Whose heads transformers makes as large as they fit into the hidden size, or may be of any size.
+# Families with heads that transformers fits into the hidden size, or that may have any size.
 _FITTED = ("Phi3", "Phi", "Olmo2", "Granite", "SmolLM3", "Starcoder2", "Cohere", "Cohere2")
 _EITHER = ("Llama", "Qwen2", "InternLM3")
-# Which transformers can scale the context of.
+# Families whose context transformers can scale.
 _SCALED = ("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "Granite", "InternLM3", "Olmo2")
 _SCALED = (*_SCALED, "Gemma", "Gemma2")
 
 
 def draw_model(rng: random.Random) -> tuple[str, dict[str, Any]]:
-    """An architecture and what its config says, as transformers takes it."""
+    """Return an architecture and its config, as transformers accepts it."""
     family = rng.choice(sorted(_NAMES))
     kv_heads, head = rng.choice((1, 1, 2, 3, 4)), rng.choice((2, 4, 8, 10, 12, 16, 20, 32, 64, 100))
     heads = kv_heads * rng.choice((1, 1, 2, 3, 7))
@@ -88,13 +88,13 @@ def draw_model(rng: random.Random) -> tuple[str, dict[str, Any]]:
     elif family == "Mpt":
         attention = {"clip_qkv": rng.choice((None, 1.5)), "softmax_scale": rng.choice((None, 0.3))}
         config = {"d_model": hidden, "n_layers": layers, "n_heads": heads, "max_seq_len": positions}
-        config |= {"attn_config": attention}  # transformers knows one expansion_ratio only
+        config |= {"attn_config": attention}  # transformers supports one expansion_ratio only
         tied = {}
     else:
         config = _rope_model(rng, family, head, heads, positions)
         config |= {"num_hidden_layers": layers, "num_attention_heads": heads}
         config |= {"num_key_value_heads": kv_heads, "intermediate_size": inner}
-        # transformers wants whole heads of some families even where head_dim is named.
+        # transformers needs whole heads in some families even with head_dim.
         config.setdefault("hidden_size", -(-hidden // heads) * heads)
     return _NAMES[family], ids | tied | config
 
@@ -146,7 +146,7 @@ def _rope_model(
     if family == "Gemma3":
         config["sliding_window_pattern"] = rng.randint(1, 3)
     if family in ("Gemma3", "Glm", "Glm4", "Phi"):
-        return config  # their positions have defaults of their own
+        return config  # their positions have separate defaults
     kinds = (
         ("default", "longrope")
         if family == "Phi3"
@@ -174,7 +174,7 @@ def _rope_model(
 
 
 def draw_settings(rng: random.Random) -> dict[str, Any]:
-    """Settings of the engine."""
+    """Return settings of the engine."""
     budget = rng.choice((1, 2, 3, 5, 7, 9, 15, 31, int(2 ** rng.uniform(0, 13)), 8192))
     return {
         "max_num_batched_tokens": budget,
@@ -191,14 +191,14 @@ def draw_settings(rng: random.Random) -> dict[str, Any]:
 
 
 def check_model(seed: int, folder: Path) -> str:
-    """Starts the model that a number stands for and asks it; raises where something is wrong.
+    """Start the model of a number and send it requests; raise an error if a result is wrong.
 
     Args:
         seed: the number.
-        folder: an empty one.
+        folder: an empty folder.
 
     Returns:
-        What was found: "answered", "equals transformers", "equals reference", or "refused: why".
+        The finding: "answered", "equals transformers", "equals reference", or "refused: why".
     """
     rng = random.Random(seed)
     architecture, config = draw_model(rng)
@@ -210,7 +210,7 @@ def check_model(seed: int, folder: Path) -> str:
     hf_model = None
     if compared:
         hf_model = make_hf(architecture, seed=seed, **config)
-        with torch.no_grad():  # else large models would make much of each rounding
+        with torch.no_grad():  # otherwise large models would amplify each rounding
             for weight in hf_model.parameters():
                 weight.mul_(min(1.0, 48 / max(weight.shape)) ** 0.5 if weight.dim() == 2 else 1.0)
         hf_model.save_pretrained(folder)
@@ -230,7 +230,7 @@ def check_model(seed: int, folder: Path) -> str:
     if hf_model is None:
         return "answered"
     rope = config.get("rope_parameters", {}).get("rope_type")
-    if rope in ("dynamic", "longrope"):  # there transformers depends on how long a sequence is
+    if rope in ("dynamic", "longrope"):  # transformers then depends on the length of a sequence
         _assert_close(answers, _ask(prompts, settings | {"attention_backend": "reference"}))
         return "equals reference"
     expected = [_by_transformers(hf_model, tokens, len(own)) for tokens, own in answers]
@@ -239,7 +239,7 @@ def check_model(seed: int, folder: Path) -> str:
 
 
 _Answer = tuple[list[int], list[float]]
-"""Tokens of prompt and answer; the logprobs of the answer's."""
+"""Tokens of prompt and answer, and the logprobs of the answer's tokens."""
 
 
 def _ask(prompts: list[list[int]], settings: dict[str, Any]) -> list[_Answer]:
@@ -266,7 +266,7 @@ def _ask(prompts: list[list[int]], settings: dict[str, Any]) -> list[_Answer]:
 
 
 def _by_transformers(hf_model: Any, tokens: list[int], count: int) -> _Answer:
-    """What transformers says of the last `count` tokens."""
+    """Return transformers' result for the last `count` tokens."""
     with torch.inference_mode():
         out = hf_model(torch.tensor([tokens[:-1]]), use_cache=False).logits[0, -count:]
     logprobs = out.float().log_softmax(-1)
@@ -280,7 +280,7 @@ def _assert_close(got: list[_Answer], expected: list[_Answer]) -> None:
 
 
 def main() -> None:
-    """Checks some models and counts what came of them."""
+    """Check some models and count the findings."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=2000)

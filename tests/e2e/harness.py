@@ -1,4 +1,4 @@
-"""A real server process for end-to-end tests."""
+"""Real server process for end-to-end tests."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ import psutil
 
 @dataclass
 class Server:
-    """A running `octavo serve`."""
+    """Running `octavo serve`."""
 
     process: subprocess.Popen[bytes]
     url: str
@@ -30,7 +30,7 @@ class Server:
         return httpx.post(self.url + path, json=body, timeout=timeout)
 
     def metric(self, name: str) -> float:
-        """Sum over the labels of a metric."""
+        """Return the sum over the labels of a metric."""
         values = [
             float(line.rsplit(" ", 1)[1])
             for line in self.get("/metrics").text.splitlines()
@@ -42,8 +42,8 @@ class Server:
     def wait_for_metric(self, name: str, value: float, timeout: float = 60) -> None:
         """Wait until a metric has a value; fail if it exceeds it, or in `timeout` seconds.
 
-        What the server does after a kill may come after the answers, which the killed process may
-        have finished before.
+        The server's reaction to a kill may follow the answers, which the killed process may have
+        finished before.
         """
         end = time.monotonic() + timeout
         while (now := self.metric(name)) < value and time.monotonic() < end:
@@ -51,7 +51,7 @@ class Server:
         assert now == value, self.log.read_text()
 
     def resident_bytes(self) -> int:
-        """Resident memory of the server and its children."""
+        """Return the resident memory of the server and its children."""
         server = psutil.Process(self.process.pid)
         return sum(p.memory_info().rss for p in [server, *server.children(recursive=True)])
 
@@ -76,7 +76,7 @@ def serve(
     spare: bool = False,
     what: str = "serve",
 ) -> Iterator[Server]:
-    """Starts a server (or another command) on a free port and waits until `wait` answers 200.
+    """Start a server (or another command) on a free port and wait until `wait` answers 200.
 
     A warm spare, which takes as long to start as an engine, is for tests in which engines die.
     """
@@ -104,7 +104,7 @@ def serve(
 
 
 def wait_for(server: Server, path: str, timeout: float = 60) -> float:
-    """Waits until a path answers 200; returns how long that took, in seconds."""
+    """Wait until a path answers 200; return the seconds."""
     started = time.monotonic()
     while time.monotonic() - started < timeout:
         assert server.process.poll() is None, server.log.read_text()

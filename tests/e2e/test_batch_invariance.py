@@ -1,4 +1,4 @@
-"""One request, one answer: bit for bit, whatever else the engine does meanwhile."""
+"""Batch invariance: one request, one answer, bit for bit, whatever else the engine computes."""
 
 import random
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ DTYPES = ["bfloat16", "float32"]
 
 @dataclass(frozen=True)
 class Answer:
-    """What must not change: tokens and the exact logprobs of all reported candidates."""
+    """Parts that must not change: tokens and the exact logprobs of all reported candidates."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[tuple[tuple[int, float], ...], ...]
@@ -131,7 +131,7 @@ def test_with_and_without_a_prefix_hit(dtype, expected, async_scheduling):
         assert llm.stats().prefix_cache_hits == 0
         assert alone(llm) == expected
         assert llm.stats().prefix_cache_hits >= 2 * (PROMPT_LEN - 37 - 16)
-        # A hit on part of the prompt only.
+        # A hit on a part of the prompt only.
         ids, its_params = TARGETS[0]
         answers(llm, [([*ids[:70], *tokens(9, 30)], its_params)])
         llm.reset_prefix_cache()
@@ -141,7 +141,7 @@ def test_with_and_without_a_prefix_hit(dtype, expected, async_scheduling):
 
 @pytest.mark.parametrize("enable_prefix_caching", [False, True])
 def test_n_answers_are_those_of_n_requests(dtype, enable_prefix_caching):
-    """Of the prompt siblings compute the last token only."""
+    """Siblings compute only the last token of the prompt."""
     settings = {"enable_prefix_caching": enable_prefix_caching, "max_num_seqs": 8}
     with LLM(dtype=dtype, max_model_len=512, **settings) as llm:
         ids, its_params = TARGETS[1][0][:109], TARGETS[1][1]
@@ -165,7 +165,7 @@ def test_with_drafts_right_and_wrong(dtype, expected, async_scheduling, enforce_
         assert alone(llm) == expected
         assert drafter.num_tokens > 1.2 * drafter.num_steps
         assert answers(llm, [*others(10), *TARGETS])[-2:] == expected
-        ids, its_params = TARGETS[0]  # what drafts left behind is not taken for known
+        ids, its_params = TARGETS[0]  # the state after rejected drafts is not taken for known
         longer = ([*ids, *expected[0].token_ids], its_params)
         found = answers(llm, [longer])
         llm.reset_prefix_cache()
@@ -189,7 +189,7 @@ def test_after_forced_preemptions(dtype, expected):
         max_model_len=336,
         num_gpu_blocks_override=25,
     ) as llm:
-        # Four that fit at first and then grow; the targets come last, so they must make way.
+        # Four that fit at first and then grow; the targets arrive last and are preempted.
         growing = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
         crowd = [(tokens(50 + i, 12), growing) for i in range(4)]
         result = answers(llm, [*crowd, *TARGETS])
@@ -199,7 +199,7 @@ def test_after_forced_preemptions(dtype, expected):
 
 @pytest.mark.parametrize("preemption_mode", ["swap", "recompute"])
 def test_with_blocks_from_elsewhere(dtype, expected, preemption_mode, tmp_path):
-    """From memory and from a folder, while others are computed and preempted."""
+    """Blocks from memory and from a folder, while others are computed and preempted."""
     connectors = [
         {
             "kv_connector": "OffloadingConnector",
@@ -302,7 +302,7 @@ def test_embeddings_instead_of_tokens(dtype, expected, settings):
 
 
 def test_with_a_plug_ins_processor(tmp_path, monkeypatch):
-    """It is kept to the requests that ask for it, resumed ones and those of one group alike."""
+    """Only requests that name it use it, including resumed ones and those of one group."""
     install(tmp_path, monkeypatch, NO_REPEAT, "NoRepeat", "no_repeat")
     targets = [(ids, params(p.temperature, extra_args={"no_repeat": 8})) for ids, p in TARGETS]
     settings = {"max_model_len": 336, "dtype": "bfloat16"}
@@ -316,7 +316,7 @@ def test_with_a_plug_ins_processor(tmp_path, monkeypatch):
         result = answers(llm, [*crowd, *targets, *TARGETS])
         assert llm.stats().num_preemptions >= 2
         assert result[-4:] == expected + plain
-        # Whose arguments it does not take fails alone, and a key that nobody takes is named.
+        # A request with wrong arguments fails alone, and an unknown key is named.
         for wrong, says in (({"no_repeat": -1}, "no positive"), ({"repeat": 1}, "'repeat'")):
             prompts = [{"prompt_token_ids": ids} for ids, _ in TARGETS]
             both = [params(0.0, extra_args=wrong), TARGETS[1][1]]
@@ -346,7 +346,7 @@ def test_plainest_kernels_agree_with_themselves(expected, dtype):
 @pytest.mark.parametrize("isa", [i for i in native.available_isas() if i.startswith("amx")])
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 def test_tiles_agree_with_themselves(isa, quantization, tmp_path):
-    """The same promise where products are made on tiles, with a model that is small enough for
+    """The same promise for products on tiles, with a model that is small enough for
     emulated ones."""
     sizes = {"hidden_size": 72, "intermediate_size": 128, "vocab_size": 300}
     sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128}

@@ -1,4 +1,4 @@
-"""Bit for bit the same behind the server, among others, as offline and alone."""
+"""Bits of a server's answers among others, equal to those offline and alone."""
 
 import concurrent.futures
 

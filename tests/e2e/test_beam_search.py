@@ -1,4 +1,4 @@
-"""Beam search on a real engine: what transformers finds, whatever the engine does meanwhile."""
+"""Beam search on a real engine: transformers' results, whatever the engine computes meanwhile."""
 
 import contextlib
 import time
@@ -72,7 +72,7 @@ CASES = [
 
 
 def search(llm, ids, params):
-    """The tokens and logprobs of the beams; nothing is held once they are there."""
+    """Return the tokens and logprobs of the beams; check that no block is held at the end."""
     (output,) = llm.beam_search({"prompt_token_ids": ids}, params)
     assert llm.stats().num_used_blocks == 0
     assert llm.stats().num_running_reqs == llm.stats().num_waiting_reqs == 0
@@ -145,7 +145,7 @@ def test_the_end_is_kept_if_asked_for(llm, expected):
 
 
 def test_a_beam_of_a_step_costs_at_most_a_block(hf):
-    """The rest of it comes from the prefix cache."""
+    """The rest comes from the prefix cache."""
     block, width, steps = 16, 4, 30
     with engine(hf) as llm:
         ids = prompt(4, 70)
@@ -199,7 +199,7 @@ def test_over_http(hf, llm, expected, tmp_path):
         best = server.post("/v1/completions", body | {"best_of": 4, "seed": 1}).json()
         assert len(best["choices"]) == 1
         assert best["usage"]["completion_tokens"] > len(best["choices"][0]["token_ids"])
-        with contextlib.suppress(httpx.ReadTimeout):  # a client that goes away
+        with contextlib.suppress(httpx.ReadTimeout):  # a client that disconnects
             long = body | beams | {"n": 32, "max_tokens": 120, "ignore_eos": True}
             httpx.post(server.url + "/v1/completions", json=long, timeout=0.05)
         for _ in range(100):

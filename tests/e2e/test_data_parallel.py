@@ -1,4 +1,4 @@
-"""Two engines behind one server: the answers of one, also when an engine is killed."""
+"""Two engines of one server: the answers of one, also when an engine is killed."""
 
 import asyncio
 import signal
@@ -48,14 +48,14 @@ def server(tmp_path_factory):
 
 
 def engines(server):
-    """The two engines' first processes; a spare one is younger."""
+    """Return the two engines' first processes; a spare one is younger."""
     children = psutil.Process(server.process.pid).children(recursive=True)
     found = [c for c in children if "octavo.engine.core_process" in c.cmdline()]
     return sorted(found, key=psutil.Process.create_time)[:2]
 
 
 async def ask_all(server, on_chunk=lambda: None):
-    """The texts of all prompts, streamed at the same time."""
+    """Return the texts of all prompts, streamed at the same time."""
     async with openai.AsyncOpenAI(
         base_url=server.url + "/v1", api_key="none", max_retries=0
     ) as client:
@@ -75,7 +75,7 @@ async def ask_all(server, on_chunk=lambda: None):
 
 
 def of_engines(server, name, count=2):
-    """A metric's value for each engine."""
+    """Return a metric's value for each engine."""
     lines = server.get("/metrics").text.splitlines()
     return [
         float(line.rsplit(" ", 1)[1])
@@ -104,7 +104,7 @@ def test_streams_of_an_engine_that_is_killed_go_on_at_the_other(server, expected
         if chunks == 20:
             victims[1].send_signal(signal.SIGKILL)
 
-    # Where the client got no time, the engine may have made all tokens before it was killed.
+    # If the client was not scheduled, the engine may have made all tokens before it was killed.
     for kills in range(1, 6):
         victims, chunks = engines(server), 0
         assert asyncio.run(ask_all(server, on_chunk)) == expected
@@ -153,7 +153,7 @@ def test_engines_come_and_go_under_load(server, expected):
 
 
 def test_nothing_is_left_after_the_end(server):
-    """The last of this file: it ends the server."""
+    """The last test of this file: it ends the server."""
     family = psutil.Process(server.process.pid).children(recursive=True)
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(20) == 0

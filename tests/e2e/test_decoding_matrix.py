@@ -1,6 +1,6 @@
 """Grammars, drafts, parallel answers, prefix hits and chunked prompts, each with every other one.
 
-Whatever the engine does beside: the answer is the plain one, bit for bit, and fits its grammar.
+The answer is always the plain one, bit for bit, and fits its grammar.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Answer:
 
 
 def answers(llm: LLM) -> list[Answer]:
-    """Of all cases at once."""
+    """Return the answers of all cases, computed at once."""
     params = [
         SamplingParams(
             n=n, max_tokens=60, structured_outputs=GRAMMARS[grammar], **SAMPLING[sampling]
@@ -86,7 +86,7 @@ def check(answer: Answer) -> None:
 
 @pytest.fixture(scope="module")
 def expected() -> list[Answer]:
-    """One request after the other, without anything that could be reused."""
+    """Return the answers of one request after the other, without reuse."""
     settings = {"enable_prefix_caching": False, "async_scheduling": False, "max_num_seqs": 4}
     with LLM(max_model_len=256, **settings) as llm:
         found = answers(llm)

@@ -1,4 +1,4 @@
-"""The engine with device=cuda, on tensors that only claim to be there."""
+"""Engine with device=cuda, on tensors that only claim to be on a GPU."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def llm(llama: str, gpu: FakeGpu) -> Iterator[LLM]:
-    """On the GPU, with steps captured and no setting beyond `SMALL`."""
+    """Return an engine on the GPU, with captured steps and no setting beyond `SMALL`."""
     with LLM(model=llama, dtype="float32", device="cuda", max_logprobs=-1, **SMALL) as llm:
         yield llm
 
@@ -134,7 +134,7 @@ def test_settings(settings: dict[str, object], llama: str, gpu: FakeGpu) -> None
 
 
 def test_everything_that_sampling_has(llama: str, llm: LLM, gpu: FakeGpu) -> None:
-    """With few blocks, requests are preempted and start over."""
+    """With few blocks, requests are preempted and start again."""
     bias = SamplingParams(
         temperature=0.0,
         max_tokens=6,
@@ -155,7 +155,7 @@ def test_everything_that_sampling_has(llama: str, llm: LLM, gpu: FakeGpu) -> Non
 
 def test_drafts(llama: str, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps with drafts are waited for; those between them are captured and keep their tokens.
-    There are too few blocks, so requests are preempted and start over."""
+    The number of blocks is too small, so requests are preempted and start again."""
     params = [msgspec.structs.replace(p, max_tokens=10) for p in (PLAIN, GREEDY, RICH)]
     settings = {"num_gpu_blocks_override": 7, "max_model_len": 40, "batch_invariant": True}
     expected, replays = ids(run(llama, params, device="cpu")), gpu.replays

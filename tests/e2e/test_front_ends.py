@@ -1,4 +1,4 @@
-"""Several front ends before the same engines: the answers of one, whatever process dies."""
+"""Several front ends of the same engines: the answers of one, whatever process dies."""
 
 import asyncio
 import contextlib
@@ -61,7 +61,7 @@ def wait_for_line(server, text):
 
 
 def wait_for_front_ends(server, number, but=()):
-    """Waits until so many serve, none of `but` among them."""
+    """Wait until `number` front ends serve, none of them in `but`."""
     end = time.monotonic() + 30
     while time.monotonic() < end:
         ready = server.log.read_text().count("INFO ready")
@@ -73,7 +73,7 @@ def wait_for_front_ends(server, number, but=()):
 
 
 def answers_by(server):
-    """How many answers each front end has given, by its number."""
+    """Return the number of answers of each front end, by its number."""
     lines = server.log.read_text().splitlines()
     return [
         sum("POST /v1" in line and f"api_server={number}" in line for line in lines)
@@ -82,7 +82,7 @@ def answers_by(server):
 
 
 def test_both_give_the_answers_of_one_and_count_together(server, expected):
-    for _ in range(20):  # whoever is free takes a connection
+    for _ in range(20):  # a free front end accepts the connection
         assert asyncio.run(ask_all(server)) == expected
         if min(answers_by(server)):
             break
@@ -155,7 +155,7 @@ def test_one_that_is_gone_harms_nobody_else(server, expected, number):
             victim.send_signal(number)
             return await asyncio.gather(*asked)
 
-    # Who was connected to it comes again, as clients do.
+    # The clients that were connected to it connect again, as real ones do.
     assert asyncio.run(storm()) == expected
     wait_for_front_ends(server, before + 1, but=[victim.pid])
     reason = "was killed by SIGKILL" if number == signal.SIGKILL else "was stopped by a signal"

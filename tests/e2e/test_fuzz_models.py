@@ -1,4 +1,4 @@
-"""Some of the random models of `fuzz_models`, others in each run."""
+"""Random models of `fuzz_models`, others in each run."""
 
 import tempfile
 from pathlib import Path

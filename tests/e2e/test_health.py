@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.harness import Server, serve
 
 TIMEOUT = 1.0
-# Beside the timeout: a heartbeat's interval, a start, and a busy machine.
+# In addition to the timeout: a heartbeat's interval, a start, and a busy machine.
 MARGIN = 60.0
 
 
@@ -24,7 +24,7 @@ def server(tmp_path_factory):
 
 
 def expect_ready(server: Server, ready: bool) -> str:
-    """/ready changes in time, and /health is fine all along; returns the reason."""
+    """Wait for /ready to change in time, with /health fine all along; return the reason."""
     deadline = time.monotonic() + TIMEOUT + MARGIN
     while True:
         assert server.get("/health").status_code == 200
@@ -36,7 +36,7 @@ def expect_ready(server: Server, ready: bool) -> str:
 
 
 def ask(server: Server, ending: threading.Event, **fields: object) -> None:
-    """Sends one request after another."""
+    """Send one request after another."""
     body = {"model": "octavo/stories", "prompt": "The", "max_tokens": 50, "ignore_eos": True}
     while not ending.is_set():
         with contextlib.suppress(httpx.HTTPError):

@@ -1,4 +1,4 @@
-"""A KV cache of bytes: one request, one answer, nearly the same as with the model's own type."""
+"""KV cache of bytes: one request, one answer, nearly the same as with the model's type."""
 
 import importlib
 import sys
@@ -15,7 +15,7 @@ TEXT = ROOT.parent / "shared/data/text/tinystories-sample-2M.txt"
 MODELS = ROOT.parent / "shared/data/models"
 
 PROMPTS = [[700 + 13 * i + j for j in range(5 + 11 * i)] for i in range(12)]
-# Of a logprob of these prompts, which are nothing that the model expects. Measured in bfloat16 and
+# Bounds for a logprob of these prompts, which are random for the model. Measured in bfloat16 and
 # float32: int8 0.11 and 0.08, fp8 0.45 and 0.42, fp8_e5m2 0.67 and 0.81.
 LOGPROB_BOUNDS = {"int8": 0.25, "fp8": 0.9, "fp8_e5m2": 1.6}
 
@@ -77,14 +77,14 @@ def test_near_the_models_own_type_in_half_the_memory(dtype):
 
 
 def test_the_reference_backend_takes_it_too():
-    """Both backends hold the same numbers, so that logprobs differ by rounding only."""
+    """Both backends store the same numbers, so that logprobs differ by rounding only."""
     settings = {"dtype": "float32", "max_model_len": 256}
     for name in LOGPROB_BOUNDS:
         both = []
         for backend in ("cpu", "reference"):
             with LLM(kv_cache_dtype=name, attention_backend=backend, **settings) as llm:
                 both.append(prompt_logprobs(llm))
-        # A number halfway between two steps may go either way, and the next layers with it.
+        # A number halfway between two steps may round either way, which affects the next layers.
         differences = [abs(x - y) for x, y in zip(*both, strict=True)]
         assert sum(differences) < 0.004 * len(differences)
 

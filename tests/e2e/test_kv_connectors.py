@@ -1,4 +1,4 @@
-"""Real engines: tokens and logprobs are the same bits, wherever keys and values come from."""
+"""KV connectors in real engines: tokens and logprobs have the same bits for all sources."""
 
 import errno
 import time
@@ -57,7 +57,7 @@ def cached(outputs):
 
 @pytest.fixture(scope="module")
 def plain():
-    """What an engine without a connector answers, by its settings."""
+    """Return the answers of an engine without a connector, by its settings."""
     known = {}
 
     def answers(**settings):
@@ -295,7 +295,7 @@ def test_prefill_here_and_decode_there(first, second, dtype, plain):
     assert two.llm_engine.stats().num_failed_loads == 0
     scheduler = one.llm_engine.client.core.scheduler._connector
     end = time.monotonic() + 10
-    while scheduler._handed:  # until the other one's word has come
+    while scheduler._handed:  # until the message of the other one has arrived
         assert time.monotonic() < end
         one.llm_engine.client.core.step()
         time.sleep(0.01)
@@ -322,7 +322,7 @@ def test_over_tcp_and_without_a_peer(plain, monkeypatch):
     answer = go_on(two, PROMPTS[0], handed)
     assert bits([answer]) == plain()[:1]
     assert answer.num_cached_tokens >= 64
-    # Another prompt with its parameters: nothing of the first one's is taken for it.
+    # Another prompt with its parameters: no block of the first one is used for it.
     assert bits([go_on(two, PROMPTS[1], handed)]) == plain()[1:2]
     for wrong in (handed | {"remote_port": 1}, handed | {"signature": ""}, {"do_remote": True}):
         answer = go_on(two, PROMPTS[0], wrong).outputs[0]

@@ -1,4 +1,4 @@
-"""Parameters as large as a body allows: refused, or served without holding up anybody."""
+"""Parameters as large as a body allows: rejected, or served without delays for others."""
 
 import concurrent.futures
 import time
@@ -49,14 +49,14 @@ def test_what_is_too_large_is_refused(server, name):
     status, answer = ask(server, **{param: value}, n=256)
     assert status == 400
     error = answer["error"]
-    # What is too much for any body is not even parsed.
+    # Parameters too large for any body are not even parsed.
     assert error["code"] == "too_many_values" or error["param"].startswith(param)
     assert len(answer["error"]["message"]) < 1000
     assert ask(server)[0] == 200
 
 
 def test_large_parameters_hold_up_nobody(server):
-    """A small request comes and goes, many times over, while each large one is served."""
+    """Small requests are answered repeatedly while each large one is served."""
     ask(server)
     before = server.resident_bytes()
     for fields in HARMLESS.values():
@@ -68,7 +68,7 @@ def test_large_parameters_hold_up_nobody(server):
                 assert ask(server)[0] == 200
                 waits.append(time.monotonic() - started)
         assert large.result()[0] == 200
-        # It was 16 s, and minutes, for one of them.
+        # A faulty version took 16 s, and minutes, for one of them.
         assert max(waits) < 5
     assert server.resident_bytes() - before < 200 * MIB
     assert server.metric("octavo:num_requests_running") == 0

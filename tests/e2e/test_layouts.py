@@ -1,4 +1,4 @@
-"""Several ranks, with parts of layers and of all layers, give one engine's answers: bit for bit."""
+"""Ranks with parts of layers and of all layers: one engine's answers, bit for bit."""
 
 import json
 import os
@@ -33,7 +33,7 @@ SETTINGS = {
 
 @pytest.fixture
 def in_ranks(monkeypatch):
-    """Has every engine from now on computed by so many ranks."""
+    """Run every later engine in the given number of ranks."""
     return partial(use_ranks, monkeypatch)
 
 
@@ -88,7 +88,7 @@ ROWS = (2, 2, None, "exact", True)
     [
         ({}, [(2, 1), (1, 2), (2, 2), ROWS]),
         ({"async_scheduling": False, "enforce_eager": True}, [(1, 2), ROWS]),
-        # Too few blocks for all: requests are preempted.
+        # The number of blocks is too small for all: requests are preempted.
         ({"num_gpu_blocks_override": 28}, [(2, 1), (1, 2)]),
         ({"attention_backend": "reference", "enable_prefix_caching": False}, [(2, 1)]),
         ({"kv_cache_dtype": "int8", "quantization": "int4", "dtype": "bfloat16"}, [(2, 2)]),
@@ -156,7 +156,7 @@ def test_structured_outputs_in_ranks(layout, more, in_ranks):
 
 @pytest.mark.parametrize(("stages", "splits_rows"), [(1, False), (2, True)])
 def test_sums_over_ranks_do_not_depend_on_the_load(stages, splits_rows, folder, in_ranks):
-    """Nor do they change which token is the likeliest."""
+    """The most probable token does not change either."""
     prompts = [{"prompt_token_ids": ids} for ids in load(5, 12)[0]]
     greedy = SamplingParams(max_tokens=12, ignore_eos=True)
     with LLM(str(folder), **SETTINGS) as llm:
@@ -192,7 +192,7 @@ def test_steps_of_different_requests_are_in_the_stages_at_once(folder, in_ranks)
 
 
 def test_ranks_with_more_heads_than_others(tmp_path, in_ranks):
-    """Of OLMo 2, which norms the queries of all ranks together."""
+    """OLMo 2 norms the queries of all ranks together."""
     architecture, config = CASES["olmo2"]
     config = config | {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72}
     make_hf(architecture, **config).save_pretrained(tmp_path)
@@ -208,7 +208,7 @@ def test_ranks_with_more_heads_than_others(tmp_path, in_ranks):
 
 
 def cache_nbytes(llm):
-    """Bytes of each rank's KV cache."""
+    """Return the bytes of each rank's KV cache."""
     ranks = llm.llm_engine.client.core.executor.ranks
     return [sum(t.nbytes for t in rank._worker.runner.state.kv_tensors) for rank in ranks]
 
@@ -220,7 +220,7 @@ def test_the_plan_counts_all_ranks(folder, in_ranks):
     with LLM(str(folder), **SETTINGS) as llm:
         plan = llm.llm_engine.memory_plan
         caches = cache_nbytes(llm)
-    assert plan.runtime == 3 * alone.runtime  # of the engine's own process, too
+    assert plan.runtime == 3 * alone.runtime  # including the engine's process
     assert alone.weights < plan.weights < 2 * alone.weights  # norms and embedding twice
     assert (plan.num_blocks, plan.block_nbytes) == (alone.num_blocks, alone.block_nbytes)
     assert sum(caches) == plan.kv_cache
@@ -236,7 +236,7 @@ def test_the_plan_counts_all_stages(folder, in_ranks):
         caches = cache_nbytes(llm)
         weights = [rank._worker.runner._weights[0].nbytes for rank in ranks]
     assert sum(caches) == plan.kv_cache
-    assert 0.9 < plan.weights / sum(weights) < 1.1  # positions' tables beside them
+    assert 0.9 < plan.weights / sum(weights) < 1.1  # next to the tables of positions
     assert alone.weights < plan.weights < 2 * alone.weights  # the tied table twice
 
 
@@ -280,7 +280,7 @@ def test_workers_end_in_order_though_steps_are_in_flight(layout, folder):
 
 
 def test_streams_outlive_a_stage(tmp_path):
-    """That samples: another engine, of as many, goes on. Other ranks die in the chaos test."""
+    """The stage that samples dies: another engine continues. The chaos test kills other ranks."""
     body = {"prompt": "Once upon a time", "max_tokens": 200, "ignore_eos": True, "seed": 1}
     flags = ["--max-model-len", "256", "--kv-cache-memory-bytes", "8M", "--num-threads", "1"]
     with harness.serve(tmp_path, "-pp", "2", *flags, spare=True) as server:
@@ -344,7 +344,7 @@ def stories(llm, prompts=TEXTS):
 @pytest.mark.parametrize("draft", ["draft", "medusa", "eagle"])
 def test_rank_0_drafts(draft, acceptance, in_ranks, monkeypatch):
     """Rejection sampling keeps a draft by its probability: the drafts are the same ones, too."""
-    # As many as may be: how many pay depends on the time that they take.
+    # The maximum: the best number depends on the drafts' time.
     monkeypatch.setattr(DraftLengths, "choose", lambda self, num_reqs: self.most)
     speculative = {"model": f"octavo/stories-{draft}", "acceptance": acceptance}
     settings = STORIES | {"speculative_config": speculative}
@@ -358,7 +358,7 @@ def test_rank_0_drafts(draft, acceptance, in_ranks, monkeypatch):
         assert sum(accepted)
         ranks = llm.llm_engine.client.core.executor.ranks
         runners = [rank._worker.runner for rank in ranks]
-        # Of EAGLE, the target's LM head beside.
+        # EAGLE also has the target's LM head.
         assert [len(runner._weights) for runner in runners] == [2 + (draft == "eagle"), 1]
         drafting = llm.llm_engine.memory_plan
         assert drafting.block_nbytes == plan.block_nbytes
@@ -416,7 +416,7 @@ def test_drafts_and_sleep_in_processes():
 
 
 def random_life(llm, seed):
-    """Tokens of the requests that were let live, while others come, and are aborted at any time."""
+    """Return the tokens of surviving requests, while others arrive and are aborted at any time."""
     rng, engine = random.Random(seed), llm.llm_engine
     left = [f"r{i}" for i in range(40)]
     doomed = {name: rng.randrange(1, 20) for name in left if rng.random() < 0.4}
@@ -460,7 +460,7 @@ def undisturbed(folder):
 @pytest.mark.parametrize("more", [{}, {"num_gpu_blocks_override": 28}])
 @pytest.mark.parametrize("layout", [(1, 2), (2, 2), (1, 3)])
 def test_requests_that_come_and_go(layout, more, folder, undisturbed, in_ranks):
-    """A row that a request has left may have another one while its tokens are on their way."""
+    """A row may be reused while the tokens of its former request are in transit."""
     in_ranks(*layout)
     with LLM(str(folder), **SETTINGS | {"max_num_seqs": 4} | more) as llm:
         for seed, lives in enumerate(undisturbed):

@@ -1,4 +1,4 @@
-"""The offline API on the built-in model."""
+"""Offline API on the built-in model."""
 
 import os
 import random
@@ -85,7 +85,7 @@ def test_n_shares_the_prompt_and_orders_the_answers(llm):
     output = llm.generate(STORY * 20, params, use_tqdm=False)[0]
     assert [o.index for o in output.outputs] == [0, 1, 2, 3]
     assert len({tuple(o.token_ids) for o in output.outputs}) > 1
-    assert output.num_cached_tokens == 0  # what siblings share with each other does not count
+    assert output.num_cached_tokens == 0  # blocks that siblings share do not count
     again = llm.generate(STORY * 20, params, use_tqdm=False)[0]
     assert [o.token_ids for o in again.outputs] == [o.token_ids for o in output.outputs]
 
@@ -182,7 +182,7 @@ def test_streams_and_batches_may_be_interleaved(llm):
 
 
 def interrupted_after(delay, work):
-    """Presses Ctrl-C after some seconds, wherever the main thread is then."""
+    """Press Ctrl-C after some seconds, at any place of the main thread."""
     timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
 
     def work_until_then():
@@ -320,7 +320,7 @@ def test_after_a_stop_text_nothing_runs_on(llm):
 
 
 def test_starved_of_memory_all_finish_with_the_same_tokens():
-    """Acceptance 6: KV for 2 long requests, 32 offered."""
+    """Acceptance 6: KV memory for 2 long requests, 32 arrive."""
     prompts = [{"prompt_token_ids": list(range(100 + i, 200 + i))} for i in range(32)]
     params = SamplingParams(temperature=0.7, seed=1, max_tokens=100, ignore_eos=True)
 
@@ -396,7 +396,7 @@ def test_examples_run():
     ],
 )
 def test_a_request_goes_on_behind_the_output_that_it_has(llm, params):
-    """The same bits as if it had been here all along."""
+    """The bits are the same as of a request that was not interrupted."""
     core = llm._client.core
 
     def run(request):

@@ -1,4 +1,4 @@
-"""Servers behind a load balancer of one's own: each has its engines and their numbers."""
+"""Servers with an external load balancer: each has its engines and their numbers."""
 
 import signal
 import time

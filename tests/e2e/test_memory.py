@@ -1,4 +1,4 @@
-"""What a process really holds, against the memory plan: each in a process of its own."""
+"""Memory of real processes, against the memory plan: each test in a separate process."""
 
 import json
 import subprocess
@@ -34,9 +34,9 @@ def test_the_resident_size_keeps_to_the_plan():
     assert done.returncode == 0, done.stderr
     start, full, planned, kv_cache, runtime = json.loads(done.stdout)
     assert start < full <= planned
-    # The KV cache is taken as it is used: nothing of it at the start, all of it in the end.
+    # The KV cache is allocated on use: nothing at the start, all of it in the end.
     assert start <= planned - kv_cache
     assert full >= start + 0.8 * kv_cache
-    # Of what is planned only the allowance for libraries and some buffers may be left.
+    # Of the plan only the allowance for libraries and some buffers may be unused.
     assert planned - full < 0.35 * runtime
     assert "memory plan: " in done.stderr

@@ -1,4 +1,4 @@
-"""The worker in a process of its own: the same bits, and an engine that outlives it."""
+"""Worker in a separate process: the same bits, and an engine that outlives it."""
 
 import random
 import signal
@@ -18,7 +18,7 @@ SIZES = {"max_model_len": 256, "kv_cache_memory_bytes": "8M", "max_num_seqs": 8}
 
 
 def load(count=24):
-    """Requests of all sorts."""
+    """Return requests of all kinds."""
     rng = random.Random(3)
     requests = []
     for i in range(count):

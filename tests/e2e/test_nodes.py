@@ -1,4 +1,4 @@
-"""An engine here and one on a node that joins, which is killed and comes back."""
+"""Engine here and one on a node that joins, is killed and joins again."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ FLAGS = ["--max-model-len", "256", "--kv-cache-memory-bytes", "8M", "--num-threa
 
 
 class Cluster:
-    """What the machines of a cluster have in common."""
+    """Common settings of a cluster's machines."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -42,7 +42,7 @@ class Cluster:
 
     @contextlib.contextmanager
     def node(self, *flags, key=None):
-        """A node's process, and its log."""
+        """Start a node's process; yield it and its log."""
         command = [sys.executable, "-m", "octavo", "serve", "--headless"]
         command += ["--data-parallel-start-rank", "1", *self.flags(key), *flags]
         log = self.folder / f"node-{len(self.logs)}.log"
@@ -71,7 +71,7 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(cluster):
-    # The node is there before its head, which it waits for.
+    # The node starts before its head, and waits for it.
     with (
         cluster.node() as (node, _),
         harness.serve(cluster.folder, *cluster.flags(), spare=True) as made,
@@ -118,7 +118,7 @@ def test_an_engine_and_then_its_node_are_killed_and_come_back(cluster, server, e
         for c in psutil.Process(server.node.pid).children()
         if c.cmdline()[-1] == "octavo.engine.core_process"
     ]
-    # Early, and noticed late perhaps: an engine may have finished before the client has read it.
+    # Early, but perhaps noticed late: an engine may have finished before the client has read it.
     storm(lambda: engine.send_signal(signal.SIGKILL), 40)
     asyncio.run(until(lambda: "was killed by SIGKILL" in server.log.read_text(), server.log))
     asyncio.run(until(lambda: reason() == "ok", server.log))
@@ -137,7 +137,7 @@ def test_an_engine_and_then_its_node_are_killed_and_come_back(cluster, server, e
 
 
 def test_a_node_goes_home_with_its_head(cluster, server):
-    """The last of this file: it ends the server."""
+    """The last test of this file: it ends the server."""
     with cluster.node() as (node, log):
         asyncio.run(until(lambda: "has welcomed" in log.read_text(), log))
         server.process.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""OpenAI's own client against the real server and the built-in model."""
+"""Client of OpenAI against the real server and the built-in model."""
 
 import os
 import re
@@ -299,7 +299,7 @@ def test_arguments_of_plug_ins_that_nobody_takes(client, stream):
 
 
 class Person(pydantic.BaseModel):
-    """Has no field without an end."""
+    """Schema without unbounded fields."""
 
     name: Annotated[str, pydantic.Field(max_length=12)]
     age: Annotated[int, pydantic.Field(ge=1, le=99)]

@@ -1,4 +1,4 @@
-"""Other packages' processors with device=cuda, on tensors that only claim to be there."""
+"""Processors of other packages with device=cuda, on tensors that only claim to be on a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = needs_triton
 
 
 def test_a_logits_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There are too few blocks, so requests are preempted and start over."""
+    """The number of blocks is too small, so requests are preempted and start again."""
     install(tmp_path, monkeypatch, NO_REPEAT, "NoRepeat", "no_repeat")
     (tmp_path / "model").mkdir()
     model = folder("llama", tmp_path / "model")

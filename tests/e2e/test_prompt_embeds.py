@@ -1,4 +1,4 @@
-"""Embeddings as prompts, with all that a prompt is used for; test_batch_invariance has the bits."""
+"""Embeddings as prompts, in all uses of a prompt; test_batch_invariance checks the bits."""
 
 import asyncio
 import base64
@@ -51,7 +51,7 @@ def test_they_answer_as_their_tokens_do(llm, embeds, params):
     assert answers(llm, {"prompt_embeds": embeds}, params) == expected
     assert (
         answers(llm, {"prompt_embeds": embeds.float()}, params) == expected
-    )  # cast to the model's
+    )  # cast to the model's type
 
 
 def test_what_an_output_says_of_the_prompt(llm, embeds):
@@ -62,7 +62,7 @@ def test_what_an_output_says_of_the_prompt(llm, embeds):
 
 
 def test_penalties_count_the_answer_only(llm, embeds):
-    """The ids that stand in for embeddings, 0, are not in the prompt."""
+    """The placeholder ids of embeddings, 0, are not in the prompt."""
     params = replace(GREEDY, logit_bias={0: 100.0}, repetition_penalty=1000.0)
     first, second, *_ = answers(llm, {"prompt_embeds": embeds}, params)[0][0]
     assert first == 0
@@ -133,7 +133,7 @@ def test_numbers_beyond_the_models_type_fail_their_request_only(llm, embeds):
     ids=str,
 )
 def test_what_huge_embeddings_leave_in_the_cache_harms_nobody(embeds, settings):
-    """All are finite, but not in the model's type; others get the blocks full of NaN next."""
+    """All are finite, but not in the model's type; other requests reuse the blocks full of NaN."""
     few = {"num_gpu_blocks_override": 17, "max_num_seqs": 4}
     with LLM(**SETTINGS | few | settings) as llm:
         expected = answers(llm, {"prompt_token_ids": IDS}, GREEDY)

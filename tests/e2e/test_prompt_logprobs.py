@@ -1,4 +1,4 @@
-"""Prompt logprobs: the same whatever the chunks, the batch or the number of answers."""
+"""Prompt logprobs: the same for all chunks, batches and numbers of answers."""
 
 import pytest
 

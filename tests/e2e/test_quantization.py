@@ -30,7 +30,7 @@ def answers(llm, prompts):
 @pytest.mark.parametrize("name", ["int8", "int4"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_alone_and_in_company(name, dtype):
-    """Tokens and logprobs, bit for bit, whatever the batch, chunks, threads and capture."""
+    """Tokens and logprobs, bit for bit, for all batches, chunks, threads and captures."""
     settings = {"quantization": name, "dtype": dtype, "max_model_len": 256}
     with LLM(enable_prefix_caching=False, **settings) as llm:
         alone = [answers(llm, [p])[0] for p in PROMPTS]

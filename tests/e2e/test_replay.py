@@ -1,4 +1,4 @@
-"""A recording of many kinds of requests, with a death between, replays bit for bit."""
+"""Recording of many kinds of requests, with a death between, that replays bit for bit."""
 
 import asyncio
 import gzip
@@ -69,7 +69,7 @@ async def ask(engine: AsyncLLM, i: int) -> None:
     settings = {"max_tokens": 24, **KINDS[i % len(KINDS)]}
     params = SamplingParams(output_kind=RequestOutputKind.DELTA, **settings)
     options: dict[str, Any] = {"tenant": (None, "a secret key", "b")[i % 3]}
-    if i % 10 == 7:  # neither passes; in a replay both would have
+    if i % 10 == 7:  # both are in the future; in a replay both would have passed
         options["deadline"] = options["first_token_deadline"] = time.monotonic() + 30
     if i % 20 == 3 and settings.keys().isdisjoint({"prompt_logprobs"}):
         prompt = {"prompt_embeds": np.full((9, EMBED_SIZE), 0.01 * (i - 40), np.float32)}
@@ -83,13 +83,13 @@ async def ask(engine: AsyncLLM, i: int) -> None:
         async for _ in engine.generate(prompt, params, str(i), **options):
             count += 1
             if i % 50 == 49 and count == 3:
-                return  # the client goes
+                return  # the client disconnects
     except RequestError:
         assert i in (13, 14)
 
 
 async def record(path: Path) -> None:
-    """Asks all requests, and kills the engine while they are in flight."""
+    """Send all requests, and kill the engine while they are in flight."""
     engine = await AsyncLLM.start(
         EngineConfig.from_kwargs(**SETTINGS),
         warm_spare=False,
@@ -132,13 +132,13 @@ def test_a_recording_replays_without_a_difference(recording, flags, capsys):
 
 def test_what_is_in_the_recording(recording):
     log = load_recording(recording)
-    assert len(log.arrivals) > NUM_REQUESTS  # beams are requests of their own
+    assert len(log.arrivals) > NUM_REQUESTS  # beams are separate requests
     assert log.num_steps > 50
     steps = [log.first_step(a) for a in log.arrivals.values()]
     assert steps == sorted(steps)
     assert len(set(steps)) > 10
     cut = [a for a in log.answers.values() if not a.complete]
-    assert 1 <= len(cut) <= 20  # those whose clients went, and two that failed
+    assert 1 <= len(cut) <= 20  # those whose clients disconnected, and two that failed
     assert {a.error is None for a in cut} == {True, False}
     requests = [a.request for a in log.arrivals.values()]
     assert len({r.options.tenant for r in requests}) == 3
@@ -153,7 +153,7 @@ def test_what_is_in_the_recording(recording):
 
 
 def test_a_recording_of_format_1_replays(tmp_path, capsys):
-    """The file holds seven requests, one of them a beam search, of the built-in model."""
+    """The file has seven requests, one of them a beam search, of the built-in model."""
     path = tmp_path / "run.rec"
     path.write_bytes(gzip.decompress(Path(__file__).with_name("format-1.rec.gz").read_bytes()))
     requests = {a.request.request_id: a.request for a in load_recording(path).arrivals.values()}
@@ -169,7 +169,7 @@ def test_a_recording_of_format_1_replays(tmp_path, capsys):
 
 
 def test_it_tells_what_steps_take(recording, tmp_path, capsys):
-    """So that a load can be simulated on what was recorded."""
+    """The times let a simulation use the recorded load."""
     saved = tmp_path / "times.json"
     flags = ["--max-model-len", "256", "--num-prompts", "4", "--input-len", "40"]
     flags += ["--output-len", "8", "--save-step-times", str(saved)]
@@ -183,7 +183,7 @@ def test_it_tells_what_steps_take(recording, tmp_path, capsys):
 
 
 def test_what_differs_is_told(recording, capsys):
-    """Another dtype computes other bits: some token comes out otherwise."""
+    """Another dtype computes other bits: some token differs."""
     assert cli.main(["replay", str(recording), "--dtype", "float32"]) == 1
     said = capsys.readouterr().out
     assert "answers differ" in said
@@ -196,7 +196,7 @@ def test_another_model_is_refused(recording, capsys):
 
 
 def test_requests_that_a_model_cannot_take_are_told(recording, capsys):
-    """Ids of tokens and sizes of embeddings are checked as those of any client."""
+    """Ids of tokens and sizes of embeddings are checked as for any client."""
     flags = ["--max-model-len", "64", "--no-enable-prompt-embeds"]
     assert cli.main(["replay", str(recording), *flags]) == 1
     said = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The heaviest legal load against the memory plan of both processes, and what does not fit it."""
+"""Heaviest legal load against the memory plan of both processes, and loads beyond it."""
 
 import concurrent.futures
 import re

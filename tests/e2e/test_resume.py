@@ -34,7 +34,7 @@ def server(tmp_path_factory):
 
 
 def begin(server: Server, path: str, num_events: int = 10, last: str | None = None) -> bytes:
-    """Sends a request, or the same one again; goes away after some events."""
+    """Send a request, or the same one again; disconnect after some events."""
     headers = {} if last is None else {"Last-Event-ID": last}
     found = b""
     with httpx.stream(
@@ -45,7 +45,7 @@ def begin(server: Server, path: str, num_events: int = 10, last: str | None = No
             found += piece
             if found.count(b"\n\n") >= num_events:
                 break
-    return found[: found.rindex(b"\n\n") + 2]  # an event that was cut off is none
+    return found[: found.rindex(b"\n\n") + 2]  # a truncated event does not count
 
 
 def last_id(events: bytes) -> str:
@@ -53,7 +53,7 @@ def last_id(events: bytes) -> str:
 
 
 def content(events: bytes) -> tuple[list[str], list[list[float]], object]:
-    """Texts, logprobs and usage: what does not depend on how many tokens are in an event."""
+    """Return texts, logprobs and usage, which do not depend on the tokens of an event."""
     texts, logprobs, usage = ["", ""], [[], []], None
     *parts, done, nothing = events.split(b"\n\n")
     assert done.endswith(b"data: [DONE]")
@@ -72,7 +72,7 @@ def content(events: bytes) -> tuple[list[str], list[list[float]], object]:
 
 @pytest.fixture(scope="module")
 def undisturbed(server):
-    """What each request gets that nobody disturbs."""
+    """Return the undisturbed answer to each request."""
     return {path: content(begin(server, path, 10**6)) for path in REQUESTS}
 
 

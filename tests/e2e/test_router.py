@@ -1,4 +1,4 @@
-"""A router before real servers: the answers of one server, whichever of them die."""
+"""Router of real servers: the answers of one server, whichever of them die."""
 
 import asyncio
 import concurrent.futures
@@ -21,7 +21,7 @@ IGNORE = {"ignore_eos": True}
 
 
 async def ask(client, prompt, on_text=lambda: None):
-    """An answer's text and logprobs."""
+    """Return an answer's text and logprobs."""
     texts, logprobs = [], []
     stream = await client.completions.create(
         model=MODEL, prompt=prompt, stream=True, extra_body=IGNORE, **PARAMS
@@ -36,7 +36,7 @@ async def ask(client, prompt, on_text=lambda: None):
 
 
 async def ask_all(url, prompts=PROMPTS, at=None, then=None):
-    """Answers to prompts asked at once; after `at` events in all, `then` is called."""
+    """Return the answers to simultaneous prompts; after `at` events in all, call `then`."""
     count = 0
 
     def on_text():
@@ -60,14 +60,14 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(folder):
-    """What one server answers."""
+    """Return the answers of one server."""
     with harness.serve(folder, *SIZE) as server:
         return answers(server.url)
 
 
 @pytest.fixture(scope="module")
 def split(folder):
-    """A router before a prefill server and two decode servers of its own."""
+    """Start a router with its own prefill server and two decode servers."""
     flags = [*SIZE, "--prefill", "1", "--decode", "2", "--no-warm-spare"]
     flags += ["--health-check-interval", "0.2"]
     with harness.serve(folder, *flags, what="router") as router:
@@ -76,7 +76,7 @@ def split(folder):
 
 
 def own_servers(router, role=""):
-    """The processes of a router's own servers."""
+    """Return the processes of a router's own servers."""
     found = {}
     for child in psutil.Process(router.process.pid).children():
         with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
@@ -133,7 +133,7 @@ def test_chats_go_on_elsewhere_too_and_what_is_refused_says_why(split):
         pieces.append(event.choices[0].delta.content or "")
         ids.add(event.id)
         if len(pieces) == 20:
-            for victim in victims:  # both: the answer waits for the first that is back
+            for victim in victims:  # both: the answer waits for the first that has restarted
                 victim.kill()
     assert "".join(pieces) == whole.choices[0].message.content
     assert len(ids) == 1

@@ -1,4 +1,4 @@
-"""Engines that sleep: memory that is really given back, and answers that do not change."""
+"""Engines that sleep: memory is really returned, and answers do not change."""
 
 import json
 import subprocess
@@ -221,7 +221,7 @@ def test_weights_that_change_while_they_sleep(tmp_path, expected):
         llm.wake_up()
         changed = answers(llm)
         assert changed != expected
-        # As scripts for vLLM do it.
+        # As in scripts for vLLM.
         llm.sleep(2)
         weights.write_bytes(before)
         llm.wake_up(["weights"])
@@ -243,7 +243,7 @@ def server(tmp_path_factory):
 
 
 def stream(server, index, texts, **fields):
-    """Collects a stream's text and its finish reason."""
+    """Collect a stream's text and its finish reason."""
     body = {"prompt": PROMPTS[index % 4], "max_tokens": 100, "seed": index, "ignore_eos": True}
     text, reason = "", None
     with (
@@ -264,7 +264,7 @@ def stream(server, index, texts, **fields):
 
 
 def streams(server, meanwhile=lambda: None, **fields):
-    """The texts of 32 streams at once, by number."""
+    """Return the texts of 32 simultaneous streams, by number."""
     texts = {}
     clients = [
         threading.Thread(target=stream, args=(server, i, texts), kwargs=fields) for i in range(32)
@@ -328,7 +328,7 @@ def test_a_server_ends_while_it_sleeps(server):
     while server.get("/load").json() != {"server_load": 1}:
         pass
     server.process.terminate()
-    assert server.process.wait(20) == 0  # no drain: nothing would come of it
+    assert server.process.wait(20) == 0  # no drain: no answer could finish
     client.join()
     assert answers[0].status_code == 503
     assert "server stopped" in answers[0].json()["error"]["message"]

@@ -1,4 +1,4 @@
-"""Random load with aborts and disconnects: nobody is lost, nothing is left behind."""
+"""Random load with aborts and disconnects: all requests end, and no resource is left."""
 
 import asyncio
 import random
@@ -19,7 +19,7 @@ def server(tmp_path_factory):
 
 
 async def one_request(client: httpx.AsyncClient, rng: random.Random) -> str:
-    """Sends a random request, and in a third of the cases leaves before the answer is complete."""
+    """Send a random request; in a third of the cases disconnect before its end."""
     prompt = [rng.randrange(10, 4000) for _ in range(rng.randrange(1, 300))]
     body = {
         "model": "octavo/stories",

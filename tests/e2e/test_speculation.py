@@ -1,4 +1,4 @@
-"""Speculation changes how many steps an answer takes, and nothing else of it."""
+"""Speculation changes only the number of steps of an answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV memory for two long requests, 32 offered: all finish, and /metrics tells what it took."""
+"""KV memory for two long requests, 32 arrive: all finish, and /metrics shows the preemptions."""
 
 import concurrent.futures
 

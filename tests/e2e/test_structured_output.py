@@ -1,4 +1,4 @@
-"""Answers that follow grammars, whatever goes on around them, and bit for bit the same."""
+"""Answers that follow grammars, bit for bit the same under any load."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def request(llm, request_id, prompt, spec, seed=0, n=1, **params):
 
 
 def run(llm, requests, before_step=lambda core: None):
-    """The answers of requests that run together."""
+    """Return the answers of requests that run together."""
     core = llm._client.core
     answers = {}
     for item in requests:
@@ -95,7 +95,7 @@ def text(llm, answer):
 
 
 def check(llm, item, answer):
-    """Whether an answer is what was asked for."""
+    """Check that an answer follows its request."""
     assert answer.error is None
     spec, said = item.sampling_params.grammar, text(llm, answer)
     if answer.reason == FinishReason.LENGTH or spec is None:
@@ -123,7 +123,7 @@ def llm():
 
 @pytest.fixture(scope="module")
 def expected(llm):
-    """Of `all_requests`, without the drafts of grammars."""
+    """Return the answers to `all_requests`, without the drafts of grammars."""
     core = llm._client.core
     core.scheduler.max_num_drafts, most = 0, core.scheduler.max_num_drafts
     answers = run(llm, all_requests(llm))
@@ -141,7 +141,7 @@ def test_answers_are_what_was_asked_for(llm, expected):
 
 def test_jumping_ahead_changes_no_bit_and_saves_steps(llm, expected):
     before, requests, answers = llm.stats(), all_requests(llm), {}
-    for i in range(0, len(requests), 3):  # with many at once there are no such drafts
+    for i in range(0, len(requests), 3):  # larger batches have no such drafts
         answers |= run(llm, requests[i : i + 3])
     assert bits(answers) == bits(expected)
     after = llm.stats()
@@ -243,7 +243,7 @@ def test_prompt_logprobs_beside_a_grammar(llm):
 
 
 def test_the_end_of_a_grammar_is_the_answer_s(llm):
-    """ignore_eos: no stop token is the request's, and nothing can follow but one."""
+    """ignore_eos: the request has no stop token, and only one can follow."""
     for params in ({}, {"all_stop_token_ids": []}):
         answer = run(llm, [request(llm, "0", PROMPTS[1], CHOICE, **params)])["0"]
         assert answer.reason == FinishReason.STOP
@@ -270,7 +270,7 @@ def test_min_tokens_that_a_grammar_cannot_reach_is_an_error_that_says_so(llm):
 
 
 def test_no_padding_or_special_token_is_ever_allowed(llm):
-    """Though the request favours them as much as it can."""
+    """The request favours them as much as possible."""
     tokenizer = llm.get_tokenizer()
     special = sorted(tokenizer.all_special_ids)
     favoured = dict.fromkeys(special, 100.0)

@@ -1,4 +1,4 @@
-"""The whole engine on interpreted Triton kernels: the same tokens as the CPU kernels."""
+"""Engine on interpreted Triton kernels: the same tokens as with the CPU kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 
 def folder(case: str, tmp_path: Path) -> str:
-    """A model of two layers, which are of two kinds where the family has two."""
+    """Return a model of two layers, of two kinds if the family has two."""
     architecture, config = CASES[case]
     name = next(key for key in ("num_hidden_layers", "n_layer", "n_layers") if key in config)
     make_hf(architecture, **config | {name: 2}).save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""What scripts for vLLM do, in the shapes of its well-known examples, in one engine."""
+"""Calls of scripts for vLLM, in the forms of its well-known examples, in one engine."""
 
 import asyncio
 import dataclasses
@@ -228,7 +228,7 @@ def test_workers_and_models_can_be_called(llm):
 
 
 def run_engine(engine, requests):
-    """vLLM's engine loop: adds a request before each step, as long as there are some."""
+    """Run vLLM's engine loop: add a request before each step while some are left."""
     finished = {}
     requests = list(requests)
     while requests or engine.has_unfinished_requests():
@@ -328,7 +328,7 @@ def test_engine_args_make_an_llm():
 
 
 async def check_pauses(engine):
-    """A paused engine computes nothing, and what it keeps has the answer that it would have had."""
+    """A paused engine computes nothing; the answers of its requests do not change."""
 
     async def tokens(request_id, **fields):
         params = SamplingParams(temperature=0, ignore_eos=True, **fields)
@@ -337,7 +337,7 @@ async def check_pauses(engine):
         return seen[request_id].token_ids
 
     async def stands_still(request_id):
-        await asyncio.sleep(0.05)  # what was on its way has come
+        await asyncio.sleep(0.05)  # outputs in transit have arrived
         count = len(seen[request_id].token_ids)
         await asyncio.sleep(0.2)
         return await engine.is_paused() and len(seen[request_id].token_ids) == count

@@ -1,4 +1,4 @@
-"""From a config to an engine core: what is chosen, and in which order things are done."""
+"""Assembly of an engine core from a config: choices, and the order of steps."""
 
 import gc
 import logging
@@ -30,7 +30,7 @@ BUDGET = MemoryBudget(
 
 
 class Platform(CPUPlatform):
-    """Estimates its memory, or has it measured, without looking at the machine."""
+    """Platform that estimates its memory, or measures it, without looking at the machine."""
 
     def __init__(self, order, *, estimates=True):
         self._order, self._estimates = order, estimates

@@ -1,4 +1,4 @@
-"""The engine core with a fake worker: order of calls, refusals, failures."""
+"""Engine core with a fake worker: order of calls, rejections, failures."""
 
 import contextlib
 import json
@@ -39,7 +39,7 @@ def make_core(
     record=None,
     **settings,
 ):
-    """A core on fakes; its clock is `core.clock`."""
+    """Return a core on fakes; its clock is `core.clock`."""
     kv_cache = KVCacheConfig(blocks, 16, make_kv_cache_groups([AttentionCache(1, 1)]))
     clock = Clock()
     scheduler = Scheduler(
@@ -81,7 +81,7 @@ def request(request_id, prompt, **params):
 
 
 def guided(request_id, text, **params):
-    """A request whose output follows a grammar of `ToyBackend`."""
+    """Return a request whose output follows a grammar of `ToyBackend`."""
     item = request(request_id, params.pop("prompt", [1, 2, 3]), **{"max_tokens": 30} | params)
     item.sampling_params = msgspec.structs.replace(item.sampling_params, grammar=spec(text))
     return item
@@ -226,7 +226,7 @@ def test_a_dead_engine_is_no_failed_step(core):
 @pytest.mark.parametrize("salt", [None, "scope"])
 def test_prefixes_are_shared_as_the_settings_say(caching, salt):
     core = make_core(caching=caching)
-    for i in range(2):  # the first still holds its blocks when the second comes
+    for i in range(2):  # the first still holds its blocks when the second arrives
         item = request(str(i), list(range(40)), max_tokens=20)
         set_options(item, cache_salt=salt)
         core.add_request(item)
@@ -387,7 +387,7 @@ def test_a_step_with_a_grammar_is_sampled_when_all_tokens_are_known():
     core.scheduler.update_from_output = lambda *args: order.append("update") or update(*args)
     executor.calls = order
     tokens = [len(o.new_token_ids) for _ in range(3) for o in core.step().outputs]
-    # The next step's forward pass begins before the last result is looked at.
+    # The next step's forward pass begins before the last result is examined.
     assert order == ["execute", "sample", *["execute", "update", "sample"] * 3]
     assert tokens == [1, 1, 1]
     assert follows([*[3] * 12, 7, 8, 9, STOP], LONG)
@@ -447,7 +447,7 @@ def test_a_request_that_is_gone_is_not_started_by_its_grammar(core):
     core.add_request(guided("0", "slow 3 4"))
     assert core.backend.running.acquire(timeout=10)
     core.abort_requests(["0"])
-    core.add_request(guided("0", "slow 5 6"))  # another one of that name
+    core.add_request(guided("0", "slow 5 6"))  # another request of that name
     core.backend.go.set()
     assert run(core).tokens == {"0": [5, 6, STOP]}
 
@@ -652,7 +652,7 @@ def test_parts_wake_up_one_by_one(core):
         ([1, 0], True),
         ([2], False),
         ([1, 2], False),
-        ([2, 1], False),  # they are gone
+        ([2, 1], False),  # both have ended
         ([2, "weights", 1], True),
         ([2, "kv_cache", 1], False),
     ],
@@ -723,7 +723,7 @@ def test_requests_end_while_the_engine_sleeps(core):
     late = request("8", [1, 2], max_tokens=5)
     set_options(late, deadline=core.clock.now + 5)
     core.add_request(late)
-    core.step()  # the rows of those that ran
+    core.step()  # the rows of the requests that ran
     assert not core.has_work()
     assert core.seconds_to_deadline() == 5
     core.clock.now += 5
@@ -767,7 +767,7 @@ def test_requests_with_grammars_in_flight_go_on(core):
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_what_is_recorded_of_steps(depth, monkeypatch):
-    """What was scheduled, and how long the steps before took: here each time somebody looks 1 s."""
+    """The schedule, and the duration of earlier steps: here each look at the clock adds 1 s."""
     now = [0.0]
 
     def look():
@@ -781,7 +781,7 @@ def test_what_is_recorded_of_steps(depth, monkeypatch):
         core.add_request(core_request(name, [1, 2, 3], core_params(max_tokens=4)))
         while core.has_work():
             core.step()
-        now[0] += 1000.0  # nothing is asked
+        now[0] += 1000.0  # nothing is requested
     core.shutdown()
     assert [step.number for step in steps] == list(range(1, len(steps) + 1))
     assert [name for step in steps for name in step.added] == ["a", "b"]
@@ -790,7 +790,7 @@ def test_what_is_recorded_of_steps(depth, monkeypatch):
     assert [end.number for end in ended] == computed[: len(ended)]
     assert len(ended) >= len(computed) - depth
     assert all(0 < end.seconds < 10 for end in ended)
-    # Of the time in which nothing was asked nothing counts.
+    # Time without requests does not count.
     idle = [end.number for end in ended if end.host_seconds is None]
     second = next(step.number for step in steps if "b" in step.added)
     assert idle == [1, second]

@@ -1,4 +1,4 @@
-"""The engine core in its own process: failures, the parent's death, utility calls."""
+"""Engine core in its own process: failures, the parent's death, utility calls."""
 
 import asyncio
 import contextlib
@@ -54,7 +54,7 @@ async def start(progress_timeout: float = 60.0, restarts: int = 5, **settings: o
 
 
 def run(test, **settings):
-    """Runs a coroutine function with an engine of its own, just started."""
+    """Run a coroutine function with a dedicated engine, just started."""
 
     async def main():
         engine = await start(**settings)
@@ -68,13 +68,13 @@ def run(test, **settings):
 
 @pytest.fixture(scope="module")
 def run_shared():
-    """Runs a coroutine function with the engine of all tests that leave it as it was."""
+    """Run a coroutine function with the engine that tests share if they restore its state."""
 
     async def end():
         await engine.shutdown()
 
     with asyncio.Runner() as runner:
-        engine = runner.run(start(progress_timeout=600.0))  # nobody listens between the tests
+        engine = runner.run(start(progress_timeout=600.0))  # no test listens between the tests
         yield lambda test: runner.run(test(engine))
         runner.run(end())
 
@@ -262,7 +262,7 @@ def launcher(config):
 
 
 def test_the_last_words_of_a_process_that_ended_are_heard():
-    """Its message may come in after one look at the socket and before one at the process."""
+    """Its message may arrive after one look at the socket and before one at the process."""
 
     async def main():
         config = EngineConfig.from_kwargs(**{**CONFIG, "num_threads": 1000})
@@ -274,7 +274,7 @@ def test_the_last_words_of_a_process_that_ended_are_heard():
             if len(looks) == 1:
                 await asyncio.to_thread(client.process._process.wait)
                 return None
-            return await receive(seconds or 1.0)  # what was sent is on its way
+            return await receive(seconds or 1.0)  # the sent data is in transit
 
         client._channel.receive = receive_but_the_first
         with pytest.raises(EngineDeadError, match="num_threads=1000"):
@@ -320,7 +320,7 @@ def test_a_deadline_in_a_far_future_ends_nobody(run_shared):
         params = SamplingParams(max_tokens=3, ignore_eos=True)
         async for _ in engine.generate("The", params, "a", deadline=far):
             pass
-        await engine._client.call_utility("stats")  # after which the loop goes idle again
+        await engine._client.call_utility("stats")  # afterwards the loop is idle again
         assert await collect(engine, "b", max_tokens=3)
 
     run_shared(test)
@@ -345,7 +345,7 @@ def test_a_wait_is_no_longer_than_a_thread_can_wait(seconds):
 
 def test_while_nothing_can_be_done_the_loop_sleeps_until_a_deadline():
     class Core:
-        """Holds a request, whose deadline comes after a tenth of a second."""
+        """Core with a request, whose deadline passes after a tenth of a second."""
 
         asked = 0
         ends = time.monotonic() + 0.1
@@ -360,7 +360,7 @@ def test_while_nothing_can_be_done_the_loop_sleeps_until_a_deadline():
 
         def step(self):
             self.stepped = True
-            inputs.put(None)  # that is all
+            inputs.put(None)  # the last message
 
         def abort_requests(self, request_ids):
             assert not request_ids
@@ -454,7 +454,7 @@ KINDS = [
 
 
 async def answers(engine: AsyncLLM, deaths: list[signal.Signals]):
-    """The last outputs of all kinds of request, while the engine dies in the middle of them."""
+    """Return the last outputs of all kinds of request, while the engine dies in the middle."""
     deaths, num_deaths = deaths.copy(), len(deaths)
 
     async def answer(number: int):
@@ -481,7 +481,7 @@ def test_answers_are_the_same_when_engines_die():
                 assert a.cumulative_logprob == b.cumulative_logprob
         page = engine.metrics.render().decode()
         [count] = re.findall(r"engine_restarts_total{.*} (.*)", page)
-        assert float(count) >= 3  # a busy machine may seem to be stopped for so long, too
+        assert float(count) >= 3  # on a busy machine a process may seem stopped for this time, too
 
     run(test, progress_timeout=0.5)
 
@@ -556,7 +556,7 @@ def test_what_the_process_makes_of_itself(tmp_path):
             b"R",
             msgspec.msgpack.encode(CoreReady(make_plan(5, 7), [7])),
         ]
-        said, _ = process.communicate(timeout=20)  # end of file: it is to stop
+        said, _ = process.communicate(timeout=20)  # end of file: it must stop
         output.close(linger=0)
     assert process.returncode == 0
     assert not folder.exists()
@@ -574,7 +574,7 @@ def test_what_the_process_makes_of_itself(tmp_path):
         },
         "interval": pytest.approx(SWITCH_INTERVAL),
         "epoch": -5.0,  # the parent's: the wall clock may have been set since
-        "ignored": [True, True],  # a Ctrl-C in the terminal is the parent's
+        "ignored": [True, True],  # a Ctrl-C in the terminal is for the parent
     }
     assert ended == {"frozen": True}
 
@@ -600,7 +600,7 @@ asyncio.run(main())
     assert len(children) == 2
     assert Path(folder).exists()
     assert all(map(psutil.pid_exists, children))
-    os.kill(children[0], signal.SIGSTOP)  # it sees nothing until somebody continues it
+    os.kill(children[0], signal.SIGSTOP)  # it sees nothing until it is continued
     parent.kill()
     parent.wait()
     parent.stdout.close()
@@ -692,6 +692,6 @@ time.sleep(60)
         parent.kill()
     end = time.monotonic() + 2
     with contextlib.suppress(psutil.NoSuchProcess):
-        while spare.status() != psutil.STATUS_ZOMBIE:  # nobody may have asked for it yet
+        while spare.status() != psutil.STATUS_ZOMBIE:  # it may not have been reaped yet
             assert time.monotonic() < end
             time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""KV events as subscribers get them, over real sockets."""
+"""KV events as subscribers receive them, over real sockets."""
 
 import contextlib
 import socket
@@ -24,7 +24,7 @@ END = (-1).to_bytes(8, "big", signed=True)
 
 @pytest.fixture
 def context():
-    """Opens sockets."""
+    """Return a context that opens sockets."""
     context, opened = zmq.Context(), []
 
     def open_socket(kind):
@@ -55,7 +55,7 @@ def receive(socket):
 
 
 def ask(context, endpoint, *frames):
-    """All that comes for a question."""
+    """Return all answers to a question."""
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.RCVTIMEO, 10_000)
     socket.connect(endpoint)
@@ -76,7 +76,7 @@ def test_who_is_late_asks_for_what_was_missed(tmp_path, context):
     try:
         endpoint = config.endpoint + "_dp2"
         socket = subscribe(context, endpoint)
-        while not socket.poll(100):  # a subscription takes a while to be heard of
+        while not socket.poll(100):  # a subscription takes a while to arrive
             publisher.publish([AllBlocksCleared()])
         while socket.poll(100):
             last, _ = receive(socket)
@@ -95,7 +95,7 @@ def test_who_is_late_asks_for_what_was_missed(tmp_path, context):
             last + 4
         ]
         assert ask(context, question, b"", (10**6).to_bytes(8, "big")) == []
-        # What is no question is not answered, and harms nobody.
+        # A message that is no question is not answered, and does no harm.
         socket = context.socket(zmq.DEALER)
         socket.connect(question)
         for frames in ([b""], [b"", b"x"], [b"", b"", b"", b""], [b"\xff" * 9]):
@@ -120,7 +120,7 @@ def test_what_is_kept_is_bounded(tmp_path, context, monkeypatch):
 
 
 class RawReader:
-    """A reader as ZMTP 3.0 has it, by hand: it sends what it likes, and reads nothing of a PUB."""
+    """Reader of ZMTP 3.0, by hand: it sends arbitrary data, and reads nothing of a PUB."""
 
     def __init__(self, path, kind):
         self.socket = socket.socket(socket.AF_UNIX)
@@ -174,7 +174,7 @@ def test_readers_that_do_not_read_are_dropped_and_others_go_on(
     good = subscribe(context, config.endpoint)
     with RawReader(tmp_path / "events", b"SUB") as slow:
         slow.socket.sendall(b"\x00\x01\x01")  # all topics
-        while not good.poll(100):  # a subscription takes a while to be heard of
+        while not good.poll(100):  # a subscription takes a while to arrive
             publisher.publish([AllBlocksCleared()])
         num_sent = largest = 0
         while "all readers of KV events are disconnected" not in caplog.text:
@@ -209,7 +209,7 @@ def test_a_client_that_asks_and_does_not_read_gets_no_more_than_a_queue(
     with RawReader(tmp_path / "replay", b"DEALER") as slow:
         for _ in range(40):
             slow.socket.sendall(b"\x01\x00\x00\x08" + bytes(8))
-        for _ in range(40):  # taken in turns, so that afterwards all have been
+        for _ in range(40):  # in turn, so that afterwards all have been used
             whole = ask(context, config.replay_endpoint, *question)
         assert len(whole) == 50
         slow.socket.settimeout(1.0)
@@ -264,7 +264,7 @@ def test_events_of_a_model(tmp_path, context):
     subscriber = Subscriber()
     settings = {"max_model_len": 256, "num_gpu_blocks_override": 24, "kv_events_config": config}
     with LLM("octavo/stories", **settings) as llm:
-        while not socket.poll(100):  # a subscription takes a while to be heard of
+        while not socket.poll(100):  # a subscription takes a while to arrive
             assert llm.reset_prefix_cache()
         params = SamplingParams(max_tokens=20, ignore_eos=True)
         prompts = [{"prompt_token_ids": [5 + i] * 50} for i in range(12)]
@@ -279,7 +279,7 @@ def test_events_of_a_model(tmp_path, context):
         assert stored.token_ids == [5] * 48
         assert (stored.medium, stored.block_size) == ("CPU", 16)
         assert any(isinstance(event, BlockRemoved) for event in seen), "there are too few blocks"
-        while socket.poll(100):  # of before
+        while socket.poll(100):  # earlier events
             receive(socket)
         assert llm.reset_prefix_cache()
         _, batch = receive(socket)

@@ -1,4 +1,4 @@
-"""The examples of KV connectors, run as users do."""
+"""Examples of KV connectors, run as by users."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""examples/plugin, installed beside Octavo and used end to end."""
+"""examples/plugin, installed next to Octavo and used end to end."""
 
 import json
 import os
@@ -19,7 +19,7 @@ PACKAGE = ROOT / "examples" / "plugin"
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as pip leaves it: the package, and its metadata."""
+    """Return a folder as pip installs it: the package, and its metadata."""
     folder = tmp_path_factory.mktemp("site")
     shutil.copytree(PACKAGE / "octavo_plugin", folder / "octavo_plugin")
     project = tomllib.loads((PACKAGE / "pyproject.toml").read_text())["project"]

@@ -1,4 +1,4 @@
-"""Workers for processes of their own, which do what a step's requests are called."""
+"""Workers for separate processes; the ids of a step's requests name their actions."""
 
 import logging
 import os
@@ -98,7 +98,7 @@ class FakeWorker:
 
 
 class Refusing(FakeWorker):
-    """Cannot start as rank 1."""
+    """Worker that cannot start as rank 1."""
 
     error: Exception = ConfigError("num_threads=4000 is too many")
 

@@ -1,4 +1,4 @@
-"""The queue in shared memory: every reader gets every message, in order and whole."""
+"""Queue in shared memory: every reader reads every message, in order and whole."""
 
 import os
 import random
@@ -25,7 +25,7 @@ ROOM = CHUNK - 4
 
 
 class Queue:
-    """Both ends of one, and what is open of it."""
+    """Both ends of a queue, and its open resources."""
 
     def __init__(self, num_readers, **sizes):
         self.handle = make_queue(num_readers, **sizes)
@@ -57,7 +57,7 @@ def num_chunks(message):
 
 
 class Model(RuleBasedStateMachine):
-    """A queue beside a list of messages for each reader."""
+    """Queue together with a list of messages for each reader."""
 
     def __init__(self):
         super().__init__()
@@ -214,7 +214,7 @@ writer.write(b"%f" % (time.process_time() - begin))
 
 
 def test_processes(make):
-    """Two of them answer, and take no processor time while there is nothing to do."""
+    """Two processes answer, and use no processor time while idle."""
     requests, answers = make(2), [make(1), make(1)]
     processes = []
     for i in range(2):

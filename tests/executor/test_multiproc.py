@@ -1,4 +1,4 @@
-"""Workers in processes: every rank gets every message; what happens when one is gone."""
+"""Workers in processes: every rank receives every message; failures of workers."""
 
 import gc
 import os
@@ -65,7 +65,7 @@ def _is_alive(pid):
 
 
 def gone(pids, seconds=5.0):
-    """Whether all processes end in time."""
+    """Return whether all processes end in time."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if not any(map(_is_alive, pids)):
@@ -213,7 +213,7 @@ def test_workers_that_may_differ_are_the_engine_s_end(name, reason):
     def run_some():
         for ids in ([name, "wait" if name.startswith("exit") else "a"], ["a"], ["a"]):
             run(executor, *ids)
-            time.sleep(1.0)  # rank 0 may be quicker
+            time.sleep(1.0)  # rank 0 may be faster
 
     with pytest.raises(EngineDeadError, match=reason):
         run_some()
@@ -230,7 +230,7 @@ def test_workers_that_may_differ_are_the_engine_s_end(name, reason):
     ],
 )
 def test_a_start_that_fails_says_why_and_leaves_nothing(worker, error, reason):
-    gc.collect()  # what earlier tests have left
+    gc.collect()  # objects of earlier tests
     before, children = set(os.listdir("/proc/self/fd")), psutil.Process().children()
     with pytest.raises(error, match=reason):
         make(2, worker)

@@ -1,4 +1,4 @@
-"""Workers in actors of a Ray cluster: as in processes, and what Ray has to give or cannot."""
+"""Workers in actors of a Ray cluster: as in processes, and with Ray's resources and failures."""
 
 import os
 import signal
@@ -35,7 +35,7 @@ from octavo.executor.ray import RayExecutor  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 
-# Ray's own: descriptors and processes of clusters, which it leaves to the garbage collector.
+# Descriptors and processes of Ray's clusters, which it leaves to the garbage collector.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning:ray.*"),
@@ -46,7 +46,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def cluster():
-    """Two nodes, with one CPU each."""
+    """Start two nodes, with one CPU each."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
@@ -69,7 +69,7 @@ def make(world_size=2, worker="FakeWorker", **settings):
 
 
 def free_cpus():
-    """What Ray has left once it has taken everything back; for a connected process."""
+    """Return Ray's free CPUs once all have been returned; for a connected process."""
     end = time.monotonic() + 10
     while (free := ray.available_resources().get("CPU", 0)) < 2 and time.monotonic() < end:
         time.sleep(0.1)
@@ -232,14 +232,14 @@ def test_tokens_are_those_of_one_process(cluster):
 
 
 class TestStages:
-    """Two of them; real workers."""
+    """Two stages; real workers."""
 
     PROMPTS = ("Hello", "A long time ago")
     SETTINGS = {"max_model_len": 128, "max_num_seqs": 4, "num_threads": 1}  # noqa: RUF012
 
     @pytest.fixture
     def groups(self, monkeypatch):
-        """What executors have started."""
+        """Return the groups that executors have started."""
         found, make_memories = [], of_ray._ActorGroup._make_memories
         spy = lambda group: (found.append(group), make_memories(group))[1]  # noqa: E731
         monkeypatch.setattr(of_ray._ActorGroup, "_make_memories", spy)
@@ -260,7 +260,7 @@ class TestStages:
 
     @pytest.fixture(scope="class")
     def expected(self):
-        """What one process answers."""
+        """Return the answers of one process."""
         from octavo import LLM
 
         llm = LLM(BUILTIN_MODEL, **self.SETTINGS)
@@ -297,7 +297,7 @@ class TestStages:
         worker = groups[0].workers[rank]
         if how == "killed":
             os.kill(worker.pid, signal.SIGKILL)
-        else:  # its memory, as where the connection of its relay is
+        else:  # its memory, as for the relay's connection
             worker.handle.tell.remote(10**9, b"")
         with pytest.raises(EngineDeadError, match=r"worker [01] \(pid \d+ on .* (failed|has died)"):
             self.generate(llm, 120)
@@ -308,7 +308,7 @@ class TestStages:
 
 @pytest.fixture
 def short_path():
-    """Sockets have names of 107 bytes at most."""
+    """Return a short folder: names of sockets have at most 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="o-", dir="/tmp") as path:
         yield Path(path)
 

@@ -1,4 +1,4 @@
-"""Which executor a config means."""
+"""Executor that a config means."""
 
 import sys
 

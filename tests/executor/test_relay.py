@@ -1,4 +1,4 @@
-"""Two memories of one group: what is written in one shows in the other, until a host is lost."""
+"""Two memories of one group: data written to one appears in the other, until a host is lost."""
 
 import contextlib
 import os
@@ -35,7 +35,7 @@ def make_key():
 
 @dataclass
 class Host:
-    """One of two, which has one of two stages."""
+    """Host, one of two, with one of two stages."""
 
     number: int
     key: RelayKey
@@ -62,7 +62,7 @@ class Host:
 
 
 def connect(hosts):
-    """Both at once; returns what they raised."""
+    """Connect both at once; return their errors."""
     errors = []
 
     def run(host, other):
@@ -91,7 +91,7 @@ def made(*keys):
 
 
 def held():
-    """Descriptors and threads, but for those of memory, which goes with its last view."""
+    """Return descriptors and threads, except those of memory, which ends with its last view."""
     links = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # the folder's own
@@ -185,7 +185,7 @@ def test_a_host_that_is_lost_ends_the_waiting_on_the_other(hosts, lost):
 def test_a_process_that_fails_breaks_the_group_on_all_hosts(hosts):
     GroupMemory.end(hosts[1].descriptor, 2)
     assert "on this host failed" in hosts[1].wait_until_broken()
-    hosts[1].relay.close()  # as its executor does then
+    hosts[1].relay.close()  # as its executor then does
     assert "the host h1" in hosts[0].wait_until_broken()
 
 
@@ -232,7 +232,7 @@ def test_streams_lead_from_who_writes_to_who_reads():
 
 
 class HostsExecutor(RanksExecutor):
-    """Each stage has a memory of its own, as on a host of its own."""
+    """Executor with a separate memory for each stage, as on separate hosts."""
 
     def open_memories(self, setup):
         stages = setup.rank.num_stages

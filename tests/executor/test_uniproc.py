@@ -1,4 +1,4 @@
-"""The in-process executor: order, failures, and giving memory back."""
+"""In-process executor: order, failures, and release of memory."""
 
 import gc
 import threading

@@ -1,4 +1,4 @@
-"""The head node's port: who may join, and what becomes of the engines of nodes that go."""
+"""Port of the head node: which nodes may join, and the engines of nodes that leave."""
 
 import asyncio
 import contextlib
@@ -54,12 +54,12 @@ def test_a_key_is_made_from_a_file(key_file, key, tmp_path):
 
 
 class Peer:
-    """A socket of a node or of one of its engines."""
+    """Socket of a node or of one of its engines."""
 
     made: ClassVar[list["Peer"]] = []
 
     def __init__(self, hub, key, name):
-        self.made.append(self)  # its end must not come before that of its context
+        self.made.append(self)  # its end must not precede that of its context
         reached = ReachedBy(hub.address, key.public, key.secret, b"")
         self.socket = head.connect(zmq.asyncio.Context.instance(), reached, name)
 
@@ -97,7 +97,7 @@ async def until(condition):
 
 
 async def make_engine(hub, key):
-    """A node that has joined, and an engine process that it was told to start."""
+    """Return a node that has joined, and an engine process that it had to start."""
     node = Peer(hub, key, b"N1")
     await node.send(cluster.JOIN, JOIN)
     assert (await node.receive())[0] == cluster.WELCOME
@@ -142,7 +142,7 @@ def test_an_engine_is_one_nodes_only(key):
         await first.send(cluster.JOIN, msgspec.structs.replace(JOIN, num_engines=1))
         assert (await first.receive())[0] == cluster.WELCOME
         await first.send(cluster.JOIN, msgspec.structs.replace(JOIN, num_engines=1))
-        assert (await first.receive())[0] == cluster.WELCOME  # it had not heard it
+        assert (await first.receive())[0] == cluster.WELCOME  # the node had not received it
         await second.send(cluster.JOIN, JOIN)
         with pytest.raises(TimeoutError):  # the first one may be dead
             await second.receive(0.1)
@@ -192,7 +192,7 @@ def test_nobody_gets_in_without_the_key(key, key_file, caplog):
             await stranger.receive(0.3)
         plain.close(linger=0)
         assert joined == []
-        await make_engine(hub, key)  # nobody else is kept out
+        await make_engine(hub, key)  # no other node is kept out
 
     run(test, key)
 
@@ -218,7 +218,7 @@ def test_an_engine_is_talked_to_in_order(key):
     async def test(hub, joined):
         _, process, launch_id = await make_engine(hub, key)
         channel = process.open_channel()
-        await channel.send(core_messages.ADD, b"first")  # it is not there yet
+        await channel.send(core_messages.ADD, b"first")  # it has not joined yet
         inputs, outputs = (Peer(hub, key, kind + launch_id) for kind in (b"I", b"O"))
         await inputs.socket.send(head.HELLO)
         assert await inputs.receive() == (core_messages.ADD, b"first")
@@ -297,7 +297,7 @@ def test_the_engines_of_a_node_that_goes_have_ended(key, monkeypatch, stopped, c
         await node.send(cluster.ALIVE)
         while (said := await node.receive())[0] == cluster.ALIVE:
             pass
-        assert said[0] == cluster.FORGOTTEN  # it has come back too late, and has to join again
+        assert said[0] == cluster.FORGOTTEN  # it has returned too late, and must join again
 
     run(test, key)
 

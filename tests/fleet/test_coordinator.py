@@ -1,4 +1,4 @@
-"""A coordinator between engines that are a hand, and front ends that are real clients."""
+"""Coordinator between engines that the test drives, and front ends that are real clients."""
 
 import asyncio
 from functools import cached_property
@@ -33,7 +33,7 @@ def request(name):
 
 
 class Engines:
-    """Stands in for the engines."""
+    """Stand-in for the engines."""
 
     def __init__(self, unfinished, on_recovery):
         self.unfinished, self.on_recovery = unfinished, on_recovery
@@ -56,7 +56,7 @@ class Engines:
         return outputs
 
     async def add_request(self, request):
-        # By then it must be known what another engine is to get.
+        # By then it must be known which requests another engine will receive.
         assert request.request_id in {r.request_id for r in self.unfinished()}
         self.sent.append(request.request_id)
 
@@ -77,7 +77,7 @@ class Engines:
 
 
 class Bench:
-    """A coordinator, and front ends in the same process."""
+    """Coordinator, and front ends in the same process."""
 
     def __init__(self, folder):
         self.folder, self.number, self.life, self.clients = str(folder), 0, 0, {}
@@ -90,7 +90,7 @@ class Bench:
         return self.engines
 
     def join(self, page=b"", connected=True):
-        """A front end, and what it reads."""
+        """Return a new front end, and its output reader."""
         self.number += 1
         front_end = FrontEndConnection(
             self.number, *addresses_of(self.folder, self.life, self.number)
@@ -109,7 +109,7 @@ class Bench:
         return client
 
     async def replace(self):
-        """Another coordinator, with other engines, takes the place of this one."""
+        """Replace the coordinator by another one, with other engines."""
         self.running.cancel()
         await asyncio.wait({self.running})
         await self.coordinator.shutdown()
@@ -154,7 +154,7 @@ async def until(is_so):
 
 
 def texts(client):
-    """What came for each request, in order."""
+    """Return the outputs of each request, in order."""
     return [(o.request_id, o.new_token_ids) for outputs in client.seen for o in outputs.outputs]
 
 
@@ -172,7 +172,7 @@ def test_each_gets_its_own(tmp_path):
         assert [r.output_token_ids for r in bench.engines.unfinished()] == [[1], [2, 3]]
         await a.abort_requests(["r#1.0"])
         await until(lambda: bench.engines.aborted == ["r#1.0"])
-        await bench.say(EngineCoreOutput("r#1.0", [5]))  # it was on its way
+        await bench.say(EngineCoreOutput("r#1.0", [5]))  # it was in transit
         await bench.say(EngineCoreOutput("r#2.0", [6], finish_reason=FinishReason.LENGTH))
         await until(lambda: texts(b)[-1] == ("r#2.0", [6]))
         assert len(texts(a)) == 1
@@ -195,7 +195,7 @@ def test_how_the_engines_are(tmp_path):
         await until(lambda: client.down == engines.down)
         late = bench.join()
         await until(lambda: late.up and late.down == engines.down)
-        # What they do is told to all, with the last of it.
+        # Their statistics are sent to all, with the last output.
         await bench.say(stats=SchedulerStats(num_running_reqs=3))
         await bench.say(stats=SchedulerStats(num_running_reqs=7))
         for each in (client, late):
@@ -214,7 +214,7 @@ def test_calls(tmp_path):
             await b.call_utility("stop_profile")
         await b.add_request(request("r#2.0"))
         await until(lambda: bench.engines.sent)
-        await a.call_utility("trim_memory")  # one that is idle knows nothing of the other
+        await a.call_utility("trim_memory")  # an idle front end knows nothing of the other
         assert [name for name, *_ in bench.engines.calls] == ["reset_prefix_cache", "stop_profile"]
         await b.abort_requests(["r#2.0"])
         await until(lambda: bench.engines.aborted)
@@ -246,13 +246,13 @@ def test_metrics_of_all(tmp_path):
         joined = join_pages(await a.pages()).decode()
         assert 'octavo:engine_restarts_total{engine="0",model_name="m"} 1.0' in joined
         assert 'sleep_state="awake"} 1.0' in joined
-        # What one counted that is gone is not forgotten.
+        # Counts of a front end that has ended are not forgotten.
         await bench.coordinator.remove(bench.clients[b])
         assert tokens(await a.pages()) == 21
         bench.join(page(300))
         assert tokens(await a.pages()) == 321
         before = len(await a.pages())
-        for _ in range(3):  # however many have gone, there is one page of them
+        for _ in range(3):  # the number of ended front ends does not matter: they have one page
             await bench.coordinator.remove(list(bench.coordinator._front_ends)[-1])
             bench.join(page(1000))
             await a.pages()
@@ -308,7 +308,7 @@ def test_another_coordinator_goes_on(tmp_path):
         await until(lambda: texts(a) and texts(b))
         bench.engines.call_utility = asyncio.Event().wait
         asked = asyncio.create_task(a.call_utility("stats"))
-        # As their records have it; the third one has been aborted meanwhile.
+        # As in their records; the third one has been aborted meanwhile.
         a.live = [msgspec.structs.replace(request("r#1.0"), output_token_ids=[1])]
         b.live = [msgspec.structs.replace(request("r#2.0"), output_token_ids=[2])]
         await bench.replace()
@@ -339,7 +339,7 @@ def test_one_that_dies_before_the_model_is_loaded(tmp_path):
         await bench.engines.said.put(EngineDeadError("killed while it loads"))
         with pytest.raises(EngineDeadError, match="killed while"):
             await bench.running
-        assert not bench.coordinator.is_final  # the front ends are not told
+        assert not bench.coordinator.is_final  # the front ends are not notified
         await bench.replace()
         bench.engines.ready.set_result(CoreReady(make_plan(64, 8)))
         assert await client.ready == CoreReady(make_plan(64, 8))

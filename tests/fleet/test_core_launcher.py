@@ -33,7 +33,7 @@ def launcher(**kwargs) -> CoreLauncher:
 
 
 def has_ended(process: CoreProcess) -> None:
-    """Waits for the end, without taking note of it."""
+    """Wait for the end, without reaping the process."""
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
 
@@ -122,7 +122,7 @@ def test_one_that_stays_stopped_is_killed():
     process.kill_if_stopped(0.5, 1.0)
     os.kill(process.pid, signal.SIGCONT)
     os.waitid(os.P_PID, process.pid, os.WCONTINUED | os.WNOWAIT)
-    process.kill_if_stopped(0.5, 1.0)  # it goes on, and what was is forgotten
+    process.kill_if_stopped(0.5, 1.0)  # it continues, and the earlier stop is forgotten
     os.kill(process.pid, signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
     process.kill_if_stopped(0.5, 1.0)
@@ -142,7 +142,7 @@ def test_there_is_no_room_for_sockets(monkeypatch):
     monkeypatch.setattr(core_launcher, "SocketFolder", refuse)
     with pytest.raises(OSError, match="Resource temporarily unavailable"):
         made.launch(None)
-    assert process.describe_exit() is not None  # nobody has it any more
+    assert process.describe_exit() is not None  # it has been reaped
 
 
 def test_a_start_removes_the_sockets_of_engines_that_were_killed_with_their_server(
@@ -152,7 +152,7 @@ def test_a_start_removes_the_sockets_of_engines_that_were_killed_with_their_serv
     first = CoreProcess()
     first.start(setup())
     (living,) = tmp_path.iterdir()
-    # As a killed process leaves it: nobody holds its lock.
+    # As a killed process leaves it: its lock is free.
     (killed := tmp_path / f"{living.name[:-3]}old").mkdir()
     second = CoreProcess()
     second.start(setup())

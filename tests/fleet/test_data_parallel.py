@@ -1,4 +1,4 @@
-"""Several engines behind one front end, some of which die; the processes are stand-ins."""
+"""Several engines of one front end, some of which die; the processes are stand-ins."""
 
 import asyncio
 import dataclasses
@@ -35,7 +35,7 @@ from tests.params import core_request
 
 
 class Engines:
-    """A client of several engines, and the records of a front end."""
+    """Client of several engines, and the records of a front end."""
 
     def __init__(self, size, first=None, **how):
         self.records: dict[str, EngineCoreRequest] = {}
@@ -64,7 +64,7 @@ class Engines:
         pass
 
     def process(self, index):
-        """What the newest process of an engine is asked, and says."""
+        """Return the newest process of an engine: its requests, and its answers."""
         numbers = [n for n, (i, _) in enumerate(self.launched) if i == index]
         return Client.made[numbers[-1]]
 
@@ -92,7 +92,7 @@ class Engines:
             await self.say(index, READY)
 
     async def read(self):
-        """What a front end does."""
+        """Read outputs as a front end does."""
         try:
             for number in itertools.count():
                 further = self.client.get_output_nowait() if number % 8 else None
@@ -114,7 +114,7 @@ class Engines:
         return self.process(index).ids
 
     async def scale(self, size):
-        """Begins to; the engines that are started have to say that they are ready."""
+        """Begin to scale; the started engines must report that they are ready."""
         task = asyncio.ensure_future(self.client.scale(size))
         for _ in range(40):
             await asyncio.sleep(0)
@@ -153,7 +153,7 @@ def test_the_first_engines_plan_is_that_of_all():
         assert engines.launched == [(0, None)]
         assert client.pid_of(2) == -1
         await engines.add("a", "b")
-        assert engines.ids(0) == ["a", "b"]  # there is no other one yet
+        assert engines.ids(0) == ["a", "b"]  # no other engine is ready yet
         await engines.say(0, READY)
         assert engines.launched == [(0, None), (1, READY), (2, READY)]
         await engines.add("c")
@@ -192,7 +192,7 @@ def test_requests_and_what_is_asked_of_them_go_to_their_engines():
         await engines.add("a", "b", "c", n=1)
         await engines.add("d", n=2)
         assert (engines.ids(0), engines.ids(1)) == (["a", "c"], ["b", "d"])
-        await engines.say(1, brought(b=5, a=6))  # the second is no request of this engine's
+        await engines.say(1, brought(b=5, a=6))  # the second is not a request of this engine
         assert engines.records["b"].output_token_ids == [5]
         assert engines.records["a"].output_token_ids == []
         assert [o.engine_index for o in engines.outputs] == [1]
@@ -216,7 +216,7 @@ def test_a_busy_engine_does_not_keep_others_from_being_heard():
         await engines.say(1)
         order = [o.engine_index for o in engines.outputs]
         assert sorted(order) == [0] * 20 + [1]
-        assert 1 in order[:10]  # some steps of the same engine are taken in at once
+        assert 1 in order[:10]  # some steps of the same engine are processed at once
 
     run(test)
 
@@ -270,12 +270,12 @@ def test_what_waits_for_an_engine_goes_on_at_another_that_is_there_before():
     async def test(engines):
         await engines.die(0)
         await engines.die(1)
-        await engines.add("a", "b")  # nobody serves
+        await engines.add("a", "b")  # no engine serves
         assert (engines.ids(0), engines.ids(1)) == (["a"], ["b"])
         await engines.say(0, READY)
         assert engines.ids(0) == ["a", "b"]
         assert engines.process(1).sent[-1] == ("abort", "b")
-        await engines.say(1, READY, brought(b=1))  # it did not hear that in time
+        await engines.say(1, READY, brought(b=1))  # it did not receive that in time
         assert engines.records["b"].output_token_ids == []
         await engines.say(0, brought(a=2, b=3))
         assert engines.records["b"].output_token_ids == [3]
@@ -296,7 +296,7 @@ def test_a_suspect_waits_for_its_own_engine():
 
 
 class Nodes:
-    """The only node of engine 1, on which its processes run."""
+    """Only node of engine 1, on which its processes run."""
 
     def __init__(self, engines):
         self.engines, self.there = engines, False
@@ -332,7 +332,7 @@ def test_an_engine_that_has_lost_its_node():
         assert client.pid_of(1) == 2
         await engines.say(1, READY)
         await engines.add("a", "b")
-        # It dies with its node; a suspect has to go as well.
+        # It dies with its node; a suspect must be removed as well.
         client._supervisors[1]._suspects["b"] = supervisor._Suspect({"b"}, deaths=2)
         nodes.there = False
         await engines.say(1, EngineDeadError("the node has closed the connection"))
@@ -453,7 +453,7 @@ def test_a_suspect_is_tried_where_it_was_and_the_others_go_on_elsewhere():
         assert engines.client.engine_of("a") == 1
         await engines.say(1, READY)
         await engines.add("c")
-        assert engines.ids(0) == ["b", "c"]  # an engine with a suspect gets nothing else
+        assert engines.ids(0) == ["b", "c"]  # an engine with a suspect gets no other request
         for _ in range(2):  # alone
             assert "a" not in engines.ends
             await engines.die(1)
@@ -473,7 +473,7 @@ def test_a_suspect_is_tried_where_it_was_and_the_others_go_on_elsewhere():
     st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=25),
 )
 def test_every_request_gets_each_token_once(size, count, poison, events):
-    """Engines die at random, and of one request: that fails, the others are answered once."""
+    """Engines die at random, and of one request: it fails, the others are answered once."""
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr(supervisor, "AsyncMPClient", Client)
     monkeypatch.setattr(supervisor, "_FIRST_DELAY", 0.0)
@@ -485,7 +485,7 @@ def test_every_request_gets_each_token_once(size, count, poison, events):
         deaths = 0
 
         async def step(index):
-            """The next token of all that an engine has, or its death."""
+            """Send the next token of all requests of an engine, or its death."""
             nonlocal deaths
             process = engines.process(index)
             if not process.ready.done():
@@ -509,7 +509,7 @@ def test_every_request_gets_each_token_once(size, count, poison, events):
             if index >= size:
                 continue
             if kind == 0 and index not in killed and engines.process(index).ready.done():
-                killed.add(index)  # once: of two deaths in a row a request could be the cause
+                killed.add(index)  # once: after two deaths in a row a request could be the cause
                 await engines.die(index)
             else:
                 await step(index)
@@ -581,7 +581,7 @@ def test_engines_come_and_go_while_requests_go_on():
         await scaling
         assert engines.process(1).closed
         assert engines.process(2).closed
-        assert len(engines.ids(1)) == len(engines.ids(2)) == 1  # one that leaves gets no more
+        assert len(engines.ids(1)) == len(engines.ids(2)) == 1  # no more for the one that leaves
         assert engines.ids(0) == ["a", "b", "c", "e", "d"] or engines.ids(0)[3:] == ["d", "e"]
         went_on = next(r for r in engines.process(0).sent if r.output_token_ids)
         assert went_on.output_token_ids == [5]
@@ -636,7 +636,7 @@ def test_engines_are_named_by_their_number_among_all_and_a_dead_one_has_no_reque
         engines.outputs.clear()
         await engines.die(0)
         assert list(engines.client.down) == [6]
-        await engines.add("c")  # has the reader look
+        await engines.add("c")  # wakes the reader
         idle = [o for o in engines.outputs if o.engine_index == 0 and o.stats is not None]
         assert [o.stats.num_running_reqs for o in idle] == [0]
 

@@ -1,4 +1,4 @@
-"""`LLM(isolate=True)` and `LLM(data_parallel_size=2)`: engines in processes of their own."""
+"""`LLM(isolate=True)` and `LLM(data_parallel_size=2)`: engines in separate processes."""
 
 import os
 import signal
@@ -47,7 +47,7 @@ def test_it_gives_what_an_engine_in_process_gives_and_survives_its_death(llm):
     killer.start()
     assert answers(llm) == wanted
     killer.join()
-    if llm.llm_engine.client.pids == [dead]:  # it was quicker than the killer
+    if llm.llm_engine.client.pids == [dead]:  # it was faster than the killer
         assert answers(llm) == wanted
     assert llm.llm_engine.client.pids != [dead]
 
@@ -114,7 +114,7 @@ def test_several_engines_give_what_one_gives_and_survive_a_death():
         assert everything(llm) == wanted
         name = "octavo:generation_tokens"
         tokens = {m.labels["engine"]: m.value for m in llm.get_metrics() if m.name == name}
-        assert all(tokens[engine] > 0 for engine in "01")  # both had their part
+        assert all(tokens[engine] > 0 for engine in "01")  # both computed a part
         llm.enqueue(PROMPTS, PARAMS, use_tqdm=False)
         processes[0].kill()
         outputs = llm.wait_for_completion(use_tqdm=False)

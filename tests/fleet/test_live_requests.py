@@ -1,4 +1,4 @@
-"""What the coordinator keeps of requests is what a front end that is alone keeps."""
+"""Journal of the coordinator, which equals the records of a single front end."""
 
 import msgspec
 from hypothesis import given
@@ -26,7 +26,7 @@ class Both:
         self.live.add(request, msgspec.msgpack.encode(request), owner)
 
     def move(self, owner_of):
-        """To another coordinator, which is told what is live."""
+        """Replace the coordinator by one that receives the live requests."""
         self.live = LiveRequests()
         for request in self.bench.outputs.unfinished():
             data = msgspec.msgpack.encode(request)
@@ -72,7 +72,7 @@ def test_it_is_what_an_output_processor_keeps(data):
         is_first = answer in (name, f"0_{name}")
         if is_first and rows_left[name]:
             rows = rows_left[name] if output.new_token_ids else data.draw(st.integers(0, 2))
-            rows = min(rows, rows_left[name])  # with the first token the prompt is done
+            rows = min(rows, rows_left[name])  # the first token ends the prompt
             rows_left[name] -= rows
             packed = pack_logprobs([[97, 98]] * rows, [[-1.0, -2.0]] * rows, [1] * rows)
             output.new_prompt_logprobs = packed

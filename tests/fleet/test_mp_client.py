@@ -1,4 +1,4 @@
-"""What is taken in of a process' messages, and when."""
+"""Messages of a process, and the time at which the client processes them."""
 
 import asyncio
 from collections import deque
@@ -13,7 +13,7 @@ from octavo.messages import EngineCoreOutput, EngineCoreOutputs
 
 
 class Process:
-    """An engine process that has said some things, and its channel."""
+    """Engine process that has sent some messages, and its channel."""
 
     def __init__(self, *messages):
         self.messages = deque(messages)

@@ -1,4 +1,4 @@
-"""Which engine gets a request; and what that does to hits and load, in simulation."""
+"""Routing of requests to engines, and its effect on hits and load, in simulation."""
 
 import random
 
@@ -121,7 +121,7 @@ def test_a_prefix_is_found_again():
     for name in "abcd":
         where.note_token(name)
     embeds = PromptEmbeds(b"", "float32", 1)
-    assert place(where, "e", prompt, prompt_embeds=embeds) != 0  # the least busy one
+    assert place(where, "e", prompt, prompt_embeds=embeds) != 0  # the least busy engine
     where.remove("e")
     assert place(where, "f", prompt) == 0
     where.forget_prefixes(0)
@@ -148,7 +148,7 @@ def step_times(**seconds):
 
 
 class RoundRobin(Router):
-    """What prefixes are held against."""
+    """Router that prefix routing is compared with."""
 
     def place(self, request, engines):
         return super().place(request, [(self._last + 1) % len(engines)])
@@ -156,7 +156,7 @@ class RoundRobin(Router):
 
 @pytest.fixture(scope="module")
 def conversations():
-    """Turns of many conversations, mixed: each begins with what was said before."""
+    """Return the turns of many conversations, mixed: each begins with the earlier turns."""
     rng = random.Random(0)
     requests, arrivals = [], []
     for talk in range(60):

@@ -1,4 +1,4 @@
-"""Engines that die, and what becomes of their requests; the processes are stand-ins."""
+"""Engines that die, and their requests; the processes are stand-ins."""
 
 import asyncio
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ KILLED = "the engine process was killed by SIGKILL (out of memory?)"
 
 
 class Process:
-    """An engine process that is not there."""
+    """Stand-in for an engine process."""
 
     def __init__(self, number):
         self.pid, self.reason, self.naps = number, None, []
@@ -44,7 +44,7 @@ class Process:
 
 
 class Client:
-    """What one process is asked, and a hand for what it says."""
+    """Requests to one process, and answers that the test sends for it."""
 
     made: list
 
@@ -104,7 +104,7 @@ class Client:
 
 
 class Engine:
-    """A supervisor, the records of a front end, and what was seen of both."""
+    """Supervisor, the records of a front end, and the events of both."""
 
     def __init__(self, **settings):
         self.records: dict[str, EngineCoreRequest] = {}
@@ -142,7 +142,7 @@ class Engine:
             await self.supervisor.add_request(request)
 
     async def say(self, *what):
-        """Has the engine say something and the front end take in all of it."""
+        """Send outputs of the engine and let the front end process them."""
         for said in what:
             self.client.said.put_nowait(said)
         for _ in range(20):
@@ -155,7 +155,7 @@ class Engine:
             await asyncio.sleep(0.001)
 
     async def read(self):
-        """What a front end does."""
+        """Read outputs as a front end does."""
         while True:
             outputs = self.supervisor.get_output_nowait() or await self.supervisor.get_output()
             for output in outputs.outputs:
@@ -172,7 +172,7 @@ class Engine:
 
 
 class Records(dict):
-    """Says which answers were asked for and not found."""
+    """Records that note missing answers."""
 
     def __init__(self, records, asked):
         super().__init__(records)
@@ -377,7 +377,7 @@ def test_tokens_between_deaths_clear_a_request():
 
 
 def test_who_brought_something_is_followed_without_a_pause(caplog):
-    """Though others that were in flight have got nothing, and may be the cause."""
+    """Others that were in flight have received nothing, and may be the cause."""
 
     async def test(engine):
         for request_id in "ab":
@@ -393,7 +393,7 @@ def test_who_brought_something_is_followed_without_a_pause(caplog):
 
 
 def test_a_request_that_kills_with_a_certain_token():
-    """It gets one more each time, and so do the others."""
+    """It gets one more token each time, and so do the others."""
 
     async def test(engine):
         await engine.add("a", "b", "c", "d")
@@ -405,7 +405,7 @@ def test_a_request_that_kills_with_a_certain_token():
                 deaths += 1
                 await engine.die()
                 await engine.say(READY)
-        assert deaths == 5  # as many as a server puts up with
+        assert deaths == 5  # the maximum of a server
         assert set(engine.records) == {"a", "b", "d"}
         await engine.say(*[engine.brought(d=5)] * 3)
         assert sorted(engine.client.ids) == ["a", "b", "d"]
@@ -424,7 +424,7 @@ def test_answers_to_one_prompt_are_tried_together():
             await engine.say(READY)
         assert engine.client.ids == ["a"]
         await engine.say(engine.brought(**{f"{i}_a": 5 for i in range(3)}))
-        assert engine.client.ids == ["a"]  # it was but one step
+        assert engine.client.ids == ["a"]  # it was only one step
         end = EngineCoreOutput("1_a", [], finish_reason=FinishReason.STOP)
         await engine.say(EngineCoreOutputs([end]))
         await engine.supervisor.abort_requests(["2_a"])
@@ -458,7 +458,7 @@ def test_who_comes_between_two_engines_was_not_in_flight(monkeypatch):
         await engine.die()
         await engine.say(READY)
         await engine.say(EngineDeadError(KILLED))
-        await engine.add("b")  # the next engine is not there yet
+        await engine.add("b")  # the next engine is not ready yet
         while "a" in engine.records:
             await asyncio.sleep(0.005)
         assert engine.client.ids == ["b"]
@@ -476,7 +476,7 @@ def test_who_was_cleared_goes_on_beside_the_next_trial():
         assert engine.client.ids == ["a", "b"]
         await engine.die()
         await engine.say(READY)
-        assert engine.client.ids == ["b"]  # this time with nobody beside it
+        assert engine.client.ids == ["b"]  # this time alone
         await engine.say(*[engine.brought(b=1)] * 3)
         assert engine.client.ids == ["b", "c"]
         await engine.say(*[engine.brought(c=1)] * 3)
@@ -559,7 +559,7 @@ def test_shutdown_while_an_engine_is_replaced(monkeypatch):
         made = len(Client.made)
         await engine.supervisor.shutdown()
         await asyncio.sleep(0.1)
-        assert len(Client.made) == made  # nobody would end another one
+        assert len(Client.made) == made  # no other engine would be ended
 
     run(test)
 

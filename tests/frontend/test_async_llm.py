@@ -1,4 +1,4 @@
-"""What the front end decides by itself; the rest is in tests/e2e."""
+"""Decisions of the front end alone; the rest is in tests/e2e."""
 
 import asyncio
 import os
@@ -33,7 +33,7 @@ from tests.plan.plans import make_plan
 
 
 class Client:
-    """What the engine process is asked, and a hand for what it says."""
+    """Requests to the engine process, and answers that the test sends for it."""
 
     def __init__(self, launcher, unfinished, **settings):
         self.launcher, self.unfinished, self.settings = launcher, unfinished, settings
@@ -111,7 +111,7 @@ class Client:
 
 
 def run(test, monkeypatch, config=None, **settings):
-    """Runs a coroutine function with an engine whose process is a stand-in."""
+    """Run a coroutine function with an engine whose process is a stand-in."""
     monkeypatch.setattr(async_llm, "Supervisor", Client)
     monkeypatch.setattr(async_llm, "CoreLauncher", lambda config, path, **settings: settings)
     monkeypatch.setattr(async_llm, "_TRIM_INTERVAL", 0.002)
@@ -127,7 +127,7 @@ def run(test, monkeypatch, config=None, **settings):
 
 
 async def looks(count=5):
-    """Time for so many looks at whether anything runs."""
+    """Wait for `count` checks whether any request runs."""
     await asyncio.sleep(0.002 * count + 0.02)
 
 
@@ -180,7 +180,7 @@ def test_health_and_readiness(monkeypatch):
     async def test(engine, client):
         await asyncio.sleep(0.01)
         assert engine.health() == Health(True, "loading the model")
-        assert client.calls == []  # nobody is asked before it can answer
+        assert client.calls == []  # no call before the engine can answer
         assert not engine.ready
         assert engine.loading
         client.become_ready(READY)
@@ -276,7 +276,7 @@ def test_what_is_recorded(monkeypatch, tmp_path):
     assert (killed.reason, gone.reason) == ("killed", "gone")
     assert arrival.request.prompt_token_ids == []
     assert arrival.params.max_tokens == 3
-    assert arrival.request.sampling_params.seed != 0  # the one that was chosen
+    assert arrival.request.sampling_params.seed != 0  # the chosen one
     assert outputs.outputs[0].new_token_ids == [7, 8]
     assert (ended.request_id, ended.num_tokens) == (arrival.request.request_id, 2)
     assert ended.reason == FinishReason.ABORT
@@ -290,7 +290,7 @@ def test_memory_is_given_back_once_nothing_runs_any_more(monkeypatch):
     async def test(engine, client):
         client.become_ready(READY)
         await looks()
-        assert "trim_memory" not in client.calls  # nothing has run yet
+        assert "trim_memory" not in client.calls  # no request has run yet
         for times in (1, 2):
             with engine.request_memory.hold(100):
                 await looks()
@@ -363,7 +363,7 @@ def test_a_step_is_counted_before_its_tokens_reach_the_request(monkeypatch):
 
 
 def test_what_cannot_be_met_is_refused(monkeypatch):
-    """Steps take 10 s; whoever must have a token within one, or 9 tokens within 80 s, is late."""
+    """Steps take 10 s; a deadline of 1 s for a token, or of 80 s for 9 tokens, cannot be met."""
 
     async def test(engine, client):
         async def ask(request_id, limit=None, answer=None, **params):
@@ -404,7 +404,7 @@ def test_what_cannot_be_met_is_refused(monkeypatch):
 
 
 def test_a_name_may_be_used_again_at_once(monkeypatch):
-    """What is still said of the first request is nothing of the second one's."""
+    """Late outputs of the first request are not assigned to the second one."""
     params = SamplingParams(stop=["b"], max_tokens=50)
 
     async def test(engine, client):
@@ -439,7 +439,7 @@ def test_a_closed_stream_is_aborted_and_gives_its_memory_back(monkeypatch):
         with pytest.raises(RequestError, match="'a' is already running"):
             await anext(engine.generate([5], SamplingParams(max_tokens=1), "a"))
         assert client.sent == [("add", "a")]
-        # As much again does not fit: see below.
+        # The same amount again does not fit: see below.
         with pytest.raises(QueueFullError):
             await anext(engine.generate([5, 6], params, "b"))
         waiting.cancel()
@@ -666,7 +666,7 @@ def test_an_engine_that_is_never_asked_ends(monkeypatch):
 
 
 class Several(Client):
-    """Stands in for several engines, whose number can be changed."""
+    """Stand-in for several engines, whose number can be changed."""
 
     scaling = False
 
@@ -714,7 +714,7 @@ def test_the_number_of_engines_is_fixed(monkeypatch):
 
 
 def test_who_is_behind_catches_up(monkeypatch):
-    """Outputs of several steps that are there are taken at once, and none is lost."""
+    """Available outputs of several steps are read at once, and none is lost."""
 
     async def test(engine, client):
         client.become_ready(READY)

@@ -1,4 +1,4 @@
-"""Beam search by itself, held against transformers; no engine."""
+"""Beam search alone, compared with transformers; no engine."""
 
 import asyncio
 import itertools
@@ -28,7 +28,7 @@ MAX_TOKENS = 9
 
 
 def row_of(candidates: dict[int, float]) -> FlatLogprobs:
-    """One position with candidates, the best first; the token chosen there is none of them."""
+    """Return one position with candidates, the best first; the chosen token is none of them."""
     row = FlatLogprobs(None)
     row.append_rows(
         array("i", [-1, *candidates]).tobytes(),
@@ -39,7 +39,7 @@ def row_of(candidates: dict[int, float]) -> FlatLogprobs:
 
 
 class TransformersModel:
-    """A tiny Llama that ends its texts often, and what it says of each prefix."""
+    """Tiny Llama that ends its texts often, and its results for each prefix."""
 
     def __init__(self, seed: int) -> None:
         self.hf = make_hf(
@@ -55,7 +55,7 @@ class TransformersModel:
             eos_token_id=list(EOS),
             pad_token_id=PAD,
         )
-        with torch.no_grad():  # ends are to compete with the rest
+        with torch.no_grad():  # ends compete with other tokens
             self.hf.lm_head.weight *= 0.4
             self.hf.lm_head.weight[list(EOS)] *= 1.5
         torch.manual_seed(seed)
@@ -63,7 +63,7 @@ class TransformersModel:
         self._known: dict[tuple[int, ...], torch.Tensor] = {}
 
     def row(self, token_ids: list[int], count: int) -> FlatLogprobs:
-        """The `count` most probable tokens behind prompt and `token_ids`."""
+        """Return the `count` most probable tokens after prompt and `token_ids`."""
         key = tuple(token_ids)
         if key not in self._known:
             with torch.no_grad():
@@ -73,7 +73,7 @@ class TransformersModel:
         return row_of(dict(zip(ids.tolist(), values.tolist(), strict=True)))
 
     def search(self, params: BeamSearchParams) -> BeamSearch:
-        """Our search, run to its end."""
+        """Run Octavo's search to its end."""
         eos = () if params.ignore_eos else EOS
         search = BeamSearch(params, MAX_TOKENS, eos, VOCAB)
         while search.live:
@@ -81,7 +81,7 @@ class TransformersModel:
         return search
 
     def generate(self, params: BeamSearchParams) -> tuple[list[list[int]], list[float]]:
-        """Transformers' beams, padded, and their scores."""
+        """Return transformers' beams, padded, and their scores."""
         width = params.beam_width
         ids = torch.tensor([self.prompt])
         with torch.no_grad():
@@ -130,13 +130,13 @@ def test_equal_to_transformers(model, width):
     found = {}
     for penalty, early in itertools.product((0.5, 1.0, 2.0, -1.0), (True, False, "never")):
         if width == 1 and early is not False:
-            continue  # transformers' greedy search has no such thing
+            continue  # transformers' greedy search does not have it
         params = BeamSearchParams(
             beam_width=width, max_tokens=MAX_TOKENS, length_penalty=penalty, early_stopping=early
         )
         beams = same_as_transformers(model, params)
         found[penalty, early] = [beam.token_ids for beam in beams]
-    if width == 5:  # all of that matters
+    if width == 5:  # the cases that matter
         assert any(found[2.0, early] != found[0.5, early] for early in (True, False, "never"))
         assert any(found[p, True] != found[p, "never"] for p in (0.5, 1.0, 2.0))
         lengths = {len(tokens) for beams in found.values() for tokens in beams}
@@ -184,7 +184,7 @@ def test_a_vocabulary_that_is_too_small_for_the_beams():
     search.step([row, row])
     assert not search.live
     assert len(search.beams) == 5
-    search = BeamSearch(params(2), 2, (0,), 1)  # nothing but the end
+    search = BeamSearch(params(2), 2, (0,), 1)  # only the end is possible
     search.step([row_of({0: 0.0})])
     assert [beam.token_ids for beam in search.beams] == [[0]]
     assert not search.live
@@ -250,7 +250,7 @@ def test_memory_grows_with_the_width():
 
 
 class FakeStream:
-    """Answers a beam's request with a candidate that depends on its length."""
+    """Engine that answers a beam's request with a candidate that depends on its length."""
 
     def __init__(self, fail_at: int | None = None, block_at: int | None = None) -> None:
         self.fail_at = fail_at

@@ -1,4 +1,4 @@
-"""Whether deadlines can be met, from steps that take a millisecond for each token."""
+"""Forecasts of deadlines, from steps that take a millisecond for each token."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def stats(num_steps, num_tokens, running=1, **counters):
 
 
 def forecast(*sizes, heeds_priority=True, **counters):
-    """One that has seen so many tokens in each step."""
+    """Return a forecast after steps with the given numbers of tokens."""
     made = Forecast(BUDGET, heeds_priority=heeds_priority)
     tokens = 0
     for number, size in enumerate([1, *sizes]):
@@ -43,7 +43,7 @@ def forecast(*sizes, heeds_priority=True, **counters):
 
 
 def first_token(made, asked, *waiting, num_running=1):
-    """The limit in ms that is just enough for a request: the forecast."""
+    """Return the smallest limit in ms that is accepted for a request: the forecast."""
     for limit in range(1, 5000):
         trial = request(
             len(asked.prompt_token_ids),
@@ -69,7 +69,7 @@ class TestStepTimes:
             now += seconds
             times.record(stats(number + 1, 10 * (number + 1)), now)
         assert times.seconds(10) == times.seconds(15) == pytest.approx(0.1)
-        # Larger ones take as long at least; of smaller ones nothing is known.
+        # Larger steps take at least as long; for smaller ones nothing is known.
         assert times.seconds(1000) == pytest.approx(0.1)
         assert times.seconds(7) == 0.0
 
@@ -141,7 +141,7 @@ class TestFirstToken:
             )
         error = caught.value
         assert (error.status, error.param, error.code) == (429, "max_ttft_ms", "deadline_unmet")
-        assert error.retry_after == 3  # 2.56 s are needed, 0.5 s are there
+        assert error.retry_after == 3  # 2.56 s are needed, 0.5 s are available
         assert "expected after 2560 ms, 2060 ms too late" in error.message
 
 

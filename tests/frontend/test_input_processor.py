@@ -1,4 +1,4 @@
-"""Input processor: every check, what is filled in, and the fan-out of n > 1."""
+"""Input processor: every check, the defaults, and the fan-out of n > 1."""
 
 from dataclasses import dataclass
 
@@ -230,7 +230,7 @@ def test_params_are_copied_and_travel():
 def test_stop_token_ids():
     assert params_of(stop_token_ids=[9, 5]).all_stop_token_ids == {3, 5, 9, EOS}
     assert params_of(stop_token_ids=[9], ignore_eos=True).all_stop_token_ids == {9}
-    # The tokenizer's own end of sequence counts too; ids beyond the vocabulary cannot come.
+    # The tokenizer's end of sequence counts too; ids beyond the vocabulary cannot occur.
     processor = make(spec=Spec(eos_token_ids=(3, 9999)))
     assert params_of(processor=processor).all_stop_token_ids == {3, EOS}
     processor = make(spec=Spec(eos_token_ids=(0, -1)))
@@ -240,7 +240,7 @@ def test_stop_token_ids():
 def test_max_tokens():
     assert params_of(max_tokens=None).max_tokens == 29
     assert params_of(max_tokens=29).max_tokens == 29
-    assert params_of(max_tokens=30).max_tokens == 29  # what fits
+    assert params_of(max_tokens=30).max_tokens == 29  # the number that fits
     assert params_of(max_tokens=10**15).max_tokens == 29
     with pytest.raises(ContextLengthError, match="min_tokens=30"):
         run(max_tokens=None, min_tokens=30)
@@ -414,7 +414,7 @@ def test_what_lies_just_within_the_bounds():
     ],
 )
 def test_how_long_it_takes_is_known_before(prompt, fields, microseconds):
-    """Such work is done on a thread; a factor of two is no matter, one of ten would be."""
+    """Long work is done on a thread; a factor of two does not matter, one of ten would."""
     found = input_processor.processing_time(prompt, SamplingParams(**fields))
     assert microseconds / 2 <= found <= 2 * microseconds + len(prompt) + 1
 
@@ -549,7 +549,7 @@ def test_structured_outputs_need_a_tokenizer():
 
 
 class TestRenewed:
-    """A request of a recording, for the engine that replays it."""
+    """Request of a recording, renewed for the engine that replays it."""
 
     PARAMS = SamplingParams(
         n=2,
@@ -580,7 +580,7 @@ class TestRenewed:
         )[0]
 
     def test_it_is_the_same_but_for_its_times(self):
-        """What has passed since would be over at once."""
+        """The original deadlines would have passed."""
         recorded = self.record()
         found = make().renew(recorded, self.PARAMS, 100.0)
         set_options(recorded, arrival_time=100.0, deadline=None, first_token_deadline=None)

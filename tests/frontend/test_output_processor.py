@@ -29,7 +29,7 @@ CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
 
 @pytest.fixture(autouse=True)
 def one_clock(monkeypatch):
-    """Messages have the times that `RequestMetrics` have."""
+    """Give messages the clock of `RequestMetrics`."""
     monkeypatch.setattr(clock, "_EPOCH", 0.0)
 
 
@@ -40,7 +40,7 @@ class Spec:
 
 
 class Bench:
-    """An output processor and a hand for the engine core."""
+    """Output processor with outputs that the test sends for the engine core."""
 
     def __init__(self, tokenizer="default", metrics=None):
         self.tokenizer = byte_level() if tokenizer == "default" else tokenizer
@@ -56,7 +56,7 @@ class Bench:
         return collector
 
     def step(self, *outputs):
-        """One step; each output is (request id, text or tokens) or an EngineCoreOutput."""
+        """Process one step; each output is (request id, text or tokens) or an EngineCoreOutput."""
         self.now += 1.0
         made = [
             o if isinstance(o, EngineCoreOutput) else EngineCoreOutput(o[0], list(tokens(o[1])))
@@ -144,7 +144,7 @@ def test_stop_text(kind):
     else:
         assert answer.text == "one "
         assert bytes(answer.token_ids) == b"one STOP"
-    # What the core had under way for it is skipped.
+    # Further outputs of the core are skipped.
     assert bench.step(("r", "more")).request_outputs == []
 
 
@@ -249,7 +249,7 @@ def test_ids_are_unique_among_the_living():
         bench.add("p", n=2)
     with pytest.raises(RequestError):
         bench.add("0_p")
-    # A group whose last answer's id is in use leaves nothing behind.
+    # A group whose last answer's id is in use leaves no state.
     bench.add("2_q")
     with pytest.raises(RequestError, match="'q'"):
         bench.add("q", n=3)
@@ -507,7 +507,7 @@ def test_metrics():
 
 
 def counts(metrics):
-    """All counts and sums that are not 0, by name and reason or source, without buckets."""
+    """Return all counts and sums that are not 0, by name and reason or source, without buckets."""
     return {
         (
             s.name.removeprefix("octavo:"),
@@ -590,7 +590,7 @@ def test_metrics_of_what_failed_before_its_first_step():
 
 
 def row(token, logprob, *others):
-    """Logprobs of one position: the token itself, then the most probable ones."""
+    """Return logprobs of one position: the token itself, then the most probable ones."""
     ids, values = [token], [logprob]
     for other, value in others:
         ids.append(other)
@@ -607,7 +607,7 @@ def test_all_of_what_two_answers_bring(kind):
     def step(*outputs):
         bench.step(*outputs)
         output = queue.get_nowait()
-        if output is not None:  # an answer that has ended stands in later outputs as well
+        if output is not None:  # an ended answer is in later outputs as well
             output.outputs = [replace(c, logprobs=list(c.logprobs)) for c in output.outputs]
         seen.append(output)
 
@@ -707,7 +707,7 @@ def test_what_another_engine_gets():
     a, b = bench.outputs.unfinished()
     assert (a.request_id, a.output_token_ids, a.answers) == ("a", bench.tokenizer.encode("x"), None)
     assert a.num_prompt_logprobs == 1
-    # Once, however many answers there are.
+    # Once, for any number of answers.
     assert (b.request_id, b.n, b.output_token_ids) == ("b", 3, [])
     assert b.answers == {0: bench.tokenizer.encode("xy"), 2: []}
     assert b.child_ids == ["0_b", "2_b"]

@@ -1,4 +1,4 @@
-"""What requests may take, known on arrival, and its budget."""
+"""Maximum memory of requests, known on arrival, and its budget."""
 
 import contextlib
 
@@ -65,7 +65,7 @@ def test_candidates_count_for_every_token():
     for n in (1, 64):
         more = nbytes(n=n, logprobs=20, max_tokens=100) - nbytes(n=n, max_tokens=100)
         assert more >= n * 100 * 20 * 8
-    # The prompt's are the same for all.
+    # The prompt's logprobs are the same for all.
     of_prompt = nbytes(prompt=500, prompt_logprobs=20) - nbytes(prompt=500)
     assert nbytes(prompt=500, prompt_logprobs=20, n=64) - nbytes(prompt=500, n=64) == of_prompt
 
@@ -75,7 +75,7 @@ def test_a_tenant_leaves_room_for_others():
     held = []
 
     def take(tenant, nbytes=10):
-        """As often as it is let."""
+        """Reserve until the budget rejects; return the number of reservations."""
         count = 0
         with contextlib.suppress(QueueFullError):
             while True:
@@ -95,7 +95,7 @@ def test_a_tenant_leaves_room_for_others():
         reserved.__exit__(None, None, None)
     assert memory.used == 0
     assert not memory._of_tenants
-    assert take("a", 950) == 1  # whoever has nothing may have what there is
+    assert take("a", 950) == 1  # a tenant that holds nothing may use all that is free
     assert take(None, 10) == 5
 
 
@@ -110,7 +110,7 @@ def test_a_budget_is_kept():
             memory.reserve(101).__enter__()
         assert error.value.status == 400
         assert memory.used == 60
-    with memory.hold(500):  # what is there already is counted, not refused
+    with memory.hold(500):  # existing data is counted, not rejected
         assert memory.used == 500
         with pytest.raises(QueueFullError):
             memory.reserve(1).__enter__()
@@ -138,7 +138,7 @@ def test_a_budget_is_kept():
             {"prompt": 4, "max_tokens": 1, "prompt_logprobs": 2, "n": 2},
             4 * (96 + 24) + 2 * (8192 + 112) + 12 * (8 + 512),
         ),
-        # What is packed counts twice, a caller's id 64, a stop token three times as much; texts
+        # Packed data counts twice, a caller's id 64 bytes, a stop token three times as much; texts
         # have up to 4 bytes for a character.
         ({"prompt": 0, "max_tokens": 1, "stop_token_ids": [5, 6]}, 8192 + 112 + 2 * 3 * 64),
         ({"prompt": 0, "max_tokens": 1, "allowed_token_ids": [5]}, 8192 + 112 + 2 * 16 + 64),

@@ -1,9 +1,9 @@
-"""Compiles every Triton kernel for GPUs, without one, as the functions around them launch it.
+"""Compile every Triton kernel for GPUs, without one, as the functions around them launch it.
 
     python -m tests.kernels.compile_triton CAPABILITY [...]
 
-Prints a line for each: the capability, shared memory, name, and constants. The interpreter knows no
-types: what it runs need not compile.
+The script prints a line for each: the capability, shared memory, name, and constants. The
+interpreter ignores types: code that runs there may fail to compile.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ compiled: set[str] = set()
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A tensor of which nothing but its address is looked at."""
+    """Return a tensor of which only the address is used."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
@@ -52,7 +52,7 @@ JITFunction.run = compile_instead  # type: ignore[method-assign]
 
 
 def kernels(dtype: torch.dtype) -> None:
-    """All that looks at the type of the activations."""
+    """Launch all kernels that depend on the type of the activations."""
     x, weight = zeros(4, 4096, dtype=dtype), zeros(4096, dtype=dtype)
     norm.rms_norm(x, weight, 1e-5, 0.0, None)
     norm.rms_norm(x, weight, 1e-5, 1.0, None)
@@ -69,7 +69,7 @@ def kernels(dtype: torch.dtype) -> None:
         (80, 1, {"alibi_slopes": zeros(heads)}),
         (256, 2, {}),
     ]
-    # Each is compiled for one of the GPUs at least: all for all would take a minute.
+    # Each is compiled for at least one GPU: all for all would take a minute.
     some = cases[:2] if target.arch < 90 else cases[::2] if dtype == torch.bfloat16 else cases[2:]
     for head_size, format, features in some:
         qkv = zeros(4, heads + 2 * kv_heads, head_size, dtype=dtype)

@@ -7,7 +7,7 @@ from octavo.kernels import native
 
 @pytest.fixture(params=native.available_isas())
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs a test once for each instruction set of this processor, down to portable code."""
+    """Run a test once for each instruction set of this processor, down to portable code."""
     before = native.isa()
     native.set_isa(request.param)
     yield request.param
@@ -16,6 +16,6 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def one_and_two_threads() -> Iterator[tuple[int, int]]:
-    """Thread counts to compare; sets the default back afterwards."""
+    """Yield thread counts to compare; restore the default afterwards."""
     yield (1, 2)
     native.set_num_threads(0)

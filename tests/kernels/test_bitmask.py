@@ -1,4 +1,4 @@
-"""What a grammar does not allow becomes impossible."""
+"""Bitmasks: a token that a grammar forbids becomes impossible."""
 
 from __future__ import annotations
 

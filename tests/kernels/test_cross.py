@@ -1,5 +1,5 @@
-"""The kernels for ARM: cross-compiled, and tested under emulation by kernels_test.cpp, since tests
-in Python would need a Python for ARM. What is built is kept in build/: only a change costs time."""
+"""Kernels for ARM: cross-compiled, and tested under emulation by kernels_test.cpp, since tests
+in Python would need a Python for ARM. The build is kept in build/: only a change costs time."""
 
 import shutil
 import subprocess
@@ -16,11 +16,11 @@ TOOLS = {COMPILER: "g++-aarch64-linux-gnu", "qemu-aarch64": "qemu-user", "cmake"
 MISSING = [package for command, package in TOOLS.items() if shutil.which(command) is None]
 pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"),
-    pytest.mark.timeout(900),  # of which the first build takes most
+    pytest.mark.timeout(900),  # the first build takes most of it
 ]
 
 VARIANTS = ["neon_bf16", "neon_dotprod", "neon"]
-"""Best first."""
+"""Variants, best first."""
 
 
 def run(*command: str | Path) -> str:
@@ -47,8 +47,8 @@ def program() -> Path:
     return BUILD / "kernels_test"
 
 
-# Processors with all of it, with dot products of bytes but not of bfloat16, and with neither: an
-# instruction that one does not have ends the program.
+# Processors with all of it, with dot products of bytes but not of bfloat16, and with neither: a
+# missing instruction ends the program.
 @pytest.mark.parametrize(
     ("cpu", "best"), [("max", "neon_bf16"), ("neoverse-n1", "neon_dotprod"), ("cortex-a72", "neon")]
 )

@@ -1,4 +1,4 @@
-"""Which instruction set the kernels use: what OCTAVO_ISA names, or the best there is."""
+"""Instruction set of the kernels: that of OCTAVO_ISA, or the best available."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ BASES = {
     "avx512_vnni": "avx512",
     "avx2_vnni": "avx2",
 }
-"""Instruction sets, and what a processor that has them has, too."""
+"""Instruction sets, and further flags of a processor that has them."""
 
 
 def run(code: str, isa: str) -> subprocess.CompletedProcess[str]:

@@ -21,7 +21,7 @@ def test_mapped_memory_is_zeroed_and_aligned(nbytes: int) -> None:
 
 @pytest.mark.skipif(device.resident_memory() is None, reason="the system does not tell the size")
 def test_no_more_is_taken_than_asked() -> None:
-    nbytes = 4 * 2**20 + 12_000  # in huge pages only, half as much again would be taken
+    nbytes = 4 * 2**20 + 12_000  # in huge pages only, half as much again would be used
     before = device.resident_memory()
     memories = [map_memory(nbytes) for _ in range(20)]
     assert device.resident_memory() - before < 2**20

@@ -1,5 +1,5 @@
 """Every native operation against float64 or the plain torch reference, for every instruction set,
-and bitwise against itself in other company."""
+and bitwise against itself among other rows."""
 
 import math
 import os
@@ -37,7 +37,7 @@ def assert_same(a: Tensor, b: Tensor) -> None:
 
 
 def assert_near(got: Tensor, truth: Tensor, error: float = 4e-6, roundings: int = 1) -> None:
-    """Within `roundings` roundings to got's dtype of a result that is itself off by `error`."""
+    """Check a result: within `roundings` of got's dtype plus the truth's `error`."""
     assert got.shape == truth.shape
     bound = error * (1 + truth.abs()) + roundings * ROUNDING[got.dtype] * truth.abs()
     if got.dtype == torch.float16:
@@ -46,7 +46,7 @@ def assert_near(got: Tensor, truth: Tensor, error: float = 4e-6, roundings: int 
 
 
 def strided(x: Tensor) -> Tensor:
-    """The same numbers with rows further apart, and something else between."""
+    """Return the same numbers with rows further apart, and other numbers between."""
     wide = torch.full((*x.shape[:-1], x.shape[-1] + 5), 7.0, dtype=x.dtype)
     wide[..., : x.shape[-1]] = x
     return wide[..., : x.shape[-1]]
@@ -65,7 +65,7 @@ def check_linear(m: int, n: int, k: int, dtype: torch.dtype, out_dtype: torch.dt
     for b in (None, bias):
         got = ops.linear(x, packed, b, out_dtype)
         truth = x.double() @ w.double().T + (0 if b is None else b.double())
-        # A product left out or done twice shows up as about 1 / k of this
+        # An omitted or repeated product would change about 1 / k of this
         size = x.double().abs() @ w.double().abs().T + bias.double().abs()
         assert got.dtype == out_dtype
         bound = 2.0**-20 * size + ROUNDING[out_dtype] * truth.abs() + 1e-7
@@ -114,7 +114,7 @@ def test_linear_of_infinity_stays_in_its_row(dtype: torch.dtype) -> None:
 
 @dtypes
 def test_linear_reads_no_neighbours(dtype: torch.dtype) -> None:
-    """NaN between the rows of x, and odd k: nothing beyond a row's end may be touched."""
+    """NaN between the rows of x, and odd k: no data beyond a row's end may be read."""
     x = torch.full((9, 12), math.nan, dtype=dtype)
     x[:, :7] = 1
     y = ops.linear(x[:, :7], ops.pack_weight(torch.ones(5, 7, dtype=dtype)))
@@ -306,7 +306,7 @@ def apply(kind: int, x: Tensor) -> Tensor:
 
 
 def ulps(got: Tensor, truth: Tensor) -> float:
-    """Largest error in units in the last place of the true value."""
+    """Return the largest error in units in the last place of the true value."""
     exponent = torch.frexp(truth).exponent.clamp(min=-125).double()
     return float(((got.double() - truth).abs() / torch.exp2(exponent - 24)).max())
 
@@ -372,7 +372,7 @@ def test_elementwise_results_do_not_depend_on_place(dtype: torch.dtype) -> None:
 
 @dtypes
 def test_every_16_bit_number_survives_and_rounds(dtype: torch.dtype) -> None:
-    """Conversions: all 65,536 of them come back; float32 rounds as torch rounds."""
+    """Conversions: all 65,536 numbers are restored; float32 rounds as torch rounds."""
     if dtype == torch.float32:
         return
     every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
@@ -387,7 +387,7 @@ def test_every_16_bit_number_survives_and_rounds(dtype: torch.dtype) -> None:
 
 
 def subnormal_safe(x: Tensor) -> Tensor:
-    """The bfloat16 dot products of AVX-512, AMX and ARM take subnormal numbers for zero."""
+    """The bfloat16 dot products of AVX-512, AMX and ARM treat subnormal numbers as zero."""
     wide = x.float()
     flushing = ("amx", "avx512_bf16", "neon_bf16", "amx_emulated")
     if x.dtype == torch.bfloat16 and native.isa() in flushing:
@@ -492,7 +492,7 @@ def test_embedding() -> None:
 
 @dtypes
 def test_ids_that_the_table_does_not_have_read_nothing(dtype: torch.dtype) -> None:
-    """They give rows of NaN, which fail the requests that they belong to."""
+    """They give rows of NaN, which fail the requests of the rows."""
     table = random(130, 19, dtype=dtype)
     ids = torch.tensor([129, -1, 0, 130, 2**40, -(2**63), 2**63 - 1, 64])
     for weight in (table, ops.pack_weight(table)):
@@ -564,7 +564,7 @@ def test_number_of_threads() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("columns", [64, 37])
 def test_results_go_where_they_are_wanted(dtype: torch.dtype, columns: int) -> None:
-    """Into columns of wider rows, with the same bits, and nothing beside them."""
+    """The results are in columns of wider rows, with the same bits; other columns stay."""
     ops, k = NativeOps(), 48
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(5, k, generator=generator).to(dtype)
@@ -591,7 +591,7 @@ def test_results_go_where_they_are_wanted(dtype: torch.dtype, columns: int) -> N
 
 
 def test_every_other_row() -> None:
-    """As ranks that divide the rows of a norm among them."""
+    """Ranks that divide the rows of a norm use such views."""
     x, residual, weight = random(7, 48), random(7, 48, seed=1), random(48, seed=2)
     rows = slice(1, None, 2)
     others = slice(0, None, 2)

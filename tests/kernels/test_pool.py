@@ -1,4 +1,4 @@
-"""The pool of threads that kernels share their work with: csrc/pool.h."""
+"""Thread pool of the kernels: csrc/pool.h."""
 
 import itertools
 import os
@@ -28,7 +28,7 @@ def random(*shape, seed=0):
 
 
 def make_work(rows=24, n=320, k=256):
-    """A product large enough to be shared and to wake sleeping threads, and its result alone."""
+    """Return a product large enough for several threads and to wake them, and its single result."""
     x, packed = random(rows, k), ops.pack_weight(random(n, k, seed=1))
     native.set_num_threads(1)
     expected = ops.linear(x, packed)
@@ -36,7 +36,7 @@ def make_work(rows=24, n=320, k=256):
 
 
 def run_python(code):
-    """Runs code in a process of its own, whose threads nobody else has used; returns its output."""
+    """Run code in a separate process with an unused pool; return its output."""
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
@@ -131,7 +131,7 @@ before = time.process_time()
 time.sleep(0.5)
 print(time.process_time() - before)
 """
-    # Eight threads that wait busily would take half a second of every core there is.
+    # Eight threads that wait busily would use half a second of every core.
     assert float(run_python(code)) < 0.1
 
 

@@ -1,5 +1,5 @@
-"""Quantized linear layers against plain torch, bit for bit where integers are all there is, on
-every instruction set, and bitwise against themselves in other company."""
+"""Quantized linear layers against plain torch, bit for bit for pure integer arithmetic, on
+every instruction set, and bitwise against themselves among other rows."""
 
 import itertools
 import math
@@ -32,7 +32,7 @@ FORMATS: list[tuple[QuantFormat, int]] = [
 formats = pytest.mark.parametrize(
     ("format", "group"), FORMATS, ids=[f"{format}-{group}" for format, group in FORMATS]
 )
-# What checkpoints are quantized to at load
+# Forms to which checkpoints are quantized at load
 load_formats = pytest.mark.parametrize(
     ("format", "group"), [("int8", 0), ("int4_levels", 32), ("int4_levels", 128)]
 )
@@ -74,14 +74,14 @@ def both(n: int, k: int, format: QuantFormat, group: int) -> list[QuantizedWeigh
 
 
 def strided(x: Tensor) -> Tensor:
-    """The same numbers with rows further apart, and NaN between: a neighbour read shows."""
+    """Return the same numbers with rows further apart, and NaN between: a wrong read shows."""
     wide = torch.full((x.shape[0], x.shape[1] + 5), math.nan, dtype=x.dtype)
     wide[:, : x.shape[1]] = x
     return wide[:, : x.shape[1]]
 
 
 def dequantize(table: Any, weight: QuantizedWeight) -> Tensor:
-    """[N, K]: the product with the unit matrix, whose quantization is exact."""
+    """Return [N, K]: the product with the unit matrix, whose quantization is exact."""
     identity: Tensor = table.linear(torch.eye(weight.k), weight).T
     return identity
 
@@ -102,7 +102,7 @@ def test_linear(m: int, n: int, k: int, dtype: torch.dtype, format: QuantFormat,
                 reference.linear(x, truth, b, out_dtype),
             )
             assert got.dtype == out_dtype
-            if k <= (group or k):  # one group: nothing but integers and one rounding after another
+            if k <= (group or k):  # one group: only integers and one rounding after another
                 assert torch.equal(got, want)
             else:
                 size = (
@@ -116,7 +116,7 @@ def test_linear(m: int, n: int, k: int, dtype: torch.dtype, format: QuantFormat,
 
 
 def test_levels():
-    """The kernel's table is the reference's."""
+    """The kernel's table equals the reference's."""
     codes = Codes(torch.arange(16, dtype=torch.uint8)[:, None], torch.ones(16, 1))
     weight = ops.pack_quantized(16, 1, "int4_levels", 32, [codes])
     assert torch.equal(dequantize(ops, weight)[:, 0], LEVELS / 16)
@@ -246,7 +246,7 @@ def test_quantize_weight(n: int, k: int, dtype: torch.dtype, format: Any, group:
     weight = random(n, k, dtype=dtype)
     got = dequantize(ops, ops.quantize_weight([strided(weight)], format, group))
     want = dequantize(reference, reference.quantize_weight([weight], format, group))
-    # Another order of sums may lead to another scale, hardly ever and with hardly another error.
+    # Another order of sums may rarely give another scale, with nearly the same error.
     close = torch.isclose(got, want, rtol=1e-5, atol=1e-7)
     assert close.all() if format == "int8" else close.double().mean() > 0.97
     errors = [(q - weight.float()).square().sum() for q in (got, want)]
@@ -269,7 +269,7 @@ def test_int8_is_off_by_half_a_step_at_most():
 
 
 def test_levels_beat_even_steps():
-    """The error that 16 even steps have at best, and 5 % less."""
+    """The error is 5 % below the best of 16 even steps."""
     weight = random(64, 1024)
     grouped = weight.view(64, -1, 32)
     even = torch.full((), math.inf)

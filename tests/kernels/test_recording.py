@@ -1,4 +1,4 @@
-"""Every operation can be recorded, with the bits of a direct call; what cannot be is refused."""
+"""Recording of every operation, with the bits of a direct call; others are rejected."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def as_tuple(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def record(run: Callable[[Tensor], object]) -> int:
-    """Calls recorded of what is done with a tensor whose numbers are apart."""
+    """Return the number of recorded calls for a tensor with strided numbers."""
     plan, x = _native.Plan(), torch.ones(4, 8)[:, ::2]
     with ops.record(plan, Arena(2**12)):
         run(x)

@@ -1,4 +1,4 @@
-"""Choosing tokens: the native code against the ranking of the whole vocabulary."""
+"""Choice of tokens: the native code against the ranking of the whole vocabulary."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from octavo.kernels.reference import ReferenceOps
 
 
 class Ranking(ReferenceOps):
-    """The reference with the native exponential, so that weights agree to the last bit."""
+    """Reference with the native exponential, so that weights agree to the last bit."""
 
     def exp(self, x: Tensor) -> Tensor:
         return NativeOps().exp(x)

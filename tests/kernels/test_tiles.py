@@ -1,4 +1,4 @@
-"""Products on tiles, real or emulated: which variant is chosen, and the bits of every cut."""
+"""Products on tiles, real or emulated: the chosen variant, and the bits of every partition."""
 
 import math
 import subprocess
@@ -22,7 +22,7 @@ def variants() -> list[str]:
 
 @pytest.fixture(params=variants())
 def tiles(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs a test on the variants that have tiles."""
+    """Run a test on the variants that have tiles."""
     before = native.isa()
     native.set_isa(request.param)
     yield request.param
@@ -51,7 +51,7 @@ def test_real_tiles_need_a_processor_that_has_them() -> None:
         assert native.available_isas()[0] == "amx"
 
 
-# Whole panels and not, K of whole tiles and not, K so long that many rows are cut another way
+# Whole panels and not, K of whole tiles and not, K so long that many rows are divided differently
 SHAPES = [(70, 33), (130, 515), (64, 64), (192, 1000), (130, 2450)]
 ROWS = [2, 15, 16, 17, 31, 32, 33, 49, 65, 100, 257, 300]
 
@@ -61,7 +61,7 @@ ROWS = [2, 15, 16, 17, 31, 32, 33, 49, 65, 100, 257, 300]
 def test_bfloat16_has_the_same_bits_in_any_company(
     n: int, k: int, threads: int, tiles: str
 ) -> None:
-    """The number of threads is part of how rows are cut."""
+    """The number of threads affects how rows are divided."""
     native.set_num_threads(threads)
     x, bias = random(300, k), random(n, seed=2)
     packed = ops.pack_weight(random(n, k, seed=1))
@@ -77,7 +77,7 @@ def test_bfloat16_has_the_same_bits_in_any_company(
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_what_is_written_past_the_caches(out_dtype: torch.dtype, tiles: str) -> None:
-    """From 256 rows on, and where results lie in whole lines."""
+    """From 256 rows on, and if results are in whole cache lines."""
     for n in (64, 96, 100):
         x, packed = random(270, 40), ops.pack_weight(random(n, 40, seed=1))
         y = ops.linear(x, packed, None, out_dtype)
@@ -108,7 +108,7 @@ def test_int8_has_the_bits_of_vectors(n: int, k: int, tiles: str) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_is_not_finite_stays_in_its_row(bad: float, tiles: str) -> None:
-    """NaN between the rows, too, and where a buffer was full of it before."""
+    """NaN is between the rows, too, and in a buffer before the call."""
     weight = random(70, 33, seed=1)
     packed = ops.pack_weight(weight)
     ops.linear(torch.full((64, 40), math.nan, dtype=torch.bfloat16)[:, :33], packed)
@@ -130,7 +130,7 @@ def test_a_packed_table_gives_its_rows(tiles: str) -> None:
 
 
 def test_scratch_is_told(tiles: str) -> None:
-    """At least x as tiles; a fixed amount for each thread; no more than 2,048 rows at once."""
+    """At least x as tiles; a fixed amount for each thread; at most 2,048 rows at once."""
     assert 3 * 16 * 64 * 2 <= _native.linear_scratch(33, 64, 1) < 3 * 16 * 64 * 4 + 2**15
     some, more = (_native.linear_scratch(2048, 576, t) for t in (1, 2))
     assert some >= 2048 * 576 * 2

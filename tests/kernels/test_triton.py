@@ -1,4 +1,4 @@
-"""The Triton kernels, in the interpreter, against the plain torch reference."""
+"""Triton kernels, in the interpreter, against the plain torch reference."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from octavo.kernels.triton import fp8, gemm, kv_write
 from octavo.kernels.triton.ops import TritonOps
 
 ops, reference = TritonOps(upcast=True), ReferenceOps()
-# The interpreter cuts float32 to bfloat16 instead of rounding it: one unit in the last place.
+# The interpreter truncates float32 to bfloat16 instead of rounding: one unit in the last place.
 ERROR = {torch.float32: 1e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-6}
 dtypes = pytest.mark.parametrize("dtype", list(ERROR), ids=str)
 
@@ -39,7 +39,7 @@ def assert_near(got: Tensor, truth: Tensor) -> None:
 
 
 def strided(x: Tensor) -> Tensor:
-    """The same numbers with rows further apart, and something else between."""
+    """Return the same numbers with rows further apart, and other numbers between."""
     wide = torch.full((*x.shape[:-1], x.shape[-1] + 5), 7.0, dtype=x.dtype)
     wide[..., : x.shape[-1]] = x
     return wide[..., : x.shape[-1]]
@@ -139,7 +139,7 @@ np.testing.assert_allclose(whole, a.astype(float) @ b, rtol=1e-4, atol=1e-4)
 
 
 def test_the_interpreter_adds_every_row_in_one_order() -> None:
-    """With OpenBLAS's kernels for AVX2, whatever this processor is."""
+    """The numpy kernels are OpenBLAS's for AVX2, on any processor."""
     done = subprocess.run(
         [sys.executable, "-c", ROWS_IN_OTHER_PLACES],
         cwd=Path(__file__).parents[2],
@@ -156,7 +156,7 @@ def test_the_interpreter_adds_every_row_in_one_order() -> None:
 
 @pytest.mark.parametrize("format", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_fp8_is_torch_s(format: torch.dtype) -> None:
-    """Every number of the format, every one between two, too large ones, NaN."""
+    """Every number of the format, every midpoint between two, too large ones, NaN."""
     code = {torch.float8_e4m3fn: fp8.E4M3, torch.float8_e5m2: fp8.E5M2}[format]
     largest = torch.finfo(format).max
     exact = torch.arange(256, dtype=torch.uint8).view(format).float()
@@ -210,7 +210,7 @@ def test_rotary_and_write(
 
 
 class Ranking(ReferenceOps):
-    """The reference with the interpreter's exponential, so that weights agree to the last bit."""
+    """Reference with the interpreter's exponential, so that weights agree to the last bit."""
 
     def exp(self, x: Tensor) -> Tensor:
         return torch.from_numpy(np.exp(x.numpy()))

@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for the GPUs it is meant for; none is needed for that."""
+"""Compilation of every Triton kernel for its GPUs; no GPU is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured of a processor and kept: octavo/kernels/tuning.py."""
+"""Measurements of a processor that are kept: octavo/kernels/tuning.py."""
 
 import fcntl
 import itertools
@@ -27,7 +27,7 @@ def as_before():
 
 @pytest.fixture
 def measured(monkeypatch):
-    """How often it was measured, with `OTHER` as the result."""
+    """Return the calls of the measurement, with `OTHER` as its result."""
     calls = []
     monkeypatch.setattr(tuning, "measure", lambda: calls.append(1) or OTHER)
     return calls

@@ -73,7 +73,7 @@ class TestBlockPool:
         blocks = pool.get_new_blocks(6)
         pool.cache_full_blocks(blocks, [bytes([i]) for i in range(6)], 1, 4, 0)
         pool.free_blocks(reversed(blocks))
-        # Blocks 0, 4, 5 hold nothing known; of the others the last one was freed first.
+        # Blocks 0, 4, 5 have no known content; of the others the last one was freed first.
         order = [pool.get_new_blocks(1)[0] for _ in range(6)]
         assert set(order[:3]) == {blocks[0], blocks[4], blocks[5]}
         assert order[3:] == [blocks[3], blocks[2], blocks[1]]
@@ -187,7 +187,7 @@ class TestIntegrity:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """The pool against a plain model: references, known prefixes, order of reuse."""
+    """Pool against a plain model: references, known prefixes, order of reuse."""
 
     @initialize(num_blocks=st.integers(2, 8), caching=st.booleans())
     def start(self, num_blocks, caching):

@@ -1,4 +1,4 @@
-"""What subscribers are told of the prefix cache; that it is all is test_manager.py's to say."""
+"""Events of the prefix cache for subscribers; test_manager.py checks that none is missing."""
 
 import msgspec
 
@@ -14,7 +14,7 @@ from octavo.kv_cache.hashing import hash_block, root_hash
 
 
 class Subscriber:
-    """Knows what an engine knows, as far as it was told."""
+    """Subscriber that reconstructs the cache of an engine from its events."""
 
     def __init__(self):
         self.known = set()
@@ -33,7 +33,7 @@ class Subscriber:
                     self.known.clear()
 
     def check(self, event):
-        """A block's hash is that of its tokens behind its parent's."""
+        """Check that a block's hash is that of its tokens after its parent's."""
         parent, size = event.parent_block_hash or root_hash(None), event.block_size
         assert len(event.token_ids) == size * len(event.block_hashes)
         for i, block_hash in enumerate(event.block_hashes):
@@ -63,7 +63,7 @@ def test_blocks_in_a_row_are_one_event():
 
 
 def test_the_encoding_is_vllms():
-    """Arrays, with the event's name first."""
+    """Arrays that begin with the event's name."""
     batch = KVEventBatch(
         1.5,
         [BlockStored([b"a"], None, [1], 1, None, "GPU"), BlockRemoved([b"a"]), AllBlocksCleared()],

@@ -55,7 +55,7 @@ def test_layers_of_a_tensor_are_in_different_groups(windows):
     for cache, (group, tensor) in zip(caches(windows), places, strict=True):
         assert groups[group].cache == cache
         assert 0 <= tensor < config.group_size
-    # The smallest kind fills its group; nothing is split more than it must be.
+    # The smallest kind fills its group; no layer group is divided more than needed.
     size = config.group_size
     assert size == min(windows.count(w) for w in windows)
     assert len(groups) == sum(-(-windows.count(w) // size) for w in set(windows))
@@ -68,7 +68,7 @@ def test_bytes_per_block():
 
 
 def test_blocks_of_different_sizes_are_refused():
-    """Layers of all groups live in the same tensors."""
+    """Layers of all groups are in the same tensors."""
     same = make_kv_cache_groups([AttentionCache(2, 64), AttentionCache(4, 32, 8)])
     assert bytes_per_block(same, 16, "float32") == 16 * 2 * 64 * 2 * 4
     with pytest.raises(ModelError, match=r"34816 in AttentionCache\(num_kv_heads=2.*36864 in"):

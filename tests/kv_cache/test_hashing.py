@@ -89,7 +89,7 @@ def test_extra_keys_apply_to_their_block_and_those_after():
 
 
 def test_embeddings_are_known_by_their_content():
-    """A block's hash follows from the embeddings in it and before it, not from stand-in ids."""
+    """A block's hash follows from the embeddings in it and before it, not from placeholder ids."""
 
     def hashes(data, dtype="float32", count=6, more=(5, 6)):
         embeds = PromptEmbeds(data[: count * 8], dtype, 2 if dtype == "float32" else 4)
@@ -111,7 +111,7 @@ def test_embeddings_are_known_by_their_content():
     assert hashes(data, more=(5, 7))[0] == first[0]
     assert hashes(data, more=(5, 7))[1] != first[1]
     assert hashes(data, "bfloat16")[0] != first[0]
-    # What is an embedding there is a token here.
+    # The embedding is a token here.
     assert hashes(data, count=5, more=(0, 5, 6))[0] == first[0]
     assert hashes(data, count=5, more=(0, 5, 6))[1] != first[1]
     tokens = make_request([0] * 6 + [5, 6], make_block_hasher(4, prompt_embeds_keys))

@@ -28,7 +28,7 @@ def make_request(request_id, tokens, *, hashed=True, salt=None, leader=None, **p
 
 
 def admit(manager, request, num_new=None, *, end_step=True):
-    """Starts a request as the scheduler does; returns its hit in tokens, or None."""
+    """Start a request as the scheduler does; return its hit in tokens, or None."""
     hit, start = manager.get_computed_blocks(request)
     num_new = request.num_tokens - start if num_new is None else num_new
     if manager.allocate_slots(request, num_new, hit) is None:
@@ -40,7 +40,7 @@ def admit(manager, request, num_new=None, *, end_step=True):
 
 
 def advance(manager, request, num_new=1, tokens=()):
-    """Continues a request, then appends sampled tokens."""
+    """Continue a request, then append sampled tokens."""
     new = manager.allocate_slots(request, num_new)
     request.num_computed_tokens += num_new
     request.append_output_token_ids(list(tokens))
@@ -174,7 +174,7 @@ class TestPrefixHits:
         manager.free(a)
         other = make_request("o", range(100, 104))
         admit(manager, other)
-        # Three blocks of a's are left; all are hits, so there is none for the rest.
+        # Three blocks of a's are left; all are hits, so none is left for the rest.
         assert admit(manager, make_request("b", range(13))) is None
         manager.check_integrity([other])
 
@@ -215,7 +215,7 @@ class TestCopyOnWrite:
         a, b = make_request("a", range(8)), make_request("b", range(8))
         admit(manager, a)
         admit(manager, b, end_step=False)
-        manager.free(a)  # cannot happen while scheduling, but shows who holds the source
+        manager.free(a)  # cannot happen while scheduling, but shows which request holds the source
         assert admit(manager, make_request("c", range(100, 108)), end_step=False) is None
         manager.take_blocks_to_copy()
         assert manager.pool.num_free_blocks == 2
@@ -289,7 +289,7 @@ class TestLeader:
         b, c = (make_request(i, range(7), leader=a) for i in "bc")
         admit(manager, a, end_step=False)
         assert manager.waits_for_leader(b)
-        assert admit(manager, b, end_step=False) == 4  # who does not wait gets the full block
+        assert admit(manager, b, end_step=False) == 4  # it gets the full block
         assert manager.take_blocks_to_copy() == []
         assert not manager.waits_for_leader(c)
         assert admit(manager, c, end_step=False) == 6
@@ -371,13 +371,13 @@ class TestSlidingWindow:
         assert manager.num_used_blocks == 2
 
     def test_drafts_in_flight_may_take_it_back(self):
-        """What it sees from where it stands if all of them are wrong is kept, and makes no room."""
+        """The blocks that it sees after a rejection of all drafts are kept, and free no memory."""
         manager = make_manager([4], num_blocks=5)
         a = make_request("a", range(16), hashed=False)
         admit(manager, a)
         a.append_output_token_ids([7])
         advance(manager, a, 5)
-        a.num_spec_in_flight = 4  # it stands at 17 to 21, and sees from 14 on
+        a.num_spec_in_flight = 4  # it may be at 17 to 21, and sees from 14 on
         advance(manager, a, 5)
         assert manager.get_block_ids(a)[0][:4] == [0, 0, 0, 4]
         a.num_spec_in_flight = 8  # at 18 to 26, and sees from 15 on
@@ -396,7 +396,7 @@ class TestSlidingWindow:
         assert manager.get_block_ids(b) == [[0, 2, 3]]
         a.append_output_token_ids([50] * 8)
         assert advance(manager, a, 4) == [[1]]  # its own first block, out of the window
-        assert manager.allocate_slots(a, 4) is None  # its second one is b's, too
+        assert manager.allocate_slots(a, 4) is None  # its second block is also one of b
         manager.check_integrity([a, b])
         manager.free(b)
         assert advance(manager, a, 4) == [[3]]
@@ -463,7 +463,7 @@ class TestSlidingWindow:
 
 
 class TestStates:
-    """A kind that is not in the package: the manager has no word about it."""
+    """A kind outside of the package: the manager has no code for it."""
 
     def test_they_neither_grow_nor_are_known(self):
         manager, a = make_manager(states=[StateCache(3)]), make_request("a", range(8))
@@ -556,7 +556,7 @@ class TestIntegrity:
         manager, request = admitted
         request.num_computed_tokens = 8
         manager.check_integrity([request])
-        manager.pool.touch([manager.pool.blocks[2]])  # a full one may be shared
+        manager.pool.touch([manager.pool.blocks[2]])  # a full block may be shared
         other = make_request("b", range(8))
         with pytest.raises(AssertionError, match="held by"):
             manager.check_integrity([request, other])
@@ -568,7 +568,7 @@ class TestIntegrity:
         admit(manager, request)
         other = make_request("d", range(200, 209))
         assert admit(manager, other) == 8
-        manager.check_integrity([request, other])  # the next block to write is one not there yet
+        manager.check_integrity([request, other])  # the next block to write is not allocated yet
 
     def test_too_few_slots(self, admitted):
         manager, request = admitted
@@ -584,7 +584,7 @@ KINDS = st.sampled_from([*pages(None, 1, 6), StateCache(1), StateCache(3)])
 
 
 class ManagerMachine(RuleBasedStateMachine):
-    """Requests start, go on and end in any order, whatever kinds of cache the model has."""
+    """Requests start, continue and end in any order, with any kinds of cache."""
 
     @initialize(
         caches=st.lists(KINDS, min_size=1, max_size=3),
@@ -607,7 +607,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return pool.free_queue.to_list(), known, [self.manager.get_block_ids(r) for r in live]
 
     def allocate(self, request, start, num_new, hit=None):
-        """Whether there was room; nothing has changed if not."""
+        """Return whether the allocation succeeded; a failed one changes nothing."""
         before = self.books()
         end = start + num_new
         new = self.manager.allocate_slots(request, num_new, hit)

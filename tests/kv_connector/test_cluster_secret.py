@@ -22,7 +22,7 @@ def test_a_users_own_key_is_made_once_for_the_user_alone(cache):
     first = cluster_secret(None)
     assert len(first) == 32
     assert cluster_secret(None) == first
-    (file,) = cache.rglob("*.key*")  # nothing else is left there
+    (file,) = cache.rglob("*.key*")  # no other file is left there
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 

@@ -27,7 +27,7 @@ NONE = -1
 
 
 class Rank:
-    """A worker's half with so many places, and the cache that it copies from and to."""
+    """Worker's half with `slots` places in memory, and the cache that it copies from and to."""
 
     def __init__(self, folder, slots=3, file_slots=5):
         extra = {
@@ -45,7 +45,7 @@ class Rank:
         self.path = file_of(config, OffloadingSettings.of(config), LAYOUT)
 
     def save(self, *blocks, epoch=0):
-        """(block, slot, place in the file) each."""
+        """Save blocks, each (block, slot, place in the file)."""
         saves = [Save(0, b, slot, digest(b), at, 1 + b) for b, slot, at in blocks]
         self.worker.start_load_kv(OffloadingMetadata(epoch, saves))
         self.end_step()
@@ -58,7 +58,7 @@ class Rank:
         self.worker.wait_for_save()
 
     def load(self, *blocks):
-        """Those that are damaged, of (block, slot, place in the file, whose) each."""
+        """Load blocks, each (block, slot, place in the file, source); return the damaged ones."""
         loads = [Load(0, b, slot, digest(of), at) for b, slot, at, of in blocks]
         self.told.clear()
         self.worker.start_load_kv(OffloadingMetadata(0, [], {"r": loads}))
@@ -103,7 +103,7 @@ def test_bits_that_change_in_memory(rank):
     rank.save((1, 0, 0))
     rank.worker._memory[7] ^= 4
     assert rank.load((4, 0, NONE, 1)) == {4}
-    assert rank.load((4, 0, 0, 1)) == set()  # the file's is right
+    assert rank.load((4, 0, 0, 1)) == set()  # the file's content is right
     assert rank.same(4, 1)
 
 
@@ -119,7 +119,7 @@ def test_a_file_that_is_damaged_while_it_is_used(rank, fault):
         with rank.path.open("r+b") as file:
             file.write(data)
     assert rank.load((4, 2, 0, 1), (5, NONE, 1, 2)) == {4, 5}
-    rank.save((3, 2, 2))  # it goes on
+    rank.save((3, 2, 2))  # it continues
     assert rank.load((6, 0, 2, 3)) == set()
 
 
@@ -134,7 +134,7 @@ def test_a_file_that_was_deleted_goes_on_until_the_end(rank, tmp_path):
 
 
 def resident(array):
-    """Bytes of an array's pages that the system has handed out."""
+    """Return the bytes of an array's pages that the system has allocated."""
     nbytes = -(-array.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     pages = (ctypes.c_ubyte * (nbytes // mmap.PAGESIZE))()
     libc = ctypes.CDLL(None, use_errno=True)

@@ -1,4 +1,4 @@
-"""The scheduler's half of a `P2PConnector`: what it hands over, and whom it believes."""
+"""Scheduler's half of a `P2PConnector`: the blocks it offers, and the peers it trusts."""
 
 import msgspec
 import pytest

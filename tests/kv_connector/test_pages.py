@@ -93,7 +93,7 @@ def test_nothing_else_is_taken_for_it():
     assert caches.load([copy._replace(block_id=5)]) == {5}  # all zeros
     caches.save([copy])
     assert caches.load([copy._replace(block_hash=b"i" * 32, block_id=5)]) == {5}
-    # Chunks that change places.
+    # Chunks that exchange their places.
     size = layout.page_nbytes // 2
     first, second = buffer[:size].copy(), buffer[size : 2 * size].copy()
     buffer[:size], buffer[size : 2 * size] = second, first

@@ -1,4 +1,4 @@
-"""A rank's copies, and others that fetch them, or should not be able to."""
+"""Copies of a rank, and clients that fetch them, or must not be able to."""
 
 import os
 import socket
@@ -24,7 +24,7 @@ HASH = b"h" * 32
 
 @pytest.fixture
 def site():
-    """A server with copies of block 3 in all places, what it was told, and its cache."""
+    """Return a server with copies of block 3 in all places, its notifications, and its cache."""
     shared, told = SharedCopies(SLOTS * LAYOUT.copy_nbytes), []
     server = PeerServer("127.0.0.1", 0, SECRET, LAYOUT, shared, told.append)
     tensors, caches = make_cache(LAYOUT)
@@ -39,7 +39,7 @@ def site():
 
 @pytest.fixture
 def fetching():
-    """Makes clients: of a key, with seconds to wait."""
+    """Return a factory of clients with a key and a timeout in seconds."""
     clients = []
 
     def make(secret=SECRET, timeout=10.0):
@@ -53,7 +53,7 @@ def fetching():
 
 
 def far(server):
-    """Its address as seen from another machine."""
+    """Return its address as seen from another machine."""
     return msgspec.structs.replace(server.address, machine="another")
 
 
@@ -147,7 +147,7 @@ def test_rubbish_stops_nobody(site, fetching):
         known.send_multipart([b"g", number, pack([0])])
         assert known.poll(5000)
         assert known.recv_multipart()[0] == number  # only the last one is answered
-        known.send_multipart([b"g", number, bytes(2**20)])  # too large: it is cut off
+        known.send_multipart([b"g", number, bytes(2**20)])  # too large: it is truncated
         time.sleep(0.1)
     context.destroy(linger=0)
     client, _ = fetching()

@@ -18,7 +18,7 @@ def config(name, path=None):
 
 
 class Mine(KVConnectorBase):
-    """A custom connector: one class for both halves."""
+    """Custom connector: one class for both halves."""
 
     get_num_new_matched_tokens = update_state_after_alloc = build_connector_meta = None
     start_load_kv = wait_for_save = get_finished = None

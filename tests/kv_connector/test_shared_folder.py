@@ -1,4 +1,4 @@
-"""A folder that many share: whole files or none, within a size, of the right model only."""
+"""Folder that many engines share: whole files or none, of bounded size, of one model only."""
 
 import concurrent.futures
 import errno
@@ -128,7 +128,7 @@ def test_the_files_used_least_recently_go_first(tmp_path):
     hashes = [bytes([i]) * 32 for i in range(11)]
     for i, block_hash in enumerate(hashes[:10]):
         shared.write(0, block_hash, copy(i))
-        shared.write(0, block_hash, copy(i))  # twice is once
+        shared.write(0, block_hash, copy(i))  # a second write changes nothing
         path = next(p for p in files(tmp_path) if block_hash.hex() in p.name)
         os.utime(path, (0, time.time() - 1000 + i))
     read(shared, block_hash=hashes[0])

@@ -9,7 +9,7 @@ PROMPT = list(range(30))
 
 
 class Follower:
-    """Tracks the requests of an engine, by what each of its steps says."""
+    """Tracker of the requests of an engine, by the outputs of its steps."""
 
     def __init__(self, **options):
         self.engine = FakeEngine(**options)

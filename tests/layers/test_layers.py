@@ -1,4 +1,4 @@
-"""The layers one by one, on the native operations and on plain torch."""
+"""Layers one by one, on the native operations and on plain torch."""
 
 from typing import Any
 
@@ -50,7 +50,7 @@ def test_linear_in_another_type_and_with_a_gate(ops: Ops) -> None:
 
 
 def test_layers_without_norms_add_up(ops: Ops) -> None:
-    """x + f(x), then that much again; or both parts of one x."""
+    """x + f(x), then the same again; or both parts of one x."""
     x, step = torch.randn(5, 16), StepContext(torch.arange(5), [], [], None)  # type: ignore[arg-type]
     none = NoNorm(ops)
     layer = SequentialLayer(ops, none, lambda x, _: 2 * x, none, none, lambda x: 3 * x, none, 0.5)

@@ -33,7 +33,7 @@ ROPES: dict[str, dict[str, Any]] = {
         "attention_factor": 0.7,
         "truncate": False,
     },
-    # The ramp has no length where both bounds are rounded to dimension 0.
+    # The ramp has no length if both bounds are rounded to dimension 0.
     "yarn-equal-bounds": {"factor": 4.0, "original_max_position_embeddings": 6},
     "longrope": {
         "short_factor": [1.0 + 0.1 * i for i in range(HEAD // 2)],
@@ -87,7 +87,7 @@ def test_short_longrope_table() -> None:
 
 
 def test_longrope_tables_up_to_the_original_length_are_short() -> None:
-    """The length beside the parameters wins; a table of just that length is a short one."""
+    """The length next to the parameters has precedence; a table of exactly that length is short."""
     data = config_of("longrope").to_dict() | {"original_max_position_embeddings": 20}
     spec = read_rope(ConfigJson(data, "config.json"), head_size=HEAD, max_position=MAX_POSITION)
     assert spec.original_max_position == 20

@@ -1,4 +1,4 @@
-"""Runs a model without the engine: KV caches, block tables, prefill and decode steps."""
+"""Runner of a model without the engine: KV caches, block tables, prefill and decode steps."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 class Runner:
-    """A model with KV caches for `num_reqs` requests of at most `max_len` tokens."""
+    """Model with KV caches for `num_reqs` requests of at most `max_len` tokens."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Runner:
             )
             for cache in model.spec.caches
         ]
-        # What was never written must never be read.
+        # Slots that were never written must never be read.
         self.kv_caches = [torch.full(shape, torch.nan, dtype=model.dtype) for shape in shapes]
         blocks = torch.randperm(
             num_reqs * per_req, generator=torch.Generator().manual_seed(0), dtype=torch.int32
@@ -52,7 +52,7 @@ class Runner:
         self.kept: dict[int, Tensor] = {}
 
     def step(self, scheduled: dict[int, list[int]]) -> dict[int, Tensor]:
-        """Computes tokens for some requests; returns their logits [tokens, vocab_size]."""
+        """Compute tokens for some requests; return their logits [tokens, vocab_size]."""
         ids, positions, slots, starts, lens = [], [], [], [0], []
         for req, tokens in scheduled.items():
             begin = self.num_computed[req]
@@ -93,7 +93,7 @@ class Generated:
 
     tokens: list[list[int]]
     logits: list[Tensor]
-    """For each request the logits that each token was taken from, [num_tokens, vocab_size]."""
+    """Logits [num_tokens, vocab_size] from which each request's tokens were chosen."""
 
 
 def generate(
@@ -104,7 +104,7 @@ def generate(
     chunk: int | None = None,
     block_size: int = 16,
 ) -> Generated:
-    """Greedy decoding of all prompts in one batch; prompts in chunks of `chunk` tokens."""
+    """Decode all prompts greedily in one batch; prompts in chunks of `chunk` tokens."""
     longest = max(len(p) for p in prompts) + num_tokens
     runner = Runner(model, len(prompts), longest, backend, block_size)
     known = [list(p) for p in prompts]
@@ -126,9 +126,9 @@ def generate(
 
 
 def make_hf(architecture: str, seed: int = 0, **config: Any) -> Any:
-    """A tiny transformers model with random weights large enough for lively greedy tokens."""
+    """Return a tiny transformers model with random weights that give varied greedy tokens."""
     hf_config = _config_class(architecture)(**config)
-    # Its eager attention adds Falcon's ALiBi twice.
+    # The eager attention of transformers adds Falcon's ALiBi twice.
     hf_config._attn_implementation = "sdpa" if config.get("alibi") else "eager"
     torch.manual_seed(seed)
     model = _model_class(architecture)(hf_config).eval()
@@ -139,9 +139,9 @@ def make_hf(architecture: str, seed: int = 0, **config: Any) -> Any:
             norm = "norm" in name or "ln_" in name
             token = "embed_tokens" in name or name.endswith(("wte.weight", "embeddings.weight"))
             if token and hf_config.tie_word_embeddings:
-                std = 0.04  # were it larger, each token would repeat the one before
+                std = 0.04  # with larger weights each token would repeat the one before
             elif name.endswith("bias"):
-                std = 0.1  # were it larger, some tokens would win everywhere
+                std = 0.1  # with larger weights some tokens would win everywhere
             else:
                 std = 0.2 if norm else linear_std
             parameter.normal_(std=std)
@@ -152,7 +152,7 @@ def make_hf(architecture: str, seed: int = 0, **config: Any) -> Any:
 
 
 def _model_class(architecture: str) -> Any:
-    if architecture == "InternLM3ForCausalLM":  # which transformers has no class for
+    if architecture == "InternLM3ForCausalLM":  # transformers has no class for it
         return type(architecture, (transformers.LlamaForCausalLM,), {})
     return getattr(transformers, architecture)
 
@@ -165,7 +165,7 @@ def _config_class(architecture: str) -> Any:
 
 
 def save_config(folder: Path, architecture: str, config: dict[str, Any]) -> ModelSpec:
-    """Saves a config.json as transformers writes it, and reads it."""
+    """Save a config.json as transformers writes it, and read it."""
     hf_config = _config_class(architecture)(**config)
     hf_config.architectures = [architecture]
     hf_config.save_pretrained(folder)
@@ -175,19 +175,19 @@ def save_config(folder: Path, architecture: str, config: dict[str, Any]) -> Mode
 def save_and_load(
     hf_model: Any, folder: Path, dtype: torch.dtype = torch.float32, **options: Any
 ) -> Model:
-    """Saves a transformers model and loads it as Octavo's."""
+    """Save a transformers model and load it as Octavo's."""
     hf_model.save_pretrained(folder)
     return load(folder, dtype, **options)
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Model:
-    """Loads a folder."""
+    """Load a folder."""
     spec = read_spec(folder)
     return load_model(spec, folder, dtype=dtype, device=CPU, **{"ops": NativeOps()} | options)
 
 
 def make_prompts(vocab_size: int, lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:
-    """Random prompts."""
+    """Return random prompts."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, vocab_size, (n,), generator=generator).tolist() for n in lengths]
 
@@ -195,9 +195,9 @@ def make_prompts(vocab_size: int, lengths: tuple[int, ...], seed: int = 0) -> li
 def assert_same_as_hf(
     hf_model: Any, prompts: list[list[int]], generated: Generated, atol: float = 1e-4
 ) -> None:
-    """Greedy tokens and logprobs equal those of transformers.
+    """Check that greedy tokens and logprobs equal those of transformers.
 
-    transformers gets each prompt with the tokens generated after it in one pass: where its
+    transformers computes each prompt with the generated tokens after it in one pass. If its
     greatest logit is always the next of these tokens, it would have generated the same.
     """
     for prompt, tokens, logits in zip(prompts, generated.tokens, generated.logits, strict=True):

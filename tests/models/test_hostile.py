@@ -1,4 +1,4 @@
-"""Model folders that mean harm or are broken: refused at once, with a ModelError."""
+"""Malicious or broken model folders: rejected at once, with a ModelError."""
 
 import json
 import os
@@ -139,7 +139,7 @@ def test_no_file_of_a_folder_is_waited_for(name: str, folder: Path) -> None:
 def test_links_to_files_are_followed(
     folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """A download of the hub consists of them."""
+    """A download from the hub consists of links."""
     elsewhere = tmp_path_factory.mktemp("blobs")
     for file in list(folder.iterdir()):
         file.rename(elsewhere / file.name)
@@ -163,7 +163,7 @@ def test_pytorch_files(kind: str, folder: Path) -> None:
 
 
 def test_damaged_pytorch_files(folder: Path) -> None:
-    """Bytes of a pickle changed at random; many are read all the same, and lack tensors."""
+    """Bytes of a pickle changed at random; many can still be read, and lack tensors."""
     file, rng = folder / "pytorch_model.bin", random.Random(0)
     torch.save({"x": torch.ones(9)}, file, _use_new_zipfile_serialization=False)
     data = file.read_bytes()
@@ -185,7 +185,7 @@ ODD += [True, None, "", "x", [], [1], {}, float("nan"), float("inf"), [[[]]], "f
 )
 @given(st.data())
 def test_configs_with_odd_values(folder: Path, data: st.DataObject) -> None:
-    """Whatever config.json says is refused, or planned for, or too large for the machine."""
+    """Any config.json is rejected, or planned for, or too large for the machine."""
     architecture, config = CASES[data.draw(st.sampled_from(list(CASES)))]
     save_config(folder, architecture, config)
     fields = json.loads((folder / "config.json").read_text())
@@ -231,7 +231,7 @@ def test_a_checkpoint_in_float64(
     assert resolve_dtype(EngineConfig.from_kwargs(dtype="float32"), wide.spec) == "float32"
     with pytest.raises(ConfigError, match=r"float64.*set dtype=float32"):
         resolve_dtype(config, wide.spec)
-    for name in ("dtype", "torch_dtype"):  # a config that names no type: the weights tell
+    for name in ("dtype", "torch_dtype"):  # a config that names no type: the weights decide
         fields = json.loads((folder / "config.json").read_text())
         fields.pop(name, None)
         (folder / "config.json").write_text(json.dumps(fields))

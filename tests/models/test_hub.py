@@ -1,4 +1,4 @@
-"""Where a model's name leads, and what is said when the hub fails."""
+"""Folders of model names, and messages for failures of the hub."""
 
 import errno
 from pathlib import Path
@@ -81,7 +81,7 @@ class TestLocal:
 
 
 class FakeHub:
-    """Stands for `snapshot_download`: keeps its arguments, then raises or answers."""
+    """Stand-in for `snapshot_download`: keeps its arguments, then raises or answers."""
 
     def __init__(self, result: Exception | Path) -> None:
         self.result = result
@@ -163,7 +163,7 @@ def test_errors(error: Exception, message: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_offline_without_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real client, which finds nothing and must not look further."""
+    """The real client, which finds nothing and must not connect."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(HubError, match="HF_HUB_OFFLINE is set"):
         resolve_model("org/name", download_dir=str(tmp_path))

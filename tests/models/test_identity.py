@@ -1,4 +1,4 @@
-"""A model's hash is the same wherever it lies, and another for anything else."""
+"""Hash of a model: the same in any folder, and another one for any change."""
 
 import shutil
 

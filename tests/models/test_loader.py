@@ -1,4 +1,4 @@
-"""Checkpoints of all forms, and what is said about damaged ones."""
+"""Checkpoints of all forms, and messages about damaged ones."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ from tests.models.test_parity import CASES, VOCAB
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A tiny Llama, untied."""
+    """Return a tiny Llama, untied."""
     make_hf("LlamaForCausalLM", **CASES["llama"][1]).save_pretrained(tmp_path)
     return tmp_path
 
@@ -46,7 +46,7 @@ def test_sharded_equals_single(folder: Path) -> None:
     for file in set(weight_map.values()):
         part = {name: state[name] for name, f in weight_map.items() if f == file}
         safetensors.torch.save_file(part, folder / file)
-    # A file that the index does not name is none of the model's.
+    # A file that the index does not name does not belong to the model.
     safetensors.torch.save_file({"other": torch.zeros(1)}, folder / "other.safetensors")
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}))
@@ -158,7 +158,7 @@ def test_progress(folder: Path) -> None:
 
 
 def test_memory_stays_near_one_copy(tmp_path: Path) -> None:
-    """Pages of the mapped file do not count: the system can drop them."""
+    """Pages of the mapped file do not count: the system can free them."""
     config = CASES["llama"][1] | {"hidden_size": 1024, "intermediate_size": 2816}
     config |= {"num_hidden_layers": 6, "head_dim": 128, "vocab_size": 1000}
     make_hf("LlamaForCausalLM", **config).to(torch.bfloat16).save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""Folders that are no model: each is named for what it is, with what to do."""
+"""Folders that are no model: the message names what they are, and the fix."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ CONFIG = "config.json"
         ({"adapter_config.json": ADAPTER}, "is an adapter for org/base, not a model; .*Merge it"),
         ({"adapter_config.json": "{"}, "is an adapter, not a model; .*Merge it"),
         ({"a-Q4.gguf": "GGUF"}, r"a-Q4\.gguf is a GGUF file.*of the original model"),
-        # The tokenizer is missing, too: the config comes first.
+        # The tokenizer is missing, too: the config is checked first.
         ({CONFIG: "{"}, r"config\.json is damaged or cut off"),
         ({CONFIG: POINTER}, r"config\.json is a Git-LFS pointer.*`git lfs pull`"),
     ],
@@ -47,7 +47,7 @@ def test_what_the_folder_is(files: dict[str, str], message: str, tmp_path: Path)
         ("tokenizer_config.json", POINTER, r"tokenizer_config\.json is a Git-LFS pointer"),
         ("chat_template.jinja", POINTER, r"chat_template\.jinja is a Git-LFS pointer"),
         ("pytorch_model.bin", POINTER, r"pytorch_model\.bin is a Git-LFS pointer"),
-        # Beside a config.json, but instead of the weights.
+        # Next to a config.json, but instead of the weights.
         ("adapter_config.json", ADAPTER, "is an adapter for org/base"),
         ("a-Q4.gguf", "GGUF", r"a-Q4\.gguf is a GGUF file"),
         ("notes.txt", "", r"holds no \*\.safetensors files: .*Download the model again"),

@@ -1,4 +1,4 @@
-"""Greedy tokens and logprobs of every family equal those of transformers in float32."""
+"""Greedy tokens and logprobs of every family, equal to those of transformers in float32."""
 
 import copy
 import json
@@ -65,7 +65,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"attention_bias": True, "mlp_bias": True},
     ),
     "llama-heads-of-100": ("LlamaForCausalLM", SIZES | {"head_dim": 100}),
-    "llama-partial": (  # which transformers does not apply
+    "llama-partial": (  # transformers does not apply it
         "LlamaForCausalLM",
         SIZES
         | {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}
@@ -140,7 +140,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"sliding_window": 9}
         | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
-    "internlm3": (  # held against Llama
+    "internlm3": (  # compared with Llama
         "InternLM3ForCausalLM",
         WIDE_HEADS | {"attention_bias": True, "mlp_bias": True, "qkv_bias": True, "bias": True},
     ),
@@ -217,7 +217,7 @@ def test_parity(case: str, tmp_path: Path) -> None:
     hf_model = make_hf(architecture, **config)
     model = save_and_load(hf_model, tmp_path)
     prompts = make_prompts(VOCAB, LENGTHS)
-    with torch.inference_mode():  # so people make what they send as prompt_embeds
+    with torch.inference_mode():  # users make prompt_embeds so
         embeds = hf_model.get_input_embeddings()(torch.tensor(prompts[-1]))
     assert torch.equal(model.embed_input_ids(torch.tensor(prompts[-1])), embeds)
     generated = generate(model, prompts, NUM_TOKENS)
@@ -275,7 +275,7 @@ def test_low_precision_is_near_float32(case: str, tmp_path: Path) -> None:
 
 
 def test_mpt_with_what_transformers_leaves_out(tmp_path: Path) -> None:
-    """It reads expansion_ratio and alibi_bias_max, and computes with 4 and 8 all the same."""
+    """It reads expansion_ratio and alibi_bias_max, but computes with 4 and 8."""
     fields = {"expansion_ratio": 2, "attn_config": {"alibi_bias_max": 5}}
     hf_model = make_hf("MptForCausalLM", **MPT | fields)
     decoder, inner = hf_model.transformer, 2 * MPT["d_model"]
@@ -336,7 +336,7 @@ def test_longrope(tmp_path: Path) -> None:
 
 
 def old_form(folder: Path) -> None:
-    """Rewrites config.json as transformers 4 wrote it."""
+    """Rewrite config.json as transformers 4 wrote it."""
     file = folder / "config.json"
     config = json.loads(file.read_text())
     config["torch_dtype"] = config.pop("dtype")

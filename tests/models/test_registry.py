@@ -1,4 +1,4 @@
-"""Families of other packages, with blocks and models of their own."""
+"""Families of other packages, with custom blocks and models."""
 
 import json
 import textwrap
@@ -91,7 +91,7 @@ def read_contrary(config):
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package that offers architectures."""
+    """Install a package that offers architectures."""
     site = tmp_path / "site"
     info = site / "toy_family-1.dist-info"
     info.mkdir(parents=True)
@@ -109,7 +109,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def save(folder: Path, architecture: str) -> Any:
-    """A tiny Llama under another name."""
+    """Save a tiny Llama under another name."""
     hf_model = make_hf("LlamaForCausalLM", **SIZES)
     hf_model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
@@ -118,7 +118,7 @@ def save(folder: Path, architecture: str) -> Any:
 
 
 def remove(folder: Path, module: str) -> None:
-    """Takes a module out of a checkpoint."""
+    """Remove a module from a checkpoint."""
     from safetensors.torch import load_file, save_file
 
     state = load_file(folder / "model.safetensors")
@@ -129,7 +129,7 @@ def remove(folder: Path, module: str) -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_a_block_of_a_package(tmp_path: Path) -> None:
-    """It is loaded, planned for, recorded and computed as Octavo's own are."""
+    """It is loaded, planned for, recorded and computed as Octavo's blocks are."""
     folder = tmp_path / "model"
     hf_model = save(folder, "ToyForCausalLM")
     for name in ("q_proj", "k_proj", "v_proj"):
@@ -160,7 +160,7 @@ def test_a_block_of_a_package(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_a_model_of_a_package(tmp_path: Path) -> None:
-    """The worker knows a model by its protocol only."""
+    """The worker knows a model only by its protocol."""
     folder = tmp_path / "model"
     save(folder, "LlamaForCausalLM")
     prompts = make_prompts(VOCAB, (9, 30))
@@ -219,7 +219,7 @@ def test_fields_can_be_overridden(tmp_path):
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
     config = {**theirs, "rope_scaling": scaling}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    # Of an object only what is given is another.
+    # Only the given fields of an object are replaced.
     assert read_spec(tmp_path, overrides={"rope_scaling": {"factor": 2.0}}) != read_spec(tmp_path)
     assert read_spec(tmp_path, overrides={"rope_scaling": {"factor": 4.0}}) == read_spec(tmp_path)
     with pytest.raises(ModelError, match=r"config\.json with hf_overrides.*hidden_act='x'"):

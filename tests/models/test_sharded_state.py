@@ -1,4 +1,4 @@
-"""vLLM's sharded checkpoints: what ranks have of a model, put together again, and saved."""
+"""Sharded checkpoints of vLLM: the parts of ranks, joined again, and saved."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ COLUMNS = ("o_proj", "down_proj")
 
 
 def shard(tensors, rank, size, padding=64):
-    """The tensors as a rank of vLLM's has them, with a vocabulary that is padded."""
+    """Return the tensors of a rank of vLLM, with a padded vocabulary."""
     mine = {}
     for name, tensor in tensors.items():
         module = name.split(".")[-2]
@@ -28,7 +28,7 @@ def shard(tensors, rank, size, padding=64):
             if module == "embed_tokens":
                 tensor = torch.cat([tensor, tensor.new_zeros(padding, tensor.shape[1])])
             mine[name] = tensor.chunk(size)[rank]
-        elif module in ("k_proj", "v_proj"):  # of two heads, which more ranks share
+        elif module in ("k_proj", "v_proj"):  # of two heads, which several ranks share
             mine[name] = tensor.chunk(min(size, 2))[rank * min(size, 2) // size]
         else:
             mine[name] = tensor.chunk(size, 1)[rank] if module in COLUMNS else tensor
@@ -46,7 +46,7 @@ def shard(tensors, rank, size, padding=64):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """The built-in model without its weights, and these."""
+    """Return the built-in model without its weights, and the weights."""
     folder, built_in = tmp_path_factory.mktemp("model"), resolve_model("octavo/stories")
     tensors = load_file(built_in / "model.safetensors")
     for file in built_in.glob("*.json"):

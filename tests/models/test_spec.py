@@ -1,4 +1,4 @@
-"""Reading of config.json and generation_config.json, and the sizes the memory plan asks for."""
+"""Parsing of config.json and generation_config.json, and the sizes for the memory plan."""
 
 import json
 import struct
@@ -238,13 +238,13 @@ def test_refused_by_family(
 SIZES = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"}
 SIZES |= {"num_attention_heads", "d_model", "n_embd", "n_layer", "n_layers", "n_head", "n_heads"}
 SIZES |= {"ffn_dim"}
-# Which tokens end an answer is generation_config.json's and the tokenizer's to say.
+# generation_config.json and the tokenizer decide which tokens end an answer.
 NOT_ASSUMED = SIZES | {"architectures", "dtype", "eos_token_id", "bos_token_id"}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_absent_fields_are_what_transformers_assumes(case: str, tmp_path: Path) -> None:
-    """Each field in turn; of a context long enough that every window hides something."""
+    """Each field in turn; the context is so long that every window hides something."""
     architecture, config = CASES[case]
     length = next((n for n in ("n_positions", "max_seq_len", "seq_length") if n in config), None)
     config = config | {length or "max_position_embeddings": 10_000}
@@ -255,7 +255,7 @@ def test_absent_fields_are_what_transformers_assumes(case: str, tmp_path: Path) 
         rest = {key: value for key, value in full.items() if key != name}
         try:
             expected = save_config(tmp_path, architecture, rest)
-        except Exception:  # transformers cannot do without, or with its default among these sizes
+        except Exception:  # transformers needs the field, or rejects its default among these sizes
             continue
         assert read(tmp_path, rest) == expected, name
         tested += 1
@@ -263,11 +263,11 @@ def test_absent_fields_are_what_transformers_assumes(case: str, tmp_path: Path) 
 
 
 def test_the_architecture_by_the_kind_of_model(tmp_path: Path) -> None:
-    """config.json need not name it."""
+    """config.json may lack the architecture."""
     assert set(DEFAULTS) == FAMILIES.keys() - {"MPTForCausalLM"}
     for name, defaults in DEFAULTS.items():
         if name in ("InternLM3ForCausalLM", "MptForCausalLM"):
-            continue  # which transformers has no class for, or another name
+            continue  # transformers has no class for it, or another name
         assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[defaults["model_type"]] == name
     named = read(tmp_path, LLAMA)
     for architectures in ([], None):
@@ -345,7 +345,7 @@ def load_dummy(folder: Path, dtype: torch.dtype, quantization: str | None = None
 
 
 def tensors_of(value: object, seen: dict[int, int]) -> None:
-    """Bytes of all tensors that an object reaches, by address."""
+    """Return the bytes of all tensors that an object reaches, by address."""
     if isinstance(value, torch.Tensor):
         storage = value.untyped_storage()
         seen[storage.data_ptr()] = storage.nbytes()

@@ -1,4 +1,4 @@
-"""Parts of models: what ranks compute together is what one computes, bit for bit."""
+"""Parts of models: ranks together compute the bits of a single one."""
 
 import math
 import os
@@ -30,7 +30,7 @@ TOKENS = 64
 
 
 def script() -> list[dict[int, list[int]]]:
-    """Prompts in chunks, then tokens one by one, two requests out of step."""
+    """Return prompts in chunks, then tokens one by one, with two requests out of step."""
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(0, VOCAB, (2, 40), generator=generator).tolist()
     return [
@@ -58,7 +58,7 @@ def run_ranks(
     reduces: bool = False,
     splits_rows: bool = False,
 ) -> list[Tensor]:
-    """Rank 0's logits; the ranks are threads."""
+    """Return rank 0's logits; the ranks are threads."""
     models, nbytes = [], []
     for index in range(size):
         rank = Rank(index, size, reduces=reduces, splits_rows=splits_rows)
@@ -150,7 +150,7 @@ def test_keys_of_one_head_are_several_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("heads", [(9, 3), (12, 1), (12, 4), (14, 2), (6, 6)])
 def test_heads_of_all_ranks_are_all_heads(heads: tuple[int, int], tmp_path: Path) -> None:
-    """Each query head once, with its head of keys and values; rank 0 has most."""
+    """Each query head occurs once, with its head of keys and values; rank 0 has most."""
     architecture, config = CASES["llama"]
     sizes = dict(zip(("num_attention_heads", "num_key_value_heads"), heads, strict=True))
     sizes["hidden_size"] = 4 * heads[0]
@@ -198,7 +198,7 @@ def test_ranks_without_any_outputs_are_refused(tmp_path: Path) -> None:
 
 
 def test_parts_of_int4_weights_are_written_as_the_whole(tmp_path: Path) -> None:
-    """Though they are small enough for int8 by themselves."""
+    """They are small enough for int8 by themselves."""
     sizes = {"hidden_size": 256, "intermediate_size": 320, "head_dim": 64}
     check("llama", tmp_path, 2, torch.bfloat16, "int4", **sizes)
     names = {w.name: w for w in read_spec(tmp_path).split(Rank(0, 2)).weights()}
@@ -291,7 +291,7 @@ def test_no_division(num_stages: int, asked: str | None, said: str, tmp_path: Pa
 
 @pytest.mark.parametrize("case", ["llama", "qwen2", "gpt2", "bloom", "falcon-7b", "opt", "olmo2"])
 def test_sums_over_ranks(case: str, tmp_path: Path) -> None:
-    """The same model, but for the order in which its numbers are summed."""
+    """The model is the same, except the order in which its numbers are summed."""
     architecture, config = CASES[case]
     make_hf(architecture, **config).save_pretrained(tmp_path)
     spec, dtype = read_spec(tmp_path), torch.float32
@@ -315,7 +315,7 @@ def test_quantized_sums_over_ranks(form: str, tmp_path: Path) -> None:
     )
     expected = torch.cat(run(whole, lambda: None))
     got = torch.cat(run_ranks(spec, tmp_path, 2, torch.float32, form, reduces=True))
-    # Each part is rounded by itself.
+    # Each part is rounded separately.
     assert torch.nn.functional.cosine_similarity(got, expected).min() > 0.97
 
 

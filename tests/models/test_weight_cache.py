@@ -32,7 +32,7 @@ KEY = b"made of this"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A tiny Llama."""
+    """Return a tiny Llama."""
     folder = tmp_path / "model"
     make_hf("LlamaForCausalLM", **CASES["llama"][1]).save_pretrained(folder)
     return folder
@@ -45,7 +45,7 @@ def cache(tmp_path: Path) -> WeightCache:
 
 @pytest.fixture
 def packs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Grows with every weight that is packed."""
+    """Return a list that grows with every packed weight."""
     calls: list[str] = []
     for name in ("pack_weight", "quantize_weight"):
         original = getattr(NativeOps, name)
@@ -90,7 +90,7 @@ def logits(folder: Path, cache: WeightCache, **options: Any) -> Tensor:
 def test_whatever_is_damaged_is_not_read(
     tmp_path_factory: pytest.TempPathFactory, nbytes: int, place: float, bit: int, cut: int
 ) -> None:
-    """Any bit that has changed anywhere, and any length but the right one, is found out."""
+    """Any changed bit, and any wrong length, is detected."""
     cache = WeightCache(tmp_path_factory.mktemp("cache") / "cache", 2**30)
     data = memory(nbytes)
     keep(cache, KEY, data)
@@ -172,7 +172,7 @@ def test_least_recently_used_goes_first(cache: WeightCache, tmp_path: Path) -> N
 def test_the_disk_is_never_filled(
     cache: WeightCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither by the default bound nor by one that the user sets."""
+    """The default bound and the user's bound both respect the free space."""
     for bound, free, fits in ((None, 8 * 2**30, 2**31), (2**40, 2**31, 2**30), (2**40, 2**29, 0)):
         cache = WeightCache(tmp_path, bound)
         disk = os.statvfs_result((4096, 4096, 2**20, free // 4096, free // 4096, *[0] * 5))
@@ -208,7 +208,7 @@ def test_a_write_that_fails_leaves_nothing(
 
 
 def test_what_a_dead_process_left_is_removed(cache: WeightCache) -> None:
-    """Its lock is gone with it, its unfinished file with the next one that is written."""
+    """Its lock ends with it; the next write removes its unfinished file."""
     folder = cache.file(KEY).parent
     code = f"""
 import os
@@ -226,9 +226,9 @@ WeightCache(__import__("pathlib").Path({str(folder)!r}), 2**30).keep(
 
 
 def _race(folder: Path, seed: int, failed: Any) -> None:
-    """Writes and reads two keys over and over where only one fits."""
+    """Write and read two keys over and over where only one fits."""
     cache = WeightCache(folder, 5000)
-    os.fsync = lambda _: None  # type: ignore[assignment]  # nobody waits for the disk
+    os.fsync = lambda _: None  # type: ignore[assignment]  # no waits for the disk
     for i in range(60):
         key = (seed + i) % 2
         keep(cache, bytes([key]), memory(4096, key))
@@ -293,7 +293,7 @@ def test_a_damaged_file_is_made_again(
 def test_weights_that_changed_are_packed_anew(
     folder: Path, cache: WeightCache, packs: list[str]
 ) -> None:
-    """Even with the same size and time, in the same place."""
+    """The weights have the same size and time, in the same place."""
     first = logits(folder, cache)
     file = folder / "model.safetensors"
     info = file.stat()

@@ -59,8 +59,8 @@ NAMES = {
     "streams_resumed",
 }
 
-# What the panels of vLLM's three published Grafana dashboards ask for, prefix left out: each
-# sample, and the labels by which its queries select or sum up.
+# Samples that the panels of vLLM's three published Grafana dashboards query, without the prefix,
+# and the labels by which the queries select or sum up.
 DASHBOARDS = {
     "prometheus_grafana/grafana.json": {
         "e2e_request_latency_seconds_bucket": {"model_name", "le"},
@@ -115,7 +115,7 @@ def metrics():
 
 
 def read(metrics, name, **labels):
-    """The value of one sample."""
+    """Return the value of one sample."""
     wanted = {"model_name": "m", "engine": "0"} | labels
     values = [
         sample.value
@@ -148,7 +148,7 @@ def test_sleep_state(metrics):
 
 
 def samples(metrics):
-    """The labels' names of each sample, by its name."""
+    """Return the labels' names of each sample, by its name."""
     return {
         sample.name: set(sample.labels)
         for family in text_string_to_metric_families(metrics.render().decode())
@@ -218,11 +218,11 @@ def test_scheduler_stats(metrics):
     assert read(metrics, "prefix_cache_hits_total") == 40
     assert read(metrics, "prompt_tokens_cached_by_source_total", source="device") == 40
     assert read(metrics, "num_preemptions_total") == 1
-    # A new engine starts at zero: what it counts comes on top.
+    # A new engine starts at zero: its counts are added.
     stats(1, 5, 30, 10, 0)
     assert read(metrics, "prefix_cache_queries_total") == 180
     assert read(metrics, "num_preemptions_total") == 1
-    # And so it does if it has got further than the old one when it is first heard of.
+    # The same holds if it has already passed the old one at its first report.
     metrics.engine_restarted()
     stats(7, 70, 500, 0, 2)
     assert read(metrics, "prefix_cache_queries_total") == 680
@@ -400,7 +400,7 @@ def test_an_engine_that_is_removed_is_not_shown_as_it_was(metrics):
     other.watch_processes(lambda: [os.getpid()])
     other.record_scheduler_stats(SchedulerStats(num_waiting_reqs=3, num_preemptions=2, num_steps=5))
     metrics.remove_engine(1)
-    metrics.for_engine(1).record_rejection("queue_full")  # what comes late
+    metrics.for_engine(1).record_rejection("queue_full")  # a late report
     families = list(text_string_to_metric_families(metrics.render().decode()))
     shown = {(f.type, s.name) for f in families for s in f.samples if s.labels["engine"] == "1"}
     assert shown

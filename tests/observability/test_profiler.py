@@ -1,4 +1,4 @@
-"""Profiles: the format of the trace, what is recorded of an engine, and the recorder's states."""
+"""Profiles: the format of the trace, the recorded spans of an engine, the recorder's states."""
 
 import json
 import logging
@@ -24,14 +24,14 @@ def recorder(tmp_path):
 
 
 def read(path):
-    """The spans of a trace in the file's order, and its threads' names by tid."""
+    """Return the spans of a trace in the file's order, and its threads' names by tid."""
     events = json.loads(path.read_text())["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     return [e for e in events if e["ph"] == "X"], names
 
 
 def check_nesting(events):
-    """On each track spans begin in order, and each lies wholly in or wholly after any other."""
+    """Check that spans begin in order on each track, and are nested or disjoint."""
     tracks = {}
     for event in events:
         tracks.setdefault(event["tid"], []).append(event)
@@ -106,7 +106,7 @@ def test_an_engine_is_recorded(tmp_path):
         assert event["args"]["bytes"] > 0
         assert event["args"]["rows"] > 0
         assert event["args"]["flops"] > 0 or not event["name"].startswith("linear")
-    # Every kernel lies within a step's span, and every step is numbered, counted and complete.
+    # Every kernel is within a step's span, and every step is numbered, counted and complete.
     steps = [*by_name["execute_model"], *by_name["sample_tokens"]]
     for event in kernels:
         assert any(s["ts"] <= event["ts"] <= s["ts"] + s["dur"] for s in steps)

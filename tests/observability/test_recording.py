@@ -1,4 +1,4 @@
-"""Frames, what survives of a file, its bounds, and what is not written."""
+"""Recording: frames, the surviving part of a file, its bounds, and hidden data."""
 
 import errno
 import hashlib
@@ -47,7 +47,7 @@ def end(i: int) -> End:
 
 
 def wait_for(path, found) -> None:
-    """A recorder writes on its thread."""
+    """Wait until the recorder's thread has written."""
     for _ in range(500):
         if path.exists() and found(list(read_records(path))):
             return
@@ -86,7 +86,7 @@ def test_two_processes_write_to_one_file(path):
 
 @pytest.mark.parametrize("cut", [1, 5, 20])
 def test_a_frame_that_was_cut_off_is_read_over(path, cut):
-    """At the end, or before what another process wrote after it."""
+    """At the end, or before data that another process wrote after it."""
     first = Recorder(path, HEAD)
     first.put(end(1))
     first.close()
@@ -158,7 +158,7 @@ def test_damaged_arrivals_of_format_1_are_unreadable(path):
 
 
 def test_fields_are_only_ever_added_at_the_end():
-    """Records are lists: a field elsewhere is another format, and `FORMAT` must tell so."""
+    """Records are lists: a field elsewhere is another format, and `FORMAT` must change."""
     assert FORMAT == 2
     begin = {
         EngineCoreRequest: "request_id prompt_token_ids sampling_params options n "
@@ -231,13 +231,13 @@ def test_nothing_beside_it_is_overwritten(path, suffix):
 
 @pytest.mark.parametrize("what", ["rename", "open"])
 def test_a_file_that_cannot_be_changed_closes_nothing_of_others(path, monkeypatch, what):
-    """A number of a closed file may soon be that of somebody's socket."""
+    """The number of a closed file may soon be that of another socket."""
     recorder = Recorder(path, HEAD, 4000) if what == "rename" else None
     core = None
     if recorder is None:
         Recorder(path, HEAD).close()
         core = Recorder(path)
-        Recorder(path, HEAD).close()  # another file is there by now
+        Recorder(path, HEAD).close()  # another file exists by now
 
     def refuse(*args):
         raise FileNotFoundError(errno.ENOENT, "No such file") if core else OSError("refused")
@@ -357,7 +357,7 @@ def test_what_is_secret_is_not_written(path, prompts):
     _, read, *others = read_records(path)
     data = path.read_bytes()
     assert b"a secret" not in data
-    for secret in (b"a secret salt", b"a secret key"):  # nor what can be tried one by one
+    for secret in (b"a secret salt", b"a secret key"):  # nor data that can be guessed one by one
         assert hashlib.sha256(secret).hexdigest().encode() not in data
     assert read.request.options.cache_salt == read.params.cache_salt
     tenants = [arrival.request.options.tenant for arrival in (read, *others)]
@@ -373,7 +373,7 @@ def test_what_is_secret_is_not_written(path, prompts):
         assert len(read.prompt_hash) == 64
         assert read.request.prompt_token_ids == []
         assert read.request.prompt_embeds is None
-    assert REQUEST.options.cache_salt == "a secret salt"  # the engine's own is as it was
+    assert REQUEST.options.cache_salt == "a secret salt"  # the engine's request is unchanged
 
 
 def test_prompts_that_are_hashed_are_not_told_by_their_logprobs(path):
@@ -385,7 +385,7 @@ def test_prompts_that_are_hashed_are_not_told_by_their_logprobs(path):
         recorder.close()
         _, read = read_records(path)
         assert (read.outputs[0].new_token_ids, read.outputs[0].new_prompt_logprobs) == ([5], kept)
-    assert output.new_prompt_logprobs is rows  # the client's own is as it was
+    assert output.new_prompt_logprobs is rows  # the client's output is unchanged
 
 
 def test_what_cannot_be_written_is_counted(path, monkeypatch):
@@ -398,7 +398,7 @@ def test_what_cannot_be_written_is_counted(path, monkeypatch):
 
 
 def test_a_slow_disk_costs_records_and_no_memory(path, monkeypatch):
-    """Where they are missing is known, so that nobody joins what comes before and after."""
+    """The gap is recorded, so that no reader joins the records before and after."""
     monkeypatch.setattr(recording, "_MOST_PENDING", 10)
     recorder = Recorder(path, HEAD)
     for i in range(100):

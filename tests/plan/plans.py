@@ -1,10 +1,10 @@
-"""Memory plans that nobody made."""
+"""Synthetic memory plans."""
 
 from octavo.plan.memory_plan import MemoryPlan
 
 
 def make_plan(max_model_len: int, num_blocks: int, *, warm_spare: bool = False) -> MemoryPlan:
-    """A plan with a context and a number of blocks; all else is nothing."""
+    """Return a plan with a context and a number of blocks; all else is zero."""
     return MemoryPlan(
         **dict.fromkeys(
             ("limit", "runtime", "weights", "activations", "logits", "loading", "rows", "kv_cache"),

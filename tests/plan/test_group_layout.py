@@ -1,4 +1,4 @@
-"""Where ranks find what they share: nothing is in the place of something else."""
+"""Layout of memory that ranks share: no parts overlap."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -83,7 +83,7 @@ def test_processes_for_grammars_count_beside_the_engines_own():
 
 
 def test_every_part_is_what_is_taken():
-    """Byte by byte: a plan that says less is broken later, one that says more wastes the memory."""
+    """A plan that is too small fails later, and one that is too large wastes memory."""
     rows, length = 3, 100
     result, kv_cache = plan(max_num_seqs=rows, max_model_len=length, dtype="float32")
     vocab = SPEC.vocab_size
@@ -94,7 +94,7 @@ def test_every_part_is_what_is_taken():
     samples = rows * (1 + MAX_FORCED)
     assert result.logits == 2 * 5_000_000 + 96 * samples * vocab
     assert result.loading == SPEC.loading_nbytes("float32")
-    # What a row is in the worker: its tokens, its blocks, its state; and the inputs of a step.
+    # A row in the worker: its tokens, its blocks, its state; and the inputs of a step.
     batch = InputBatch(rows, length, kv_cache)
     arrays = [batch.token_ids, batch.block_tables]
     assert result.rows == (
@@ -117,7 +117,7 @@ def test_every_part_is_what_is_taken():
 
 
 def test_several_engines_have_a_share_each(monkeypatch):
-    """Of what there is, of the cache's default size, and of what is there once for all of them."""
+    """Available memory, the cache's default size, and parts that exist once are divided."""
     monkeypatch.setattr(cpu, "cpu_memory", lambda node: (2**36, 2**35))
     how = {"request_memory": 2**30, "max_num_seqs": 4096}
     one, _ = plan(**how)
@@ -162,7 +162,7 @@ def test_loading_counts_where_it_takes_more_than_steps():
 
 @pytest.mark.parametrize("settings", [{}, {"num_gpu_blocks_override": 90}])
 def test_the_last_byte_counts(settings, monkeypatch):
-    """A plan fits memory of its own size, and not a byte less."""
+    """A plan fits memory of exactly its size, and not a byte less."""
     settings = settings | {"max_num_seqs": 1, "max_model_len": 1024, "gpu_memory_utilization": 1.0}
     needed = plan(**settings)[0]
     assert needed.blocks_per_request == 64
@@ -341,13 +341,13 @@ def test_a_servers_plan_has_its_own_process_and_the_requests(monkeypatch):
     def made(**kwargs):
         return plan(**settings, **kwargs)[0]
 
-    # Not what is free: others take and give back meanwhile.
+    # Not the free memory: other programs allocate and free meanwhile.
     monkeypatch.setattr(cpu, "cpu_memory", lambda node: (2**40, 2**34))
     alone, served = made(), made(request_memory=50 * MIB)
     assert served == replace(alone, server=256 * MIB, requests=50 * MIB)
     assert served.total == alone.total + 306 * MIB
     assert alone.runtime == 272 * MIB
-    # With just as much as that, all of it fits; without the server more would.
+    # Exactly that amount fits; without the server more would fit.
     monkeypatch.setattr(cpu, "cpu_memory", lambda node: (2**40, served.total))
     settings["gpu_memory_utilization"] = 1.0
     assert made(request_memory=50 * MIB) == replace(served, limit=served.total)

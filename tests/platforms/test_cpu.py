@@ -1,4 +1,4 @@
-"""What an engine on a processor is made of."""
+"""Parts of an engine on a processor."""
 
 from pathlib import Path
 

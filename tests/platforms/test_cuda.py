@@ -1,4 +1,4 @@
-"""What an engine on a GPU is made of, with stand-ins for what torch says of one."""
+"""Parts of an engine on a GPU, with stand-ins for torch's answers."""
 
 import importlib.util
 import sys
@@ -25,7 +25,7 @@ CUDA = torch.device("cuda", 0)
 
 
 class Gpu:
-    """torch.cuda with one card, of 1000 MiB."""
+    """Stand-in for torch.cuda with one card, of 1000 MiB."""
 
     def __init__(
         self, capability: tuple[int, int], available: bool = True, free: int = 900 * MIB

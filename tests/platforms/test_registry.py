@@ -1,4 +1,4 @@
-"""Which platform `device` means; plug-ins are in tests/examples."""
+"""Platform of a `device`; plug-ins are in tests/examples."""
 
 import pytest
 

@@ -49,7 +49,7 @@ def test_the_setting() -> None:
 @pytest.mark.parametrize("rows", [(7,), (64,), (96, 32, 32), (700, 700)])
 @pytest.mark.parametrize("k", [48, 172, 256])
 def test_pack(name: str, ops: ReferenceOps, rows: tuple[int, ...], k: int) -> None:
-    """Any shape, in parts of any type: a product is off by little, and the size is as planned."""
+    """Any shape, in parts of any type: a product has a small error, and the size is as planned."""
     form = get_quantization(name)
     assert form is not None
     parts = [weight(n, k) for n in rows]

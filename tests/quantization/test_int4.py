@@ -16,7 +16,7 @@ def test_small_layers_are_int8() -> None:
     n = SMALL // k
     ops = NativeOps()
     assert Int4().pack(ops, [torch.ones(n, k)]).format == "int4_levels"
-    # What counts is the layer, not its parts.
+    # The layer counts, not its parts.
     assert Int4().pack(ops, [torch.ones(n // 2, k)] * 2).format == "int4_levels"
     assert Int4().pack(ops, [torch.ones(n - 1, k)]).format == "int8"
     assert Int4().nbytes(n - 1, k) == Int8().nbytes(n - 1, k)

@@ -1,4 +1,4 @@
-"""Servers of a router that are functions."""
+"""Fake servers of a router, as functions."""
 
 import asyncio
 import inspect
@@ -16,7 +16,7 @@ from octavo.router.state import RouterState
 
 
 class Content:
-    """An answer's body that comes piece by piece; an error among the pieces is raised."""
+    """Body of an answer that arrives in pieces; an error among the pieces is raised."""
 
     def __init__(self, pieces):
         self._pieces = iter(pieces)
@@ -33,7 +33,7 @@ class Content:
 
 
 class FakeServer:
-    """A server that answers requests by what it is given, in place of `aiohttp.ClientSession`.
+    """Server that answers requests by a function, in place of `aiohttp.ClientSession`.
 
     Args:
         answer: called with a request; returns (status, headers, pieces of a body), or raises. It
@@ -72,14 +72,14 @@ class FakeServer:
 
 
 def upstream(name, server, api_key=None):
-    """A server as the router sees it."""
+    """Return a server as the router sees it."""
     made = Upstream(name, "http://server", api_key=api_key)
     server.real, made.http = made.http, server
     return made
 
 
 def events(*texts, finish="stop", index=0):
-    """A stream of an answer as a server sends it, one piece for each event."""
+    """Return a stream of an answer as a server sends it, one piece for each event."""
     made = []
     for number, text in enumerate(texts):
         last = finish if number == len(texts) - 1 else None
@@ -101,13 +101,13 @@ def whole(status=200, headers=(), **fields):
 
 
 class Routed:
-    """A router before such servers, and a client of it.
+    """Router of fake servers, and a client of it.
 
     Args:
-        answering: what they answer with.
-        prefilling: likewise of prefill servers.
+        answering: answers of the servers.
+        prefilling: answers of the prefill servers.
         config: settings of the router's HTTP.
-        **router: its own.
+        **router: settings of the router.
     """
 
     def __init__(self, answering, prefilling=(), config=None, **router):
@@ -147,7 +147,7 @@ class Routed:
 
 
 def text_of(answer):
-    """The text of a stream, which has to be whole."""
+    """Return the text of a stream, which has to be whole."""
     assert answer.status_code == 200, answer.text
     *lines, last = [line for line in answer.text.split("\n\n") if line]
     assert last == "data: [DONE]", answer.text

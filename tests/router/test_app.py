@@ -1,4 +1,4 @@
-"""Every kind of request goes through a router as it goes to a server."""
+"""Requests of every kind, answered through a router as by a server."""
 
 import asyncio
 import base64
@@ -96,11 +96,11 @@ NOT_ROUTED = {
     "/stop_profile",
     "/tokenizer_info",
 }
-"""What a server does for its operator, who asks the server itself."""
+"""Routes for a server's operator, who calls the server itself."""
 
 
 class AppServer:
-    """A server's application in place of `aiohttp.ClientSession`, see `FakeServer`."""
+    """Application of a server in place of `aiohttp.ClientSession`, see `FakeServer`."""
 
     def __init__(self, app):
         transport = httpx.ASGITransport(app)
@@ -114,7 +114,7 @@ class AppServer:
 
 
 def same(answer):
-    """An answer without what is each one's own."""
+    """Return an answer without the fields that always differ."""
     own = {"id", "created", "event"}
     lines = [line.removeprefix("data: ") for line in answer.text.split("\n") if line]
     values = [json.loads(line) for line in lines if line.startswith("{")]

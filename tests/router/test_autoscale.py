@@ -1,10 +1,10 @@
-"""How many servers there are to be."""
+"""Number of servers that autoscaling sets."""
 
 from octavo.router.autoscale import Scale
 
 
 def looks(scale, loads, count=1):
-    """How many servers there are after each look."""
+    """Return the number of servers after each check."""
     counts = []
     for load in loads:
         count = scale.look(load, count)

@@ -1,4 +1,4 @@
-"""Settings of a router, and what its own servers are told."""
+"""Settings of a router, and the flags of its own servers."""
 
 import json
 

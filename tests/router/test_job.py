@@ -1,4 +1,4 @@
-"""What the router reads of a request, and adds to it."""
+"""Fields of a request that the router reads, and those that it adds."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Which server gets a request, and which are ready."""
+"""Choice of the server for a request, and readiness."""
 
 import asyncio
 from collections import Counter
@@ -13,7 +13,7 @@ PIECES = [bytes([i]) * 16 for i in range(8)]
 
 
 def pooled(test):
-    """A test that gets a pool with three servers that are ready."""
+    """Run a test with a pool of three ready servers."""
 
     async def run():
         pool = Pool(0.01, 0.03)

@@ -1,4 +1,4 @@
-"""Requests through a router: the answer is one server's, however many have a part in it."""
+"""Requests through a router: the client sees one server's answer, of however many servers."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ def refuse(request):
 
 
 def routed(test):
-    """A test that is a coroutine."""
+    """Run a test that is a coroutine."""
     return lambda: asyncio.run(test())
 
 
@@ -141,7 +141,7 @@ async def test_a_request_waits_for_a_server():
 
 @routed
 async def test_a_request_waits_for_the_successor_of_the_only_server():
-    """A server that is shut down refuses requests for itself, not for all that can be started."""
+    """A server that shuts down rejects requests only for itself."""
     async with Routed([LOSSES["stopped"]], failover_timeout=10) as router:
         (server,) = router.servers
         asked = asyncio.create_task(router.ask())
@@ -261,7 +261,7 @@ async def test_what_is_not_the_routers():
         assert servers == [{"name": "s0", "ready": True, "requests": 0}]
 
 
-# Prefill here, decode there
+# Prefill on one server, decode on another
 
 PARAMS = {"remote_host": "p", "do_remote_prefill": True}
 PREFILL = whole(choices=[], kv_transfer_params=PARAMS)

@@ -1,4 +1,4 @@
-"""A router's own servers in the care of actors, on a Ray cluster that it starts."""
+"""Router with its own servers, run by actors on a Ray cluster that it starts."""
 
 import secrets
 import tempfile
@@ -13,7 +13,7 @@ ray = pytest.importorskip("ray", reason="Ray is not installed (pip install ray)"
 
 
 def servers(key):
-    """The processes of servers that have a key, whoever has started them."""
+    """Return the processes of servers that have a key, of any parent."""
     found = {}
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
@@ -25,7 +25,7 @@ def servers(key):
 
 @pytest.fixture
 def ray_folder(monkeypatch):
-    """Where nobody else's cluster is found; sockets have names of 107 bytes at most."""
+    """Return a folder without another cluster; names of sockets have at most 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="o-", dir="/tmp") as path:
         monkeypatch.delenv("RAY_ADDRESS", raising=False)
         monkeypatch.setenv("RAY_TMPDIR", path)

@@ -1,4 +1,4 @@
-"""What a client has of a stream is left out of another server's answer."""
+"""Stream continued by another server: it leaves out what the client already has."""
 
 import itertools
 

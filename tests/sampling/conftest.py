@@ -1,4 +1,4 @@
-"""The sampler on the CPU's operations."""
+"""Sampler on the CPU's operations."""
 
 import pytest
 

@@ -15,7 +15,7 @@ from tests.params import Params
 
 @dataclass
 class Row:
-    """One request: its parameters and its tokens so far."""
+    """Request: its parameters and its tokens so far."""
 
     params: Params
     prompt: list[int] = field(default_factory=list)
@@ -34,7 +34,7 @@ def make_metadata(rows: list[Row], vocab_size: int) -> SamplingMetadata:
 
 
 def random_row(rng: np.random.Generator, vocab_size: int) -> Row:
-    """A request that uses some features, each with some probability."""
+    """Return a request that uses some features, each with some probability."""
 
     def maybe(probability: float) -> bool:
         return bool(rng.random() < probability)
@@ -67,7 +67,7 @@ def random_row(rng: np.random.Generator, vocab_size: int) -> Row:
 
 
 def reference_process(logits: np.ndarray, row: Row) -> np.ndarray:
-    """All processors on one row of logits [V], token by token."""
+    """Apply all processors to one row of logits [V], token by token."""
     p, out = row.params, logits.astype(np.float32).copy()
     for token in range(len(out)):
         if p.allowed_token_ids is not None and token not in p.allowed_token_ids:
@@ -94,7 +94,7 @@ def reference_process(logits: np.ndarray, row: Row) -> np.ndarray:
 
 
 def reference_sample(logits: np.ndarray, row: Row, ops: Ops) -> int:
-    """The token of one row, with Python's integers for the weights."""
+    """Return the token of one row, with Python's integers for the weights."""
     p, z = row.params, reference_process(logits, row)
     vocab_size = len(z)
     ranking = sorted(range(vocab_size), key=lambda t: (-z[t], t))

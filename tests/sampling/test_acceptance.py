@@ -16,12 +16,12 @@ NUM_ROWS, VOCAB = 40_000, 10
 SEEDS = np.arange(NUM_ROWS, dtype=np.uint64)
 POSITIONS = np.full(NUM_ROWS, 3, np.uint32)
 LOGITS = torch.tensor([[2.0, 1.0, 0.5, 0.0, -0.5, 1.5, -30.0, 0.2, 0.9, -1.0]])
-# Of the draft: one token too often, one too seldom, one that the target never has.
+# Probabilities of the draft: a token too often, one too seldom, one that the target never has.
 DRAFT_PROBS = torch.tensor([[0.05, 0.3, 0.1, 0.02, 0.03, 0.2, 0.1, 0.1, 0.05, 0.05]])
 
 
 def run(*, typical=False, certain=None, **params):
-    """Tokens of many seeds; `certain`: the draft, instead of one drawn from `DRAFT_PROBS`."""
+    """Return tokens of many seeds; `certain`: the draft, instead of one from `DRAFT_PROBS`."""
     row = np.zeros(NUM_ROWS, SAMPLING_ROW)
     row["temperature"], row["top_p"] = 1.0, 1.0
     for name, value in params.items():
@@ -77,7 +77,7 @@ def test_rejection_keeps_the_distribution(params, certain):
 
 
 def test_its_random_numbers_are_independent():
-    """What is accepted does not tell what is drafted, nor what recovers."""
+    """The accepted tokens do not depend on the drafted ones, nor on the recovered ones."""
     row = np.zeros(NUM_ROWS, SAMPLING_ROW)
     row["seed"], row["position"] = SEEDS, POSITIONS
     numbers = [philox.uniform(SEEDS, POSITIONS, stream) for stream in (ACCEPT, RECOVER)]
@@ -109,7 +109,7 @@ def test_rows_that_failed_and_rows_without_drafts_stay():
 
 
 def test_the_least_random_number_recovers_a_token_that_has_a_share():
-    """The rejected draft has none, and is the first of the vocabulary."""
+    """The rejected draft has no share, and is the first of the vocabulary."""
     params = np.zeros(1, SAMPLING_ROW)
     params["temperature"], params["top_p"] = 1.0, 1.0
     tokens = OPS.sample(LOGITS, params)

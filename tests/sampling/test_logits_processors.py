@@ -1,4 +1,4 @@
-"""Each processor against a reference that goes token by token."""
+"""Processors, each against a reference that computes token by token."""
 
 import numpy as np
 import pytest
@@ -56,7 +56,7 @@ def test_one_feature(fields):
     row = Row(Params(temperature=0.0, max_tokens=50, **fields), PROMPT, OUTPUT)
     plain = Row(Params(temperature=0.0), PROMPT, OUTPUT)
     logits = random_logits(3)
-    logits[1, 6] = -np.inf  # something else may have excluded a token that is penalised
+    logits[1, 6] = -np.inf  # another processor may have excluded a token that is penalised
     got = processed(logits, [plain, row, plain])
     np.testing.assert_array_equal(got[1], reference_process(logits[1], row))
     np.testing.assert_array_equal(got[[0, 2]], logits[[0, 2]])

@@ -1,4 +1,4 @@
-"""The generator against the published vectors, and its use as numbers in [0, 1)."""
+"""Generator against the published vectors, and its use as numbers in [0, 1)."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from octavo.kernels.base import SAMPLING_ROW
 from octavo.kernels.reference import philox4x32, token_numbers
 from octavo.sampling.philox import uniform
 
-# The known-answer vectors for philox4x32-10 of the authors' library, Random123.
+# Known-answer vectors for philox4x32-10 of the authors' library, Random123.
 KNOWN_ANSWERS = [
     ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
     ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),

@@ -1,4 +1,4 @@
-"""Processors of other packages: found, kept to their requests, and their faults to these."""
+"""Processors of other packages: they are found, and their faults affect only their requests."""
 
 import numpy as np
 import pytest
@@ -53,7 +53,7 @@ def test_only_who_asks_for_it_gets_it(make_state, sampler):
 
 
 def test_a_resumed_request_and_one_of_many_are_no_others(make_state, sampler, monkeypatch):
-    """Rows are shown in portions; a row's tokens are its own, whoever shares the step."""
+    """Rows are shown in portions; a row's tokens do not depend on the step's other rows."""
     state = make_state()
     monkeypatch.setattr("octavo.sampling.sizes.CHUNK_ELEMENTS", 2 * VOCAB)
     rng = np.random.default_rng(0)

@@ -15,7 +15,7 @@ GREEDY = Params(temperature=0.0)
 
 
 def draw(sampler, logits, params, count):
-    """`count` tokens from the same logits [V] at the output positions 0, 1, 2 ..."""
+    """Draw `count` tokens from the same logits [V] at the output positions 0, 1, 2 ..."""
     metadata = make_state([Row(params)], logits.shape[0]).metadata(np.zeros(count, np.int64))
     metadata.params["position"] = np.arange(count)
     out = sampler.sample(logits.expand(count, -1).clone(), metadata)
@@ -68,7 +68,7 @@ def test_equals_the_slow_reference(sampler, ops, vocab_size, count, levels):
     rows = []
     for _ in range(count):
         row = random_row(rng, vocab_size)
-        row.params.allowed_token_ids = None  # may leave nothing: tested below
+        row.params.allowed_token_ids = None  # may leave no token: tested below
         rows.append(row)
     values = rng.normal(size=(count, vocab_size)) * 4
     if levels:
@@ -159,7 +159,7 @@ def test_seed_and_position_determine_the_draw(sampler):
     assert one.tolist() == again.tolist()
     assert one.tolist() != other.tolist()
     assert len(set(one.tolist())) > 40
-    # The position is the number of tokens generated, whatever the prompt.
+    # The position is the number of generated tokens, for any prompt.
     row = Row(Params(seed=5), prompt=[1, 2, 3], output=[4] * 7)
     assert sample(sampler, logits[None], [row]).token_ids[0] == one[7]
 
@@ -176,7 +176,7 @@ def softmax(z):
 
 
 def expected_probs(params, prompt=(), output=()):
-    """Float64 probabilities by the definitions of the parameters."""
+    """Return float64 probabilities by the definitions of the parameters."""
     z = LOGITS.numpy().astype(np.float64)
     for t in set(prompt) | set(output):
         z[t] = z[t] / params.repetition_penalty if z[t] > 0 else z[t] * params.repetition_penalty
@@ -225,7 +225,7 @@ def test_distribution_with_penalties(sampler):
 
 
 def check_distribution(tokens, probs):
-    """Chi-square at p > 1e-4; tokens expected fewer than 5 times are taken together."""
+    """Check chi-square at p > 1e-4; tokens expected fewer than 5 times are pooled."""
     counts = np.bincount(tokens, minlength=len(probs))
     assert counts[probs == 0].sum() == 0
     expected = probs * len(tokens)
@@ -253,7 +253,7 @@ def test_very_high_temperature_is_nearly_uniform(sampler):
 def test_tiny_top_p_keeps_one(sampler):
     tokens = draw(sampler, LOGITS, Params(seed=1, top_p=1e-6), 100)
     assert set(tokens) == {int(LOGITS.argmax())}
-    # The first of equals.
+    # The first of equal tokens.
     assert set(draw(sampler, torch.zeros(9), Params(seed=1, top_p=1e-6), 100)) == {0}
 
 
@@ -317,7 +317,7 @@ def test_grammar_restricts_its_rows_only(sampler):
     out = sampler.sample(logits.clone(), metadata)
     assert out.token_ids.tolist() == [logits[0].argmax().item(), 37, -1]
     assert list(out.errors) == [2]
-    # Logprobs are those of the model, not of what the grammar left.
+    # Logprobs are those of the model, without the grammar.
     expected = logits[1].log_softmax(-1)
     ids, values, _ = unpack_logprobs(out.logprobs[1])
     np.testing.assert_allclose(values[0][0], expected[37].item(), atol=1e-5)
@@ -325,13 +325,13 @@ def test_grammar_restricts_its_rows_only(sampler):
 
 
 def test_grammar_beside_drafts_and_other_processors(sampler):
-    """Each position of a request has its own bitmask; a row's token is the one it gets alone."""
+    """Each position of a request has its own bitmask; a row gets the same token alone."""
     rng = np.random.default_rng(11)
     rows = [random_row(rng, 70) for _ in range(6)]
     rows[2] = Row(Params(seed=7, min_tokens=3, all_stop_token_ids=[5], max_tokens=9), [1], [2])
     logits = torch.from_numpy(rng.normal(size=(9, 70)).astype(np.float32))
     state = make_state(rows, 70)
-    at = np.array([1, 3, 4, 5, 8])  # of these, 3 to 5 are the third request's
+    at = np.array([1, 3, 4, 5, 8])  # rows 3 to 5 are the third request's
     words = rng.integers(-(2**31), 2**31, (5, 3)).astype(np.int32)
     which, offsets = np.array([0, 1, 2, 2, 2, 2, 3, 4, 5]), np.array([0, 0, 0, 1, 2, 3, 0, 0, 0])
     metadata = state.metadata(which, offsets, GrammarBitmask(at, words))
@@ -352,7 +352,7 @@ def test_grammar_beside_drafts_and_other_processors(sampler):
 
 
 def check_logprobs(lists, logits, tokens, k):
-    """One position for each row of logits: the token, its rank, and the k best."""
+    """Check one position for each row of logits: the token, its rank, and the k best."""
     expected = torch.log_softmax(logits.double(), -1).numpy()
     values = logits.numpy()
     ids, found, ranks = unpack_logprobs(lists)
@@ -392,8 +392,8 @@ def test_logprobs_of_the_whole_vocabulary_beside_fewer(sampler):
 
 
 def test_logprobs_of_certain_tokens(sampler):
-    """In the order asked for, beside rows that ask for as many most probable ones, or for others;
-    of the raw logits."""
+    """They are in the requested order, next to rows with other requests or the same number of most
+    probable tokens, and of the raw logits."""
     logits = torch.randn(6, 100, generator=torch.Generator().manual_seed(5))
     asked = [[7, 3, 99], None, [0, 0, 7], [50], None, list(range(100))]
     bias = {7: 50.0}

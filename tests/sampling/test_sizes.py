@@ -1,4 +1,4 @@
-"""The memory that sampling says it takes."""
+"""Memory of sampling, compared with its own figures."""
 
 import subprocess
 import sys

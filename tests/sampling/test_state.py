@@ -1,4 +1,4 @@
-"""Persistent rows: what was added, appended, resumed and removed."""
+"""Persistent rows: added, appended, resumed and removed."""
 
 import math
 
@@ -25,7 +25,7 @@ VOCAB = 100
 
 
 def changed(meta, *kinds, logit=2.0):
-    """(row, token) -> what processors of these kinds make of such a logit, if they change it."""
+    """Return (row, token) -> the logit changed by processors of the given kinds."""
     logits = torch.full((meta.num_rows, VOCAB), logit)
     for processor, step in meta.processors:
         if isinstance(processor, kinds):
@@ -39,7 +39,7 @@ def banned(meta):
 
 
 def same(a, b):
-    """Whether two metadata say the same."""
+    """Return whether two metadata are equal."""
     if not np.array_equal(a.params, b.params) or not np.array_equal(a.num_logprobs, b.num_logprobs):
         return False
     kinds = (AllowedTokenIds, BadWords, MinTokens, LogitBias, Penalties)
@@ -70,7 +70,7 @@ RICH = Params(
 
 
 def drawn(params, position):
-    """Which random numbers a position of a request has."""
+    """Return the random numbers of a position of a request."""
     return (params.seed % 2**64, position)
 
 
@@ -79,7 +79,7 @@ def numbers(row):
 
 
 def append(state, row, *tokens):
-    """Gives a row the tokens that it has generated."""
+    """Append generated tokens to a row."""
     state.append(np.array([row]), np.array(tokens), np.array([len(tokens)]))
 
 
@@ -157,7 +157,7 @@ def test_several_tokens_at_once_equal_one_after_the_other():
     for _ in range(8):
         rows = rng.permutation(5)
         counts = rng.integers(0, 5, 5)
-        tokens = rng.integers(0, 4, counts.sum())  # few: the same one often comes twice
+        tokens = rng.integers(0, 4, counts.sum())  # a small range: tokens often repeat
         at_once.append(rows, tokens, counts)
         pieces = np.split(tokens, np.cumsum(counts)[:-1])
         for row, some in zip(rows.tolist(), pieces, strict=True):
@@ -184,7 +184,7 @@ def test_offsets_give_what_the_row_would_have_after_its_drafts():
     state = SamplingState(3, VOCAB)
     state.add_row(0, PLAIN, [1], 1)
     state.add_row(1, params, [1, 2], 1)
-    # Two rows, the second one with three drafts behind its last token.
+    # Two rows, the second one with three drafts after its last token.
     meta = state.metadata(np.array([1, 1, 0, 1, 1]), np.array([0, 1, 0, 2, 3]))
     seen = banned(meta)
     for i, position in ((0, 0), (1, 1), (3, 2), (4, 3)):
@@ -201,7 +201,7 @@ def test_offsets_give_what_the_row_would_have_after_its_drafts():
 def test_bad_word_is_banned_only_after_its_beginning():
     state = SamplingState(1, VOCAB)
     params = core_params(temperature=0.0, bad_words_token_ids=[[1, 2, 8], [2, 7], [4]])
-    # The prompt ends like the word begins, but only generated tokens count.
+    # The prompt ends with the word's beginning, but only generated tokens count.
     state.add_row(0, params, [1, 2], 2)
 
     def tokens():
@@ -295,7 +295,7 @@ def test_row_stays_empty_whatever_goes_wrong():
     with pytest.raises(ValueError, match="buffer"):
         state.add_row(1, broken, [1, 2, 3], 1)
     assert same(state.metadata(ONE), SamplingState(2, VOCAB).metadata(ONE))
-    # Its request's failure is not known yet where steps are scheduled ahead: it samples on.
+    # With steps scheduled ahead its request's failure is not known yet: it continues to sample.
     assert not state.needs_tokens(ONE)
     append(state, 1, 7)
     assert state.metadata(ONE).plain

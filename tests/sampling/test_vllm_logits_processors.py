@@ -1,4 +1,4 @@
-"""Processors of vLLM's interface: each request has its own, so batches change nothing."""
+"""Processors of vLLM's interface: each request has a separate one, so batches change nothing."""
 
 import sys
 
@@ -102,10 +102,10 @@ class Only(AdapterLogitsProcessor):
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """A module that imports vLLM, as whoever wrote it has it."""
+    """Write a module that imports vLLM, as its users do."""
     (tmp_path / "written_for_vllm.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
-    # What a process has of both is put back after the test.
+    # The modules of both packages are restored after the test.
     before = {name for name in sys.modules if name.partition(".")[0] == "vllm"}
     meta_path = list(sys.meta_path)
     yield "written_for_vllm"
@@ -163,7 +163,7 @@ def test_what_keeps_the_most_probable_token_is_not_shown_greedy_rows(module, sam
     metadata = state.metadata(np.arange(31))
     ((_, step),) = metadata.processors
     assert 30 not in step.rows
-    # It excludes what is 1 below the best: after the temperature, which token 6 is only then.
+    # It excludes tokens 1 below the best: only after the temperature this includes token 6.
     logits = torch.full((31, VOCAB), -9.0)
     logits[:, 5], logits[:, 6] = 1.0, 0.4
     assert set(sampler.sample(logits, metadata).token_ids.tolist()) == {5}
@@ -215,7 +215,7 @@ def test_settings_have_vllms_names():
 
 
 class Alternating(AdapterLogitsProcessor):
-    """Allows even tokens only."""
+    """Processor that allows even tokens only."""
 
     def is_argmax_invariant(self):
         return False

@@ -1,4 +1,4 @@
-"""What the scheduler does with a KV connector, step by step."""
+"""Scheduler with a KV connector, step by step."""
 
 import pytest
 
@@ -76,7 +76,7 @@ def test_others_go_on_while_one_waits():
     for _ in range(20):
         engine.step()
     assert engine.finish_reason("c") == FinishReason.LENGTH
-    assert not engine.scheduler.has_requests()  # nothing to do before the blocks are there
+    assert not engine.scheduler.has_requests()  # no work before the blocks are loaded
     engine.scheduler.update_connector_output(transfers.deliver("b"))
     engine.run()
     assert engine.tokens("b") == alone(waiting)
@@ -108,7 +108,7 @@ def test_damaged_blocks_are_computed_and_forgotten(damaged):
     assert request.num_cached_tokens == max(0, 24 - 8 * damaged)
     assert engine.scheduler.make_stats().num_failed_loads == 1
     forget(engine)
-    third = engine.add("c", PROMPT)  # what was computed again was saved again
+    third = engine.add("c", PROMPT)  # the recomputed blocks were saved again
     run(engine, transfers)
     assert third.num_cached_tokens == 24
 
@@ -137,7 +137,7 @@ def test_blocks_of_an_aborted_request_come_back_when_nothing_writes_to_them_any_
     engine.scheduler.finish_requests(["b"], RequestStatus.FINISHED_ABORTED)
     assert engine.scheduler.kv_cache_manager.num_used_blocks == 3
     engine.scheduler.check_integrity()
-    # Another one with its id does not wait for these; it computes.
+    # Another request with its id does not wait for these blocks; it computes.
     again = engine.add("b", PROMPT)
     engine.step()
     assert again.status == RequestStatus.WAITING_FOR_REMOTE_KVS  # for the blocks of the first
@@ -219,7 +219,7 @@ def test_costs():
     costs.load_began("a", 100, 1.0)
     costs.load_ended("a", 2.0)
     assert not costs.computing_is_cheaper
-    costs.step_ended(8, 8, 0.0, 0.001)  # a decode step tells nothing
+    costs.step_ended(8, 8, 0.0, 0.001)  # a decode step gives no information
     assert not costs.computing_is_cheaper
     costs.step_ended(100, 1, 0.0, 0.5)
     assert costs.computing_is_cheaper

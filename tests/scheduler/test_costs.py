@@ -24,7 +24,7 @@ def test_the_time_for_a_token_decides():
     assert measured(2.0, 1.0).computing_is_cheaper
     assert not measured(1.0, 2.0).computing_is_cheaper
     costs = measured(1.0, 2.0)
-    costs.step_ended(10_000, 4, 0.0, 2.0)  # the same time, for a hundred times as many
+    costs.step_ended(10_000, 4, 0.0, 2.0)  # the same time, for a hundred times the tokens
     for _ in range(10):
         costs.step_ended(10_000, 4, 0.0, 2.0)
     assert costs.computing_is_cheaper

@@ -1,4 +1,4 @@
-"""Tenants share the tokens: counters, turns, and what one may do to another."""
+"""Tenants share the tokens: counters, turns, and effects of one on another."""
 
 import random
 
@@ -174,7 +174,7 @@ class TestTurns:
         engine.run()
 
     def test_the_first_to_come_makes_progress_when_blocks_run_out(self):
-        """Two prompts fill the pool but for less than either needs: the later one gives way."""
+        """Two prompts fill the pool except less than either needs: the later one is preempted."""
         engine = FakeEngine(num_blocks=9, max_num_batched_tokens=16, caching=False)
         first = engine.add("first", range(60), tenant="a", max_tokens=4)
         engine.step()
@@ -223,7 +223,7 @@ def test_who_always_wants_more_gets_as_much_as_others(jobs, budget, seats, depth
     seats=st.sampled_from([1, 3, 8]),
 )
 def test_nothing_is_left_over_while_somebody_waits(requests, budget, seats):
-    """With blocks enough: a step is full, or all seats are taken, or nobody waits."""
+    """With enough blocks: a step is full, or all seats are used, or no request waits."""
     engine = FakeEngine(num_blocks=200, max_num_batched_tokens=budget, max_num_seqs=seats)
     made = []
     for i, (tenant, (length, max_tokens), steps) in enumerate(requests):
@@ -267,8 +267,8 @@ def test_with_one_tenant_all_is_as_without(requests, tenant):
 def test_a_flood_does_not_hold_up_another_tenant():
     """Times to the first token by a clock: a step takes a millisecond, and one for 16 tokens.
 
-    One tenant always has 30 long prompts waiting; the other asks one thing after the other, now and
-    then, and each time is answered within twice the time that it takes alone.
+    One tenant always has 30 long prompts waiting. The other sends one request after the other, now
+    and then, and is always answered within twice the time that it takes alone.
     """
 
     def latest_first_token(count, *, flood=True, fair=True):

@@ -1,4 +1,4 @@
-"""What an observer is told: why requests wait, and who took whose place."""
+"""Events for an observer: why requests wait, and which request preempted which."""
 
 from octavo.scheduler.observer import WaitReason
 from tests.fakes import FakeEngine

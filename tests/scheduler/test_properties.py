@@ -1,4 +1,4 @@
-"""Random lives of many requests against the fake worker, which checks every slot it reads."""
+"""Random lives of many requests with the fake worker, which checks every slot it reads."""
 
 import dataclasses
 
@@ -32,7 +32,7 @@ def engines(draw, **fixed):
     num_groups = len(make_kv_cache_groups(caches))
     options = {
         "caches": caches,
-        # From room for one request of the greatest length up to room for several.
+        # From space for one request of the greatest length up to space for several.
         "num_blocks": num_groups * 8 * draw(st.integers(1, 4)) + draw(st.integers(1, 4)),
         "block_size": 8,
         "max_model_len": MAX_MODEL_LEN,
@@ -41,7 +41,7 @@ def engines(draw, **fixed):
         "depth": draw(st.integers(1, 3)),
         "num_stages": draw(st.sampled_from([1, 1, 2, 3])),
         "caching": draw(st.booleans()),
-        # A state cannot go back behind a draft that was wrong.
+        # A state cannot be rolled back after a wrong draft.
         "num_drafts": 0 if state and "caches" not in fixed else draw(st.sampled_from([0, 0, 3])),
         "scheduling_policy": draw(st.sampled_from(["fcfs", "priority"])),
         "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 5])),
@@ -67,7 +67,7 @@ def engines_with_connector(draw):
 
 @dataclasses.dataclass
 class Prompt:
-    """A few families of prompts, so that prefixes are shared often."""
+    """Prompts of a few families, so that prefixes are shared often."""
 
     family: int
     length: int
@@ -101,9 +101,9 @@ parameters = st.fixed_dictionaries(
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Requests come, wait, run, get preempted, aborted, overdue; the books are checked all along.
+    """Requests arrive, wait, run, are preempted, aborted or late; all state is always checked.
 
-    `FakeEngine` checks after each turn that books agree, that the budget is kept and that the
+    `FakeEngine` checks after each turn that the records agree, that the budget is kept and that the
     worker's rows are the running requests.
     """
 
@@ -133,7 +133,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def siblings_arrive(self, prompt, params, n):
         leader, scope = None, None if self.engine.hasher else f"s{len(self.requests)}"
         for seed in range(n):
-            # Now and then two of them have one seed, and say the same.
+            # Now and then two of them have one seed, and equal answers.
             its_params = params | {"seed": seed % 3, "turn": seed}
             name = self.add(prompt, its_params, leader=leader, scope=scope)
             leader = leader or self.requests[name]
@@ -195,8 +195,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def step_fails(self, rarely):
         if rarely:
             work, _ = self.engine.in_flight.popleft()
-            # What an empty step computes, or one that was dropped when an earlier one failed, is
-            # nothing that could be lost: what was written since was written after it.
+            # The result of an empty step, or of one dropped after an earlier failure, cannot be
+            # lost: later writes came after it.
             is_missed = work.scheduled_reqs and self.scheduler._in_flight[0].entries
             for output in self.scheduler.fail_step(work, "the step failed"):
                 self.engine.outputs[output.request_id].append(output)
@@ -271,7 +271,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class ConnectorMachine(SchedulerMachine):
-    """The same with blocks that are kept elsewhere, loaded late, in part, or not at all."""
+    """Machine with blocks that are stored elsewhere, loaded late, in part, or not at all."""
 
     @initialize(engine=engines_with_connector())
     def start(self, engine):
@@ -344,7 +344,7 @@ TestSchedulerMachine.settings = settings(
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), jobs=st.lists(st.tuples(prompts, parameters), min_size=4, max_size=14))
 def test_everyone_is_served_from_a_tiny_pool(data, jobs):
-    """All arrive at once at a pool with room for one or two: no starvation, same tokens."""
+    """All arrive at once at a pool with space for one or two: no starvation, same tokens."""
     engine = data.draw(engines(fail=()))
     requests = []
     for i, (prompt, params) in enumerate(jobs):

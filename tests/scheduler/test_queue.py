@@ -18,7 +18,7 @@ def make_requests(
     tenants=None,
     flows=None,
 ):
-    """Requests that arrive in this order; their ids are "0", "1" ..."""
+    """Return requests that arrive in this order; their ids are "0", "1" ..."""
     arrivals = Arrivals(policy)
     requests = []
     for i, turn in enumerate(turns):

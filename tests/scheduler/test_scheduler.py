@@ -23,7 +23,7 @@ def check_tokens(engine, *requests):
 
 
 class TestTurns:
-    """A call of many prompts cannot keep everybody else from being served."""
+    """A call of many prompts cannot starve other calls."""
 
     def test_prompts_of_one_call_leave_an_eighth_of_the_seats_to_others(self):
         engine = FakeEngine(max_num_seqs=16)
@@ -70,7 +70,7 @@ class TestBudget:
         engine.add("b", range(20, 30))
         engine.add("c", range(2))
         engine.step()
-        assert scheduled_tokens(engine.steps[-1]) == {"a": 12}  # nobody overtakes b
+        assert scheduled_tokens(engine.steps[-1]) == {"a": 12}  # no request overtakes b
         engine.step()
         assert scheduled_tokens(engine.steps[-1]) == {"a": 1, "b": 10, "c": 2}
         engine.run()
@@ -528,7 +528,7 @@ class TestWaits:
         while ids(engine.scheduler.running) == ["b"]:
             engine.step()
         engine.step()
-        assert ids(engine.scheduler.running) == ["a"]  # it came before c
+        assert ids(engine.scheduler.running) == ["a"]  # it arrived before c
         engine.run()
         check_tokens(engine, a, b, c)
 
@@ -623,7 +623,7 @@ class TestSpeculation:
 
     @pytest.mark.parametrize("windows", [(None,), (None, 5)])
     def test_a_request_with_drafts_in_flight_is_scheduled_on(self, windows):
-        """As if all its places had brought a token, and with places for more."""
+        """The scheduler assumes a token for each place, and adds places for more."""
         engine = FakeEngine(num_drafts=4, depth=2, caches=pages(*windows))
         a = engine.add("a", range(10), max_tokens=40)
         corrected = 0
@@ -649,7 +649,7 @@ class TestSpeculation:
         check_tokens(engine, a)
 
     def test_places_are_shared_out_in_order(self, monkeypatch):
-        """A step has so many in all, and none for what is not about to sample."""
+        """A step has a total number of places, and none for requests that do not sample next."""
         monkeypatch.setattr(DraftLengths, "choose", lambda lengths, num_reqs: lengths.most)
         engine = FakeEngine(num_drafts=4, max_num_batched_tokens=40)
         for i in range(4):
@@ -783,7 +783,7 @@ class TestFailedStep:
         engine.scheduler.check_integrity()
         assert [(o.request_id, o.error) for o in failed] == [("a", "out of memory")]
         assert engine.scheduler.kv_cache_manager.num_used_blocks == 0
-        # What the step should have written is not there, and nothing may rest on it.
+        # The step's data was not written, and no later step may use it.
         engine.executor.memory.clear()
         engine.run()
         assert engine.tokens("a") == []
@@ -962,7 +962,7 @@ def test_an_empty_step_brings_nothing():
 
 
 def test_a_failure_of_a_step_that_was_dropped_fails_nobody_and_ends():
-    """One step fails for once, and a request makes fail each step that it is in."""
+    """One step fails once, and a request fails each step that it is in."""
     engine = FakeEngine(max_num_seqs=3)
     engine.add("good", [1, 2, 3, 4, 5], max_tokens=9)
     scheduler, in_flight, failed = engine.scheduler, deque(), []
@@ -1010,7 +1010,7 @@ class TestStages:
         engine.run()
         most = -(-requests // stages)
         assert all(len(step) <= most for step in steps)
-        for i in range(stages):  # of so many steps in a row each has others, and together all
+        for i in range(stages):  # each of the steps in a row has other requests, and together all
             window = steps[i : i + stages]
             assert sum(map(len, window)) == len(set().union(*window)) == requests
 

@@ -6,12 +6,12 @@ from octavo.scheduler.speculation import DraftLengths
 
 
 def run(lengths, steps, seconds, right, *, num_reqs=1, found=1.0, seed=0):
-    """Runs steps; returns the time that they took and the tokens that they brought.
+    """Run steps; return their time and their number of tokens.
 
     Args:
-        seconds: of a step, by the rows that are computed and by the drafts of each request.
-        right: how often a draft is, if the one before it was.
-        found: how often there are drafts at all.
+        seconds: seconds of a step, by the computed rows and by the drafts of each request.
+        right: probability that a draft is right, if the one before it was.
+        found: probability that drafts exist at all.
     """
     rng = random.Random(seed)
     total = tokens = 0.0
@@ -32,7 +32,7 @@ def run(lengths, steps, seconds, right, *, num_reqs=1, found=1.0, seed=0):
 
 
 def memory_bound(rows, drafts):
-    """A large model: many rows cost little more than one; each draft costs its drafter a bit."""
+    """Return the time of a large model: rows cost little; each draft costs its drafter a bit."""
     return 1.0 + 0.02 * rows + 0.03 * drafts
 
 
@@ -79,17 +79,17 @@ def test_it_says_that_drafts_do_not_pay_at_a_load():
     for _ in range(300):
         run(lengths, 1, compute_bound, 0.5, num_reqs=16)
         states.append(lengths.paused)
-    # From the first measure on, also during the looks at what may have become better.
+    # From the first measurement on, also while it checks for improvements.
     assert states == sorted(states)
     assert states[-1]
     lengths.choose(0)
-    assert lengths.paused  # without requests there is no load to judge by
+    assert lengths.paused  # without requests the load is unknown
     run(lengths, 300, memory_bound, 0.95)
     assert not lengths.paused
 
 
 def test_what_a_method_does_not_find_costs_nothing():
-    """It goes on looking, and finds what repeats at once."""
+    """It continues to search, and finds repetitions at once."""
     lengths = DraftLengths(5)
     run(lengths, 2000, lambda rows, drafts: 0.1 + 0.5 * rows, 0.9, found=0.0)
     assert lengths.choose(1) > 0
@@ -106,7 +106,7 @@ def test_it_follows_the_text():
 
 
 def test_loads_are_told_apart():
-    """What pays for one request need not pay for sixteen."""
+    """The best number for one request need not be the best for sixteen."""
     lengths = DraftLengths(6)
 
     def seconds(rows, drafts):

@@ -1,6 +1,7 @@
-"""An `AsyncLLM` without a model: real input and output processing, invented tokens.
+"""Fake `AsyncLLM` without a model: real input and output processing, invented tokens.
 
-Every request gets the bytes of `answer` as tokens, one a step, then the end-of-sequence token.
+The answer to every request is the bytes of `answer` as tokens, one a step, then the
+end-of-sequence token.
 """
 
 import asyncio
@@ -49,7 +50,7 @@ TEMPLATE = (
 
 
 def make_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
-    """One token for each byte, <s> and </s>."""
+    """Return a tokenizer with one token for each byte, <s> and </s>."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda c: ord(c))
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in set(printable)]
@@ -63,7 +64,7 @@ def make_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
 
 
 class FakeAsyncLLM:
-    """See the module. `paused` holds all requests where they are."""
+    """Fake engine, see the module. `paused` holds all requests in their state."""
 
     def __init__(
         self,
@@ -89,9 +90,9 @@ class FakeAsyncLLM:
         self.num_steps = 0
         self.answer = ANSWER
         self.token_logprobs: dict[int, float] = {}
-        """Of the answers' tokens, by index; else -0.5."""
+        """Logprobs of the answers' tokens, by index; others have -0.5."""
         self.grammar_error: str | None = None
-        """What is wrong with every grammar, which the core finds when it compiles it."""
+        """Error of every grammar, which the core finds when it compiles the grammar."""
         self.num_cached_tokens = 0
         self.paused = False
         self.step_time = 0.0
@@ -101,17 +102,17 @@ class FakeAsyncLLM:
         self.loaded.set()
         self.requests: list[EngineCoreRequest] = []
         self.params: list[SamplingParams] = []
-        """Of each of `requests`."""
+        """Parameters of each of `requests`."""
         self.beam_params: list[BeamSearchParams] = []
         self.live: dict[str, tuple[EngineCoreRequest, int]] = {}
-        """By core id: the request, and which of its answers it is."""
+        """Request and index of its answer, by core id."""
         self.aborted: list[str] = []
         self.was_reset, self.resets = False, []
         self.profiling = False
         self.asleep = self.scaling = False
         self.num_engines = 1
         self.sleeps: list[tuple[object, ...]] = []
-        """What `sleep` and `wake_up` were called with."""
+        """Arguments of the calls of `sleep` and `wake_up`."""
         self.was_shut_down = False
         self._progress: dict[str, int] = {}
         self._input = InputProcessor(
@@ -308,7 +309,7 @@ def _asked_rows(token: int, asked: bytes) -> LogprobsLists:
 
 
 def _rows(tokens: list[int], k: int, own: float = -0.5) -> LogprobsLists:
-    """The token itself has rank 1; the next ids follow, the last one impossible."""
+    """Return rows where the token has rank 1; the next ids follow, the last one impossible."""
     k = 256 if k == -1 else k
     ids = [[t, *((t + i) % 256 if i else t for i in range(k))] for t in tokens]
     last = float("-inf")
@@ -318,7 +319,7 @@ def _rows(tokens: list[int], k: int, own: float = -0.5) -> LogprobsLists:
 
 @dataclass
 class Served:
-    """A server around a fake engine, and a client of it."""
+    """Server of a fake engine, and a client of it."""
 
     engine: FakeAsyncLLM
     state: ServerState
@@ -341,7 +342,7 @@ def with_server(
     headers: dict[str, str] | None = None,
     **settings: Any,
 ) -> None:
-    """Runs a scenario against a server in this process, without sockets."""
+    """Run a scenario against a server in this process, without sockets."""
 
     async def run() -> None:
         fake = engine()
@@ -366,7 +367,7 @@ def with_server(
 
 
 class Call:
-    """One request made by hand, so that a test can watch the answer grow and go away."""
+    """Request made by hand, so that a test can read a part of the answer and disconnect."""
 
     def __init__(
         self,
@@ -443,7 +444,7 @@ class Call:
 
 
 async def events(response: httpx.Response) -> list[str]:
-    """The data of a stream's server-sent events."""
+    """Return the data of a stream's server-sent events."""
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("text/event-stream")
     text = response.text

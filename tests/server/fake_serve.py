@@ -1,6 +1,6 @@
 """`octavo serve` with a fake engine: python -m tests.server.fake_serve MODE [flags].
 
-MODE: ready; slow (needs 100 ms a token); loading (never gets ready); broken (cannot load);
+MODE: ready; slow (needs 100 ms a token); loading (is never ready); broken (cannot load);
 impatient (a client's timeouts are short).
 """
 
@@ -23,7 +23,7 @@ def main() -> int:
     mode = sys.argv[1]
 
     async def start(config, engine_config, process):
-        # What the server has made of its process, for a test to see.
+        # The server's changes to its process, for tests.
         logging.getLogger("octavo").info(
             "process",
             extra={

@@ -1,4 +1,4 @@
-"""Malformed requests. Each must get a 4xx in OpenAI's shape; used by unit and end-to-end tests."""
+"""Malformed requests for unit and end-to-end tests. Each must get a 4xx in OpenAI's form."""
 
 import json
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ HUGE = 10**30
 
 @dataclass(frozen=True)
 class Case:
-    """One request, and what must come back: the status, and the field that is blamed."""
+    """Request, and its expected answer: the status, and the field that it names."""
 
     name: str
     path: str
@@ -41,7 +41,7 @@ def _nested(depth: int) -> str:
 
 
 def _fields() -> dict[str, list[Any]]:
-    """Wrong values of fields that both endpoints have."""
+    """Return wrong values of fields that both endpoints have."""
     number = ["half", "nan", "1_0", " 1", [], {}, True]
     integer = [*number, 1.5, "1e3"]
     return {
@@ -134,7 +134,7 @@ def _fields() -> dict[str, list[Any]]:
 
 
 def cases(max_request_bytes: int = 8 * 2**20) -> list[Case]:
-    """All malformed requests, for a server without API keys."""
+    """Return all malformed requests, for a server without API keys."""
     found: list[Case] = []
 
     def add(name: str, path: str, body: bytes | str | dict[str, Any], **kwargs: Any) -> None:
@@ -158,8 +158,8 @@ def cases(max_request_bytes: int = 8 * 2**20) -> list[Case]:
                     path,
                     {**body, name: value},
                     status=status,
-                    # min_tokens is compared with max_tokens, and so on: the related one may be
-                    # blamed as well.
+                    # min_tokens is compared with max_tokens, and so on: the error may name the
+                    # related field.
                     param=None if name in ("max_tokens", "min_tokens") else name,
                 )
         add("stream_options alone", path, {**body, "stream_options": {}}, param="stream_options")

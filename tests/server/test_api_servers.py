@@ -1,4 +1,4 @@
-"""What several front ends refuse; all else about them is in tests/e2e/test_front_ends.py."""
+"""Settings that several front ends reject; tests/e2e/test_front_ends.py has the rest."""
 
 import asyncio
 import socket

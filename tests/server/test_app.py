@@ -128,7 +128,7 @@ def test_health_and_ready():
         ]
         served.engine.dead, served.engine.ready = None, True
         assert await probes() == [fine, (200, {"status": "ready"})]
-        served.state.draining = True  # nobody waits for an answer
+        served.state.draining = True  # no request waits for an answer
         served.state.fail(EngineDeadError("its node was stopped"))
         assert served.state.failure is None
         served.state.draining = False
@@ -211,7 +211,7 @@ def test_requests_wait_while_the_model_loads():
         assert response.json()["reason"] == "loading the model"
         assert (await served.http.get("/v1/models")).json()["data"][0]["max_model_len"] is None
         waiting = asyncio.create_task(served.complete())
-        # What is wrong is told at once.
+        # Errors of the request are reported at once.
         assert (await served.complete(temperature=-1)).status_code == 400
         await asyncio.sleep(0.02)
         assert not waiting.done()
@@ -339,7 +339,7 @@ def test_the_operators_routes_are_closed_unless_it_is_known_who_that_is(path):
 
     async def with_an_admin_key(served):
         assert (await post(served, "k"))[0] == 403
-        # What is off or wrong about the request itself comes after the key.
+        # Errors of the request itself are checked after the key.
         assert (await post(served, "boss"))[0] in (200, 400, 404, 409)
 
     with_server(with_an_admin_key, profiled_engine, api_key=["k"], admin_key=["boss"])
@@ -359,7 +359,7 @@ def test_the_operators_routes_are_closed_unless_it_is_known_who_that_is(path):
     with_server(everybody, profiled_engine, api_key=["k"], enable_admin=True)
 
     async def from_a_web_page(served):
-        # A page may send these without asking first; browsers add the header Origin.
+        # A page may send these without a preflight; browsers add the header Origin.
         origin = {"Origin": "http://example.org"}
         for headers in (origin, {"Origin": "null"}, {"Content-Type": "text/plain"}):
             response = await served.http.post(path, headers=headers)
@@ -380,7 +380,7 @@ def test_admin_routes_need_no_content_type_where_there_is_no_body():
     with_server(without_keys, enable_admin=True)
 
     async def with_an_admin_key(served):
-        # No page of another site can send the key, so nothing else is checked.
+        # A page of another site cannot send the key, so nothing else is checked.
         headers = {"Authorization": "Bearer boss", "Origin": "http://example.org"}
         assert (await served.http.post("/pause", headers=headers)).status_code == 200
         headers["Content-Type"] = "application/x-www-form-urlencoded"  # of `curl --data ''`
@@ -600,7 +600,7 @@ def test_cors_only_for_the_allowed():
         response = await served.http.options("/v1/completions", headers=headers)
         assert response.status_code == 200
         assert response.headers["access-control-allow-origin"] == "https://app.test"
-        # Errors carry the headers as well, so that scripts can read them.
+        # Errors have the headers as well, so that scripts can read them.
         response = await served.http.post("/v1/completions", headers=headers)
         assert response.status_code == 401
         assert response.headers["access-control-allow-origin"] == "https://app.test"
@@ -627,7 +627,7 @@ def test_request_ids():
         )
         assert error.status_code == 400
         assert error.headers["x-request-id"] == "abc-2"
-        # The same id twice at a time is two requests.
+        # Two simultaneous uses of an id are two requests.
         both = await asyncio.gather(*(served.complete(request_id="same") for _ in range(2)))
         assert [r.status_code for r in both] == [200, 200]
 
@@ -871,7 +871,7 @@ def test_usage_without_details():
 
 
 def test_metrics_of_each_request():
-    """vLLM's: of one answer to one prompt, on the usage chunk of a stream; else null."""
+    """vLLM reports them for one answer to one prompt, on the usage chunk of a stream; else null."""
     usage = {"stream_options": {"include_usage": True}}
 
     async def scenario(served):

@@ -183,7 +183,7 @@ def test_with_one_key_there_is_nobody_to_share_with():
 
 
 def test_without_keys_there_are_no_tenants_but_flows():
-    """A flow has a share of the tokens, but no grammar processes, places or memory of its own."""
+    """A flow has a share of the tokens, but no separate grammar processes, places or memory."""
 
     async def scenario(served):
         await served.complete()
@@ -216,7 +216,7 @@ def test_each_key_has_its_own_prefix_cache():
 
 
 def answered(host, *headers, allowed=()):
-    """Whether a server that listens on `host` answers to these Host headers."""
+    """Return whether a server that listens on `host` answers to these Host headers."""
     try:
         AllowedHosts(ServerConfig(host=host, allowed_hosts=list(allowed))).check(headers)
     except HostError:
@@ -229,7 +229,7 @@ def test_on_a_loopback_address_other_names_are_not_answered(host):
     for name in ("localhost", "LocalHost:8000", "127.0.0.1", "127.0.0.1:80", "[::1]", "[::1]:8000"):
         assert answered(host, name), name
     assert answered(host, "localhost.")
-    assert answered(host)  # HTTP/1.0 has no such header, and no browser leaves it out
+    assert answered(host)  # HTTP/1.0 has no such header, and every browser sends it
     for name in ("evil.test", "evil.test:8000", "localhost.evil.test", "127.0.0.1.evil.test"):
         assert not answered(host, name), name
     for name in ("", ":8000", "[::1", "[::2]:8000", "localhost@evil.test", "evil.test#localhost"):

@@ -32,7 +32,7 @@ def test_completions():
         (params,) = served.engine.beam_params
         assert (params.beam_width, params.max_tokens, params.ignore_eos) == (3, 4, False)
         assert (params.length_penalty, params.early_stopping) == (2.0, "never")
-        # A beam for the first token, three for each of the others; none is refused its candidates.
+        # A beam for the first token, three for each of the others; all get their candidates.
         requests = served.engine.requests
         assert len(requests) == 1 + 3 * 3
         assert {r.sampling_params.logprobs for r in requests} == {4}
@@ -55,7 +55,7 @@ def test_chat():
 
 def test_the_end_of_sequence():
     async def scenario(served):
-        served.engine.answer = ""  # the most probable token is the end
+        served.engine.answer = ""  # the most probable token is end-of-sequence
         answer = (await served.complete(use_beam_search=True, n=1, return_token_ids=True)).json()
         (choice,) = answer["choices"]
         assert (choice["text"], choice["finish_reason"]) == ("", "stop")
@@ -181,7 +181,7 @@ def test_what_asks_for_nothing_passes():
 
 def test_a_client_that_goes_away_ends_its_beams():
     async def scenario(served):
-        served.engine.step_time = 0.02  # time to look at what lives
+        served.engine.step_time = 0.02  # time to examine the live requests
         body = {"prompt": "hi", "use_beam_search": True, "n": 4, "max_tokens": 8}
         call = Call(served, "/v1/completions", json.dumps(body).encode())
         while len(served.engine.live) < 4:

@@ -1,4 +1,4 @@
-"""What a body may hold, and in which time and size it may come."""
+"""Bounds on the content, the time and the size of a body."""
 
 import asyncio
 
@@ -53,7 +53,7 @@ def test_as_many_values_as_allowed():
 
 
 def test_the_bounds_in_numbers():
-    """As they are documented; that they hold is tested beside."""
+    """The numbers are the documented ones; other tests check that they hold."""
     assert body.MAX_JSON_VALUES == 524_288
     assert body.MAX_JSON_CONTAINERS == 100_000
     assert body.MAX_JSON_DEPTH == 64

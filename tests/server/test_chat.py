@@ -156,7 +156,7 @@ def test_logprobs_without_alternatives_and_of_parts_of_characters():
         answer = (await served.chat(logprobs=True)).json()
         content = answer["choices"][0]["logprobs"]["content"]
         assert all(entry["top_logprobs"] == [] for entry in content)
-        # Bytes put together give the text, though single tokens are no whole characters.
+        # Concatenated bytes give the text, though single tokens are no whole characters.
         assert bytes(b for e in content[:-1] for b in e["bytes"]).decode() == ANSWER
 
     with_server(scenario)
@@ -219,7 +219,8 @@ def test_a_variable_may_have_any_name(value):
                 assert response.status_code == 400, name
                 assert response.json()["error"]["param"] == "chat_template_kwargs"
             else:
-                # One that hides what the template needs may make it fail; that is the caller's.
+                # Variables that hide the template's own may make it fail; that is the caller's
+                # error.
                 assert response.status_code in (200, 400), (name, response.text)
         hidden = {"name": value, "self": value}
         assert (await served.chat(chat_template_kwargs=hidden)).status_code == 200
@@ -303,7 +304,7 @@ def test_documents_go_to_the_template():
 def test_tool_calls_that_a_template_does_not_know_are_refused():
     async def scenario(served):
         history = [USER, {"role": "assistant", "tool_calls": [CALL]}, USER]
-        # That the definition of the tool names it, too, does not make the call known.
+        # The tool's definition names it, too, but that does not make the call known.
         response = await served.chat(*history, tools=[TOOL], tool_choice="none")
         assert response.status_code == 400
         error = response.json()["error"]
@@ -462,7 +463,7 @@ def test_the_role_counts_no_token():
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_most_probable_tokens_come_first(stream):
-    # The sampled token is the first of a row, though it need not be the most probable one.
+    # The sampled token is the first of a row, but need not be the most probable one.
     def engine():
         made = FakeAsyncLLM()
         step = made._step
@@ -503,7 +504,7 @@ def test_all_logprobs_where_the_server_allows_it():
         assert response.status_code == 200, response.text
         assert served.engine.requests[0].sampling_params.logprobs == -1
         (entry,) = response.json()["choices"][0]["logprobs"]["content"]
-        assert len(entry["top_logprobs"]) == 256  # all that the engine gave
+        assert len(entry["top_logprobs"]) == 256  # all candidates of the engine
 
     with_server(allowed, lambda: FakeAsyncLLM(config))
 
@@ -527,13 +528,13 @@ def test_more_logprobs_than_allowed():
 
 
 def token(text, byte, top=True):
-    """A token's logprobs, with the most probable one beside it."""
+    """Return a token's logprobs, with those of the most probable one."""
     entry = {"token": text, "logprob": -0.5, "bytes": [byte]}
     return {**entry, "top_logprobs": [entry] if top else []}
 
 
 def delta(index, content, reason=None, **more):
-    """A choice of a chunk."""
+    """Return a choice of a chunk."""
     return {
         "index": index,
         "delta": {"content": content},
@@ -656,7 +657,7 @@ def test_whose_message_it_is(fields, role):
 @pytest.mark.parametrize(
     ("chars", "fields", "count"),
     [
-        (225, {}, 12),  # all that fits beside the prompt of 244 tokens
+        (225, {}, 12),  # all that fits after the prompt of 244 tokens
         (236, {}, 1),
         (225, {"min_tokens": 3}, 12),
         (100, {}, 50),  # the model's own limit

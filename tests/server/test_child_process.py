@@ -1,4 +1,4 @@
-"""Processes that are watched by the first one; these run a few lines each."""
+"""Child processes of a few lines, watched by the first one."""
 
 import asyncio
 import os
@@ -71,14 +71,15 @@ def test_silence_is_found(start):
         """)
         return await child.watch(0.3)
 
-    assert asyncio.run(test()).startswith("has said nothing for 2.")  # less is chance
+    # A shorter silence is chance.
+    assert asyncio.run(test()).startswith("has sent no heartbeat for 2.")
 
 
 def test_one_that_never_says_a_word(start, monkeypatch):
     monkeypatch.setattr(child_process, "_START_SECONDS", 0.1)
     monkeypatch.setattr(child_process, "_LEAST_SILENCE", 0.0)
     child = start("import time; time.sleep(60)")
-    assert asyncio.run(child.watch(0.2)).startswith("has said nothing for 0.")
+    assert asyncio.run(child.watch(0.2)).startswith("has sent no heartbeat for 0.")
     assert not child.has_begun
 
 

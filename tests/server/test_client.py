@@ -1,4 +1,4 @@
-"""The client commands' connection, against a tiny server of the test's own."""
+"""Connection of the client commands, against a tiny server of the test."""
 
 import json
 import threading
@@ -10,7 +10,7 @@ from octavo.server.client import Client, ServerError, Usage
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers what the test put into the server's `answers`, and keeps what was asked."""
+    """Handler that sends the server's `answers`, and keeps the requests."""
 
     protocol_version = "HTTP/1.1"
 
@@ -94,7 +94,7 @@ def test_complete_with_a_named_model(server):
 
 @pytest.mark.parametrize("shorten", [lambda url: url, lambda url: url[:-3], lambda url: url[7:-3]])
 def test_an_address_may_be_short(server, shorten):
-    """With /v1, without it, and without http://, too."""
+    """The address may lack /v1, and http://, too."""
     client = Client(shorten(server.url))
     assert client.model == "first"
     client.close()
@@ -131,7 +131,7 @@ def test_tokens_are_the_servers_if_it_tells(server, told, usage):
     for _ in range(2):
         answer = client.complete("x", {})
         next(answer)
-        assert client.usage is None  # not the one of the answer before
+        assert client.usage is None  # not that of the answer before
         assert list(answer) == []
         assert client.usage == usage
     client.close()

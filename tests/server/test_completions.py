@@ -261,12 +261,12 @@ def test_offsets_are_places_in_the_text(prompt, fields, stream):
             if "stop" not in fields or not stream:
                 assert "".join(slices) == text
                 assert places[-1] <= len(text)
-            # Whole characters stand where they are said to; the last token may have been cut off.
+            # Whole characters are at their offsets; the last token may be truncated.
             for token, piece in list(zip(tokens, slices, strict=True))[:-1]:
                 if token in ("<s>", "</s>"):
                     assert piece in ("", token)
                 elif "\ufffd" not in token and not ("stop" in fields and token in "rld!"):
-                    # What shows that a character was broken comes with the next one.
+                    # The next token shows that a character was broken.
                     assert piece.lstrip("\ufffd") == token, (text, tokens, places)
 
     with_server(scenario)
@@ -486,12 +486,12 @@ def test_a_prompt_that_leaves_no_room():
 
 
 def choice(index, text, reason=None, **more):
-    """A choice of a chunk; the last ones of an answer say why it stopped."""
+    """Return a choice of a chunk; the last ones of an answer have its finish reason."""
     return {"index": index, "text": text, "logprobs": None, "finish_reason": reason, **more}
 
 
 def rows(tokens, offsets):
-    """The logprobs of tokens with one candidate each; of the beginning nothing is known."""
+    """Return the logprobs of tokens with one candidate each; the first token has none."""
     known = [None if token == "<s>" else -0.5 for token in tokens]
     return {
         "tokens": tokens,
@@ -667,7 +667,7 @@ def test_the_best_of_several_answers():
             response = await served.complete(n=2, best_of=5, max_tokens=4, **extra)
             answer = response.json()
             assert [c["index"] for c in answer["choices"]] == [0, 1]
-            # What was thrown away has been generated all the same.
+            # Discarded tokens have been generated, too.
             assert answer["usage"]["completion_tokens"] == 5 * 4
             assert answer["usage"]["prompt_tokens"] == 3
             assert (await served.complete(max_tokens=4)).json()["usage"]["completion_tokens"] == 4

@@ -1,4 +1,4 @@
-"""What a client gets of each kind of error: status, headers and body, all of it."""
+"""Answer to each kind of error: status, headers and body."""
 
 import json
 import logging

@@ -1,11 +1,11 @@
-"""No request may stop the event loop: whatever is sent, the others are served meanwhile.
+"""Event loop that no request may stop: others are served meanwhile.
 
-What is measured is the longest time between two turns of the loop while a request is answered. It
-is the loop's own work, or that of another thread which kept the interpreter's lock: both stop
-everybody. A machine that is busy with other things stops them, too, which is no fault of the
-request; so the time that one of this process' threads was ready to run but had no core is taken
-off (Linux counts it for each thread in `schedstat`). What is left is the same at every try, apart
-from noise, so the shortest of some tries counts.
+The tests measure the longest time between two turns of the loop while a request is answered. That
+is the loop's own work, or that of another thread which kept the interpreter's lock: both stop all
+requests. Other work of the machine stops them, too, which is not the request's fault. So the time
+for which one of this process' threads was ready to run but had no core is subtracted (Linux counts
+it for each thread in `schedstat`). The rest is the same at every try, except noise, so the shortest
+of some tries counts.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ MESSAGE = {"role": "user", "content": "hello there"}
 
 
 def waited():
-    """Seconds that each thread of this process has waited for a core."""
+    """Return the seconds that each thread of this process has waited for a core."""
     waits = {}
     for thread in os.listdir("/proc/self/task"):
         with suppress(OSError):  # it has ended meanwhile
@@ -47,7 +47,7 @@ def waited():
 
 
 class Watchdog:
-    """Measures the longest hold of the running loop inside of a `with` block."""
+    """Meter of the longest hold of the running loop inside of a `with` block."""
 
     def __enter__(self):
         self.longest = 0.0
@@ -69,7 +69,7 @@ class Watchdog:
 
 
 async def longest_hold(served, path, body, statuses):
-    """The longest hold while one request is answered."""
+    """Return the longest hold while one request is answered."""
     with Watchdog() as watchdog:
         await asyncio.sleep(0.01)
         call = Call(served, path, body, chunks=max(1, len(body) // 65536))
@@ -80,7 +80,7 @@ async def longest_hold(served, path, body, statuses):
 
 
 def hold_of(path, body, statuses, **engine):
-    """The shortest of the longest holds of some tries."""
+    """Return the shortest of the longest holds of some tries."""
     holds = []
 
     async def scenario(served):
@@ -90,7 +90,7 @@ def hold_of(path, body, statuses, **engine):
                 return
 
     interval = sys.getswitchinterval()
-    gc.freeze()  # as the server does, and so is this
+    gc.freeze()  # as the server does
     sys.setswitchinterval(SWITCH_INTERVAL)
     try:
         with_server(scenario, engine=partial(FakeAsyncLLM, **engine), max_num_queued_reqs=2000)

@@ -1,4 +1,4 @@
-"""Fields that the API does not have: refused if others know them, reported if nobody does."""
+"""Fields that the API does not have: rejected if other servers have them, otherwise reported."""
 
 import json
 
@@ -193,7 +193,7 @@ def test_strict_fields(path):
         error = response.json()["error"]
         assert (error["code"], error["param"]) == ("unknown_parameter", "mood")
         assert "mood, tempreature" in error["message"]
-        # What is wrong with a known field is said first.
+        # The error of a known field comes first.
         response = await served.post(path, **good, mood=1, model=5)
         assert response.json()["error"]["param"] == "model"
         assert len(served.engine.requests) == count
@@ -241,8 +241,8 @@ def test_a_content_type_is_asked_for():
     with_server(scenario)
 
 
-# What clients of other servers send with every request: those servers' defaults. None of it asks
-# for anything; the value behind it does.
+# Fields that clients of other servers send with every request: the servers' defaults. They have no
+# effect; the second value has one.
 DEFAULTS = {
     "response_format": ({"type": "text"}, {"type": "grammar"}),
     "service_tier": ("auto", "flex"),

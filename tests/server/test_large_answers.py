@@ -72,7 +72,7 @@ def test_streams_are_the_same(monkeypatch):
 
 @pytest.mark.parametrize(("n", "max_tokens", "at_once"), [(20, 100, True), (23, 87, False)])
 def test_how_many_logprobs_are_many(n, max_tokens, at_once):
-    """More than 2000 candidates in all; here there is one for each token."""
+    """More than 2000 candidates in all; here each token has one."""
 
     async def scenario(served):
         served.engine.answer = "x" * 200
@@ -89,7 +89,7 @@ def test_how_many_logprobs_are_many(n, max_tokens, at_once):
     [
         ({"logprobs": 2}, 2 * 2 * 4 * 3, 4 * 3),
         ({"logprobs": 0}, 2 * 2 * 4, 4),
-        # Of the prompts "ab" and "c" all tokens but the first, <s>.
+        # All tokens of the prompts "ab" and "c" but the first, <s>.
         ({"prompt_logprobs": 1}, (2 + 1) * 2, 2 * 2),
         ({"logprobs": 2, "prompt_logprobs": 1}, 48 + 6, 12 + 4),
     ],
@@ -110,7 +110,7 @@ def test_an_answer_counts_until_it_has_been_sent(fields, candidates, at_once, mo
         call.send = slow
         while not held:
             await asyncio.sleep(0.001)
-        # As numbers all of them, and as JSON those of the choice that is being written.
+        # All of them as numbers, and as JSON those of the choice that is being written.
         assert held == [candidates * 8 + at_once * 512]
         goes_on.set()
         await call.task

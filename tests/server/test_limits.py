@@ -1,4 +1,4 @@
-"""Size, number, time: what a server takes, and how it ends."""
+"""Limits of size, number and time, and the end of a server."""
 
 import asyncio
 import gc
@@ -426,7 +426,7 @@ def test_the_wait_is_estimated_from_what_has_finished_lately(monkeypatch):
             pass
 
     def wait_for(places):
-        """Seconds that a request is told to wait for which `places` more answers must end."""
+        """Return the Retry-After of a request that needs `places` more answers to end."""
         with pytest.raises(QueueFullError) as refused:
             state.admit(10 + places, "n").__enter__()
         return refused.value.retry_after
@@ -437,9 +437,9 @@ def test_the_wait_is_estimated_from_what_has_finished_lately(monkeypatch):
         now[0] += 10.0  # one each second
         assert wait_for(20) == 20
         now[0] += 49.0
-        assert wait_for(400) == 60  # the longest that is told
+        assert wait_for(400) == 60  # the maximum
         now[0] += 1.0
-        assert wait_for(400) == 1  # too long ago to tell anything
+        assert wait_for(400) == 1  # too long ago for an estimate
         finish(10)
         assert wait_for(50) == 1  # a hundred each second
         assert wait_for(150) == 2
@@ -449,7 +449,7 @@ def test_the_wait_is_estimated_from_what_has_finished_lately(monkeypatch):
         finish(10)
         now[0] += 4.0
         assert wait_for(25) == 10  # 20 in 8 s
-    with state.admit(1, "n"):  # of a large request the last 256 answers count
+    with state.admit(1, "n"):  # only the last 256 answers of a large request count
         now[0] += 10.0
         with state.admit(999, "n"):
             with pytest.raises(QueueFullError) as refused:

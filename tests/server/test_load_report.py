@@ -1,4 +1,4 @@
-"""The load of the server in a header, for load balancers."""
+"""Load of the server in a header, for load balancers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""logprob_token_ids of both kinds of answers: the token itself and these, in their order."""
+"""logprob_token_ids in both kinds of answers: the token itself, then the ids in order."""
 
 import json
 

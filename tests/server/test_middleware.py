@@ -1,4 +1,4 @@
-"""Around every request: its line in the log, its id, what it is counted as."""
+"""Middleware: the request's line in the log, its id, and its counters."""
 
 import asyncio
 import logging
@@ -15,7 +15,7 @@ FIELDS = ("status", "latency_ms", "client", "prompt_tokens", "completion_tokens"
 
 
 def lines(caplog):
-    """The fields of each request's line, by its text."""
+    """Return the fields of each request's line, by its text."""
     return {
         record.getMessage(): {name: getattr(record, name, "none") for name in FIELDS}
         for record in caplog.records
@@ -105,7 +105,7 @@ def test_a_client_without_an_address(caplog):
 
         await served.http._transport.app(dict(scope), receive, send)
         assert sent[0]["status"] == 200
-        # Neither an address nor a raw path: a server behind a Unix socket gives none.
+        # Neither an address nor a raw path: a server on a Unix socket has none.
         assert lines(caplog)["GET /version"]["client"] is None
 
     with_server(scenario)
@@ -162,7 +162,7 @@ def test_probes_are_not_in_the_way_of_the_end():
             scope = {"type": "http", "method": "GET", "path": path, "headers": []}
             await middleware(scope, None, None)
         assert counts == [0, 0, 0, 1]
-        # What is no request passes through: the server's own beginning and end.
+        # Messages other than requests pass through: the server's start and end.
         await middleware({"type": "lifespan"}, None, None)
         assert counts[-1] == 0
 

@@ -1,4 +1,4 @@
-"""The description at /openapi.json says what the server really does."""
+"""Description at /openapi.json, compared with the server's behaviour."""
 
 import json
 import re
@@ -20,7 +20,7 @@ def profiled_engine():
 
 
 def refs(value):
-    """All references in a JSON value."""
+    """Return all references in a JSON value."""
     if isinstance(value, dict):
         yield from (v for k, v in value.items() if k == "$ref")
         for item in value.values():

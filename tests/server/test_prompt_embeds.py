@@ -1,4 +1,4 @@
-"""prompt_embeds of completions: what is taken, in which order it is answered, what is refused."""
+"""prompt_embeds of completions: accepted forms, the order of answers, rejected forms."""
 
 import base64
 import io

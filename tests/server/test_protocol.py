@@ -1,4 +1,4 @@
-"""What a client may do to a server before any key is asked for: raw bytes against a real one."""
+"""Protocol before any key is checked: raw bytes against a real server."""
 
 import json
 import re
@@ -45,7 +45,7 @@ def read_all(raw):
 
 
 def talk(server, *pieces):
-    """Sends the pieces; all that comes back until the server ends the connection."""
+    """Send the pieces; return all data until the server ends the connection."""
     with connect(server) as raw:
         with suppress(ConnectionError):
             for piece in pieces:
@@ -54,7 +54,7 @@ def talk(server, *pieces):
 
 
 def drips(raw, data):
-    """Sends a byte now and then; how many until the connection ended."""
+    """Send a byte now and then; return their number at the end of the connection."""
     for i in range(len(data)):
         try:
             raw.sendall(data[i : i + 1])
@@ -109,7 +109,7 @@ def test_heads_within_the_bounds(server, head, body):
 
 
 def test_the_bounds_are_nginxs():
-    """As the architecture's description and the README have them; seconds and bytes."""
+    """The architecture's description and the README have these seconds and bytes."""
     assert (protocol.MAX_URL_BYTES, protocol.MAX_HEAD_BYTES) == (8 * 1024, 32 * 1024)
     assert (protocol.MAX_HEADERS, protocol.MAX_PIPELINED) == (100, 16)
     assert (protocol.HEAD_TIMEOUT, protocol.SEND_TIMEOUT) == (10.0, 60.0)
@@ -240,7 +240,7 @@ def test_an_idle_connection_is_kept_for_a_while(impatient):
 
 
 def test_a_client_that_does_not_read_its_stream(impatient):
-    """The answer is longer than the buffers of both sides; the server goes no further, and ends."""
+    """The answer is longer than the buffers of both sides; the server stops writing, and ends."""
     prompts = json.dumps(["x" * 200] * 900)
     body = b'{"prompt":%b,"max_tokens":50,"ignore_eos":true,"stream":true,"n":1,"echo":true}'
     body %= prompts.encode()
@@ -249,7 +249,7 @@ def test_a_client_that_does_not_read_its_stream(impatient):
     with connect(impatient) as raw:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         raw.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-        impatient.wait_for("status=200")  # that the request has ended is logged
+        impatient.wait_for("status=200")  # the end of the request is logged
     assert rss(impatient) < before + 60 * MIB
     assert httpx.get(impatient.url + "/health", timeout=10).status_code == 200
 
@@ -288,7 +288,7 @@ def test_a_tls_connection_is_bounded_as_well(tls_server, tls_context):
 
 @pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02\x00\x01"])
 def test_half_tls_handshakes_count_and_end(tls_server, tls_context, sent):
-    """A client that never finishes them has its limit of connections, and gets them back."""
+    """A client that never finishes them has its limit of connections, and they are freed."""
     started = time.monotonic()
     held = [connect(tls_server) for _ in range(5)]
     for raw in held:

@@ -1,4 +1,4 @@
-"""Streams that outlive their connections: who comes back, with what right, and what it costs."""
+"""Streams that outlive their connections: the rights to resume them, and their costs."""
 
 import asyncio
 import gc
@@ -35,7 +35,7 @@ def get(served, path, **headers):
 
 
 async def leave(call, num_events=3):
-    """Goes away in the middle of a stream; returns what has come."""
+    """Disconnect in the middle of a stream; return the received data."""
     while call.body.count(b"\n\n") < num_events:
         call.grown.clear()
         await call.grown.wait()
@@ -56,7 +56,7 @@ async def until(condition):
 
 
 def bare(body):
-    """A stream without the ids of its events."""
+    """Return a stream without the ids of its events."""
     return b"".join(line + b"\n" for line in body.split(b"\n")[:-1] if not line.startswith(b"id:"))
 
 
@@ -100,7 +100,7 @@ def test_who_comes_back_gets_what_was_missed_and_the_rest(path, body, way):
         assert numbers(both) == list(range(both.count(b"\n\n")))
         assert len(served.engine.requests) == (2 if "a" in body.get("prompt", "") else 1)
         assert served.engine.aborted == []
-        # All of it once more, and the same bytes as one whose client stays.
+        # All of it once more, with the bytes of a client that stays.
         assert await whole(get(served, name)) == both
         assert served.state.streams._streams[None, name].finished
         undisturbed = await whole(post(served, path, body, "xyz"))
@@ -327,7 +327,7 @@ def test_readers_do_not_wait_for_each_other():
         assert not first.task.done()
         first.send = first._send
         stuck.set()
-        # It was in the middle of its first event, which went nowhere.
+        # It was in the middle of its first event, which was not delivered.
         await first.task
         (body,) = bodies
         assert body.endswith(first.body)
@@ -503,7 +503,7 @@ def test_many_abandoned_streams_leave_nothing():
 
 
 def make(pieces, limit=2**20):
-    """A stream of these pieces, each taken when it is asked for, and its registry."""
+    """Return a stream of these pieces, each read on request, and its registry."""
 
     class Memory(streams_module.RequestMemory):
         pass
@@ -527,7 +527,7 @@ def test_a_stream_forgets_its_oldest_events_where_there_is_no_room():
         registry, stream = make(pieces)  # a sixteenth is 64 KiB
         live = [piece async for piece in stream.read(0)]
         events = [event for piece in live for event in piece]
-        assert len(events) == 1001  # who keeps up misses nothing
+        assert len(events) == 1001  # a reader that keeps up misses nothing
         assert registry.memory.used == stream.nbytes < 2**16 + 3 * 1100 + streams_module._RECORD
         first = stream.num_events - sum(1 for _ in stream._events)
         assert 900 < first < 1000

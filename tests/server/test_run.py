@@ -1,4 +1,4 @@
-"""The server as a process: listening, signals, exit status."""
+"""Server as a process: listening, signals, exit status."""
 
 import asyncio
 import contextlib
@@ -162,7 +162,7 @@ def test_drains_on_sigterm():
 
 @pytest.mark.parametrize("loading", [True, False])
 def test_who_waits_while_the_engine_is_replaced_is_answered_before_the_end(loading):
-    """Before the model was there for the first time, nobody is."""
+    """Before the first loading of the model, no request is."""
 
     async def test():
         ends = []
@@ -434,7 +434,7 @@ def test_statistics_are_logged_unless_they_are_not_wanted(flags):
         time.sleep(0.3)
         found = [json.loads(line) for line in server.lines if '"statistics"' in line]
         assert bool(found) == (len(flags) == 5)
-        assert len(found) <= 3  # with tokens, the first that is idle, and no more
+        assert len(found) <= 3  # with tokens, the first idle one, and no more
 
 
 @pytest.mark.parametrize(("key", "warned"), [(["--api-key", "k"], 0), ([], 1)])

@@ -1,4 +1,4 @@
-"""A file of requests, answered line by line."""
+"""File of requests, answered line by line."""
 
 import json
 
@@ -18,7 +18,7 @@ def line(custom_id, body, url="/v1/completions", **others):
 
 @pytest.fixture
 def answer(monkeypatch, tmp_path):
-    """Answers lines by a fake engine; what was written."""
+    """Answer lines by a fake engine; return the written answers."""
 
     def run(*lines, engine=None, **settings):
         async def start(config, engine_config):
@@ -89,7 +89,7 @@ def test_a_wrong_line_harms_only_itself(answer, wrong, custom_id, said):
 
 
 def test_lines_wait_for_room(answer):
-    # Two lines are in flight at a time, and there is room for the answers of one.
+    # Two lines are in flight at a time, and the server admits the answers of one.
     lines = [line(str(i), {"prompt": "x", "n": 2, "max_tokens": 2}) for i in range(4)]
     found = answer(*lines, max_num_queued_reqs=2)
     assert [a["response"]["status_code"] for a in found] == [200] * 4

@@ -1,4 +1,4 @@
-"""What is wrong with a body is said in full, and costs no more in millions than once."""
+"""Errors of a body are complete, and cost no more in millions than once."""
 
 import pytest
 from pydantic import ValidationError
@@ -43,7 +43,7 @@ def messages(*found):
     return {"messages": list(found)}
 
 
-# What is sent, and all of what is said: the message, the field, the code.
+# Bodies, and the complete error: the message, the field, the code.
 WRONG = {
     "/v1/completions": [
         ({}, "prompt is missing; it is required.", "prompt", "missing_parameter"),

@@ -1,4 +1,4 @@
-"""No key or token ever stands in a log, an answer, or the arguments of a process we start."""
+"""Keys and tokens, which are never in a log, an answer, or the arguments of a process."""
 
 import subprocess
 import sys
@@ -46,7 +46,7 @@ def test_logs_and_answers_hold_no_secret(monkeypatch, log_format):
         assert server.wait() == 0
         server.process.stderr.close()
     said = "\n".join([*server.lines, *(a.text + str(a.headers) for a in answers), *arguments])
-    # The log does say where the keys came from.
+    # The log does state the sources of the keys.
     assert "--api-key, OCTAVO_API_KEY, VLLM_API_KEY" in said
     for secret in [*FLAGS, *SECRETS.values()]:
         assert secret not in said

@@ -1,4 +1,4 @@
-"""The line of statistics: what it says, and when there is none."""
+"""Line of statistics: its content, and the intervals without one."""
 
 import logging
 from itertools import pairwise
@@ -35,7 +35,7 @@ def test_it_tells_what_was_done_since_the_last_one(lines, prefix):
     assert said == dict(zip(FIELDS, (4.0, 2.5, 5, 5, 0.5, 0.6), strict=True))
     log.log(metrics.render(), 10.0)
     assert lines()[1].generation_tokens_per_s == 0
-    assert not hasattr(lines()[1], "prefix_cache_hit_rate")  # nothing was looked up
+    assert not hasattr(lines()[1], "prefix_cache_hit_rate")  # no look-up happened
 
 
 FIELDS = [

@@ -1,4 +1,4 @@
-"""Every way to say what an answer has to look like, and what is said if that cannot be done."""
+"""Structured outputs: every form of the request, and errors of impossible ones."""
 
 import json
 
@@ -109,7 +109,7 @@ def test_streams_several_answers_and_several_prompts(path):
                 reasons = [reason for reason in reasons if reason]
             else:
                 reasons = [c["finish_reason"] for c in response.json()["choices"]]
-            # Whoever asks for JSON sees by this that it was cut.
+            # Clients of JSON see by this that the answer was truncated.
             assert reasons == ["length"] * (2 if "messages" in body else 4)
         assert {r.sampling_params.grammar for r in served.engine.requests} == {
             GrammarSpec("regex", "a")
@@ -118,7 +118,7 @@ def test_streams_several_answers_and_several_prompts(path):
     with_server(scenario)
 
 
-# What is sent, and all of what is said: the message, the field, the code.
+# Requests, and the complete error: the message, the field, the code.
 WRONG = [
     (
         {"response_format": {"type": "grammar"}},
@@ -280,7 +280,7 @@ def test_a_backend_that_is_not_installed_is_the_clients_mistake(monkeypatch):
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("path", PATHS)
 def test_what_only_the_engine_finds_is_an_ordinary_error(path, n, stream):
-    """Nothing of a stream is sent before the first token, so it has a status as well."""
+    """No part of a stream is sent before the first token, so it has a status as well."""
     blamed = {
         "response_format.json_schema.schema": json_schema(schema={"$ref": "#/nowhere"}),
         "response_format": {"response_format": TAG},
@@ -304,7 +304,7 @@ def test_what_only_the_engine_finds_is_an_ordinary_error(path, n, stream):
                 "param": param,
                 "code": "invalid_grammar",
             }
-        # The others are none the worse for it.
+        # The other requests are not affected.
         response = await served.post(path, **PATHS[path])
         assert response.status_code == 200
         assert ANSWER in response.text

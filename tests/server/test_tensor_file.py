@@ -1,4 +1,4 @@
-"""What clients send as tensors: read as torch reads it, or refused, whatever is in it."""
+"""Tensors from clients: read as torch reads them, or rejected, with any content."""
 
 import base64
 import io
@@ -23,7 +23,7 @@ def saved(value, **options):
 
 
 def changed(data, change):
-    """The archive with what `change` makes of each of its (name, bytes); None leaves it out."""
+    """Return the archive with `change` applied to each (name, bytes); None omits it."""
     file = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(file, "w") as new:
         for name in old.namelist():
@@ -73,7 +73,7 @@ def test_as_torch_reads_it(dtype, make):
 
 
 def test_in_base64():
-    big = torch.randn(200, 1024)  # more than is decoded at once
+    big = torch.randn(200, 1024)  # more than is decoded in one call
     text = base64.b64encode(saved(big)).decode()
     assert decode_embeds(text) == read_tensor(big)
     for wrong in ("", "é", "AAA", text[:-1] + "!", "AA==" + text, text + "\n", " " + text):
@@ -116,7 +116,7 @@ def compressed():
 
 
 def program(storage=12, offset=0, shape=(3, 4), strides=(4, 1), kind="FloatStorage"):
-    """What `torch.save` would write of such a tensor."""
+    """Return the program that `torch.save` would write for such a tensor."""
 
     def number(n):
         return (
@@ -221,7 +221,7 @@ def test_nothing_in_a_file_is_ever_run(tmp_path):
 
 
 def test_any_bytes_are_read_or_refused():
-    """What is read lies within the file's own bytes, and is what torch reads, if it reads it."""
+    """The result is within the file's bytes, and equals torch's, if torch reads the file."""
     rng = random.Random(0)
     files = [FILE, saved(torch.randn(4, 6)[:, ::2]), saved(TENSOR.bfloat16())]
     num_read = 0

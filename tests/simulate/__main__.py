@@ -1,13 +1,13 @@
-"""Random lives of an engine, as many as one likes, each from its number.
+"""Random lives of an engine, in any number, each from its seed.
 
     python -m tests.simulate --schedules 1000000 --jobs 2
     python -m tests.simulate --replay 1234567
 
 The real engine core, scheduler, block pool and front-end records serve random requests with random
 settings on a fake worker and clock, while requests are aborted, steps fail and engines die. After
-each step the books are checked; in the end every request has been answered once, with the tokens
-that it would have got alone. What is found is told by its number; --replay makes it smaller, and
-prints it as Python that a test can keep.
+each step all records are checked. In the end every request has been answered once, with the tokens
+of a run alone. A failure is reported by its seed; --replay reduces it, and prints it as Python for
+a test.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MOST_FAILURES = 10
 
 
 def failures(seeds: range) -> list[tuple[int, str]]:
-    """The seeds whose schedules fail, and how."""
+    """Return the seeds whose schedules fail, and the errors."""
     found = []
     for seed in seeds:
         try:
@@ -40,7 +40,7 @@ def failures(seeds: range) -> list[tuple[int, str]]:
 
 
 def fails(schedule: Schedule) -> bool:
-    """Whether a schedule fails."""
+    """Return whether a schedule fails."""
     try:
         run(schedule)
     except Exception:
@@ -49,7 +49,7 @@ def fails(schedule: Schedule) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the status: 0, or 1 if something was found."""
+    """Return the status: 0, or 1 if a schedule failed."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.simulate",
         description=__doc__,
@@ -61,13 +61,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--jobs", type=int, default=1, metavar="N", help="processes [1]")
     add("--replay", type=int, metavar="SEED", help="run this one only, and make it smaller")
     args = parser.parse_args(argv)
-    logging.getLogger("octavo").setLevel(logging.CRITICAL)  # steps are meant to fail
+    logging.getLogger("octavo").setLevel(logging.CRITICAL)  # steps fail on purpose
     if args.replay is not None:
         return _replay(args.replay)
     begin, end = args.seed, args.seed + args.schedules
     batches = [range(at, min(at + _BATCH, end)) for at in range(begin, end, _BATCH)]
     started, done, found = time.monotonic(), 0, 0
-    with contextlib.suppress(KeyboardInterrupt):  # what has been done counts
+    with contextlib.suppress(KeyboardInterrupt):  # finished schedules count
         for batch, bad in zip(batches, _map(batches, args.jobs), strict=False):
             done += len(batch)
             found += len(bad)
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _map(batches: list[range], jobs: int) -> Iterator[list[tuple[int, str]]]:
-    """`failures` of each, in order, in as many processes."""
+    """Yield `failures` of each batch, in order, from the given number of processes."""
     if jobs == 1:
         yield from map(failures, batches)
         return

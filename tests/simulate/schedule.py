@@ -1,4 +1,4 @@
-"""A schedule: what happens to an engine, and when. Made of a seed, and made smaller.
+"""Schedule of an engine's events, made of a seed, and reduced after a failure.
 
 Its `repr` is Python that makes it again. Times are in steps.
 """
@@ -19,15 +19,15 @@ from tests.state_cache import StateCache
 
 @dataclass(frozen=True)
 class Settings:
-    """Of the engine."""
+    """Settings of the engine."""
 
     max_model_len: int
     block_size: int
     spare_blocks: int = 0
-    """Blocks beyond what one request of the greatest length needs."""
+    """Number of blocks beyond those of one request of the greatest length."""
     windows: tuple[int | None, ...] = (None,)
     state: int = 0
-    """Blocks of a state; 0: the model has none."""
+    """Number of blocks of a state; 0: the model has none."""
     max_num_batched_tokens: int = 64
     max_num_seqs: int = 8
     depth: int = 1
@@ -40,7 +40,7 @@ class Settings:
 
     @property
     def kv_cache(self) -> KVCacheConfig:
-        """The shape of the KV cache."""
+        """Shape of the KV cache."""
         states = (StateCache(self.state),) if self.state else ()
         groups = make_kv_cache_groups(pages(*self.windows) + states)
         least = max_blocks_per_request(
@@ -51,14 +51,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request. Prompts of a family share their first tokens."""
+    """Request. Prompts of a family share their first tokens."""
 
     at: float
     name: str
     family: int
     shared: int
     own: int
-    """Tokens behind the shared ones; its own, if `name` is."""
+    """Number of tokens after the shared ones; unique ones, if `name` is."""
     max_tokens: int
     seed: int = 0
     n: int = 1
@@ -66,29 +66,29 @@ class Arrival:
     priority: int = 0
     tenant: str | None = None
     seconds: float | None = None
-    """To its deadline."""
+    """Seconds to its deadline."""
     first_seconds: float | None = None
-    """To that of its first token."""
+    """Seconds to the deadline of its first token."""
     stop: tuple[int, ...] = ()
     salt: str | None = None
     grammar: int | None = None
-    """Its rule, see `allowed`."""
+    """Rule of its grammar, see `allowed`."""
     compiling: float = 0.0
-    """Steps until its grammar is there."""
+    """Number of steps until its grammar is compiled."""
     is_bad: bool = False
-    """Whether its grammar is refused then, or without one it fails by itself."""
+    """True if its grammar is then rejected; without a grammar the request fails."""
     logprobs: bool = False
     prompt_logprobs: bool = False
 
     @property
     def prompt(self) -> list[int]:
-        """Its tokens."""
+        """Return its tokens."""
         first = [(self.family * 17 + i * i) % VOCAB for i in range(self.shared)]
         number = int(self.name[1:])
         return first + [(number * 31 + i * 7 + 1) % VOCAB for i in range(self.own)]
 
     def allowed(self, place: int) -> list[int]:
-        """What its grammar allows at a place of the output: often one token only."""
+        """Return the tokens that its grammar allows at a place of the output: often only one."""
         assert self.grammar is not None
         first = (place * 13 + self.grammar) % VOCAB
         return [first] if (place // 3 + self.grammar) % 2 else sorted((first, (first + 7) % VOCAB))
@@ -96,7 +96,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Abort:
-    """The client of a request goes away."""
+    """Disconnection of a request's client."""
 
     at: float
     name: str
@@ -104,30 +104,30 @@ class Abort:
 
 @dataclass(frozen=True)
 class StepFailure:
-    """The next step fails as a whole."""
+    """Failure of the whole next step."""
 
     at: float
 
 
 @dataclass(frozen=True)
 class Death:
-    """The engine dies."""
+    """Death of the engine."""
 
     at: float
     with_outputs: bool = False
-    """Whether what it has just brought is lost, too."""
+    """True if its latest outputs are lost, too."""
 
 
 @dataclass(frozen=True)
 class Reset:
-    """The prefix cache is to be emptied."""
+    """Request to empty the prefix cache."""
 
     at: float
 
 
 @dataclass(frozen=True)
 class Sleep:
-    """The scheduling is paused."""
+    """Pause of the scheduling."""
 
     at: float
     mode: PauseMode
@@ -135,7 +135,7 @@ class Sleep:
 
 @dataclass(frozen=True)
 class WakeUp:
-    """And goes on."""
+    """End of a pause."""
 
     at: float
 
@@ -155,14 +155,14 @@ _WINDOWS: tuple[tuple[int | None, ...], ...] = ((None, 9), (11,), (24, None, 24)
 
 
 def make_schedule(seed: int) -> Schedule:
-    """The schedule of a seed: mostly a few small requests, which is where faults can be seen."""
+    """Return the schedule of a seed: mostly a few small requests, in which faults show."""
     rng = random.Random(seed)
     chance = rng.random
     settings = _make_settings(rng)
     events: list[Event] = []
     longest = settings.max_model_len - 1
     at, num_requests = 0.0, rng.choice((2, 2, 3, 3, 4, 4, 5, 6, 9))
-    # What is rare in one schedule is common in another, so that rare things meet.
+    # Events that are rare in one schedule are common in another, so that rare events meet.
     odd = rng.choice((0.05, 0.2, 0.5))
     pace = rng.choice((0.0, 0.5, 2.0))
     families = rng.choice((1, 2))
@@ -251,7 +251,7 @@ def _make_settings(rng: random.Random) -> Settings:
         max_num_seqs=rng.choice((1, 2, 3, 8)),
         depth=rng.choice((1, 2, 2, 3)),
         caching=rng.random() < 0.8,
-        # A state cannot go back behind a draft that was wrong.
+        # A state cannot be rolled back after a wrong draft.
         num_drafts=0 if state else rng.choice((0, 0, 1, 3)),
         policy=rng.choice(("fcfs", "fcfs", "priority")),
         threshold=rng.choice((0, 0, 0, 5)),
@@ -261,11 +261,11 @@ def _make_settings(rng: random.Random) -> Settings:
 
 
 def shrink(schedule: Schedule, fails: Callable[[Schedule], bool]) -> Schedule:
-    """A smaller schedule that fails, too: no smaller step from there does.
+    """Return a smaller schedule that fails, too; no further reduction step does.
 
     Args:
-        schedule: one that fails.
-        fails: tells whether one does.
+        schedule: a failing schedule.
+        fails: returns True for a failing schedule.
     """
     while smaller := next(filter(fails, _smaller(schedule)), None):
         schedule = smaller
@@ -273,7 +273,7 @@ def shrink(schedule: Schedule, fails: Callable[[Schedule], bool]) -> Schedule:
 
 
 def _smaller(schedule: Schedule) -> Iterator[Schedule]:
-    """Schedules one step smaller, the greatest steps first."""
+    """Yield schedules one step smaller, the greatest steps first."""
     events, settings = schedule.events, schedule.settings
     size = len(events)
     while size := size // 2:
@@ -307,7 +307,7 @@ def _smaller(schedule: Schedule) -> Iterator[Schedule]:
 
 
 def _plainer(value: Settings | Arrival, plain: Settings | Arrival) -> Iterator[Settings | Arrival]:
-    """The same with one field as in `plain`."""
+    """Yield copies with one field as in `plain`."""
     for field in dataclasses.fields(value):
         default = getattr(plain, field.name)
         if getattr(value, field.name) != default:

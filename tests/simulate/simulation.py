@@ -1,6 +1,6 @@
-"""Runs a schedule on a real engine core and front-end records, with a fake worker and clock.
+"""Simulation of a schedule on a real engine core and front-end records, with a fake worker.
 
-With each step the books are checked; each token must be what its request would have got alone.
+Each step checks all records; each token must be the one of its request's run alone.
 """
 
 from __future__ import annotations
@@ -65,23 +65,23 @@ _PARAMS = {
 
 
 def run(schedule: Schedule) -> None:
-    """Runs it to its end.
+    """Run a schedule to its end.
 
     Raises:
-        Exception: whatever was found: an AssertionError, or what the engine raised.
+        Exception: an AssertionError of a check, or an error of the engine.
     """
     Simulation(schedule).run()
 
 
 class CheckedScheduler(Scheduler):
-    """The scheduler, whose every decision is looked at."""
+    """Scheduler whose every decision is checked."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._tenants = CheckedCounters(CREDIT_STEPS * self.max_num_batched_tokens)
         self.waiting = CheckedQueue(self._tenants)
         self._all: list[tuple[Request, int]] = []
-        """All requests that ever came, and how many tokens of output they brought."""
+        """All requests so far, and their numbers of output tokens."""
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
@@ -100,7 +100,7 @@ class CheckedScheduler(Scheduler):
         return work
 
     def _check_charges(self) -> None:
-        """Nobody pays twice for a token; for one of the prompt perhaps not at all."""
+        """Check that no tenant pays twice for a token; for one of the prompt perhaps not at all."""
         least: Counter[str | None] = Counter()
         most: Counter[str | None] = Counter()
         for request, brought in self._all:
@@ -114,10 +114,10 @@ class CheckedScheduler(Scheduler):
 
 
 class CheckedCounters(TenantCounters):
-    """The counters.
+    """Counters of the tenants that record charges.
 
     Attributes:
-        charged: what each tenant was charged.
+        charged: charges of each tenant.
     """
 
     def __init__(self, credit: int) -> None:
@@ -133,18 +133,18 @@ class CheckedCounters(TenantCounters):
 
 
 class CheckedQueue(WaitingQueue):
-    """The waiting requests; each that is started must be the one whose turn it is.
+    """Queue of waiting requests; each started one must be the next by the rules.
 
-    The rules are those of docs/design/scheduling.md, written down once more: the best priority
-    first; within it the tenant that was served least; of its requests those with deadlines, the
-    earliest first, but a fourth of the starts is for the others.
+    The rules are those of docs/design/scheduling.md, written again: the best priority first; within
+    it the tenant that was served least; of its requests those with deadlines, the earliest first,
+    but a fourth of the starts is for the others.
     """
 
     def __init__(self, tenants: CheckedCounters) -> None:
         super().__init__(tenants)
         self._counters = tenants
         self._passes: Counter[str | None] = Counter()
-        """Of each tenant how many with deadlines were started in a row while others waited."""
+        """Number of each tenant's starts with deadlines in a row while others waited."""
 
     def start(self, request: Request) -> None:
         name, tenant, served = request.request_id, request.options.tenant, self._counters.served
@@ -172,7 +172,7 @@ class CheckedQueue(WaitingQueue):
 
 
 class RandomDraftLengths:
-    """In place of `DraftLengths`, which chooses by what steps take."""
+    """Replacement of `DraftLengths`, which chooses by the times of steps."""
 
     paused = False
 
@@ -188,7 +188,7 @@ class RandomDraftLengths:
 
 
 class SimulatedGrammars:
-    """In place of `StructuredOutputManager`, which compiles on threads: ready when it is time."""
+    """Replacement of `StructuredOutputManager`, which compiles on threads: ready when due."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
@@ -196,7 +196,7 @@ class SimulatedGrammars:
 
     @property
     def next_time(self) -> float:
-        """When the next one is compiled."""
+        """Return the time at which the next one is compiled."""
         return min((at for at, _ in self._compiling), default=math.inf)
 
     @property
@@ -249,7 +249,7 @@ class SimulatedGrammars:
 
 
 class SimulatedExecutor(FakeExecutor):
-    """A fake executor with a step that fails now and then."""
+    """Fake executor with a step that fails now and then."""
 
     def __init__(self, settings: Settings, fail: list[str], scheduler: Scheduler) -> None:
         super().__init__(max_in_flight=settings.depth)
@@ -285,22 +285,21 @@ class SimulatedStep(FakeStep):
 
 
 class _FailedStep(Future[ModelRunnerOutput]):
-    """Nothing that the step, or one behind it, was to compute is there."""
+    """Failed step: neither its results nor those of later steps in flight exist."""
 
     def __init__(self, worker: FakeWorker, scheduler: Scheduler) -> None:
         super().__init__()
         self._worker, self._scheduler = worker, scheduler
 
     def result(self, timeout: float | None = None) -> ModelRunnerOutput:
-        # Of one that was dropped when an earlier one failed, nothing could be lost: what was
-        # written since was written after it.
+        # A step dropped after an earlier failure lost nothing: later writes came after it.
         if self._scheduler._in_flight[0].entries:
             self._worker.memory.clear()
         raise RuntimeError(STEP_FAILED)
 
 
 class Simulation:
-    """An engine, its front end's records, and what the clients have got."""
+    """Engine, the records of its front end, and the outputs that clients received."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.settings = schedule.settings
@@ -311,7 +310,7 @@ class Simulation:
         self._live: dict[str, Arrival] = {}
         self._aborted: set[str] = set()
         self._slept: set[str] = set()
-        """Those that a sleep ended, or may have."""
+        """Requests that a sleep ended, or may have."""
         self._tokens: dict[tuple[str, int], list[int]] = {}
         self._ended: dict[tuple[str, int], str] = {}
         self._errors: dict[str, OctavoError] = {}
@@ -325,7 +324,7 @@ class Simulation:
         self._start_engine()
 
     def run(self) -> None:
-        """Everything, from the first event to the last answer."""
+        """Run everything, from the first event to the last answer."""
         while True:
             while self._events and self._events[0].at <= self.now:
                 self._apply(self._events.popleft())
@@ -342,7 +341,7 @@ class Simulation:
         self._check_end()
 
     def _next_time(self) -> float:
-        """When something happens though nothing runs."""
+        """Return the time of the next event while nothing runs."""
         event = self._events[0].at if self._events else math.inf
         deadline = self._core.seconds_to_deadline()
         held = math.inf if deadline is None else self.now + deadline
@@ -420,7 +419,7 @@ class Simulation:
         self._core.add_request(request)
 
     def _step(self) -> None:
-        """A step of the engine; what it brings reaches the clients."""
+        """Run a step of the engine; its outputs reach the clients."""
         computed = self._scheduler._num_scheduled_tokens
         outputs = self._core.step()
         self._num_steps += 1
@@ -478,7 +477,7 @@ class Simulation:
                 self._check_answer(arrival, index)
 
     def _check_answer(self, arrival: Arrival, index: int) -> None:
-        """Holds what a client got against what it would have got alone."""
+        """Compare a client's answer with that of a run alone."""
         name, key = arrival.name, (arrival.name, index)
         params, tokens = _core_request(arrival).child(index).sampling_params, self._tokens[key]
         allowed = None if arrival.grammar is None else arrival.allowed
@@ -544,10 +543,10 @@ def _core_request(arrival: Arrival) -> EngineCoreRequest:
 
 
 def _most_steps(schedule: Schedule) -> int:
-    """The first in order of service always goes on, so this many steps serve all one by one.
+    """Return the steps that serve all one by one, as the first in order always advances.
 
-    A request may be begun again each time that an engine dies or a step fails, and when one comes
-    that is served before it.
+    A request may start again after each death of an engine or failure of a step, and after the
+    arrival of one that is served before it.
     """
     settings = schedule.settings
     arrivals = [event for event in schedule.events if isinstance(event, Arrival)]

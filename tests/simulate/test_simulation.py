@@ -1,4 +1,4 @@
-"""A sample of the schedules that `python -m tests.simulate` runs by the million."""
+"""Sample of the schedules that `python -m tests.simulate` runs by the million."""
 
 import logging
 from collections import Counter
@@ -29,7 +29,7 @@ from tests.simulate.simulation import Simulation, run
 
 @pytest.fixture(autouse=True, scope="module")
 def silence():
-    """Steps are meant to fail."""
+    """Hide log lines: steps fail on purpose."""
     logger = logging.getLogger("octavo")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -133,7 +133,7 @@ def deadlines_that_pass(monkeypatch):
 
 
 def tenants_that_pay_twice(monkeypatch):
-    """For what is computed again after a preemption."""
+    """Charge for tokens that are computed again after a preemption."""
     add = Scheduler._add_to_step
 
     def add_to_step(self, step, request, *rest):
@@ -152,7 +152,7 @@ def lost_requests(monkeypatch):
 
 
 def wrong_draft(monkeypatch):
-    """A draft that is wrong is kept."""
+    """Keep a wrong draft."""
     truncate = FakeWorker._sample
 
     def sample(self, req_id, count, drafts, out):
@@ -209,7 +209,7 @@ def test_the_command_counts_and_tells_seeds(monkeypatch, capsys):
 
 
 def test_a_second_failure_of_steps_in_flight():
-    """Found by the fake worker, which forgot what had been computed between the two."""
+    """The fake worker found it: it forgot the data computed between the two."""
     settings = Settings(max_model_len=48, block_size=4, depth=2, threshold=5)
     arrivals = (
         Arrival(at=0.0, name="r4", family=0, shared=20, own=5, max_tokens=3),

@@ -35,7 +35,7 @@ def arrival(name, size, n=1):
 
 
 def steps(first, last, seconds):
-    """Steps of two requests of one token each, with their times in the one after the next."""
+    """Return steps of two requests of one token each, with their times two steps later."""
     return [
         Step(
             number, float(number), [], [], [StepRequest(r, 1, 0, None) for r in "ab"], [], [],
@@ -46,7 +46,7 @@ def steps(first, last, seconds):
 
 
 def begin(**fields):
-    """A step: both prompts at once, one of which was found in part."""
+    """Return a step: both prompts at once, one of which was found in part."""
     requests = [StepRequest("a", 10, 0, 0), StepRequest("b", 4, 0, 16)]
     return Step(2, 2.0, ["a", "b"], [], requests, [], [], **fields)
 
@@ -83,7 +83,7 @@ def test_the_times_of_its_steps(path, prompts):
 
 
 def batches(path):
-    """Those of the steps that were found."""
+    """Return the batches of the found steps."""
     front = recorded_steps._FrontEnd(read_records(path))
     return [step.batch for step in recorded_steps._measured_steps([path], front)]
 
@@ -105,7 +105,7 @@ def test_what_a_step_computed(path):
 
 
 def test_one_that_goes_on_after_a_preemption_or_on_another_engine(path):
-    """It has the tokens that came before."""
+    """It has the earlier tokens."""
     output = EngineCoreOutput("1_a", [5, 6, 7])
     again = Step(1, 9.0, ["1_a"], [], [StepRequest("1_a", 13, 0, 0)], [], [])
     freed = Step(2, 10.0, [], [], [StepRequest("1_a", 13, 0, 0)], ["1_a"], [], end_of(1))
@@ -120,14 +120,14 @@ def test_one_that_goes_on_after_a_preemption_or_on_another_engine(path):
         more,
         last(4, 3),
     )
-    # Not the first one of an engine, which takes longer.
+    # Without the first one of an engine, which takes longer.
     assert batches(path) == [StepBatch(13, 1, 1, 0, 13 * 7), StepBatch(1, 1, 0, 14)]
 
 
 @pytest.mark.parametrize(
     "between",
     [
-        [],  # of "b" nothing is known
+        [],  # nothing is known of "b"
         [arrival("b", 20), Lost(3)],
     ],
 )

@@ -65,12 +65,12 @@ def test_an_answer_is_put_together():
     made = RequestLog(
         [
             arrival("a"),
-            tokens("b", 9),  # it came before the recording
+            tokens("b", 9),  # it arrived before the recording
             tokens("a", 5, 6, time=11.0),
             None,
             tokens("a", 7, 8, time=13.0),
             end("a", 3, FinishReason.STOP, "text"),
-            tokens("a", 9),  # on its way when the stop text was found
+            tokens("a", 9),  # in transit when the stop text was found
             Died(14.0, "killed"),
             Lost(4),
         ]
@@ -94,7 +94,7 @@ def test_what_is_missing_is_no_difference(gap):
     assert [str(d) for d in compared(before, [tokens("a", 1, 9), end("a", 2)]).differences] == [
         "a: token 1 was 2, is 9"
     ]
-    # What was missing was of others.
+    # The missing tokens were of others.
     report = compared([tokens("a", 1), gap, tokens("a", 2), end("a", 2)], [tokens("a", 1)])
     assert [str(d) for d in report.differences] == ["a: token 1 was 2, is not there"]
 
@@ -175,7 +175,7 @@ def compared(before, now):
             [tokens("a", 1), end("a", 1, FinishReason.STOP, 7)],
             ["a: the end was length None, is stop 7"],
         ),
-        # Whoever was cut off is compared as far as it goes.
+        # A truncated answer is compared as far as it goes.
         ([tokens("a", 1), end("a", 1, FinishReason.ABORT)], [tokens("a", 1, 2)], []),
         ([tokens("a", 1)], [tokens("a", 1, 2), end("a", 2)], []),
         ([tokens("a", 1)], [tokens("a", 2), end("a", 1)], ["a: token 0 was 1, is 2"]),
@@ -219,7 +219,7 @@ def test_settings_are_the_recorded_ones_but_for_those_given():
 
 
 def test_a_setting_of_another_build():
-    """One that is not known here is refused by name."""
+    """An unknown setting is rejected by name."""
     with pytest.raises(ConfigError, match="'new_setting'"):
         replay_config(head(config={"model": {"new_setting": 3}}), {})
 

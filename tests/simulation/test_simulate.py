@@ -16,7 +16,7 @@ ENGINE = ["--max-model-len", "512", "--kv-cache-memory-bytes", "16M", "--max-num
 
 @pytest.fixture(scope="module")
 def times(tmp_path_factory):
-    """Steps of 10 ms, and 1 ms for each token."""
+    """Write steps of 10 ms, and 1 ms for each token."""
     path = tmp_path_factory.mktemp("times") / "times.json"
     StepTimes(
         model="octavo/stories",
@@ -30,7 +30,7 @@ def times(tmp_path_factory):
 
 
 def simulate(times, tmp_path, *flags):
-    """The result of the command."""
+    """Return the result of the command."""
     path = tmp_path / "result.json"
     words = ["--step-times", times, "--output-json", str(path), "--disable-tqdm"]
     assert cli.main(["simulate", *ENGINE, *words, *map(str, flags)]) == 0
@@ -67,7 +67,7 @@ def test_a_trace_of_mooncake_shares_its_prefixes(times, tmp_path):
         "\n".join(json.dumps(row | {"hash_ids": [i % 2]}) for i, row in enumerate(rows))
     )
     result = simulate(times, tmp_path, "--trace", path)
-    # Prompts 3 and 4 are those of 1 and 2, but for what is computed in any case.
+    # Prompts 3 and 4 are those of 1 and 2, except the part that is computed in any case.
     assert result["cached_tokens"] == 2 * 288
     assert result["prefix_cache_hit_rate_perc"] == pytest.approx(100 * 288 / 600)
 
@@ -154,7 +154,7 @@ def test_nothing_of_it_imports_torch(times):
 
 
 def test_measured_and_checked_on_the_real_engine(tmp_path, monkeypatch, capsys):
-    """How far off it is depends on who else uses the machine; that is for `--check` to print."""
+    """The error depends on the machine's other load; `--check` prints it."""
     for name, value in (("_CONCURRENCIES", (1, 3)), ("_ROUNDS", 1), ("_OUTPUT_LEN", 12)):
         monkeypatch.setattr(engine_probe, name, value)
     saved, path = tmp_path / "times.json", tmp_path / "result.json"

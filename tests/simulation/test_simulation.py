@@ -1,4 +1,4 @@
-"""The simulated engine, with steps of round times."""
+"""Simulated engine, with steps of round times."""
 
 import dataclasses
 
@@ -47,7 +47,7 @@ def request(size, max_tokens, first=1):
 def test_one_request_takes_its_steps():
     run = simulate(engine(), [request(100, 3)], [5.0])
     (record,) = run.records
-    # Two chunks of the prompt, of which the second brings a token.
+    # Two chunks of the prompt, of which the second returns a token.
     assert record.token_times == [7.0, 8.0, 9.0]
     assert (record.ttft, record.tpot, record.num_output_tokens) == (2.0, 1.0, 3)
     assert (run.duration, run.stats.num_steps) == (9.0, 4)
@@ -57,13 +57,13 @@ def test_what_comes_during_a_step_waits_for_its_end():
     run = simulate(engine(async_scheduling=False), [request(9, 4), request(9, 1)], [0.0, 1.5])
     assert run.records[0].token_times == [1.0, 2.0, 3.0, 4.0]
     assert run.records[1].token_times == [3.0]
-    # With the next step under way it waits for that, too.
+    # With the next step in flight it waits for that, too.
     run = simulate(engine(), [request(9, 4), request(9, 1)], [0.0, 1.5])
     assert run.records[1].token_times == [4.0]
 
 
 def test_what_the_host_does_hides_behind_the_steps():
-    """But for the first step; without async scheduling it is on the way each time."""
+    """The first step is an exception; without async scheduling every step adds the host's time."""
     run = simulate(engine(host_seconds=0.25), [request(9, 3)], [0.0])
     assert run.records[0].token_times == [1.25, 2.25, 3.25]
     run = simulate(engine(host_seconds=0.25, async_scheduling=False), [request(9, 3)], [0.0])
@@ -71,7 +71,7 @@ def test_what_the_host_does_hides_behind_the_steps():
 
 
 def test_what_the_host_does_for_each_request():
-    """Of a step those count that run when it is put together."""
+    """The requests that run when a step is made count."""
     options = {"host_seconds": 0.25, "host_request_seconds": 0.5, "async_scheduling": False}
     run = simulate(engine(**options), [request(9, 2)] * 2, [0.0] * 2)
     assert run.records[0].token_times == [1.25, 3.5]
@@ -144,7 +144,7 @@ def test_a_timeline_stays_small():
 
 
 class NoisyTimes(StepTimes):
-    """Of an engine whose steps are held up now and then."""
+    """Times of an engine whose steps are delayed now and then."""
 
     def make_predictor(self):
         return NoisySteps(5)
@@ -161,7 +161,7 @@ class NoisySteps:
 
 
 def test_the_tail_is_that_of_an_engine_whose_steps_vary():
-    """Measured on other loads; the same means without a spread would be far off."""
+    """It was measured on other loads; the same means without a spread would be far off."""
     rng, steps, take = np.random.default_rng(1), [], NoisySteps(2)
     for _ in range(3000):
         decodes, prompt = int(rng.integers(0, 40)), int(rng.choice([0, 0, 0, 10, 64]))

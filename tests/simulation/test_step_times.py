@@ -1,4 +1,4 @@
-"""Step times: what a batch is made of, and the fit."""
+"""Step times: the parts of a batch, and the fit."""
 
 import json
 
@@ -38,7 +38,7 @@ def test_a_reader_follows_requests_from_step_to_step():
     batch, sampled = reader.read(step(ScheduledRequest("a", 6), ScheduledRequest("b", 1)))
     assert batch == StepBatch(7, 2, num_prompts=1, num_reads=2, num_pairs=5 + 6 + 7 + 8 + 9 + 10)
     assert sampled == [True, True]
-    # One that is found in the cache up to its last token; the others have gone.
+    # One that is cached up to its last token; the others have ended.
     batch, _ = reader.read(step(begin("c", 1, 9, computed=8), finished=["a", "b"]))
     assert batch == StepBatch(1, 1, num_reads=9)
 
@@ -90,7 +90,7 @@ def test_steps_that_were_held_up_do_not_count():
 
 
 def test_noise_on_both_sides_is_no_bias():
-    """The sum of many steps is what a load takes."""
+    """The sum of many steps is the duration of a load."""
     rng = np.random.default_rng(2)
     noisy = [truth(b) * rng.choice([0.6, 1.4]) for b in batches()]
     predict = predictor(fit(batches(), noisy)[0])
@@ -107,7 +107,7 @@ def test_the_spread_has_the_mean_and_the_tail_of_what_was_measured():
     rng = np.random.default_rng(3)
     expected = np.concatenate([rng.uniform(1e-3, 2e-3, 1000), rng.uniform(0.1, 0.2, 1000)])
     seconds = expected * np.concatenate([rng.uniform(1.0, 3.0, 1000), rng.uniform(0.9, 1.1, 1000)])
-    seconds[::50] *= 10  # what holds steps up now and then
+    seconds[::50] *= 10  # delays of steps now and then
     spread = make_spread(expected.tolist(), seconds.tolist())
     assert len(spread) == 8
     assert [part.least for part in spread] == sorted(part.least for part in spread)
@@ -130,7 +130,7 @@ def test_a_few_steps_have_a_spread_of_their_own():
 
 
 def test_steps_that_should_take_the_same_have_one_spread():
-    """Such as those of a single request, however many of them there are."""
+    """Steps of a single request are an example, in any number."""
     seconds = [1.0] * 250 + [3.0] * 250
     (part,) = make_spread([2.0] * 500, seconds)
     assert np.mean(part.ratios) == pytest.approx(1.0)
@@ -141,9 +141,9 @@ def test_steps_that_should_take_the_same_have_one_spread():
 
 def test_what_something_costs_at_least_and_for_each():
     points = [(count, 1e-3 + 1e-5 * count) for count in range(40)]
-    points[::9] = [(count, 100 * seconds) for count, seconds in points[::9]]  # held up
+    points[::9] = [(count, 100 * seconds) for count, seconds in points[::9]]  # delayed
     assert fit_line(points) == pytest.approx((1e-3, 1e-5))
-    base, each = fit_line([(3, 2.0)] * 5)  # nobody can tell which
+    base, each = fit_line([(3, 2.0)] * 5)  # the data cannot decide
     assert base + 3 * each == pytest.approx(2.0)
     assert fit_line([(count, 0.0) for count in range(9)]) == (0.0, 0.0)
     assert fit_line([(count, 5.0 - count) for count in range(5)])[1] == 0.0

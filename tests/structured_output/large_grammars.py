@@ -1,4 +1,4 @@
-"""Grammars that are large: `LARGE` would take long or much memory, `HONEST` must compile.
+"""Large grammars: `LARGE` would need much time or memory, `HONEST` must compile.
 
 The text of each is within the limit on grammars, 512 KiB.
 """
@@ -58,7 +58,7 @@ def _names() -> Iterator[str]:
 
 
 def _chain(nbytes: int, line: str = "{}::={}\n", root: str = "root", end: str = '"a"') -> str:
-    """Return rules each of which is the next one."""
+    """Return rules, each of which is the next one."""
     lines, before = [], root
     size = 0
     for name in _names():
@@ -71,7 +71,7 @@ def _chain(nbytes: int, line: str = "{}::={}\n", root: str = "root", end: str = 
 
 
 def _rules(count: int, body: str, line: str = "{}::={}\n", root: str = "root") -> str:
-    """Return many rules alike, and a root that may be each."""
+    """Return many similar rules, and a root that may be any of them."""
     names = list(itertools.islice(_names(), count))
     first = line.format(root, " | ".join(names))
     return first + "".join(line.format(name, body.format(name=name)) for name in names)
@@ -127,7 +127,7 @@ def _nested_objects(depth: int, width: int) -> dict[str, Any]:
     return schema
 
 
-# Characters of a class that no few ranges could hold.
+# Characters of a class that needs many ranges.
 _SPARSE = "".join(map(chr, range(0x400, 0xD800, 2)))
 _TAG = {"begin": "<f>", "schema": {"type": "object"}, "end": "</f>"}
 
@@ -298,7 +298,7 @@ LARGE: dict[str, GrammarSpec] = {
 
 
 def _api_schema() -> dict[str, Any]:
-    """Return some hundreds of objects that refer to each other, as an API's description has."""
+    """Return some hundreds of objects that refer to each other, as in an API's description."""
     defs: dict[str, Any] = {}
     for i in range(200):
         fields = {

@@ -1,4 +1,4 @@
-"""Both backends, held to what a validator says and to the interface."""
+"""Both backends, compared with a validator and with the interface."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def accepts(compiled, text):
 
 
 def walk(compiled, vocabulary, pick, most=300):
-    """A text that a grammar allows, token by token; each is checked on the way."""
+    """Return a text that a grammar allows, token by token; check each one."""
     grammar, tokens = compiled.start(), []
     while not grammar.is_terminated and len(tokens) < most:
         choices = allowed(grammar, vocabulary.size)
@@ -192,7 +192,7 @@ def test_nothing_is_forced_within_a_character(backend):
 
 
 DEFS = {"a": {"type": "string"}}
-# Schemas and values, some of them wrong: none of these may be accepted.
+# Schemas and values, some of them wrong: no backend may accept the wrong ones.
 CASES = [
     ({"type": "integer", "multipleOf": 7}, [7, 8]),
     ({"type": "number", "multipleOf": 0.5}, [1.25]),
@@ -257,7 +257,7 @@ CASES = [
 ]  # fmt: skip
 
 
-# Schemas and texts that do not follow them, which `json.dumps` would not write.
+# Schemas and wrong texts for them, which `json.dumps` would not write.
 TEXTS = [
     *(
         ({"type": "string"} | more, [f'"{char}"'])
@@ -316,7 +316,7 @@ def test_no_text_is_accepted_wrongly(backend, schema, texts):
     assert [text for text in texts if accepts(compiled, text)] == []
 
 
-# What one of the two must take, and texts that follow it.
+# Schemas that one of the two must support, and texts that follow them.
 SUPPORTED = [
     ({"type": "string", "maxLength": 3}, [r'"a\n\""', '""', '"中😀a"']),
     ({"type": "string", "pattern": "^[^x]{0,1000}$"}, [r'"a\n\""']),
@@ -355,7 +355,7 @@ def test_nothing_is_accepted_wrongly(backend, schema, values):
     try:
         is_valid = jsonschema.Draft202012Validator(schema).is_valid
         wrong = [value for value in values if not is_valid(value)]
-    except Exception:  # the schema points nowhere
+    except Exception:  # the schema refers to nothing
         wrong = values
     assert [value for value in wrong if accepts(compiled, json.dumps(value))] == []
 
@@ -386,8 +386,8 @@ INVALID = {
     "choice of numbers": ("choice", '["a", 1]', "list of texts; 1 is not a text"),
     "no grammar": ("grammar", "", "Empty|no rule"),
     "no rule": ("grammar", "root ::= other", "other|not defined"),
-    "no end": ("json", '{"$ref": "#"}', "no text at all|NoExtension"),
-    "circle": ("grammar", "root ::= root", "no text at all|NoExtension"),
+    "no end": ("json", '{"$ref": "#"}', "allows no text|NoExtension"),
+    "circle": ("grammar", "root ::= root", "allows no text|NoExtension"),
     "parentheses": ("grammar", "root ::= " + "(" * 5000 + '"a"' + ")" * 5000, "limit|recursion"),
     "no tag": ("structural_tag", "{}", "format|structures"),
     "type": ("json", '{"type": "foo"}', "foo"),
@@ -458,7 +458,7 @@ def test_tokens_of_llama_cpp_are_refused_by_name(name, token):
 
 
 def test_limits_while_matching_are_errors_not_ends():
-    """llguidance would allow only a stop token from there on, as if the answer were complete."""
+    """llguidance would then allow only a stop token, as if the answer were complete."""
     grammar = ALL_BYTES["llguidance"].compile(GrammarSpec("regex", "((a{0,99}){0,99}){0,99}b"))
     state = grammar.start()
 
@@ -537,7 +537,7 @@ def test_llguidance_needs_no_other_library():
 
 
 def test_what_llguidance_reads_wrongly_is_refused():
-    """It allows 2 between 2 and 2.5, and reads U+E9AB, for it drops the zeros of an escape."""
+    """It allows 2 between 2 and 2.5, and reads U+E9AB, as it drops the zeros of an escape."""
     for spec in (
         GrammarSpec("json", '{"exclusiveMinimum": 2, "allOf": [{"maximum": 2.5}]}'),
         GrammarSpec("json", '{"exclusiveMaximum": 2, "minimum": 1.5}'),

@@ -1,4 +1,4 @@
-"""Grammar processes: who gets one when, and what ends them."""
+"""Grammar processes: their allocation to tenants, and the reasons of their end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.structured_output.toys import ThreadHelper, ThreadProcess, ToyBackend
 
 
 class Compilers:
-    """A compiler with the toy backend, and its results."""
+    """Compiler with the toy backend, and its results."""
 
     def __init__(self):
         self.backend, self.results = ToyBackend(), queue.SimpleQueue()
@@ -54,7 +54,7 @@ def grammars():
 
 
 def running(grammars, count):
-    """Wait until so many processes compile."""
+    """Wait until `count` processes compile."""
     for _ in range(count):
         assert grammars.backend.running.acquire(timeout=10)
 
@@ -64,7 +64,7 @@ def test_a_tenants_grammars_delay_nobody_else(grammars):
     running(grammars, 2)
     for tenant in ("a", "b", None):
         assert grammars.compiled("3", tenant=tenant)
-    assert len(grammars.backend.compiled) == 3  # of the greedy one two are under way, five wait
+    assert len(grammars.backend.compiled) == 3  # of the greedy tenant two are running, five wait
     grammars.backend.go.set()
     assert {grammars.next().key[0] for _ in range(7)} == {"greedy"}
 
@@ -112,7 +112,7 @@ def test_idle_grammars_make_room(grammars, monkeypatch):
     assert grammars.is_there(kept[0])  # it is used now
     grammars.compiled("5")
     assert [grammars.is_there(process) for process in kept] == [True, False, True]
-    grammars.begin("6")  # all are in use now but that of "5"
+    grammars.begin("6")  # all but that of "5" are in use now
     assert isinstance(grammars.next().result, Placed)
 
 
@@ -191,7 +191,7 @@ def test_small_grammars_of_a_tenant_share_a_process(grammars, monkeypatch):
     assert large not in first
     assert large.num_grammars == 1
     left = [p for p in grammars.helper.processes if p.status is None]
-    assert len(left) == 5  # those that only tried are gone
+    assert len(left) == 5  # those that only tried have ended
 
 
 def test_a_grammar_stays_where_it_is_if_the_shared_process_ends(grammars):

@@ -1,4 +1,4 @@
-"""Bounds on the sizes of grammars: what each refuses, and that none hinders honest ones."""
+"""Bounds on the sizes of grammars: each rejects its excess, and none hinders honest ones."""
 
 from __future__ import annotations
 

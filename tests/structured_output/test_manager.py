@@ -1,4 +1,4 @@
-"""Compiling beside the steps, and where requests stand in their grammars."""
+"""Compilation concurrent with the steps, and the states of requests in their grammars."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def make(text, output=(), request_id="0", backend="auto", tenant=None):
 
 
 def finish(manager, *requests):
-    """Adds requests and waits for them; the errors of those that failed."""
+    """Add requests and wait for them; return the errors of those that failed."""
     left = [request for request in requests if not manager.add(request)]
     errors = {}
     while left:
@@ -67,7 +67,7 @@ def finish(manager, *requests):
 
 
 def allowed(output):
-    """Tokens that each row of a bitmask allows."""
+    """Return the tokens that each row of a bitmask allows."""
     rows = np.frombuffer(output.bitmask, np.uint8).reshape(-1, 8)
     return [np.flatnonzero(np.unpackbits(row, bitorder="little")).tolist() for row in rows]
 
@@ -76,7 +76,7 @@ def test_a_grammar_is_compiled_once_and_kept(manager, backend):
     assert finish(manager, make("3,4 5"), make("3,4 5")) == {}
     assert backend.compiled == ["3,4 5"]
     assert finish(manager, make("6")) == {}
-    assert backend.compiled == ["3,4 5", "6", "6"]  # once more where the other one is
+    assert backend.compiled == ["3,4 5", "6", "6"]  # once more in the process of the other one
     assert manager.add(make("3,4 5"))
     assert manager.add(make("6"))
     assert not manager.is_compiling
@@ -122,7 +122,7 @@ def test_masks_follow_a_request_s_tokens(manager):
 def test_each_draft_has_a_row_as_far_as_the_grammar_goes_along(manager):
     request = make("3,4 5,6 7,8 9")
     finish(manager, request)
-    for _ in range(2):  # it is as if nothing had been drafted
+    for _ in range(2):  # the state is as without drafts
         output, _ = manager.make_output([(request, 0)], {"0": [3, 6, 2, 9]})
         assert allowed(output) == [[3, 4], [5, 6], [7, 8], [7, 8], [7, 8]]
 

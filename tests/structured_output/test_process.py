@@ -1,4 +1,4 @@
-"""Real grammar processes: their limits, their deaths, and what a death does to others."""
+"""Real grammar processes: their limits, their deaths, and the effect on other requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Regular expressions mean one thing, whichever backend takes them."""
+"""Regular expressions with one meaning in all backends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROBES = [
     *"\x80\x85\xa0é٣\u07fb\u180e\u2028\u2029\u212a\u3000\ud7ff\ue000\ufeff中\U0001f600\U0010ffff",
 ]
 SPACE = "[\\t-\\r \xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff]"
-# What an escape means, as Python's `re` writes it (with re.ASCII); all others are refused.
+# Meaning of an escape, as Python's `re` writes it (with re.ASCII); all others are rejected.
 MEANING = {
     **{f"\\{char}": f"\\{char}" for char in "dDwWnrtfv"},
     **{f"\\{char}": re.escape(char) for char in string.punctuation + " "},
@@ -114,7 +114,7 @@ def test_case_and_properties_are_for_llguidance():
 
 
 def spelt(compiled, text):
-    """Whether a text is accepted as JSON, with escapes or without."""
+    """Return whether a text is accepted as JSON, with escapes or without."""
     return any(accepts(compiled, json.dumps(text, ensure_ascii=e)) for e in (True, False))
 
 
@@ -137,7 +137,7 @@ CONTROLS = ["line one\nbecause", "line one\nafter", "\x01b", "\x7fb", "\x1f\x00F
 
 @pytest.mark.parametrize("backend", ALL_BYTES)
 def test_no_hexadecimal_digit_is_swallowed(backend):
-    """xgrammar's \\x takes as many as follow."""
+    """xgrammar's \\x reads all that follow."""
     make = ALL_BYTES[backend].compile
     choices = make(GrammarSpec("choice", json.dumps(CONTROLS)))
     assert [text for text in CONTROLS if not accepts(choices, text)] == []

@@ -1,4 +1,4 @@
-"""Schemas with keywords that no backend has, judged by a validator."""
+"""Schemas with keywords that no backend has, checked by a validator."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OBJECTS = [
 ]
 VALUES = [*SCALARS, {}, *OBJECTS, [], *([v] for v in SCALARS), [1, "x"], ["x", 1], ["x", "x", 1]]
 OBJECT = {"type": "object", "properties": {"a": True, "b": True}}
-# What is rewritten; the grammar has exactly the valid ones of `VALUES`.
+# Rewritten schemas; the grammar allows exactly the valid ones of `VALUES`.
 EXACT = [
     {"not": {"type": ["string", "null"]}},
     {"not": {"enum": ["x", "xy", "", None, True]}},
@@ -57,7 +57,7 @@ EXACT = [
     {"type": "array", "maxItems": 3, "contains": {"type": "integer"}},
     {"type": "array", "maxItems": 2, "contains": {"const": "x"}, "minContains": 0},
 ]  # fmt: skip
-# What has no exact rewriting; no backend takes it.
+# Schemas without an exact rewriting; no backend accepts them.
 REFUSED = [
     ({"not": {"type": "integer"}}, "not"),
     ({"not": {"pattern": "x"}}, "not"),

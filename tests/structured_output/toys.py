@@ -1,4 +1,4 @@
-"""A grammar backend of tests: words over the tokens' ids, by rules as plain as can be.
+"""Toy grammar backend for tests: words over the tokens' ids, by very simple rules.
 
 `make_manager` runs it in threads that look like processes. As a program, this file is a helper
 process with the toy backend.
@@ -36,7 +36,7 @@ STOP = 1
 
 
 class ToyGrammar(Grammar):
-    """Token i of an answer must be one of `rule(i)`; none: the answer ends there."""
+    """Grammar where token i must be one of `rule(i)`; None: the answer ends there."""
 
     def __init__(self, rule: Callable[[int], Sequence[int]]) -> None:
         self.rule, self.tokens = rule, []
@@ -78,9 +78,9 @@ class ToyCompiled(CompiledGrammar):
 
 
 class ToyBackend(GrammarBackend):
-    """A grammar's text is a list of the tokens allowed at each place: "3,4 5 6,7".
+    """Backend whose grammars are lists of the tokens allowed at each place: "3,4 5 6,7".
 
-    "bad ..." is refused; "slow ..." waits for `go`.
+    "bad ..." is rejected; "slow ..." waits for `go`.
     """
 
     def __init__(self, name: str = "xgrammar") -> None:
@@ -108,7 +108,7 @@ def spec(text: str, backend: str = "auto") -> GrammarSpec:
 
 
 class ThreadHelper:
-    """A `GrammarHelper` whose processes are threads."""
+    """`GrammarHelper` whose processes are threads."""
 
     is_alive = True
 
@@ -133,7 +133,7 @@ class ThreadHelper:
 
 
 class ThreadProcess(GrammarProcess):
-    """A grammar process that is a thread; its time and memory are whatever a test sets."""
+    """Grammar process that is a thread; tests set its time and memory."""
 
     seconds = 0.0
     nbytes = PROCESS_NBYTES
@@ -170,10 +170,10 @@ def make_manager(*backends: ToyBackend, vocab_size: int = 40) -> StructuredOutpu
 
 
 class HostileBackend(ToyBackend):
-    """Of a process: "spin" computes for ever, "eat" takes all memory, "crash" aborts.
+    """Backend of a process: "spin" computes for ever, "eat" uses all memory, "crash" aborts.
 
-    After "match " they do so when they are matched. "slow masks" takes 0.08 s for each mask after
-    the fifth.
+    After "match " they do so during matching. "slow masks" needs 0.08 s for each mask after the
+    fifth.
     """
 
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:

@@ -37,7 +37,7 @@ Node 1 SReclaimable:   30 kB
 
 @pytest.fixture
 def nodes(tmp_path, monkeypatch):
-    """Two NUMA nodes, 0 and 2, and one without cores; the first has all that we may use."""
+    """Make two NUMA nodes, 0 and 2, and one without cores; the first has all usable cores."""
     mine = sorted(os.sched_getaffinity(0))
     lists = {0: ",".join(map(str, mine)) + "\n", 2: f"{mine[-1] + 1}-{mine[-1] + 4}\n", 3: "\n"}
     for number, cpus in lists.items():
@@ -50,7 +50,7 @@ def nodes(tmp_path, monkeypatch):
 
 
 def in_thread(work):
-    """Runs `work` on a thread of its own, which bindings end with; returns or raises its result."""
+    """Run `work` on a dedicated thread, with which bindings end; return or raise its result."""
     result = []
 
     def run():
@@ -125,7 +125,7 @@ def test_a_thread_and_those_it_starts_are_bound():
     assert mine == started
     assert mine[:2] == (2, {node})
     assert mine[2] <= device.numa_cpus(node)
-    assert policy() == before  # other threads are left alone
+    assert policy() == before  # other threads are unaffected
 
 
 def test_an_engine_on_a_node_that_does_not_exist(nodes):

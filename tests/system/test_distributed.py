@@ -144,7 +144,7 @@ def test_stages_have_barriers_of_their_own_and_break_together():
 
 @pytest.mark.parametrize("begin", [0, 2**32 - 100, 2**33 - 3])
 def test_counters_are_waited_for(descriptor, begin):
-    """Also where 32 bits of them begin anew."""
+    """The test includes the overflow of 32 bits."""
     memory = GroupMemory(descriptor, 4096, Rank(0, 2))
     counter, data = memory.counter(0), memory.data[256:].view(np.int64)
     counter.post(begin)

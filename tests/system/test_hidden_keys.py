@@ -1,4 +1,4 @@
-"""Keys on a command line do not stay in the list of processes."""
+"""Keys on a command line, which are hidden in the list of processes."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The folder that a killed process leaves is removed by the next one."""
+"""Folder of a killed process, which the next process removes."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ def temporary(tmp_path, monkeypatch):
 
 
 def killed(temporary):
-    """The folder of a process that was killed."""
+    """Return the folder of a process that was killed."""
     code = (
         "import os, signal\nfrom octavo.system.socket_folder import SocketFolder\n"
         f"folder = SocketFolder({PREFIX!r})\n(folder.path / 'replica-0').touch()\n"

@@ -1,4 +1,4 @@
-"""A chat with a model that is none; run as a program in a terminal of the test's."""
+"""Chat with a fake model; run as a program in the test's terminal."""
 
 import itertools
 import json

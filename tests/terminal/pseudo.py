@@ -1,4 +1,4 @@
-"""A program in a pseudo-terminal, and somebody who types."""
+"""Program in a pseudo-terminal, and simulated typing."""
 
 import codecs
 import errno
@@ -13,9 +13,9 @@ import time
 
 
 class Terminal:
-    """Runs a program in a terminal of its own.
+    """Program in its own terminal.
 
-    `output` is all that it has written, as the terminal got it.
+    `output` is all its output, as the terminal received it.
     """
 
     def __init__(self, *argv, columns=80, env=None):
@@ -48,11 +48,11 @@ class Terminal:
         os.write(self._fd, text.encode())
 
     def paste(self, text):
-        """As terminals do it: line ends are returns, with a mark before and after."""
+        """Paste as terminals do: line ends are returns, with a mark before and after."""
         self.type("\x1b[200~" + text.replace("\n", "\r") + "\x1b[201~")
 
     def wait_for(self, pattern):
-        """Waits until what came since the last call matches; returns that up to its end."""
+        """Wait until the output since the last call matches; return it up to the match's end."""
         end = time.monotonic() + 30
         while (match := re.compile(pattern).search(self.output, self._seen)) is None:
             assert time.monotonic() < end, self.output
@@ -61,7 +61,7 @@ class Terminal:
         return self.output[begin : match.end()]
 
     def interrupt(self, pattern):
-        """Presses Ctrl-C until what comes matches: readline may miss one as it begins a line."""
+        """Press Ctrl-C until the output matches: readline may miss one as it begins a line."""
         for _ in range(5):
             self.type("\x03")
             end = time.monotonic() + 3
@@ -73,7 +73,7 @@ class Terminal:
         raise AssertionError(self.output)
 
     def wait(self):
-        """Waits for the program's end; returns its status."""
+        """Wait for the program's end; return its status."""
         while self._read():
             pass
         _, status = os.waitpid(self.pid, 0)
@@ -81,12 +81,12 @@ class Terminal:
         return self._status
 
     def _read(self):
-        """Takes in what comes within a second; False at the end."""
+        """Read output for up to a second; return False at the end."""
         if not select.select([self._fd], [], [], 1)[0]:
             return True
         try:
             data = os.read(self._fd, 65536)
-        except OSError as error:  # what Linux says when the program is gone
+        except OSError as error:  # Linux raises it when the program has ended
             if error.errno != errno.EIO:
                 raise
             return False

@@ -1,4 +1,4 @@
-"""The terminal's commands: what they make of their words, with a model or a server that is none."""
+"""Commands of the terminal: their arguments, with a fake model or a fake server."""
 
 import io
 import json
@@ -19,7 +19,7 @@ from octavo.terminal import commands
 
 @pytest.fixture(autouse=True)
 def levels(monkeypatch):
-    """The levels that logs were asked for."""
+    """Return the requested levels of logs."""
     seen = []
     monkeypatch.setattr(commands, "setup_logging", lambda level, form: seen.append(level))
     return seen
@@ -27,7 +27,7 @@ def levels(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def piped(monkeypatch):
-    """Standard input that is no terminal: a function that says what it has."""
+    """Return a function that sets standard input which is no terminal."""
 
     def give(data=b""):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
@@ -38,7 +38,7 @@ def piped(monkeypatch):
 
 @pytest.fixture
 def typed(monkeypatch):
-    """Standard input that is a terminal: a function that says which lines are typed."""
+    """Return a function that sets the typed lines of standard input as a terminal."""
 
     def type_(*texts):
         rest = iter(texts)
@@ -114,7 +114,7 @@ def test_run_streams_and_ends_with_figures(llm, capsys):
     assert llm().prompts == ["Once upon"]
     (params,) = llm().params
     assert (params.max_tokens, params.seed, params.top_k) == (9, 3, 4)
-    assert (params.temperature, params.top_p) == (0.6, 0.7)  # the model's own
+    assert (params.temperature, params.top_p) == (0.6, 0.7)  # the model's defaults
     assert llm().closed
 
 

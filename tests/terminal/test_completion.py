@@ -1,4 +1,4 @@
-"""What shells complete, as far as they are installed."""
+"""Completions of shells, for the installed ones."""
 
 import contextlib
 import io
@@ -14,7 +14,7 @@ from tests.terminal.pseudo import Terminal
 
 @pytest.fixture(scope="module")
 def scripts():
-    """What `octavo completion` prints, by shell."""
+    """Return the output of `octavo completion`, by shell."""
     found = {}
     for shell in ("bash", "zsh", "fish"):
         with contextlib.redirect_stdout(io.StringIO()) as out:

@@ -1,4 +1,4 @@
-"""The chat as a person has it: in a pseudo-terminal, and its commands one by one."""
+"""Chat for users: in a pseudo-terminal, and its commands one by one."""
 
 import json
 import re
@@ -21,7 +21,7 @@ ESCAPES = re.compile(r"\x1b\[[?\d;]*[A-Za-z]")
 
 @pytest.fixture
 def chat(tmp_path, monkeypatch):
-    """A function that starts a chat in a terminal; they share a cache folder."""
+    """Return a function that starts a chat in a terminal; chats share a cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
@@ -36,7 +36,7 @@ def chat(tmp_path, monkeypatch):
 
 
 def asked(terminal):
-    """The messages and parameters that the fake model was asked with, and the next prompt."""
+    """Return the messages and parameters of the fake model's request, up to the next prompt."""
     seen = terminal.wait_for(ANSWER + r"[^\n]*\n[^\n]*>>> ")
     return json.loads(re.search(r"<(\[.*\])>", seen)[1])
 
@@ -72,11 +72,11 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_leaves(chat):
         terminal.type("and now?\r")
         messages, _ = asked(terminal)
         assert messages[0] == user("for ever")
-        assert messages[1]["content"].startswith("w0 w1 w2 w3 ")  # what came stays
+        assert messages[1]["content"].startswith("w0 w1 w2 w3 ")  # the received text stays
         assert messages[2] == user("and now?")
         terminal.type("half a quest")
         terminal.wait_for("half a quest")
-        terminal.interrupt("leaves")  # throws that away
+        terminal.interrupt("leaves")  # discards that
         terminal.wait_for(PROMPT)
         terminal.type("whole\r")
         assert asked(terminal)[0][-1] == user("whole")
@@ -110,7 +110,7 @@ def test_the_history_is_there_in_the_next_run(chat, tmp_path):
     with chat() as terminal:
         terminal.type("\x1b[A\x1b[A\r")  # up, up
         assert asked(terminal)[0] == [user("Grüße")]
-        terminal.type("\x1b[A" * 4 + "\r")  # Grüße, /bye and Grüße came since
+        terminal.type("\x1b[A" * 4 + "\r")  # Grüße, /bye and Grüße were typed since
         assert asked(terminal)[0][-1] == user("two\nlines")
 
 

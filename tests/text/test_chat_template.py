@@ -1,4 +1,4 @@
-"""Chat templates: what transformers makes of them, forms of content, errors."""
+"""Chat templates: compared with transformers, forms of content, errors."""
 
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -89,7 +89,8 @@ def test_same_text_as_transformers(path):
                 assert expected is None, name
                 continue
             if expected is None:
-                # Ours adapts the messages where theirs does not; then all words must be there.
+                # Octavo adapts the messages where transformers does not; then all words must be
+                # present.
                 assert all(m["content"].strip() in rendered for m in messages), name
             else:
                 assert rendered == expected, name
@@ -104,7 +105,7 @@ def test_most_templates_of_the_collection_work():
             assert "Hello <b> & 中" in template.render(CONVERSATIONS["one turn"])
         except OctavoError:
             failed.append(path.stem)
-    # Three work only with tools, one wants a variable of its own.
+    # Three work only with tools, one needs a special variable.
     assert len(failed) == 4, failed
 
 

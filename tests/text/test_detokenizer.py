@@ -60,7 +60,7 @@ def test_pieces_add_up_to_decode(tokenizer, text):
 
 @pytest.mark.parametrize("name", ["qwen2", "llama3", "gpt2"])
 def test_random_tokens_equal_decode(name, shared_data):
-    """Random tokens of a byte-level vocabulary make broken UTF-8; the text is decode's still."""
+    """Random tokens of a byte-level vocabulary give broken UTF-8; the text equals decode's."""
     tokenizer = Tokenizer.from_folder(shared_data / "tokenizers" / name)
     rng = random.Random(0)
     for skip in (True, False):
@@ -156,7 +156,7 @@ def test_unfinished_character_is_held_back_and_flushed():
 @pytest.mark.parametrize("num_at_once", [1, 2, 3, 100])
 @pytest.mark.parametrize("keep", [False, True])
 def test_stop_across_tokens(num_at_once, keep):
-    """Text and tokens do not depend on how many tokens come at once."""
+    """Text and tokens do not depend on the number of tokens per call."""
     detokenizer = make(["END", "zz"], include_stop_str_in_output=keep)
     data = b"one EN two END three"
     found = None
@@ -207,10 +207,10 @@ def test_min_tokens_counts_for_stop_texts():
     assert detokenizer.update(b"aba") is None
     assert detokenizer.update(b"ab") == "b"
     assert detokenizer.text() == "abaa"
-    # A stop that begins within the first tokens and ends behind them counts.
+    # A stop that begins within the first tokens and ends after them counts.
     detokenizer = make(["abc"], min_tokens=2)
     assert detokenizer.update(b"xabc") == "abc"
-    # One that was complete within them does not, even while it is still held back.
+    # One that was complete within them does not, even while its text is withheld.
     detokenizer = make(["ab", "xyzxyz"], min_tokens=2)
     assert detokenizer.update(b"abcd") is None
 
@@ -270,7 +270,7 @@ def test_without_text():
 
 
 def test_nothing_follows_a_stop_text():
-    """Not even what the token that completed it began."""
+    """The text that the completing token began is dropped, too."""
 
     class Pieces:
         has_bytes = True

@@ -1,4 +1,4 @@
-"""The process that renders templates: its limits, its end, and what a hostile template can do."""
+"""Process that renders templates: its limits, its end, and attacks of a hostile template."""
 
 import contextlib
 import os
@@ -36,7 +36,7 @@ def client():
 
 @pytest.fixture(scope="module")
 def patient():
-    """A client whose renders of many characters end on the slowest machine too."""
+    """Return a client whose renders of many characters also end on the slowest machine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(template_client, "MAX_RENDER_SECONDS", 30)
         made = TemplateClient()
@@ -131,7 +131,7 @@ def test_a_process_killed_in_the_middle_of_a_render(monkeypatch):
 
 
 def busy(pid):
-    """Whether the process renders: it is started and has used some time since."""
+    """Return whether the process renders: it has started and used some time since."""
     try:
         return sum(psutil.Process(pid).cpu_times()[:2]) > 0.4
     except psutil.NoSuchProcess:

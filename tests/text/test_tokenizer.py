@@ -1,4 +1,4 @@
-"""Tokenizer: what transformers does, files of all kinds, and the bytes behind each token."""
+"""Tokenizer: compared with transformers, files of all kinds, and the bytes of each token."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor

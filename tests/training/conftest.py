@@ -1,4 +1,4 @@
-"""A tiny corpus made here, a tokenizer and a model trained on it: no shared data are needed."""
+"""Tiny generated corpus, with a tokenizer and a model trained on it; no shared data."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def tokenizer(corpus: Corpus) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def base_folder(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An exported, untrained tiny main model."""
+    """Return an exported, untrained tiny main model."""
     import torch
 
     from training.checkpoint import export_model

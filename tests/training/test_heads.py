@@ -29,7 +29,7 @@ from training.own_text import OwnText
 
 @pytest.fixture(scope="session")
 def own_text(corpus: Corpus, tokenizer: Tokenizer) -> OwnText:
-    """Stories stand for what the model wrote: the first two tokens are not its own."""
+    """Return stories in place of the model's text: their first two tokens do not count."""
 
     def document(story: str) -> Document:
         ids = tokenizer.encode(story).ids
@@ -93,7 +93,7 @@ def test_the_loss_of_a_head_falls(
 
 
 def test_eagle_drafts_from_each_position_as_if_it_were_alone(base_folder: Path) -> None:
-    """Step by step, with nothing but the positions up to the one that is drafted from."""
+    """Each step sees only the positions up to the one that drafts."""
     config = load_model(base_folder).config
     torch.manual_seed(0)
     head, steps, at = EagleHead(config), 3, 4
@@ -149,7 +149,7 @@ def test_the_loss_is_torchs() -> None:
 
 
 def test_acceptance(base_folder: Path) -> None:
-    """Heads that say what the LM head says are right where the model repeats its first choice."""
+    """Heads that equal the LM head are right where the model repeats its first choice."""
     base = load_model(base_folder)
     with torch.no_grad():
         ids = [1, 2, 3]
@@ -177,7 +177,7 @@ def test_model_goes_on_from_beginnings(base_folder: Path, corpus: Corpus, tmp_pa
     with torch.no_grad():
         choices = model(torch.tensor([greedy.ids]))[0].argmax(-1).tolist()
     assert choices[begun - 1 : begun + 9] == greedy.ids[begun : begun + 10]
-    # It is read back, not written again; another model's text is refused.
+    # It is read back, not written again; another model's text is rejected.
     assert train.own_text(base_folder, corpus, path, seed=0) == text
     with pytest.raises(ValueError, match="was written by"):
         train.own_text(tmp_path, corpus, path, seed=0)

@@ -64,7 +64,7 @@ def _make_loop(
 
 @pytest.fixture
 def quick_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The card asks the model 400 questions; a tiny model needs only its shape."""
+    """Replace the 400 questions of the card; a tiny model needs only its shape."""
     monkeypatch.setattr("training.card.accuracy", lambda model, tokenizer: {"sums": 0.5})
     monkeypatch.setattr("training.card.SAMPLES", ("Hi",))
     monkeypatch.setattr("training.card.ask", lambda *args: "Hello!")
@@ -83,7 +83,7 @@ def test_resume_ends_in_the_same_state(make_loop: MakeLoop, tmp_path: Path) -> N
 
     first = make_loop(tmp_path / "b")
     first.run(until_step=5)
-    torch.manual_seed(99)  # whatever happened in between
+    torch.manual_seed(99)  # any state in between
     second = make_loop(tmp_path / "b")
     second.resume()
     assert second.step == 5
@@ -221,7 +221,7 @@ def test_bad_gradient_is_an_error(make_loop: MakeLoop, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_any_plain_llama_is_read(tmp_path: Path, tied: bool) -> None:
-    """In several files, and with what its configuration leaves out."""
+    """It is in several files, with the fields that its configuration omits."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=50,

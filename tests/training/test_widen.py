@@ -13,7 +13,7 @@ from training.heads import EagleHead, MedusaHeads, export_head
 from training.model import Llama, ModelConfig
 from training.widen import SHAPES, wide_config, widen, write_wide
 
-# As TINY in conftest.py, but more of everything; the heads stand in groups of 3 of 2 key-values.
+# As TINY in conftest.py, but larger; the heads are in groups of 3 of 2 key-values.
 SHAPE = ModelConfig(
     vocab_size=501,
     hidden_size=56,
@@ -27,7 +27,7 @@ SHAPE = ModelConfig(
 
 @pytest.fixture(scope="module")
 def sharp_folder(base_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with weights that are large enough to say something definite."""
+    """Return the tiny model with weights that are large enough for definite answers."""
     folder = tmp_path_factory.mktemp("sharp")
     copy_tokenizer(base_folder, folder)
     (folder / "config.json").write_text((base_folder / "config.json").read_text())

@@ -44,7 +44,7 @@ def test_graph_sizes(max_num_seqs: int, expected: list[int]) -> None:
 
 
 class Replayed:
-    """What torch.cuda.CUDAGraph does, as far as results are concerned."""
+    """Stand-in for torch.cuda.CUDAGraph, as far as results are concerned."""
 
     def __init__(self, step):
         step()
@@ -90,7 +90,7 @@ def params(count: int) -> np.ndarray:
 
 
 def run(steps: DeviceSteps, batch: InputBatch, scheduled: dict[str, int]) -> list[torch.Tensor]:
-    """One step whose tokens the host never learns."""
+    """Run one step whose tokens the host never reads."""
     buffers = steps.buffers(sum(scheduled.values()), len(scheduled))
     requests = [ScheduledRequest(req_id, count) for req_id, count in scheduled.items()]
     inputs = batch.gather(requests, {}, buffers)
@@ -104,7 +104,7 @@ def run(steps: DeviceSteps, batch: InputBatch, scheduled: dict[str, int]) -> lis
 
 
 class Event:
-    """What torch.cuda.Event is asked to do."""
+    """Stand-in for torch.cuda.Event."""
 
     def __init__(self, log, number):
         self.log, self.number = log, number
@@ -117,7 +117,7 @@ class Event:
 
 
 def test_a_host_buffer_is_taken_again_when_its_copy_has_been_made(tmp_path: Path) -> None:
-    """Even if nobody waits for a step, as for a chunk of a prompt that samples nothing."""
+    """No wait for a step is needed, as for a chunk of a prompt that samples nothing."""
     steps, batch = make_steps(tmp_path)
     log = []
     steps._copied = [Event(log, i) for i in range(3)]
@@ -130,7 +130,7 @@ def test_a_host_buffer_is_taken_again_when_its_copy_has_been_made(tmp_path: Path
 
 
 def test_a_cuda_graph_is_warmed_up_and_captured_on_one_stream(monkeypatch) -> None:
-    """With torch's own signatures; what they do needs a GPU."""
+    """Only torch's signatures are checked; their effects need a GPU."""
     for name in ("Stream", "CUDAGraph", "graph", "graph_pool_handle", "current_stream", "stream"):
         monkeypatch.setattr(torch.cuda, name, create_autospec(getattr(torch.cuda, name)))
     graphs, launched = CudaGraphs(torch.device("cuda")), []
@@ -138,7 +138,7 @@ def test_a_cuda_graph_is_warmed_up_and_captured_on_one_stream(monkeypatch) -> No
         graph = graphs(partial(launched.append, size))
         assert graph is torch.cuda.CUDAGraph.return_value
     assert launched == [8, 8, 4, 4]
-    # What was launched before is waited for, and what comes later waits.
+    # Earlier launches are waited for, and later ones wait.
     stream, current = torch.cuda.Stream.return_value, torch.cuda.current_stream.return_value
     assert [call.args for call in stream.wait_stream.call_args_list] == [(current,)] * 2
     assert [call.args for call in current.wait_stream.call_args_list] == [(stream,)] * 2
@@ -172,5 +172,5 @@ def test_captured_steps_of_any_number_of_requests(tmp_path: Path) -> None:
     for eager, captured_result in zip(*results, strict=True):
         assert eager.isfinite().all()
         torch.testing.assert_close(captured_result, eager)
-    # The graph of four requests comes first; two steps fit that of two.
+    # The graph of four requests is captured first; two steps fit that of two.
     assert [graph.replays for graph in graphs] == [1, 2]

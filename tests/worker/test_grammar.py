@@ -1,4 +1,4 @@
-"""Bitmasks of grammars on their way through the model runner."""
+"""Bitmasks of grammars in the model runner."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def allowed(req_id: str, position: int) -> np.ndarray:
-    """bool [VOCAB]: what a request's grammar allows as its token number `position`."""
+    """Return bool [VOCAB]: the tokens that a request's grammar allows at `position`."""
     return np.random.default_rng([ord(req_id), position]).random(VOCAB) < 0.3
 
 
 def pack(masks: list[np.ndarray]) -> bytes:
-    """Rows of a bitmask."""
+    """Return rows of a bitmask."""
     padded = np.zeros((len(masks), -(-VOCAB // 32) * 32), np.bool_)
     padded[:, :VOCAB] = masks
     return np.packbits(padded, axis=1, bitorder="little").tobytes()
 
 
 def generate(runner: Runner, req_ids: list[str]) -> dict[str, list[int]]:
-    """Tokens of requests that run together."""
+    """Return the tokens of requests that run together."""
     tokens: dict[str, list[int]] = {req_id: [] for req_id in req_ids}
     new = [runner.new(req_id, PROMPTS[req_id], PARAMS[req_id]) for req_id in req_ids]
     counts = {req_id: len(PROMPTS[req_id]) for req_id in req_ids}
@@ -80,7 +80,7 @@ def test_a_request_whose_grammar_allows_nothing_fails_alone(folder: Path) -> Non
 
 
 def test_a_bitmask_for_nobody_changes_nothing(folder: Path) -> None:
-    """Of no request, or of one whose prompt is not computed yet."""
+    """It names no request, or one whose prompt is not computed yet."""
     alone = generate(Runner(folder), ["b"])["b"]
     for grammar in (GrammarOutput([], b""), GrammarOutput(["a"], b"")):
         runner = Runner(folder)
@@ -94,7 +94,7 @@ def test_forced_tokens_are_drafts_as_long_as_they_agree_with_what_is_sampled(
     folder: Path, agrees: bool
 ) -> None:
     everything, expected = pack([np.ones(VOCAB, np.bool_)]), generate(Runner(folder), ["b"])["b"]
-    others = [(token + 1) % VOCAB for token in expected[1:4]]  # what the proposer has to say
+    others = [(token + 1) % VOCAB for token in expected[1:4]]  # the proposer's drafts
     runner = Runner(folder)
     forced = expected[:4] if agrees else [(expected[0] + 1) % VOCAB, *expected[1:4]]
     grammar = GrammarOutput(["b"], everything, {"b": forced})

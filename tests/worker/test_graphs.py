@@ -1,4 +1,4 @@
-"""A captured step gives the bits of the eager one, for every family and any sizes of steps."""
+"""Captured steps: the bits of eager ones, for every family and any sizes of steps."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -107,7 +107,7 @@ STEPS: list[dict[str, int]] = [
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", list(CASES))
 def test_captured_equals_eager(case: str, dtype: str, tmp_path: Path) -> None:
-    """With ids, and with the rows of the embedding's table in place of most of them."""
+    """The inputs are ids, and rows of the embedding's table in place of most of them."""
     save_config(tmp_path, *CASES[case])
     results = []
     for captured, with_embeds in ((False, 0), (True, 0), (False, 30), (True, 30)):
@@ -176,7 +176,7 @@ def test_layers_are_told_once_their_keys_and_values_are_there(
 
     inputs = batch.gather([ScheduledRequest("a", MAX_TOKENS)], {}, runner.buffers(MAX_TOKENS, 1))
     with ThreadPoolExecutor(1) as pool, torch.inference_mode():
-        progress.reset()  # recording has told nothing
+        progress.reset()  # recording reports nothing
         beside = pool.submit(follow)
         assert not beside.done()
         runner.run(inputs, None)
@@ -217,7 +217,7 @@ def test_calls_have_a_share_of_the_rows(index: int) -> None:
         assert (y[:rows][index::3] == 2).all()
         assert y.sum() == 64 * len(range(index, rows, 3))
         assert z.sum() == 32 * rows
-    _native.share_rows(1, 2)  # nothing records: of no effect
+    _native.share_rows(1, 2)  # no recording: no effect
     assert ops.add(x, x).sum() == 512
 
 

@@ -23,14 +23,14 @@ def add(batch: InputBatch, req_id: str, tokens, blocks, computed=0) -> int:
 
 
 def one_each(batch: InputBatch, rows: list[int], tokens: list[int]) -> list[int]:
-    """Appends one token to each of some rows."""
+    """Append one token to each of some rows."""
     return batch.append(np.array(rows), np.array(tokens), np.ones(len(rows), np.int64)).tolist()
 
 
 def gather(
     batch: InputBatch, scheduled: dict[str, int], drafts: dict[str, list[int]] | None = None
 ) -> tuple[StepInputs, HostTable]:
-    """The inputs, and what of their arrays is the step's."""
+    """Return the inputs, and the step's part of their arrays."""
     drafts = drafts or {}
     requests = [
         # One place has no draft.
@@ -81,7 +81,7 @@ def test_drafts_are_computed_behind_the_known_tokens(batch):
     assert inputs.sampling_rows.tolist() == [c, c, a, a, a]
     assert inputs.size == StepSize(7, 3, 5)
     assert batch.num_tokens[[a, b, c]].tolist() == [6, 3, 2], "drafts do not count yet"
-    # One of a's is right; drafts that were wrong leave nothing behind.
+    # One of a's is right; wrong drafts leave no trace.
     places = batch.append(np.array([a, c]), np.array([77, 50, 79, 51]), np.array([2, 2]))
     assert places.tolist() == [6, 7, 2, 3]
     assert batch.token_ids[a, :8].tolist() == [1, 2, 3, 4, 5, 6, 77, 50]

@@ -17,7 +17,7 @@ class Words(KVConnectorMetadata, array_like=True):
 
 
 class Told(KVConnectorWorker):
-    """Writes down what it is told."""
+    """Connector that records its calls."""
 
     metadata_type = Words
 
@@ -142,7 +142,7 @@ def test_a_step_without_metadata_is_told_of_as_well(told, transfers):
 def test_nothing_more_is_saved_of_a_step_that_fails(told, transfers, progress, reached):
     for work in (step(), long_step()):
         told.calls.clear()
-        # It comes to the next layer, or nothing goes along.
+        # It reaches the next layer, or has no metadata.
         last = ("loaded", reached) if work.kv_connector_metadata else ("load", "nothing")
         with pytest.raises(ZeroDivisionError), transfers.step(work):
             told.break_after(last, lambda: progress.reach(reached))

@@ -1,4 +1,4 @@
-"""When the bar is shown, and that nothing stays of it."""
+"""Loading bar: when it is shown, and that it is erased."""
 
 import io
 import logging
@@ -12,7 +12,7 @@ from octavo.worker.loading_bar import loading_bar as bar
 
 @pytest.fixture(autouse=True)
 def info(caplog, monkeypatch):
-    log = logging.getLogger("octavo")  # as if nothing had set it up
+    log = logging.getLogger("octavo")  # as if logging were not set up
     monkeypatch.setattr(log, "propagate", True)
     monkeypatch.setattr(log, "handlers", [])
     caplog.set_level(logging.INFO, "octavo.worker.loading_bar")

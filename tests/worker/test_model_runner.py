@@ -1,4 +1,4 @@
-"""The model runner on a tiny Llama: what one request does must not show in another's tokens."""
+"""Model runner on a tiny Llama: a request must not affect another's tokens."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class GivenDrafts(Proposer):
-    """Proposes what the test says."""
+    """Proposer of the test's drafts."""
 
     drafts: dict[str, list[int]]
 
@@ -63,7 +63,7 @@ class GivenDrafts(Proposer):
 
 
 class Runner:
-    """A model runner whose requests have blocks of their own, all handed out at the start."""
+    """Model runner whose requests have separate blocks, all allocated at the start."""
 
     def __init__(self, folder: Path, **settings: object) -> None:
         settings["speculative_config"] = {"method": "ngram", "num_speculative_tokens": MAX_DRAFTS}
@@ -95,7 +95,7 @@ class Runner:
         block_ids: list[int] | None = None,
         computed: int = 0,
     ) -> ScheduledRequest:
-        """A request's first part, whose number of tokens `step` sets."""
+        """Return a request's first part, whose number of tokens `step` sets."""
         blocks = list(range(self._first_block, self._first_block + BLOCKS))
         self._first_block += BLOCKS
         data = NewRequestData(list(token_ids), len(token_ids), params, computed)
@@ -111,13 +111,13 @@ class Runner:
         drafts: dict[str, list[int]] | None = None,
         grammar: GrammarOutput | None = None,
     ) -> model_runner.PendingOutput:
-        """Runs a step of so many tokens of each request, and its drafts."""
+        """Run a step of the given numbers of tokens, and their drafts."""
         blocks = {req_id: [ids] for req_id, ids in (more_blocks or {}).items()}
         drafts, first = drafts or {}, {request.req_id: request for request in new}
         scheduled = []
         for req_id, count in counts.items():
             request = first.get(req_id) or ScheduledRequest(req_id, 0, blocks.get(req_id))
-            if count == 1:  # a place more than there are drafts
+            if count == 1:  # a place more than drafts
                 request.num_drafts = len(drafts.get(req_id, [])) + (req_id in drafts)
             request.num_tokens = count + request.num_drafts
             request.has_grammar = grammar is not None and req_id in grammar.req_ids
@@ -137,7 +137,7 @@ class Runner:
             return self.runner.sample_tokens(grammar)
 
     def generate(self, request: ScheduledRequest, count: int) -> list[int]:
-        """Tokens of a request that runs alone."""
+        """Return the tokens of a request that runs alone."""
         assert request.new is not None
         req_id = request.req_id
         tokens = token_of(self.step({req_id: len(request.new.token_ids)}, [request]).get(), req_id)
@@ -157,7 +157,7 @@ def runner(folder: Path) -> Runner:
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Sampled tokens come from the device only once the list says so."""
+    """Return a list; sampled tokens arrive from the device only once it contains True."""
     arrived = [False]
     monkeypatch.setattr(SampledTokens, "ready", lambda self: arrived[0])
     return arrived
@@ -167,7 +167,7 @@ PROMPT, OTHER = [5, 6, 7], [9, 8, 7, 6, 5, 4]
 
 
 class NanRow:
-    """The runner's way to run a step, but one row of logits is no numbers; it notes all ids."""
+    """Way to run a step where one row of logits is NaN; it notes all ids."""
 
     def __init__(self, steps: model_runner.StepRunner, row: int) -> None:
         self.steps, self.row, self.ids = steps, row, np.empty(0, np.int64)
@@ -184,7 +184,7 @@ class NanRow:
 def test_logits_that_are_no_numbers_fail_their_request_only(
     folder: Path, late: list[bool], late_tokens: bool
 ) -> None:
-    """Steps that were scheduled before that was known compute on, with ids that there are."""
+    """Steps that were scheduled before that was known continue to compute, with valid ids."""
     late[0] = True
     alone = Runner(folder)
     expected = alone.generate(alone.new("b", OTHER), 3)
@@ -194,8 +194,8 @@ def test_logits_that_are_no_numbers_fail_their_request_only(
     late[0] = not late_tokens
     outputs = [runner.step({"a": 3, "b": 6}, [runner.new("a", PROMPT), runner.new("b", OTHER)])]
     late[0] = True
-    # Before this one samples, the tokens that have come are taken in. (On a GPU the next step could
-    # be one of the same requests, and would read their tokens there.)
+    # Before this one samples, the arrived tokens are processed. (On a GPU the next step could be
+    # one of the same requests, and would read their tokens there.)
     steps.row = 1
     outputs.append(runner.step({"c": 3}, [runner.new("c", PROMPT)]))
     steps.row = 0
@@ -212,7 +212,7 @@ def test_logits_that_are_no_numbers_fail_their_request_only(
 def test_a_late_token_of_an_ended_request_is_not_the_next_one_s(
     folder: Path, late: list[bool]
 ) -> None:
-    """Neither among its tokens nor among those that its penalties count."""
+    """It is not among the tokens of the next one, nor counted by its penalties."""
     penalised = core_params(VOCAB, temperature=0.0, presence_penalty=2.0)
     late[0] = True
     alone = Runner(folder)
@@ -247,7 +247,7 @@ def test_the_first_token_of_the_vocabulary_is_no_failure(runner: Runner, late: l
 
 
 def test_an_id_that_comes_again_has_only_what_it_asks_for(runner: Runner) -> None:
-    """As a request does that was preempted, or a client's next one."""
+    """A preempted request, or a client's next one, does so."""
     asking = core_params(VOCAB, temperature=0.0, prompt_logprobs=2, logprobs=1)
     first = runner.step({"a": 3}, [runner.new("a", PROMPT, asking)]).get()
     assert first.prompt_logprobs["a"].num_rows == 2
@@ -363,15 +363,15 @@ def answer_three(
     draft: Callable[[str, int], list[int]] = lambda *_: [],
     num_tokens: int = 12,
 ) -> tuple[dict[str, Answer], int]:
-    """Greedy, sampled, and with all that looks at earlier tokens, the last one's prompt in chunks.
+    """Return greedy and sampled answers, and one with penalties whose prompt is in chunks.
 
     Args:
-        runner: without requests.
-        draft: drafts for a request that has so many tokens.
-        num_tokens: of each answer.
+        runner: a runner without requests.
+        draft: returns drafts for a request with the given number of tokens.
+        num_tokens: number of tokens of each answer.
 
     Returns:
-        The answers, and the steps that they took.
+        The answers, and their number of steps.
     """
     sampled = {"temperature": 1.0, "top_p": 0.95, "min_tokens": 5, "all_stop_token_ids": [7, 9]}
     penalties = {"repetition_penalty": 1.4, "frequency_penalty": 0.7}
@@ -416,7 +416,7 @@ WRONG += [pytest.param("triton", 0.3, marks=needs_triton)]
 def test_drafts_change_nothing_but_the_number_of_steps(
     folder: Path, kind: str, wrong: float
 ) -> None:
-    """Bit for bit, but for the reference, which adds in another order for more tokens."""
+    """Bit for bit, except the reference, which adds in another order for more tokens."""
     num_tokens = 7 if kind == "triton" else 12
     expected, many = answer_three(Runner(folder, **KINDS[kind]), num_tokens=num_tokens)
     assert len({tuple(answer.tokens) for answer in expected.values()}) == 3

@@ -1,4 +1,4 @@
-"""What steps are planned to take is what they take, however they are run."""
+"""Planned memory of steps, equal to the used memory in all ways to run them."""
 
 import weakref
 from pathlib import Path
@@ -25,7 +25,7 @@ from tests.models.test_spec import load_dummy
 
 
 class PeakMemory(TorchDispatchMode):
-    """Most bytes of tensors made while it is on and alive at once."""
+    """Peak of the bytes of tensors that are made while it is active and alive at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class PeakMemory(TorchDispatchMode):
             address = tensor.untyped_storage().data_ptr()
             if address not in self.users:
                 if tensor._base is not None or func._schema.name.startswith("aten::view"):
-                    continue  # of something older
+                    continue  # part of an older tensor
                 self.users[address] = 0
                 self.sizes[address] = tensor.untyped_storage().nbytes()
             self.users[address] += 1
@@ -126,7 +126,7 @@ def test_the_kernels_own_memory_grows_with_threads_and_context(tmp_path: Path) -
     spec = save_config(tmp_path, *CASES["llama"])
 
     def kernels(threads: int) -> int:
-        """Without what products take: nothing unless they are made on tiles."""
+        """Return the memory without that of products: none if they are not made on tiles."""
         products = _native.linear_scratch(8, CASES["llama"][1]["intermediate_size"], threads)
         assert (products > 0) == native.isa().startswith("amx")
         return measure(spec, "float32", 8, 2, num_threads=threads).kernels - products

@@ -1,4 +1,4 @@
-"""What ranks tell one another."""
+"""Messages between ranks."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""A worker's memory on a GPU, with stand-ins for what torch says of one."""
+"""Memory of a worker on a GPU, with stand-ins for torch's answers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MIB = 2**20
 
 
 class Card(CPUPlatform):
-    """A processor that says of its memory what torch says of a GPU's."""
+    """Processor that reports memory as torch does for a GPU."""
 
     measure_memory = CUDAPlatform.measure_memory
     cause = CUDAPlatform.cause
@@ -66,7 +66,7 @@ def make_worker(folder: Path, **settings: object) -> tuple[Worker, WorkerSetup]:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A card of 1000 MiB with 20 MiB of weights and a step that takes 50 MiB at its peak."""
+    """Make a card of 1000 MiB with 20 MiB of weights and a step with a peak of 50 MiB."""
     for name, value in {
         "memory_allocated": 20 * MIB,
         "max_memory_allocated": 70 * MIB,
@@ -146,13 +146,13 @@ def test_the_largest_step(
 ) -> None:
     worker, setup = make_worker(tmp_path, **settings)
     steps: list[SchedulerOutput] = []
-    monkeypatch.setattr(worker.runner, "execute_model", steps.append)  # that it runs: see above
+    monkeypatch.setattr(worker.runner, "execute_model", steps.append)  # it runs: see above
     monkeypatch.setattr(worker.runner, "sample_tokens", lambda: SimpleNamespace(get=list))
     with torch.inference_mode():
         nbytes = worker.runner.run_largest_step()
     spec = setup.spec
     of_block = 2 * len(spec.layers) * 8 * spec.caches[0].num_kv_heads * spec.caches[0].head_size * 4
-    assert nbytes == (blocks + 1) * of_block  # and the one kept free
+    assert nbytes == (blocks + 1) * of_block  # including the free one
     [work] = steps
     num_reqs = min(settings["max_num_seqs"], 20)
     assert len(work.scheduled_reqs) == num_reqs

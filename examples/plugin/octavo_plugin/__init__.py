@@ -1,1 +1,1 @@
-"""A package that adds to Octavo: see pyproject.toml for how it is found."""
+"""Package that extends Octavo: pyproject.toml shows how Octavo finds it."""

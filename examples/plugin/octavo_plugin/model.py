@@ -1,4 +1,4 @@
-"""An architecture: Llama with its logits capped, as Gemma 2 has them."""
+"""Custom architecture: Llama with its logits capped, as in Gemma 2."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from octavo.models.spec import ModelSpec
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """What a folder with this architecture holds."""
+    """Read the config.json of this architecture."""
     spec = llama.read(config)
     return replace(spec, head=replace(spec.head, soft_cap=config.number("logits_cap", default=30)))

@@ -1,4 +1,4 @@
-"""A kind of device: processors again, with steps run layer by layer from Python."""
+"""Custom kind of device: a processor that runs steps layer by layer from Python."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class PatientPlatform(CPUPlatform):
-    """See `CPUPlatform`; what a device has of its own is what it overrides."""
+    """Variant of `CPUPlatform`, which overrides the differences of the device."""
 
     name = "patient"
     server_batched_tokens = 128
@@ -28,5 +28,5 @@ class PatientPlatform(CPUPlatform):
         *,
         capture: bool,
     ) -> StepRunner:
-        """Nothing is captured."""
+        """Return the eager runner: nothing is captured."""
         return eager

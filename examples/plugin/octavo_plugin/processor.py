@@ -1,4 +1,4 @@
-"""A logits processor: only tokens with even ids, for requests that ask for it."""
+"""Logits processor: only tokens with even ids, on request."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from octavo.sampling.logits_processors.base import LogitsProcessor, NewRow, Step
 
 
 class EvenTokens(LogitsProcessor):
-    """For requests with `extra_args={"even_tokens": True}`."""
+    """Processor for requests with `extra_args={"even_tokens": True}`."""
 
     extra_args = frozenset({"even_tokens"})
 
     def add_row(self, new: NewRow) -> bool:
-        """Keeps nothing: what it does is the same for all."""
+        """Accept a request with `even_tokens`; it needs no state."""
         return bool((new.params.extra_args or {})["even_tokens"])
 
     def apply(self, ops: Ops, logits: torch.Tensor, step: StepRows) -> None:
-        """Forbids the others."""
+        """Forbid odd token ids."""
         logits[torch.from_numpy(step.at), 1::2] = -math.inf

@@ -1,4 +1,4 @@
-"""Families of models: how each one's config.json is read, one file a family.
+"""Families of models: one file with the reader of config.json for each family.
 
-A file names its architectures in `ARCHITECTURES`: name in config.json -> function that reads it.
+A file lists its architectures in `ARCHITECTURES`: name in config.json -> function that reads it.
 """

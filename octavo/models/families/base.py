@@ -1,4 +1,4 @@
-"""What families read alike."""
+"""Readers that several families share."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from octavo.models.config_json import ConfigJson
 from octavo.models.spec import ModelSpec, checkpoint_dtype
 
 Family = Callable[[ConfigJson], ModelSpec]
-"""Reads a model's config.json; raises `ModelError` for what it cannot do."""
+"""Reader of a model's config.json; raises `ModelError` for unsupported values."""
 
 # vLLM's assumption where a config names no context length.
 DEFAULT_MAX_MODEL_LEN = 2048
 ROTARY_TABLES = (r"(.*\.)?rotary_emb\.inv_freq",)
-"""What some checkpoints hold beside their weights."""
+"""Patterns of the names of tables that some checkpoints store next to their weights."""
 GATED: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -42,26 +42,26 @@ PLAIN: dict[str, Activation] = {
 
 _DTYPES = {name: name for name in ("float32", "float16", "bfloat16", "float64")}
 _DTYPES |= {f"torch.{name}": name for name in _DTYPES}
-# Far beyond any model: what config.json claims is kept for each layer and head before it is checked
-# against the weights.
+# Far beyond any model: memory for each layer and head of config.json is allocated before they are
+# checked against the weights.
 _MOST_LAYERS, _MOST_HEADS = 4096, 65536
 _SAMPLING = {"temperature": False, "top_p": False, "min_p": False, "repetition_penalty": False}
 _SAMPLING |= {"top_k": True, "max_new_tokens": True}  # whole numbers
 
 
 def read_num_layers(config: ConfigJson, *names: str) -> int:
-    """The number of layers: `names`, or num_hidden_layers."""
+    """Return the number of layers: the first field of `names`, or num_hidden_layers."""
     return config.integer(*names, "num_hidden_layers", most=_MOST_LAYERS)
 
 
 def read_num_heads(config: ConfigJson, *names: str) -> int:
-    """The number of query heads: `names`, or num_attention_heads."""
+    """Return the number of query heads: the first field of `names`, or num_attention_heads."""
     return config.integer(*names, "num_attention_heads", most=_MOST_HEADS)
 
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of attention, and what they read."""
+    """Heads of attention, and the size of their input."""
 
     hidden_size: int
     num_heads: int
@@ -70,9 +70,10 @@ class Heads:
 
     @classmethod
     def read(cls, config: ConfigJson) -> Heads:
-        """Reads the fields that most families have; raises as `of`.
+        """Read the fields that most families have; raise as `of` does.
 
-        Without head_dim, the heads share the hidden size as transformers divides it: rounded down.
+        Without head_dim, the size of a head is the hidden size divided by the heads, rounded down,
+        as in transformers.
         """
         hidden_size, num_heads = config.integer("hidden_size"), read_num_heads(config)
         return cls.of(
@@ -92,12 +93,10 @@ class Heads:
         num_kv_heads: int | None = None,
         head_size: int | None = None,
     ) -> Heads:
-        """As many heads of keys and values as of queries, unless given.
-
-        Without a head size, the heads share the hidden size equally.
+        """Return heads with defaults: `num_heads` heads of keys and values, equal head sizes.
 
         Raises:
-            ModelError: if the numbers do not divide each other.
+            ModelError: the numbers do not divide each other.
         """
         num_kv_heads = num_kv_heads or num_heads
         if head_size is None:
@@ -113,7 +112,7 @@ class Heads:
 
     @property
     def scale(self) -> float:
-        """The usual factor on attention scores."""
+        """Usual factor on attention scores."""
         return 1 / math.sqrt(self.head_size)
 
     def qkv_proj(
@@ -122,7 +121,7 @@ class Heads:
         bias: bool,
         layout: Literal["rows", "conv1d", "by_group"] = "rows",
     ) -> LinearSpec:
-        """To queries, keys and values: three modules, or one that has them all."""
+        """Return the projection to queries, keys and values: three modules, or one fused module."""
         query, key = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
         rows = (query, key, key)
         return LinearSpec(
@@ -139,7 +138,7 @@ class Heads:
     def o_proj(
         self, module: str, *, bias: bool, layout: Literal["rows", "conv1d"] = "rows"
     ) -> LinearSpec:
-        """From the heads' results to the hidden size."""
+        """Return the projection from the heads' results to the hidden size."""
         inputs = self.num_heads * self.head_size
         return LinearSpec(((module, self.hidden_size),), inputs, bias, layout)
 
@@ -154,7 +153,7 @@ def plain_mlp(
     bias: bool,
     layout: Literal["rows", "conv1d"] = "rows",
 ) -> MLPSpec:
-    """Two modules with an activation between them."""
+    """Return an MLP of two modules with an activation between them."""
     return MLPSpec(
         LinearSpec(((up, inner_size),), hidden_size, bias, layout),
         LinearSpec(((down, hidden_size),), inner_size, bias, layout),
@@ -166,14 +165,14 @@ def plain_mlp(
 def read_activation(
     config: ConfigJson, name: str, known: dict[str, Activation], default: str | None = None
 ) -> Activation:
-    """An activation by its name in transformers."""
+    """Return an activation by its name in transformers."""
     return config.choice(name, known, default)
 
 
 def read_windows(
     config: ConfigJson, layer_types: list[str], window: int | None
 ) -> tuple[int | None, ...]:
-    """The window of each layer from its type: the field layer_types, or else `layer_types`."""
+    """Return the window of each layer by its type in the config, or else in `layer_types`."""
     if config.has("layer_types"):
         layer_types = config.get("layer_types")
         if not isinstance(layer_types, list) or len(layer_types) != read_num_layers(config):
@@ -189,14 +188,14 @@ def read_windows(
 
 
 def visible(window: int | None, max_model_len: int) -> int | None:
-    """A window; None for one as long as the context, which hides nothing."""
+    """Return a window, or None for one as long as the context, which hides nothing."""
     return window if window is not None and window < max_model_len else None
 
 
 def read_lm_head(
     config: ConfigJson, embed: EmbedSpec, *, tied: bool, bias: bool = False
 ) -> LinearSpec:
-    """The LM head; `tied`: whether it is the embedding's table where the config does not say."""
+    """Return the LM head; `tied` is the default of the config's tie_word_embeddings."""
     tied = config.flag("tie_word_embeddings", tied)
     module = embed.module if tied else "lm_head"
     return LinearSpec(((module, embed.vocab_size),), embed.size, bias)
@@ -213,7 +212,7 @@ def model_spec(
     bare_prefix: str,
     ignored: tuple[str, ...] = (),
 ) -> ModelSpec:
-    """Puts a spec together from what a family has read and what is the same for all."""
+    """Make a spec from a family's parts and the fields that all families share."""
     folder = Path(config.where).parent
     eos_token_ids = config.token_ids("eos_token_id")
     defaults: dict[str, float | int] = {}

@@ -1,4 +1,4 @@
-"""BLOOM: ALiBi positions, fused projections head by head, a norm behind the embedding."""
+"""BLOOM: ALiBi positions, fused projections head by head, a norm after the embedding."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from octavo.models.spec import ModelSpec
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """BLOOM."""
+    """Read BLOOM."""
     config.refuse(
         "apply_residual_connection_post_layernorm", False, "supported: residuals before the norm"
     )

@@ -1,4 +1,4 @@
-"""Cohere's Command: blocks beside each other, layer norms, neighbours rotated, scaled logits."""
+"""Cohere's Command: parallel blocks, layer norms, neighbours rotated, scaled logits."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def _cohere_like(config: ConfigJson) -> LlamaLike:
         o_bias=bias,
         tied=True,
         logit_scale=config.number("logit_scale", default=0.0625),
-        # Command R has here the context that it was trained for.
+        # Command R states its training context here.
         max_model_len=config.optional_integer("model_max_length", least=1),
     )
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """Command R and Command R+."""
+    """Read Command R and Command R+."""
     rope = read_llama_rope(config, theta=5e5, is_neox=False)
     variant = replace(
         _cohere_like(config),
@@ -37,7 +37,7 @@ def read(config: ConfigJson) -> ModelSpec:
 
 
 def read_cohere2(config: ConfigJson) -> ModelSpec:
-    """Command R7B and Command A: sliding windows, and no positions on the layers without one."""
+    """Read Command R7B and Command A: sliding windows; layers without one have no positions."""
     pattern = config.integer("sliding_window_pattern", "_sliding_window_pattern", default=4)
     layer_types = [
         "sliding_attention" if (i + 1) % pattern else "full_attention"

@@ -1,4 +1,4 @@
-"""Falcon: blocks beside each other, few heads of keys and values in a fused projection."""
+"""Falcon: parallel blocks, few heads of keys and values in a fused projection."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from octavo.models.spec import ModelSpec
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """Falcon 7B, 40B, 180B, Falcon 2 11B, and Falcon RW, which has ALiBi positions."""
+    """Read Falcon 7B, 40B, 180B, Falcon 2 11B, and Falcon RW, which has ALiBi positions."""
     new = config.flag("new_decoder_architecture", False)
     parallel = config.flag("parallel_attn", True)
     num_norms = config.integer("num_ln_in_parallel_attn", default=2 if new else 1, most=2)
@@ -43,8 +43,8 @@ def read(config: ConfigJson) -> ModelSpec:
     max_position = read_max_position(config)
     positions: RopeSpec | Alibi
     if config.flag("alibi", False):
-        # The factor on the scores is one on the bias, too. transformers rounds the bias to
-        # bfloat16, whatever the model is computed in; here it is exact.
+        # The factor on the scores applies to the bias, too. transformers rounds the bias to
+        # bfloat16, whatever the model's dtype; here it is exact.
         slopes = alibi_slopes_bloom(heads.num_heads)
         positions = Alibi(tuple(heads.scale * slope for slope in slopes))
         max_model_len = max_position

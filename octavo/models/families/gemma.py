@@ -1,4 +1,4 @@
-"""Gemma 1, and what all Gemmas have: scaled embeddings, weights of norms that begin at 0."""
+"""Gemma 1, and parts of all Gemmas: scaled embeddings, weights of norms that begin at 0."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from octavo.models.spec import ModelSpec
 
 
 def gemma_like(config: ConfigJson) -> LlamaLike:
-    """What all Gemmas differ from Llama in."""
+    """Return the differences of all Gemmas from Llama."""
     bias = config.flag("attention_bias", False)
     return LlamaLike(
         activation=read_activation(config, "hidden_activation", GATED, "gelu_pytorch_tanh"),
@@ -24,7 +24,7 @@ def gemma_like(config: ConfigJson) -> LlamaLike:
 
 
 def sandwich_like(config: ConfigJson) -> LlamaLike:
-    """What Gemma 2 and 3 have alike: norms before and behind each block."""
+    """Return the differences of Gemma 2 and 3: norms before and after each block."""
     return replace(
         gemma_like(config),
         mixer_out_norm="post_attention_layernorm",
@@ -36,8 +36,8 @@ def sandwich_like(config: ConfigJson) -> LlamaLike:
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """Gemma 1."""
-    # Its first configs say gelu and mean the approximation.
+    """Read Gemma 1."""
+    # The first configs of Gemma 1 say gelu and mean the approximation.
     known = GATED | {"gelu": GATED["gelu_pytorch_tanh"]}
     name = "hidden_activation" if config.has("hidden_activation") else "hidden_act"
     activation = read_activation(config, name, known, "gelu_pytorch_tanh")

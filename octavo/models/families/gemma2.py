@@ -1,4 +1,4 @@
-"""Gemma 2: norms before and behind each block, soft caps, a sliding window on every other layer."""
+"""Gemma 2: norms before and after each block, soft caps, a sliding window on every other layer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from octavo.models.spec import ModelSpec
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """Gemma 2."""
+    """Read Gemma 2."""
     num_layers = read_num_layers(config)
     layer_types = ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)]
     window = config.integer("sliding_window", default=4096)

@@ -13,7 +13,7 @@ from octavo.models.spec import ModelSpec
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """Gemma 3, the text model."""
+    """Read Gemma 3, the text model."""
     # transformers reads this field but does not apply it for Gemma 3.
     config.refuse("attn_logit_softcapping", None, "Gemma 3 has no soft cap in its attention")
     pattern = config.integer("sliding_window_pattern", "_sliding_window_pattern", default=6)
@@ -43,7 +43,7 @@ def read(config: ConfigJson) -> ModelSpec:
         sandwich_like(config),
         windows=windows,
         ropes=tuple(full if w is None else local for w in windows),
-        # max_position_embeddings is the scaled length already.
+        # max_position_embeddings is already the scaled length.
         max_model_len=max_position,
         qk_norm="head",
     )

@@ -20,12 +20,12 @@ def _glm_like(config: ConfigJson) -> LlamaLike:
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """GLM."""
+    """Read GLM."""
     return _glm_like(config).read(config)
 
 
 def read_glm4(config: ConfigJson) -> ModelSpec:
-    """GLM-4."""
+    """Read GLM-4."""
     variant = replace(
         _glm_like(config),
         mixer_out_norm="post_self_attn_layernorm",

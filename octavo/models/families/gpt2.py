@@ -22,7 +22,7 @@ from octavo.models.spec import ModelSpec
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """GPT-2."""
+    """Read GPT-2."""
     config.refuse("add_cross_attention", False, "cross attention is not supported")
     hidden = config.integer("n_embd", "hidden_size")
     heads = Heads.of(config, hidden, read_num_heads(config, "n_head"))

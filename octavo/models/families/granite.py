@@ -8,7 +8,7 @@ from octavo.models.spec import ModelSpec
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """Granite."""
+    """Read Granite."""
     bias = config.flag("attention_bias", False)
     variant = LlamaLike(
         qkv_bias=bias,

@@ -1,4 +1,4 @@
-"""InternLM3: Llama with its own names for which products have a bias."""
+"""InternLM3: Llama with other field names for the biases of products."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from octavo.models.spec import ModelSpec
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """InternLM3."""
-    # The second name is that of transformers' own config.
+    """Read InternLM3."""
+    # The second name is that of the config in transformers.
     bias = config.flag("bias", config.flag("mlp_bias", False))
     variant = LlamaLike(
         qkv_bias=config.flag("qkv_bias", config.flag("attention_bias", False)),

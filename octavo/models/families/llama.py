@@ -1,4 +1,4 @@
-"""Llama, and all that differ from it by switches."""
+"""Llama, and the families that differ from it by switches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from octavo.models.spec import ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaLike:
-    """What a family differs from Llama in. The defaults are Llama's."""
+    """Differences of a family from Llama. The defaults are Llama's."""
 
     qkv_modules: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     gate_up_modules: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
@@ -41,42 +41,42 @@ class LlamaLike:
     mixer_out_norm: str | None = None
     feed_forward_norm: str | None = "post_attention_layernorm"
     feed_forward_out_norm: str | None = None
-    """Modules of the norms of a layer, where it has them: see `LayerSpec`."""
+    """Modules of a layer's norms, as in `LayerSpec`; None if the layer does not have the norm."""
     arrangement: Literal["sequential", "parallel"] = "sequential"
     residual_multiplier: float | None = None
 
     norm: Literal["rms", "layer"] = "rms"
-    """layer: layer norms without a bias (Cohere)."""
+    """Kind of norm; layer: layer norms without a bias (Cohere)."""
     norm_offset: float = 0.0
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     activation: Activation | None = None
-    """None: the field hidden_act."""
+    """Activation; None: that of the field hidden_act."""
 
     windows: tuple[int | None, ...] | None = None
-    """Of each layer; None: all see all."""
+    """Window of each layer; None: no layer has one."""
     ropes: tuple[RopeSpec | None, ...] | None = None
-    """Of each layer; None: `read_llama_rope` for all."""
+    """Rotary positions of each layer; None: `read_llama_rope` for all."""
     max_model_len: int | None = None
-    """None: what the positions make of max_position_embeddings."""
+    """Context length; None: from the positions and max_position_embeddings."""
     scale: float | None = None
     """Factor on the attention scores; None: by the size of a head."""
     soft_cap: float | None = None
     qk_norm: Literal["none", "head", "all", "own"] = "none"
     """RMS norm of queries and keys, over each head or over all heads together; own: a layer norm
-    over each head with weights of its own."""
+    over each head with separate weights."""
 
     embed_scale: float | None = None
     embed_scale_given: bool = False
-    """See `EmbedSpec.scale_given`."""
+    """Value of `EmbedSpec.scale_given`."""
     tied: bool = False
-    """Whether embedding and LM head are, where the config does not say."""
+    """Default for a config without tie_word_embeddings: True if the LM head is the embedding."""
     logit_scale: float | None = None
     logit_soft_cap: float | None = None
 
     def read(self, config: ConfigJson) -> ModelSpec:
-        """Reads what is left."""
+        """Read the remaining fields, and return the model."""
         heads = Heads.read(config)
         hidden, inner = heads.hidden_size, config.integer("intermediate_size")
         num_layers = read_num_layers(config)
@@ -162,7 +162,7 @@ class LlamaLike:
 
 
 def read_max_position(config: ConfigJson) -> int:
-    """The field max_position_embeddings."""
+    """Return the field max_position_embeddings."""
     return config.integer("max_position_embeddings", default=DEFAULT_MAX_MODEL_LEN)
 
 
@@ -175,7 +175,7 @@ def read_llama_rope(
     partial: float | None = None,
     is_neox: bool = True,
 ) -> RopeSpec:
-    """One kind of rotary positions for all layers; arguments as those of `read_rope`."""
+    """Return the rotary positions of all layers; the arguments are those of `read_rope`."""
     return read_rope(
         config,
         head_size=Heads.read(config).head_size,
@@ -189,7 +189,7 @@ def read_llama_rope(
 
 
 def read_qwen_windows(config: ConfigJson) -> tuple[int | None, ...]:
-    """Windows of Qwen's layers: from the one numbered max_window_layers, if they are used."""
+    """Return the windows of Qwen's layers: from layer max_window_layers on, if enabled."""
     window = None
     if config.flag("use_sliding_window", False):
         window = config.optional_integer("sliding_window", least=1)
@@ -211,7 +211,7 @@ def _max_model_len(config: ConfigJson, ropes: Sequence[RopeSpec | None]) -> int:
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """Llama."""
+    """Read Llama."""
     bias = config.flag("attention_bias", False)
     mlp_bias = config.flag("mlp_bias", False)
     return LlamaLike(qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias).read(config)

@@ -9,7 +9,7 @@ from octavo.models.spec import ModelSpec
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """Mistral."""
+    """Read Mistral."""
     window = config.optional_integer("sliding_window", least=1)
     kind = "full_attention" if window is None else "sliding_attention"
     layer_types = [kind] * read_num_layers(config)

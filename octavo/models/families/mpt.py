@@ -1,4 +1,4 @@
-"""MPT: ALiBi positions, no biases, queries, keys and values that may be clipped."""
+"""MPT: ALiBi positions, no biases, optional clipping of queries, keys and values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from octavo.models.spec import ModelSpec
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """MPT."""
+    """Read MPT."""
     config.refuse("no_bias", True, "supported: MPT without biases")
     config.refuse("logit_scale", None, "a scale on the logits is not supported")
     attention = config.section("attn_config")

@@ -1,4 +1,4 @@
-"""OLMo 2: norms of what each block returns only, and of all queries and keys of a token."""
+"""OLMo 2: norms only of each block's result, and of all queries and keys of a token."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from octavo.models.spec import ModelSpec
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """OLMo 2."""
+    """Read OLMo 2."""
     bias = config.flag("attention_bias", False)
     variant = LlamaLike(
         input_norm=None,

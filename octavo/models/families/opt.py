@@ -1,4 +1,4 @@
-"""OPT: learned positions, and for OPT-350m norms behind the residual and a narrow embedding."""
+"""OPT: learned positions; OPT-350m has norms after the residual and a narrow embedding."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from octavo.models.spec import ModelSpec
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """OPT."""
+    """Read OPT."""
     config.refuse("layer_norm_elementwise_affine", True, "norms without weights are not supported")
     hidden = config.integer("hidden_size")
     heads = Heads.of(config, hidden, read_num_heads(config))

@@ -1,4 +1,4 @@
-"""Phi-1, Phi-1.5 and Phi-2: blocks beside each other, part of each head rotated, biases."""
+"""Phi-1, Phi-1.5 and Phi-2: parallel blocks, part of each head rotated, biases."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from octavo.models.spec import ModelSpec
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """Phi-2."""
+    """Read Phi-1, Phi-1.5 or Phi-2."""
     config.refuse("qk_layernorm", False, "norms on queries and keys are not supported for Phi")
-    config.refuse("tie_word_embeddings", False, "supported: an LM head of its own, with a bias")
+    config.refuse("tie_word_embeddings", False, "supported: a separate LM head, with a bias")
     heads = Heads.read(config)
     hidden = heads.hidden_size
     rope = read_llama_rope(config, partial=0.5)

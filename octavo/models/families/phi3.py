@@ -9,7 +9,7 @@ from octavo.models.spec import ModelSpec
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """Phi-3."""
+    """Read Phi-3 or Phi-4."""
     num_layers = read_num_layers(config)
     rope = read_llama_rope(
         config,

@@ -8,7 +8,7 @@ from octavo.models.spec import ModelSpec
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """Qwen2."""
+    """Read Qwen1.5 or Qwen2."""
     return LlamaLike(windows=read_qwen_windows(config), qkv_bias=True).read(config)
 
 

@@ -8,7 +8,7 @@ from octavo.models.spec import ModelSpec
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """Qwen3."""
+    """Read Qwen3."""
     bias = config.flag("attention_bias", False)
     windows = read_qwen_windows(config)
     return LlamaLike(windows=windows, qkv_bias=bias, o_bias=bias, qk_norm="head").read(config)

@@ -9,7 +9,7 @@ from octavo.models.spec import ModelSpec
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """SmolLM3."""
+    """Read SmolLM3."""
     num_layers = read_num_layers(config)
     interval = config.integer("no_rope_layer_interval", default=4)
     rotated = [int((i + 1) % interval != 0) for i in range(num_layers)]

@@ -25,7 +25,7 @@ from octavo.models.spec import ModelSpec
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """StarCoder2."""
+    """Read StarCoder2."""
     heads = Heads.read(config)
     hidden = heads.hidden_size
     rope = read_llama_rope(config)

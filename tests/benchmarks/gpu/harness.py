@@ -1,4 +1,4 @@
-"""The parts of the GPU check at toy sizes, on a CPU."""
+"""Parts of the GPU check at toy sizes, on a CPU."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ TOY = Sizes(
 
 
 class Event:
-    """torch.cuda.Event on a CPU: everything before `record` is over already."""
+    """Event of torch.cuda on a CPU: all work before `record` has finished."""
 
     asked = 0
 
@@ -74,7 +74,7 @@ class Event:
 
 
 class Cpu(Gpu):
-    """A CPU in the GPU's place, with interpreted kernels."""
+    """CPU in place of the GPU, with interpreted kernels."""
 
     device = torch.device("cpu")
     settings = {"device": "cpu", "attention_backend": "triton"}  # noqa: RUF012

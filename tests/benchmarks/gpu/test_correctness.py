@@ -15,7 +15,7 @@ from tests.benchmarks.gpu.harness import NativeCpu, run_part
 
 
 def test_parity(events: list[int], tmp_path: Path) -> None:
-    """On the native kernels, which are right, so that the check has to say so."""
+    """The native kernels are right, so the check has to pass."""
     sizes = Sizes(prompts=(1, 30, 70), answer=8)
     exact, rounded = run_part("parity", tmp_path, NativeCpu, sizes)
     assert exact.good

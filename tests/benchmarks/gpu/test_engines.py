@@ -11,7 +11,7 @@ from gpu.engines import generate
 
 
 class Failing:
-    """An engine whose requests end early."""
+    """Engine with requests that end early."""
 
     def __init__(self, *answers: CompletionOutput) -> None:
         self.answers = answers

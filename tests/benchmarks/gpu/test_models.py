@@ -19,7 +19,7 @@ from tests.benchmarks.gpu.harness import SHAPE, TOY, Cpu, put_card, run_part
 
 
 class Replayed:
-    """What torch.cuda.CUDAGraph does, as far as the check is concerned."""
+    """Stand-in for torch.cuda.CUDAGraph, as far as the check uses it."""
 
     def __init__(self, step):
         self.replay = torch.inference_mode()(step)
@@ -27,7 +27,7 @@ class Replayed:
 
 
 def llm_with_graphs(**settings) -> LLM:
-    """An engine that captures decode steps, as it would on a GPU."""
+    """Return an engine that captures decode steps, as on a GPU."""
     llm = LLM(**settings)
     with torch.inference_mode():
         models.device_steps(llm).capture(graph_sizes(settings["max_num_seqs"]), capture=Replayed)

@@ -1,4 +1,4 @@
-"""Helpers that scripts take from vLLM's modules."""
+"""Helpers that scripts import from vLLM's modules."""
 
 import argparse
 import asyncio

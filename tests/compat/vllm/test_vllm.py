@@ -1,4 +1,4 @@
-"""An unchanged script for vLLM, run by `python -m octavo.compat.vllm`."""
+"""Unchanged script for vLLM, run by `python -m octavo.compat.vllm`."""
 
 import importlib
 import re
@@ -94,11 +94,11 @@ def test_what_cannot_be_run_is_said(tmp_path, capsys, monkeypatch):
 
 @pytest.fixture
 def installed(monkeypatch):
-    """`vllm` is Octavo, for one test."""
+    """Make `vllm` Octavo, for one test."""
     for name in vllm._NAMES:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "vllm")
-    monkeypatch.setattr(LLMEngine, "metrics_prefix", "octavo")  # it is put back after the test
+    monkeypatch.setattr(LLMEngine, "metrics_prefix", "octavo")  # restored after the test
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     vllm.install()
 

@@ -1,4 +1,4 @@
-"""Heads for the built-in model, and what they draft in an engine."""
+"""Heads for the built-in model, and their drafts in an engine."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ SETTINGS = [
     {"max_num_batched_tokens": 16, "max_num_seqs": 8},
     {"num_gpu_blocks_override": 14, "max_num_seqs": 8},
 ]
-"""Chunked prompts, and requests that are preempted, among them."""
+"""Prompts in chunks, and preempted requests, among others."""
 
 
 def base_model() -> Llama:
-    """The built-in model in torch, float32."""
+    """Return the built-in model in torch, float32."""
     return load_model(resolve_model(BUILTIN_MODEL))
 
 
 def save(head: EagleHead | MedusaHeads, folder: Path, std: float = 0.03) -> None:
-    """Makes a head's weights a little random, saves it, and takes the rounded weights back."""
+    """Make a head's weights a little random, save it, and read the rounded weights back."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in head.parameters():
@@ -48,7 +48,7 @@ def save(head: EagleHead | MedusaHeads, folder: Path, std: float = 0.03) -> None
 
 
 def answers(llm: LLM) -> list[tuple[int, ...]]:
-    """Greedy and sampled answers to `TEXTS`, twice: the second time prefixes are known."""
+    """Return greedy and sampled answers to `TEXTS`, twice: then prefixes are known."""
     params = [GREEDY] * len(TEXTS) + [SAMPLED] * len(TEXTS)
     outputs = [llm.generate(TEXTS * 2, params, use_tqdm=False) for _ in range(2)]
     return [tuple(a.token_ids) for output in outputs for o in output for a in o.outputs]
@@ -57,9 +57,9 @@ def answers(llm: LLM) -> list[tuple[int, ...]]:
 def record_proposals(
     monkeypatch: pytest.MonkeyPatch, proposer: type[Proposer]
 ) -> list[tuple[list[int], Sequence[int]]]:
-    """Lists the tokens of a request and what was drafted for it, for all that follows.
+    """Return a list that collects the tokens of a request and its drafts, from now on.
 
-    As many drafts are made as there may be, whether they pay or not.
+    The maximum number of drafts is made, even if they do not pay.
     """
     made: list[tuple[list[int], Sequence[int]]] = []
     propose = proposer.propose

@@ -1,4 +1,4 @@
-"""A draft model that is the target itself is always right: if what it keeps of the tokens is."""
+"""Draft model that is the target itself: it is always right if its state of the tokens is."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TARGET = {"model": "octavo/stories", "num_speculative_tokens": 3}
 
 @pytest.fixture(autouse=True)
 def always_all(monkeypatch):
-    """As many drafts as there may be, whether they pay or not."""
+    """Make the maximum number of drafts, even if they do not pay."""
     monkeypatch.setattr(DraftLengths, "choose", lambda self, num_reqs: self.most)
 
 
@@ -49,7 +49,7 @@ def expected():
         {"async_scheduling": False, "enforce_eager": True},
         # Long prompts take many steps of the target, and of the draft model.
         {"max_num_batched_tokens": 16, "max_num_seqs": 8},
-        # Not all requests fit the blocks: some are preempted.
+        # The blocks are too few for all requests: some are preempted.
         {"num_gpu_blocks_override": 14, "max_num_seqs": 8},
         {"num_gpu_blocks_override": 14, "enable_prefix_caching": False},
         {"kv_cache_dtype": "int8", "quantization": "int8"},
@@ -67,7 +67,7 @@ def test_the_target_as_its_own_draft_model_is_always_right(expected, settings):
 
 @pytest.fixture
 def computed(monkeypatch):
-    """Positions and numbers of tokens that draft models compute."""
+    """Return positions and numbers of tokens that draft models compute."""
     calls, gather = [], DraftSteps.gather
 
     def spy(self, rows, starts, counts, wanted):
@@ -87,7 +87,7 @@ def test_shared_blocks_are_computed_once_and_those_without_drafts_when_needed(co
             computed.clear()
             llm.generate(prompt, GREEDY, use_tqdm=False)
             assert computed[0] == (start, 91 - start)
-        # Blocks that others have had since are not taken for computed.
+        # Blocks that other requests have used since do not count as computed.
         llm.generate(PROMPTS[2], one, use_tqdm=False)
         computed.clear()
         llm.generate(PROMPTS[2], GREEDY, use_tqdm=False)
@@ -97,7 +97,7 @@ def test_shared_blocks_are_computed_once_and_those_without_drafts_when_needed(co
 
 
 def test_long_prompts_hold_up_nobody(computed):
-    """Of the tokens that the draft model has missed it computes a step's at a time."""
+    """The draft model computes missed tokens in portions of a step."""
     settings = {"max_num_batched_tokens": 16, "max_num_seqs": 4, "max_model_len": 128}
     with LLM(speculative_config=TARGET, **settings) as llm:
         llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
@@ -107,7 +107,7 @@ def test_long_prompts_hold_up_nobody(computed):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A tiny Llama, and models that draft for it, or should not."""
+    """Return a tiny Llama, and models that draft for it, or must not."""
     architecture, config = CASES["llama"]
     variants = {
         "target": {},

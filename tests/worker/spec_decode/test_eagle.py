@@ -1,4 +1,4 @@
-"""EAGLE heads, held against the tool that trains them and, for EAGLE-3, against plain torch."""
+"""EAGLE heads, compared with the training tool and, for EAGLE-3, with plain torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def base():
 def eagle(base, tmp_path_factory):
     head, folder = EagleHead(base.config), tmp_path_factory.mktemp("eagle")
     attention, mlp = head.layers[0].self_attn, head.layers[0].mlp
-    with torch.no_grad():  # all of it must matter, which at first it does not
+    with torch.no_grad():  # all weights must matter, which at first they do not
         mlp.down_proj.weight.normal_(std=0.02)
         for linear in (attention.v_proj, attention.o_proj):
             linear.weight.normal_(std=0.12)
@@ -48,7 +48,7 @@ def eagle(base, tmp_path_factory):
     save(head, folder)
 
     def guess(tokens):
-        """Hidden states guessed, and the logits of the last one."""
+        """Return guessed hidden states, and the logits of the last one."""
         ids, given, drafts = torch.tensor([tokens]), base.hidden(torch.tensor([tokens[:-1]])), []
         while True:
             out = head.step(base.model.embed_tokens(ids[:, 1:]), given, [])
@@ -62,7 +62,7 @@ def eagle(base, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def eagle3(base, tmp_path_factory):
-    """A random EAGLE-3 head, as vLLM computes it."""
+    """Return a random EAGLE-3 head, as vLLM computes it."""
     folder, config = tmp_path_factory.mktemp("eagle3"), base.config
     size, inner, own = config.hidden_size, config.intermediate_size, 1000
     query, key = config.num_attention_heads * 64, config.num_key_value_heads * 64
@@ -122,7 +122,7 @@ def eagle3(base, tmp_path_factory):
 
 
 def hidden_states(base, tokens):
-    """Behind each of the model's layers."""
+    """Return the hidden states after each of the model's layers."""
     kept, handles = [], []
     for block in base.model.layers:
         handles.append(block.register_forward_hook(lambda m, a, out: kept.append(out)))
@@ -160,9 +160,9 @@ def test_the_answer_is_the_same(expected, head, settings, monkeypatch):
 
 @pytest.mark.parametrize("settings", [*SETTINGS, {"block_size": 8}, {"idle": True}])
 def test_drafts_are_those_of_the_head_over_all_tokens(head, settings, monkeypatch):
-    """What it has kept of earlier steps, chunks and drafts is what one pass over them gives."""
+    """Its state after earlier steps, chunks and drafts equals one pass over them."""
     settings = dict(settings)
-    if settings.pop("idle", False):  # it computes nothing before it is asked for drafts
+    if settings.pop("idle", False):  # it computes nothing before the first request for drafts
         monkeypatch.setattr("octavo.worker.spec_decode.eagle._IDLE_AFTER", 0)
         monkeypatch.setattr("octavo.worker.spec_decode.eagle.MOST_LATE", 128)
     proposals = record_proposals(monkeypatch, EagleProposer)
@@ -221,7 +221,7 @@ def test_drafts_end_where_the_head_s_context_does(eagle, expected, tmp_path, mon
     with LLM(max_model_len=128, speculative_config=config(tmp_path)) as llm:
         assert answers(llm) == expected
     drafted = [len(tokens) + len(drafts) for tokens, drafts in proposals if drafts]
-    assert max(drafted) == 26  # the last guess is of the token behind the last position
+    assert max(drafted) == 26  # the last guess is of the token after the last position
 
 
 def test_heads_that_do_not_fit_are_refused(eagle, eagle3, tmp_path):
@@ -275,7 +275,7 @@ def test_what_is_kept_is_copied_with_the_target_s_blocks(head, monkeypatch):
 
     monkeypatch.setattr(EagleProposer, "copy_blocks", spy)
     whole = {"prompt_token_ids": list(range(100, 132))}
-    settings = {"max_num_batched_tokens": 16, "max_num_seqs": 8}  # the second comes steps later
+    settings = {"max_num_batched_tokens": 16, "max_num_seqs": 8}  # the second arrives steps later
     with LLM(max_model_len=128, speculative_config=config(head.folder), **settings) as llm:
         llm.generate([whole, whole], GREEDY, use_tqdm=False)
     assert copied

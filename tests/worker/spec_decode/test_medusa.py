@@ -1,4 +1,4 @@
-"""Medusa heads, held against the tool that trains them."""
+"""Medusa heads, compared with the training tool."""
 
 from __future__ import annotations
 

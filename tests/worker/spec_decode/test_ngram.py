@@ -39,7 +39,7 @@ def test_no_more_is_looked_for_than_asked():
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=30), st.integers(1, 6), st.integers(1, 6))
 def test_as_one_would_search_by_hand(tokens, longest, count):
-    """The text goes on behind its end as it did after the match."""
+    """The text continues after its end as it did after the match."""
     found = (0, [])
     for end in range(1, len(tokens)):
         length = 0
@@ -54,7 +54,7 @@ def test_as_one_would_search_by_hand(tokens, longest, count):
 
 
 def test_a_match_is_as_long_as_the_settings_say():
-    """Too short a one is none, and of a longer one only so many tokens count."""
+    """A shorter match does not count, and of a longer one only the maximum of tokens."""
     config = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 3}
     setup = type("Setup", (), {"config": EngineConfig.from_kwargs(speculative_config=config)})
     batch = InputBatch(3, 20, KVCacheConfig(8, 16, make_kv_cache_groups([AttentionCache(1, 1)])))

@@ -35,7 +35,7 @@ def test_the_longest_known_end_that_went_on(known, tokens):
     length, following = match(automaton, tokens)
 
     def places(end):
-        """Where in the known texts a run is followed by something."""
+        """Return the places in the known texts where a run is followed by a token."""
         return [
             text[i + len(end) :][:4]
             for text in known
@@ -47,7 +47,7 @@ def test_the_longest_known_end_that_went_on(known, tokens):
         assert following in places(tokens[-length:])
     else:
         assert following == []
-    # A run that came last at the end of a text may hide an earlier place: only then a longer one.
+    # A run that was last at the end of a text may hide an earlier place: only then a longer one.
     ends = {tuple(text[i:]) for text in known for i in range(len(text))}
     for longer in range(length + 1, len(tokens) + 1):
         end = tokens[-longer:]
@@ -76,7 +76,7 @@ def test_what_is_no_token_is_refused():
 
 
 class Bench:
-    """A proposer and rows for three requests."""
+    """Proposer and rows for three requests."""
 
     def __init__(self, **config):
         config = {"method": "suffix", "num_speculative_tokens": 4} | config

@@ -1,0 +1,29 @@
+"""Arguments of vLLM's calls that have no counterpart here."""
+
+import pytest
+
+from octavo.compat.call_arguments import refuse_unsupported
+from octavo.errors import UnsupportedError
+
+
+def test_arguments_that_request_nothing_pass():
+    refuse_unsupported(lora_request=None, trace_headers={}, chat_template_content_format="auto")
+    refuse_unsupported(lora_request=[None, None], data_parallel_rank=None)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("lora_request", [None, 5], "merge the adapter"),
+        ("mm_processor_kwargs", {"a": 1}, "text only"),
+        ("trace_headers", {"a": "b"}, "leave them out"),
+        ("data_parallel_rank", 0, "least load"),
+        ("chat_template_content_format", "openai", "leave it out"),
+    ],
+)
+def test_others_are_rejected_with_a_remedy(name, value, remedy):
+    with pytest.raises(
+        UnsupportedError, match=f"^{name}=.* is not supported: .*{remedy}"
+    ) as raised:
+        refuse_unsupported(**{name: value})
+    assert raised.value.param == name
