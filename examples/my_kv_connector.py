@@ -1,4 +1,4 @@
-"""Custom KV connector: it keeps full blocks in a dictionary of the worker's process."""
+"""Custom KV connector, which keeps full blocks in a dictionary of the worker's process."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ import numpy as np
 from octavo import LLM, SamplingParams
 from octavo.config import KVTransferConfig
 from octavo.kv_connector.base import KVConnectorBase, KVConnectorMetadata
-from octavo.kv_connector.pages import BlockImage
+from octavo.kv_connector.pages import BlockCopy
 from octavo.kv_connector.tracking import BlockTracker, longest_match
 
 Block = tuple[int, int, bytes]  # group, block id, hash
@@ -33,7 +33,7 @@ class DictConnector(KVConnectorBase):
         self.tracker = BlockTracker(layout)
         self.new_loads: list[Block] = []
         # The worker's half: the blocks themselves.
-        self.images: dict[tuple[int, bytes], np.ndarray] = {}
+        self.copies: dict[tuple[int, bytes], np.ndarray] = {}
         self.metadata = DictMetadata()
         self.damaged: set[int] = set()
 
@@ -69,19 +69,19 @@ class DictConnector(KVConnectorBase):
 
     def start_load_kv(self, metadata):
         self.metadata = metadata
-        there = [block for block in metadata.loads if (block[0], block[2]) in self.images]
+        there = [block for block in metadata.loads if (block[0], block[2]) in self.copies]
         self.damaged = {block_id for _, block_id, _ in metadata.loads} - {b[1] for b in there}
         self.damaged |= self.kv_caches.load(list(self.places(there)))
 
     def wait_for_save(self):
         for group_id, _, block_hash in self.metadata.saves:
-            self.images[group_id, block_hash] = np.zeros(self.layout.image_nbytes, np.uint8)
+            self.copies[group_id, block_hash] = np.zeros(self.layout.copy_nbytes, np.uint8)
         self.kv_caches.save(list(self.places(self.metadata.saves)))
 
-    def places(self, blocks) -> Iterator[BlockImage]:
+    def places(self, blocks) -> Iterator[BlockCopy]:
         for group_id, block_id, block_hash in blocks:
-            address = self.images[group_id, block_hash].ctypes.data
-            yield BlockImage(group_id, block_id, address, block_hash)
+            address = self.copies[group_id, block_hash].ctypes.data
+            yield BlockCopy(group_id, block_id, address, block_hash)
 
     def get_finished(self):
         return set(), set()  # nothing is loaded concurrently with steps

@@ -19,7 +19,7 @@ from octavo.config import SchedulerConfig
 from octavo.executor.base import Executor, find_method
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.kv_cache.hashing import make_block_hasher
-from octavo.kv_connector.base import KVConnectorBase
+from octavo.kv_connector.base import KVConnectorScheduler
 from octavo.messages import (
     CoreSamplingParams,
     EngineCoreOutput,
@@ -422,7 +422,7 @@ class FakeEngine:
         num_stages: int = 1,
         fail: Iterable[str] = (),
         listeners: Sequence[StepListener] = (),
-        make_connector: Callable[[KVCacheConfig], KVConnectorBase] | None = None,
+        make_connector: Callable[[KVCacheConfig], KVConnectorScheduler] | None = None,
         **config: object,
     ) -> None:
         groups = make_kv_cache_groups(caches)

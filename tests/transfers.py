@@ -6,9 +6,8 @@ import msgspec
 
 from octavo.config import CacheConfig, EngineConfig, KVTransferConfig
 from octavo.kv_cache.groups import KVCacheConfig
-from octavo.kv_connector.base import KVConnectorRole
 from octavo.kv_connector.layout import KVLayout
-from octavo.kv_connector.offload import Load, OffloadingConnector, OffloadingMetadata, Save
+from octavo.kv_connector.offload import Load, OffloadingMetadata, OffloadingScheduler, Save
 from octavo.messages import KVConnectorOutput, SchedulerOutput
 from tests.fakes import FakeWorker
 
@@ -21,18 +20,18 @@ def make_layout(kv: KVCacheConfig, **more: object) -> KVLayout:
 
 def make_connector(
     kv: KVCacheConfig, slots: int, file_slots: int = 0, **config: object
-) -> OffloadingConnector:
+) -> OffloadingScheduler:
     """Return the scheduler's half, with the given number of places for blocks."""
     layout = make_layout(kv)
-    extra: dict[str, object] = {"cpu_bytes_to_use": slots * layout.image_nbytes}
+    extra: dict[str, object] = {"cpu_bytes_to_use": slots * layout.copy_nbytes}
     extra["eviction_policy"] = config.pop("eviction_policy", "lru")
     if file_slots:
-        extra |= {"file_path": "/nowhere", "file_bytes_to_use": file_slots * layout.image_nbytes}
+        extra |= {"file_path": "/nowhere", "file_bytes_to_use": file_slots * layout.copy_nbytes}
     transfer = KVTransferConfig(
         kv_connector="OffloadingConnector", engine_id="0", kv_connector_extra_config=extra, **config
     )
     settings = EngineConfig(cache=CacheConfig(kv_transfer_config=transfer))
-    return OffloadingConnector(settings, KVConnectorRole.SCHEDULER, layout)
+    return OffloadingScheduler(settings, layout)
 
 
 class FakeTransfers:

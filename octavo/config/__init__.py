@@ -2,7 +2,8 @@
 
 Every field holds its default, its description and its check; command-line flags and the keyword
 arguments of `LLM` are generated from the fields. Names and defaults are vLLM's if vLLM has the
-setting. Only `environment.py` reads environment variables.
+setting. `environment.py` reads the environment variables of settings; those of other
+programs (Ray, Triton) are read where they matter.
 """
 
 from __future__ import annotations

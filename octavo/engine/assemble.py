@@ -26,9 +26,8 @@ from octavo.executor.base import Executor
 from octavo.executor.registry import get_executor_class
 from octavo.kv_cache.events import KVEventLog
 from octavo.kv_cache.groups import find_full_attention, make_kv_cache_groups
-from octavo.kv_connector.base import KVConnectorRole
 from octavo.kv_connector.inbox import TransferInbox
-from octavo.kv_connector.registry import get_connector_class, make_connector
+from octavo.kv_connector.registry import get_connector
 from octavo.models.drafts import find_draft
 from octavo.models.heads import EagleSpec
 from octavo.models.hub import resolve_folders
@@ -174,9 +173,10 @@ def make_engine_core(
             )
             _log_plan(plan, details)
         executor.initialize_kv_cache(kv_cache)
-        connector = make_connector(config, KVConnectorRole.SCHEDULER, setup.kv_layout)
-        transfers = None
-        if connector is not None:
+        connector = transfers = None
+        if (transfer := config.cache.kv_transfer_config) is not None:
+            kind = get_connector(transfer)
+            connector = kind.make_scheduler_half(config, setup.kv_layout)
             transfers = TransferInbox(setup.rank.world_size, wake)
             executor.register_transfer_callback(transfers.put)
             found: list[Any] = executor.collective_rpc("kv_handshake_metadata")
@@ -267,7 +267,7 @@ def _memory_items(config: EngineConfig, spec: ModelSpec) -> list[MemoryItem]:
     """Return the users of the host's memory besides the model and the server."""
     items, transfer = [], config.cache.kv_transfer_config
     if transfer is not None:
-        nbytes = get_connector_class(transfer).host_nbytes(transfer)
+        nbytes = get_connector(transfer).host_nbytes(transfer)
         items.append(MemoryItem("KV connector", nbytes, note=" for blocks"))
     if not config.model.skip_tokenizer_init:
         note = " at most, for processes of structured output"

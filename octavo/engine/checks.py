@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
-from octavo.kv_connector.registry import get_connector_class
+from octavo.kv_connector.registry import get_connector
 from octavo.worker.platform import Platform
 
 _NATIVE = "`device=cpu`, without `attention_backend=triton`"
@@ -140,7 +140,7 @@ def check_settings(config: EngineConfig, platform: Platform) -> None:
     check_requirements(config, platform)
     transfer = config.cache.kv_transfer_config
     if transfer is not None:
-        get_connector_class(transfer).host_nbytes(transfer)
+        get_connector(transfer).host_nbytes(transfer)
 
 
 def check_requirements(config: EngineConfig, platform: Platform) -> None:
@@ -161,9 +161,9 @@ def check_recording(config: EngineConfig, path: str | None) -> None:
         ConfigError: naming the settings.
     """
     parallel = config.parallel.of_server()
-    size, is_elastic = parallel.data_parallel_size, parallel.enable_elastic_ep
-    if path is not None and (size > 1 or is_elastic):
-        which = "enable_elastic_ep" if is_elastic else f"data_parallel_size={size}"
+    size, can_scale = parallel.data_parallel_size, parallel.enable_elastic_ep
+    if path is not None and (size > 1 or can_scale):
+        which = "enable_elastic_ep" if can_scale else f"data_parallel_size={size}"
         raise ConfigError(
             f"record={path!r} is not supported with {which}: a recording is of one engine; leave "
             "out one of them."

@@ -27,9 +27,7 @@ import zmq
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.engine.assemble import import_executor, make_engine_core
 from octavo.engine.core import EngineCore
-from octavo.engine.head import ENGINE_IN, ENGINE_OUT, HELLO, connect
-from octavo.engine.record import StepRecorder
-from octavo.engine.wire import (
+from octavo.engine.core_messages import (
     ABORT,
     ADD,
     DEAD,
@@ -42,6 +40,8 @@ from octavo.engine.wire import (
     CoreProcessSetup,
     CoreReady,
 )
+from octavo.engine.head import ENGINE_IN, ENGINE_OUT, HELLO, connect
+from octavo.engine.record import StepRecorder
 from octavo.errors import EngineDeadError, EngineStoppedError, OctavoError
 from octavo.messages import EngineCoreRequest, UtilityCall, UtilityResult
 from octavo.models.registry import read_spec

@@ -6,7 +6,7 @@ from typing import Any
 
 import zmq
 
-from octavo.engine.wire import ReachedBy
+from octavo.engine.core_messages import ReachedBy
 
 HELLO = b"h"
 """The first message of an engine process: it is ready to receive."""

@@ -35,7 +35,7 @@ from octavo.errors import (
 )
 from octavo.executor.base import Executor
 from octavo.executor.message_queue import QueueClosedError, QueueReader, QueueWriter, make_queue
-from octavo.executor.wire import (
+from octavo.executor.worker_messages import (
     LENGTH_NBYTES,
     UNENCODABLE,
     WARM,
@@ -44,11 +44,11 @@ from octavo.executor.wire import (
     Drafted,
     Execute,
     FromWorker,
-    PlainSetup,
     Ready,
     Returned,
     Sample,
     Sampled,
+    SetupMessage,
     StepFailed,
     ToWorker,
     Transferred,
@@ -102,7 +102,7 @@ class MultiprocExecutor(Executor):
         self.max_in_flight = setup.max_in_flight
         rank, memory = setup.rank, self._make_memory(setup)
         try:
-            group = self._make_group(PlainSetup.of(setup), rank, worker_cls, memory)
+            group = self._make_group(SetupMessage.of(setup), rank, worker_cls, memory)
         except BaseException:
             if memory is not None:
                 os.close(memory)
@@ -123,7 +123,7 @@ class MultiprocExecutor(Executor):
         return GroupMemory.create(setup.group_nbytes, setup.rank.num_stages)
 
     def _make_group(
-        self, setup: PlainSetup, rank: Rank, worker_cls: str, memory: int | None
+        self, setup: SetupMessage, rank: Rank, worker_cls: str, memory: int | None
     ) -> WorkerGroup:
         return _ProcessGroup(setup, rank, worker_cls, memory)
 
@@ -318,7 +318,9 @@ class WorkerGroup(ABC):
     kind: str
     """Value of `distributed_executor_backend`."""
 
-    def __init__(self, setup: PlainSetup, rank: Rank, worker_cls: str, memory: int | None) -> None:
+    def __init__(
+        self, setup: SetupMessage, rank: Rank, worker_cls: str, memory: int | None
+    ) -> None:
         self._setup, self._world_size, self._worker_cls = setup, rank.world_size, worker_cls
         self._teller = rank.world_size - rank.size
         """Rank that samples; it reports the results of all."""
@@ -512,7 +514,9 @@ class _ProcessGroup(WorkerGroup):
     kind = "mp"
     workers: list[_Worker]
 
-    def __init__(self, setup: PlainSetup, rank: Rank, worker_cls: str, memory: int | None) -> None:
+    def __init__(
+        self, setup: SetupMessage, rank: Rank, worker_cls: str, memory: int | None
+    ) -> None:
         super().__init__(setup, rank, worker_cls, memory)
         with contextlib.ExitStack() as undo:
             self._step_queue = make_queue(rank.world_size)

@@ -1,8 +1,8 @@
 """Workers in actors of a Ray cluster, like vLLM's `RayDistributedExecutor`.
 
 Each worker is an actor with a bundle of a placement group. The messages have the same encoding as
-between processes of one machine (`wire.py`): Ray pickles only bytes. An actor has a thread for the
-worker; one call passes it a message, another waits for its messages.
+between processes of one machine (`worker_messages.py`): Ray pickles only bytes. An actor has a
+thread for the worker; one call passes it a message, another waits for its messages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from octavo.executor.message_queue import QueueClosedError
 from octavo.executor.multiproc import MultiprocExecutor, WorkerGroup
 from octavo.executor.ray_session import SESSION
 from octavo.executor.relay import Relay, RelayKey, find_streams
-from octavo.executor.wire import Died, Failure, FromWorker, PlainSetup
+from octavo.executor.worker_messages import Died, Failure, FromWorker, SetupMessage
 from octavo.executor.worker_process import serve
 from octavo.plan.setup import WorkerSetup
 from octavo.platforms.registry import get_platform
@@ -68,7 +68,7 @@ class RayExecutor(MultiprocExecutor):
         return None if setup.rank.num_stages > 1 else super()._make_memory(setup)
 
     def _make_group(
-        self, setup: PlainSetup, rank: Rank, worker_cls: str, memory: int | None
+        self, setup: SetupMessage, rank: Rank, worker_cls: str, memory: int | None
     ) -> WorkerGroup:
         return _ActorGroup(setup, rank, worker_cls, memory)
 
@@ -76,7 +76,7 @@ class RayExecutor(MultiprocExecutor):
 class ActorSetup(msgspec.Struct):
     """First message to an actor."""
 
-    setup: PlainSetup
+    setup: SetupMessage
     worker_cls: str
     """Class of the worker as module.name; its constructor is that of `Worker`."""
     rank: int
@@ -106,7 +106,7 @@ class Place(msgspec.Struct):
 class HostSetup(msgspec.Struct):
     """Message to the first actor of a node if stages may be on several nodes."""
 
-    setup: PlainSetup
+    setup: SetupMessage
     rank: int
     """Rank of the actor."""
     hosts: list[int]
@@ -347,7 +347,9 @@ class _ActorGroup(WorkerGroup):
     kind = "ray"
     workers: list[_Actor]
 
-    def __init__(self, setup: PlainSetup, rank: Rank, worker_cls: str, memory: int | None) -> None:
+    def __init__(
+        self, setup: SetupMessage, rank: Rank, worker_cls: str, memory: int | None
+    ) -> None:
         super().__init__(setup, rank, worker_cls, memory)
         self._placement: PlacementGroup | None = None
         self._sending = threading.Lock()

@@ -24,7 +24,7 @@ import msgspec
 from octavo.errors import OctavoError, UnsupportedError
 from octavo.executor.base import find_method, import_class
 from octavo.executor.message_queue import QueueClosedError, QueueReader, QueueWriter
-from octavo.executor.wire import (
+from octavo.executor.worker_messages import (
     LENGTH_NBYTES,
     MAX_DESCRIPTORS,
     UNENCODABLE,
@@ -35,11 +35,11 @@ from octavo.executor.wire import (
     Execute,
     Failure,
     FromWorker,
-    PlainSetup,
     Ready,
     Returned,
     Sample,
     Sampled,
+    SetupMessage,
     StepFailed,
     ToWorker,
     Transferred,
@@ -118,7 +118,7 @@ class Rare(Protocol):
 
 
 def serve(
-    setup: PlainSetup,
+    setup: SetupMessage,
     worker_cls: str,
     number: int,
     group: int | None,

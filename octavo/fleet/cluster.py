@@ -29,14 +29,14 @@ import zmq.utils.monitor
 from zmq.utils import z85
 
 from octavo import __version__
+from octavo.engine.core_messages import CoreProcessSetup, CoreReady, ReachedBy
 from octavo.engine.head import ENGINE_IN, HELLO, set_limits
-from octavo.engine.wire import CoreProcessSetup, CoreReady, ReachedBy
 from octavo.errors import ConfigError, NodeMissingError
 from octavo.fleet.core_launcher import CoreLauncher
 
 logger = logging.getLogger(__name__)
 
-# Kinds of messages between a node and its head, in addition to those of `wire.py` with engines.
+# Kinds of messages between a node and its head, besides those with engines (`core_messages.py`).
 JOIN, ALIVE, EXITED, LEAVE = b"j", b"a", b"e", b"l"
 WELCOME, REFUSED, FORGOTTEN, LAUNCH, KILL, STOP, SPARE = (b"w", b"r", b"f", b"s", b"k", b"x", b"p")
 NODE = b"N"

@@ -18,11 +18,11 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from octavo.engine import wire
+from octavo.engine import core_messages
 from octavo.errors import EngineDeadError, OctavoError
+from octavo.fleet.coordinator_client import PAGES
 from octavo.fleet.core_client import WatchedClient
-from octavo.fleet.front_end import PAGES
-from octavo.fleet.journal import Journal
+from octavo.fleet.live_requests import LiveRequests
 from octavo.fleet.supervisor import Recovery
 from octavo.messages import (
     EngineCoreOutput,
@@ -41,8 +41,8 @@ _PUBLISH_SECONDS = 0.1
 _PAGE_SECONDS = 1.0
 
 
-class FrontEnd:
-    """Front end, as seen by the coordinator.
+class FrontEndConnection:
+    """Connection of the coordinator to a front end.
 
     Args:
         number: unique number.
@@ -105,12 +105,12 @@ class Coordinator:
     ) -> None:
         self._metrics = metrics
         self._is_first = is_first
-        self._journal: Journal[FrontEnd] = Journal()
-        self._client = start_client(self._journal.unfinished, self._note_recovery)
+        self._live_requests: LiveRequests[FrontEndConnection] = LiveRequests()
+        self._client = start_client(self._live_requests.unfinished, self._note_recovery)
         for index in range(num_engines):
             of_engine = metrics.for_engine(index)
             of_engine.watch_processes(partial(self._client.family_of, index))
-        self._front_ends: dict[FrontEnd, asyncio.Task[None]] = {}
+        self._front_ends: dict[FrontEndConnection, asyncio.Task[None]] = {}
         """Live front ends, with the tasks that listen to them."""
         self._past_page = b""
         """Sum of the metrics of ended front ends."""
@@ -135,9 +135,9 @@ class Coordinator:
             if not self.is_final:
                 raise
             self._client.fail_calls(error)
-            dead = self._encoder.encode(wire.CoreDead(str(error)))
+            dead = self._encoder.encode(core_messages.CoreDead(str(error)))
             for front_end in self._front_ends:
-                await front_end.send(wire.DEAD, dead)
+                await front_end.send(core_messages.DEAD, dead)
             raise
         finally:
             publisher.cancel()
@@ -155,53 +155,53 @@ class Coordinator:
             call.cancel()
         await self._client.shutdown()
 
-    def add(self, front_end: FrontEnd) -> None:
+    def add(self, front_end: FrontEndConnection) -> None:
         """Start to listen to a front end."""
         self._front_ends[front_end] = asyncio.create_task(self._listen(front_end))
 
-    async def remove(self, front_end: FrontEnd) -> None:
+    async def remove(self, front_end: FrontEndConnection) -> None:
         """Abort the requests of a front end that is gone."""
         self._front_ends.pop(front_end).cancel()
         front_end.close()
         if front_end.page:
             self._past_page = join_pages([self._past_page, front_end.page])
-        await self._client.abort_requests(self._journal.remove_owner(front_end))
+        await self._client.abort_requests(self._live_requests.remove_owner(front_end))
 
-    async def _listen(self, front_end: FrontEnd) -> None:
+    async def _listen(self, front_end: FrontEndConnection) -> None:
         decode = msgspec.msgpack.decode
         while True:
             kind, payload = await front_end.receive()
-            if kind == wire.ADD:
+            if kind == core_messages.ADD:
                 request = decode(payload, type=EngineCoreRequest)
                 # Record it first: replaced engines receive the recorded requests.
-                self._journal.add(request, payload, front_end)
+                self._live_requests.add(request, payload, front_end)
                 await self._client.add_request(request)
-            elif kind == wire.ABORT:
+            elif kind == core_messages.ABORT:
                 answers = decode(payload, type=list[str])
-                self._journal.remove(answers)
+                self._live_requests.remove(answers)
                 await self._client.abort_requests(answers)
-            elif kind == wire.UTILITY:
+            elif kind == core_messages.UTILITY:
                 call = asyncio.create_task(
                     self._answer(front_end, decode(payload, type=UtilityCall))
                 )
                 self._calls.add(call)
                 call.add_done_callback(self._calls.discard)
-            elif kind == wire.PAGE:
+            elif kind == core_messages.PAGE:
                 front_end.page = payload
                 front_end.shown.set()
 
     async def _deliver(self, outputs: EngineCoreOutputs) -> None:
         """Send each front end the outputs of its requests."""
-        parts: dict[FrontEnd, list[EngineCoreOutput]] = {}
+        parts: dict[FrontEndConnection, list[EngineCoreOutput]] = {}
         for output in outputs.outputs:
-            owner = self._journal.take(output)
+            owner = self._live_requests.take(output)
             if owner is not None:
                 parts.setdefault(owner, []).append(output)
         if outputs.stats is not None:
             self._metrics.for_engine(outputs.engine_index).record_scheduler_stats(outputs.stats)
         for front_end, part in parts.items():
             outputs.outputs = part
-            await front_end.send(wire.OUTPUTS, self._encoder.encode(outputs))
+            await front_end.send(core_messages.OUTPUTS, self._encoder.encode(outputs))
         if outputs.stats is not None:
             outputs.outputs = []
             self._stats[outputs.engine_index] = outputs
@@ -210,26 +210,30 @@ class Coordinator:
         """Send all front ends the state of the engines at useful intervals."""
         client = self._client
         while True:
-            state = self._encoder.encode(wire.EnginesState(client.up, client.down, client.missing))
+            state = self._encoder.encode(
+                core_messages.EnginesState(client.up, client.down, client.missing)
+            )
             stats, self._stats = self._stats, {}
             news = [self._encoder.encode(last) for last in stats.values()]
             for front_end in list(self._front_ends):
                 if front_end.told_state != state:
                     front_end.told_state = state
-                    await front_end.send(wire.STATE, state)
+                    await front_end.send(core_messages.STATE, state)
                 if client.ready.done() and not front_end.told_ready:
                     front_end.told_ready = True
-                    await front_end.send(wire.READY, self._encoder.encode(client.ready.result()))
+                    await front_end.send(
+                        core_messages.READY, self._encoder.encode(client.ready.result())
+                    )
                 for payload in news:
-                    await front_end.send(wire.OUTPUTS, payload)
+                    await front_end.send(core_messages.OUTPUTS, payload)
             await asyncio.sleep(_PUBLISH_SECONDS)
 
-    async def _answer(self, front_end: FrontEnd, call: UtilityCall) -> None:
+    async def _answer(self, front_end: FrontEndConnection, call: UtilityCall) -> None:
         """Handle a front end's call."""
         try:
             if call.method == PAGES:
                 value: Any = await self._pages()
-            elif call.method == "trim_memory" and len(self._journal):
+            elif call.method == "trim_memory" and len(self._live_requests):
                 value = None  # another front end is not idle
             else:
                 value = await self._client.call_utility(call.method, *call.args)
@@ -239,7 +243,7 @@ class Coordinator:
         except Exception as error:  # worded as by an engine core
             logger.exception("a call has failed")
             result = UtilityResult(call.call_id, error=f"{type(error).__name__}: {error}")
-        await front_end.send(wire.RESULT, self._encoder.encode(result))
+        await front_end.send(core_messages.RESULT, self._encoder.encode(result))
 
     async def _pages(self) -> list[str]:
         """Collect the metrics pages of all front ends; use the last page of those that time out."""
@@ -247,7 +251,7 @@ class Coordinator:
             front_ends = list(self._front_ends)
             for front_end in front_ends:
                 front_end.shown.clear()
-                await front_end.send(wire.PAGE, b"")
+                await front_end.send(core_messages.PAGE, b"")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_PAGE_SECONDS):
                     await asyncio.gather(*(f.shown.wait() for f in front_ends))

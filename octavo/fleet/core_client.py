@@ -10,7 +10,7 @@ from octavo.errors import SleepError
 from octavo.messages import EngineCoreOutputs, EngineCoreRequest
 
 if TYPE_CHECKING:
-    from octavo.engine.wire import CoreReady
+    from octavo.engine.core_messages import CoreReady
 
 # Interval of checks for Ctrl-C.
 _WAIT_SECONDS = 0.1

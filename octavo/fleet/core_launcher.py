@@ -15,7 +15,7 @@ import zmq
 import zmq.asyncio
 
 from octavo.config import EngineConfig
-from octavo.engine.wire import WARM, CoreProcessSetup, CoreReady
+from octavo.engine.core_messages import WARM, CoreProcessSetup, CoreReady
 from octavo.errors import reason_of, signal_name
 from octavo.plan.memory_plan import MemoryPlan
 from octavo.system import clock

@@ -17,7 +17,7 @@ import msgspec
 
 from octavo.config import EngineConfig
 from octavo.engine.checks import check_requirements
-from octavo.engine.wire import CoreReady
+from octavo.engine.core_messages import CoreReady
 from octavo.errors import EngineDeadError, NodeMissingError, ScalingError
 from octavo.fleet.cluster import ClusterKey, Hub, RemoteLauncher
 from octavo.fleet.core_client import ElasticClient

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from octavo.engine import wire
+from octavo.engine import core_messages
 from octavo.errors import EngineDeadError, EngineStoppedError, make_error
 from octavo.messages import EngineCoreOutputs, EngineCoreRequest, UtilityCall, UtilityResult
 
@@ -99,7 +99,7 @@ class AsyncMPClient:
         self._call_ids = itertools.count()
 
     @cached_property
-    def ready(self) -> asyncio.Future[wire.CoreReady]:
+    def ready(self) -> asyncio.Future[core_messages.CoreReady]:
         """Future that resolves once the model is loaded; `EngineDeadError` if the start failed."""
         return asyncio.get_running_loop().create_future()
 
@@ -129,7 +129,7 @@ class AsyncMPClient:
         """Implement `WatchedClient`."""
         if self._next is None and not self._channel.closed:
             self._next = self._channel.receive_nowait()
-        if self._next is None or self._next[0] != wire.OUTPUTS:
+        if self._next is None or self._next[0] != core_messages.OUTPUTS:
             return None
         try:
             outputs = self._outputs_decoder.decode(self._next[1])
@@ -140,31 +140,31 @@ class AsyncMPClient:
 
     def _take(self, kind: bytes, payload: bytes) -> EngineCoreOutputs | None:
         """Process a message; return a step's outputs."""
-        if kind == wire.OUTPUTS:
+        if kind == core_messages.OUTPUTS:
             return self._outputs_decoder.decode(payload)
-        if kind == wire.READY:
-            self.ready.set_result(msgspec.msgpack.decode(payload, type=wire.CoreReady))
-        elif kind == wire.RESULT:
+        if kind == core_messages.READY:
+            self.ready.set_result(msgspec.msgpack.decode(payload, type=core_messages.CoreReady))
+        elif kind == core_messages.RESULT:
             self._finish_call(msgspec.msgpack.decode(payload, type=UtilityResult))
-        elif kind == wire.DEAD:
-            dead = msgspec.msgpack.decode(payload, type=wire.CoreDead)
+        elif kind == core_messages.DEAD:
+            dead = msgspec.msgpack.decode(payload, type=core_messages.CoreDead)
             raise _death(dead.error, dead.stopped)
         return None
 
     async def add_request(self, request: EngineCoreRequest) -> None:
         """Implement `EngineClient`."""
-        await self._send(wire.ADD, request)
+        await self._send(core_messages.ADD, request)
 
     async def abort_requests(self, request_ids: list[str]) -> None:
         """Implement `EngineClient`."""
         if request_ids:
-            await self._send(wire.ABORT, request_ids)
+            await self._send(core_messages.ABORT, request_ids)
 
     async def call_utility(self, method: str, *args: Any) -> Any:
         """Implement `EngineClient`."""
         call_id = next(self._call_ids)
         future = self._calls[call_id] = asyncio.get_running_loop().create_future()
-        await self._send(wire.UTILITY, UtilityCall(call_id, method, list(args)))
+        await self._send(core_messages.UTILITY, UtilityCall(call_id, method, list(args)))
         return await future
 
     def fail_calls(self, error: Exception) -> None:

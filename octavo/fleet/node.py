@@ -23,8 +23,8 @@ from octavo import __version__
 from octavo.checkpoints.identity import model_hash
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig, ServerConfig
+from octavo.engine.core_messages import ReachedBy
 from octavo.engine.head import connect
-from octavo.engine.wire import ReachedBy
 from octavo.errors import ConfigError, EngineDeadError, reason_of
 from octavo.fleet import cluster
 from octavo.fleet.cluster import (

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from octavo.engine.wire import CoreReady
+from octavo.engine.core_messages import CoreReady
 from octavo.errors import EngineDeadError, EngineStoppedError, StepFailedError, reason_of
 from octavo.fleet.cluster import RemoteLauncher
 from octavo.fleet.core_launcher import CoreLauncher

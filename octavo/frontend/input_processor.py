@@ -51,8 +51,8 @@ class EmbedsPrompt(TypedDict):
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | EmbedsPrompt | Mapping[str, object]
 
 
-class SpecLike(Protocol):
-    """What is needed of a `ModelSpec`."""
+class InputSpec(Protocol):
+    """Part of a `ModelSpec` that an `InputProcessor` reads."""
 
     @property
     def vocab_size(self) -> int:
@@ -92,7 +92,7 @@ class InputProcessor:
     def __init__(
         self,
         model_config: ModelConfig,
-        spec: SpecLike,
+        spec: InputSpec,
         tokenizer: Tokenizer | None,
         max_model_len: int,
     ) -> None:

@@ -1,7 +1,7 @@
-"""What a KV connector is: vLLM's V1 interface, with its names and its life cycle.
+"""Interface of KV connectors: the life cycle and the method names of vLLM's V1 interface.
 
-A connector is two objects that share nothing but the metadata of steps: the scheduler's half says
-what is to be saved and loaded, the worker's half does it, in each of the processes that compute.
+A connector has two halves, which share only the metadata of steps: the scheduler's half decides
+which blocks to save and load; the worker's half, one in each process that computes, copies them.
 Imports no torch.
 """
 
@@ -10,12 +10,13 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
 from octavo.config import EngineConfig, KVTransferConfig
-from octavo.errors import RequestError
+from octavo.errors import ConfigError, RequestError
 from octavo.kv_connector.layout import KVLayout
 from octavo.messages import KVConnectorOutput, SchedulerOutput
 from octavo.request import Request
@@ -25,74 +26,71 @@ if TYPE_CHECKING:
 
 
 class KVConnectorRole(enum.Enum):
-    """Which half of a connector an object is."""
+    """The half of a connector that a `KVConnectorBase` is."""
 
     SCHEDULER = 0
     WORKER = 1
 
 
 class KVConnectorMetadata(msgspec.Struct, array_like=True):
-    """What the scheduler's half tells the worker's with a step; a connector adds its fields."""
+    """Instructions of the scheduler's half for the workers' in a step; a connector adds fields."""
 
 
-class KVConnectorBase(ABC):
-    """Base of connectors.
+class KVConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of `kv_connector_extra_config`; `__post_init__` raises ValueError for wrong values."""
 
-    What is loaded goes into blocks that nobody else can see until all ranks have said that they are
-    right; a request is only computed once they are. So a load that fails, late or in part, costs
-    time and never changes an answer.
+    @classmethod
+    def of(cls, config: KVTransferConfig) -> Self:
+        """Read a connector's settings.
+
+        Raises:
+            ConfigError: a setting is wrong.
+        """
+        try:
+            return msgspec.convert(config.kv_connector_extra_config, cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"kv_transfer_config: kv_connector_extra_config: {error}") from None
+
+
+class KVConnectorScheduler(ABC):
+    """Scheduler's half of a connector. One thread calls all of its methods.
+
+    Blocks are loaded into blocks that no request can see until all ranks have reported success;
+    a request is computed only after that. So a load that fails, late or in part, costs time and
+    never changes an answer.
 
     Args:
-        config: the engine's settings; the connector's own are its `kv_transfer_config`.
-        role: which half this is.
-        layout: what a block is made of.
+        config: settings of the engine; `transfer_config` has the connector's own.
+        layout: layout of a block.
     """
 
-    metadata_type: type[KVConnectorMetadata] = KVConnectorMetadata
-    """Of what `build_connector_meta` returns."""
-
-    def __init__(self, config: EngineConfig, role: KVConnectorRole, layout: KVLayout) -> None:
-        self.config, self.role, self.layout = config, role, layout
-        self.notify: Callable[[], object] = lambda: None
-        """Worker: to be called, on any thread, when `get_finished` has something new."""
+    def __init__(self, config: EngineConfig, layout: KVLayout) -> None:
+        self.config, self.layout = config, layout
 
     @property
     def transfer_config(self) -> KVTransferConfig:
         """The connector's settings."""
-        found = self.config.cache.kv_transfer_config
-        assert found is not None
-        return found
-
-    @classmethod
-    def host_nbytes(cls, config: KVTransferConfig) -> int:
-        """Bytes of the host's memory that all workers of an engine take for it.
-
-        Raises:
-            ConfigError: the settings cannot be used.
-        """
-        return 0
-
-    # The scheduler's half. All of it is called on one thread.
+        return transfer_config_of(self.config)
 
     @property
     def num_expired(self) -> int:
-        """Requests whose blocks were kept for somebody who did not come."""
+        """Requests whose blocks were kept for a peer that did not fetch them in time."""
         return 0
 
     def set_xfer_handshake_metadata(self, metadata: list[Any]) -> None:
-        """Is given what each rank's `get_handshake_metadata` returned, before any request."""
+        """Accept each rank's `get_handshake_metadata`, before any request."""
         return
 
     def check_request(self, request: Request) -> None:
-        """Looks at a request that comes.
+        """Check a new request.
 
         Raises:
             RequestError: its `kv_transfer_params` are wrong.
         """
         if request.options.kv_transfer_params is not None:
             raise RequestError(
-                f"kv_transfer_params: this server's {type(self).__name__} takes none; leave them "
-                "out, or start it with another kv_connector.",
+                f"kv_transfer_params: this server's {self.transfer_config.kv_connector} takes "
+                "none; leave them out, or start it with another kv_connector.",
                 "kv_transfer_params",
             )
 
@@ -100,102 +98,164 @@ class KVConnectorBase(ABC):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """How many more tokens of a request can be loaded.
+        """Return how many more tokens of a request can be loaded.
 
         Args:
-            request: one that is about to be started.
-            num_computed_tokens: what the prefix cache has of it; whole blocks.
+            request: a request that is about to be started.
+            num_computed_tokens: its tokens in the prefix cache; whole blocks.
 
         Returns:
-            Tokens behind these, in whole blocks; and whether they come beside steps, until
-            `get_finished` says that they have. If not, they are there when `start_load_kv` of the
-            next step, and `wait_for_layer_load` for each layer, have returned. The request waits
-            either way.
+            The number of tokens after these, in whole blocks; and True if they are loaded
+            concurrently with steps, until `get_finished` reports them. If False, they are loaded
+            when `start_load_kv` of the next step, and `wait_for_layer_load` for each layer, have
+            returned. The request waits either way.
         """
 
     @abstractmethod
     def update_state_after_alloc(
         self, request: Request, block_ids: list[list[int]], num_external_tokens: int
     ) -> None:
-        """Has blocks loaded, or takes note that a request is started.
+        """Schedule the loading of blocks, or note that a request is started.
 
         Args:
-            request: the one that was asked about.
+            request: the request of the last `get_num_new_matched_tokens`.
             block_ids: its blocks from the beginning, one list for each KV-cache group; 0 stands for
                 a block that it does not need.
-            num_external_tokens: tokens to be loaded into the last ones of them; 0: it is started,
-                in the step that is being scheduled.
+            num_external_tokens: tokens to load into the last of these blocks; 0: the request is
+                started, in the step that is being scheduled.
         """
 
     @abstractmethod
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata | None:
-        """What the workers are to do before, in and after a step that has been scheduled."""
+        """Return the workers' instructions for a step that has been scheduled."""
 
     def step_succeeded(self) -> None:
-        """The oldest step that metadata was built for has been computed: what it saved is good."""
+        """Note that the oldest step with metadata has been computed: its saves are valid."""
         return
 
     def steps_failed(self) -> None:
-        """No step in flight has computed what it should: nothing that they save is good."""
+        """Note that all steps in flight have failed: their saves are invalid."""
         return
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """Takes in what all workers have finished."""
+        """Process what all workers have finished."""
         return
 
     def request_finished(self, request: Request) -> dict[str, Any] | None:
-        """A request has its last token: the `kv_transfer_params` of whoever goes on with it."""
+        """Return a finished request's `kv_transfer_params`, for the engine that continues."""
         return None
 
     def reset_cache(self) -> bool:
-        """Forgets all that was saved; False if that is not possible."""
+        """Forget all saved blocks; return False if that is not possible."""
         return True
 
-    # The worker's half.
-
-    def register_kv_caches(self, kv_caches: KVCaches) -> None:
-        """The KV cache of this rank is there."""
+    def shutdown(self) -> None:
+        """Stop threads and release files and memory."""
         return
 
+
+class KVConnectorWorker(ABC):
+    """Worker's half of a connector, in each process that computes.
+
+    Args:
+        config: settings of the engine.
+        layout: layout of a block.
+        notify: callback, on any thread, for when `get_finished` has something new.
+    """
+
+    metadata_type: type[KVConnectorMetadata] = KVConnectorMetadata
+    """Type of the metadata of steps."""
+    kv_caches: KVCaches
+    """KV cache of this rank."""
+
+    def __init__(
+        self, config: EngineConfig, layout: KVLayout, notify: Callable[[], object]
+    ) -> None:
+        self.config, self.layout, self.notify = config, layout, notify
+
+    @classmethod
+    def host_nbytes(cls, config: KVTransferConfig) -> int:
+        """Return the bytes of host memory that all workers of an engine allocate.
+
+        Raises:
+            ConfigError: the settings cannot be used.
+        """
+        return 0
+
+    def register_kv_caches(self, kv_caches: KVCaches) -> None:
+        """Accept the KV cache of this rank."""
+        self.kv_caches = kv_caches
+
     def get_handshake_metadata(self) -> Any:
-        """What the scheduler's half must know of this rank, as plain values."""
+        """Return what the scheduler's half needs to know of this rank, as plain values."""
         return None
 
     @abstractmethod
     def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
-        """Begins with what is to be loaded, before a step; on the thread that computes."""
+        """Start to load, before a step; called on the thread that computes."""
 
     def wait_for_layer_load(self, layer: int) -> None:
-        """Returns when what does not come beside steps is there of a layer.
+        """Wait until the blocks that are not loaded concurrently with steps have a layer's values.
 
-        Like `save_kv_layer` it is called where a step has metadata: while a long step is computed
-        on a thread beside it, otherwise behind it.
+        Like `save_kv_layer`, it is called if a step has metadata: during a long step by a second
+        thread, otherwise after the step.
         """
         return
 
     def save_kv_layer(self, layer: int) -> None:
-        """A layer has the keys and values of all tokens of the step."""
+        """Save a layer, which has the keys and values of all tokens of the step."""
         return
 
     @abstractmethod
     def wait_for_save(self) -> None:
-        """Returns when what the step had to save has been copied: blocks may be written again."""
+        """Wait until the step's saves have been copied: its blocks may be written again."""
 
     def step_failed(self) -> None:
-        """The step was not computed; what those behind it compute is not good either.
+        """Note that the step failed: what the steps after it compute is invalid, too.
 
-        That is so until there is metadata that was built after `steps_failed`.
+        That holds until there is metadata that was built after `steps_failed`.
         """
         return
 
     @abstractmethod
     def get_finished(self) -> tuple[set[str], set[str]]:
-        """Requests whose sending, and whose loading, has ended since the last call."""
+        """Return the requests whose sending, and whose loading, has ended since the last call."""
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks of requests just told as loaded that are not what they should be."""
+        """Return the blocks, of requests just reported as loaded, whose contents are wrong."""
         return set()
 
     def shutdown(self) -> None:
-        """Ends threads, and lets go of files and memory. Both halves."""
+        """Stop threads and release files and memory."""
         return
+
+
+class KVConnectorBase(KVConnectorScheduler, KVConnectorWorker):
+    """Base of custom connectors: as in vLLM, one class for both halves.
+
+    Args:
+        config: settings of the engine.
+        role: the half that this object is.
+        layout: layout of a block.
+    """
+
+    def __init__(self, config: EngineConfig, role: KVConnectorRole, layout: KVLayout) -> None:
+        KVConnectorWorker.__init__(self, config, layout, lambda: None)  # set by the registry
+        self.role = role
+
+
+@dataclass(frozen=True)
+class KVConnector:
+    """A connector: its name in `kv_connector` is the name of this object in its module."""
+
+    make_scheduler_half: Callable[[EngineConfig, KVLayout], KVConnectorScheduler]
+    make_worker_half: Callable[[EngineConfig, KVLayout, Callable[[], object]], KVConnectorWorker]
+    host_nbytes: Callable[[KVTransferConfig], int]
+    """See `KVConnectorWorker.host_nbytes`."""
+
+
+def transfer_config_of(config: EngineConfig) -> KVTransferConfig:
+    """Return the settings of an engine's connector."""
+    found = config.cache.kv_transfer_config
+    assert found is not None
+    return found

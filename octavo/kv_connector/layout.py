@@ -1,4 +1,4 @@
-"""What a block of the KV cache is made of, for who keeps blocks elsewhere. Imports no torch."""
+"""Layout of a block of the KV cache, for connectors that copy it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _VERSION = 1
 
 
 class KVPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What of a model's blocks the images of a rank have, and where in them it is."""
+    """Part of a model's blocks that is in a rank's copies, and the offsets in a copy."""
 
     layers: list[list[int]]
     """Of each group: its layers, by their numbers in the model."""
@@ -30,7 +30,8 @@ class KVPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chunk_nbytes: list[int]
     """Of each group: bytes of a head's keys, or values, of a block."""
     sums_offset: int
-    image_nbytes: int
+    copy_nbytes: int = msgspec.field(name="image_nbytes")
+    """Its name in files of earlier versions stays."""
 
     def cells(self) -> set[tuple[int, int, int]]:
         """(group, layer, head) of all that is in it."""
@@ -47,7 +48,7 @@ class KVLayout:
     """What a block holds on one rank, and all that its bytes depend on.
 
     A block of a group has a page for each layer's keys and one for its values, and a page a chunk
-    for each head: that is what checksums are of. An image of a block is its pages in the order of
+    for each head: that is what checksums are of. A copy of a block is its pages in the order of
     the layers, then the checksums.
     """
 
@@ -83,14 +84,14 @@ class KVLayout:
 
     @cached_property
     def part(self) -> KVPart:
-        """What images made here have."""
+        """Part of the blocks that is in this rank's copies."""
         return KVPart(
             layers=[[self.first_layer + i for i in group.layer_indices] for group in self.groups],
             first_head=self.first_head,
             num_heads=self.num_chunks,
             chunk_nbytes=[self.page_nbytes // chunks for chunks in self.num_chunks],
             sums_offset=self.sums_offset,
-            image_nbytes=self.image_nbytes,
+            copy_nbytes=self.copy_nbytes,
         )
 
     @cached_property
@@ -134,11 +135,11 @@ class KVLayout:
 
     @cached_property
     def sums_offset(self) -> int:
-        """Where in an image the checksums are: behind the pages of the largest group."""
+        """Offset of the checksums in a copy: after the pages of the largest group."""
         return max(self.num_pages) * self.page_nbytes
 
     @cached_property
-    def image_nbytes(self) -> int:
-        """Bytes that have room for an image of a block of any group: whole cache lines."""
+    def copy_nbytes(self) -> int:
+        """Bytes of a copy, the same for blocks of all groups; whole cache lines."""
         sums = max(n * chunks for n, chunks in zip(self.num_pages, self.num_chunks, strict=True))
         return -(-(self.sums_offset + sums * SUM_NBYTES) // _LINE) * _LINE

@@ -1,224 +1,251 @@
-"""`MultiConnector`: several at once. All save; the first one that has a prompt loads it."""
+"""`MultiConnector`: several connectors. All save; the first one that has a prompt loads it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from octavo.config import EngineConfig, KVTransferConfig
 from octavo.errors import ConfigError
-from octavo.kv_connector.base import KVConnectorBase, KVConnectorMetadata, KVConnectorRole
+from octavo.kv_connector.base import (
+    KVConnector,
+    KVConnectorMetadata,
+    KVConnectorScheduler,
+    KVConnectorSettings,
+    KVConnectorWorker,
+    transfer_config_of,
+)
 from octavo.kv_connector.layout import KVLayout
 from octavo.kv_connector.pages import KVCaches
-from octavo.kv_connector.registry import get_connector_class
+from octavo.kv_connector.registry import get_connector
 from octavo.messages import KVConnectorOutput, SchedulerOutput
 from octavo.request import Request
 
 
-class MultiSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`kv_connector_extra_config`; as vLLM calls it."""
+class MultiSettings(KVConnectorSettings, frozen=True, kw_only=True):
+    """`kv_connector_extra_config`; the names are vLLM's."""
 
     connectors: list[KVTransferConfig]
-    """Their settings, in the order in which they are asked for a prompt."""
+    """Settings of the connectors, in the order of the lookup."""
 
-    @classmethod
-    def of(cls, config: KVTransferConfig) -> MultiSettings:
-        """Reads them.
-
-        Raises:
-            ConfigError: one is wrong.
-        """
-        where = "kv_transfer_config: kv_connector_extra_config"
-        try:
-            found = msgspec.convert(config.kv_connector_extra_config, cls)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"{where}: {error}") from None
-        if not found.connectors:
-            raise ConfigError(f"{where}: connectors is empty; give one or more.")
-        for inner in found.connectors:
-            if get_connector_class(inner) is MultiConnector:
-                raise ConfigError(f"{where}: connectors has a MultiConnector; give its connectors.")
-        engine_id = config.engine_id
-        named = [msgspec.structs.replace(each, engine_id=engine_id) for each in found.connectors]
-        return cls(connectors=named)
+    def __post_init__(self) -> None:
+        if not self.connectors:
+            raise ValueError("connectors is empty; give one or more.")
 
 
 class MultiMetadata(KVConnectorMetadata, array_like=True):
-    """What workers do with a step."""
+    """Instructions for the workers in a step."""
 
     parts: list[bytes | None] = msgspec.field(default_factory=list)
-    """Of each connector, as msgpack."""
+    """Metadata of each connector, as msgpack."""
 
 
-class MultiConnector(KVConnectorBase):
-    """See the module."""
+def _connectors(config: KVTransferConfig) -> list[tuple[KVConnector, KVTransferConfig]]:
+    """Return the connectors and their settings.
 
-    metadata_type = MultiMetadata
+    Raises:
+        ConfigError: a setting is wrong.
+    """
+    found = []
+    for inner in MultiSettings.of(config).connectors:
+        connector = get_connector(inner)
+        if connector is MultiConnector:
+            raise ConfigError(
+                "kv_transfer_config: kv_connector_extra_config: connectors has a MultiConnector; "
+                "give its connectors."
+            )
+        found.append((connector, msgspec.structs.replace(inner, engine_id=config.engine_id)))
+    return found
 
-    def __init__(self, config: EngineConfig, role: KVConnectorRole, layout: KVLayout) -> None:
-        super().__init__(config, role, layout)
-        self._connectors: list[KVConnectorBase] = []
-        self._loading: dict[str, KVConnectorBase] = {}
-        """Which one loads a request's blocks."""
-        self._found: KVConnectorBase | None = None
-        """Which one has what was asked for last."""
+
+def _with_transfer(config: EngineConfig, transfer: KVTransferConfig) -> EngineConfig:
+    cache = msgspec.structs.replace(config.cache, kv_transfer_config=transfer)
+    return msgspec.structs.replace(config, cache=cache)
+
+
+def _host_nbytes(config: KVTransferConfig) -> int:
+    return sum(connector.host_nbytes(inner) for connector, inner in _connectors(config))
+
+
+class MultiScheduler(KVConnectorScheduler):
+    """Scheduler's halves of all connectors."""
+
+    def __init__(self, config: EngineConfig, layout: KVLayout) -> None:
+        super().__init__(config, layout)
+        self._halves: list[KVConnectorScheduler] = []
+        self._loading: dict[str, KVConnectorScheduler] = {}
+        """The half that loads a request's blocks."""
+        self._found: KVConnectorScheduler | None = None
+        """The half that has the blocks of the last lookup."""
         try:
-            for transfer in MultiSettings.of(self.transfer_config).connectors:
-                cache = msgspec.structs.replace(config.cache, kv_transfer_config=transfer)
-                inner = msgspec.structs.replace(config, cache=cache)
-                self._connectors.append(get_connector_class(transfer)(inner, role, layout))
+            for connector, inner in _connectors(self.transfer_config):
+                made = connector.make_scheduler_half(_with_transfer(config, inner), layout)
+                self._halves.append(made)
         except BaseException:
             self.shutdown()
             raise
-        for connector in self._connectors:
-            connector.notify = lambda: self.notify()
-
-    @classmethod
-    def host_nbytes(cls, config: KVTransferConfig) -> int:
-        """See `KVConnectorBase`."""
-        connectors = MultiSettings.of(config).connectors
-        return sum(get_connector_class(inner).host_nbytes(inner) for inner in connectors)
-
-    # The scheduler's half
 
     @property
     def num_expired(self) -> int:
-        """See `KVConnectorBase`."""
-        return sum(connector.num_expired for connector in self._connectors)
+        """See `KVConnectorScheduler`."""
+        return sum(half.num_expired for half in self._halves)
 
     def set_xfer_handshake_metadata(self, metadata: list[Any]) -> None:
-        """See `KVConnectorBase`."""
-        for i, connector in enumerate(self._connectors):
-            connector.set_xfer_handshake_metadata([of_rank[i] for of_rank in metadata])
+        """See `KVConnectorScheduler`."""
+        for i, half in enumerate(self._halves):
+            half.set_xfer_handshake_metadata([of_rank[i] for of_rank in metadata])
 
     def check_request(self, request: Request) -> None:
-        """See `KVConnectorBase`; those that take `kv_transfer_params` look at them."""
-        base = KVConnectorBase.check_request
-        takers = [c for c in self._connectors if type(c).check_request is not base]
-        if not takers:
+        """See `KVConnectorScheduler`; the halves that accept `kv_transfer_params` check them."""
+        base = KVConnectorScheduler.check_request
+        accepting = [half for half in self._halves if type(half).check_request is not base]
+        if not accepting:
             super().check_request(request)
-        for connector in takers:
-            connector.check_request(request)
+        for half in accepting:
+            half.check_request(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """See `KVConnectorBase`."""
-        for connector in self._connectors:
-            if not connector.transfer_config.loads:
+        """See `KVConnectorScheduler`."""
+        for half in self._halves:
+            if not half.transfer_config.loads:
                 continue
-            found, beside = connector.get_num_new_matched_tokens(request, num_computed_tokens)
+            found, is_async = half.get_num_new_matched_tokens(request, num_computed_tokens)
             if found:
-                self._found = connector
-                return found, beside
+                self._found = half
+                return found, is_async
         return 0, False
 
     def update_state_after_alloc(
         self, request: Request, block_ids: list[list[int]], num_external_tokens: int
     ) -> None:
-        """See `KVConnectorBase`."""
+        """See `KVConnectorScheduler`."""
         if num_external_tokens:
             assert self._found is not None
             self._loading[request.request_id] = self._found
             self._found.update_state_after_alloc(request, block_ids, num_external_tokens)
             return
-        for connector in self._connectors:
-            connector.update_state_after_alloc(request, block_ids, 0)
+        for half in self._halves:
+            half.update_state_after_alloc(request, block_ids, 0)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiMetadata | None:
-        """See `KVConnectorBase`."""
-        built = [c.build_connector_meta(scheduler_output) for c in self._connectors]
+        """See `KVConnectorScheduler`."""
+        built = [half.build_connector_meta(scheduler_output) for half in self._halves]
         if all(part is None for part in built):
             return None
         encode = msgspec.msgpack.encode
         return MultiMetadata([None if part is None else encode(part) for part in built])
 
     def step_succeeded(self) -> None:
-        """See `KVConnectorBase`."""
-        for connector in self._connectors:
-            connector.step_succeeded()
+        """See `KVConnectorScheduler`."""
+        for half in self._halves:
+            half.step_succeeded()
 
     def steps_failed(self) -> None:
-        """See `KVConnectorBase`."""
-        for connector in self._connectors:
-            connector.steps_failed()
+        """See `KVConnectorScheduler`."""
+        for half in self._halves:
+            half.steps_failed()
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """See `KVConnectorBase`."""
-        for connector in self._connectors:
-            received = [i for i in output.finished_recving if self._loading.get(i) is connector]
-            mine = msgspec.structs.replace(output, finished_recving=received)
-            connector.update_connector_output(mine)
+        """See `KVConnectorScheduler`."""
+        for half in self._halves:
+            received = [i for i in output.finished_recving if self._loading.get(i) is half]
+            half.update_connector_output(msgspec.structs.replace(output, finished_recving=received))
         for request_id in output.finished_recving:
             self._loading.pop(request_id, None)
 
     def request_finished(self, request: Request) -> dict[str, Any] | None:
-        """See `KVConnectorBase`; the first one that has something to say is heard."""
-        said = [connector.request_finished(request) for connector in self._connectors]
-        return next((params for params in said if params is not None), None)
+        """See `KVConnectorScheduler`; return the first half's params that has some."""
+        params = [half.request_finished(request) for half in self._halves]
+        return next((found for found in params if found is not None), None)
 
     def reset_cache(self) -> bool:
-        """See `KVConnectorBase`."""
-        done = [connector.reset_cache() for connector in self._connectors]
+        """See `KVConnectorScheduler`."""
+        done = [half.reset_cache() for half in self._halves]
         return all(done)
 
-    # The worker's half
+    def shutdown(self) -> None:
+        """See `KVConnectorScheduler`."""
+        for half in self._halves:
+            half.shutdown()
+
+
+class MultiWorker(KVConnectorWorker):
+    """Workers' halves of all connectors."""
+
+    metadata_type = MultiMetadata
+
+    def __init__(
+        self, config: EngineConfig, layout: KVLayout, notify: Callable[[], object]
+    ) -> None:
+        super().__init__(config, layout, notify)
+        self._halves: list[KVConnectorWorker] = []
+        try:
+            for connector, inner in _connectors(transfer_config_of(config)):
+                made = connector.make_worker_half(_with_transfer(config, inner), layout, notify)
+                self._halves.append(made)
+        except BaseException:
+            self.shutdown()
+            raise
 
     def register_kv_caches(self, kv_caches: KVCaches) -> None:
-        """See `KVConnectorBase`."""
-        for connector in self._connectors:
-            connector.register_kv_caches(kv_caches)
+        """See `KVConnectorWorker`."""
+        for half in self._halves:
+            half.register_kv_caches(kv_caches)
 
     def get_handshake_metadata(self) -> Any:
-        """See `KVConnectorBase`."""
-        return [connector.get_handshake_metadata() for connector in self._connectors]
+        """See `KVConnectorWorker`."""
+        return [half.get_handshake_metadata() for half in self._halves]
 
     def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
-        """See `KVConnectorBase`."""
+        """See `KVConnectorWorker`."""
         assert isinstance(metadata, MultiMetadata)
-        parts = metadata.parts or [None] * len(self._connectors)
-        for connector, part in zip(self._connectors, parts, strict=True):
-            kind = connector.metadata_type
-            connector.start_load_kv(
-                kind() if part is None else msgspec.msgpack.decode(part, type=kind)
-            )
+        parts = metadata.parts or [None] * len(self._halves)
+        for half, part in zip(self._halves, parts, strict=True):
+            kind = half.metadata_type
+            half.start_load_kv(kind() if part is None else msgspec.msgpack.decode(part, type=kind))
 
     def wait_for_layer_load(self, layer: int) -> None:
-        """See `KVConnectorBase`."""
-        for connector in self._connectors:
-            connector.wait_for_layer_load(layer)
+        """See `KVConnectorWorker`."""
+        for half in self._halves:
+            half.wait_for_layer_load(layer)
 
     def save_kv_layer(self, layer: int) -> None:
-        """See `KVConnectorBase`."""
-        for connector in self._connectors:
-            connector.save_kv_layer(layer)
+        """See `KVConnectorWorker`."""
+        for half in self._halves:
+            half.save_kv_layer(layer)
 
     def wait_for_save(self) -> None:
-        """See `KVConnectorBase`."""
-        for connector in self._connectors:
-            connector.wait_for_save()
+        """See `KVConnectorWorker`."""
+        for half in self._halves:
+            half.wait_for_save()
 
     def step_failed(self) -> None:
-        """See `KVConnectorBase`."""
-        for connector in self._connectors:
-            connector.step_failed()
+        """See `KVConnectorWorker`."""
+        for half in self._halves:
+            half.step_failed()
 
     def get_finished(self) -> tuple[set[str], set[str]]:
-        """See `KVConnectorBase`."""
+        """See `KVConnectorWorker`."""
         sent, received = set[str](), set[str]()
-        for connector in self._connectors:
-            more_sent, more_received = connector.get_finished()
+        for half in self._halves:
+            more_sent, more_received = half.get_finished()
             sent |= more_sent
             received |= more_received
         return sent, received
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """See `KVConnectorBase`."""
-        found = [connector.get_block_ids_with_load_errors() for connector in self._connectors]
+        """See `KVConnectorWorker`."""
+        found = [half.get_block_ids_with_load_errors() for half in self._halves]
         return set[int]().union(*found)
 
     def shutdown(self) -> None:
-        """See `KVConnectorBase`."""
-        for connector in self._connectors:
-            connector.shutdown()
+        """See `KVConnectorWorker`."""
+        for half in self._halves:
+            half.shutdown()
+
+
+MultiConnector = KVConnector(MultiScheduler, MultiWorker, _host_nbytes)

@@ -1,8 +1,8 @@
-"""`OffloadingConnector`: blocks are kept in the host's memory, and in a file, after the KV cache.
+"""`OffloadingConnector`: keeps copies of blocks in the host's memory, and in a file.
 
-What a step computes is copied when it has been; a file gets it from there, on a thread of its own.
-Both are looked through for each request that is started. What is in the file comes by way of the
-memory, where it is kept again.
+Blocks are copied to memory after the step that computes them, and from there, by another thread, to
+the file. Each new request is looked up in both. A block in the file is loaded by way of memory,
+where it is kept again.
 """
 
 from __future__ import annotations
@@ -21,13 +21,20 @@ from octavo import _native
 from octavo.config import EngineConfig, KVTransferConfig
 from octavo.errors import ConfigError
 from octavo.kv_cache.block_pool import NULL_BLOCK_ID
-from octavo.kv_connector.base import KVConnectorBase, KVConnectorMetadata, KVConnectorRole
-from octavo.kv_connector.image_cache import EVICTION_POLICIES, ImageCache, Key
-from octavo.kv_connector.image_file import ImageFile, read_records
+from octavo.kv_connector.base import (
+    KVConnector,
+    KVConnectorMetadata,
+    KVConnectorScheduler,
+    KVConnectorSettings,
+    KVConnectorWorker,
+    transfer_config_of,
+)
+from octavo.kv_connector.copy_cache import EVICTION_POLICIES, CopyCache, Key
+from octavo.kv_connector.copy_file import CopyFile, read_records
 from octavo.kv_connector.layout import KVLayout
-from octavo.kv_connector.pages import BlockImage, Bytes, KVCaches, LayerSaves
-from octavo.kv_connector.results import Complaint, LoadResults
-from octavo.kv_connector.tracking import BlockTracker, FullBlock, longest_match
+from octavo.kv_connector.pages import BlockCopy, Bytes, KVCaches, LayerSaves
+from octavo.kv_connector.results import LoadResults, OnceLogger
+from octavo.kv_connector.tracking import BlockTracker, FullBlock, KnownBlocks, longest_match
 from octavo.messages import KVConnectorOutput, SchedulerOutput
 from octavo.request import Request
 
@@ -37,7 +44,7 @@ _NO_SLOT = -1
 _PIECE = 2**24  # bytes that are taken from the system at once
 
 
-class OffloadingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class OffloadingSettings(KVConnectorSettings, frozen=True, kw_only=True):
     """`kv_connector_extra_config`; the first three as vLLM calls them."""
 
     cpu_bytes_to_use: int = 0
@@ -49,34 +56,22 @@ class OffloadingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     file_bytes_to_use: int = 0
     """Its size, of all workers together."""
 
-    @classmethod
-    def of(cls, config: KVTransferConfig) -> OffloadingSettings:
-        """Reads them.
-
-        Raises:
-            ConfigError: one is wrong.
-        """
-        where = "kv_transfer_config: kv_connector_extra_config"
-        try:
-            found = msgspec.convert(config.kv_connector_extra_config, cls)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"{where}: {error}") from None
-        if found.eviction_policy not in EVICTION_POLICIES:
-            raise ConfigError(
-                f"{where}: eviction_policy={found.eviction_policy!r} is not one of "
+    def __post_init__(self) -> None:
+        if self.eviction_policy not in EVICTION_POLICIES:
+            raise ValueError(
+                f"eviction_policy={self.eviction_policy!r} is not one of "
                 f"{', '.join(EVICTION_POLICIES)}."
             )
-        if found.cpu_bytes_to_use <= 0:
-            raise ConfigError(
-                f"{where}: cpu_bytes_to_use={found.cpu_bytes_to_use} has no room for a block; set "
-                "it to the bytes that blocks may take in memory."
+        if self.cpu_bytes_to_use <= 0:
+            raise ValueError(
+                f"cpu_bytes_to_use={self.cpu_bytes_to_use} has no room for a block; set it to the "
+                "bytes that blocks may take in memory."
             )
-        if (found.file_path is None) != (found.file_bytes_to_use <= 0):
-            raise ConfigError(
-                f"{where}: file_path={found.file_path!r} and file_bytes_to_use="
-                f"{found.file_bytes_to_use} go together: a folder, and how large the file may be."
+        if (self.file_path is None) != (self.file_bytes_to_use <= 0):
+            raise ValueError(
+                f"file_path={self.file_path!r} and file_bytes_to_use={self.file_bytes_to_use} go "
+                "together: a folder, and the size of the file."
             )
-        return found
 
     def num_slots(self, layout: KVLayout) -> tuple[int, int]:
         """Places in memory and in the file.
@@ -84,7 +79,7 @@ class OffloadingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         Raises:
             ConfigError: there is none.
         """
-        nbytes = layout.image_nbytes * layout.world_size
+        nbytes = layout.copy_nbytes * layout.world_size
         sizes = {"cpu_bytes_to_use": self.cpu_bytes_to_use}
         if self.file_path is not None:
             sizes["file_bytes_to_use"] = self.file_bytes_to_use
@@ -107,7 +102,7 @@ class Save(msgspec.Struct, array_like=True):
     file_slot: int
     """Where it goes from there; -1: nowhere."""
     number: int
-    """See `ImageFile.write`."""
+    """See `CopyFile.write`."""
 
 
 class Load(msgspec.Struct, array_like=True):
@@ -130,140 +125,22 @@ class OffloadingMetadata(KVConnectorMetadata, array_like=True):
     loads: dict[str, list[Load]] = msgspec.field(default_factory=dict)
 
 
-class OffloadingConnector(KVConnectorBase):
-    """See the module."""
+class OffloadingScheduler(KVConnectorScheduler):
+    """Index of the blocks in memory and in the file, which is the same for all ranks."""
 
-    metadata_type = OffloadingMetadata
+    settings_type: type[OffloadingSettings] = OffloadingSettings
 
-    def __init__(self, config: EngineConfig, role: KVConnectorRole, layout: KVLayout) -> None:
-        super().__init__(config, role, layout)
-        self._half: OffloadingScheduler | OffloadingWorker
-        if role is KVConnectorRole.SCHEDULER:
-            self._half = self._make_scheduler()
-        else:
-            self._half = self._make_worker()
-
-    def _make_scheduler(self) -> OffloadingScheduler:
-        settings = OffloadingSettings.of(self.transfer_config)
-        return OffloadingScheduler(self.transfer_config, settings, self.layout)
-
-    def _make_worker(self) -> OffloadingWorker:
-        settings = OffloadingSettings.of(self.transfer_config)
-        return OffloadingWorker(self.transfer_config, settings, self.layout, self._notify)
-
-    def _notify(self) -> None:
-        self.notify()
-
-    @classmethod
-    def host_nbytes(cls, config: KVTransferConfig) -> int:
-        """See `KVConnectorBase`."""
-        return OffloadingSettings.of(config).cpu_bytes_to_use
-
-    @property
-    def _scheduler(self) -> OffloadingScheduler:
-        assert isinstance(self._half, OffloadingScheduler)
-        return self._half
-
-    @property
-    def _worker(self) -> OffloadingWorker:
-        assert isinstance(self._half, OffloadingWorker)
-        return self._half
-
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int, bool]:
-        """See `KVConnectorBase`."""
-        return self._scheduler.match(request, num_computed_tokens), True
-
-    def update_state_after_alloc(
-        self, request: Request, block_ids: list[list[int]], num_external_tokens: int
-    ) -> None:
-        """See `KVConnectorBase`."""
-        self._scheduler.allocated(request, block_ids, num_external_tokens)
-
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OffloadingMetadata | None:
-        """See `KVConnectorBase`."""
-        return self._scheduler.build(scheduler_output)
-
-    def step_succeeded(self) -> None:
-        """See `KVConnectorBase`."""
-        self._scheduler.step_succeeded()
-
-    def steps_failed(self) -> None:
-        """See `KVConnectorBase`."""
-        self._scheduler.steps_failed()
-
-    def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """See `KVConnectorBase`."""
-        self._scheduler.finished(output)
-
-    def reset_cache(self) -> bool:
-        """See `KVConnectorBase`."""
-        self._scheduler.reset()
-        return True
-
-    def register_kv_caches(self, kv_caches: KVCaches) -> None:
-        """See `KVConnectorBase`."""
-        self._worker.register(kv_caches)
-
-    def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
-        """See `KVConnectorBase`."""
-        assert isinstance(metadata, OffloadingMetadata)
-        self._worker.begin(metadata)
-
-    def save_kv_layer(self, layer: int) -> None:
-        """See `KVConnectorBase`."""
-        self._worker.save_layer(layer)
-
-    def wait_for_save(self) -> None:
-        """See `KVConnectorBase`."""
-        self._worker.spill()
-
-    def step_failed(self) -> None:
-        """See `KVConnectorBase`."""
-        self._worker.step_failed()
-
-    def get_finished(self) -> tuple[set[str], set[str]]:
-        """See `KVConnectorBase`."""
-        return set(), self._worker.loaded.take_finished()
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """See `KVConnectorBase`."""
-        return self._worker.loaded.take_damaged()
-
-    def shutdown(self) -> None:
-        """See `KVConnectorBase`."""
-        if isinstance(self._half, OffloadingWorker):
-            self._half.shutdown()
-
-
-class _Known:
-    """The hashes of a group that can be loaded."""
-
-    def __init__(self, half: OffloadingScheduler, group_id: int) -> None:
-        self._half, self._group_id = half, group_id
-
-    def __contains__(self, block_hash: object) -> bool:
-        assert isinstance(block_hash, bytes)
-        return self._half.has((self._group_id, block_hash))
-
-
-class OffloadingScheduler:
-    """Knows what is where, on all ranks alike."""
-
-    def __init__(
-        self, config: KVTransferConfig, settings: OffloadingSettings, layout: KVLayout
-    ) -> None:
-        self._config, self._layout = config, layout
+    def __init__(self, config: EngineConfig, layout: KVLayout) -> None:
+        super().__init__(config, layout)
+        settings = self.settings_type.of(self.transfer_config)
         num_slots, num_file_slots = settings.num_slots(layout)
         policy = EVICTION_POLICIES[settings.eviction_policy]
         self._memory = policy(num_slots)
-        self._file: ImageCache | None = None
+        self._file: CopyCache | None = None
         self._next_number = 1
         if settings.file_path is not None:
             self._file = policy(num_file_slots)
-            self._restore(self._file, file_of(config, settings, layout))
-        self._known = [_Known(self, group_id) for group_id in range(len(layout.groups))]
+            self._restore(self._file, file_of(self.transfer_config, settings, layout))
         self._tracker = BlockTracker(layout)
         self._epoch = 0
         self._saving: deque[list[Save]] = deque()
@@ -274,9 +151,9 @@ class OffloadingScheduler:
         """To be told to the workers."""
         self._loads: dict[str, list[Load]] = {}
 
-    def _restore(self, file: ImageCache, path: Path) -> None:
+    def _restore(self, file: CopyCache, path: Path) -> None:
         """Takes in what the file of rank 0 has; whether others have it, too, is seen later."""
-        found = sorted(read_records(path, self._layout))
+        found = sorted(read_records(path, self.layout))
         for number, slot, group_id, block_hash in found:
             self._next_number = number + 1
             if slot < file.num_slots and (group_id, block_hash) not in file:
@@ -284,26 +161,30 @@ class OffloadingScheduler:
         if found:
             logger.info("KV blocks of an earlier run", extra={"file": path, "blocks": len(found)})
 
-    def has(self, key: Key) -> bool:
-        """Whether a block can be loaded."""
+    def _has(self, key: Key) -> bool:
+        """Return True if a block can be loaded."""
         if key in self._unsure:
             return False
         return key in self._memory or (self._file is not None and key in self._file)
 
-    def match(self, request: Request, num_computed_tokens: int) -> int:
-        """Tokens that can be loaded."""
-        size = self._layout.block_size
-        end = longest_match(self._layout, request, num_computed_tokens, self._known)
-        return end * size - num_computed_tokens
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        """See `KVConnectorScheduler`."""
+        known = KnownBlocks.of_groups(self.layout, self._has)
+        end = longest_match(self.layout, request, num_computed_tokens, known)
+        return end * self.layout.block_size - num_computed_tokens, True
 
-    def allocated(self, request: Request, block_ids: list[list[int]], num_tokens: int) -> None:
-        """Has blocks loaded, or follows a request that is started."""
-        if num_tokens == 0:
+    def update_state_after_alloc(
+        self, request: Request, block_ids: list[list[int]], num_external_tokens: int
+    ) -> None:
+        """See `KVConnectorScheduler`."""
+        if num_external_tokens == 0:
             self._tracker.start(request, block_ids)
             return
         loads: list[Load] = []
         for group_id, ids in enumerate(block_ids):
-            for i in range(len(ids) - num_tokens // self._layout.block_size, len(ids)):
+            for i in range(len(ids) - num_external_tokens // self.layout.block_size, len(ids)):
                 if ids[i] != NULL_BLOCK_ID:
                     loads.append(self._load(group_id, ids[i], request.block_hashes[i]))
         self._new_loads[request.request_id] = self._loads[request.request_id] = loads
@@ -325,15 +206,15 @@ class OffloadingScheduler:
             slot = _NO_SLOT if found is None else found
         return Load(group_id, block_id, slot, block_hash, file_slot)
 
-    def build(self, step: SchedulerOutput) -> OffloadingMetadata | None:
-        """What a step saves, and what is loaded beside it."""
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OffloadingMetadata | None:
+        """See `KVConnectorScheduler`."""
         saves: list[Save] = []
-        for block in self._tracker.full_blocks(step, self._saves_all):
-            if self._config.saves and block.request.cache_scope is None:
+        for block in self._tracker.full_blocks(scheduler_output, self._saves_all):
+            if self.transfer_config.saves and block.request.cache_scope is None:
                 save = self._save(block)
                 if save is not None:
                     saves.append(save)
-        if step.scheduled_reqs:
+        if scheduler_output.scheduled_reqs:
             self._saving.append(saves)
             self._unsure.update((save.group_id, save.block_hash) for save in saves)
         loads, self._new_loads = self._new_loads, {}
@@ -363,12 +244,12 @@ class OffloadingScheduler:
         return Save(block.group_id, block.block_id, slot, block.block_hash, file_slot, number)
 
     def step_succeeded(self) -> None:
-        """What the oldest step has saved can be loaded."""
+        """See `KVConnectorScheduler`: the saved blocks can be loaded."""
         for save in self._saving.popleft():
             self._settle(save)
 
     def steps_failed(self) -> None:
-        """Nothing that steps in flight save is there, or will be."""
+        """See `KVConnectorScheduler`."""
         self._epoch += 1
         for saves in self._saving:
             for save in saves:
@@ -384,8 +265,8 @@ class OffloadingScheduler:
             assert self._file is not None
             self._file.unpin(key)
 
-    def finished(self, output: KVConnectorOutput) -> None:
-        """Lets go of what was loaded; forgets what was damaged."""
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """See `KVConnectorScheduler`: unpin loaded blocks, and forget damaged ones."""
         damaged = set(output.invalid_block_ids)
         for req_id in output.finished_recving:
             loads = self._loads.pop(req_id)
@@ -404,35 +285,40 @@ class OffloadingScheduler:
             if cache is not None and key in cache and not cache.pinned(key):
                 cache.remove(key)
 
-    def reset(self) -> None:
-        """Forgets all that nothing is being copied from or to."""
+    def reset_cache(self) -> bool:
+        """See `KVConnectorScheduler`; blocks that are being copied stay."""
         self._memory.clear()
         if self._file is not None:
             self._file.clear()
+        return True
 
 
-class OffloadingWorker:
-    """Has the memory and the file of one rank, and copies."""
+class OffloadingWorker(KVConnectorWorker):
+    """Memory and file of one rank."""
+
+    metadata_type = OffloadingMetadata
+    settings_type: type[OffloadingSettings] = OffloadingSettings
 
     def __init__(
         self,
-        config: KVTransferConfig,
-        settings: OffloadingSettings,
+        config: EngineConfig,
         layout: KVLayout,
         notify: Callable[[], object],
         memory: Bytes | None = None,
     ) -> None:
         from octavo.kernels.memory import map_memory  # imports torch
 
-        self.kv_caches: KVCaches | None = None
-        self._size = layout.image_nbytes
-        self.loaded = LoadResults(notify)
+        super().__init__(config, layout, notify)
+        transfer = transfer_config_of(config)
+        settings = self.settings_type.of(transfer)
+        self._size = layout.copy_nbytes
+        self._loaded = LoadResults(notify)
         num_slots, num_file_slots = settings.num_slots(layout)
-        self._file: ImageFile | None = None
+        self._file: CopyFile | None = None
         self._num_found = 0
         if settings.file_path is not None:
-            path = file_of(config, settings, layout)
-            self._file = ImageFile(path, layout, num_file_slots)
+            path = file_of(transfer, settings, layout)
+            self._file = CopyFile(path, layout, num_file_slots)
             self._num_found = sum(1 for _ in read_records(path, layout))
         if memory is None:
             memory = map_memory(num_slots * self._size).numpy()
@@ -442,7 +328,7 @@ class OffloadingWorker:
         self._metadata = OffloadingMetadata()
         self._saving: LayerSaves | None = None
         self._failed_epoch = -1
-        self._complaint = Complaint()
+        self._once = OnceLogger()
         self._loader = ThreadPoolExecutor(1, "octavo-kv-loads")
         self._spiller = ThreadPoolExecutor(1, "octavo-kv-spills")
         self._spills: dict[int, Future[None]] = {}
@@ -452,20 +338,24 @@ class OffloadingWorker:
         self._touching = ThreadPoolExecutor(1, "octavo-kv-memory")
         self._closing = False
 
-    def register(self, kv_caches: KVCaches) -> None:
-        """The KV cache of this rank is there."""
-        self.kv_caches = kv_caches
+    @classmethod
+    def host_nbytes(cls, config: KVTransferConfig) -> int:
+        """See `KVConnectorWorker`."""
+        return cls.settings_type.of(config).cpu_bytes_to_use
+
+    def register_kv_caches(self, kv_caches: KVCaches) -> None:
+        """See `KVConnectorWorker`."""
+        super().register_kv_caches(kv_caches)
         if self._num_found:
             self._touching.submit(self._touch)
 
     def _touch(self) -> None:
-        """Takes the memory that what an earlier run has left will need.
+        """Touch the memory that blocks of an earlier run will need.
 
-        The system hands out new pages more slowly than a file is read: the first requests would
+        The system allocates new pages more slowly than it reads a file: the first requests would
         wait for them.
         """
-        assert self.kv_caches is not None
-        for _ in self.kv_caches.touch(1 + self._num_found):  # behind the null block
+        for _ in self.kv_caches.touch(1 + self._num_found):  # after the null block
             if self._closing:
                 return
         end = min(self._num_found * self._size, len(self._memory))
@@ -475,42 +365,42 @@ class OffloadingWorker:
             address = int(self._memory.ctypes.data) + start
             _native.touch_pages(address, min(_PIECE, end - start))
 
-    def begin(self, metadata: OffloadingMetadata) -> None:
-        """Begins to load."""
+    def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
+        """See `KVConnectorWorker`."""
+        assert isinstance(metadata, OffloadingMetadata)
         self._metadata, self._saving = metadata, None
         for req_id, loads in metadata.loads.items():
             blocks = {load.block_id for load in loads}
-            self._loader.submit(self.loaded.run, req_id, blocks, partial(self._copy, loads))
+            self._loader.submit(self._loaded.run, req_id, blocks, partial(self._copy, loads))
 
     def step_failed(self) -> None:
-        """What is saved before the scheduler knows of it rests on what was not computed."""
+        """See `KVConnectorWorker`: saves are invalid until the scheduler knows of the failure."""
         self._failed_epoch = self._metadata.epoch
 
-    def save_layer(self, layer: int) -> None:
-        """Copies what the step has computed of a layer."""
+    def save_kv_layer(self, layer: int) -> None:
+        """See `KVConnectorWorker`."""
         if self._saving is None:
             self._saving = self._begin_saving()
         self._saving.save_layer(layer)
 
     def _begin_saving(self) -> LayerSaves:
-        assert self.kv_caches is not None
         for save in self._saves:
             _wait(self._spills.pop(save.slot, None))
         return self.kv_caches.saving(
             [
-                BlockImage(s.group_id, s.block_id, self._address(s.slot), s.block_hash)
+                BlockCopy(s.group_id, s.block_id, self._address(s.slot), s.block_hash)
                 for s in self._saves
             ]
         )
 
     @property
     def _saves(self) -> list[Save]:
-        """What of the step is to be saved."""
+        """Blocks that the step saves."""
         metadata = self._metadata
         return [] if metadata.epoch <= self._failed_epoch else metadata.saves
 
-    def spill(self) -> None:
-        """Has what the step has saved written to the file, too."""
+    def wait_for_save(self) -> None:
+        """See `KVConnectorWorker`: start to write the step's blocks to the file, too."""
         for save in self._saves:
             if save.file_slot != _NO_SLOT:
                 spill = self._spiller.submit(self._spill, save)
@@ -518,53 +408,60 @@ class OffloadingWorker:
 
     def _spill(self, save: Save) -> None:
         assert self._file is not None
-        image = self._image(save.slot)
+        copy = self._copy_at(save.slot)
         try:
-            self._file.write(save.file_slot, image, save.number, save.group_id, save.block_hash)
+            self._file.write(save.file_slot, copy, save.number, save.group_id, save.block_hash)
         except OSError as error:
-            self._complaint.make(f"KV blocks cannot be written ({error.strerror or error})")
+            self._once.warning(f"KV blocks cannot be written ({error.strerror or error})")
 
     def _copy(self, loads: list[Load]) -> set[int]:
-        """Copies blocks; returns those that are damaged."""
-        assert self.kv_caches is not None
+        """Copy blocks; return those that are damaged."""
         damaged: set[int] = set()
-        there: list[BlockImage] = []
+        there: list[BlockCopy] = []
         for load in loads:
             if load.file_slot != _NO_SLOT and not self._read(load):
                 damaged.add(load.block_id)
             elif load.slot != _NO_SLOT:
                 address = self._address(load.slot)
-                there.append(BlockImage(load.group_id, load.block_id, address, load.block_hash))
+                there.append(BlockCopy(load.group_id, load.block_id, address, load.block_hash))
             else:
                 address = self._staging.ctypes.data
-                image = BlockImage(load.group_id, load.block_id, address, load.block_hash)
-                damaged |= self.kv_caches.load([image])
+                copy = BlockCopy(load.group_id, load.block_id, address, load.block_hash)
+                damaged |= self.kv_caches.load([copy])
         return damaged | self.kv_caches.load(there)
 
     def _read(self, load: Load) -> bool:
-        """Reads an image from the file."""
+        """Reads a copy from the file."""
         assert self._file is not None
         _wait(self._file_spills.pop(load.file_slot, None))
-        image = self._staging.data
+        copy = self._staging.data
         if load.slot != _NO_SLOT:
             _wait(self._spills.get(load.slot))
-            image = self._image(load.slot)
+            copy = self._copy_at(load.slot)
         try:
-            self._file.read(load.file_slot, image)
+            self._file.read(load.file_slot, copy)
         except OSError as error:
-            self._complaint.make(f"KV blocks cannot be read ({error.strerror or error})")
-            image[:] = bytes(len(image))  # nothing that was there before
+            self._once.warning(f"KV blocks cannot be read ({error.strerror or error})")
+            copy[:] = bytes(len(copy))  # nothing that was there before
             return False
         return True
 
     def _address(self, slot: int) -> int:
         return int(self._memory.ctypes.data) + slot * self._size
 
-    def _image(self, slot: int) -> memoryview:
+    def _copy_at(self, slot: int) -> memoryview:
         return self._memory.data[slot * self._size : (slot + 1) * self._size]
 
+    def get_finished(self) -> tuple[set[str], set[str]]:
+        """See `KVConnectorWorker`."""
+        return set(), self._loaded.take_finished()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """See `KVConnectorWorker`."""
+        return self._loaded.take_damaged()
+
     def shutdown(self) -> None:
-        """Writes what is still to be written."""
+        """Write the remaining blocks, and release the file."""
         self._closing = True
         self._touching.shutdown()
         self._loader.shutdown(cancel_futures=True)
@@ -573,8 +470,13 @@ class OffloadingWorker:
             self._file.close()
 
 
+OffloadingConnector = KVConnector(
+    OffloadingScheduler, OffloadingWorker, OffloadingWorker.host_nbytes
+)
+
+
 def file_of(config: KVTransferConfig, settings: OffloadingSettings, layout: KVLayout) -> Path:
-    """The file of a rank."""
+    """Return the path of a rank's file."""
     assert settings.file_path is not None
     name = f"{layout.identity.hex()[:16]}-{config.engine_id}-{layout.rank}of{layout.world_size}"
     return Path(settings.file_path).expanduser() / f"{name}.kv"

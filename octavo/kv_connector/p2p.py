@@ -1,10 +1,11 @@
-"""`P2PConnector`: an engine goes on with a prompt that another one has computed.
+"""`P2PConnector`: an engine generates after a prompt that another engine has computed.
 
-The first one keeps the prompt's blocks in memory (as `OffloadingConnector` does) until the other
-one has them, or does not come in time. What it answers with (`kv_transfer_params`, as in vLLM) says
-where they are, signed with the cluster's key; who gets it with a request fetches the blocks. On the
-same host they are copied straight out of the other engine's memory; from elsewhere they come over
-TCP, encrypted (CurveZMQ). Blocks that do not come, or not as they should be, are computed.
+The first engine keeps the prompt's blocks in memory (as `OffloadingConnector` does) until the
+second one has fetched them, or until a timeout. Its answer contains their addresses
+(`kv_transfer_params`, as in vLLM), signed with the cluster's key; an engine that receives these
+with a request fetches the blocks: on the same host from the first engine's memory, otherwise over
+TCP, encrypted (CurveZMQ).
+Blocks that do not arrive, or are damaged, are computed.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from octavo.config import KVTransferConfig
-from octavo.errors import ConfigError, RequestError
+from octavo.config import EngineConfig
+from octavo.errors import RequestError
 from octavo.kv_cache.block_pool import NULL_BLOCK_ID
+from octavo.kv_connector.base import KVConnector, KVConnectorMetadata, transfer_config_of
 from octavo.kv_connector.cluster_secret import cluster_secret
-from octavo.kv_connector.image_cache import Key
+from octavo.kv_connector.copy_cache import Key
 from octavo.kv_connector.layout import KVLayout
 from octavo.kv_connector.offload import (
-    OffloadingConnector,
     OffloadingMetadata,
     OffloadingScheduler,
     OffloadingSettings,
     OffloadingWorker,
 )
 from octavo.kv_connector.pages import KVCaches
-from octavo.kv_connector.peer import PeerAddress, PeerClient, PeerServer, SharedImages
+from octavo.kv_connector.peer import PeerAddress, PeerClient, PeerServer, SharedCopies
 from octavo.messages import KVConnectorOutput, SchedulerOutput
 from octavo.request import Request
 
@@ -60,6 +61,14 @@ class P2PSettings(OffloadingSettings, frozen=True, kw_only=True):
     load_timeout: _Seconds = 20.0
     """Seconds after which blocks that have not come are computed."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.host in ("0.0.0.0", "::", "*"):
+            raise ValueError(
+                f"host={self.host!r} is no address that others could connect to; name one of this "
+                "machine."
+            )
+
 
 class Fetch(msgspec.Struct, array_like=True):
     """Blocks to be fetched from a peer."""
@@ -80,8 +89,8 @@ class P2PMetadata(OffloadingMetadata):
     """What all ranks have: to be told to those who keep it."""
 
 
-class _Handed(msgspec.Struct):
-    """A prompt's blocks that wait for a peer."""
+class _KeptPrompt(msgspec.Struct):
+    """Blocks of a prompt that wait for a peer."""
 
     keys: list[Key]
     until: float
@@ -128,74 +137,19 @@ def read_offer(request: Request) -> _Offer | None:
         ) from None
 
 
-class P2PConnector(OffloadingConnector):
-    """See the module."""
-
-    metadata_type = P2PMetadata
-
-    def _make_scheduler(self) -> P2PScheduler:
-        settings = _read_settings(self.transfer_config)
-        return P2PScheduler(self.transfer_config, settings, self.layout, self._secret())
-
-    def _make_worker(self) -> P2PWorker:
-        settings = _read_settings(self.transfer_config)
-        secret, transfer = self._secret(), self.transfer_config
-        return P2PWorker(transfer, settings, self.layout, self._notify, secret)
-
-    def _secret(self) -> bytes:
-        return cluster_secret(self.config.parallel.cluster_key_file)
-
-    @classmethod
-    def host_nbytes(cls, config: KVTransferConfig) -> int:
-        """See `KVConnectorBase`."""
-        return _read_settings(config).cpu_bytes_to_use
-
-    @property
-    def _p2p(self) -> P2PScheduler:
-        assert isinstance(self._half, P2PScheduler)
-        return self._half
-
-    @property
-    def num_expired(self) -> int:
-        """See `KVConnectorBase`."""
-        return self._p2p.num_expired
-
-    def set_xfer_handshake_metadata(self, metadata: list[Any]) -> None:
-        """See `KVConnectorBase`."""
-        self._p2p.peers = [msgspec.convert(it, PeerAddress) for it in metadata]
-
-    def check_request(self, request: Request) -> None:
-        """See `KVConnectorBase`."""
-        self._p2p.check(request)
-
-    def request_finished(self, request: Request) -> dict[str, Any] | None:
-        """See `KVConnectorBase`."""
-        return self._p2p.hand_over(request)
-
-    def get_handshake_metadata(self) -> Any:
-        """See `KVConnectorBase`."""
-        assert isinstance(self._half, P2PWorker)
-        return msgspec.to_builtins(self._half.address)
-
-    def get_finished(self) -> tuple[set[str], set[str]]:
-        """See `KVConnectorBase`."""
-        assert isinstance(self._half, P2PWorker)
-        return self._half.take_fetched(), self._half.loaded.take_finished()
-
-
 class P2PScheduler(OffloadingScheduler):
-    """Keeps blocks for peers, and has blocks fetched from them."""
+    """Index of the blocks that are kept for peers, and of those that peers keep."""
 
-    def __init__(
-        self, config: KVTransferConfig, settings: P2PSettings, layout: KVLayout, secret: bytes
-    ) -> None:
-        super().__init__(config, settings, layout)
-        self.peers: list[PeerAddress] = []
-        self.num_expired = 0
-        """Prompts whose blocks nobody has fetched in time."""
-        self._settings, self._secret = settings, secret
-        self._handed: dict[str, _Handed] = {}
-        """In the order in which they were handed over."""
+    settings_type = P2PSettings
+
+    def __init__(self, config: EngineConfig, layout: KVLayout) -> None:
+        super().__init__(config, layout)
+        self._settings = P2PSettings.of(self.transfer_config)
+        self._peers: list[PeerAddress] = []
+        self._num_expired = 0
+        self._secret = cluster_secret(config.parallel.cluster_key_file)
+        self._kept: dict[str, _KeptPrompt] = {}
+        """By the request's id, oldest first."""
         self._fetches: dict[str, Fetch] = {}
         """To be told to the workers."""
         self._fetching: dict[str, Fetch] = {}
@@ -203,8 +157,17 @@ class P2PScheduler(OffloadingScheduler):
         self._offers: dict[str, _Offer] = {}
         """Of requests that are asked about, or loaded."""
 
-    def check(self, request: Request) -> None:
-        """See `KVConnectorBase.check_request`."""
+    @property
+    def num_expired(self) -> int:
+        """See `KVConnectorScheduler`."""
+        return self._num_expired
+
+    def set_xfer_handshake_metadata(self, metadata: list[Any]) -> None:
+        """See `KVConnectorScheduler`."""
+        self._peers = [msgspec.convert(it, PeerAddress) for it in metadata]
+
+    def check_request(self, request: Request) -> None:
+        """See `KVConnectorScheduler`."""
         offer = read_offer(request)
         if offer is None:
             return
@@ -222,15 +185,15 @@ class P2PScheduler(OffloadingScheduler):
         params = request.options.kv_transfer_params
         return params is not None and bool(params.get("do_remote_decode"))
 
-    def hand_over(self, request: Request) -> dict[str, Any] | None:
-        """Keeps a prompt's blocks for whoever is told of them now."""
-        if not self._saves_all(request) or not self._config.saves:
+    def request_finished(self, request: Request) -> dict[str, Any] | None:
+        """See `KVConnectorScheduler`: keep the prompt's blocks for a peer."""
+        if not self._saves_all(request) or not self.transfer_config.saves:
             return None
-        size = self._layout.block_size
+        size = self.layout.block_size
         hashes = request.block_hashes[: request.num_prompt_tokens // size]
         places = [
             [self._place((group_id, h)) for h in hashes]
-            for group_id in range(len(self._layout.groups))
+            for group_id in range(len(self.layout.groups))
         ]
         keys = [
             (group_id, h)
@@ -242,17 +205,17 @@ class P2PScheduler(OffloadingScheduler):
             self._memory.pin(key)
         self._expire()
         until = time.monotonic() + self._settings.release_timeout
-        self._end_handing(request.request_id)
-        self._handed[request.request_id] = _Handed(keys, until)
+        self._release(request.request_id)
+        self._kept[request.request_id] = _KeptPrompt(keys, until)
         offer = _Offer(
             do_remote_prefill=True,
-            remote_engine_id=self._config.engine_id,
+            remote_engine_id=self.transfer_config.engine_id,
             remote_request_id=request.request_id,
             remote_host=self._settings.host,
-            remote_port=self.peers[0].port,
+            remote_port=self._peers[0].port,
             remote_block_ids=places,
-            remote_layout=self._layout.identity.hex(),
-            remote_peers=self.peers,
+            remote_layout=self.layout.identity.hex(),
+            remote_peers=self._peers,
         )
         offer.signature = offer.sign(self._secret)
         found: dict[str, Any] = msgspec.to_builtins(offer)
@@ -261,33 +224,35 @@ class P2PScheduler(OffloadingScheduler):
     def _place(self, key: Key) -> int:
         return self._memory.slot(key) if key in self._memory and key not in self._unsure else -1
 
-    def _end_handing(self, request_id: str) -> None:
-        handed = self._handed.pop(request_id, None)
-        for key in handed.keys if handed is not None else ():
+    def _release(self, request_id: str) -> None:
+        kept = self._kept.pop(request_id, None)
+        for key in kept.keys if kept is not None else ():
             self._memory.unpin(key)
 
     def _expire(self) -> None:
-        """Lets go of what nobody has fetched."""
+        """Release blocks that were not fetched in time."""
         now = time.monotonic()
-        for request_id in [i for i, handed in self._handed.items() if handed.until <= now]:
-            self.num_expired += 1
+        for request_id in [i for i, kept in self._kept.items() if kept.until <= now]:
+            self._num_expired += 1
             logger.warning("nobody has fetched the KV blocks of request %s in time", request_id)
-            self._end_handing(request_id)
+            self._release(request_id)
 
-    def match(self, request: Request, num_computed_tokens: int) -> int:
-        """Tokens that a peer has, or else that are in memory here."""
-        here = super().match(request, num_computed_tokens)
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        """See `KVConnectorScheduler`: blocks of a peer, or else those in memory here."""
+        here, _ = super().get_num_new_matched_tokens(request, num_computed_tokens)
         offer = read_offer(request)
-        if offer is None or not offer.do_remote_prefill or not self._config.loads:
-            return here
+        if offer is None or not offer.do_remote_prefill or not self.transfer_config.loads:
+            return here, True
         there = self._match_offer(request, offer, num_computed_tokens)
         if there <= here:
-            return here
+            return here, True
         self._offers[request.request_id] = offer
-        return there
+        return there, True
 
     def _match_offer(self, request: Request, offer: _Offer, num_computed_tokens: int) -> int:
-        layout = self._layout
+        layout = self.layout
         if offer.remote_layout != layout.identity.hex():
             logger.warning(
                 "engine %s computes another model, or otherwise: its KV blocks are computed again",
@@ -310,18 +275,20 @@ class P2PScheduler(OffloadingScheduler):
             end = max(missing)
         return 0
 
-    def allocated(self, request: Request, block_ids: list[list[int]], num_tokens: int) -> None:
-        """Has blocks fetched or loaded, or follows a request that is started."""
+    def update_state_after_alloc(
+        self, request: Request, block_ids: list[list[int]], num_external_tokens: int
+    ) -> None:
+        """See `KVConnectorScheduler`."""
         offer = self._offers.pop(request.request_id, None)
-        if num_tokens == 0 and request.num_external_tokens is None:
+        if num_external_tokens == 0 and request.num_external_tokens is None:
             self._decline(request)
-        if offer is None or num_tokens == 0:
-            super().allocated(request, block_ids, num_tokens)
+        if offer is None or num_external_tokens == 0:
+            super().update_state_after_alloc(request, block_ids, num_external_tokens)
             return
         blocks = [
             (group_id, ids[i], offer.remote_block_ids[group_id][i], request.block_hashes[i])
             for group_id, ids in enumerate(block_ids)
-            for i in range(len(ids) - num_tokens // self._layout.block_size, len(ids))
+            for i in range(len(ids) - num_external_tokens // self.layout.block_size, len(ids))
             if ids[i] != NULL_BLOCK_ID
         ]
         fetch = Fetch(offer.remote_request_id, offer.remote_peers, blocks)
@@ -329,16 +296,16 @@ class P2PScheduler(OffloadingScheduler):
         self._fetches[request.request_id] = self._fetching[request.request_id] = fetch
 
     def _decline(self, request: Request) -> None:
-        """Has a peer told that nothing of what it keeps is wanted: all of it was here."""
+        """Tell a peer to release its blocks without a fetch: all of them were here."""
         offer = read_offer(request)
         if offer is not None and offer.do_remote_prefill:
             self._fetched.append(Fetch(offer.remote_request_id, offer.remote_peers, []))
 
-    def build(self, step: SchedulerOutput) -> P2PMetadata | None:
-        """What a step saves, and what is loaded and fetched beside it."""
-        if self._handed:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> P2PMetadata | None:
+        """See `KVConnectorScheduler`."""
+        if self._kept:
             self._expire()
-        found = super().build(step)
+        found = super().build_connector_meta(scheduler_output)
         fetches, self._fetches = self._fetches, {}
         fetched, self._fetched = self._fetched, []
         if found is None and not fetches and not fetched:
@@ -347,69 +314,71 @@ class P2PScheduler(OffloadingScheduler):
         told = [(fetch.request_id, fetch.peers) for fetch in fetched]
         return P2PMetadata(found.epoch, found.saves, found.loads, fetches, told)
 
-    def finished(self, output: KVConnectorOutput) -> None:
-        """Lets go of what was fetched by others, or loaded here."""
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """See `KVConnectorScheduler`: release the blocks that peers have fetched."""
         for request_id in output.finished_sending:
-            self._end_handing(request_id)
+            self._release(request_id)
         for request_id in output.finished_recving:
             if request_id in self._fetching:
                 self._fetched.append(self._fetching.pop(request_id))
-        super().finished(output)
+        super().update_connector_output(output)
 
 
 class P2PWorker(OffloadingWorker):
-    """Lets peers fetch blocks, and fetches theirs."""
+    """Server of this rank's blocks for peers, and client of theirs."""
+
+    metadata_type = P2PMetadata
+    settings_type = P2PSettings
 
     def __init__(
-        self,
-        config: KVTransferConfig,
-        settings: P2PSettings,
-        layout: KVLayout,
-        notify: Callable[[], object],
-        secret: bytes,
+        self, config: EngineConfig, layout: KVLayout, notify: Callable[[], object]
     ) -> None:
+        settings = P2PSettings.of(transfer_config_of(config))
+        secret = cluster_secret(config.parallel.cluster_key_file)
         num_slots, _ = settings.num_slots(layout)
-        self._shared = SharedImages(num_slots * layout.image_nbytes)
-        super().__init__(config, settings, layout, notify, memory=self._shared.images)
+        self._shared = SharedCopies(num_slots * layout.copy_nbytes)
+        super().__init__(config, layout, notify, memory=self._shared.copies)
         self._lock = threading.Lock()
         """Of what follows."""
         self._fetched: set[str] = set()
-        self._notify = notify
-        self._timeout, self._secret, self._layout = settings.load_timeout, secret, layout
+        self._timeout, self._secret = settings.load_timeout, secret
         self._client: PeerClient | None = None
         self._fetchers = ThreadPoolExecutor(4, "octavo-kv-fetches")
         port = settings.port and settings.port + layout.rank
         self._server = PeerServer(
             *(settings.host, port, secret, layout, self._shared), self._peer_has
         )
-        self.address = self._server.address
 
-    def register(self, kv_caches: KVCaches) -> None:
-        """See `OffloadingWorker`."""
-        super().register(kv_caches)
+    def get_handshake_metadata(self) -> Any:
+        """See `KVConnectorWorker`."""
+        return msgspec.to_builtins(self._server.address)
+
+    def register_kv_caches(self, kv_caches: KVCaches) -> None:
+        """See `KVConnectorWorker`."""
+        super().register_kv_caches(kv_caches)
         self._client = PeerClient(self._secret, kv_caches, self._timeout)
 
     def _peer_has(self, request_id: str) -> None:
         """A peer has fetched what was kept for it."""
         with self._lock:
             self._fetched.add(request_id)
-        self._notify()
+        self.notify()
 
-    def take_fetched(self) -> set[str]:
-        """Requests whose blocks need not be kept any more."""
+    def get_finished(self) -> tuple[set[str], set[str]]:
+        """See `KVConnectorWorker`."""
         with self._lock:
             fetched, self._fetched = self._fetched, set()
-        return fetched
+        return fetched, self._loaded.take_finished()
 
-    def begin(self, metadata: OffloadingMetadata) -> None:
-        """Begins to load and to fetch."""
-        super().begin(metadata)
+    def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
+        """See `KVConnectorWorker`."""
+        super().start_load_kv(metadata)
         assert isinstance(metadata, P2PMetadata)
         for req_id, wanted in metadata.fetches.items():
             blocks = {block_id for _, block_id, _, _ in wanted.blocks}
             fetch = partial(self._fetch, wanted, blocks, time.monotonic())
-            self._fetchers.submit(self.loaded.run, req_id, blocks, fetch)
-        if self._layout.rank == 0:
+            self._fetchers.submit(self._loaded.run, req_id, blocks, fetch)
+        if self.layout.rank == 0:
             for request_id, peers in metadata.fetched:
                 self._fetchers.submit(self._tell, request_id, peers)
 
@@ -428,7 +397,7 @@ class P2PWorker(OffloadingWorker):
             return blocks
 
     def shutdown(self) -> None:
-        """Fetches nothing more, and lets nobody fetch."""
+        """See `KVConnectorWorker`: end all transfers."""
         self._fetchers.shutdown(cancel_futures=True)
         self._server.close()
         if self._client is not None:
@@ -437,12 +406,4 @@ class P2PWorker(OffloadingWorker):
         self._shared.close()
 
 
-def _read_settings(config: KVTransferConfig) -> P2PSettings:
-    found = P2PSettings.of(config)
-    assert isinstance(found, P2PSettings)
-    if found.host in ("0.0.0.0", "::", "*"):
-        raise ConfigError(
-            f"kv_transfer_config: host={found.host!r} is no address that others could connect to; "
-            "name one of this machine."
-        )
-    return found
+P2PConnector = KVConnector(P2PScheduler, P2PWorker, P2PWorker.host_nbytes)

@@ -1,4 +1,4 @@
-"""Blocks of a rank's KV cache as pages in memory, copied to images of them and back."""
+"""Copies of blocks of a rank's KV cache, page by page."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Bytes = NDArray[np.uint8]
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # so that the seeds of pages lie far apart
 
 
-class BlockImage(NamedTuple):
-    """A block, and where its image is."""
+class BlockCopy(NamedTuple):
+    """A block, and the address of its copy."""
 
     group_id: int
     block_id: int
     address: int
-    """Of `KVLayout.image_nbytes` bytes."""
+    """Of `KVLayout.copy_nbytes` bytes."""
     block_hash: bytes
     """Of which the checksums depend: those of another block are never right."""
 
@@ -50,31 +50,31 @@ class KVCaches:
             _native.touch_pages(int(tensor), nbytes)
             yield
 
-    def save(self, images: Sequence[BlockImage]) -> None:
-        """Copies blocks to their images, checksums included."""
-        saving = self.saving(images)
+    def save(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy blocks, with checksums."""
+        saving = self.saving(copies)
         for layer in range(saving.num_layers):
             saving.save_layer(layer)
 
-    def saving(self, images: Sequence[BlockImage]) -> LayerSaves:
-        """Blocks that are to be copied to their images, layer by layer."""
+    def saving(self, copies: Sequence[BlockCopy]) -> LayerSaves:
+        """Return an object that copies blocks layer by layer."""
         by_layer: dict[int, _Pages] = {}
-        for group_id, some in _by_group(images).items():
+        for group_id, some in _by_group(copies).items():
             pages = self._pages(group_id, some, self.layout.part)
             for i, layer in enumerate(self.layout.groups[group_id].layer_indices):
                 by_layer[layer] = pages.of_sides(2 * i, 2 * i + 2)
         return LayerSaves(by_layer)
 
-    def load(self, images: Sequence[BlockImage], part: KVPart | None = None) -> set[int]:
-        """Copies images to their blocks; returns those blocks whose images are damaged.
+    def load(self, copies: Sequence[BlockCopy], part: KVPart | None = None) -> set[int]:
+        """Restore blocks from their copies; return the blocks whose copies are damaged.
 
         Args:
-            images: of the blocks.
-            part: what the images have of a block; None: what this rank has. What they do not have
-                stays as it is.
+            copies: the copies.
+            part: part of a block that is in the copies; None: this rank's. The rest of the blocks
+                is not changed.
         """
         damaged: set[int] = set()
-        for group_id, some in _by_group(images).items():
+        for group_id, some in _by_group(copies).items():
             pages = self._pages(group_id, some, part or self.layout.part)
             bad = np.zeros(pages.here.shape, np.uint8)
             _native.load_pages(
@@ -87,14 +87,14 @@ class KVCaches:
             damaged.update(some[i].block_id for i in np.flatnonzero(of_block))
         return damaged
 
-    def _pages(self, group_id: int, images: Sequence[BlockImage], part: KVPart) -> _Pages:
-        """The pages of blocks that are in images: layer by layer the keys, then the values."""
+    def _pages(self, group_id: int, copies: Sequence[BlockCopy], part: KVPart) -> _Pages:
+        """Return the pages of copied blocks: for each layer the keys, then the values."""
         own, size = self.layout.part, self.layout.page_nbytes
-        blocks = np.array([image.block_id for image in images], np.uint64)[:, None]
+        blocks = np.array([copy.block_id for copy in copies], np.uint64)[:, None]
         assert blocks.size == 0 or int(blocks.max()) < self.num_blocks
-        starts = np.array([image.address for image in images], np.uint64)[:, None]
+        starts = np.array([copy.address for copy in copies], np.uint64)[:, None]
         hashes = np.array(
-            [int.from_bytes(image.block_hash[:8], "little") for image in images], np.uint64
+            [int.from_bytes(copy.block_hash[:8], "little") for copy in copies], np.uint64
         )[:, None]
         layers = [layer for layer in own.layers[group_id] if layer in part.layers[group_id]]
         chunk, heads = own.chunk_nbytes[group_id], part.num_heads[group_id]
@@ -125,7 +125,7 @@ class _Pages:
     here: Addresses
     """In the KV cache."""
     there: Addresses
-    """In images."""
+    """In copies."""
     sums: Addresses
     seeds: Addresses
     chunks: int
@@ -153,7 +153,7 @@ class _Pages:
 
 
 class LayerSaves:
-    """Copies of blocks to their images: what `KVCaches.saving` gives."""
+    """Copying of blocks, layer by layer."""
 
     def __init__(self, by_layer: dict[int, _Pages]) -> None:
         self._by_layer = by_layer
@@ -176,8 +176,8 @@ def _addresses(array: Addresses) -> Addresses:
     return np.ascontiguousarray(array, np.uint64)
 
 
-def _by_group(images: Sequence[BlockImage]) -> dict[int, list[BlockImage]]:
-    groups: dict[int, list[BlockImage]] = {}
-    for image in images:
-        groups.setdefault(image.group_id, []).append(image)
+def _by_group(copies: Sequence[BlockCopy]) -> dict[int, list[BlockCopy]]:
+    groups: dict[int, list[BlockCopy]] = {}
+    for copy in copies:
+        groups.setdefault(copy.group_id, []).append(copy)
     return groups

@@ -1,9 +1,9 @@
-"""How one engine gets at the images that another one keeps: shared memory, or TCP.
+"""Transfer of copies of blocks between engines, through shared memory or TCP.
 
-Each rank that keeps images listens at a port, for who has the key: CurveZMQ under a key pair that
-is made from it; the handshake needs its public half, which is never sent. On the same host the
-other engine opens the memory itself, by the keeper's process and descriptor; the system lets the
-same user only.
+Each rank that keeps copies listens at a port for clients with the cluster's key: CurveZMQ with a
+key pair that is derived from it; the handshake needs its public half, which is never sent. On the
+same host the other engine opens the memory itself, by the process and its file descriptor; the
+system allows only the same user to do so.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from zmq.utils import z85
 
 from octavo.errors import ConfigError
 from octavo.kv_connector.layout import KVLayout, KVPart
-from octavo.kv_connector.pages import BlockImage, Bytes, KVCaches
+from octavo.kv_connector.pages import BlockCopy, Bytes, KVCaches
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ Block = tuple[int, int, int, bytes]
 
 
 class PeerAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a rank's images are."""
+    """Address of a rank's copies."""
 
     host: str
     port: int
@@ -63,16 +63,16 @@ class PeerAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nonce: str
     """What the memory begins with, in hex."""
     part: KVPart
-    """What the images have of a block."""
+    """Part of a block that is in the copies."""
 
 
-class SharedImages:
-    """Memory for images that other processes of the same user can open.
+class SharedCopies:
+    """Memory for copies, which other processes of the same user can open.
 
     It has no name in the system, and is gone with the last process that has it.
 
     Args:
-        nbytes: of all images.
+        nbytes: bytes of all copies.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -86,7 +86,7 @@ class SharedImages:
         fcntl.fcntl(self.descriptor, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW)
         memory = mmap.mmap(self.descriptor, _HEADER + nbytes)
         memory[:_NONCE_NBYTES] = self.nonce
-        self.images: Bytes = np.frombuffer(memory, np.uint8)[_HEADER:]
+        self.copies: Bytes = np.frombuffer(memory, np.uint8)[_HEADER:]
 
     def close(self) -> None:
         """Lets go of the descriptor; nobody can open it any more. May be called twice."""
@@ -96,13 +96,13 @@ class SharedImages:
 
 
 class PeerServer:
-    """Sends images to who asks for them, on a thread of its own.
+    """Server of copies, on its own thread.
 
     Args:
         host: name or address to listen on.
         port: of TCP; 0: any that is free.
         secret: see `cluster_secret`.
-        layout: of the images.
+        layout: of the copies.
         shared: where they are.
         on_have: is told of each request whose blocks have been fetched.
 
@@ -116,10 +116,10 @@ class PeerServer:
         port: int,
         secret: bytes,
         layout: KVLayout,
-        shared: SharedImages,
+        shared: SharedCopies,
         on_have: Callable[[str], object],
     ) -> None:
-        self._images, self._size, self._on_have = shared.images, layout.image_nbytes, on_have
+        self._copies, self._size, self._on_have = shared.copies, layout.copy_nbytes, on_have
         self._context = zmq.Context()
         self._socket = socket = self._context.socket(zmq.ROUTER)
         socket.curve_server = True
@@ -175,16 +175,16 @@ class PeerServer:
                 slots = msgspec.msgpack.decode(packed, type=list[int])
                 if len(slots) > _BATCH:
                     raise ValueError(f"{len(slots)} blocks at once")
-                images = [self._image(slot) for slot in slots]
-                self._socket.send_multipart([peer, number, *images], zmq.DONTWAIT)
+                copies = [self._copy_at(slot) for slot in slots]
+                self._socket.send_multipart([peer, number, *copies], zmq.DONTWAIT)
             case _:
                 raise ValueError(f"{len(frames)} parts")
 
-    def _image(self, slot: int) -> bytes:
+    def _copy_at(self, slot: int) -> bytes:
         begin = slot * self._size
-        if slot < 0 or begin + self._size > len(self._images):
+        if slot < 0 or begin + self._size > len(self._copies):
             raise ValueError(f"there is no place {slot}")
-        return self._images[begin : begin + self._size].tobytes()
+        return self._copies[begin : begin + self._size].tobytes()
 
     def close(self) -> None:
         """Ends the thread. May be called twice."""
@@ -194,7 +194,7 @@ class PeerServer:
 
 
 class PeerClient:
-    """Fetches images from peers.
+    """Client that fetches copies from peers.
 
     Args:
         secret: see `cluster_secret`.
@@ -236,20 +236,20 @@ class PeerClient:
         if memory is None:
             return self._receive(peer, blocks, end)
         with contextlib.closing(memory):
-            num_slots = (len(memory) - _HEADER) // peer.part.image_nbytes
+            num_slots = (len(memory) - _HEADER) // peer.part.copy_nbytes
             if any(not 0 <= slot < num_slots for _, _, slot, _ in blocks):
                 raise OSError("it has no such blocks")
-            images = np.frombuffer(memory, np.uint8)[_HEADER:]
+            copies = np.frombuffer(memory, np.uint8)[_HEADER:]
             try:
-                return self._copy(images, peer.part, blocks)
+                return self._copy(copies, peer.part, blocks)
             finally:
-                del images  # it must not outlive the mapping
+                del copies  # it must not outlive the mapping
 
-    def _copy(self, images: Bytes, part: KVPart, blocks: Sequence[Block]) -> set[int]:
-        start, size = int(images.ctypes.data), part.image_nbytes
+    def _copy(self, copies: Bytes, part: KVPart, blocks: Sequence[Block]) -> set[int]:
+        start, size = int(copies.ctypes.data), part.copy_nbytes
         return self._kv_caches.load(
             [
-                BlockImage(group_id, block_id, start + slot * size, block_hash)
+                BlockCopy(group_id, block_id, start + slot * size, block_hash)
                 for group_id, block_id, slot, block_hash in blocks
             ],
             part,
@@ -276,17 +276,17 @@ class PeerClient:
                     socket.send_multipart([_GET, _NUMBER.pack(number), packed])
                 if not socket.poll(_POLL_MILLISECONDS):
                     continue
-                head, *images = socket.recv_multipart()
+                head, *copies = socket.recv_multipart()
                 number = _NUMBER.unpack(head)[0] if len(head) == _NUMBER.size else -1
                 if asked.pop(number, None) is None:
                     continue  # it has come before
                 batch = batches[number]
-                if [len(image) for image in images] != [peer.part.image_nbytes] * len(batch):
+                if [len(copy) for copy in copies] != [peer.part.copy_nbytes] * len(batch):
                     raise OSError("it sends blocks of another size")
-                arrays = [np.frombuffer(image, np.uint8) for image in images]
+                arrays = [np.frombuffer(copy, np.uint8) for copy in copies]
                 damaged |= self._kv_caches.load(
                     [
-                        BlockImage(group_id, block_id, int(array.ctypes.data), block_hash)
+                        BlockCopy(group_id, block_id, int(array.ctypes.data), block_hash)
                         for (group_id, block_id, _, block_hash), array in zip(
                             batch, arrays, strict=True
                         )
@@ -306,7 +306,7 @@ class PeerClient:
         key = z85.encode(self._secret)
         socket.curve_secretkey, socket.curve_publickey = key, zmq.curve_public(key)
         socket.curve_serverkey = zmq.curve_public(key)
-        socket.setsockopt(zmq.MAXMSGSIZE, 2 * peer.part.image_nbytes)
+        socket.setsockopt(zmq.MAXMSGSIZE, 2 * peer.part.copy_nbytes)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, 1)
         where = f"[{peer.host}]" if ":" in peer.host else peer.host

@@ -1,12 +1,18 @@
-"""Which connectors there are, and how the halves of one are made."""
+"""Registry of connectors by name."""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 
 from octavo.config import EngineConfig, KVTransferConfig
 from octavo.errors import ConfigError
-from octavo.kv_connector.base import KVConnectorBase, KVConnectorRole
+from octavo.kv_connector.base import (
+    KVConnector,
+    KVConnectorBase,
+    KVConnectorRole,
+    KVConnectorWorker,
+)
 from octavo.kv_connector.layout import KVLayout
 
 _CONNECTORS = {
@@ -15,16 +21,16 @@ _CONNECTORS = {
     "P2PConnector": "octavo.kv_connector.p2p",
     "SharedStorageConnector": "octavo.kv_connector.shared_storage",
 }
-"""Their modules."""
+"""Modules of the built-in connectors."""
 _RENAMED = {"ExampleConnector": "SharedStorageConnector"}
-"""Newer names of vLLM's."""
+"""Newer names in vLLM."""
 
 
-def get_connector_class(config: KVTransferConfig) -> type[KVConnectorBase]:
-    """The connector that the settings name.
+def get_connector(config: KVTransferConfig) -> KVConnector:
+    """Return the connector that the settings name.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is no connector of that name.
     """
     name, path = config.kv_connector, config.kv_connector_module_path
     if path is None:
@@ -33,7 +39,7 @@ def get_connector_class(config: KVTransferConfig) -> type[KVConnectorBase]:
     if where is None:
         raise ConfigError(
             f"kv_transfer_config: kv_connector={name!r} is not one of {', '.join(_CONNECTORS)}; "
-            "one of your own needs kv_connector_module_path, the module that it is in."
+            "a custom connector needs kv_connector_module_path, the name of its module."
         )
     try:
         found = getattr(importlib.import_module(where), name)
@@ -41,7 +47,9 @@ def get_connector_class(config: KVTransferConfig) -> type[KVConnectorBase]:
         raise ConfigError(
             f"kv_transfer_config: kv_connector_module_path={where!r} has no {name} ({error})."
         ) from error
-    if not (isinstance(found, type) and issubclass(found, KVConnectorBase)):
+    if isinstance(found, type) and issubclass(found, KVConnectorBase):
+        return _of_class(found)
+    if not isinstance(found, KVConnector):
         raise ConfigError(
             f"kv_transfer_config: {where}.{name} is no octavo.kv_connector.base.KVConnectorBase; "
             "derive it from that class."
@@ -49,15 +57,18 @@ def get_connector_class(config: KVTransferConfig) -> type[KVConnectorBase]:
     return found
 
 
-def make_connector(
-    config: EngineConfig, role: KVConnectorRole, layout: KVLayout
-) -> KVConnectorBase | None:
-    """A half of the connector that the settings ask for; None: they ask for none.
+def _of_class(connector: type[KVConnectorBase]) -> KVConnector:
+    """Return a connector whose halves are objects of one class."""
 
-    Raises:
-        ConfigError: it cannot be made.
-    """
-    transfer = config.cache.kv_transfer_config
-    if transfer is None:
-        return None
-    return get_connector_class(transfer)(config, role, layout)
+    def make_worker_half(
+        config: EngineConfig, layout: KVLayout, notify: Callable[[], object]
+    ) -> KVConnectorWorker:
+        made = connector(config, KVConnectorRole.WORKER, layout)
+        made.notify = notify
+        return made
+
+    return KVConnector(
+        lambda config, layout: connector(config, KVConnectorRole.SCHEDULER, layout),
+        make_worker_half,
+        connector.host_nbytes,
+    )

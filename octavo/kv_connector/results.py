@@ -1,4 +1,4 @@
-"""What threads of a worker have loaded, until the step's thread or a notice takes it away."""
+"""Results of the threads of a worker that load blocks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ logger = logging.getLogger(__name__)
 
 
 class LoadResults:
-    """Requests whose blocks have been loaded, and blocks that are not what they should be.
+    """Requests whose blocks have been loaded, and blocks whose contents are wrong.
 
     Args:
-        notify: called when there is something new.
+        notify: callback for new results.
     """
 
     def __init__(self, notify: Callable[[], object]) -> None:
@@ -23,12 +23,12 @@ class LoadResults:
         self._damaged: set[int] = set()
 
     def run(self, req_id: str, block_ids: Iterable[int], copy: Callable[[], set[int]]) -> None:
-        """Has a request's blocks loaded, on the calling thread; never raises.
+        """Load a request's blocks on the calling thread; never raise.
 
         Args:
             req_id: the request.
-            block_ids: all of them.
-            copy: loads them, and returns those that are damaged; if it raises, all are.
+            block_ids: all of its blocks to load.
+            copy: loads them and returns the damaged ones; if it raises, all are damaged.
         """
         try:
             damaged = copy()
@@ -41,26 +41,26 @@ class LoadResults:
         self._notify()
 
     def take_finished(self) -> set[str]:
-        """Requests whose loading has ended."""
+        """Return the requests whose loading has ended since the last call."""
         with self._lock:
             finished, self._finished = self._finished, set()
         return finished
 
     def take_damaged(self) -> set[int]:
-        """Blocks of theirs that are not right."""
+        """Return their damaged blocks."""
         with self._lock:
             damaged, self._damaged = self._damaged, set()
         return damaged
 
 
-class Complaint:
-    """Says what is wrong once, and again when it is something else."""
+class OnceLogger:
+    """Logger that does not repeat its last warning."""
 
     def __init__(self) -> None:
         self._said = ""
 
-    def make(self, text: str) -> None:
-        """Logs it."""
+    def warning(self, text: str) -> None:
+        """Log a warning, unless it was the last one."""
         if text != self._said:
             self._said = text
             logger.warning("%s: they will be computed", text)

@@ -1,10 +1,10 @@
-"""Images of blocks in a folder that many engines read and write, a file for each.
+"""Folder of copies of blocks that many engines read and write; a file for each copy.
 
 `<folder>/<layout>/<division>/<first byte of the hash>/<group>-<hash>.<rank>`: the layout's identity
-says which model and form, the division how processes share it, so nobody meets another model's
-blocks, and an engine whose processes divide the model otherwise finds all parts of a block side by
-side. A file is written under another name, synced and renamed: who finds it finds all of it. What a
-disk makes of it later is told by the header's checksum and those of the image.
+stands for the model and its form, the division for how processes divide it. So an engine never
+reads another model's blocks, and one whose processes divide the model differently finds all parts
+of a block. A file is written under a temporary name, synced and renamed: readers only find complete
+files. The checksums of the header and of the copy detect later damage.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from octavo.errors import ConfigError, reason_of
 from octavo.kv_connector.layout import KVLayout, KVPart
 
 _MAGIC = b"octavosh"
-_HEADER_NBYTES = 4096  # an image begins at a page
+_HEADER_NBYTES = 4096  # a copy begins at a page
 _PREFIX = struct.Struct("<8s16sI")  # magic, checksum of what follows, bytes of the description
 _NEW = ".new-"
 # Seconds after which a file that was never renamed is nobody's any more.
@@ -100,11 +100,11 @@ class SharedFolder:
         name = block_hash.hex()
         return self._models / division / name[:2] / f"{group_id}-{name}.{rank}"
 
-    def write(self, group_id: int, block_hash: bytes, image: memoryview) -> None:
-        """Puts this rank's image of a block into the folder.
+    def write(self, group_id: int, block_hash: bytes, copy: memoryview) -> None:
+        """Write this rank's copy of a block.
 
         Raises:
-            OSError: it cannot be written; nothing of it is there then.
+            OSError: it cannot be written; no file is left then.
         """
         path = self._file(self._own, self._layout.rank, group_id, block_hash)
         header = _Header(self._layout.identity, group_id, block_hash, self._layout.part)
@@ -118,7 +118,7 @@ class SharedFolder:
             raise FileNotFoundError(2, "the folder was removed", str(path.parent))
         try:
             try:
-                for data in (memoryview(_pack(header)), image):
+                for data in (memoryview(_pack(header)), copy):
                     while data:
                         data = data[os.write(fd, data) :]
                 os.fsync(fd)
@@ -129,9 +129,9 @@ class SharedFolder:
             with contextlib.suppress(OSError):
                 new.unlink()
             raise
-        self._note_written(_HEADER_NBYTES + len(image))
+        self._note_written(_HEADER_NBYTES + len(copy))
 
-    def open(self, division: str, rank: int, group_id: int, block_hash: bytes) -> SharedImage:
+    def open(self, division: str, rank: int, group_id: int, block_hash: bytes) -> SharedCopy:
         """Opens what a rank has written of a block.
 
         Raises:
@@ -145,7 +145,7 @@ class SharedFolder:
             wanted = self._layout.identity, group_id, block_hash
             if (header.identity, header.group_id, header.block_hash) != wanted:
                 raise OSError(f"{path} is of another block")
-            if found.st_size != _HEADER_NBYTES + header.part.image_nbytes:
+            if found.st_size != _HEADER_NBYTES + header.part.copy_nbytes:
                 raise OSError(f"{path} has {found.st_size} bytes, which is not its length")
             if time.time() - found.st_mtime > _USE_SECONDS:
                 with contextlib.suppress(OSError):  # we may only read
@@ -153,7 +153,7 @@ class SharedFolder:
         except BaseException:
             os.close(fd)
             raise
-        return SharedImage(fd, header.part)
+        return SharedCopy(fd, header.part)
 
     def remove(self, division: str, rank: int, group_id: int, block_hash: bytes) -> None:
         """Takes a file away that is damaged, so that it is written again."""
@@ -197,35 +197,35 @@ class SharedFolder:
         return size
 
 
-class SharedImage:
-    """An open file of the folder.
+class SharedCopy:
+    """Open file of the folder.
 
     Args:
-        fd: it is closed on exit.
-        part: what of a block the image has.
+        fd: its descriptor, which is closed on exit.
+        part: part of the block that is in the copy.
     """
 
     def __init__(self, fd: int, part: KVPart) -> None:
         self._fd = fd
         self.part = part
 
-    def read(self, image: memoryview) -> None:
+    def read(self, copy: memoryview) -> None:
         """Reads all of it.
 
         Args:
-            image: [part.image_nbytes]
+            copy: [part.copy_nbytes]
 
         Raises:
             OSError: it cannot be read.
         """
-        at, left = _HEADER_NBYTES, image
+        at, left = _HEADER_NBYTES, copy
         while left:
             count = os.preadv(self._fd, [left], at)
             if count == 0:
                 raise OSError("the file is shorter than it was")
             at, left = at + count, left[count:]
 
-    def __enter__(self) -> SharedImage:
+    def __enter__(self) -> SharedCopy:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -1,7 +1,7 @@
-"""`SharedStorageConnector`: blocks are kept in a folder that any number of engines share.
+"""`SharedStorageConnector`: keeps blocks in a folder that any number of engines share.
 
-What a step computes is copied when it has been, and written by threads. Each request that is
-started is looked for there, whoever has written it.
+Blocks are copied after the step that computes them, and threads write the copies. Each new request
+is looked up in the folder.
 """
 
 from __future__ import annotations
@@ -20,12 +20,19 @@ import numpy as np
 from octavo.config import EngineConfig, KVTransferConfig
 from octavo.errors import ConfigError, reason_of
 from octavo.kv_cache.block_pool import NULL_BLOCK_ID
-from octavo.kv_connector.base import KVConnectorBase, KVConnectorMetadata, KVConnectorRole
+from octavo.kv_connector.base import (
+    KVConnector,
+    KVConnectorMetadata,
+    KVConnectorScheduler,
+    KVConnectorSettings,
+    KVConnectorWorker,
+    transfer_config_of,
+)
 from octavo.kv_connector.layout import KVLayout, KVPart
-from octavo.kv_connector.pages import BlockImage, KVCaches, LayerSaves
-from octavo.kv_connector.results import Complaint, LoadResults
+from octavo.kv_connector.pages import BlockCopy, LayerSaves
+from octavo.kv_connector.results import LoadResults, OnceLogger
 from octavo.kv_connector.shared_folder import SharedFolder
-from octavo.kv_connector.tracking import BlockTracker, FullBlock, longest_match
+from octavo.kv_connector.tracking import BlockTracker, FullBlock, KnownBlocks, longest_match
 from octavo.messages import SchedulerOutput
 from octavo.request import Request
 
@@ -39,7 +46,7 @@ _BATCH = 16
 _MOST_WAITING = 1.0
 
 
-class SharedStorageSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SharedStorageSettings(KVConnectorSettings, frozen=True, kw_only=True):
     """`kv_connector_extra_config`; the first one as vLLM calls it."""
 
     shared_storage_path: str
@@ -49,21 +56,9 @@ class SharedStorageSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_un
     write_buffer_bytes: int = 256 * 2**20
     """Memory for blocks on their way to the folder, of all workers of an engine together."""
 
-    @classmethod
-    def of(cls, config: KVTransferConfig) -> SharedStorageSettings:
-        """Reads them.
-
-        Raises:
-            ConfigError: one is wrong.
-        """
-        where = "kv_transfer_config: kv_connector_extra_config"
-        try:
-            found = msgspec.convert(config.kv_connector_extra_config, cls)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"{where}: {error}") from None
-        if not found.shared_storage_path:
-            raise ConfigError(f"{where}: shared_storage_path is empty; name a folder.")
-        return found
+    def __post_init__(self) -> None:
+        if not self.shared_storage_path:
+            raise ValueError("shared_storage_path is empty; name a folder.")
 
     def num_slots(self, layout: KVLayout) -> int:
         """Blocks that may be on their way.
@@ -71,7 +66,7 @@ class SharedStorageSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_un
         Raises:
             ConfigError: none.
         """
-        nbytes = layout.image_nbytes * layout.world_size
+        nbytes = layout.copy_nbytes * layout.world_size
         for name in ("max_bytes", "write_buffer_bytes"):
             if getattr(self, name) < nbytes:
                 raise ConfigError(
@@ -108,178 +103,91 @@ class SharedStorageMetadata(KVConnectorMetadata, array_like=True):
     loads: dict[str, list[Block]] = msgspec.field(default_factory=dict)
 
 
-class SharedStorageConnector(KVConnectorBase):
-    """See the module."""
+class SharedStorageScheduler(KVConnectorScheduler):
+    """Lookup of requests in the folder."""
 
-    metadata_type = SharedStorageMetadata
-
-    def __init__(self, config: EngineConfig, role: KVConnectorRole, layout: KVLayout) -> None:
-        super().__init__(config, role, layout)
+    def __init__(self, config: EngineConfig, layout: KVLayout) -> None:
+        super().__init__(config, layout)
         settings = SharedStorageSettings.of(self.transfer_config)
-        folder = settings.folder(config, layout)
-        num_slots = settings.num_slots(layout)
+        settings.num_slots(layout)  # raises
         self._path = settings.shared_storage_path
-        self._half: _Scheduler | _Worker
-        if role is KVConnectorRole.SCHEDULER:
-            self._half = _Scheduler(self.transfer_config, layout, folder)
-        else:
-            num_slots = num_slots if self.transfer_config.saves else 0
-            self._half = _Worker(layout, folder, num_slots, lambda: self.notify())
-
-    @classmethod
-    def host_nbytes(cls, config: KVTransferConfig) -> int:
-        """See `KVConnectorBase`."""
-        settings = SharedStorageSettings.of(config)
-        return settings.write_buffer_bytes if config.saves else 0
-
-    @property
-    def _scheduler(self) -> _Scheduler:
-        assert isinstance(self._half, _Scheduler)
-        return self._half
-
-    @property
-    def _worker(self) -> _Worker:
-        assert isinstance(self._half, _Worker)
-        return self._half
-
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int, bool]:
-        """See `KVConnectorBase`."""
-        return self._scheduler.match(request, num_computed_tokens), True
-
-    def update_state_after_alloc(
-        self, request: Request, block_ids: list[list[int]], num_external_tokens: int
-    ) -> None:
-        """See `KVConnectorBase`."""
-        self._scheduler.allocated(request, block_ids, num_external_tokens)
-
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata | None:
-        """See `KVConnectorBase`."""
-        return self._scheduler.build(scheduler_output)
-
-    def steps_failed(self) -> None:
-        """See `KVConnectorBase`."""
-        self._scheduler.epoch += 1
-
-    def reset_cache(self) -> bool:
-        """See `KVConnectorBase`; what is in the folder is not this engine's alone."""
-        logger.warning("%s is shared and stays as it is; remove it to empty it", self._path)
-        return False
-
-    def register_kv_caches(self, kv_caches: KVCaches) -> None:
-        """See `KVConnectorBase`."""
-        self._worker.kv_caches = kv_caches
-
-    def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
-        """See `KVConnectorBase`."""
-        assert isinstance(metadata, SharedStorageMetadata)
-        self._worker.begin(metadata)
-
-    def save_kv_layer(self, layer: int) -> None:
-        """See `KVConnectorBase`."""
-        self._worker.save_layer(layer)
-
-    def wait_for_save(self) -> None:
-        """See `KVConnectorBase`."""
-        self._worker.write()
-
-    def step_failed(self) -> None:
-        """See `KVConnectorBase`."""
-        self._worker.step_failed()
-
-    def get_finished(self) -> tuple[set[str], set[str]]:
-        """See `KVConnectorBase`."""
-        return set(), self._worker.loaded.take_finished()
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """See `KVConnectorBase`."""
-        return self._worker.loaded.take_damaged()
-
-    def shutdown(self) -> None:
-        """See `KVConnectorBase`."""
-        if isinstance(self._half, _Worker):
-            self._half.shutdown()
-
-
-class _Known:
-    """The hashes of a group that are in the folder, each looked for once."""
-
-    def __init__(self, folder: SharedFolder, group_id: int) -> None:
-        self._folder, self._group_id = folder, group_id
-        self._seen: dict[bytes, bool] = {}
-
-    def __contains__(self, block_hash: object) -> bool:
-        assert isinstance(block_hash, bytes)
-        found = self._seen.get(block_hash)
-        if found is None:
-            found = self._folder.find(self._group_id, block_hash) is not None
-            self._seen[block_hash] = found
-        return found
-
-
-class _Scheduler:
-    """Looks what is in the folder."""
-
-    def __init__(self, config: KVTransferConfig, layout: KVLayout, folder: SharedFolder) -> None:
-        self.epoch = 0
-        self._config, self._layout, self._folder = config, layout, folder
+        self._folder = settings.folder(config, layout)
+        self._epoch = 0
         self._tracker = BlockTracker(layout)
         self._new_loads: dict[str, list[Block]] = {}
         """To be told to the workers."""
 
-    def match(self, request: Request, num_computed_tokens: int) -> int:
-        """Tokens that can be loaded."""
-        if not self._config.loads:
-            return 0
-        known = [_Known(self._folder, group_id) for group_id in range(len(self._layout.groups))]
-        end = longest_match(self._layout, request, num_computed_tokens, known)
-        return end * self._layout.block_size - num_computed_tokens
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        """See `KVConnectorScheduler`."""
+        if not self.transfer_config.loads:
+            return 0, True
+        known = KnownBlocks.of_groups(self.layout, self._has)
+        end = longest_match(self.layout, request, num_computed_tokens, known)
+        return end * self.layout.block_size - num_computed_tokens, True
 
-    def allocated(self, request: Request, block_ids: list[list[int]], num_tokens: int) -> None:
-        """Has blocks loaded, or follows a request that is started."""
-        if num_tokens == 0:
+    def _has(self, key: tuple[int, bytes]) -> bool:
+        return self._folder.find(*key) is not None
+
+    def update_state_after_alloc(
+        self, request: Request, block_ids: list[list[int]], num_external_tokens: int
+    ) -> None:
+        """See `KVConnectorScheduler`."""
+        if num_external_tokens == 0:
             self._tracker.start(request, block_ids)
             return
         self._new_loads[request.request_id] = [
             Block(group_id, ids[i], request.block_hashes[i])
             for group_id, ids in enumerate(block_ids)
-            for i in range(len(ids) - num_tokens // self._layout.block_size, len(ids))
+            for i in range(len(ids) - num_external_tokens // self.layout.block_size, len(ids))
             if ids[i] != NULL_BLOCK_ID
         ]
 
-    def build(self, step: SchedulerOutput) -> SharedStorageMetadata | None:
-        """What a step saves, and what is loaded beside it."""
+    def build_connector_meta(
+        self, scheduler_output: SchedulerOutput
+    ) -> SharedStorageMetadata | None:
+        """See `KVConnectorScheduler`."""
         saves = [
             Block(block.group_id, block.block_id, block.block_hash)
-            for block in self._tracker.full_blocks(step)
+            for block in self._tracker.full_blocks(scheduler_output)
             if self._is_wanted(block)
         ]
         loads, self._new_loads = self._new_loads, {}
-        return SharedStorageMetadata(self.epoch, saves, loads) if saves or loads else None
+        return SharedStorageMetadata(self._epoch, saves, loads) if saves or loads else None
 
     def _is_wanted(self, block: FullBlock) -> bool:
-        if not self._config.saves or block.request.cache_scope is not None:
+        if not self.transfer_config.saves or block.request.cache_scope is not None:
             return False
-        return self._folder.find(block.group_id, block.block_hash) is None
+        return not self._has((block.group_id, block.block_hash))
+
+    def steps_failed(self) -> None:
+        """See `KVConnectorScheduler`."""
+        self._epoch += 1
+
+    def reset_cache(self) -> bool:
+        """See `KVConnectorScheduler`; other engines use the folder, too."""
+        logger.warning("%s is shared and stays as it is; remove it to empty it", self._path)
+        return False
 
 
-class _Worker:
-    """Copies a rank's blocks to the folder and back."""
+class SharedStorageWorker(KVConnectorWorker):
+    """Copies of a rank's blocks to the folder and back."""
+
+    metadata_type = SharedStorageMetadata
 
     def __init__(
-        self,
-        layout: KVLayout,
-        folder: SharedFolder,
-        num_slots: int,
-        notify: Callable[[], object],
+        self, config: EngineConfig, layout: KVLayout, notify: Callable[[], object]
     ) -> None:
         from octavo.kernels.memory import map_memory  # imports torch
 
-        self.kv_caches: KVCaches | None = None
-        self.loaded = LoadResults(notify)
-        self._layout, self._folder = layout, folder
-        self._size = layout.image_nbytes
+        super().__init__(config, layout, notify)
+        transfer = transfer_config_of(config)
+        settings = SharedStorageSettings.of(transfer)
+        num_slots = settings.num_slots(layout) if transfer.saves else 0
+        self._loaded = LoadResults(notify)
+        self._folder = settings.folder(config, layout)
+        self._size = layout.copy_nbytes
         self._memory = map_memory(max(1, num_slots) * self._size).numpy()
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         """Places in this memory."""
@@ -293,45 +201,53 @@ class _Worker:
         self._left: list[Block] = []
         """What there is no place for yet."""
         self._failed_epoch = -1
-        self._complaint = Complaint()
+        self._once = OnceLogger()
         self._loader = ThreadPoolExecutor(1, "octavo-kv-loads")
         self._writers = ThreadPoolExecutor(_WRITERS, "octavo-kv-writes")
 
-    def begin(self, metadata: SharedStorageMetadata) -> None:
-        """Begins to load."""
+    @classmethod
+    def host_nbytes(cls, config: KVTransferConfig) -> int:
+        """See `KVConnectorWorker`."""
+        settings = SharedStorageSettings.of(config)
+        return settings.write_buffer_bytes if config.saves else 0
+
+    def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
+        """See `KVConnectorWorker`."""
+        assert isinstance(metadata, SharedStorageMetadata)
         self._metadata, self._saving, self._begun = metadata, None, []
         self._left = [] if metadata.epoch <= self._failed_epoch else metadata.saves
         for req_id, blocks in metadata.loads.items():
             block_ids = {block.block_id for block in blocks}
-            self._loader.submit(self.loaded.run, req_id, block_ids, partial(self._copy, blocks))
+            self._loader.submit(self._loaded.run, req_id, block_ids, partial(self._copy, blocks))
 
     def step_failed(self) -> None:
-        """What is saved before the scheduler knows of it rests on what was not computed."""
+        """See `KVConnectorWorker`: saves are invalid until the scheduler knows of the failure."""
         self._failed_epoch = self._metadata.epoch
         for _, slot in self._begun:
             self._free.put(slot)
 
     # Saving
 
-    def save_layer(self, layer: int) -> None:
-        """Copies what the step has computed of a layer, of the blocks that there is room for."""
+    def save_kv_layer(self, layer: int) -> None:
+        """See `KVConnectorWorker`: copy a layer of the blocks that there is room for."""
         if self._saving is None:
-            assert self.kv_caches is not None
             self._begun = self._take_places(0.0)
-            self._saving = self.kv_caches.saving(self._images(self._begun))
+            self._saving = self.kv_caches.saving(self._copies(self._begun))
         self._saving.save_layer(layer)
 
-    def write(self) -> None:
-        """Has it written, and copies the other blocks, as far as there is room within a second."""
-        assert self.kv_caches is not None
+    def wait_for_save(self) -> None:
+        """See `KVConnectorWorker`: start to write, and copy the other blocks.
+
+        Blocks that there is no room for within a second are dropped.
+        """
         until = time.monotonic() + _MOST_WAITING
         self._write_soon(self._begun)
         while self._left:
             some = self._take_places(max(0.0, until - time.monotonic()))
             if not some:
-                self._complaint.make("KV blocks are not written as fast as they are computed")
+                self._once.warning("KV blocks are not written as fast as they are computed")
                 return
-            self.kv_caches.save(self._images(some))
+            self.kv_caches.save(self._copies(some))
             self._write_soon(some)
 
     def _take_places(self, timeout: float) -> list[tuple[Block, int]]:
@@ -345,10 +261,10 @@ class _Worker:
         self._left = self._left[len(found) :]
         return found
 
-    def _images(self, blocks: list[tuple[Block, int]]) -> list[BlockImage]:
+    def _copies(self, blocks: list[tuple[Block, int]]) -> list[BlockCopy]:
         base = int(self._memory.ctypes.data)
         return [
-            BlockImage(block.group_id, block.block_id, base + slot * self._size, block.block_hash)
+            BlockCopy(block.group_id, block.block_id, base + slot * self._size, block.block_hash)
             for block, slot in blocks
         ]
 
@@ -357,11 +273,11 @@ class _Worker:
             self._writers.submit(self._write, block, slot)
 
     def _write(self, block: Block, slot: int) -> None:
-        image = self._memory.data[slot * self._size : (slot + 1) * self._size]
+        copy = self._memory.data[slot * self._size : (slot + 1) * self._size]
         try:
-            self._folder.write(block.group_id, block.block_hash, image)
+            self._folder.write(block.group_id, block.block_hash, copy)
         except OSError as error:
-            self._complaint.make(f"KV blocks cannot be written ({reason_of(error)})")
+            self._once.warning(f"KV blocks cannot be written ({reason_of(error)})")
         finally:
             self._free.put(slot)
 
@@ -384,7 +300,7 @@ class _Worker:
 
     def _copy_parts(self, division: str, blocks: list[Block]) -> set[int]:
         """Loads blocks from what the ranks of a division have of them."""
-        missing, damaged = self._layout.part.cells(), set[int]()
+        missing, damaged = self.layout.part.cells(), set[int]()
         for rank in range(int(division.partition(".")[0])):
             part, bad = self._copy_part(division, rank, blocks, missing)
             damaged |= bad
@@ -397,9 +313,8 @@ class _Worker:
         self, division: str, rank: int, blocks: list[Block], missing: set[tuple[int, int, int]]
     ) -> tuple[KVPart | None, set[int]]:
         """Loads what one rank has, if it is wanted; returns what that is, and damaged blocks."""
-        assert self.kv_caches is not None
         damaged: set[int] = set()
-        images: list[BlockImage] = []
+        copies: list[BlockCopy] = []
         part, memory = None, np.empty(0, np.uint8)
         for block in blocks:
             try:
@@ -408,25 +323,38 @@ class _Worker:
                         part = file.part
                         if not part.cells() & missing:
                             return part, set()
-                        memory = np.empty(len(blocks) * part.image_nbytes, np.uint8)
+                        memory = np.empty(len(blocks) * part.copy_nbytes, np.uint8)
                     if file.part != part:
                         raise OSError("files of one rank have different parts")
-                    at = len(images) * part.image_nbytes
-                    file.read(memory.data[at : at + part.image_nbytes])
+                    at = len(copies) * part.copy_nbytes
+                    file.read(memory.data[at : at + part.copy_nbytes])
             except OSError as error:
                 damaged.add(block.block_id)
-                self._complaint.make(f"KV blocks cannot be read ({reason_of(error)})")
+                self._once.warning(f"KV blocks cannot be read ({reason_of(error)})")
                 self._folder.remove(division, rank, block.group_id, block.block_hash)
             else:
                 address = int(memory.ctypes.data) + at
-                images.append(BlockImage(block.group_id, block.block_id, address, block.block_hash))
-        for block_id in self.kv_caches.load(images, part) if images else ():
+                copies.append(BlockCopy(block.group_id, block.block_id, address, block.block_hash))
+        for block_id in self.kv_caches.load(copies, part) if copies else ():
             damaged.add(block_id)
             block = next(block for block in blocks if block.block_id == block_id)
             self._folder.remove(division, rank, block.group_id, block.block_hash)
         return part, damaged
 
+    def get_finished(self) -> tuple[set[str], set[str]]:
+        """See `KVConnectorWorker`."""
+        return set(), self._loaded.take_finished()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """See `KVConnectorWorker`."""
+        return self._loaded.take_damaged()
+
     def shutdown(self) -> None:
-        """Writes what is still to be written."""
+        """Write the remaining blocks."""
         self._loader.shutdown(cancel_futures=True)
         self._writers.shutdown()
+
+
+SharedStorageConnector = KVConnector(
+    SharedStorageScheduler, SharedStorageWorker, SharedStorageWorker.host_nbytes
+)

@@ -83,6 +83,32 @@ class BlockTracker:
             live.num_seen = end
 
 
+class KnownBlocks:
+    """Hashes of a group's blocks that are elsewhere; each is looked up once.
+
+    Args:
+        group_id: the KV-cache group.
+        has: returns True for blocks that are elsewhere.
+    """
+
+    def __init__(self, group_id: int, has: Callable[[tuple[int, bytes]], bool]) -> None:
+        self._group_id, self._has = group_id, has
+        self._seen: dict[bytes, bool] = {}
+
+    @classmethod
+    def of_groups(
+        cls, layout: KVLayout, has: Callable[[tuple[int, bytes]], bool]
+    ) -> list[KnownBlocks]:
+        """Return the hashes of each group, for `longest_match`."""
+        return [cls(group_id, has) for group_id in range(len(layout.groups))]
+
+    def __contains__(self, block_hash: object) -> bool:
+        assert isinstance(block_hash, bytes)
+        if block_hash not in self._seen:
+            self._seen[block_hash] = self._has((self._group_id, block_hash))
+        return self._seen[block_hash]
+
+
 def longest_match(
     layout: KVLayout,
     request: Request,

@@ -59,7 +59,7 @@ class WorkerSetup:
     scratches: tuple[Scratch, ...] = ()
     """On a CPU what the memory plan has for steps, of each stage."""
     kept_layers: tuple[int, ...] = ()
-    """Layers whose hidden states steps return, for draft heads and pooling."""
+    """Layers whose hidden states steps return, for draft heads."""
     draft: WorkerSetup | None = None
     """Of the model that drafts. Its blocks are those of the target."""
     rank: Rank = ALONE

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from octavo import __version__
 from octavo.observability.metrics import CONTENT_TYPE
 from octavo.router.job import read_job
-from octavo.router.relay import Relay
+from octavo.router.proxy import ProxyResponse
 from octavo.router.state import RouterState, router_of
 from octavo.server.app import add_layers
 from octavo.server.body import read_body
@@ -69,11 +69,11 @@ def build_app(state: RouterState) -> FastAPI:
         ("/version", version, ["GET"]),
         ("/metrics", metrics, ["GET"]),
         ("/v1/streams/{stream_id:path}", streams, ["GET"]),
-        ("/v1/{rest:path}", relay, ["GET", "POST", "DELETE"]),
-        ("/invocations", relay, ["POST"]),
-        ("/inference/v1/generate", relay, ["POST"]),
-        ("/tokenize", relay, ["POST"]),
-        ("/detokenize", relay, ["POST"]),
+        ("/v1/{rest:path}", proxy, ["GET", "POST", "DELETE"]),
+        ("/invocations", proxy, ["POST"]),
+        ("/inference/v1/generate", proxy, ["POST"]),
+        ("/tokenize", proxy, ["POST"]),
+        ("/detokenize", proxy, ["POST"]),
     ):
         app.add_api_route(path, endpoint, methods=methods, response_class=Response)
     add_layers(app, state)
@@ -133,7 +133,7 @@ async def streams(request: Request) -> Response:
     raise RouteError(404, "A router does not support resuming a stream; send the request again.")
 
 
-async def relay(request: Request) -> Response:
+async def proxy(request: Request) -> Response:
     """Pass a request on, and the answer back."""
     state, context = router_of(request), context_of(request)
     body = b""
@@ -156,7 +156,7 @@ async def relay(request: Request) -> Response:
         body,
         context.api_key,
     )
-    return Relay(state, job)
+    return ProxyResponse(state, job)
 
 
 def _json(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:

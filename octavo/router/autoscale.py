@@ -12,7 +12,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-from octavo.router.own_servers import OwnServers
+from octavo.router.managed_servers import ManagedServers
 from octavo.router.pool import Pool
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Scale:
         return min(self._most, max(self._least, math.ceil(load / self._target)))
 
 
-async def autoscale(owns: Sequence[OwnServers], least: int, most: int, target: int) -> None:
+async def autoscale(owns: Sequence[ManagedServers], least: int, most: int, target: int) -> None:
     """Start and end servers with the load, forever.
 
     Args:

@@ -12,8 +12,8 @@ from octavo.config import ServerConfig
 from octavo.errors import OctavoError, QueueFullError
 from octavo.router.autoscale import autoscale
 from octavo.router.config import RouterConfig
+from octavo.router.managed_servers import LocalStarter, ManagedServers, Starter
 from octavo.router.metrics import RouterMetrics
-from octavo.router.own_servers import LocalStarter, OwnServers, Starter
 from octavo.router.pool import Pool, Upstream
 from octavo.server.http_state import HttpState
 from octavo.system.socket_folder import SocketFolder
@@ -45,7 +45,7 @@ class RouterState(HttpState):
         self.failure: OctavoError | None = None
         """Error that ends the router."""
         self._flags = flags
-        self._own: list[OwnServers] = []
+        self._own: list[ManagedServers] = []
         self._num_admitted = 0
         self._folder = SocketFolder("octavo-router-")
         self._scaling: asyncio.Task[None] | None = None
@@ -63,7 +63,7 @@ class RouterState(HttpState):
         counts = {"replica": router.replicas, "decode": router.decode, "prefill": router.prefill}
         for role, count in counts.items():
             if count:
-                own = OwnServers(
+                own = ManagedServers(
                     self._pool_of(role),
                     role,
                     self._starter(self._flags[role]),

@@ -6,7 +6,7 @@ import msgspec
 
 from octavo.config import SchedulerConfig
 from octavo.kv_cache.manager import KVCacheBlocks, KVCacheManager
-from octavo.kv_connector.base import KVConnectorBase
+from octavo.kv_connector.base import KVConnectorScheduler
 from octavo.messages import KVConnectorOutput, SchedulerOutput
 from octavo.request import Request
 from octavo.scheduler.costs import PrefillCosts
@@ -23,7 +23,7 @@ class KVLoads:
     """
 
     def __init__(
-        self, connector: KVConnectorBase, config: SchedulerConfig, manager: KVCacheManager
+        self, connector: KVConnectorScheduler, config: SchedulerConfig, manager: KVCacheManager
     ) -> None:
         self._connector, self._config, self._manager = connector, config, manager
         self._costs = PrefillCosts()

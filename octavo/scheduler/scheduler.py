@@ -23,7 +23,7 @@ from octavo.errors import RequestError
 from octavo.kv_cache.events import KVEventLog
 from octavo.kv_cache.groups import KVCacheConfig
 from octavo.kv_cache.manager import KVCacheManager
-from octavo.kv_connector.base import KVConnectorBase
+from octavo.kv_connector.base import KVConnectorScheduler
 from octavo.messages import (
     EngineCoreOutput,
     FinishReason,
@@ -88,7 +88,7 @@ class Scheduler:
         clock: Callable[[], float] = now,
         listeners: Sequence[StepListener] = (),
         kv_events: KVEventLog | None = None,
-        connector: KVConnectorBase | None = None,
+        connector: KVConnectorScheduler | None = None,
     ) -> None:
         self.config = config
         self.enable_caching = enable_caching

@@ -28,7 +28,7 @@ from octavo.server.http_state import HttpState
 from octavo.server.invocations import create_invocation
 from octavo.server.middleware import RequestMiddleware
 from octavo.server.openapi import OPERATIONS, document
-from octavo.server.resume import get_stream, resumable
+from octavo.server.resume_routes import get_stream, resumable
 from octavo.server.state import ServerState
 from octavo.server.tokenize import detokenize, tokenize
 

@@ -1,4 +1,4 @@
-"""Process of the coordinator, which runs the engines of several front ends: `front_ends.py`."""
+"""Process of the coordinator, see `api_servers.py`; it has the engines of all API servers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import uvloop
 
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.errors import OctavoError
-from octavo.fleet.coordinator import Coordinator, FrontEnd
+from octavo.fleet.coordinator import Coordinator, FrontEndConnection
 from octavo.fleet.start import EngineProcesses, start_engines
 from octavo.models.registry import read_spec
 from octavo.observability.metrics import EngineMetrics
 from octavo.plan.memory_plan import SERVER_NBYTES, resolve_max_model_len
+from octavo.server.api_servers import CoordinatorSetup, Place
 from octavo.server.child_process import Parent, read_message
-from octavo.server.front_ends import CoordinatorSetup, Place
 from octavo.system import clock
 from octavo.system.device import signal_at_parents_end
 from octavo.system.logs import setup_logging
@@ -114,7 +114,7 @@ class _Places:
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
-        self._front_ends: dict[int, FrontEnd] = {}
+        self._front_ends: dict[int, FrontEndConnection] = {}
         self._loop = asyncio.get_running_loop()
         self._removals: set[asyncio.Task[None]] = set()
         self.ended = self._loop.create_future()
@@ -129,7 +129,7 @@ class _Places:
 
     def _take(self, place: Place) -> None:
         if place.present:
-            front_end = FrontEnd(place.number, place.input_address, place.output_address)
+            front_end = FrontEndConnection(place.number, place.input_address, place.output_address)
             self._front_ends[place.number] = front_end
             self._coordinator.add(front_end)
         elif (gone := self._front_ends.pop(place.number, None)) is not None:

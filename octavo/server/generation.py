@@ -34,9 +34,9 @@ from octavo.server.errors import ClientDisconnectError, error_event, log_unexpec
 from octavo.server.load_report import add_load_report
 from octavo.server.middleware import context_of
 from octavo.server.parts import Delta, Parser, Part, Text
+from octavo.server.resumable_streams import DONE, Events, Stream
 from octavo.server.schema import GenerationBody
 from octavo.server.state import ServerState, state_of
-from octavo.server.streams import DONE, Events, Stream
 from octavo.system import clock
 from octavo.system.offload import offload
 from octavo.text.tokenizer import Tokenizer

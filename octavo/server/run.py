@@ -35,9 +35,9 @@ from octavo.observability.recording import RecordSettings
 from octavo.plan.memory_plan import resolve_dtype, resolve_max_model_len
 from octavo.plan.setup import resolve_kv_cache_dtype
 from octavo.platforms.registry import get_platform
+from octavo.server.api_servers import check_api_servers, serve_by_api_servers
 from octavo.server.app import build_app
 from octavo.server.auth import AllowedHosts, with_all_keys
-from octavo.server.front_ends import check_front_ends, serve_by_front_ends
 from octavo.server.http_state import HttpState
 from octavo.server.protocol import KEEP_ALIVE_TIMEOUT, make_protocol
 from octavo.server.state import ServerState
@@ -72,7 +72,7 @@ def run_server(
     config, sources = with_all_keys(config)
     prepare_process()
     tls_context(config)  # reject a bad certificate at once
-    check_front_ends(config, engine_config)
+    check_api_servers(config, engine_config)
     if reserved := RESERVED_VARIABLES & config.default_chat_template_kwargs.keys():
         raise ConfigError(
             f"default_chat_template_kwargs has {min(reserved)!r}, which the server itself sets; "
@@ -96,7 +96,7 @@ def run_server(
         logger.info("loading %s, listening on %s", name[0], address_of(config, listener))
         try:
             if config.api_server_count > 1:
-                return runner.run(serve_by_front_ends(config, engine_config, listener))
+                return runner.run(serve_by_api_servers(config, engine_config, listener))
             state = ServerState(
                 config, engine_config, lambda: start_engine(config, engine_config, process)
             )

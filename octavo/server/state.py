@@ -30,8 +30,8 @@ from octavo.frontend.request_memory import leaves_room
 from octavo.server.auth import tenant_of
 from octavo.server.errors import show
 from octavo.server.http_state import HttpState
+from octavo.server.resumable_streams import StreamRegistry
 from octavo.server.stats_log import StatsLog
-from octavo.server.streams import StreamRegistry
 from octavo.text.chat_template import ChatTemplate
 from octavo.text.tokenizer import Tokenizer
 

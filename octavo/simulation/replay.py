@@ -88,7 +88,7 @@ class Answer:
         return (self.last_time - self.first_time) / (len(self.token_ids) - 1)
 
 
-class Transcript:
+class RequestLog:
     """Requests and their answers, assembled from records.
 
     Args:
@@ -219,8 +219,8 @@ class Difference:
 class Report:
     """Results of a replay."""
 
-    recorded: Transcript
-    replayed: Transcript
+    recorded: RequestLog
+    replayed: RequestLog
     differences: list[Difference] = field(default_factory=list)
     num_compared: int = 0
     """Number of compared answers."""
@@ -270,7 +270,7 @@ class Report:
         yield f"{len(self.differences)} answers differ"
 
 
-def load_recording(path: Path) -> Transcript:
+def load_recording(path: Path) -> RequestLog:
     """Read a recording: both of its files, if there is an older half.
 
     Raises:
@@ -282,10 +282,10 @@ def load_recording(path: Path) -> Transcript:
             f"{path} was recorded with --record-prompts hash: the prompts are not in it, so it "
             "cannot be replayed. Record with --record-prompts full."
         )
-    transcript = Transcript(record for file in files for record in read_records(file))
-    if not transcript.arrivals:
+    log = RequestLog(record for file in files for record in read_records(file))
+    if not log.arrivals:
         raise OctavoError(f"{path} has no requests.")
-    return transcript
+    return log
 
 
 def replay_config(head: Head, given: dict[str, Any]) -> EngineConfig:
@@ -310,7 +310,7 @@ def replay_config(head: Head, given: dict[str, Any]) -> EngineConfig:
 
 
 def replay(
-    recorded: Transcript, config: EngineConfig, *, free: bool = False, other_model: bool = False
+    recorded: RequestLog, config: EngineConfig, *, free: bool = False, other_model: bool = False
 ) -> Report:
     """Run the requests of a recording again, in this process.
 
@@ -335,7 +335,7 @@ def replay(
                 f"tokenizer or weights differ (hash {found[:12]}, recorded {head.model[:12]}). "
                 "Name the recorded one with --model, or give --allow-other-model."
             )
-    replayed = Transcript()
+    replayed = RequestLog()
     engine = LLMEngine(config, record=replayed.add)
     try:
         _run(engine, recorded, replayed, free)
@@ -344,7 +344,7 @@ def replay(
         engine.shutdown()
 
 
-def _run(engine: LLMEngine, recorded: Transcript, replayed: Transcript, free: bool) -> None:
+def _run(engine: LLMEngine, recorded: RequestLog, replayed: RequestLog, free: bool) -> None:
     """Submit each request before its step, and run until all recorded tokens are replayed."""
     step = 0
     wanted = [
@@ -370,7 +370,7 @@ def _run(engine: LLMEngine, recorded: Transcript, replayed: Transcript, free: bo
                     del live[request_id]
 
 
-def _hand_in(engine: LLMEngine, arrival: Arrival, replayed: Transcript) -> bool:
+def _hand_in(engine: LLMEngine, arrival: Arrival, replayed: RequestLog) -> bool:
     """Submit a request; return False, with errors as its answers, if the engine rejects it."""
     params = msgspec.structs.replace(arrival.params, output_kind=RequestOutputKind.FINAL_ONLY)
     try:
@@ -391,7 +391,7 @@ def _has_something(answer: Answer) -> bool:
     return answer.complete or bool(answer.token_ids)
 
 
-def _has_all(arrival: Arrival, recorded: Transcript, replayed: Transcript) -> bool:
+def _has_all(arrival: Arrival, recorded: RequestLog, replayed: RequestLog) -> bool:
     """Return True if each answer has ended, or is as long as an incomplete recorded one."""
     for request_id in arrival.request.child_ids:
         before, now = recorded.answers[request_id], replayed.answers[request_id]
@@ -401,7 +401,7 @@ def _has_all(arrival: Arrival, recorded: Transcript, replayed: Transcript) -> bo
     return True
 
 
-def compare(recorded: Transcript, replayed: Transcript, tokenizer: Tokenizer | None) -> Report:
+def compare(recorded: RequestLog, replayed: RequestLog, tokenizer: Tokenizer | None) -> Report:
     """Compare the answers of a replay with the recorded ones.
 
     Args:

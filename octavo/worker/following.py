@@ -86,14 +86,14 @@ class FollowingRunner(ModelRunner):
     def _learn_tokens(self, scheduled: list[ScheduledRequest]) -> None:
         """Takes in the tokens that a step's requests need, and all others that are there."""
         assert self.group is not None
-        news, batch, waiting = self.group.news, self.state.batch, self._sampling
+        broadcast, batch, waiting = self.group.broadcast, self.state.batch, self._sampling
         needed = 0
         if waiting:
             rows = [batch.row_of[request.req_id] for request in scheduled]
             needed = max((it.step for it in waiting if np.isin(it.rows, rows).any()), default=0)
-        while waiting and (waiting[0].step <= needed or news.has_tokens(waiting[0].step)):
+        while waiting and (waiting[0].step <= needed or broadcast.has_tokens(waiting[0].step)):
             it = waiting.popleft()
-            tokens, kept = news.read_tokens(it.step, len(it.rows))
+            tokens, kept = broadcast.read_tokens(it.step, len(it.rows))
             same = it.owners == batch.owners[it.rows]  # another request may have the row now
             rows, kept_now = it.rows[same], kept[same]
             batch.append(rows, tokens[np.repeat(same, kept)], kept_now)

@@ -13,7 +13,7 @@ from octavo.plan.setup import WorkerSetup
 from octavo.system.distributed import COUNTER_NBYTES, GroupMemory
 from octavo.worker.graphs import StepResult, StepRunner
 from octavo.worker.input_batch import StepBuffers, StepInputs
-from octavo.worker.news import News
+from octavo.worker.token_broadcast import TokenBroadcast
 
 Handed = tuple[Tensor, Tensor | None]
 """(x, residual), as `Layer` takes and returns them."""
@@ -56,7 +56,7 @@ class Group:
         assert setup.group is not None, "the executor has made no memory for the group"
         rank, layout = setup.rank, setup.group_layout
         self.memory = GroupMemory(setup.group, layout.nbytes, rank)
-        self.news = News(self.memory, layout)
+        self.broadcast = TokenBroadcast(self.memory, layout)
         self._rank, self._layout = rank, layout
         if buffers is not None:
             buffers.attach(self.memory, layout.buffers_of(rank.stage))

@@ -1,4 +1,4 @@
-"""The worker's half of a KV connector beside the steps that a worker runs."""
+"""Calls of the worker's half of a KV connector before, in and after steps."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from octavo import _native
 from octavo.errors import ConfigError
-from octavo.kv_connector.base import KVConnectorBase, KVConnectorRole
+from octavo.kv_connector.base import KVConnectorWorker
 from octavo.kv_connector.pages import KVCaches
-from octavo.kv_connector.registry import make_connector
+from octavo.kv_connector.registry import get_connector
 from octavo.messages import KVConnectorOutput, SchedulerOutput
 from octavo.worker.model_runner import ModelRunner
 
@@ -24,29 +25,29 @@ _LONG_STEP = 64
 
 
 class KVTransfers:
-    """Tells a connector about each step, and others what it has finished.
+    """Driver of the worker's half of a connector.
 
     Args:
-        connector: the worker's half.
-        num_layers: layers that this rank keeps something of.
-        progress: is told which of them a step has computed.
-        report: is given what has been finished, on any thread.
+        make_connector: returns the half; its argument is the half's `notify`.
+        num_layers: layers of this rank that have a cache.
+        progress: counter of the layers that a step has computed.
+        report: callback for finished transfers, on any thread.
     """
 
     def __init__(
         self,
-        connector: KVConnectorBase,
+        make_connector: Callable[[Callable[[], object]], KVConnectorWorker],
         num_layers: int,
         progress: _native.StepProgress,
         report: Callable[[KVConnectorOutput], object],
     ) -> None:
-        self._connector, self._report = connector, report
+        self._report = report
         self._num_layers, self._progress = num_layers, progress
         self._beside = ThreadPoolExecutor(1, "octavo-kv-layers")
+        self._lock = threading.Lock()
+        self._connector = connector = make_connector(self._report_finished)
         self._decoder = msgspec.msgpack.Decoder(connector.metadata_type)
         self._nothing = connector.metadata_type()
-        self._lock = threading.Lock()
-        connector.notify = self._tell
 
     @contextlib.contextmanager
     def step(self, scheduler_output: SchedulerOutput) -> Iterator[None]:
@@ -76,7 +77,7 @@ class KVTransfers:
             with self._lock:
                 invalid = connector.get_block_ids_with_load_errors()
             self._report(KVConnectorOutput([], loaded, sorted(invalid)))
-        self._tell()
+        self._report_finished()
 
     def _go_along(self) -> None:
         """Loads and saves each layer as a step comes to it."""
@@ -87,15 +88,19 @@ class KVTransfers:
                 return
             self._connector.save_kv_layer(layer)
 
-    def _tell(self) -> None:
+    def _report_finished(self) -> None:
         with self._lock:  # a request's blocks go with it
             sent, received = self._connector.get_finished()
             invalid = self._connector.get_block_ids_with_load_errors()
         if sent or received:
             self._report(KVConnectorOutput(sorted(sent), sorted(received), sorted(invalid)))
 
+    def register_kv_caches(self, kv_caches: KVCaches) -> None:
+        """See `KVConnectorWorker`."""
+        self._connector.register_kv_caches(kv_caches)
+
     def handshake_metadata(self) -> Any:
-        """See `KVConnectorBase.get_handshake_metadata`."""
+        """See `KVConnectorWorker.get_handshake_metadata`."""
         return self._connector.get_handshake_metadata()
 
     def shutdown(self) -> None:
@@ -107,27 +112,29 @@ class KVTransfers:
 def make_transfers(
     runner: ModelRunner, num_blocks: int, report: Callable[[KVConnectorOutput], object]
 ) -> KVTransfers | None:
-    """What the settings ask for; None: they ask for nothing.
+    """Return the driver of the configured connector; None: no connector is configured.
 
     Args:
-        runner: has its KV cache.
-        num_blocks: of it.
+        runner: the model runner, with its KV cache.
+        num_blocks: blocks of the KV cache.
         report: see `KVTransfers`.
 
     Raises:
         ConfigError: the connector cannot be made.
     """
     setup = runner.setup
-    layout = setup.kv_layout
-    connector = make_connector(setup.config, KVConnectorRole.WORKER, layout)
-    if connector is None:
+    transfer = setup.config.cache.kv_transfer_config
+    if transfer is None:
         return None
     if runner.backend.name != "cpu":
         raise ConfigError(
             f"kv_transfer_config is not supported with attention_backend={runner.backend.name}; "
             "use device=cpu with attention_backend=cpu."
         )
+    layout = setup.kv_layout
+    make_half = partial(get_connector(transfer).make_worker_half, setup.config, layout)
     tensors = [tensor.data_ptr() for tensor in runner.state.kv_tensors]
-    connector.register_kv_caches(KVCaches(layout, tensors, num_blocks))
     assert runner.progress is not None
-    return KVTransfers(connector, len(setup.part.caches), runner.progress, report)
+    transfers = KVTransfers(make_half, len(setup.part.caches), runner.progress, report)
+    transfers.register_kv_caches(KVCaches(layout, tensors, num_blocks))
+    return transfers

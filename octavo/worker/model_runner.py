@@ -433,7 +433,7 @@ class ModelRunner:
             state.batch.append(rows, known, ones)
             state.sampling.append(rows, known, ones)
             if self.group is not None:
-                self.group.news.post_tokens(self._num_steps, known, ones)
+                self.group.broadcast.post_tokens(self._num_steps, known, ones)
         else:
             places = state.batch.append(rows, np.full(len(rows), UNKNOWN), ones)
             state.sampling.advance(rows, ones)
@@ -499,7 +499,7 @@ class ModelRunner:
         new = np.maximum(tokens, 0)  # a row that failed computes on in vain
         state.batch.append(rows, new[_ranges(first, kept)], kept)
         if self.group is not None:
-            self.group.news.post_tokens(self._num_steps, new[_ranges(first, kept)], kept)
+            self.group.broadcast.post_tokens(self._num_steps, new[_ranges(first, kept)], kept)
         state.sampling.append(rows, new[_ranges(first + known, kept - known)], kept - known)
         state.batch.num_computed_tokens[rows] -= counts - kept
         for i, begin, count in zip(
@@ -550,11 +550,11 @@ class ModelRunner:
             return self._propose(scheduled)
         if not any(request.num_drafts for request in scheduled):
             return {}
-        news, req_ids = self.group.news, [request.req_id for request in scheduled]
+        broadcast, req_ids = self.group.broadcast, [request.req_id for request in scheduled]
         if not self.setup.rank.drafts:
-            return news.read_drafts(self._num_steps, req_ids)
+            return broadcast.read_drafts(self._num_steps, req_ids)
         drafts = self._propose(scheduled)
-        news.post_drafts(self._num_steps, req_ids, drafts)
+        broadcast.post_drafts(self._num_steps, req_ids, drafts)
         return drafts
 
     def _note_forced(self, grammar: GrammarOutput) -> None:

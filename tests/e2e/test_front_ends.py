@@ -43,7 +43,7 @@ def processes(server, module):
 
 
 def front_ends(server):
-    return processes(server, "octavo.server.front_end_process")
+    return processes(server, "octavo.server.api_server_process")
 
 
 def wait_for_engines(server):

@@ -170,7 +170,7 @@ def test_several_at_once(plain, tmp_path):
     assert two.llm_engine.stats().num_used_blocks == 0
     scheduler = two.llm_engine.client.core.scheduler._connector
     assert not scheduler._loading
-    assert not scheduler._connectors[0]._half._memory._pins
+    assert not scheduler._halves[0]._memory._pins
     two.llm_engine.shutdown()
     three = LLM(**SIZE, dtype="bfloat16", kv_transfer_config=multi(p2p(), offloading()))
     four = LLM(**SIZE, dtype="bfloat16", kv_transfer_config=multi(p2p(), offloading()))
@@ -293,7 +293,7 @@ def test_prefill_here_and_decode_there(first, second, dtype, plain):
     assert bits(outputs) == plain(dtype=dtype)
     assert min(cached(outputs)) >= 64
     assert two.llm_engine.stats().num_failed_loads == 0
-    scheduler = one.llm_engine.client.core.scheduler._connector._half
+    scheduler = one.llm_engine.client.core.scheduler._connector
     end = time.monotonic() + 10
     while scheduler._handed:  # until the message of the other one has arrived
         assert time.monotonic() < end

@@ -132,20 +132,20 @@ def test_a_recording_replays_without_a_difference(recording, flags, capsys):
 
 
 def test_what_is_in_the_recording(recording):
-    transcript = load_recording(recording)
-    assert len(transcript.arrivals) > NUM_REQUESTS  # beams are separate requests
-    assert transcript.num_steps > 50
-    steps = [transcript.first_step(a) for a in transcript.arrivals.values()]
+    log = load_recording(recording)
+    assert len(log.arrivals) > NUM_REQUESTS  # beams are separate requests
+    assert log.num_steps > 50
+    steps = [log.first_step(a) for a in log.arrivals.values()]
     assert steps == sorted(steps)
     assert len(set(steps)) > 10
-    cut = [a for a in transcript.answers.values() if not a.complete]
+    cut = [a for a in log.answers.values() if not a.complete]
     assert 1 <= len(cut) <= 20  # those whose clients disconnected, and two that failed
     assert {a.error is None for a in cut} == {True, False}
-    requests = [a.request for a in transcript.arrivals.values()]
+    requests = [a.request for a in log.arrivals.values()]
     assert len({r.options.tenant for r in requests}) == 3
     assert sum(r.prompt_embeds is not None for r in requests) >= 3
     assert sum(r.options.first_token_deadline is not None for r in requests) >= 5
-    assert transcript.num_lost == 0
+    assert log.num_lost == 0
     assert oct(recording.stat().st_mode & 0o777) == "0o600"
     assert b"salt" not in recording.read_bytes()
     assert b"secret" not in recording.read_bytes()

@@ -22,8 +22,8 @@ import zmq
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import BUILTIN_MODEL, EngineConfig
 from octavo.config.engine_args import AsyncEngineArgs
+from octavo.engine.core_messages import CoreProcessSetup, CoreReady
 from octavo.engine.core_process import _BusyLoop
-from octavo.engine.wire import CoreProcessSetup, CoreReady
 from octavo.errors import (
     EngineDeadError,
     ModelError,

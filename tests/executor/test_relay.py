@@ -21,7 +21,7 @@ from octavo.layers.step_table import StepSize
 from octavo.plan.group_layout import GroupLayout
 from octavo.system.distributed import GroupMemory, Rank
 from octavo.worker.group import _Channel
-from octavo.worker.news import News
+from octavo.worker.token_broadcast import TokenBroadcast
 from tests.ranks import RanksExecutor, use_ranks
 
 ANY = "tcp://127.0.0.1:*"
@@ -47,7 +47,7 @@ class Host:
         streams = find_streams(LAYOUT, [0, 1])
         failed = self.failures.append
         self.relay = Relay(self.open(), streams, self.number, self.key, ANY, failed)
-        self.news = News(self.memory, LAYOUT)
+        self.broadcast = TokenBroadcast(self.memory, LAYOUT)
         self.channel = _Channel(self.memory, LAYOUT, 0, 0)
 
     def open(self):
@@ -154,11 +154,11 @@ def test_tokens_go_back_and_drafts_go_forth(hosts):
     first, second = hosts
     for step in range(1, 30):
         drafts = {"b": [step, 2]} if step % 2 else {}
-        first.news.post_drafts(step, ["a", "b"], drafts)
-        assert second.news.read_drafts(step, ["a", "b"]) == drafts
+        first.broadcast.post_drafts(step, ["a", "b"], drafts)
+        assert second.broadcast.read_drafts(step, ["a", "b"]) == drafts
         if step % 3:  # not every step samples
-            second.news.post_tokens(step, np.array([step, 5, 6]), np.array([1, 2]))
-            tokens, kept = first.news.read_tokens(step, 2)
+            second.broadcast.post_tokens(step, np.array([step, 5, 6]), np.array([1, 2]))
+            tokens, kept = first.broadcast.read_tokens(step, 2)
             assert (tokens.tolist(), kept.tolist()) == ([step, 5, 6], [1, 2])
 
 
@@ -168,7 +168,7 @@ def test_a_host_that_is_lost_ends_the_waiting_on_the_other(hosts, lost):
 
     def wait():
         with pytest.raises(_native.GroupError):
-            (hosts[0].news.read_tokens if lost else hosts[1].news.read_drafts)(
+            (hosts[0].broadcast.read_tokens if lost else hosts[1].broadcast.read_drafts)(
                 1, 1 if lost else [""]
             )
         errors.append(1)
@@ -201,8 +201,8 @@ def test_strangers_break_nothing(hosts):
     push.send_multipart([bytes(16), b""])
     time.sleep(0.3)
     context.destroy(linger=0)
-    second.news.post_tokens(1, np.array([7]), np.array([1]))
-    assert first.news.read_tokens(1, 1)[0].tolist() == [7]
+    second.broadcast.post_tokens(1, np.array([7]), np.array([1]))
+    assert first.broadcast.read_tokens(1, 1)[0].tolist() == [7]
     assert first.failures == second.failures == []
 
 

@@ -12,8 +12,8 @@ import zmq.asyncio
 
 from octavo import __version__
 from octavo.config import EngineConfig
-from octavo.engine import head, wire
-from octavo.engine.wire import CoreProcessSetup, ReachedBy
+from octavo.engine import core_messages, head
+from octavo.engine.core_messages import CoreProcessSetup, ReachedBy
 from octavo.errors import ConfigError, EngineDeadError, NodeMissingError
 from octavo.fleet import cluster
 from octavo.fleet.cluster import ClusterKey, Exited, Hub, Join, Launch, RemoteProcess
@@ -207,8 +207,8 @@ def test_what_is_no_message_harms_nobody(key, caplog):
         _, process, launch_id = await make_engine(hub, key)
         engine = Peer(hub, key, b"O" + launch_id)
         await engine.socket.send_multipart([b"only one"])
-        await engine.send(wire.OUTPUTS, "said", 1)
-        assert await process.receive(5.0) == (wire.OUTPUTS, msgspec.msgpack.encode("said"))
+        await engine.send(core_messages.OUTPUTS, "said", 1)
+        assert await process.receive(5.0) == (core_messages.OUTPUTS, msgspec.msgpack.encode("said"))
 
     run(test, key)
     assert "an invalid message" in caplog.text
@@ -218,16 +218,16 @@ def test_an_engine_is_talked_to_in_order(key):
     async def test(hub, joined):
         _, process, launch_id = await make_engine(hub, key)
         channel = process.open_channel()
-        await channel.send(wire.ADD, b"first")  # it has not joined yet
+        await channel.send(core_messages.ADD, b"first")  # it has not joined yet
         inputs, outputs = (Peer(hub, key, kind + launch_id) for kind in (b"I", b"O"))
         await inputs.socket.send(head.HELLO)
-        assert await inputs.receive() == (wire.ADD, b"first")
-        await channel.send(wire.ABORT, b"second")
-        assert await inputs.receive() == (wire.ABORT, b"second")
+        assert await inputs.receive() == (core_messages.ADD, b"first")
+        await channel.send(core_messages.ABORT, b"second")
+        assert await inputs.receive() == (core_messages.ABORT, b"second")
         for number in (1, 2):
-            await outputs.send(wire.OUTPUTS, number, number)
+            await outputs.send(core_messages.OUTPUTS, number, number)
         for number in (1, 2):
-            assert await channel.receive(5.0) == (wire.OUTPUTS, bytes([number]))
+            assert await channel.receive(5.0) == (core_messages.OUTPUTS, bytes([number]))
         assert await channel.receive(0.01) is None
         assert process.describe_exit() is None
 
@@ -238,8 +238,8 @@ def test_an_engine_of_which_messages_were_lost_is_ended(key):
     async def test(hub, joined):
         node, process, launch_id = await make_engine(hub, key)
         outputs = Peer(hub, key, b"O" + launch_id)
-        await outputs.send(wire.OUTPUTS, None, 1)
-        await outputs.send(wire.OUTPUTS, None, 3)
+        await outputs.send(core_messages.OUTPUTS, None, 1)
+        await outputs.send(core_messages.OUTPUTS, None, 3)
         await until(process.describe_exit)
         assert "messages of the engine were lost" in process.describe_exit()
         while (said := await node.receive())[0] == cluster.ALIVE:
@@ -249,15 +249,18 @@ def test_an_engine_of_which_messages_were_lost_is_ended(key):
     run(test, key)
 
 
-@pytest.mark.parametrize(("kind", "count"), [(wire.OUTPUTS, 1), (wire.RESULT, 1), (wire.READY, 2)])
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [(core_messages.OUTPUTS, 1), (core_messages.RESULT, 1), (core_messages.READY, 2)],
+)
 def test_an_engine_that_cannot_be_understood_ends_alone(key, kind, count):
     async def test(hub, joined):
         _, process, launch_id = await make_engine(hub, key)
         client = AsyncMPClient(process)
         outputs = Peer(hub, key, b"O" + launch_id)
-        ready = msgspec.msgpack.encode(wire.CoreReady(make_plan(2048, 100)))
+        ready = msgspec.msgpack.encode(core_messages.CoreReady(make_plan(2048, 100)))
         for number in range(1, count + 1):
-            payload = ready if kind == wire.READY else b"\xc1"
+            payload = ready if kind == core_messages.READY else b"\xc1"
             await outputs.socket.send_multipart([kind, number.to_bytes(8, "little"), payload])
         with pytest.raises(EngineDeadError, match="invalid message"):
             await client.get_output()
@@ -304,11 +307,11 @@ def test_a_connection_that_is_closed_is_found_by_the_next_message(key):
         node, process, launch_id = await make_engine(hub, key)
         inputs = Peer(hub, key, b"I" + launch_id)
         await inputs.socket.send(head.HELLO)
-        await process.open_channel().send(wire.ADD, b"1")
-        assert (await inputs.receive())[0] == wire.ADD
+        await process.open_channel().send(core_messages.ADD, b"1")
+        assert (await inputs.receive())[0] == core_messages.ADD
         inputs.socket.close(linger=0)
         await asyncio.sleep(0.2)
-        await process.send(wire.ADD, b"2")
+        await process.send(core_messages.ADD, b"2")
         await until(process.describe_exit)
         assert process.describe_exit() == "the engine has closed the connection (on a node)"
         process = hub.launch(3, SETUP)

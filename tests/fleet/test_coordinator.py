@@ -7,10 +7,10 @@ import msgspec
 import pytest
 
 from octavo.config import ModelConfig
-from octavo.engine.wire import CoreReady
+from octavo.engine.core_messages import CoreReady
 from octavo.errors import EngineDeadError, ProfilerError, StepFailedError
-from octavo.fleet.coordinator import Coordinator, FrontEnd
-from octavo.fleet.front_end import CoordinatorProcess, FrontEndClient, addresses_of
+from octavo.fleet.coordinator import Coordinator, FrontEndConnection
+from octavo.fleet.coordinator_client import CoordinatorClient, CoordinatorProcess, addresses_of
 from octavo.fleet.supervisor import Recovery
 from octavo.frontend.input_processor import InputProcessor
 from octavo.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, RequestOptions
@@ -87,10 +87,12 @@ class Bench:
     def join(self, page=b"", connected=True):
         """Return a new front end, and its output reader."""
         self.number += 1
-        front_end = FrontEnd(self.number, *addresses_of(self.folder, self.life, self.number))
+        front_end = FrontEndConnection(
+            self.number, *addresses_of(self.folder, self.life, self.number)
+        )
         self.coordinator.add(front_end)
         process = CoordinatorProcess(self.folder, self.number, self.life)
-        client = FrontEndClient(process, lambda: page, lambda: client.live)
+        client = CoordinatorClient(process, lambda: page, lambda: client.live)
         client.number, client.seen, client.live = self.number, [], []
 
         async def read():
@@ -111,7 +113,7 @@ class Bench:
         self.running = asyncio.create_task(self.coordinator.run())
         for client in self.clients:
             addresses = addresses_of(self.folder, self.life, client.number)
-            self.clients[client] = FrontEnd(client.number, *addresses)
+            self.clients[client] = FrontEndConnection(client.number, *addresses)
             self.coordinator.add(self.clients[client])
             client.process.replace()
 

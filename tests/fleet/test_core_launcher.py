@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from octavo.config import EngineConfig
-from octavo.engine.wire import CoreProcessSetup
+from octavo.engine.core_messages import CoreProcessSetup
 from octavo.fleet import core_launcher
 from octavo.fleet.core_launcher import CoreLauncher, CoreProcess
 from octavo.fleet.mp_client import AsyncMPClient

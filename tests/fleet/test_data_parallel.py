@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.config import EngineConfig
-from octavo.engine.wire import CoreReady
+from octavo.engine.core_messages import CoreReady
 from octavo.errors import (
     ConfigError,
     EngineDeadError,

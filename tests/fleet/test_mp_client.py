@@ -6,7 +6,7 @@ from collections import deque
 import msgspec
 import pytest
 
-from octavo.engine import wire
+from octavo.engine import core_messages
 from octavo.errors import EngineDeadError, EngineStoppedError
 from octavo.fleet.mp_client import AsyncMPClient
 from octavo.messages import EngineCoreOutput, EngineCoreOutputs
@@ -40,7 +40,7 @@ class Process:
 
 def outputs(token):
     made = EngineCoreOutputs([EngineCoreOutput("r", [token])])
-    return wire.OUTPUTS, msgspec.msgpack.encode(made)
+    return core_messages.OUTPUTS, msgspec.msgpack.encode(made)
 
 
 def tokens(taken):
@@ -63,8 +63,11 @@ def test_what_is_there_can_be_had_at_once():
 @pytest.mark.parametrize(
     ("message", "error"),
     [
-        ((wire.DEAD, msgspec.msgpack.encode(wire.CoreDead("no memory"))), "no memory"),
-        ((wire.OUTPUTS, b"\xc1"), "invalid message"),
+        (
+            (core_messages.DEAD, msgspec.msgpack.encode(core_messages.CoreDead("no memory"))),
+            "no memory",
+        ),
+        ((core_messages.OUTPUTS, b"\xc1"), "invalid message"),
     ],
 )
 def test_the_rest_is_left_to_who_waits(message, error):
@@ -76,7 +79,7 @@ def test_the_rest_is_left_to_who_waits(message, error):
             assert client.get_output_nowait() is None
         with pytest.raises(EngineDeadError, match=error):
             await client.get_output()
-        assert (process.killed is not None) == (message[0] == wire.OUTPUTS)
+        assert (process.killed is not None) == (message[0] == core_messages.OUTPUTS)
 
     asyncio.run(main())
 
@@ -84,8 +87,8 @@ def test_the_rest_is_left_to_who_waits(message, error):
 @pytest.mark.parametrize("said", [True, False])
 def test_that_a_signal_held_the_engine_is_known(said):
     async def main():
-        dead = wire.CoreDead("a worker is stopped", stopped=True)
-        process = Process(*([(wire.DEAD, msgspec.msgpack.encode(dead))] if said else []))
+        dead = core_messages.CoreDead("a worker is stopped", stopped=True)
+        process = Process(*([(core_messages.DEAD, msgspec.msgpack.encode(dead))] if said else []))
         process.was_stopped = not said
         with pytest.raises(EngineStoppedError):
             await AsyncMPClient(process).get_output()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.engine.wire import CoreReady
+from octavo.engine.core_messages import CoreReady
 from octavo.errors import EngineDeadError, EngineStoppedError, StepFailedError
 from octavo.fleet import supervisor
 from octavo.fleet.supervisor import Supervisor

@@ -11,7 +11,7 @@ from msgspec.structs import asdict
 
 from octavo.config import EngineConfig, SchedulerConfig, ServerConfig
 from octavo.config.engine_args import AsyncEngineArgs
-from octavo.engine.wire import CoreReady
+from octavo.engine.core_messages import CoreReady
 from octavo.errors import (
     ConfigError,
     DeadlineError,

@@ -1,5 +1,6 @@
 import itertools
 
+import msgspec
 import pytest
 
 import octavo
@@ -49,12 +50,12 @@ def test_identity_differs_between_versions(base, monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "fp8_e4m3"])
 @pytest.mark.parametrize("caches", [CACHES, pages(None, 9, None, 9), pages(11)], ids=str)
-def test_images_have_room_for_all_pages_and_sums(caches, dtype):
+def test_copies_have_room_for_all_pages_and_sums(caches, dtype):
     layout = make_layout(caches, dtype)
-    assert layout.image_nbytes % 64 == 0
+    assert layout.copy_nbytes % 64 == 0
     for num_pages, chunks in zip(layout.num_pages, layout.num_chunks, strict=True):
         assert num_pages * layout.page_nbytes <= layout.sums_offset
-        assert layout.sums_offset + num_pages * chunks * SUM_NBYTES <= layout.image_nbytes
+        assert layout.sums_offset + num_pages * chunks * SUM_NBYTES <= layout.copy_nbytes
         assert layout.page_nbytes % chunks == 0
 
 
@@ -68,3 +69,9 @@ def test_parts_of_ranks_do_not_overlap():
     heads = [set(range(it.first_head, it.first_head + it.num_heads[0])) for it in parts]
     assert all(not a & b for a, b in itertools.combinations(heads, 2))
     assert set.union(*heads) == set(range(6))
+
+
+def test_parts_in_files_keep_their_names():
+    part = msgspec.to_builtins(make_layout(CACHES).part)
+    names = ["layers", "first_head", "num_heads", "chunk_nbytes", "sums_offset", "image_nbytes"]
+    assert list(part) == names  # files of earlier versions have these

@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 
-from octavo.config import KVTransferConfig
+from octavo.config import CacheConfig, EngineConfig, KVTransferConfig
 from octavo.errors import ConfigError
 from octavo.kv_connector.offload import (
     Load,
@@ -31,40 +31,40 @@ class Rank:
 
     def __init__(self, folder, slots=3, file_slots=5):
         extra = {
-            "cpu_bytes_to_use": slots * LAYOUT.image_nbytes,
+            "cpu_bytes_to_use": slots * LAYOUT.copy_nbytes,
             "file_path": str(folder),
-            "file_bytes_to_use": file_slots * LAYOUT.image_nbytes,
+            "file_bytes_to_use": file_slots * LAYOUT.copy_nbytes,
         }
         config = KVTransferConfig(
             kv_connector="OffloadingConnector", engine_id="0", kv_connector_extra_config=extra
         )
-        settings = OffloadingSettings.of(config)
+        engine_config = EngineConfig(cache=CacheConfig(kv_transfer_config=config))
         self.told = threading.Event()
-        self.worker = OffloadingWorker(config, settings, LAYOUT, self.told.set)
+        self.worker = OffloadingWorker(engine_config, LAYOUT, self.told.set)
         self.tensors, self.worker.kv_caches = make_cache(LAYOUT)
-        self.path = file_of(config, settings, LAYOUT)
+        self.path = file_of(config, OffloadingSettings.of(config), LAYOUT)
 
     def save(self, *blocks, epoch=0):
         """Save blocks, each (block, slot, place in the file)."""
         saves = [Save(0, b, slot, digest(b), at, 1 + b) for b, slot, at in blocks]
-        self.worker.begin(OffloadingMetadata(epoch, saves))
+        self.worker.start_load_kv(OffloadingMetadata(epoch, saves))
         self.end_step()
         for spill in list(self.worker._file_spills.values()):
             spill.result()
 
     def end_step(self):
         for layer in range(len(self.tensors)):
-            self.worker.save_layer(layer)
-        self.worker.spill()
+            self.worker.save_kv_layer(layer)
+        self.worker.wait_for_save()
 
     def load(self, *blocks):
         """Load blocks, each (block, slot, place in the file, source); return the damaged ones."""
         loads = [Load(0, b, slot, digest(of), at) for b, slot, at, of in blocks]
         self.told.clear()
-        self.worker.begin(OffloadingMetadata(0, [], {"r": loads}))
+        self.worker.start_load_kv(OffloadingMetadata(0, [], {"r": loads}))
         assert self.told.wait(10)
-        assert self.worker.loaded.take_finished() == {"r"}
-        return self.worker.loaded.take_damaged()
+        assert self.worker.get_finished() == (set(), {"r"})
+        return self.worker.get_block_ids_with_load_errors()
 
     def same(self, first, second):
         return all((tensor[first] == tensor[second]).all() for tensor in self.tensors)
@@ -152,18 +152,18 @@ def test_memory_for_what_an_earlier_run_left_is_taken_early(tmp_path):
     first.worker.shutdown()
     again = Rank(tmp_path / "kv", slots, slots)
     before = [tensor.copy() for tensor in again.tensors]
-    again.worker.register(again.worker.kv_caches)
+    again.worker.register_kv_caches(again.worker.kv_caches)
     again.worker._touching.shutdown()
-    size = LAYOUT.image_nbytes
+    size = LAYOUT.copy_nbytes
     assert 100 * size <= resident(again.worker._memory) < 100 * size + mmap.PAGESIZE
     assert all((now == old).all() for now, old in zip(again.tensors, before, strict=True))
     again.worker.shutdown()
 
 
 def test_steps_that_failed_save_nothing(rank):
-    rank.worker.begin(OffloadingMetadata(0, [Save(0, 1, 0, digest(1), NONE, 0)]))
+    rank.worker.start_load_kv(OffloadingMetadata(0, [Save(0, 1, 0, digest(1), NONE, 0)]))
     rank.worker.step_failed()
-    rank.worker.begin(OffloadingMetadata(0, [Save(0, 2, 1, digest(2), NONE, 0)]))
+    rank.worker.start_load_kv(OffloadingMetadata(0, [Save(0, 2, 1, digest(2), NONE, 0)]))
     rank.end_step()
     assert not np.any(rank.worker._memory)
     rank.save((3, 2, NONE), epoch=1)
@@ -173,7 +173,7 @@ def test_steps_that_failed_save_nothing(rank):
 def test_a_broken_load_is_a_damaged_one(rank, monkeypatch):
     rank.save((1, 0, 0))
 
-    def broken(images):
+    def broken(copies):
         raise MemoryError
 
     monkeypatch.setattr(rank.worker.kv_caches, "load", broken)
@@ -210,7 +210,7 @@ def test_settings_that_are_wrong(extra, says):
 
 def test_places_are_shared_by_ranks():
     layout = make_layout([AttentionCache(2, 4)], world_size=2)
-    settings = OffloadingSettings(cpu_bytes_to_use=9 * layout.image_nbytes)
+    settings = OffloadingSettings(cpu_bytes_to_use=9 * layout.copy_nbytes)
     assert settings.num_slots(layout) == (4, 0)
     with pytest.raises(ConfigError, match="raise it"):
-        OffloadingSettings(cpu_bytes_to_use=layout.image_nbytes).num_slots(layout)
+        OffloadingSettings(cpu_bytes_to_use=layout.copy_nbytes).num_slots(layout)

@@ -6,8 +6,7 @@ import pytest
 from octavo.config import CacheConfig, EngineConfig, KVTransferConfig
 from octavo.errors import ConfigError, RequestError
 from octavo.kv_connector import p2p
-from octavo.kv_connector.base import KVConnectorRole
-from octavo.kv_connector.p2p import P2PConnector
+from octavo.kv_connector.p2p import P2PScheduler
 from octavo.messages import KVConnectorOutput
 from octavo.request import RequestStatus
 from tests.fakes import FakeEngine, expected_output, pages
@@ -33,7 +32,7 @@ def clock(monkeypatch):
 def connector(kv, slots=50, *, key=None, model="model", role="kv_both", **extra):
     layout = make_layout(kv)
     layout = type(layout)(model, layout.block_size, layout.dtype, layout.groups)
-    extra |= {"cpu_bytes_to_use": slots * layout.image_nbytes}
+    extra |= {"cpu_bytes_to_use": slots * layout.copy_nbytes}
     transfer = KVTransferConfig(
         kv_connector="P2PConnector", engine_id="0", kv_role=role, kv_connector_extra_config=extra
     )
@@ -43,7 +42,7 @@ def connector(kv, slots=50, *, key=None, model="model", role="kv_both", **extra)
         config = EngineConfig(
             cache=config.cache, parallel=type(config.parallel)(cluster_key_file=str(key))
         )
-    made = P2PConnector(config, KVConnectorRole.SCHEDULER, layout)
+    made = P2PScheduler(config, layout)
     address = {
         "host": "127.0.0.1",
         "port": 1,
@@ -67,7 +66,7 @@ def make_engine(caches=None, **options):
 
 
 def half(engine):
-    return engine.scheduler._connector._half
+    return engine.scheduler._connector
 
 
 def prefill(engine, name="a", prompt=PROMPT):
@@ -166,7 +165,7 @@ def test_a_consumer_that_never_comes(clock):
     clock[0] += 2
     engine.add("c", [1], max_tokens=1)
     engine.run()
-    assert list(connector._handed) == ["b"]
+    assert list(connector._kept) == ["b"]
     assert engine.scheduler.make_stats().num_expired_transfers == 1
     clock[0] += 50
     engine.add("d", [1], max_tokens=1)

@@ -1,4 +1,4 @@
-"""Conversion of blocks to images and back, on a KV cache in plain arrays."""
+"""Copies of blocks of a KV cache in plain arrays."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import pytest
 from octavo import _native
 from octavo.kv_cache.groups import KVCacheGroup, make_kv_cache_groups
 from octavo.kv_connector.layout import KVLayout
-from octavo.kv_connector.pages import BlockImage, KVCaches
+from octavo.kv_connector.pages import BlockCopy, KVCaches
 from octavo.models.cache import AttentionCache
 from tests.fakes import pages
 
@@ -27,9 +27,9 @@ def make_cache(layout, seed=0):
     return tensors, caches
 
 
-def image_of(layout, buffer, index, group_id=0, block_id=3, block_hash=b"h" * 32):
-    at = buffer.ctypes.data + index * layout.image_nbytes
-    return BlockImage(group_id, block_id, at, block_hash)
+def copy_of(layout, buffer, index, group_id=0, block_id=3, block_hash=b"h" * 32):
+    at = buffer.ctypes.data + index * layout.copy_nbytes
+    return BlockCopy(group_id, block_id, at, block_hash)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "fp8_e4m3"])
@@ -40,9 +40,9 @@ def test_there_and_back(dtype):
     tensors, caches = make_cache(layout)
     others, other_caches = make_cache(layout, 1)
     before = [tensor.copy() for tensor in others]
-    buffer = np.zeros(2 * layout.image_nbytes, np.uint8)
-    caches.save([image_of(layout, buffer, 0, block_id=3), image_of(layout, buffer, 1, block_id=5)])
-    back = [image_of(layout, buffer, 0, block_id=6), image_of(layout, buffer, 1, block_id=0)]
+    buffer = np.zeros(2 * layout.copy_nbytes, np.uint8)
+    caches.save([copy_of(layout, buffer, 0, block_id=3), copy_of(layout, buffer, 1, block_id=5)])
+    back = [copy_of(layout, buffer, 0, block_id=6), copy_of(layout, buffer, 1, block_id=0)]
     assert other_caches.load(back) == set()
     for tensor, other, old in zip(tensors, others, before, strict=True):
         assert (other[6] == tensor[3]).all()
@@ -53,12 +53,12 @@ def test_there_and_back(dtype):
 def test_layers_are_saved_one_by_one():
     layout = make_layout(pages(None, 9, None, 9), "float32")
     _tensors, caches = make_cache(layout)
-    buffer = np.zeros(2 * layout.image_nbytes, np.uint8)
-    images = [image_of(layout, buffer, i, i, block_id=2 + i) for i in (0, 1)]
-    caches.save(images)
+    buffer = np.zeros(2 * layout.copy_nbytes, np.uint8)
+    copies = [copy_of(layout, buffer, i, i, block_id=2 + i) for i in (0, 1)]
+    caches.save(copies)
     whole = buffer.copy()
     buffer[:] = 0
-    saving = caches.saving(images)
+    saving = caches.saving(copies)
     before = 0
     for layer in range(4):
         saving.save_layer(layer)
@@ -73,31 +73,31 @@ def test_layers_are_saved_one_by_one():
 def test_every_bit_counts():
     layout = make_layout([AttentionCache(2, 4)] * 2)
     _tensors, caches = make_cache(layout)
-    buffer = np.zeros(layout.image_nbytes, np.uint8)
-    image = image_of(layout, buffer, 0)
-    caches.save([image])
+    buffer = np.zeros(layout.copy_nbytes, np.uint8)
+    copy = copy_of(layout, buffer, 0)
+    caches.save([copy])
     used = layout.sums_offset + 8 * layout.num_pages[0] * layout.num_chunks[0]
     for at in range(used):
         for bit in (1, 128):
             buffer[at] ^= bit
-            assert caches.load([image]) == {3}, at
+            assert caches.load([copy]) == {3}, at
             buffer[at] ^= bit
-    assert caches.load([image]) == set()
+    assert caches.load([copy]) == set()
 
 
 def test_nothing_else_is_taken_for_it():
     layout = make_layout([AttentionCache(2, 4)] * 2)
     _tensors, caches = make_cache(layout)
-    buffer = np.zeros(2 * layout.image_nbytes, np.uint8)
-    image = image_of(layout, buffer, 0)
-    assert caches.load([image._replace(block_id=5)]) == {5}  # all zeros
-    caches.save([image])
-    assert caches.load([image._replace(block_hash=b"i" * 32, block_id=5)]) == {5}
+    buffer = np.zeros(2 * layout.copy_nbytes, np.uint8)
+    copy = copy_of(layout, buffer, 0)
+    assert caches.load([copy._replace(block_id=5)]) == {5}  # all zeros
+    caches.save([copy])
+    assert caches.load([copy._replace(block_hash=b"i" * 32, block_id=5)]) == {5}
     # Chunks that exchange their places.
     size = layout.page_nbytes // 2
     first, second = buffer[:size].copy(), buffer[size : 2 * size].copy()
     buffer[:size], buffer[size : 2 * size] = second, first
-    assert caches.load([image]) == {3}
+    assert caches.load([copy]) == {3}
 
 
 @pytest.mark.parametrize("nbytes", [0, 8, 120, 128, 136, 4096, 100_000])
@@ -122,19 +122,19 @@ def test_groups_have_pages_of_their_own():
     layout = make_layout(pages(None, 9, None, 9), "float32")
     assert layout.num_pages == [4, 4]
     tensors, caches = make_cache(layout)
-    buffer = np.zeros(2 * layout.image_nbytes, np.uint8)
-    images = [image_of(layout, buffer, i, i, block_id=2 + i) for i in (0, 1)]
-    caches.save(images)
+    buffer = np.zeros(2 * layout.copy_nbytes, np.uint8)
+    copies = [copy_of(layout, buffer, i, i, block_id=2 + i) for i in (0, 1)]
+    caches.save(copies)
     want = [tensor.copy() for tensor in tensors]
     for tensor in tensors:
         tensor[:] = 0
-    assert caches.load(images) == set()
+    assert caches.load(copies) == set()
     for tensor, old in zip(tensors, want, strict=True):
         assert (tensor[2:4] == old[2:4]).all()
         assert not tensor[4:].any()
 
 
-def test_other_ranks_images_are_put_together():
+def test_other_ranks_copies_are_put_together():
     """Of four heads two ranks have 1 + 3; two others 3 + 1, and stages divide the layers."""
     size = 16 * 4 * 4  # a head's chunk
 
@@ -153,13 +153,13 @@ def test_other_ranks_images_are_put_together():
         heads = slice(layout.first_head, layout.first_head + layout.num_chunks[0])
         for layer, tensor in enumerate(tensors):
             tensor[3] = whole[layer, :, heads].reshape(-1)
-        buffers.append(np.zeros(layout.image_nbytes, np.uint8))
-        caches.save([image_of(layout, buffers[-1], 0)])
+        buffers.append(np.zeros(layout.copy_nbytes, np.uint8))
+        caches.save([copy_of(layout, buffers[-1], 0)])
     for target in [rank(0, 3, 0, 2), rank(3, 1, 2, 1), rank(0, 4, 1, 2)]:
         tensors, caches = make_cache(target)
         for layout, buffer in zip(sources, buffers, strict=True):
-            image = image_of(layout, buffer, 0, block_id=1)
-            assert caches.load([image], layout.part) == set()
+            copy = copy_of(layout, buffer, 0, block_id=1)
+            assert caches.load([copy], layout.part) == set()
         heads = slice(target.first_head, target.first_head + target.num_chunks[0])
         for layer, tensor in enumerate(tensors):
             want = whole[target.first_layer + layer, :, heads].reshape(-1)

@@ -1,4 +1,4 @@
-"""Images of a rank, and clients that fetch them, or must not be able to."""
+"""Copies of a rank, and clients that fetch them, or must not be able to."""
 
 import os
 import socket
@@ -12,9 +12,9 @@ from zmq.utils import z85
 
 from octavo.errors import ConfigError
 from octavo.kv_connector import peer
-from octavo.kv_connector.peer import PeerClient, PeerServer, SharedImages
+from octavo.kv_connector.peer import PeerClient, PeerServer, SharedCopies
 from octavo.models.cache import AttentionCache
-from tests.kv_connector.test_pages import image_of, make_cache, make_layout
+from tests.kv_connector.test_pages import copy_of, make_cache, make_layout
 
 LAYOUT = make_layout([AttentionCache(2, 4)] * 2)
 SECRET, OTHER = b"s" * 32, b"o" * 32
@@ -24,12 +24,12 @@ HASH = b"h" * 32
 
 @pytest.fixture
 def site():
-    """Return a server with images of block 3 in all places, its notifications, and its cache."""
-    shared, told = SharedImages(SLOTS * LAYOUT.image_nbytes), []
+    """Return a server with copies of block 3 in all places, its notifications, and its cache."""
+    shared, told = SharedCopies(SLOTS * LAYOUT.copy_nbytes), []
     server = PeerServer("127.0.0.1", 0, SECRET, LAYOUT, shared, told.append)
     tensors, caches = make_cache(LAYOUT)
     for slot in range(SLOTS):
-        caches.save([image_of(LAYOUT, shared.images, slot)])
+        caches.save([copy_of(LAYOUT, shared.copies, slot)])
     yield server, shared, told, tensors
     server.close()
     server.close()
@@ -70,7 +70,7 @@ def test_blocks_arrive(site, fetching, where):
 @pytest.mark.parametrize("where", [lambda server: server.address, far], ids=["memory", "tcp"])
 def test_damage_is_told_of_and_so_are_other_blocks(site, fetching, where):
     server, shared, _told, _theirs = site
-    shared.images[LAYOUT.image_nbytes + 5] ^= 1
+    shared.copies[LAYOUT.copy_nbytes + 5] ^= 1
     client, _ours = fetching()
     blocks = [(0, 1, 0, HASH), (0, 2, 1, HASH), (0, 4, 2, b"x" * 32)]
     assert client.fetch([where(server)], blocks, time.monotonic()) == {2, 4}
@@ -192,7 +192,7 @@ def test_the_time_spent_in_a_queue_counts(site, fetching):
 def test_nothing_stays_behind():
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        shared = SharedImages(LAYOUT.image_nbytes)
+        shared = SharedCopies(LAYOUT.copy_nbytes)
         server = PeerServer("127.0.0.1", 0, SECRET, LAYOUT, shared, print)
         client = PeerClient(SECRET, make_cache(LAYOUT, 1)[1], 1.0)
         client.fetch([server.address], [(0, 1, 0, HASH)], time.monotonic())
@@ -210,9 +210,9 @@ def test_a_port_that_is_taken(site):
         PeerServer("127.0.0.1", server.address.port, SECRET, LAYOUT, shared, print)
 
 
-def test_images_begin_as_zeros_and_cannot_be_shortened():
-    shared = SharedImages(10_000)
-    assert not np.any(shared.images)
+def test_copies_begin_as_zeros_and_cannot_be_shortened():
+    shared = SharedCopies(10_000)
+    assert not np.any(shared.copies)
     with pytest.raises(PermissionError):
         os.ftruncate(shared.descriptor, 10)
     shared.close()

@@ -1,11 +1,12 @@
 import pytest
 
-from octavo.config import CacheConfig, EngineConfig, KVTransferConfig
+from octavo.config import EngineConfig, KVTransferConfig
 from octavo.errors import ConfigError
-from octavo.kv_connector.base import KVConnectorRole
+from octavo.kv_connector.base import KVConnectorBase, KVConnectorRole
 from octavo.kv_connector.offload import OffloadingConnector
 from octavo.kv_connector.p2p import P2PConnector
-from octavo.kv_connector.registry import get_connector_class, make_connector
+from octavo.kv_connector.registry import get_connector
+from octavo.kv_connector.shared_storage import SharedStorageConnector
 from octavo.models.cache import AttentionCache
 from tests.kv_connector.test_pages import make_layout
 
@@ -16,16 +17,25 @@ def config(name, path=None):
     return KVTransferConfig(kv_connector=name, kv_connector_module_path=path)
 
 
-class Mine(OffloadingConnector):
-    """Custom connector."""
+class Mine(KVConnectorBase):
+    """Custom connector: one class for both halves."""
+
+    get_num_new_matched_tokens = update_state_after_alloc = build_connector_meta = None
+    start_load_kv = wait_for_save = get_finished = None
+
+    @classmethod
+    def host_nbytes(cls, config):
+        return 7
+
+
+MyHalves = OffloadingConnector
 
 
 def test_by_name():
-    assert get_connector_class(config("OffloadingConnector")) is OffloadingConnector
-    assert get_connector_class(config("P2PConnector")) is P2PConnector
-    assert get_connector_class(config("ExampleConnector")).__name__ == "SharedStorageConnector"
-    found = get_connector_class(config("Mine", "tests.kv_connector.test_registry"))
-    assert found.__name__ == "Mine"
+    assert get_connector(config("OffloadingConnector")) is OffloadingConnector
+    assert get_connector(config("P2PConnector")) is P2PConnector
+    assert get_connector(config("ExampleConnector")) is SharedStorageConnector
+    assert get_connector(config("MyHalves", __name__)) is OffloadingConnector
 
 
 @pytest.mark.parametrize(
@@ -40,19 +50,17 @@ def test_by_name():
 )
 def test_unknown_ones(name, path, says):
     with pytest.raises(ConfigError, match=says):
-        get_connector_class(config(name, path))
+        get_connector(config(name, path))
 
 
-def test_none_is_made_where_none_is_asked_for():
-    assert make_connector(EngineConfig(), KVConnectorRole.SCHEDULER, LAYOUT) is None
-
-
-def test_a_half_is_made():
-    extra = {"cpu_bytes_to_use": 4 * LAYOUT.image_nbytes}
-    transfer = KVTransferConfig(
-        kv_connector="OffloadingConnector", engine_id="0", kv_connector_extra_config=extra
-    )
-    settings = EngineConfig(cache=CacheConfig(kv_transfer_config=transfer))
-    made = make_connector(settings, KVConnectorRole.SCHEDULER, LAYOUT)
-    assert isinstance(made, OffloadingConnector)
-    assert made.role is KVConnectorRole.SCHEDULER
+def test_halves_of_a_class():
+    found = get_connector(config("Mine", __name__))
+    calls = []
+    scheduler = found.make_scheduler_half(EngineConfig(), LAYOUT)
+    worker = found.make_worker_half(EngineConfig(), LAYOUT, lambda: calls.append(1))
+    assert scheduler.role is KVConnectorRole.SCHEDULER
+    assert worker.role is KVConnectorRole.WORKER
+    assert worker.layout is LAYOUT
+    worker.notify()
+    assert calls == [1]
+    assert found.host_nbytes(config("Mine")) == 7

@@ -317,7 +317,7 @@ class ConnectorMachine(SchedulerMachine):
             self.engine.step()
             self.deliver_all()
         super().teardown()
-        connector = self.scheduler._connector._half
+        connector = self.scheduler._connector
         assert not connector._memory._pins
         assert not connector._unsure
         assert not connector._loads

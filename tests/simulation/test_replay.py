@@ -1,4 +1,4 @@
-"""Transcripts of records, and reports; tests/e2e/test_replay.py runs the replay."""
+"""Requests and answers of records, and reports; tests/e2e/test_replay.py runs a replay."""
 
 import msgspec
 import numpy as np
@@ -25,7 +25,7 @@ from octavo.observability.recording import (
     Step,
 )
 from octavo.sampling_params import SamplingParams
-from octavo.simulation.replay import Transcript, compare, load_recording, replay_config
+from octavo.simulation.replay import RequestLog, compare, load_recording, replay_config
 from tests.params import core_request
 
 
@@ -62,7 +62,7 @@ def head(config: EngineConfig | None = None, **fields) -> Head:
 
 
 def test_an_answer_is_put_together():
-    made = Transcript(
+    made = RequestLog(
         [
             arrival("a"),
             tokens("b", 9),  # it arrived before the recording
@@ -100,7 +100,7 @@ def test_what_is_missing_is_no_difference(gap):
 
 
 def test_a_request_of_more_answers_than_were_asked_for():
-    made = Transcript(
+    made = RequestLog(
         [
             Arrival(msgspec.structs.replace(arrival("a").request, n=10**9), SamplingParams()),
             arrival("b"),
@@ -128,7 +128,7 @@ def test_a_recording_without_a_head(tmp_path, capsys):
 
 
 def test_when_a_core_got_a_request():
-    made = Transcript(
+    made = RequestLog(
         [
             step(1, "a"),
             arrival("a"),
@@ -143,7 +143,7 @@ def test_when_a_core_got_a_request():
 
 
 def compared(before, now):
-    return compare(*(Transcript([arrival("a"), *r]) for r in (before, now)), None)
+    return compare(*(RequestLog([arrival("a"), *r]) for r in (before, now)), None)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 
 from octavo._native import StepProgress
 from octavo.config import EngineConfig
-from octavo.kv_connector.base import KVConnectorBase, KVConnectorMetadata, KVConnectorRole
+from octavo.kv_connector.base import KVConnectorMetadata, KVConnectorWorker
 from octavo.messages import KVConnectorOutput, SchedulerOutput
 from octavo.models.cache import AttentionCache
 from octavo.worker.kv_transfer import KVTransfers
@@ -16,14 +16,13 @@ class Words(KVConnectorMetadata, array_like=True):
     text: str = "nothing"
 
 
-class Told(KVConnectorBase):
+class Told(KVConnectorWorker):
     """Connector that records its calls."""
 
     metadata_type = Words
 
     def __init__(self):
-        layout = make_layout([AttentionCache(2, 4)])
-        super().__init__(EngineConfig(), KVConnectorRole.WORKER, layout)
+        super().__init__(EngineConfig(), make_layout([AttentionCache(2, 4)]), lambda: None)
         self.calls, self.broken = [], False
         self.finished, self.invalid = (set(), set()), set()
 
@@ -66,8 +65,6 @@ class Told(KVConnectorBase):
     def shutdown(self):
         self.calls.append("shutdown")
 
-    get_num_new_matched_tokens = update_state_after_alloc = build_connector_meta = None
-
 
 @pytest.fixture
 def told():
@@ -86,7 +83,11 @@ def progress():
 
 @pytest.fixture
 def transfers(told, progress, reports):
-    made = KVTransfers(told, 2, progress, reports.append)
+    def make_connector(notify):
+        told.notify = notify
+        return told
+
+    made = KVTransfers(make_connector, 2, progress, reports.append)
     yield made
     made.shutdown()
 

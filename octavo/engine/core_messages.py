@@ -1,4 +1,4 @@
-"""What a front end and an engine-core process say to each other beside the messages."""
+"""Messages between a front end and an engine-core process, besides those of `messages.py`."""
 
 from __future__ import annotations
 

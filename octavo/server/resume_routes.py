@@ -1,4 +1,4 @@
-"""Coming back to a stream: GET /v1/streams/{stream_id}, or the same POST with Last-Event-ID."""
+"""Routes that resume a stream: GET /v1/streams/{stream_id}, or POST with Last-Event-ID."""
 
 from __future__ import annotations
 

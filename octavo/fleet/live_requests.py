@@ -28,7 +28,7 @@ class _Entry(Generic[OwnerT]):
     num_prompt_logprobs: int = 0
 
 
-class Journal(Generic[OwnerT]):
+class LiveRequests(Generic[OwnerT]):
     """Live requests of several owners, with the tokens of each.
 
     A single front end keeps these data, and more, in its `OutputProcessor`.

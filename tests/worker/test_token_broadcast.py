@@ -9,14 +9,16 @@ import pytest
 from octavo.layers.step_table import StepSize
 from octavo.plan.group_layout import GroupLayout
 from octavo.system.distributed import GroupMemory, Rank
-from octavo.worker.news import News
+from octavo.worker.token_broadcast import TokenBroadcast
 
 
 @pytest.fixture
 def two():
     layout = GroupLayout(StepSize(8, 4, 6), 5, 3, Rank(0, 2), 0, [0])
     descriptor = GroupMemory.create(layout.nbytes)
-    yield [News(GroupMemory(descriptor, layout.nbytes, Rank(i, 2)), layout) for i in range(2)]
+    yield [
+        TokenBroadcast(GroupMemory(descriptor, layout.nbytes, Rank(i, 2)), layout) for i in range(2)
+    ]
     os.close(descriptor)
 
 

@@ -3,7 +3,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from octavo.kv_connector.image_cache import EVICTION_POLICIES, ARCImageCache, LRUImageCache
+from octavo.kv_connector.copy_cache import EVICTION_POLICIES, ARCCopyCache, LRUCopyCache
 
 
 def key(number):
@@ -15,7 +15,7 @@ def names(cache, numbers):
 
 
 def test_the_oldest_goes_first():
-    cache = LRUImageCache(3)
+    cache = LRUCopyCache(3)
     for n in range(3):
         cache.insert(key(n))
     cache.touch(key(0))
@@ -24,7 +24,7 @@ def test_the_oldest_goes_first():
 
 
 def test_pinned_ones_stay():
-    cache = LRUImageCache(2)
+    cache = LRUCopyCache(2)
     cache.insert(key(0), pin=True)
     cache.insert(key(1))
     assert cache.insert(key(2)) is not None
@@ -42,7 +42,7 @@ def test_pinned_ones_stay():
 
 def test_what_was_asked_for_again_outlives_a_scan():
     kept = {}
-    for policy in (LRUImageCache, ARCImageCache):
+    for policy in (LRUCopyCache, ARCCopyCache):
         cache = policy(20)
         for n in range(10):
             cache.insert(key(n))
@@ -50,17 +50,17 @@ def test_what_was_asked_for_again_outlives_a_scan():
         for n in range(100, 200):
             cache.insert(key(n))
         kept[policy] = len(names(cache, range(10)))
-    assert kept == {LRUImageCache: 0, ARCImageCache: 10}
+    assert kept == {LRUCopyCache: 0, ARCCopyCache: 10}
 
 
 def test_places_are_restored():
-    cache = LRUImageCache(3)
+    cache = LRUCopyCache(3)
     cache.restore(key(5), 1)
     assert cache.slot(key(5)) == 1
     assert {cache.insert(key(6)), cache.insert(key(7))} == {0, 2}
 
 
-class ImageCacheMachine(RuleBasedStateMachine):
+class CopyCacheMachine(RuleBasedStateMachine):
     @initialize(policy=st.sampled_from(sorted(EVICTION_POLICIES)), num_slots=st.integers(1, 5))
     def make(self, policy, num_slots):
         self.cache = EVICTION_POLICIES[policy](num_slots)
@@ -105,8 +105,8 @@ class ImageCacheMachine(RuleBasedStateMachine):
         self.pins = {n: count for n, count in self.pins.items() if key(n) in cache}
 
 
-TestImageCacheMachine = ImageCacheMachine.TestCase
-TestImageCacheMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestCopyCacheMachine = CopyCacheMachine.TestCase
+TestCopyCacheMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.parametrize("policy", EVICTION_POLICIES.values())

@@ -1,4 +1,4 @@
-"""Streams that outlive their connections: who comes back gets what was missed, and the rest."""
+"""Streams that outlive their connections: a client that reconnects gets the missed events."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ LENGTH_NBYTES = 4
 UNENCODABLE = (TypeError, ValueError, OverflowError, RecursionError)
 
 
-class PlainSetup(msgspec.Struct):
+class SetupMessage(msgspec.Struct):
     """Form of `WorkerSetup` without the models' specs, which a process reads from their folders."""
 
     config: EngineConfig
@@ -46,10 +46,10 @@ class PlainSetup(msgspec.Struct):
     scratches: tuple[Scratch, ...]
     kept_layers: tuple[int, ...]
     model_identity: str
-    draft: PlainSetup | None
+    draft: SetupMessage | None
 
     @classmethod
-    def of(cls, setup: WorkerSetup) -> PlainSetup:
+    def of(cls, setup: WorkerSetup) -> SetupMessage:
         """Return the part of a setup that can be encoded."""
         return cls(
             setup.config,
@@ -112,7 +112,7 @@ MAX_DESCRIPTORS = 16
 class WorkerProcessSetup(msgspec.Struct):
     """Message that starts a worker, with descriptors, on a process' standard input."""
 
-    setup: PlainSetup
+    setup: SetupMessage
     worker_cls: str
     """Class of the worker as module.name; its constructor is that of `Worker`."""
     rank: int

@@ -116,7 +116,7 @@ class LocalStarter:
         )
 
 
-class OwnServers:
+class ManagedServers:
     """Own servers of one kind.
 
     Args:

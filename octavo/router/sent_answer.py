@@ -76,7 +76,7 @@ class _Entries:
         return entries[known:]
 
 
-class Transcript:
+class SentAnswer:
     """Stream of one request, over all servers that take part."""
 
     def __init__(self) -> None:

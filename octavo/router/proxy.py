@@ -1,4 +1,4 @@
-"""Relay of one request to a server, or to another one after a failure, and of the answer."""
+"""Proxy of a request to a server, or to another one after a failure, and of its answer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from octavo.errors import OctavoError
 from octavo.router.job import Job
 from octavo.router.pool import Hold, Upstream
-from octavo.router.transcript import Transcript
+from octavo.router.sent_answer import SentAnswer
 from octavo.server.errors import (
     ClientDisconnectError,
     UnavailableError,
@@ -84,7 +84,7 @@ class Answer:
     body: bytes
 
 
-class Relay(Response):
+class ProxyResponse(Response):
     """Response to a job, from one or several servers.
 
     If a server refuses the connection, breaks it, or reports that it cannot serve now, another one
@@ -99,7 +99,7 @@ class Relay(Response):
         super().__init__()
         self._state = state
         self._job = job
-        self._transcript = Transcript()
+        self._sent = SentAnswer()
         self._started = False
         self._arrival = time.monotonic()
 
@@ -107,7 +107,7 @@ class Relay(Response):
         """Send the answer, until it ends or the client disconnects."""
         try:
             with self._state.admit():
-                await self._state.run(receive, self._relay(send), None)
+                await self._state.run(receive, self._pass_on(send), None)
         except ClientDisconnectError:
             raise
         except Exception as error:
@@ -117,7 +117,7 @@ class Relay(Response):
             last = error_event(error) + b"data: [DONE]\n\n"
             await send({"type": "http.response.body", "body": last, "more_body": False})
 
-    async def _relay(self, send: Send) -> None:
+    async def _pass_on(self, send: Send) -> None:
         state, job, pool = self._state, self._job, self._state.answering
         tried: dict[Upstream, int] = {}
         refusal: Answer | None = None
@@ -135,7 +135,7 @@ class Relay(Response):
                         + "; try again later."
                     )
                 continue
-            epoch, num_sent = upstream.epoch, self._transcript.num_sent
+            epoch, num_sent = upstream.epoch, self._sent.num_sent
             try:
                 with pool.hold(upstream, job.weight) as hold:
                     refusal = await self._attempt(send, hold)
@@ -149,7 +149,7 @@ class Relay(Response):
                 )
                 state.metrics.retries.labels("lost" if error.took else "unreachable").inc()
                 pool.suspect(upstream)
-                if self._transcript.num_sent > num_sent:
+                if self._sent.num_sent > num_sent:
                     deaths, tried = 0, {}
                 deaths += error.took
                 if self._started and not job.generates:
@@ -174,7 +174,7 @@ class Relay(Response):
             hold.begin()
             media_type = response.headers.get("content-type", "").partition(";")[0].strip()
             if response.status == 200 and media_type == "text/event-stream":
-                await self._relay_stream(send, upstream, response)
+                await self._pass_on_stream(send, upstream, response)
                 return None
             answer = Answer(
                 response.status,
@@ -203,7 +203,7 @@ class Relay(Response):
 
     # Answers
 
-    async def _relay_stream(
+    async def _pass_on_stream(
         self, send: Send, upstream: Upstream, response: aiohttp.ClientResponse
     ) -> None:
         if not self._job.generates:
@@ -212,14 +212,14 @@ class Relay(Response):
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
             return
-        self._transcript.begin_again()
+        self._sent.begin_again()
         async for events in _events(self._chunks(upstream, response)):
             out: list[bytes] = []
             done = False
             try:
                 for data in events:
                     if data == _DONE:
-                        self._transcript.check_complete()
+                        self._sent.check_complete()
                         out.append(b"data: [DONE]\n\n")
                         done = True
                         break
@@ -244,7 +244,7 @@ class Relay(Response):
                 _check_error(data)
             if b'"usage":{' in data and b'"choices":[]' in data:
                 self._state.metrics.note_usage(*_usage_of(data))
-            kept = self._transcript.take(data)
+            kept = self._sent.take(data)
         except (msgspec.MsgspecError, ValueError) as error:
             if isinstance(error, OctavoError):
                 raise

@@ -4,13 +4,13 @@ import os
 import pytest
 
 from octavo.errors import ConfigError
-from octavo.kv_connector.image_file import ImageFile, read_records
+from octavo.kv_connector.copy_file import CopyFile, read_records
 from octavo.models.cache import AttentionCache
 from tests.kv_connector.test_pages import make_layout
 
 LAYOUT = make_layout([AttentionCache(2, 4)] * 2)
 OTHER = make_layout([AttentionCache(2, 4)] * 2, "float32")
-SIZE = LAYOUT.image_nbytes
+SIZE = LAYOUT.copy_nbytes
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def path(tmp_path):
     return tmp_path / "folder" / "blocks.kv"
 
 
-def image(number):
+def copy(number):
     return memoryview(bytes([number]) * SIZE)
 
 
@@ -28,18 +28,18 @@ def read(file, slot):
     return bytes(buffer)
 
 
-def test_images_survive(path):
-    file = ImageFile(path, LAYOUT, 4)
-    file.write(2, image(7), 1, 0, b"a" * 32)
-    file.write(0, image(8), 2, 0, b"b" * 32)
+def test_copies_survive(path):
+    file = CopyFile(path, LAYOUT, 4)
+    file.write(2, copy(7), 1, 0, b"a" * 32)
+    file.write(0, copy(8), 2, 0, b"b" * 32)
     file.close()
     file.close()
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
-    file = ImageFile(path, LAYOUT, 4)
+    file = CopyFile(path, LAYOUT, 4)
     assert sorted(read_records(path, LAYOUT)) == [(1, 2, 0, b"a" * 32), (2, 0, 0, b"b" * 32)]
-    assert read(file, 2) == bytes(image(7))
-    file.write(2, image(9), 3, 0, b"c" * 32)
+    assert read(file, 2) == bytes(copy(7))
+    file.write(2, copy(9), 3, 0, b"c" * 32)
     file.remove(0)
     assert list(read_records(path, LAYOUT)) == [(3, 2, 0, b"c" * 32)]
     file.close()
@@ -50,28 +50,28 @@ def test_images_survive(path):
     [(OTHER, 4), (LAYOUT, 5), (make_layout([AttentionCache(2, 4)] * 2, rank=1, world_size=2), 4)],
 )
 def test_a_file_of_something_else_is_emptied(path, other):
-    file = ImageFile(path, *other)
-    file.write(1, memoryview(bytes(other[0].image_nbytes)), 1, 0, b"a" * 32)
+    file = CopyFile(path, *other)
+    file.write(1, memoryview(bytes(other[0].copy_nbytes)), 1, 0, b"a" * 32)
     file.close()
-    ImageFile(path, LAYOUT, 4).close()
+    CopyFile(path, LAYOUT, 4).close()
     assert not list(read_records(path, LAYOUT))
 
 
 def test_a_file_that_was_cut_short_is_emptied(path):
-    file = ImageFile(path, LAYOUT, 4)
-    file.write(1, image(1), 1, 0, b"a" * 32)
+    file = CopyFile(path, LAYOUT, 4)
+    file.write(1, copy(1), 1, 0, b"a" * 32)
     os.truncate(path, path.stat().st_size // 2)
     with pytest.raises(OSError, match="shorter"):
         read(file, 3)
     file.close()
-    ImageFile(path, LAYOUT, 4).close()
+    CopyFile(path, LAYOUT, 4).close()
     assert not list(read_records(path, LAYOUT))
 
 
 def test_records_that_were_not_written_whole(path):
-    file = ImageFile(path, LAYOUT, 4)
+    file = CopyFile(path, LAYOUT, 4)
     for slot in range(4):
-        file.write(slot, image(slot), slot + 1, 0, bytes([slot]) * 32)
+        file.write(slot, copy(slot), slot + 1, 0, bytes([slot]) * 32)
     file.close()
     data = bytearray(path.read_bytes())
     size = 64
@@ -87,8 +87,8 @@ def test_records_that_were_not_written_whole(path):
 
 
 def test_a_write_that_fails_leaves_the_place_empty(path, monkeypatch):
-    file = ImageFile(path, LAYOUT, 4)
-    file.write(1, image(1), 1, 0, b"a" * 32)
+    file = CopyFile(path, LAYOUT, 4)
+    file.write(1, copy(1), 1, 0, b"a" * 32)
     real = os.pwrite
 
     def full(fd, data, offset):
@@ -98,17 +98,17 @@ def test_a_write_that_fails_leaves_the_place_empty(path, monkeypatch):
 
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(OSError, match="No space"):
-        file.write(1, image(2), 2, 0, b"b" * 32)
+        file.write(1, copy(2), 2, 0, b"b" * 32)
     assert not list(read_records(path, LAYOUT))
     file.close()
 
 
 def test_one_engine_at_a_time(path):
-    file = ImageFile(path, LAYOUT, 4)
+    file = CopyFile(path, LAYOUT, 4)
     with pytest.raises(ConfigError, match="another engine uses it"):
-        ImageFile(path, LAYOUT, 4)
+        CopyFile(path, LAYOUT, 4)
     file.close()
-    ImageFile(path, LAYOUT, 4).close()
+    CopyFile(path, LAYOUT, 4).close()
 
 
 def test_links_and_folders_are_refused(path, tmp_path):
@@ -116,10 +116,10 @@ def test_links_and_folders_are_refused(path, tmp_path):
     (tmp_path / "target").write_bytes(b"precious")
     path.symlink_to(tmp_path / "target")
     with pytest.raises(ConfigError, match="cannot be used"):
-        ImageFile(path, LAYOUT, 4)
+        CopyFile(path, LAYOUT, 4)
     assert (tmp_path / "target").read_bytes() == b"precious"
     with pytest.raises(ConfigError, match="Change file_path"):
-        ImageFile(tmp_path / "target" / "inside", LAYOUT, 4)
+        CopyFile(tmp_path / "target" / "inside", LAYOUT, 4)
 
 
 def test_no_file_has_no_records(path):

@@ -1,4 +1,4 @@
-"""Which blocks are kept in a number of places, and which one has to go for another one."""
+"""Slots for copies of blocks, and the policies that evict one for another."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ Key: TypeAlias = tuple[int, bytes]
 """A KV-cache group and a block's hash."""
 
 
-class ImageCache(ABC):
-    """Places, each for the image of a block, and what is in them.
+class CopyCache(ABC):
+    """Slots, each for the copy of a block.
 
-    A pinned one stays: something is being copied there, or from there.
+    A pinned copy is not evicted: it is being written or read.
 
     Args:
-        num_slots: places.
+        num_slots: number of slots.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -33,15 +33,15 @@ class ImageCache(ABC):
         return key in self._slots
 
     def pinned(self, key: Key) -> bool:
-        """Whether an image has to stay for now."""
+        """Return True if a copy is pinned."""
         return key in self._pins
 
     def slot(self, key: Key) -> int:
-        """Where an image is."""
+        """Return the slot of a copy."""
         return self._slots[key]
 
     def insert(self, key: Key, *, pin: bool = False) -> int | None:
-        """Finds a place for an image that is not here; None: all are pinned."""
+        """Return a slot for a new copy; None: all are pinned."""
         assert key not in self._slots
         if not self._free and not self._evict(key):
             return None
@@ -52,21 +52,21 @@ class ImageCache(ABC):
         return slot
 
     def restore(self, key: Key, slot: int) -> None:
-        """Takes in what was in a place before."""
+        """Add the copy that a slot had in an earlier run."""
         self._free.remove(slot)
         self._slots[key] = slot
         self._note_insert(key)
 
     def touch(self, key: Key) -> None:
-        """An image was asked for."""
+        """Note that a copy was requested."""
         self._note_hit(key)
 
     def pin(self, key: Key) -> None:
-        """Has it stay until `unpin` was called as often."""
+        """Keep a copy until `unpin` was called as often."""
         self._pins[key] = self._pins.get(key, 0) + 1
 
     def unpin(self, key: Key) -> None:
-        """Ends what `pin` began."""
+        """Undo a `pin`."""
         left = self._pins[key] - 1
         if left:
             self._pins[key] = left
@@ -74,18 +74,18 @@ class ImageCache(ABC):
             del self._pins[key]
 
     def remove(self, key: Key) -> None:
-        """Forgets an image; it is not pinned."""
+        """Remove a copy, which is not pinned."""
         assert key not in self._pins
         self._free.append(self._slots.pop(key))
         self._note_removed(key)
 
     def clear(self) -> None:
-        """Forgets all that is not pinned."""
+        """Remove all copies that are not pinned."""
         for key in [key for key in self._slots if key not in self._pins]:
             self.remove(key)
 
     def _evict(self, new: Key) -> bool:
-        """Makes room for one; False: all are pinned."""
+        """Evict a copy; return False if all are pinned."""
         key = self._choose(new)
         if key is None:
             return False
@@ -94,12 +94,12 @@ class ImageCache(ABC):
         return True
 
     def _oldest(self, order: OrderedDict[Key, None]) -> Key | None:
-        """The first one that is not pinned."""
+        """Return the first copy that is not pinned."""
         return next((key for key in order if key not in self._pins), None)
 
     @abstractmethod
     def _choose(self, new: Key) -> Key | None:
-        """Who has to go for another one."""
+        """Return the copy to evict for a new one; None: all are pinned."""
 
     @abstractmethod
     def _note_insert(self, key: Key) -> None: ...
@@ -114,8 +114,8 @@ class ImageCache(ABC):
     def _note_evicted(self, key: Key) -> None: ...
 
 
-class LRUImageCache(ImageCache):
-    """What was not asked for longest goes first."""
+class LRUCopyCache(CopyCache):
+    """Eviction of the least recently used copy."""
 
     def __init__(self, num_slots: int) -> None:
         super().__init__(num_slots)
@@ -139,12 +139,11 @@ class LRUImageCache(ImageCache):
     _note_evicted = _note_removed
 
 
-class ARCImageCache(ImageCache):
-    """What was asked for again stays longer than what was only put here.
+class ARCCopyCache(CopyCache):
+    """Adaptive replacement: copies that were requested again stay longer than new ones.
 
-    Adaptive replacement (Megiddo and Modha, ARC: A Self-Tuning, Low Overhead Replacement Cache,
-    FAST 2003, figure 4): how much room each of the two gets follows from which of those that went
-    is asked for.
+    Megiddo and Modha, ARC: A Self-Tuning, Low Overhead Replacement Cache, FAST 2003, figure 4. The
+    share of each of the two kinds adapts to the requests for evicted copies.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -198,5 +197,5 @@ class ARCImageCache(ImageCache):
             self._gone_again.popitem(last=False)
 
 
-EVICTION_POLICIES: dict[str, type[ImageCache]] = {"lru": LRUImageCache, "arc": ARCImageCache}
-"""By the names of `eviction_policy`."""
+EVICTION_POLICIES: dict[str, type[CopyCache]] = {"lru": LRUCopyCache, "arc": ARCCopyCache}
+"""Policies by the value of `eviction_policy`."""

@@ -4,7 +4,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.fleet.journal import Journal
+from octavo.fleet.live_requests import LiveRequests
 from octavo.messages import EngineCoreOutput, FinishReason
 from tests.frontend.test_output_processor import Bench
 from tests.params import pack_logprobs
@@ -13,34 +13,34 @@ REASONS = [FinishReason.LENGTH, FinishReason.STOP, FinishReason.ERROR]
 
 
 class Both:
-    """The same requests in an output processor and in a journal."""
+    """The same requests in an output processor and in a `LiveRequests`."""
 
     def __init__(self):
         self.bench = Bench()
-        self.journal = Journal()
+        self.live = LiveRequests()
 
     def add(self, request_id, owner, **params):
         self.bench.add(request_id, prompt="abc", **params)
         [request] = [r for r in self.bench.outputs.unfinished() if r.request_id == request_id]
         request = msgspec.structs.replace(request, answers=None)
-        self.journal.add(request, msgspec.msgpack.encode(request), owner)
+        self.live.add(request, msgspec.msgpack.encode(request), owner)
 
     def move(self, owner_of):
         """Replace the coordinator by one that receives the live requests."""
-        self.journal = Journal()
+        self.live = LiveRequests()
         for request in self.bench.outputs.unfinished():
             data = msgspec.msgpack.encode(request)
-            self.journal.add(request, data, owner_of[request.request_id])
+            self.live.add(request, data, owner_of[request.request_id])
 
     def check(self):
-        theirs, ours = self.bench.outputs.unfinished(), self.journal.unfinished()
+        theirs, ours = self.bench.outputs.unfinished(), self.live.unfinished()
         for requests in (theirs, ours):
             for request in requests:
                 asked = request.sampling_params.prompt_logprobs is not None
                 if not asked or 0 not in request.indices:  # the first answer brings them
                     request.num_prompt_logprobs = 0
         assert ours == theirs
-        assert len(self.journal) == len(theirs)
+        assert len(self.live) == len(theirs)
 
 
 @given(st.data())
@@ -63,7 +63,7 @@ def test_it_is_what_an_output_processor_keeps(data):
             both.move(owner_of)
             both.check()
         if data.draw(st.integers(0, 5)) == 0:
-            both.journal.remove([answer, "unknown"])
+            both.live.remove([answer, "unknown"])
             both.bench.outputs.abort_requests([answer])
             live[name].remove(answer)
             both.check()
@@ -82,19 +82,19 @@ def test_it_is_what_an_output_processor_keeps(data):
             live[name] = [] if reason == FinishReason.ERROR else live[name]
             if answer in live[name]:
                 live[name].remove(answer)
-        assert both.journal.take(output) == owner_of[name]
+        assert both.live.take(output) == owner_of[name]
         both.bench.step(output)
         both.check()
-    aborted = both.journal.remove_owner("x")
+    aborted = both.live.remove_owner("x")
     assert sorted(aborted) == sorted(a for r in live if owner_of[r] == "x" for a in live[r])
     both.bench.outputs.abort_requests(aborted)
     both.check()
 
 
 def test_what_has_ended_has_no_owner():
-    journal = Both()
-    journal.add("a", "x")
+    live = Both()
+    live.add("a", "x")
     end = EngineCoreOutput("a", [], finish_reason=FinishReason.ABORT)
-    assert journal.journal.take(end) == "x"
-    assert journal.journal.take(end) is None
-    assert len(journal.journal) == 0
+    assert live.live.take(end) == "x"
+    assert live.live.take(end) is None
+    assert len(live.live) == 0

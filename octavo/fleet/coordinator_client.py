@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from octavo.engine import wire
+from octavo.engine import core_messages
 from octavo.errors import EngineDeadError, StepFailedError
 from octavo.fleet.core_launcher import IpcChannel
 from octavo.fleet.mp_client import AsyncMPClient
@@ -78,7 +78,7 @@ class CoordinatorProcess:
         """Do nothing: it ends by itself."""
 
 
-class FrontEndClient(AsyncMPClient):
+class CoordinatorClient(AsyncMPClient):
     """Client of engines that the coordinator supervises.
 
     If another coordinator, with its own engines, has replaced a dead one, these engines receive the
@@ -101,7 +101,7 @@ class FrontEndClient(AsyncMPClient):
         self._coordinator = process
         self._render = render
         self._unfinished = unfinished
-        self._state = wire.EnginesState()
+        self._state = core_messages.EnginesState()
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -149,7 +149,7 @@ class FrontEndClient(AsyncMPClient):
             if not call.done():
                 call.set_exception(error)
         self._calls.clear()
-        self._state, self._next = wire.EnginesState(), None
+        self._state, self._next = core_messages.EnginesState(), None
         self._channel = self._coordinator.open_channel()
         for request in self._unfinished():
             await self.add_request(request)
@@ -165,11 +165,11 @@ class FrontEndClient(AsyncMPClient):
         super().close()
 
     def _take(self, kind: bytes, payload: bytes) -> EngineCoreOutputs | None:
-        if kind == wire.READY and self.ready.done():
+        if kind == core_messages.READY and self.ready.done():
             pass  # repeated by replaced engines
-        elif kind == wire.STATE:
-            self._state = msgspec.msgpack.decode(payload, type=wire.EnginesState)
-        elif kind == wire.PAGE:
+        elif kind == core_messages.STATE:
+            self._state = msgspec.msgpack.decode(payload, type=core_messages.EnginesState)
+        elif kind == core_messages.PAGE:
             self._begin(self._send_page())
         else:
             return super()._take(kind, payload)
@@ -183,4 +183,4 @@ class FrontEndClient(AsyncMPClient):
     async def _send_page(self) -> None:
         page = await asyncio.to_thread(self._render)
         with contextlib.suppress(EngineDeadError):
-            await self._channel.send(wire.PAGE, page)
+            await self._channel.send(core_messages.PAGE, page)

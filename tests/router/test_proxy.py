@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 
 from octavo.config import ServerConfig
-from octavo.router import relay
+from octavo.router import proxy
 from tests.router.servers import DONE, Routed, events, stream, text_of, whole
 
 KEY = SimpleNamespace(host="server", port=80, ssl=None, is_ssl=False)
@@ -77,7 +77,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_another_server_goes_on(loss, monkeypatch):
-    monkeypatch.setattr(relay, "_MOST_EVENT", 200_000)
+    monkeypatch.setattr(proxy, "_MOST_EVENT", 200_000)
 
     async def test():
         async with Routed([loss, WHOLE]) as router:

@@ -1,6 +1,6 @@
-"""What the ranks of a model must know that only one of them does: who samples, and who drafts.
+"""Broadcast of sampled tokens and of drafts, from the ranks that make them to all ranks of a model.
 
-Each says it of a step once it knows, in the memory that they share. Imports no torch.
+They are written to the memory that the ranks share. Imports no torch.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ class _Ring:
         self._slots, self._first = data.reshape(num_slots, numbers), first
 
     def slot(self, step: int) -> tuple[LongArray, LongArray]:
-        """The rows of a step."""
+        """Return the rows of a step."""
         slot = self._slots[step % len(self._slots)]
         return slot[: self._first], slot[self._first :]
 
     def post(self, step: int) -> None:
-        """Says that those of a step are written."""
+        """Mark the rows of a step as written."""
         self._counter.post(step)
 
     def reached(self, step: int) -> bool:
-        """Whether they are."""
+        """Return True if the rows of a step are written."""
         return self._counter.reached(step)
 
     def wait(self, step: int) -> None:
-        """Waits until they are."""
+        """Wait until the rows of a step are written."""
         self._counter.wait(step)
 
 
-class News:
-    """The tokens that steps sampled, and their drafts. Steps are numbered from 1.
-
-    Raises:
-        GroupError: from all that waits: see `GroupMemory.barrier`.
+class TokenBroadcast:
+    """Sampled tokens and drafts of the last steps. Steps are numbered from 1.
 
     Args:
-        memory: of all ranks.
-        layout: where what is in it.
+        memory: memory of all ranks.
+        layout: its layout.
+
+    Raises:
+        GroupError: by all methods that wait, see `GroupMemory.barrier`.
     """
 
     def __init__(self, memory: GroupMemory, layout: GroupLayout) -> None:
@@ -62,22 +62,22 @@ class News:
         self._drafts = _Ring(memory, layout.drafts, slots, requests, layout.draft_numbers)
 
     def post_tokens(self, step: int, tokens: LongArray, kept: LongArray) -> None:
-        """Who samples: a step's tokens, int64 [sum of kept], so many for each request that did."""
+        """Write a step's tokens, int64 [sum of kept]: `kept` for each request that sampled."""
         counts, numbers = self._tokens.slot(step)
         counts[: len(kept)] = kept
         numbers[: len(tokens)] = tokens
         self._tokens.post(step)
 
     def has_tokens(self, step: int) -> bool:
-        """The others: whether `read_tokens` returns at once."""
+        """Return True if `read_tokens` will not wait."""
         return self._tokens.reached(step)
 
     def read_tokens(self, step: int, num_sampling: int) -> tuple[LongArray, LongArray]:
-        """The others: a step's tokens and `kept`; waits for them.
+        """Return a step's tokens and `kept`; wait for them.
 
         Args:
             step: a step that samples.
-            num_sampling: how many of its requests do.
+            num_sampling: number of its requests that sample.
         """
         self._tokens.wait(step)
         counts, numbers = self._tokens.slot(step)
@@ -87,7 +87,7 @@ class News:
     def post_drafts(
         self, step: int, req_ids: Sequence[str], drafts: Mapping[str, Sequence[int]]
     ) -> None:
-        """Who drafts: the drafts of the requests of a step that begins."""
+        """Write the drafts of the requests of a step that begins."""
         counts, numbers = self._drafts.slot(step)
         at = 0
         for i, req_id in enumerate(req_ids):
@@ -98,7 +98,7 @@ class News:
         self._drafts.post(step)
 
     def read_drafts(self, step: int, req_ids: Sequence[str]) -> dict[str, list[int]]:
-        """The others: the drafts of the requests of a step that begins; waits for them."""
+        """Return the drafts of the requests of a step that begins; wait for them."""
         self._drafts.wait(step)
         counts, numbers = self._drafts.slot(step)
         drafts: dict[str, list[int]] = {}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.router.transcript import DifferentAnswerError, Transcript
+from octavo.router.sent_answer import DifferentAnswerError, SentAnswer
 
 ENVELOPE = {"id": "a", "created": 1, "model": "m", "object": "text_completion"}
 
@@ -22,8 +22,8 @@ def chat(index=0, finish=None, **delta):
     return msgspec.json.encode(ENVELOPE | {"choices": [choice]})
 
 
-def take(transcript, events):
-    return [msgspec.json.decode(kept) for e in events if (kept := transcript.take(e)) is not None]
+def take(sent, events):
+    return [msgspec.json.decode(kept) for e in events if (kept := sent.take(e)) is not None]
 
 
 def texts(events, index=0):
@@ -42,15 +42,15 @@ def cut(text, places):
     st.data(),
 )
 def test_an_answer_is_whole_wherever_servers_are_lost_and_however_it_is_cut(text, tries, data):
-    transcript, kept = Transcript(), []
+    sent, kept = SentAnswer(), []
     for number, places in enumerate(tries):
-        transcript.begin_again()
+        sent.begin_again()
         pieces = cut(text, places)
         last = number == len(tries) - 1
         end = len(pieces) if last else data.draw(st.integers(0, len(pieces)))
         events = [event(piece, id=f"id{number}") for piece in pieces[:end]]
-        kept += take(transcript, events + ([event("", finish="stop")] if last else []))
-    transcript.check_complete()
+        kept += take(sent, events + ([event("", finish="stop")] if last else []))
+    sent.check_complete()
     assert texts(kept) == text
     assert [c["finish_reason"] for c in kept[-1]["choices"]] == ["stop"]
     assert len({e["id"] for e in kept}) <= 2, "one server's id, and that of the plain end"
@@ -60,12 +60,12 @@ def test_choices_and_logprobs_are_counted_each_for_itself():
     def row(*tokens):
         return {"tokens": list(tokens), "token_logprobs": [-1.0] * len(tokens)}
 
-    transcript = Transcript()
-    transcript.begin_again()
-    kept = take(transcript, [event("ab", 0, logprobs=row("a", "b")), event("x", 1)])
-    transcript.begin_again()
+    sent = SentAnswer()
+    sent.begin_again()
+    kept = take(sent, [event("ab", 0, logprobs=row("a", "b")), event("x", 1)])
+    sent.begin_again()
     kept += take(
-        transcript,
+        sent,
         [event("x", 1), event("y", 1, "stop"), event("abc", 0, "length", row("a", "b", "c"))],
     )
     assert (texts(kept, 0), texts(kept, 1)) == ("abc", "xy")
@@ -85,11 +85,11 @@ def test_a_chat_has_its_role_and_its_calls_once():
         chat(tool_calls=[{"index": 0, "function": {"arguments": ": 1}"}}]),
         chat(finish="tool_calls"),
     ]
-    transcript = Transcript()
-    transcript.begin_again()
-    kept = take(transcript, first)
-    transcript.begin_again()
-    kept += take(transcript, first + rest)
+    sent = SentAnswer()
+    sent.begin_again()
+    kept = take(sent, first)
+    sent.begin_again()
+    kept += take(sent, first + rest)
     deltas = [c["delta"] for e in kept for c in e["choices"]]
     calls = [c for d in deltas for c in d.get("tool_calls", [])]
     assert sum("role" in d for d in deltas) == 1
@@ -101,24 +101,24 @@ def test_a_chat_has_its_role_and_its_calls_once():
 
 def test_the_usage_comes_once():
     usage = msgspec.json.encode(ENVELOPE | {"choices": [], "usage": {"prompt_tokens": 1}})
-    transcript = Transcript()
-    transcript.begin_again()
-    assert len(take(transcript, [event("a", finish="stop"), usage])) == 2
-    transcript.begin_again()
-    assert take(transcript, [event("a", finish="stop"), usage]) == []
+    sent = SentAnswer()
+    sent.begin_again()
+    assert len(take(sent, [event("a", finish="stop"), usage])) == 2
+    sent.begin_again()
+    assert take(sent, [event("a", finish="stop"), usage]) == []
 
 
 @pytest.mark.parametrize("other", ["axc", "ab", "xbc", ""])
 def test_another_answer_is_found_out_before_any_of_it_is_sent(other):
-    transcript = Transcript()
-    transcript.begin_again()
-    take(transcript, [event("abc")])
-    transcript.begin_again()
+    sent = SentAnswer()
+    sent.begin_again()
+    take(sent, [event("abc")])
+    sent.begin_again()
     with pytest.raises(DifferentAnswerError):
-        take(transcript, [event(other), event("more", finish="stop")])
+        take(sent, [event(other), event("more", finish="stop")])
 
 
 @pytest.mark.parametrize("data", [b"[]", b"{", b'{"choices": [1]}', b"\xff"])
 def test_what_is_no_event(data):
     with pytest.raises((ValueError, msgspec.MsgspecError)):
-        Transcript().take(data)
+        SentAnswer().take(data)

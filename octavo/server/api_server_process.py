@@ -1,4 +1,4 @@
-"""Process of a front end, see `front_ends.py`: it reads its setup from standard input."""
+"""Process of an API server, see `api_servers.py`; it reads its setup from standard input."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from pathlib import Path
 import uvloop
 
 from octavo.errors import EngineDeadError, OctavoError
-from octavo.fleet.front_end import CoordinatorProcess, FrontEndClient
+from octavo.fleet.coordinator_client import CoordinatorClient, CoordinatorProcess
 from octavo.frontend.async_llm import AsyncLLM
+from octavo.server.api_servers import REPLACED, APIServerSetup
 from octavo.server.child_process import Parent, read_message
-from octavo.server.front_ends import REPLACED, FrontEndSetup
 from octavo.server.run import END_SIGNALS, allow_files, prepare_process, serve
 from octavo.server.state import ServerState
 from octavo.system import clock
@@ -38,7 +38,7 @@ def main() -> int:
     for number in END_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal_at_parents_end(signal.SIGCONT)
-    setup = read_message(FrontEndSetup)
+    setup = read_message(APIServerSetup)
     if setup is None:
         return 0
     clock.set_epoch(setup.clock_epoch)
@@ -76,12 +76,12 @@ def main() -> int:
         return 1
 
 
-def _make_engine(setup: FrontEndSetup, coordinator: CoordinatorProcess) -> AsyncLLM:
+def _make_engine(setup: APIServerSetup, coordinator: CoordinatorProcess) -> AsyncLLM:
     engine = AsyncLLM(
         setup.engine_config,
         Path(setup.model_path),
         Path(setup.tokenizer_path),
-        lambda unfinished, _: FrontEndClient(
+        lambda unfinished, _: CoordinatorClient(
             coordinator, lambda: engine.metrics.render(), unfinished
         ),
         request_memory=setup.config.request_memory_bytes,
@@ -114,7 +114,7 @@ class _ParentSignals:
 
 
 def _heed_parent(
-    setup: FrontEndSetup, coordinator: CoordinatorProcess, signals: _ParentSignals
+    setup: APIServerSetup, coordinator: CoordinatorProcess, signals: _ParentSignals
 ) -> None:
     """Relay signals; end the process after the parent, which can no longer clean up."""
     while number := os.read(sys.stdin.fileno(), 1):  # a buffer's lock would outlive the thread

@@ -10,7 +10,7 @@ import pytest
 
 from octavo.config import EngineConfig, ServerConfig
 from octavo.errors import ConfigError, OctavoError
-from octavo.server.front_ends import FrontEndSetup, check_front_ends, serve_by_front_ends
+from octavo.server.api_servers import APIServerSetup, check_api_servers, serve_by_api_servers
 
 
 @pytest.mark.parametrize(
@@ -26,9 +26,9 @@ def test_what_only_one_would_know(name, value):
     is_server = name in ServerConfig.__struct_fields__
     server, engine = ({name: value}, {}) if is_server else ({}, {name: value})
     engine_config = EngineConfig.from_kwargs(**engine)
-    check_front_ends(ServerConfig(**server), engine_config)
+    check_api_servers(ServerConfig(**server), engine_config)
     with pytest.raises(ConfigError, match=f"^{name} .* with api_server_count=2"):
-        check_front_ends(ServerConfig(**server, api_server_count=2), engine_config)
+        check_api_servers(ServerConfig(**server, api_server_count=2), engine_config)
 
 
 def test_there_is_no_room_for_processes(monkeypatch):
@@ -37,7 +37,7 @@ def test_there_is_no_room_for_processes(monkeypatch):
 
     monkeypatch.setattr("subprocess.Popen", refuse)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        serving = serve_by_front_ends(
+        serving = serve_by_api_servers(
             ServerConfig(api_server_count=2), EngineConfig.from_kwargs(), listener
         )
         with pytest.raises(OctavoError, match=r"No process can be started: Resource temp"):
@@ -45,7 +45,7 @@ def test_there_is_no_room_for_processes(monkeypatch):
 
 
 def test_a_process_is_told_all_settings():
-    setup = FrontEndSetup(
+    setup = APIServerSetup(
         ServerConfig(api_key=["k"], allowed_hosts=["a"], default_chat_template_kwargs={"x": 1}),
         EngineConfig.from_kwargs(
             model="m", speculative_config={"method": "ngram", "num_speculative_tokens": 3}
@@ -61,10 +61,10 @@ def test_a_process_is_told_all_settings():
         pulse=6,
     )
     data = msgspec.msgpack.encode(setup)
-    assert msgspec.msgpack.decode(data, type=FrontEndSetup) == setup
+    assert msgspec.msgpack.decode(data, type=APIServerSetup) == setup
 
 
-@pytest.mark.parametrize("module", ["front_end_process", "coordinator_process"])
+@pytest.mark.parametrize("module", ["api_server_process", "coordinator_process"])
 def test_processes_share_a_clock_though_the_systems_was_set(module):
     code = f"""
 from types import SimpleNamespace

@@ -1,10 +1,9 @@
-"""`--api-server-count`: several processes that serve HTTP, behind one listening socket.
+"""`--api-server-count`: several API servers, processes that serve HTTP on one listening socket.
 
-This process only starts and watches the others: the coordinator, which has the engines, and the
-front ends, which take requests from the socket that they have in common. A front end that ends is
-replaced, and its requests are ended; its clients have lost their connections with it. When the
-coordinator ends another one takes its place, with engines of its own, and all requests go on. See
-`fleet/coordinator.py`.
+This process only starts and watches the others: the coordinator, which has the engines, and the API
+servers, each of which is a front end of the engines. An API server that dies is replaced; its
+requests end, and its clients lose their connections. A coordinator that dies is replaced by another
+one with its own engines, and all requests continue. See `fleet/coordinator.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import msgspec
 
 from octavo.config import EngineConfig, ServerConfig
 from octavo.errors import ConfigError, OctavoError, reason_of
-from octavo.fleet.front_end import addresses_of
+from octavo.fleet.coordinator_client import addresses_of
 from octavo.models.hub import resolve_folders
 from octavo.server.child_process import Child
 from octavo.system import clock
@@ -38,7 +37,7 @@ REPLACED = b"\0"
 """What a front end is told of the coordinator, among the numbers of signals."""
 
 
-class FrontEndSetup(msgspec.Struct):
+class APIServerSetup(msgspec.Struct):
     """What a front end's process is told."""
 
     config: ServerConfig
@@ -76,7 +75,7 @@ class CoordinatorSetup(msgspec.Struct):
     life: int
     """How many coordinators there were before."""
     clock_epoch: float
-    """See `FrontEndSetup`."""
+    """See `APIServerSetup`."""
     pulse: int
     """See `Child`."""
 
@@ -90,7 +89,7 @@ class Place(msgspec.Struct):
     output_address: str
 
 
-def check_front_ends(config: ServerConfig, engine_config: EngineConfig) -> None:
+def check_api_servers(config: ServerConfig, engine_config: EngineConfig) -> None:
     """Refuses what one of several front ends cannot do.
 
     Raises:
@@ -111,7 +110,7 @@ def check_front_ends(config: ServerConfig, engine_config: EngineConfig) -> None:
             )
 
 
-async def serve_by_front_ends(
+async def serve_by_api_servers(
     config: ServerConfig, engine_config: EngineConfig, listener: socket.socket
 ) -> int:
     """Serves until a signal ends it; returns the exit status.
@@ -122,7 +121,7 @@ async def serve_by_front_ends(
     # A download may take long; signals are heard meanwhile.
     path, tokenizer_path = await asyncio.to_thread(resolve_folders, engine_config)
     folder = SocketFolder("octavo-engine-")
-    setup = FrontEndSetup(
+    setup = APIServerSetup(
         config,
         engine_config,
         str(path),
@@ -150,7 +149,7 @@ def _start(module: str, *descriptors: int) -> Child:
 
 
 @dataclass(eq=False)
-class _FrontEnd:
+class _APIServer:
     """A front end that lives."""
 
     number: int
@@ -165,7 +164,7 @@ class _Processes:
         count: front ends.
     """
 
-    def __init__(self, setup: FrontEndSetup, count: int) -> None:
+    def __init__(self, setup: APIServerSetup, count: int) -> None:
         self._whole = config = setup.config
         self._setup = msgspec.structs.replace(
             setup,
@@ -177,7 +176,7 @@ class _Processes:
         )
         self._count = count
         self._numbers = itertools.count()
-        self._front_ends: dict[int, _FrontEnd] = {}
+        self._front_ends: dict[int, _APIServer] = {}
         """Those that live, by slot."""
         self._coordinator: Child | None = None
         self._life = 0
@@ -267,8 +266,8 @@ class _Processes:
         """Starts a front end again and again; returns its exit status when that was wanted."""
         can_start = False
         while True:
-            child = _start("octavo.server.front_end_process", self._setup.listener)
-            front_end = self._front_ends[slot] = _FrontEnd(next(self._numbers), child)
+            child = _start("octavo.server.api_server_process", self._setup.listener)
+            front_end = self._front_ends[slot] = _APIServer(next(self._numbers), child)
             child.tell_message(
                 msgspec.structs.replace(
                     self._setup,

@@ -8,8 +8,8 @@ import re
 import pytest
 
 from octavo.errors import RequestError
-from octavo.server import streams as streams_module
-from octavo.server.streams import DONE, StreamRegistry
+from octavo.server import resumable_streams as streams_module
+from octavo.server.resumable_streams import DONE, StreamRegistry
 from tests.server.fake_engine import Call, FakeAsyncLLM, with_server
 
 GRACE = 20.0

@@ -1,12 +1,12 @@
-"""Images of blocks in a file that survives its process: a rank's, written by that rank alone.
+"""File of copies of blocks that survives its process; only one rank writes it.
 
-A header says of which layout, rank and size they are; a table has a record for each place; the
-images follow. Whoever writes an image takes its record back before, and puts the new one there
-afterwards: a process that dies in between leaves a place without a record. What a machine that
-crashes leaves is told by the records' checksums and those of the images themselves.
+A header has the layout, rank and size; a table has a record for each slot; the copies follow. To
+write a copy, its slot's record is removed before and the new one is written afterwards: a process
+that dies in between leaves a slot without a record. After a crash of the machine, the checksums of
+the records and of the copies detect what did not reach the disk.
 
-It is read and written by calls, not mapped: a disk that is full, or a file that somebody cuts
-short, is then an error of that call, and not the end of the process.
+The file is read and written by calls, not mapped: a full disk, or a file that was truncated, is
+then an error of that call and does not end the process.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from octavo.errors import ConfigError
 from octavo.kv_connector.layout import KVLayout
 
 _MAGIC = b"octavokv"
-_HEADER = struct.Struct("<8s32sIIQQ")  # magic, identity, rank, world size, slots, image bytes
+_HEADER = struct.Struct("<8s32sIIQQ")  # magic, identity, rank, world size, slots, copy bytes
 _RECORD = struct.Struct("<QI4x32s")  # number, group, hash
 _CHECK_NBYTES = 16
 _RECORD_NBYTES = _RECORD.size + _CHECK_NBYTES
 _PAGE = 4096
 
 
-class ImageFile:
-    """The file of one rank.
+class CopyFile:
+    """File of one rank.
 
     Args:
-        path: its path; it is made if it is not there, and emptied if it is of something else.
-        layout: what images are made of.
-        num_slots: places.
+        path: its path; it is created if it does not exist, and emptied if its header differs.
+        layout: layout of a block.
+        num_slots: number of slots.
 
     Raises:
-        ConfigError: it cannot be used, or another process does.
+        ConfigError: the file cannot be used, or another process uses it.
     """
 
     def __init__(self, path: Path, layout: KVLayout, num_slots: int) -> None:
         self._layout, self._num_slots = layout, num_slots
         table = num_slots * _RECORD_NBYTES
-        self._images = _PAGE + -(-table // _PAGE) * _PAGE
+        self._copies = _PAGE + -(-table // _PAGE) * _PAGE
         header = _HEADER.pack(
             *(_MAGIC, layout.identity, layout.rank, layout.world_size),
-            *(num_slots, layout.image_nbytes),
+            *(num_slots, layout.copy_nbytes),
         )
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ class ImageFile:
             raise
 
     def _take(self, path: Path, header: bytes) -> None:
-        """Makes the file this process' own, and empties it if it holds something else."""
+        """Lock the file, and empty it if its header differs."""
         found = os.fstat(self._fd)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
             raise _unusable(path, "it is not a regular file of this user")
@@ -76,7 +76,7 @@ class ImageFile:
             ) from None
         try:
             os.fchmod(self._fd, 0o600)
-            size = self._images + self._num_slots * self._layout.image_nbytes
+            size = self._copies + self._num_slots * self._layout.copy_nbytes
             if os.pread(self._fd, len(header), 0) != header or found.st_size != size:
                 os.ftruncate(self._fd, 0)
                 os.ftruncate(self._fd, size)
@@ -85,33 +85,33 @@ class ImageFile:
             raise _unusable(path, error.strerror or str(error)) from error
 
     def write(
-        self, slot: int, image: memoryview, number: int, group_id: int, block_hash: bytes
+        self, slot: int, copy: memoryview, number: int, group_id: int, block_hash: bytes
     ) -> None:
-        """Puts an image in a place.
+        """Write a copy to a slot.
 
         Args:
-            slot: the place.
-            image: [image_nbytes]
-            number: the larger, the later it goes.
-            group_id: its KV-cache group.
-            block_hash: its block's.
+            slot: the slot.
+            copy: [copy_nbytes]
+            number: place in the order of eviction: larger is later.
+            group_id: KV-cache group of the block.
+            block_hash: hash of the block.
 
         Raises:
-            OSError: it cannot be written; the place is empty then.
+            OSError: the file cannot be written; the slot is empty then.
         """
         self.remove(slot)
-        _write(self._fd, image, self._images + slot * self._layout.image_nbytes)
+        _write(self._fd, copy, self._copies + slot * self._layout.copy_nbytes)
         body = _RECORD.pack(number, group_id, block_hash)
         record = body + _check(self._layout, slot, body)
         _write(self._fd, memoryview(record), _PAGE + slot * _RECORD_NBYTES)
 
-    def read(self, slot: int, image: memoryview) -> None:
-        """Reads an image; what is behind the file's end reads as nothing.
+    def read(self, slot: int, copy: memoryview) -> None:
+        """Read a copy.
 
         Raises:
-            OSError: it cannot be read.
+            OSError: the file cannot be read.
         """
-        at, view = self._images + slot * self._layout.image_nbytes, image
+        at, view = self._copies + slot * self._layout.copy_nbytes, copy
         while view:
             count = os.preadv(self._fd, [view], at)
             if count == 0:
@@ -119,15 +119,15 @@ class ImageFile:
             at, view = at + count, view[count:]
 
     def remove(self, slot: int) -> None:
-        """Takes a place's record back.
+        """Remove a slot's record.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         _write(self._fd, memoryview(bytes(_RECORD_NBYTES)), _PAGE + slot * _RECORD_NBYTES)
 
     def close(self) -> None:
-        """Lets go of the file. May be called twice."""
+        """Close the file. May be called twice."""
         if self._fd >= 0:
             with contextlib.suppress(OSError):
                 os.close(self._fd)
@@ -135,11 +135,11 @@ class ImageFile:
 
 
 def read_records(path: Path, layout: KVLayout) -> Iterator[tuple[int, int, int, bytes]]:
-    """(number, slot, group, hash) of each image in a file, in no order; none if there is no file.
+    """Yield (number, slot, group, hash) of each copy in a file, in no order.
 
     Args:
-        path: of a rank's file, which its process has opened before.
-        layout: that rank's.
+        path: path of a rank's file; it need not exist.
+        layout: layout of that rank.
     """
     try:
         with path.open("rb") as file:
@@ -161,7 +161,7 @@ def read_records(path: Path, layout: KVLayout) -> Iterator[tuple[int, int, int, 
 
 
 def _check(layout: KVLayout, slot: int, body: bytes) -> bytes:
-    """A checksum of a record, which is another one in another file or place."""
+    """Return the checksum of a record, which depends on the file and the slot."""
     key = layout.identity + layout.rank.to_bytes(4, "little") + slot.to_bytes(8, "little")
     return hashlib.sha256(key + body).digest()[:_CHECK_NBYTES]
 
