@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from octavo.checkpoints.config_json import ConfigJson
 from octavo.models.blocks.base import BlockSpec, Parts
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.cache import CacheSpec
-from octavo.models.config_json import ConfigJson
 from octavo.models.families import llama
 from octavo.models.spec import ModelSpec
 from octavo.models.weights import Names, Weight
