@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from octavo.compat.routes import elsewhere
 from octavo.errors import EngineDeadError, GivenUpError, OctavoError, RequestError
+from octavo.server import answers
 
 logger = logging.getLogger(__name__)
 
@@ -140,9 +141,8 @@ def error_json(error: BaseException) -> bytes:
         message = message[:MAX_MESSAGE_CHARS] + "..."
     # A message may quote text that UTF-8 cannot express.
     message = message.encode("utf-8", "replace").decode()
-    return msgspec.json.encode(
-        {"error": {"message": message, "type": kind, "param": param, "code": code}}
-    )
+    detail = answers.ErrorDetail(message=message, type=kind, param=param, code=code)
+    return msgspec.json.encode(answers.ErrorAnswer(error=detail))
 
 
 def error_event(error: BaseException) -> bytes:

@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import RequestError
+from octavo.server import answers
 from octavo.server.body import read_model
 from octavo.server.chat import render_messages
 from octavo.server.schema import DetokenizeBody, TokenizeBody
@@ -60,7 +61,7 @@ async def detokenize(request: Request) -> Response:
             "tokens",
         )
     text = await offload(len(body.tokens), tokenizer.decode, body.tokens, False)
-    return Response(msgspec.json.encode({"prompt": text}), media_type="application/json")
+    return answers.respond(answers.Text(prompt=text))
 
 
 def _tokenized(
@@ -69,10 +70,10 @@ def _tokenized(
     """The JSON of the answer."""
     ids = tokenizer.encode(text, special, max(max_model_len, MAX_TOKENS))
     return msgspec.json.encode(
-        {
-            "count": len(ids),
-            "max_model_len": max_model_len,
-            "tokens": ids,
-            "token_strs": tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None,
-        }
+        answers.Tokens(
+            count=len(ids),
+            max_model_len=max_model_len,
+            tokens=ids,
+            token_strs=tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None,
+        )
     )
