@@ -14,33 +14,26 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from octavo.checkpoints.identity import model_hash
 from octavo.checkpoints.registry import open_checkpoint
-from octavo.config import EngineConfig, SpeculationConfig
+from octavo.config import EngineConfig
 from octavo.engine.checks import check_settings
 from octavo.engine.core import EngineCore
-from octavo.errors import ConfigError
+from octavo.engine.worker_setup import make_worker_setup
 from octavo.executor.base import Executor
 from octavo.executor.registry import get_executor_class
 from octavo.kv_cache.events import KVEventLog
 from octavo.kv_cache.groups import find_full_attention, make_kv_cache_groups
+from octavo.kv_connector.base import KVConnectorScheduler
 from octavo.kv_connector.inbox import TransferInbox
 from octavo.kv_connector.registry import get_connector
-from octavo.models.drafts import find_draft
-from octavo.models.heads import EagleSpec
 from octavo.models.hub import resolve_folders
 from octavo.models.spec import ModelSpec
 from octavo.models.weight_cache import read_ahead
 from octavo.observability.profiler import Profiler
-from octavo.plan.memory import MemoryItem
+from octavo.plan.memory import MemoryBudget, MemoryItem
 from octavo.plan.memory_plan import (
     MemoryPlan,
     make_memory_plan,
-    resolve_dtype,
-    resolve_max_model_len,
-    resolve_max_num_batched_tokens,
 )
 from octavo.plan.setup import WorkerSetup
 from octavo.platforms.registry import get_platform
@@ -50,8 +43,7 @@ from octavo.structured_output.client import GrammarHelper, HelperSetup
 from octavo.structured_output.compiler import COMPILE_NBYTES, grammar_memory
 from octavo.structured_output.manager import StructuredOutputManager
 from octavo.system import clock
-from octavo.system.device import num_cpus, resident_memory
-from octavo.system.distributed import Rank
+from octavo.system.device import resident_memory
 from octavo.worker.platform import Platform
 
 if TYPE_CHECKING:
@@ -86,7 +78,7 @@ def make_engine_core(
     platform: Platform | None = None,
     make_executor: MakeExecutor | None = None,
 ) -> tuple[EngineCore, MemoryPlan]:
-    """Plans the memory, loads the model, and puts a core together.
+    """Plan the memory, load the model, and build a core.
 
     Args:
         config: the settings.
@@ -107,35 +99,20 @@ def make_engine_core(
         ModelError: if the model folder cannot be used.
     """
     started = time.monotonic()
-    # Who serves others wants to know all of it; a program or a chat of one's own, that it goes on.
+    # A server logs all of it; a program or a chat only the progress.
     details = logging.DEBUG if request_memory is None else logging.INFO
     platform = platform or get_platform(config.device.device)
     check_settings(config, platform)
     directory = config.observability.profiler_dir
     profiler = None if directory is None else Profiler(directory)
-    budget = resolve_max_num_batched_tokens(config, default_batched_tokens, spec.max_model_len)
-    setup = WorkerSetup(
-        config=config,
-        spec=spec,
-        model_path=model_path,
-        dtype=resolve_dtype(config, spec),
-        max_model_len=resolve_max_model_len(config, spec),
-        max_num_batched_tokens=budget,
-        rank=Rank.of(0, config.device),
-    )
-    setup = _with_draft(setup)
-    if config.cache.kv_transfer_config is not None:
-        setup = _with_connector(setup, engine_index)
-        config = setup.config
-    draft = setup.draft
-    if setup.rank.world_size > 1:
-        _check_parallel(setup)
+    setup = make_worker_setup(config, spec, model_path, default_batched_tokens, engine_index)
+    config, budget = setup.config, setup.max_num_batched_tokens
     checkpoint = open_checkpoint(model_path, config.load.load_format)
     for stage in setup.stages:
         read_ahead(config, stage.part, checkpoint, setup.dtype)  # while torch is imported
     make_executor = make_executor or import_executor(config)
     estimate = platform.estimate_memory(setup)
-    if estimate is not None:  # what does not fit is refused before anything is loaded
+    if estimate is not None:  # reject a plan that does not fit before loading
         plan, kv_cache = make_memory_plan(
             config,
             spec,
@@ -144,16 +121,11 @@ def make_engine_core(
             request_memory=request_memory,
             warm_spare=warm_spare,
             limit=memory_limit,
-            draft=None if draft is None else draft.spec,
+            draft=None if setup.draft is None else setup.draft.spec,
             items=_memory_items(config, spec),
         )
         _log_plan(plan, details)
-        setup = replace(setup, max_model_len=plan.max_model_len, scratches=estimate.scratches)
-        if draft is not None:
-            length = min(draft.max_model_len, plan.max_model_len)
-            assert estimate.draft_scratch is not None
-            draft = replace(draft, max_model_len=length, scratches=(estimate.draft_scratch,))
-            setup = replace(setup, draft=draft)
+        setup = _fit_plan(setup, plan, estimate)
     listeners = [*listeners]
     kv_events = None
     if LogListener.is_enabled():
@@ -173,14 +145,7 @@ def make_engine_core(
             )
             _log_plan(plan, details)
         executor.initialize_kv_cache(kv_cache)
-        connector = transfers = None
-        if (transfer := config.cache.kv_transfer_config) is not None:
-            kind = get_connector(transfer)
-            connector = kind.make_scheduler_half(config, setup.kv_layout)
-            transfers = TransferInbox(setup.rank.world_size, wake)
-            executor.register_transfer_callback(transfers.put)
-            found: list[Any] = executor.collective_rpc("kv_handshake_metadata")
-            connector.set_xfer_handshake_metadata(found)
+        connector, transfers = _connect_workers(setup, executor, wake)
         scheduler = Scheduler(
             config.scheduler,
             kv_cache,
@@ -220,6 +185,36 @@ def make_engine_core(
     return core, plan
 
 
+def _fit_plan(setup: WorkerSetup, plan: MemoryPlan, estimate: MemoryBudget) -> WorkerSetup:
+    """Return the setup with the context and the scratch memory of the plan."""
+    draft = setup.draft
+    if draft is not None:
+        assert estimate.draft_scratch is not None
+        draft = replace(
+            draft,
+            max_model_len=min(draft.max_model_len, plan.max_model_len),
+            scratches=(estimate.draft_scratch,),
+        )
+    return replace(
+        setup, max_model_len=plan.max_model_len, scratches=estimate.scratches, draft=draft
+    )
+
+
+def _connect_workers(
+    setup: WorkerSetup, executor: Executor, wake: Callable[[], object]
+) -> tuple[KVConnectorScheduler | None, TransferInbox | None]:
+    """Return the scheduler's half of the KV connector, and the inbox of the workers' transfers."""
+    transfer = setup.config.cache.kv_transfer_config
+    if transfer is None:
+        return None, None
+    connector = get_connector(transfer).make_scheduler_half(setup.config, setup.kv_layout)
+    transfers = TransferInbox(setup.rank.world_size, wake)
+    executor.register_transfer_callback(transfers.put)
+    found: list[Any] = executor.collective_rpc("kv_handshake_metadata")
+    connector.set_xfer_handshake_metadata(found)
+    return connector, transfers
+
+
 def _make_kv_publisher(
     setup: WorkerSetup, platform: Platform, engine_index: int
 ) -> KVEventPublisher | None:
@@ -242,27 +237,6 @@ def _make_kv_publisher(
     return KVEventPublisher(events, rank if parallel.numbered else None, log)
 
 
-def _with_connector(setup: WorkerSetup, engine_index: int) -> WorkerSetup:
-    """The same with what a KV connector must know of the model and the engine."""
-    config, model = setup.config, setup.config.model
-    transfer = config.cache.kv_transfer_config
-    assert transfer is not None
-    if transfer.engine_id is None:
-        number = str(config.parallel.first_engine + engine_index)
-        transfer = msgspec.structs.replace(transfer, engine_id=number)
-    cache = msgspec.structs.replace(config.cache, kv_transfer_config=transfer)
-    load_format = config.load.load_format
-    seed = model.seed if load_format == "dummy" else None
-    found = model_hash(open_checkpoint(setup.model_path, load_format), setup.model_path)
-    overrides = msgspec.json.encode(model.hf_overrides, order="sorted").decode()
-    identity = (found, setup.dtype, model.quantization, load_format, seed, setup.max_model_len)
-    return replace(
-        setup,
-        config=msgspec.structs.replace(config, cache=cache),
-        model_identity=" ".join(map(str, [*identity, overrides])),
-    )
-
-
 def _memory_items(config: EngineConfig, spec: ModelSpec) -> list[MemoryItem]:
     """Return the users of the host's memory besides the model and the server."""
     items, transfer = [], config.cache.kv_transfer_config
@@ -273,69 +247,6 @@ def _memory_items(config: EngineConfig, spec: ModelSpec) -> list[MemoryItem]:
         note = " at most, for processes of structured output"
         items.append(MemoryItem("grammars", grammar_memory(spec.vocab_size), "serving", note))
     return items
-
-
-def _check_parallel(setup: WorkerSetup) -> None:
-    """Refuses what several ranks cannot do together.
-
-    Raises:
-        ConfigError: naming the setting.
-    """
-    config, rank = setup.config, setup.rank
-    if rank.splits_rows and setup.kept_layers:
-        raise ConfigError(
-            "enable_sequence_parallel is not supported with a drafter that reads several layers "
-            "of the model (EAGLE-3); leave one of the two out."
-        )
-    cores, threads = num_cpus(), config.device.num_threads or 1
-    if config.parallel.data_parallel_size == 1 and rank.world_size * threads > cores:
-        logger.warning(
-            "%d processes with %d threads each are more than the %d cores there are for them: they "
-            "wait for each other%s",
-            rank.world_size,
-            threads,
-            cores,
-            " at every layer, and a step takes many times as long" if rank.size > 1 else "",
-        )
-
-
-def _with_draft(setup: WorkerSetup) -> WorkerSetup:
-    """The same with the model that drafts, if there is to be one, and the method that it means."""
-    config = setup.config
-    found = find_draft(config, setup.spec)
-    if found is None:
-        return setup
-    if found.spec.caches and find_full_attention(make_kv_cache_groups(setup.spec.caches)) is None:
-        raise ConfigError(
-            f"speculative_config: all layers of {config.model.model} have sliding windows, and a "
-            "draft model needs one layer without; use method ngram or suffix."
-        )
-    speculative = config.speculation.speculative_config
-    assert speculative is not None
-    speculative = msgspec.structs.replace(
-        speculative,
-        method=found.method,
-        num_speculative_tokens=speculative.num_speculative_tokens or found.num_heads,
-    )
-    draft = WorkerSetup(
-        config=msgspec.structs.replace(
-            config,
-            speculation=SpeculationConfig(),
-            model=msgspec.structs.replace(config.model, enable_prompt_embeds=False),
-        ),
-        spec=found.spec,
-        model_path=found.path,
-        dtype=setup.dtype,
-        max_model_len=min(setup.max_model_len, found.spec.max_model_len),
-        max_num_batched_tokens=setup.max_num_batched_tokens,
-    )
-    speculation = SpeculationConfig(speculative_config=speculative)
-    return replace(
-        setup,
-        config=msgspec.structs.replace(config, speculation=speculation),
-        kept_layers=found.spec.kept_layers if isinstance(found.spec, EagleSpec) else (),
-        draft=draft,
-    )
 
 
 def _start_grammar_helper(

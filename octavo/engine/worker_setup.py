@@ -1,0 +1,151 @@
+"""What the workers of an engine are built from: the settings, completed by model and draft."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from octavo.checkpoints.identity import model_hash
+from octavo.checkpoints.registry import open_checkpoint
+from octavo.config import EngineConfig, SpeculationConfig
+from octavo.errors import ConfigError
+from octavo.kv_cache.groups import find_full_attention, make_kv_cache_groups
+from octavo.models.drafts import find_draft
+from octavo.models.heads import EagleSpec
+from octavo.models.spec import ModelSpec
+from octavo.plan.memory_plan import (
+    resolve_dtype,
+    resolve_max_model_len,
+    resolve_max_num_batched_tokens,
+)
+from octavo.plan.setup import WorkerSetup
+from octavo.system.device import num_cpus
+from octavo.system.distributed import Rank
+
+logger = logging.getLogger(__name__)
+
+
+def make_worker_setup(
+    config: EngineConfig,
+    spec: ModelSpec,
+    model_path: Path,
+    default_batched_tokens: int,
+    engine_index: int,
+) -> WorkerSetup:
+    """Return the setup of the first worker, with draft model and KV connector.
+
+    Args:
+        config: the settings.
+        spec: the model.
+        model_path: folder of the model.
+        default_batched_tokens: token budget of a step unless the config sets one.
+        engine_index: see `EngineCoreOutputs`.
+
+    Raises:
+        ConfigError: settings do not fit the model.
+        ModelError: the model folder cannot be used.
+    """
+    setup = WorkerSetup(
+        config=config,
+        spec=spec,
+        model_path=model_path,
+        dtype=resolve_dtype(config, spec),
+        max_model_len=resolve_max_model_len(config, spec),
+        max_num_batched_tokens=resolve_max_num_batched_tokens(
+            config, default_batched_tokens, spec.max_model_len
+        ),
+        rank=Rank.of(0, config.device),
+    )
+    setup = _with_draft(setup)
+    if config.cache.kv_transfer_config is not None:
+        setup = _with_connector(setup, engine_index)
+    if setup.rank.world_size > 1:
+        _check_parallel(setup)
+    return setup
+
+
+def _with_draft(setup: WorkerSetup) -> WorkerSetup:
+    """Return the setup with its draft model, if any, and the method of this model."""
+    config = setup.config
+    found = find_draft(config, setup.spec)
+    if found is None:
+        return setup
+    if found.spec.caches and find_full_attention(make_kv_cache_groups(setup.spec.caches)) is None:
+        raise ConfigError(
+            f"speculative_config: all layers of {config.model.model} have sliding windows, and a "
+            "draft model needs one layer without; use method ngram or suffix."
+        )
+    speculative = config.speculation.speculative_config
+    assert speculative is not None
+    speculative = msgspec.structs.replace(
+        speculative,
+        method=found.method,
+        num_speculative_tokens=speculative.num_speculative_tokens or found.num_heads,
+    )
+    draft = WorkerSetup(
+        config=msgspec.structs.replace(
+            config,
+            speculation=SpeculationConfig(),
+            model=msgspec.structs.replace(config.model, enable_prompt_embeds=False),
+        ),
+        spec=found.spec,
+        model_path=found.path,
+        dtype=setup.dtype,
+        max_model_len=min(setup.max_model_len, found.spec.max_model_len),
+        max_num_batched_tokens=setup.max_num_batched_tokens,
+    )
+    speculation = SpeculationConfig(speculative_config=speculative)
+    return replace(
+        setup,
+        config=msgspec.structs.replace(config, speculation=speculation),
+        kept_layers=found.spec.kept_layers if isinstance(found.spec, EagleSpec) else (),
+        draft=draft,
+    )
+
+
+def _with_connector(setup: WorkerSetup, engine_index: int) -> WorkerSetup:
+    """Return the setup with the identity of model and engine, which a KV connector needs."""
+    config, model = setup.config, setup.config.model
+    transfer = config.cache.kv_transfer_config
+    assert transfer is not None
+    if transfer.engine_id is None:
+        number = str(config.parallel.first_engine + engine_index)
+        transfer = msgspec.structs.replace(transfer, engine_id=number)
+    cache = msgspec.structs.replace(config.cache, kv_transfer_config=transfer)
+    load_format = config.load.load_format
+    seed = model.seed if load_format == "dummy" else None
+    found = model_hash(open_checkpoint(setup.model_path, load_format), setup.model_path)
+    overrides = msgspec.json.encode(model.hf_overrides, order="sorted").decode()
+    identity = (found, setup.dtype, model.quantization, load_format, seed, setup.max_model_len)
+    return replace(
+        setup,
+        config=msgspec.structs.replace(config, cache=cache),
+        model_identity=" ".join(map(str, [*identity, overrides])),
+    )
+
+
+def _check_parallel(setup: WorkerSetup) -> None:
+    """Check the settings of several ranks, and warn if they exceed the cores.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    config, rank = setup.config, setup.rank
+    if rank.splits_rows and setup.kept_layers:
+        raise ConfigError(
+            "enable_sequence_parallel is not supported with a drafter that reads several layers "
+            "of the model (EAGLE-3); leave one of the two out."
+        )
+    cores, threads = num_cpus(), config.device.num_threads or 1
+    if config.parallel.data_parallel_size == 1 and rank.world_size * threads > cores:
+        logger.warning(
+            "%d processes with %d threads each are more than the %d cores there are for them: they "
+            "wait for each other%s",
+            rank.world_size,
+            threads,
+            cores,
+            " at every layer, and a step takes many times as long" if rank.size > 1 else "",
+        )
