@@ -129,7 +129,7 @@ class NativeOps:
     """Implementation of `Ops` by the native kernels; see `Ops` for shapes and meaning.
 
     The bits of a row's result depend neither on the other rows of the call nor on the number of
-    threads.
+    threads. Elementwise operations compute in float32 and round once.
     """
 
     name = "native"
@@ -343,7 +343,6 @@ class NativeOps:
         weight_offset: float = 0.0,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Compute the sum of squares in one pass, and the result in another."""
         if out is None:
             out = self._empty(*x.shape, dtype=x.dtype)
         dim = x.shape[-1]
@@ -384,7 +383,6 @@ class NativeOps:
         weight_offset: float = 0.0,
         out: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Write the sum and norm it while it is in the cache."""
         _rows(x)
         _rows(residual)
         rows, dim = x.shape
@@ -424,7 +422,6 @@ class NativeOps:
         eps: float,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Compute the mean, then the variance about it, then the result."""
         _rows(x)
         rows, dim = x.shape
         assert weight.shape == (dim,)
@@ -501,15 +498,12 @@ class NativeOps:
         return self.act_and_mul(self._linear(x, weight, bias, x.dtype), activation, out)
 
     def gelu(self, x: Tensor, approximate: Gelu, out: Tensor | None = None) -> Tensor:
-        """Compute in float32, rounding once."""
         return self._unary(_GELU[approximate], x, out)
 
     def relu(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Compute in one pass."""
         return self._unary(_RELU, x, out)
 
     def add(self, x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
-        """Compute in float32, rounding once."""
         _rows(x)
         _rows(y)
         rows, dim = x.shape
@@ -537,7 +531,6 @@ class NativeOps:
         out_dtype: torch.dtype,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Compute in float32, rounding once."""
         _rows(x)
         assert x.dtype == torch.float32
         rows, dim = x.shape[0], x.shape[1] // parts
@@ -557,21 +550,17 @@ class NativeOps:
         return out
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
-        """Compute in float32, rounding once."""
         out = self._empty(*x.shape, dtype=x.dtype)
         self._unary_into(out, _SCALE, x, factor)
         return out
 
     def scale_(self, x: Tensor, factor: float) -> None:
-        """Compute in float32, rounding once."""
         self._unary_into(x, _SCALE, x, factor)
 
     def clamp_(self, x: Tensor, bound: float) -> None:
-        """Compute in one pass."""
         self._unary_into(x, _CLAMP, x, bound)
 
     def soft_cap_(self, x: Tensor, cap: float) -> None:
-        """Compute in float32, rounding once."""
         self._unary_into(x, _SOFT_CAP, x, cap)
 
     def exp(self, x: Tensor) -> Tensor:
@@ -590,7 +579,6 @@ class NativeOps:
         cos_sin_cache: Tensor,
         is_neox: bool = True,
     ) -> None:
-        """Compute in float32, rounding once."""
         tokens, rotary_dim = positions.shape[0], cos_sin_cache.shape[1]
         assert query.dim() == key.dim() == 3
         assert query.shape[0] == key.shape[0] == tokens
@@ -636,14 +624,12 @@ class NativeOps:
         return self._softmax(x, log=True)
 
     def argmax(self, x: Tensor) -> Tensor:
-        """Find the maximum, then its first index."""
         rows, dim = _logits(x)
         out = self._empty(rows, dtype=torch.int64)
         kernels.argmax(x=x.data_ptr(), x_stride=x.stride(0), out=out.data_ptr(), rows=rows, dim=dim)
         return out
 
     def row_max(self, x: Tensor) -> Tensor:
-        """Compute in one pass."""
         rows, dim = _logits(x)
         out = self._empty(rows, dtype=x.dtype)
         kernels.row_max(

@@ -160,7 +160,6 @@ class ReferenceOps:
     packs_weights = False
 
     def empty(self, *shape: int, like: Tensor) -> Tensor:
-        """Allocate with torch."""
         return like.new_empty(shape)
 
     def call(self, function: Callable[[int, int], object], tokens: int, requests: int) -> None:
@@ -220,7 +219,6 @@ class ReferenceOps:
         group_size: int,
         out: Tensor | None = None,
     ) -> QuantizedWeight:
-        """Quantize all rows at once into new memory."""
         assert out is None
         rows = torch.cat([part.float() for part in weight])
         n, k = rows.shape
@@ -279,7 +277,6 @@ class ReferenceOps:
         weight_offset: float = 0.0,
         out: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Add, then norm."""
         normed, total = out or (None, None)
         total = into(total, x + residual)
         return self.rms_norm(total, weight, eps, weight_offset, normed), total
@@ -292,7 +289,6 @@ class ReferenceOps:
         eps: float,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Compute in float32, rounding once."""
         wide_bias = None if bias is None else bias.float()
         normed = F.layer_norm(x.float(), weight.shape, weight.float(), wide_bias, eps)
         return into(out, normed.to(x.dtype))
@@ -313,19 +309,15 @@ class ReferenceOps:
         activation: Gate,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Call `linear`, then `act_and_mul`."""
         return self.act_and_mul(self.linear(x, weight, bias), activation, out)
 
     def gelu(self, x: Tensor, approximate: Gelu, out: Tensor | None = None) -> Tensor:
-        """Compute with torch."""
         return into(out, F.gelu(x, approximate=approximate))
 
     def relu(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Compute with torch."""
         return into(out, torch.relu(x))
 
     def add(self, x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
-        """Compute with torch."""
         return into(out, x + y)
 
     def sum_parts(
@@ -336,34 +328,27 @@ class ReferenceOps:
         out_dtype: torch.dtype,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Compute with torch."""
         first, *others = x.view(len(x), parts, -1).unbind(1)
         for part in [*others, *([] if bias is None else [bias])]:
             first = first + part
         return into(out, first.to(out_dtype))
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
-        """Compute with torch."""
         return x * factor
 
     def scale_(self, x: Tensor, factor: float) -> None:
-        """Compute with torch."""
         x.mul_(factor)
 
     def clamp_(self, x: Tensor, bound: float) -> None:
-        """Compute with torch."""
         x.clamp_(-bound, bound)
 
     def soft_cap_(self, x: Tensor, cap: float) -> None:
-        """Compute in float32, rounding once."""
         x.copy_(cap * torch.tanh(x.float() / cap))
 
     def exp(self, x: Tensor) -> Tensor:
-        """Compute with torch."""
         return torch.exp(x)
 
     def log(self, x: Tensor) -> Tensor:
-        """Compute with torch."""
         return torch.log(x)
 
     def rotary_embedding(
@@ -374,7 +359,6 @@ class ReferenceOps:
         cos_sin_cache: Tensor,
         is_neox: bool = True,
     ) -> None:
-        """Compute in float32, rounding once."""
         half = cos_sin_cache.shape[1] // 2
         cos, sin = cos_sin_cache[positions][:, None].chunk(2, dim=-1)
         for x in (query, key):
@@ -386,11 +370,9 @@ class ReferenceOps:
             x[..., pairs[0]], x[..., pairs[1]] = turned[0].to(x.dtype), turned[1].to(x.dtype)
 
     def softmax(self, x: Tensor) -> Tensor:
-        """Compute with torch."""
         return torch.softmax(x, dim=-1)
 
     def log_softmax(self, x: Tensor) -> Tensor:
-        """Compute with torch."""
         return torch.log_softmax(x, dim=-1)
 
     def argmax(self, x: Tensor) -> Tensor:
@@ -399,7 +381,6 @@ class ReferenceOps:
         return (x == x.amax(-1, keepdim=True)).int().argmax(-1)
 
     def row_max(self, x: Tensor) -> Tensor:
-        """Compute with torch."""
         return x.amax(-1)
 
     def sample(self, x: Tensor, params: NDArray[np.void]) -> Tensor:
@@ -423,11 +404,9 @@ class ReferenceOps:
             x[some] = x[some].masked_fill_(denied, -torch.inf)
 
     def top_k(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Sort stably."""
         x = x.nan_to_num(-torch.inf, torch.inf, -torch.inf)
         values, indices = torch.sort(x, dim=-1, descending=True, stable=True)
         return values[:, :k].contiguous(), indices[:, :k].contiguous()
 
     def embedding(self, weight: Tensor | PackedWeight, ids: Tensor) -> Tensor:
-        """Compute with torch."""
         return F.embedding(ids, weight.data if isinstance(weight, PackedWeight) else weight)

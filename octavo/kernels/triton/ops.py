@@ -70,7 +70,6 @@ class TritonOps(ReferenceOps):
         weight_offset: float = 0.0,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Run one program for each row."""
         return norm.rms_norm(x, weight, eps, weight_offset, out)
 
     def fused_add_rms_norm(
@@ -82,16 +81,13 @@ class TritonOps(ReferenceOps):
         weight_offset: float = 0.0,
         out: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Run one program for each row."""
         normed, total = norm.fused_add_rms_norm(x, residual, weight, eps, weight_offset)
         return (normed, total) if out is None else (into(out[0], normed), into(out[1], total))
 
     def act_and_mul(self, gate_up: Tensor, activation: Gate, out: Tensor | None = None) -> Tensor:
-        """Compute in one pass."""
         return into(out, _activation.act_and_mul(gate_up, activation))
 
     def gelu(self, x: Tensor, approximate: Gelu, out: Tensor | None = None) -> Tensor:
-        """Compute in one pass."""
         return into(out, _activation.gelu(x, approximate))
 
     def sample(self, x: Tensor, params: NDArray[np.void]) -> Tensor:
