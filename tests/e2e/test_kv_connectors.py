@@ -295,7 +295,7 @@ def test_prefill_here_and_decode_there(first, second, dtype, plain):
     assert two.llm_engine.stats().num_failed_loads == 0
     scheduler = one.llm_engine.client.core.scheduler._connector
     end = time.monotonic() + 10
-    while scheduler._handed:  # until the message of the other one has arrived
+    while scheduler._kept:  # until the message of the other one has arrived
         assert time.monotonic() < end
         one.llm_engine.client.core.step()
         time.sleep(0.01)
