@@ -58,7 +58,7 @@ MakeExecutor = Callable[[WorkerSetup, Platform], Executor]
 
 
 def grammar_backends() -> Sequence[str]:
-    """Return the installed grammar backends; all if none is, so that their errors say so."""
+    """Return the installed grammar backends; if none is installed, all, for their errors."""
     installed = [name for name in GRAMMAR_BACKENDS if importlib.util.find_spec(name) is not None]
     return installed or GRAMMAR_BACKENDS
 
@@ -218,7 +218,7 @@ def _connect_workers(
 def _make_kv_publisher(
     setup: WorkerSetup, platform: Platform, engine_index: int
 ) -> KVEventPublisher | None:
-    """Return the publisher of KV events; None unless the settings enable it.
+    """Return the publisher of KV events, or None if the settings do not enable it.
 
     Raises:
         ConfigError: an address cannot be used.

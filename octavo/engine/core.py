@@ -235,7 +235,7 @@ class EngineCore:
             self.scheduler.update_connector_output(self.transfers.take())
 
     def _run_ahead(self) -> bool:
-        """Schedule and sample as many steps as the executor accepts.
+        """Schedule and sample steps until the executor is full.
 
         Returns:
             True if a grammar needed the results of steps, which are processed now.
