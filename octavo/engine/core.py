@@ -370,7 +370,7 @@ class EngineCore:
             ValueError: `method` is not in `UTILITIES`.
         """
         if method not in UTILITIES:
-            raise ValueError(f"there is no utility method {method!r}")
+            raise ValueError(f"the utility method {method!r} does not exist")
         return msgspec.to_builtins(getattr(self, method)(*args))
 
     def stats(self) -> SchedulerStats:
@@ -448,12 +448,12 @@ class EngineCore:
         if level and not self._enable_sleep_mode:
             raise SleepError(
                 "This engine keeps its memory; start it with enable_sleep_mode "
-                "(--enable-sleep-mode), or take level=0, which only pauses it."
+                "(--enable-sleep-mode), or use level=0, which only pauses it."
             )
         if level == 2 and self.scheduler.has_connector:
             raise SleepError(
-                "level=2 may bring other weights, and what kv_transfer_config keeps is of these; "
-                "take level=1, or start the engine without kv_transfer_config."
+                "level=2 may bring other weights, but the KV connector's cache is for the current "
+                "ones; use level=1, or start the engine without kv_transfer_config."
             )
         if mode != "wait":
             self._finish_steps()
@@ -494,7 +494,7 @@ class EngineCore:
         unknown = set(tags or ()) - _TAGS
         if unknown:
             raise RequestError(
-                f"tags has {min(unknown)!r}, which does not sleep; take some of "
+                f"tags has {min(unknown)!r}, which does not sleep; use some of "
                 f"{', '.join(sorted(_TAGS))}.",
                 "tags",
             )
@@ -504,8 +504,8 @@ class EngineCore:
             needed, free = zip(*self.executor.collective_rpc("memory_to_reload"), strict=True)
             if sum(needed) > min(free):
                 raise SleepError(
-                    f"Weights and KV cache take {sum(needed) / 2**20:,.0f} MiB, and "
-                    f"{min(free) / 2**20:,.0f} MiB are free; free some, and wake up again."
+                    f"Weights and KV cache need {sum(needed) / 2**20:,.0f} MiB, but only "
+                    f"{min(free) / 2**20:,.0f} MiB are free; free some, then call wake_up again."
                 )
             self.executor.collective_rpc("reload_weights", kwargs={"same": same})
             self._same_weights = True

@@ -187,7 +187,7 @@ class AsyncLLM:
         elif self._loop is not loop:
             raise ConfigError(
                 "This AsyncLLM belongs to the event loop in which it was first used, and that is "
-                "not the running one; use one asyncio.run for all that is asked of it."
+                "not the running one; use one asyncio.run for all of its calls."
             )
 
     @classmethod
@@ -689,7 +689,7 @@ class AsyncLLM:
             if options.deadline is not None and options.deadline <= clock.now():
                 raise DeadlineError("The deadline passed.")
             if not self._output_processor.has_first_tokens(name):
-                raise FirstTokenError("The first token did not come in time.")
+                raise FirstTokenError("The first token did not arrive in time.")
 
     def _make_input_processor(self) -> InputProcessor:
         return InputProcessor(self.config.model, self.spec, self.tokenizer, self.max_model_len)

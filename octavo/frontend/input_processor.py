@@ -226,8 +226,8 @@ class InputProcessor:
             )
         if params.prompt_logprobs is not None:
             raise RequestError(
-                "prompt_logprobs is not available with prompt_embeds: there are no tokens to give "
-                "logprobs of. Leave it out.",
+                "prompt_logprobs is not available with prompt_embeds, which has no tokens. Leave "
+                "it out.",
                 "prompt_logprobs",
             )
         embeds = read_tensor(tensor)
@@ -407,8 +407,7 @@ def _complete(options: RequestOptions, prompt: Prompt, params: SamplingParams) -
     salt, scope = _read_salt(prompt) or params.cache_salt, options.cache_salt
     if salt and params.cache_salt and salt != params.cache_salt:
         raise RequestError(
-            "cache_salt is given with the prompt and in the parameters, and they differ; give it "
-            "once.",
+            "cache_salt of the prompt and cache_salt of the parameters differ; set only one.",
             "cache_salt",
         )
     _check_salts([scope or "", salt or ""])

@@ -1,4 +1,4 @@
-"""Memory sizes of sampling. The module does not import torch, since the memory plan precedes it."""
+"""Memory sizes of sampling, without torch: the memory plan precedes its import."""
 
 from __future__ import annotations
 

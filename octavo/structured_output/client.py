@@ -274,7 +274,7 @@ class GrammarHelper:
         broken, self._broken = self._broken, True
         data = None if broken else _receive_exactly(self.socket, _LENGTH_BYTES)
         if data is None:
-            raise ConnectionError("the grammar helper is gone")
+            raise ConnectionError("the grammar helper has ended")
         self._broken = False
         return int.from_bytes(data, "little", signed=True)
 
