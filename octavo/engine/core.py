@@ -433,8 +433,8 @@ class EngineCore:
                 wait: finish them first; keep: hold them and continue them later.
 
         Returns:
-            True if the engine sleeps. False with mode="wait" if requests are unfinished: run
-            steps and call again.
+            True if the engine sleeps. False while requests (mode="wait") or loads of KV blocks
+            are unfinished: run steps and call again.
 
         Raises:
             RequestError: level or mode is unknown.
