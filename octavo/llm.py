@@ -129,7 +129,7 @@ class LLM:
             prompts: one prompt or a list: texts, or dicts with "prompt", "prompt_token_ids" or
                 "prompt_embeds".
             sampling_params: one for all or one for each; None: the model's defaults.
-            use_tqdm: show a progress bar; or a function that makes one, as `tqdm` does.
+            use_tqdm: True for a progress bar, or a function that makes one, as `tqdm` does.
             lora_request: unsupported.
             priority: one for each prompt, lower ones are served earlier; with
                 `scheduling_policy="priority"`.
@@ -472,9 +472,9 @@ class LLM:
         """Forget all cached prefixes.
 
         Args:
-            reset_running_requests: running requests start again with their tokens, so that they
+            reset_running_requests: True to restart running requests with their tokens, so that they
                 hold no blocks.
-            reset_connector: forget the KV connector's store as well.
+            reset_connector: True to clear the KV connector's store as well.
 
         Returns:
             False if requests hold blocks and nothing is forgotten, or if the connector's folder is
@@ -491,7 +491,7 @@ class LLM:
         return self.llm_engine.wake_up(tags)
 
     def start_profile(self) -> None:
-        """Begin to record spans of steps and kernels; needs `profiler_dir`.
+        """Start to record spans of steps and kernels; needs `profiler_dir`.
 
         Raises:
             ProfilerError: `profiler_dir` is not set, or a profile is already being recorded.
@@ -499,7 +499,7 @@ class LLM:
         self.llm_engine.start_profile()
 
     def stop_profile(self) -> Path:
-        """End the profile; return the Chrome trace's file.
+        """End the profile and return the path of the Chrome trace.
 
         Raises:
             ProfilerError: no profile is being recorded, or the file cannot be written.
@@ -507,7 +507,7 @@ class LLM:
         return Path(self.llm_engine.stop_profile())
 
     def shutdown(self) -> None:
-        """End the workers and free their memory. It may be called twice."""
+        """End the workers and free their memory. A second call is harmless."""
         self.llm_engine.shutdown()
 
     def _params_for(

@@ -1,10 +1,9 @@
-"""What the parts say to each other: the only place where control plane and data plane meet.
+"""Messages between the parts: the only place where control plane and data plane meet.
 
 Front end -> engine core: `EngineCoreRequest`, abort and utility calls.
 Scheduler -> worker: `SchedulerOutput`, a plain record of what changed since the last step.
 Worker -> scheduler: `ModelRunnerOutput`. Engine core -> front end: `EngineCoreOutputs`.
-All are msgspec structs, so every one of them can cross a process border. Times are seconds of
-`clock.now`.
+All are msgspec structs and can cross a process border. Times are seconds of `clock.now`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from octavo.observability.scheduler_stats import SchedulerStats
 
 
 class FinishReason(enum.IntEnum):
-    """Why a request ended; `str()` gives OpenAI's word."""
+    """Reason for the end of a request; `str()` returns OpenAI's word."""
 
     STOP = 0
     LENGTH = 1
@@ -33,14 +32,14 @@ class FinishReason(enum.IntEnum):
 
 EmbedsDtype: TypeAlias = Literal["float64", "float32", "float16", "bfloat16"]
 EMBEDS_DTYPES: dict[EmbedsDtype, int] = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-"""Of `PromptEmbeds`: bytes of a number."""
+"""Bytes of a number of `PromptEmbeds`, by data type."""
 
 PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
-"""What becomes of unfinished requests when an engine is put to sleep; see `EngineCore.sleep`."""
+"""Treatment of unfinished requests when an engine is put to sleep; see `EngineCore.sleep`."""
 
 
 class BadWordsTokenIds(msgspec.Struct, array_like=True, frozen=True):
-    """Token sequences that may not be generated, as arrays of int32 (`NO_TOKEN`: padding)."""
+    """Forbidden token sequences, as arrays of int32 (`NO_TOKEN`: padding)."""
 
     prefixes: bytes
     """[words, longest - 1]: all but the last token of each, padded on the left."""
@@ -52,27 +51,28 @@ NO_TOKEN = -1
 
 
 class GrammarSpec(msgspec.Struct, array_like=True, frozen=True):
-    """What an answer has to look like (structured output)."""
+    """Required form of an answer (structured output)."""
 
     kind: Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
     text: str = ""
     """A JSON schema, a regular expression, a JSON list of choices, a grammar (EBNF or Lark), a
-    structural tag in JSON; nothing for json_object."""
+    structural tag in JSON; empty for json_object."""
     backend: Literal["auto", "xgrammar", "llguidance"] = "auto"
-    """auto: the first one that supports it."""
+    """auto: the first backend that supports the grammar."""
     any_whitespace: bool = True
-    """Whether JSON may have white space between its parts."""
+    """True if JSON may have white space between its parts."""
     additional_properties: bool = False
-    """Whether JSON may have properties and items that its schema neither names nor forbids."""
+    """True if JSON may have properties and items that its schema neither names nor forbids."""
     strict: bool = False
-    """Refuse a schema with a `format` that cannot be enforced, instead of leaving it out."""
+    """True if a schema with a `format` that cannot be enforced is an error; else the format is
+    ignored."""
 
 
 class CoreSamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """What the engine core must know of a request's `SamplingParams`, and nothing else.
+    """The part of a request's `SamplingParams` that the engine core needs.
 
-    Made by `make_core_params`, which completes and packs what has been checked: decoding checks
-    types only, and the n requests of a group share whatever is long.
+    `make_core_params` completes and packs checked parameters: decoding checks only types. The n
+    requests of a group share long values.
     """
 
     temperature: float = 1.0
@@ -88,35 +88,35 @@ class CoreSamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=T
     min_tokens: int = 0
     logprobs: int | None = None
     logprob_token_ids: bytes | None = None
-    """Token ids int32 [logprobs]: these, not the most probable ones."""
+    """Token ids int32 [logprobs] to report instead of the most probable tokens."""
     prompt_logprobs: int | None = None
     stop_token_ids: frozenset[int] = frozenset()
-    """Those that the request brought."""
+    """Stop tokens that the request names."""
     all_stop_token_ids: frozenset[int] = frozenset()
     """Every token that ends the answer, the end of sequence included."""
     allowed_token_ids: bytes | None = None
     """Bitmask int32 [ceil(vocab / 32)] as in `Ops.apply_bitmask_`."""
     logit_bias: tuple[bytes, bytes] | None = None
-    """Token ids int32 [E], none twice, and what is added to their logits, float32 [E]."""
+    """Distinct token ids int32 [E] and the numbers to add to their logits, float32 [E]."""
     bad_words: BadWordsTokenIds | None = None
     grammar: GrammarSpec | None = None
     extra_args: dict[str, Any] | None = None
-    """What it asks of logits processors of plug-ins: plain data."""
+    """Plain data for the logits processors of plug-ins."""
 
     @property
     def greedy(self) -> bool:
-        """Whether the most probable token is always taken."""
+        """True if sampling always chooses the most probable token."""
         return self.temperature == 0.0
 
 
 class PromptEmbeds(msgspec.Struct, array_like=True, frozen=True):
-    """Embeddings that come with a prompt, as they go into the model instead of its tokens'."""
+    """Embeddings of a prompt that the model reads in place of its tokens' embeddings."""
 
     data: bytes
-    """[tokens, size], checked: all are finite."""
+    """Numbers [tokens, size]; all are checked to be finite."""
     dtype: EmbedsDtype
     size: int
-    """Numbers of an embedding."""
+    """Number of numbers of an embedding."""
 
     @property
     def row_nbytes(self) -> int:
@@ -125,29 +125,29 @@ class PromptEmbeds(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all."""
+        """Bytes of all embeddings."""
         return len(self.data)
 
     @property
     def num_tokens(self) -> int:
-        """How many there are."""
+        """Number of embeddings."""
         return self.nbytes // self.row_nbytes
 
     def rows(self, start: int, stop: int) -> memoryview:
-        """Bytes of those from `start` up to `stop`."""
+        """Return the bytes of the embeddings from `start` up to, but not including, `stop`."""
         return memoryview(self.data)[start * self.row_nbytes : stop * self.row_nbytes]
 
 
 class RequestOptions(msgspec.Struct, array_like=True, frozen=True):
     """The envelope of a request: its properties besides the prompt and the sampling parameters.
 
-    The server or the public method of an engine makes it; `InputProcessor.process` adds what the
-    prompt and the parameters say. From there the same object goes to the scheduler.
+    The server or the public method of an engine creates it. `InputProcessor.process` adds the
+    options in the prompt and the parameters. The scheduler receives the result.
     """
 
     arrival_time: float
     tenant: str | None = None
-    """The sender of the request. Tenants share tokens fairly, see `scheduler/fairness.py`."""
+    """Sender of the request. Tenants share tokens fairly, see `scheduler/fairness.py`."""
     priority: int = 0
     """Rank with `scheduling_policy=priority`: smaller is served earlier."""
     deadline: float | None = None
@@ -155,7 +155,7 @@ class RequestOptions(msgspec.Struct, array_like=True, frozen=True):
     first_token_deadline: float | None = None
     """Time at which the request ends with an error if it has no token yet."""
     turn: int = 0
-    """Number of prompts before it in the same call; see `scheduler/queue.py`."""
+    """Number of earlier prompts in the same call; see `scheduler/queue.py`."""
     cache_salt: str | None = None
     """Scope of the prefix cache: only requests with the same salt share blocks."""
     kv_transfer_params: dict[str, Any] | None = None
@@ -165,7 +165,7 @@ class RequestOptions(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def share(self) -> str | int | None:
-        """The tenant, or else the flow: tokens are shared fairly between shares."""
+        """The tenant, or else the flow; the scheduler divides tokens fairly among shares."""
         return self.flow if self.tenant is None else self.tenant
 
     @property
@@ -176,9 +176,9 @@ class RequestOptions(msgspec.Struct, array_like=True, frozen=True):
 
 
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
-    """A prompt as the front end hands it to the engine core: checked and tokenised.
+    """A checked and tokenised prompt, as the front end passes it to the engine core.
 
-    With n > 1 it travels once, and the core makes n requests of it.
+    With n > 1 the front end sends it once, and the core makes n requests of it.
     """
 
     request_id: str
@@ -186,43 +186,42 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     sampling_params: CoreSamplingParams
     options: RequestOptions
     n: int = 1
-    """Answers."""
+    """Number of answers."""
     output_token_ids: list[int] = []
-    """Output that the request has already: it goes on behind it, as if it had made it here. None
-    of these tokens ends it; they count against `max_tokens` and `min_tokens`."""
+    """Earlier output of the request, which continues after it. None of these tokens ends the
+    request; they count against `max_tokens` and `min_tokens`."""
     num_prompt_logprobs: int = 0
-    """Prompt logprobs that it has already."""
+    """Number of prompt logprobs that the client already has."""
     prompt_embeds: PromptEmbeds | None = None
-    """In place of the first tokens of the prompt, whose ids are 0 and mean nothing."""
+    """Embeddings in place of the prompt's first tokens; the ids of those tokens are 0."""
     answers: dict[int, list[int]] | None = None
-    """With n > 1, of a request that goes on: those of its answers that are still to be made, by
-    their index, with their `output_token_ids`. None: all, from the start."""
+    """With n > 1, the unfinished answers of a continued request: `output_token_ids` by index.
+    None: all answers, from the start."""
 
     @property
     def known_token_ids(self) -> list[int]:
-        """The prompt's tokens that did not come as embeddings."""
+        """Tokens of the prompt that are not replaced by embeddings."""
         if self.prompt_embeds is None:
             return self.prompt_token_ids
         return self.prompt_token_ids[self.prompt_embeds.num_tokens :]
 
     @property
     def indices(self) -> Iterable[int]:
-        """Of the answers that are to be made."""
+        """Indices of the answers to make."""
         return range(self.n) if self.answers is None else self.answers
 
     @property
     def child_ids(self) -> list[str]:
-        """Ids of the core's requests, one for each answer to be made: its own if n is 1."""
+        """Ids of the core's requests, one for each answer to make; `request_id` if n is 1."""
         return [self._child_id(index) for index in self.indices]
 
     def _child_id(self, index: int) -> str:
         return self.request_id if self.n == 1 else f"{index}_{self.request_id}"
 
     def child(self, index: int) -> EngineCoreRequest:
-        """The request for one of the answers: itself if it has but one.
+        """Return the request for one of the answers; `self` if n is 1.
 
-        Child i of n > 1 has the seed `seed + i`, only the first one brings the prompt's logprobs,
-        and none has tokens yet.
+        Child i of n > 1 has the seed `seed + i`. Only child 0 requests the prompt's logprobs.
         """
         if self.n == 1:
             return self
@@ -242,9 +241,9 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
 
 
 class LogprobsLists(msgspec.Struct, array_like=True):
-    """Logprobs of some consecutive positions of one request, as arrays.
+    """Logprobs of consecutive positions of one request, as arrays.
 
-    A row has 1 + k entries; the first one is the token itself.
+    A row has 1 + k entries; the first is the token itself.
     """
 
     token_ids: bytes = b""
@@ -252,15 +251,15 @@ class LogprobsLists(msgspec.Struct, array_like=True):
     logprobs: bytes = b""
     """float32 [rows, 1 + k]"""
     ranks: bytes = b""
-    """int32 [rows], 1-based rank of the token itself among the whole vocabulary."""
+    """int32 [rows], 1-based rank of the token itself in the whole vocabulary."""
 
     @property
     def num_rows(self) -> int:
-        """How many positions."""
+        """Number of positions."""
         return len(self.ranks) // 4
 
     def select(self, start: int, stop: int) -> LogprobsLists:
-        """The rows from `start` up to `stop`."""
+        """Return the rows from `start` up to, but not including, `stop`."""
         if not self.ranks:
             return self
         row = len(self.token_ids) // self.num_rows
@@ -272,7 +271,7 @@ class LogprobsLists(msgspec.Struct, array_like=True):
 
     @staticmethod
     def join(parts: Sequence[LogprobsLists]) -> LogprobsLists:
-        """All rows, in order; they are equally long."""
+        """Return all rows in order; all parts must have the same number of entries in a row."""
         return LogprobsLists(
             b"".join(part.token_ids for part in parts),
             b"".join(part.logprobs for part in parts),
@@ -281,126 +280,128 @@ class LogprobsLists(msgspec.Struct, array_like=True):
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
-    """What one step brought for one request."""
+    """Result of one step for one request."""
 
     request_id: str
     new_token_ids: list[int]
     new_logprobs: LogprobsLists | None = None
     new_prompt_logprobs: LogprobsLists | None = None
-    """Rows for prompt positions in order, starting at position 1, as they get computed."""
+    """Rows for the newly computed prompt positions, in order; the first row is position 1."""
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
-    """The stop token, if one of the request's own ended it; None for the end of sequence."""
+    """Stop token that ended the request, if the request names it; None for the end of sequence."""
     error: str | None = None
-    """What went wrong, with `FinishReason.ERROR`."""
+    """Error message, with `FinishReason.ERROR`."""
     error_kind: str | None = None
     """Name of the error class in `octavo.errors` for `error`."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
     first_scheduled_time: float | None = None
-    """When the request was part of a step for the first time."""
+    """Time of the request's first step."""
     num_preemptions: int = 0
     kv_transfer_params: dict[str, Any] | None = None
-    """With the last token: what the KV connector tells whoever goes on elsewhere."""
+    """With the last token: the KV connector's parameters for continuing on another engine."""
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):
-    """What the engine core sends after a step."""
+    """Message of the engine core after a step."""
 
     outputs: list[EngineCoreOutput] = []
     stats: SchedulerStats | None = None
     timestamp: float = 0.0
-    """When the step ended."""
+    """Time at the end of the step."""
     engine_index: int = 0
-    """Which engine it comes from."""
+    """Index of the engine that sends it."""
 
 
 class NewRequestData(msgspec.Struct, array_like=True):
-    """What the worker must know of a request that is new, or resumed after a preemption."""
+    """The worker's data of a request that is new, or resumed after a preemption."""
 
     token_ids: list[int]
-    """Prompt and, if resumed, the tokens generated so far."""
+    """Tokens of the prompt and, if resumed, those generated so far."""
     num_prompt_tokens: int
     sampling_params: CoreSamplingParams
     num_computed_tokens: int
-    """Found in the prefix cache. From here on the worker itself knows how far it is."""
+    """Number of tokens found in the prefix cache. The worker counts later tokens itself."""
     private: bool = False
-    """Whether nothing of it may be used for other requests."""
+    """True if other requests may not use any of its data."""
     prompt_embeds: PromptEmbeds | None = None
-    """See `EngineCoreRequest`."""
+    """Embeddings of the prompt; see `EngineCoreRequest`."""
 
 
 class ScheduledRequest(msgspec.Struct, array_like=True):
-    """One request's part of a step. The worker holds a row for it, or is to give it one (`new`)."""
+    """One request's part of a step. The worker holds a row for it, or allocates one if `new`."""
 
     req_id: str
     num_tokens: int
-    """To compute, places for drafts included, from where the request truly stands."""
+    """Number of tokens to compute after the request's computed tokens, drafts included."""
     new_block_ids: list[list[int]] | None = None
     """Blocks to append, one list for each KV-cache group; None: no new ones."""
     num_drafts: int = 0
-    """How many of them, the last ones, are places for drafts. The worker proposes these when the
-    step begins; places without a draft are left out."""
+    """Number of places for drafts, the last of `num_tokens`. The worker proposes the drafts when
+    the step begins; it skips places without a draft."""
     has_grammar: bool = False
-    """Whether its sampling in this step waits for a bitmask, which comes in `GrammarOutput`."""
+    """True if its sampling in this step waits for the bitmask of a `GrammarOutput`."""
     new: NewRequestData | None = None
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True):
-    """One step's work."""
+    """Work of one step."""
 
     scheduled_reqs: list[ScheduledRequest] = []
-    """In batch order."""
+    """Requests in batch order."""
     total_num_scheduled_tokens: int = 0
     finished_req_ids: list[str] = []
-    """Requests whose rows the worker gives up before this step: finished or preempted."""
+    """Finished or preempted requests; the worker frees their rows before this step."""
     blocks_to_copy: list[tuple[int, int]] = []
     """(source, destination) block ids to copy before this step: copy on write."""
     loaded_block_ids: list[int] = []
-    """Blocks that a KV connector fills from now on: what a drafter has of them is another's."""
+    """Blocks that a KV connector fills from now on. The drafter's data of these blocks belongs to
+    other requests."""
     kv_connector_metadata: bytes | None = None
-    """What the scheduler's half of a KV connector tells the workers', encoded."""
+    """Encoded message of the scheduler's half of a KV connector to the workers' half."""
     kv_loads_before: list[str] = []
-    """Requests whose blocks a KV connector loads before this step, not beside it."""
+    """Requests whose blocks a KV connector loads before this step instead of during it."""
 
 
 class KVConnectorOutput(msgspec.Struct, array_like=True, omit_defaults=True):
-    """What the worker's half of a KV connector has finished."""
+    """Transfers that the worker's half of a KV connector has finished."""
 
     finished_sending: list[str] = []
-    """Requests whose blocks it needs no more."""
+    """Requests whose blocks the connector no longer needs."""
     finished_recving: list[str] = []
-    """Requests whose blocks are loaded, or will not be."""
+    """Requests whose loads have ended, successfully or not."""
     invalid_block_ids: list[int] = []
-    """Blocks of these that hold something else than they should."""
+    """Blocks of `finished_recving` with wrong contents."""
 
 
 class GrammarOutput(msgspec.Struct, array_like=True):
-    """What the grammars of a step's requests allow; it comes while the model computes."""
+    """Tokens that the grammars of a step's requests allow; sent while the model computes."""
 
     req_ids: list[str]
-    """Those scheduled with `has_grammar`."""
+    """Requests scheduled with `has_grammar`."""
     bitmask: bytes
-    """int32 [rows, ceil(vocab / 32)] as in `Ops.apply_bitmask_`: in order of `req_ids` a row for
-    each position that the request samples, that is one more than it has drafts."""
+    """int32 [rows, ceil(vocab / 32)] as in `Ops.apply_bitmask_`. In the order of `req_ids`, each
+    request has one row for each position that it samples: its number of drafts plus 1."""
     forced: dict[str, list[int]] = {}
-    """Where a grammar leaves one way on: the tokens of its text behind those that were known when
-    the mask was made. They are drafts for the steps to come."""
+    """Tokens that a grammar forces, by request, after those known when the mask was made. Later
+    steps use them as drafts."""
 
 
 class ModelRunnerOutput(msgspec.Struct, array_like=True):
-    """One step's result, in the order of `req_ids`."""
+    """Result of one step, in the order of `req_ids`."""
 
     req_ids: list[str] = []
     sampled_token_ids: list[list[int]] = []
-    """New tokens of each request; none while its prompt is still being computed. Of its drafts
-    those that are what it samples there, and one more."""
+    """New tokens of each request: its accepted drafts and one more. Empty while its prompt is
+    being computed."""
     logprobs: dict[str, LogprobsLists] = {}
     prompt_logprobs: dict[str, LogprobsLists] = {}
     num_draft_tokens: dict[str, int] = {}
-    """Drafts that requests had in the step, if any. One less than they got tokens were right."""
+    """Number of drafts of each request that had drafts in the step. The number of accepted drafts
+    is its number of new tokens minus 1."""
     errors: dict[str, str] = {}
-    """Requests that failed by themselves, with the reason; they get no tokens."""
+    """Error messages of requests that failed alone; they have no new tokens."""
 
 
 class UtilityCall(msgspec.Struct, array_like=True):
@@ -412,10 +413,10 @@ class UtilityCall(msgspec.Struct, array_like=True):
 
 
 class UtilityResult(msgspec.Struct, array_like=True):
-    """Its answer: a plain value, or what went wrong."""
+    """Result of a `UtilityCall`: a plain value or an error."""
 
     call_id: int
     value: Any = None
     error: str | None = None
     error_kind: str | None = None
-    """Name of the error's class."""
+    """Name of the error class."""

@@ -10,7 +10,7 @@ from octavo.messages import CoreSamplingParams, EngineCoreRequest, FinishReason
 
 
 class RequestStatus(enum.IntEnum):
-    """State of a request. All states after PREEMPTED are finished."""
+    """State of a request. All states after PREEMPTED are final."""
 
     WAITING = 0
     WAITING_FOR_FSM = 1

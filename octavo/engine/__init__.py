@@ -1,1 +1,1 @@
-"""The engine: from requests to steps to outputs."""
+"""The engine: converts requests to steps and steps to outputs."""

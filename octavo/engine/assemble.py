@@ -1,4 +1,4 @@
-"""From a config to an engine core: the one place where its parts are chosen and put together."""
+"""Assembly of an engine core from a config: the one place that chooses and connects its parts."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ MakeExecutor = Callable[[WorkerSetup, Platform], Executor]
 
 
 def grammar_backends() -> Sequence[str]:
-    """Return the installed grammar backends; all if none is, so that their errors say so."""
+    """Return the installed grammar backends; if none is installed, all, for their errors."""
     installed = [name for name in GRAMMAR_BACKENDS if importlib.util.find_spec(name) is not None]
     return installed or GRAMMAR_BACKENDS
 
@@ -84,22 +84,22 @@ def make_engine_core(
         config: the settings.
         spec: the model.
         model_path: its folder.
-        default_batched_tokens: token budget of a step where the config sets none.
-        request_memory: bytes that a server's requests may take; None: there is no server.
-        warm_spare: whether there is room for a spare process; None: if it costs no KV cache.
+        default_batched_tokens: token budget of a step unless the config sets one.
+        request_memory: bytes that a server's requests may use; None without a server.
+        warm_spare: True to reserve memory for a spare process; None: only if it costs no KV cache.
         engine_index: see `EngineCoreOutputs`.
-        memory_limit: bytes that the engine may use; None: its share of what is free.
-        listeners: watch the steps, in addition to those that the settings name.
+        memory_limit: bytes that the engine may use; None: its share of the free memory.
+        listeners: observers of the steps, in addition to those that the settings name.
         wake: called, on another thread, when an idle core has work again.
-        platform: default: the config's.
-        make_executor: default: what the config says.
+        platform: the device that computes; None: the config's.
+        make_executor: creates the executor; None: the config's.
 
     Raises:
-        ConfigError: if the memory does not suffice or settings do not fit the model.
-        ModelError: if the model folder cannot be used.
+        ConfigError: the memory does not suffice, or settings do not fit the model.
+        ModelError: the model folder cannot be used.
     """
     started = time.monotonic()
-    # A server logs all of it; a program or a chat only the progress.
+    # A server logs all details; a program or a chat only the progress.
     details = logging.DEBUG if request_memory is None else logging.INFO
     platform = platform or get_platform(config.device.device)
     check_settings(config, platform)
@@ -218,7 +218,7 @@ def _connect_workers(
 def _make_kv_publisher(
     setup: WorkerSetup, platform: Platform, engine_index: int
 ) -> KVEventPublisher | None:
-    """Return the publisher of KV events; None unless the settings enable it.
+    """Return the publisher of KV events, or None if the settings do not enable it.
 
     Raises:
         ConfigError: an address cannot be used.
@@ -255,7 +255,7 @@ def _start_grammar_helper(
     """Start the process that loads a grammar library and the model's tokenizer.
 
     Raises:
-        OctavoError: there is no tokenizer.
+        OctavoError: the model has no tokenizer.
         OSError: the process cannot be started.
     """
     folder = model_path if config.model.tokenizer is None else resolve_folders(config)[1]
@@ -266,7 +266,7 @@ def _start_grammar_helper(
 
 
 def _log_plan(plan: MemoryPlan, details: int) -> None:
-    """Logs the sum, and at the level `details` what it is made of."""
+    """Log the sum of the memory plan, and its items at the level `details`."""
     total, *lines = plan.report().splitlines()
     logger.info("%s", total)
     for line in lines:
@@ -274,13 +274,13 @@ def _log_plan(plan: MemoryPlan, details: int) -> None:
 
 
 def import_executor(config: EngineConfig | None = None) -> MakeExecutor:
-    """The executor; with workers in this process also torch: what takes longest of a start.
+    """Import the executor and, with workers in this process, torch: the slowest part of a start.
 
-    That import makes some 200,000 objects that stay: looking through them again and again for
-    garbage would take a tenth of its time.
+    That import creates some 200,000 permanent objects. Garbage collections would search them
+    repeatedly and take a tenth of its time, so they are disabled.
 
     Args:
-        config: the settings; None: they are not known yet.
+        config: the settings; None if they are not known yet.
 
     Raises:
         ConfigError: see `get_executor_class`.

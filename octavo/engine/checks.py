@@ -127,14 +127,14 @@ REQUIREMENTS = (
 
 
 def check_settings(config: EngineConfig, platform: Platform) -> None:
-    """Refuse settings that do not go together. Quick: runs before anything is loaded.
+    """Reject settings that conflict. The check is quick and precedes all loading.
 
     Args:
         config: the settings.
         platform: the device that computes.
 
     Raises:
-        ConfigError: naming the settings.
+        ConfigError: settings conflict; the message names them.
     """
     platform.check_settings(config.device)
     check_requirements(config, platform)
@@ -147,7 +147,7 @@ def check_requirements(config: EngineConfig, platform: Platform) -> None:
     """Check all rows of the table.
 
     Raises:
-        ConfigError: naming the settings.
+        ConfigError: settings conflict; the message names them.
     """
     for requirement in REQUIREMENTS:
         if requirement.is_broken(config, platform):
@@ -155,10 +155,10 @@ def check_requirements(config: EngineConfig, platform: Platform) -> None:
 
 
 def check_recording(config: EngineConfig, path: str | None) -> None:
-    """Refuse a recording where there are several engines.
+    """Reject a recording of several engines.
 
     Raises:
-        ConfigError: naming the settings.
+        ConfigError: settings conflict; the message names them.
     """
     parallel = config.parallel.of_server()
     size, can_scale = parallel.data_parallel_size, parallel.enable_elastic_ep
@@ -171,10 +171,10 @@ def check_recording(config: EngineConfig, path: str | None) -> None:
 
 
 def check_offline(config: EngineConfig) -> None:
-    """Refuse settings of servers where there is none.
+    """Reject settings of servers for an engine without a server.
 
     Raises:
-        ConfigError: naming the setting.
+        ConfigError: a setting needs a server; the message names it.
     """
     parallel = config.parallel
     parallel.check(headless=False)

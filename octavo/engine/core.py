@@ -60,35 +60,37 @@ UTILITIES = frozenset(
 """Methods that a front end may call by their names."""
 
 _MEMORY = frozenset({"weights", "kv_cache"})
-"""What sleeps, by vLLM's tags."""
+"""Memory that sleeps, by vLLM's tags."""
 _TAGS = _MEMORY | {"scheduling"}
 
 
 @dataclass(slots=True)
 class _StepInFlight:
-    """A step that the executor has, and the result that it will have."""
+    """A step that the executor runs, and its future result."""
 
     number: int
-    """From 1."""
+    """Number of the step, counted from 1."""
     work: SchedulerOutput
     handle: StepHandle
     result: Future[ModelRunnerOutput] | None = None
-    """None: it is not to be sampled yet, as it waits for what grammars allow."""
+    """Result of the step; None: its sampling still waits for the bitmask of grammars."""
 
 
 class EngineCore:
-    """Takes checked requests, runs steps, gives token ids. See `make_engine_core`.
+    """Loop that runs checked requests step by step and returns token ids.
+
+    `make_engine_core` creates one.
 
     Args:
-        scheduler: decides what runs.
-        executor: runs it.
-        clock: the time in seconds, as messages have it; the scheduler's.
-        structured_output: grammars; None: requests with one are refused.
-        profiler: records profiles; None: there are none.
+        scheduler: chooses the requests of each step.
+        executor: runs the steps.
+        clock: the scheduler's clock; returns seconds.
+        structured_output: compiles grammars; None: requests with a grammar are rejected.
+        profiler: records profiles; None: profiles are off.
         engine_index: see `EngineCoreOutputs`.
-        enable_sleep_mode: whether `sleep` may give memory back.
-        listeners: watch the steps; closed by `shutdown`.
-        transfers: what workers have finished of what the scheduler's KV connector asked for.
+        enable_sleep_mode: True if `sleep` may free memory.
+        listeners: observers of the steps; `shutdown` closes them.
+        transfers: finished transfers of the scheduler's KV connector, as the workers report them.
     """
 
     def __init__(
@@ -118,15 +120,15 @@ class EngineCore:
         self._num_scheduled = 0
         self._enable_sleep_mode = enable_sleep_mode
         self._asleep: frozenset[str] = frozenset()
-        """What of `_MEMORY` sleeps."""
+        """The sleeping part of `_MEMORY`."""
         self._same_weights = True
-        """Whether those that wake up must be those that fell asleep."""
+        """True if `wake_up` must load the same weights that `sleep` freed."""
         self._outputs: list[EngineCoreOutput] = []
-        """Outputs that have not been handed out."""
+        """Outputs that `step` has not returned yet."""
         self._listeners = listeners
 
     def add_request(self, core_request: EngineCoreRequest) -> None:
-        """Queues the n requests of a core request; what can never be served gets an error."""
+        """Queue the n requests of a core request; a request that can never run gets an error."""
         for listener in self._listeners:
             listener.on_add(core_request)
         requests = fan_out(
@@ -135,7 +137,7 @@ class EngineCore:
         try:
             for request in requests:
                 self._add_request(request)
-        except RequestError as error:  # as true of its siblings: the front end ends them all
+        except RequestError as error:  # applies to all n requests: the front end ends them all
             self._outputs.append(
                 EngineCoreOutput(
                     request_id=request.request_id,
@@ -147,14 +149,14 @@ class EngineCore:
             )
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """Ends requests, in whatever state they are; unknown ones are ignored."""
+        """End requests in any state; ignore unknown ids."""
         request_ids = list(request_ids)
         for listener in self._listeners:
             listener.on_abort(request_ids)
         self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
 
     def _add_request(self, request: Request) -> None:
-        """Queues a request; with a grammar it waits until this is compiled."""
+        """Queue a request; a request with a grammar waits until its grammar is compiled."""
         if request.sampling_params.grammar is None:
             self.scheduler.add_request(request)
             return
@@ -173,11 +175,11 @@ class EngineCore:
             raise
 
     def _take_grammars(self) -> None:
-        """Queues the requests whose grammars are compiled; those that have none fail."""
+        """Queue the requests with compiled grammars; fail those with grammars that failed."""
         assert self.structured_output is not None
         for request, error in self.structured_output.take_finished():
             if request.status != RequestStatus.WAITING_FOR_FSM:
-                continue  # it has ended meanwhile
+                continue  # the request has ended meanwhile
             if error is None:
                 self.scheduler.set_ready(request.request_id)
             else:
@@ -185,7 +187,7 @@ class EngineCore:
                 self.scheduler.fail_request(request.request_id, error.message, kind)
 
     def has_work(self) -> bool:
-        """Whether `step` would do or bring anything."""
+        """Return True if `step` would run or return anything."""
         return bool(
             self._in_flight
             or self._outputs
@@ -195,11 +197,10 @@ class EngineCore:
         )
 
     def wait(self, seconds: float) -> None:
-        """Waits for a grammar that is being compiled, or blocks that are loaded, where there is
-        nothing else to do.
+        """Wait for loads of blocks or the compilation of grammars, if there is no other work.
 
         Args:
-            seconds: at most that long.
+            seconds: the longest wait.
         """
         if self.has_work():
             return
@@ -209,13 +210,13 @@ class EngineCore:
             self.structured_output.wait(seconds)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether any request still waits for tokens."""
+        """Return True if any request still waits for tokens."""
         return bool(self._outputs) or self.scheduler.has_unfinished_requests()
 
     def step(self) -> EngineCoreOutputs:
         """Schedule as far ahead as allowed, then process the oldest step's result.
 
-        A step that fails as a whole fails the requests in it; the engine goes on.
+        A step that fails as a whole fails its requests; the engine continues.
         """
         self._queue_ready_requests()
         processed = self._run_ahead()
@@ -234,7 +235,7 @@ class EngineCore:
             self.scheduler.update_connector_output(self.transfers.take())
 
     def _run_ahead(self) -> bool:
-        """Schedule and sample as many steps as the executor accepts.
+        """Schedule and sample steps until the executor is full.
 
         Returns:
             True if a grammar needed the results of steps, which are processed now.
@@ -265,7 +266,7 @@ class EngineCore:
         )
 
     def _schedule_step(self) -> None:
-        """Schedules a step and hands it to the executor."""
+        """Schedule a step and pass it to the executor."""
         self._num_scheduled += 1
         with span("schedule") as note:
             work = self.scheduler.schedule()
@@ -282,7 +283,7 @@ class EngineCore:
         self._in_flight.append(step)
 
     def _waits_for_tokens(self, newest: _StepInFlight) -> bool:
-        """Whether a step in flight before the newest one has requests of it with a grammar."""
+        """Return True if an earlier step in flight has a grammar request of the newest step."""
         asking = {r.req_id for r in newest.work.scheduled_reqs if r.has_grammar}
         return any(
             request.req_id in asking
@@ -303,24 +304,24 @@ class EngineCore:
             listener.on_computed(step)
 
     def _ask_grammars(self, step: _StepInFlight) -> GrammarOutput | None:
-        """What the grammars of a step's requests allow, once all earlier results are known."""
+        """Return the tokens that a step's grammars allow; all earlier results must be known."""
         assert self.structured_output is not None
         with span("grammar") as note:
             note(step=step.number)
             try:
                 drafts = step.handle.drafts()
             except Exception:
-                return None  # the step failed, as its result will say
+                return None  # the step failed; its result will raise the error
             requests, most = [], self.scheduler.forced_per_request
             for scheduled in step.work.scheduled_reqs:
                 request = self.scheduler.requests.get(scheduled.req_id)
                 if request is None or request.status == RequestStatus.WAITING_FOR_FSM:
-                    continue  # it has ended, and so may another one have its id
+                    continue  # the request has ended; a new one may have its id
                 if scheduled.has_grammar:
                     requests.append((request, most))
             output, errors = self.structured_output.make_output(requests, drafts)
             for req_id, forced in output.forced.items():
-                # One of them, and as many as there are drafts, this step itself may bring.
+                # This step itself may sample one of them, plus its number of drafts.
                 rest = len(forced) - 1 - len(drafts.get(req_id, ()))
                 self.scheduler.requests[req_id].num_forced = min(max(0, rest), most)
             for request, message in errors.items():
@@ -337,7 +338,7 @@ class EngineCore:
                 note(step=step.number)
                 result = step.result.result()
         except (EngineDeadError, MemoryError):
-            raise  # the second: what else lacks memory nobody knows
+            raise  # after a MemoryError the state of the process is unknown
         except Exception as error:
             logger.exception("a step failed, and its requests with it")
             self._notify_result(step.number, begun, failed=True)
@@ -358,28 +359,28 @@ class EngineCore:
             listener.on_result(step, waited, failed)
 
     def seconds_to_deadline(self) -> float | None:
-        """How long from now some request may have to be ended, though nothing runs; None: never."""
+        """Return the seconds until the next deadline of a held request; None: no deadline."""
         deadline = self.scheduler.next_held_deadline
         return None if deadline == math.inf else max(0.0, deadline - self._clock())
 
     def call_utility(self, method: str, *args: Any) -> Any:
-        """Calls one of `UTILITIES`; returns its result as plain values.
+        """Call one of `UTILITIES` and return its result as plain values.
 
         Raises:
-            ValueError: if it is none of them.
+            ValueError: `method` is not in `UTILITIES`.
         """
         if method not in UTILITIES:
-            raise ValueError(f"there is no utility method {method!r}")
+            raise ValueError(f"the utility method {method!r} does not exist")
         return msgspec.to_builtins(getattr(self, method)(*args))
 
     def stats(self) -> SchedulerStats:
-        """State and counters of the scheduler."""
+        """Return the state and counters of the scheduler."""
         return self.scheduler.make_stats()
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        """Forgets all cached prefixes; see `Scheduler.reset_prefix_cache`."""
+        """Forget all cached prefixes; see `Scheduler.reset_prefix_cache`."""
         if reset_running_requests:
             self._finish_steps()
         was_reset = self.scheduler.reset_prefix_cache(reset_running_requests, reset_connector)
@@ -388,19 +389,19 @@ class EngineCore:
         return was_reset
 
     def trim_memory(self) -> None:
-        """Gives memory that was freed back to the system."""
+        """Return freed memory to the system."""
         trim_memory()
 
     def check_integrity(self) -> None:
-        """Checks the scheduler's and the cache's books.
+        """Check the consistency of the scheduler's and the cache's state.
 
         Raises:
-            AssertionError: with what does not add up.
+            AssertionError: the state is inconsistent; the message names the error.
         """
         self.scheduler.check_integrity()
 
     def start_profile(self) -> None:
-        """Begins to record spans of steps and kernels.
+        """Start to record spans of steps and kernels.
 
         Raises:
             ProfilerError: profiles are off, or one is being recorded.
@@ -411,33 +412,34 @@ class EngineCore:
         logger.info("recording a profile")
 
     def stop_profile(self) -> str:
-        """Ends the profile; returns the path of the Chrome trace.
+        """End the profile and return the path of the Chrome trace.
 
         Raises:
-            ProfilerError: profiles are off, none is being recorded, or it cannot be written.
+            ProfilerError: profiles are off, none is being recorded, or the trace cannot be written.
         """
         profiler = self._get_profiler()
         self._wait_for_steps()
         return str(profiler.stop())
 
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> bool:
-        """Computes nothing more until `wake_up`; requests that come meanwhile are held.
+        """Stop computing until `wake_up`; hold the requests that arrive meanwhile.
 
-        The prefix cache is emptied, unless only the scheduling is paused.
+        Levels 1 and 2 also empty the prefix cache.
 
         Args:
-            level: 0 pauses the scheduling; 1 also gives the memory of weights and KV cache back to
-                the system; 2 is 1, but `wake_up` takes the weights that are there by then.
-            mode: what becomes of unfinished requests. abort: they end with what they have; wait:
-                they are finished first; keep: they are held, and go on from their tokens.
+            level: 0 pauses the scheduling; 1 also returns the memory of weights and KV cache to
+                the system; 2 is like 1, but `wake_up` may load changed weights.
+            mode: treatment of unfinished requests. abort: end them with their current output;
+                wait: finish them first; keep: hold them and continue them later.
 
         Returns:
-            Whether it sleeps. Not yet: with mode="wait" there are requests to finish; call again.
+            True if the engine sleeps. False while requests (mode="wait") or loads of KV blocks
+            are unfinished: run steps and call again.
 
         Raises:
             RequestError: level or mode is unknown.
-            SleepError: the engine was made without sleep mode, and level is not 0; or it has a KV
-                connector, and level is 2.
+            SleepError: level is not 0 and sleep mode is disabled, or level is 2 and the engine
+                has a KV connector.
         """
         if level not in (0, 1, 2):
             raise RequestError(f"level={level!r} is not allowed; it is 0, 1 or 2.", "level")
@@ -446,12 +448,12 @@ class EngineCore:
         if level and not self._enable_sleep_mode:
             raise SleepError(
                 "This engine keeps its memory; start it with enable_sleep_mode "
-                "(--enable-sleep-mode), or take level=0, which only pauses it."
+                "(--enable-sleep-mode), or use level=0, which only pauses it."
             )
         if level == 2 and self.scheduler.has_connector:
             raise SleepError(
-                "level=2 may bring other weights, and what kv_transfer_config keeps is of these; "
-                "take level=1, or start the engine without kv_transfer_config."
+                "level=2 may bring other weights, but the KV connector's cache is for the current "
+                "ones; use level=1, or start the engine without kv_transfer_config."
             )
         if mode != "wait":
             self._finish_steps()
@@ -473,24 +475,26 @@ class EngineCore:
         return True
 
     def wake_up(self, tags: Sequence[str] | None = None) -> bool:
-        """Takes memory up again; once all is there, requests are computed again.
+        """Allocate the memory again; resume the scheduling once nothing sleeps.
 
         Args:
-            tags: what: "weights", "kv_cache"; None: all. "scheduling": only what level 0 paused.
+            tags: the parts to wake up, "weights" or "kv_cache"; None: all. "scheduling" alone
+                only ends level 0.
 
         Returns:
-            Whether the engine is awake.
+            True if the engine is awake.
 
         Raises:
             RequestError: a tag is unknown.
-            SleepError: others have the memory; the engine sleeps on.
-            ModelError: the weights cannot be read, or at level 1 have changed; likewise.
+            SleepError: too little memory is free; the engine stays asleep.
+            ModelError: the weights cannot be read, or have changed since `sleep` at level 1; the
+                engine stays asleep.
         """
         tags = [tags] if isinstance(tags, str) else tags
         unknown = set(tags or ()) - _TAGS
         if unknown:
             raise RequestError(
-                f"tags has {min(unknown)!r}, which does not sleep; take some of "
+                f"tags has {min(unknown)!r}, which does not sleep; use some of "
                 f"{', '.join(sorted(_TAGS))}.",
                 "tags",
             )
@@ -500,8 +504,8 @@ class EngineCore:
             needed, free = zip(*self.executor.collective_rpc("memory_to_reload"), strict=True)
             if sum(needed) > min(free):
                 raise SleepError(
-                    f"Weights and KV cache take {sum(needed) / 2**20:,.0f} MiB, and "
-                    f"{min(free) / 2**20:,.0f} MiB are free; free some, and wake up again."
+                    f"Weights and KV cache need {sum(needed) / 2**20:,.0f} MiB, but only "
+                    f"{min(free) / 2**20:,.0f} MiB are free; free some, then call wake_up again."
                 )
             self.executor.collective_rpc("reload_weights", kwargs={"same": same})
             self._same_weights = True
@@ -514,11 +518,11 @@ class EngineCore:
         return True
 
     def is_sleeping(self) -> bool:
-        """Whether it sleeps, at any level, or is about to."""
+        """Return True if the engine sleeps at any level, or is about to."""
         return self.scheduler.paused
 
     def _finish_steps(self) -> None:
-        """Takes in the results of all steps in flight."""
+        """Process the results of all steps in flight."""
         while self._in_flight:
             step = self._in_flight[0]
             if step.result is None:  # the newest one: all results before it are known
@@ -533,11 +537,11 @@ class EngineCore:
         return self._profiler
 
     def _wait_for_steps(self) -> None:
-        """Lets the workers finish what they have, so that a profile holds whole steps only."""
+        """Wait for the sampled steps in flight, so that a profile contains only whole steps."""
         wait([step.result for step in self._in_flight if step.result is not None])
 
     def shutdown(self) -> None:
-        """Ends the workers and frees their memory. May be called twice."""
+        """End the workers and free their memory. A second call is harmless."""
         if self._profiler is not None and self._profiler.recording:
             self.stop_profile()
         self._in_flight.clear()

@@ -10,30 +10,30 @@ from octavo.plan.memory_plan import MemoryPlan
 # Kinds of message, sent as the first frame.
 ADD, ABORT, UTILITY = b"A", b"B", b"U"
 READY, OUTPUTS, RESULT, DEAD = b"R", b"O", b"V", b"D"
-# Between a coordinator and its front ends: how the engines are; a page of metrics, which is asked
-# for by an empty one.
+# Between a coordinator and its front ends: the state of the engines; a page of metrics, which a
+# front end requests by an empty page.
 STATE, PAGE = b"S", b"P"
 
 
-# Argument of a process that is to be warm before its setup comes; the next one is how many worker
-# processes it has to start meanwhile.
+# Argument of a process that warms up before its setup arrives. The next argument is the number of
+# worker processes that it starts meanwhile.
 WARM = "warm"
 
 
 class ReachedBy(msgspec.Struct):
-    """How an engine on another machine reaches its head node."""
+    """Address and keys by which an engine on another machine reaches its head node."""
 
     address: str
-    """As ZMQ writes it."""
+    """Address of the head node, in ZMQ's form."""
     public: bytes
     secret: bytes
-    """The cluster's key pair, as Z85."""
+    """Secret key of the cluster's key pair; both keys are Z85."""
     launch_id: bytes
-    """The process' number there."""
+    """Id of the process on the head node."""
 
 
 class CoreProcessSetup(msgspec.Struct):
-    """What the parent writes to the new process's standard input."""
+    """Settings that the parent writes to the new process's standard input."""
 
     config: EngineConfig
     model_path: str
@@ -43,37 +43,38 @@ class CoreProcessSetup(msgspec.Struct):
     log_level: str
     log_format: str
     record: str | None = None
-    """The recording that it adds to."""
+    """Path of the recording to extend; None: no recording."""
     input_address: str = ""
     output_address: str = ""
-    """Where it takes requests, and where it sends outputs; the process that starts it knows."""
+    """Address to send outputs to. The parent chooses it and `input_address`, which receives
+    requests."""
     engine_index: int = 0
     memory_limit: int | None = None
-    """Bytes that it may use; None: its share of what is free."""
+    """Bytes that the process may use; None: its share of the free memory."""
     clock_epoch: float = 0.0
-    """`clock.epoch` of the process that starts it."""
+    """`clock.epoch` of the parent."""
     reached_by: ReachedBy | None = None
-    """Instead of the two addresses: its front end is on another machine."""
+    """Replacement for the two addresses if the front end is on another machine."""
 
 
 class CoreReady(msgspec.Struct):
-    """Sent once the model is loaded."""
+    """Message of a core that has loaded its model."""
 
     plan: MemoryPlan
     worker_pids: list[int] = []
-    """Of workers with processes of their own."""
+    """Process ids of the workers that have separate processes."""
 
 
 class CoreDead(msgspec.Struct):
-    """Sent when the core cannot start or cannot go on."""
+    """Message of a core that cannot start or continue."""
 
     error: str
     stopped: bool = False
-    """Whether it was an `EngineStoppedError`."""
+    """True if the error is an `EngineStoppedError`."""
 
 
 class EnginesState(msgspec.Struct):
-    """What a coordinator tells its front ends of the engines; see `WatchedClient`."""
+    """State of the engines, as a coordinator sends it to its front ends; see `WatchedClient`."""
 
     up: bool = False
     down: dict[int, str] = {}

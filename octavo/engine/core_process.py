@@ -1,9 +1,9 @@
-"""The engine core in a process of its own, behind ZMQ.
+"""The engine core in a separate process, connected by ZMQ.
 
-Three threads: one takes requests in, one sends outputs, and between them the busy loop schedules
-and computes, so that neither decoding nor sending a message holds up a step. The process gets its
-setup on standard input and keeps reading there: end of file tells it to end, and comes by itself
-when the parent is gone.
+The process has three threads. One receives requests, one sends outputs, and the busy loop schedules
+and computes, so that neither decoding nor sending a message delays a step. The process reads its
+setup from standard input and keeps reading there. It ends at the end of file, which also occurs
+when the parent dies.
 """
 
 from __future__ import annotations
@@ -53,23 +53,23 @@ from octavo.system.logs import setup_logging
 
 logger = logging.getLogger(__name__)
 
-# Time that the core gets to end in order when the parent is gone.
+# Seconds for the core to end in order after the parent has died.
 _GRACE_SECONDS = 2.0
 
 
 def main() -> None:
-    """Runs an engine core until told to stop or until the parent is gone."""
+    """Run an engine core until the parent stops it or dies."""
     # The parent decides when to stop; a Ctrl-C in the terminal reaches the whole process group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if sys.argv[1:2] == [WARM]:
-        # It cannot look at standard input while it imports, and has nothing to end in order.
+        # The process cannot read standard input while it imports. It may be killed at any time.
         signal_at_parents_end(signal.SIGKILL)
-        if not _has_parent():  # it ended before the system was told
+        if not _has_parent():  # the parent ended before the signal was set up
             os._exit(1)
         _warm_up(int(sys.argv[2]))
     if not (head := sys.stdin.buffer.read(4)):
-        os._exit(0)  # a spare that was not needed
+        os._exit(0)  # the spare process is not needed
     signal_at_parents_end(signal.SIGCONT)
     size = int.from_bytes(head, "little")
     setup = msgspec.msgpack.decode(sys.stdin.buffer.read(size), type=CoreProcessSetup)
@@ -113,8 +113,8 @@ def main() -> None:
             listeners=[] if recorder is None else [StepRecorder(recorder.put)],
             wake=lambda: inputs.put([]),  # an empty abort
         )
-        core.executor.register_failure_callback(inputs.put)  # it may be idle
-        # All that is there now stays: collections need not look at it, which would take 90 ms.
+        core.executor.register_failure_callback(inputs.put)  # wakes an idle loop
+        # All current objects stay: exempt them from garbage collections, which saves 90 ms each.
         gc.freeze()
         loaded.set()
         output_queue.put((READY, CoreReady(plan, core.executor.pids)))
@@ -137,14 +137,14 @@ def main() -> None:
 
 
 def _has_parent() -> bool:
-    """Whether standard input is open at its other end."""
+    """Return True if the parent still holds its end of standard input."""
     poll = select.poll()
     poll.register(sys.stdin, select.POLLHUP)
     return not any(event & select.POLLHUP for _, event in poll.poll(0))
 
 
 def _warm_up(num_workers: int) -> None:
-    """Imports what takes long, here or in worker processes."""
+    """Import the slow modules, in this process or in worker processes."""
     if num_workers:
         from octavo.executor.multiproc import make_spares
 
@@ -154,7 +154,7 @@ def _warm_up(num_workers: int) -> None:
 
 
 class _BusyLoop:
-    """Turns messages into steps."""
+    """Main loop of the process: handles messages and runs steps."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class _BusyLoop:
         self._running = True
 
     def run(self) -> None:
-        """Runs until the inputs end."""
+        """Run until the inputs end."""
         core, checked = self._core, True
         while self._running:
             if core.has_work():
@@ -178,18 +178,18 @@ class _BusyLoop:
                 self._outputs.put((OUTPUTS, core.step()))
                 continue
             if not checked:
-                core.check_integrity()  # idle: time to see that the books are right
+                core.check_integrity()  # the core is idle: the check delays no step
                 checked = True
             self._handle(self._next_input())
 
     def _next_input(self) -> object:
-        """Waits for an input, or until some request's deadline."""
+        """Wait for an input, or until the next deadline of a request."""
         try:
             seconds = self._core.seconds_to_deadline()
-            # Some deadlines are further away than a thread can wait.
+            # A deadline may be further away than a thread can wait.
             return self._inputs.get(timeout=None if seconds is None else min(seconds, 3600.0))
         except queue.Empty:
-            return []  # an empty abort: the deadline has made work
+            return []  # an empty abort: the core now has to end a request
 
     def _handle(self, message: object) -> None:
         if isinstance(message, EngineCoreRequest):
@@ -213,7 +213,7 @@ class _BusyLoop:
 
 
 def _receive_inputs(setup: CoreProcessSetup, inputs: queue.SimpleQueue[object]) -> None:
-    """Input thread: decodes messages while the core computes."""
+    """Decode messages in the input thread while the core computes."""
     decoders: dict[bytes, msgspec.msgpack.Decoder[Any]] = {
         ADD: msgspec.msgpack.Decoder(EngineCoreRequest),
         ABORT: msgspec.msgpack.Decoder(list[str]),
@@ -226,7 +226,7 @@ def _receive_inputs(setup: CoreProcessSetup, inputs: queue.SimpleQueue[object]) 
             socket = connect(zmq.Context(), setup.reached_by, name)
             socket.send(HELLO)
         else:
-            # The receiving end binds, so that messages can be sent before this process is up.
+            # The receiving end binds, so the parent can send before this process runs.
             socket = zmq.Context().socket(zmq.PULL)
             socket.bind(setup.input_address)
         while True:
@@ -236,14 +236,14 @@ def _receive_inputs(setup: CoreProcessSetup, inputs: queue.SimpleQueue[object]) 
                 raise EngineDeadError("requests were lost when the connection to the head broke")
             inputs.put(decoders[kind].decode(payload))
     except Exception as error:
-        inputs.put(error)  # the busy loop raises it: without inputs the core is of no use
+        inputs.put(error)  # the busy loop raises it: the core cannot work without inputs
 
 
 def _send_outputs(
     setup: CoreProcessSetup,
     outputs: queue.SimpleQueue[tuple[bytes, msgspec.Struct] | None],
 ) -> None:
-    """Output thread: encodes and sends; None ends it, once all has been sent."""
+    """Encode and send messages in the output thread; None ends it after the last message."""
     context = zmq.Context()
     socket: zmq.Socket[bytes]
     if setup.reached_by is not None:
@@ -268,13 +268,13 @@ def _send_outputs(
 def _end_with_parent(
     inputs: queue.SimpleQueue[object], folder: Path | None, loaded: threading.Event
 ) -> None:
-    """Ends the process when standard input ends: the parent wants it to stop, or is gone."""
+    """End the process when the parent closes standard input or dies."""
     while sys.stdin.buffer.read(1):
         pass
-    if folder is not None:  # the sockets' names; a parent that died left them
+    if folder is not None:  # the sockets' files, which a dead parent did not remove
         shutil.rmtree(folder, ignore_errors=True)
     if not loaded.is_set():
-        os._exit(1)  # nothing has begun that could end in order
+        os._exit(1)  # no work has begun that must end in order
     inputs.put(None)
     time.sleep(_GRACE_SECONDS)
     os._exit(1)

@@ -12,7 +12,7 @@ HELLO = b"h"
 """The first message of an engine process: it is ready to receive."""
 ENGINE_IN, ENGINE_OUT = b"I", b"O"
 """First letters of the names of an engine's two sockets."""
-# Requests are bounded to much less before they come here.
+# Requests have a much lower limit elsewhere.
 _MAX_MESSAGE_NBYTES = 2**30
 
 
@@ -20,9 +20,9 @@ def connect(context: zmq.Context[Any], reached: ReachedBy, name: bytes) -> zmq.S
     """Return a socket of a node or an engine that connects to the head in the background.
 
     Args:
-        context: the socket's.
-        reached: the head's address and keys.
-        name: the socket's identity.
+        context: the context of the socket.
+        reached: address and keys of the head.
+        name: identity of the socket.
     """
     socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, name)
@@ -34,7 +34,10 @@ def connect(context: zmq.Context[Any], reached: ReachedBy, name: bytes) -> zmq.S
 
 
 def set_limits(socket: zmq.Socket[Any]) -> None:
-    """Bound a message's size, and let no message be dropped: a stuck peer is found otherwise."""
+    """Limit a message's size, but not a queue's length, so that no message is dropped.
+
+    Other checks detect a stuck peer.
+    """
     socket.set_hwm(0)
     socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_NBYTES)
     socket.setsockopt(zmq.LINGER, 500)

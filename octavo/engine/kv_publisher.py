@@ -1,12 +1,12 @@
-"""Publishes KV events to subscribers, with vLLM's messages.
+"""Publisher of KV events to subscribers, with vLLM's messages.
 
-PUB: (topic, number, batch), numbered from 0 on, 8 bytes, big-endian. A subscriber that has missed
-some asks the replay socket (ROUTER) with the first number it wants, and gets (number, batch) for
-each that is still there, then -1 with nothing.
+The PUB socket sends (topic, number, batch). Numbers start at 0 and have 8 bytes, big-endian. A
+subscriber that has missed batches sends the first missing number to the replay socket (ROUTER). The
+replies are (number, batch) for each kept batch, then -1 with an empty batch.
 
-All queues share one copy of each batch. When batches that slow readers have not taken fill
-`_MOST_UNSENT_NBYTES`, both sockets are opened anew, which disconnects all readers: those that read
-connect again and ask for what they missed.
+All queues share one copy of each batch. When unread batches of slow readers fill
+`_MOST_UNSENT_NBYTES`, the publisher reopens both sockets, which disconnects all readers. Active
+readers connect again and request the missing batches.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _NUMBER_NBYTES = 8
 _END = (-1).to_bytes(_NUMBER_NBYTES, "big", signed=True)
 _POLL_SECONDS = 0.1
 _END_SECONDS = 1.0
-# What is kept for replays takes no more, however many batches may be kept.
+# Limit of the batches kept for replays, in addition to the limit of their number.
 _MOST_KEPT_NBYTES = 2**26
-# Nor does what waits in the queues of readers.
+# Limit of the batches that are not kept but wait in the queues of readers.
 _MOST_UNSENT_NBYTES = 2**26
-# A subscription or a question is shorter; libzmq takes memory for the length that a frame claims.
+# Subscriptions and replay requests are shorter. libzmq allocates the length that a frame states.
 _MOST_QUESTION_NBYTES = 4096
-# Questions of one client that wait.
+# Largest number of queued replay requests of one client.
 _MOST_QUESTIONS = 16
-# Questions that are answered before the next events are sent.
+# Largest number of replay requests to answer before sending the next events.
 _QUESTIONS_AT_ONCE = 4
 # An address is free again once the I/O thread has closed the old socket.
 _BIND_SECONDS = 2.0
@@ -50,7 +50,7 @@ _BIND_PAUSE = 0.01
 
 
 class KVEventPublisher(StepListener):
-    """Listener that publishes events on a thread of its own; the engine never waits for it.
+    """Listener that publishes events on a dedicated thread; the engine never waits for it.
 
     Args:
         config: addresses, and sizes of queues.
@@ -69,7 +69,7 @@ class KVEventPublisher(StepListener):
         """Numbers and payloads of the last batches, for replays."""
         self._kept_nbytes = 0
         self._unsent: deque[tuple[zmq.MessageTracker, int]] = deque()
-        """For each batch that is not kept and that a queue may still have: its size."""
+        """Trackers and sizes of the batches that are not kept but may still be in a queue."""
         self._unsent_nbytes = 0
         self._context = zmq.Context()
         self._encoder = msgspec.msgpack.Encoder()
@@ -100,17 +100,17 @@ class KVEventPublisher(StepListener):
         except queue.Full:
             self._num_lost += 1
             if self._num_lost & (self._num_lost - 1) == 0:
-                logger.warning("KV events were lost: they cannot be sent as fast as they come")
+                logger.warning("KV events were lost: they arrive faster than they can be sent")
 
     def close(self) -> None:
-        """Send the queued events and close the sockets. May be called twice."""
+        """Send the queued events and close the sockets. A second call is harmless."""
         if self._thread.is_alive():
             with contextlib.suppress(queue.Full):
                 self._queue.put_nowait(None)
             self._thread.join(_END_SECONDS)
 
     def _open(self) -> None:
-        """Opens the sockets.
+        """Open the sockets.
 
         Raises:
             ConfigError: an address cannot be used.
@@ -140,7 +140,8 @@ class KVEventPublisher(StepListener):
             ) from None
         if where.startswith("tcp://") and not where.startswith(("tcp://127.", "tcp://localhost")):
             logger.warning(
-                "KV events, with the tokens of all prompts, can be read by who can reach %s", where
+                "any client that can reach %s can read KV events with the tokens of all prompts",
+                where,
             )
         return socket
 
@@ -178,7 +179,7 @@ class KVEventPublisher(StepListener):
             self._unsent_nbytes += len(oldest)
 
     def _readers_are_slow(self) -> bool:
-        """Whether the batches that are not kept but wait in queues are too many."""
+        """Return True if the batches that wait only in queues exceed their limit."""
         while self._unsent and self._unsent[0][0].done:
             self._unsent_nbytes -= self._unsent.popleft()[1]
         if self._unsent_nbytes > _MOST_UNSENT_NBYTES:
@@ -187,10 +188,10 @@ class KVEventPublisher(StepListener):
         return self._unsent_nbytes > _MOST_UNSENT_NBYTES
 
     def _open_anew(self) -> bool:
-        """Disconnects all readers; returns whether there are sockets again."""
+        """Reopen the sockets, which disconnects all readers; return True on success."""
         logger.warning(
-            "all readers of KV events are disconnected: slow ones have not taken %d MiB; those "
-            "that read connect again and can ask the replay socket for what they missed",
+            "all readers of KV events are disconnected: slow ones have not read %d MiB; active "
+            "ones connect again and can request missed events from the replay socket",
             _MOST_UNSENT_NBYTES >> 20,
         )
         end = time.monotonic() + _BIND_SECONDS
@@ -212,15 +213,15 @@ class KVEventPublisher(StepListener):
                 return True
 
     def _serve_replays(self) -> None:
-        """Answers some of those who have missed something."""
+        """Answer some of the replay requests."""
         for _ in range(_QUESTIONS_AT_ONCE):
             if self._replay is None or not self._replay.poll(0):
                 return
             client, *frames = self._replay.recv_multipart()
             if len(frames) != 2 or len(frames[1]) != _NUMBER_NBYTES:
-                continue  # it is no question
+                continue  # not a replay request
             first = int.from_bytes(frames[1], "big", signed=True)
-            # A client that does not read gets no more than its queue holds.
+            # A client that does not read receives at most the capacity of its queue.
             with contextlib.suppress(zmq.ZMQError):
                 for number, payload in self._kept:
                     if number >= first:
@@ -230,11 +231,11 @@ class KVEventPublisher(StepListener):
 
 
 def endpoint_of(endpoint: str, rank: int | None) -> str:
-    """Where an engine publishes: so many ports of TCP behind the given one, or under a longer name.
+    """Return the address of an engine: the TCP port plus the rank, or a name with the rank.
 
     Args:
-        endpoint: as ZMQ writes it.
-        rank: the engine's; None: there is only one.
+        endpoint: the configured address, in ZMQ's form.
+        rank: the engine's number; None: the only engine.
     """
     if not rank:
         return endpoint

@@ -44,7 +44,7 @@ def make_recorder(
         tokenizer_path: folder of the tokenizer.
 
     Raises:
-        ConfigError: the file cannot be written, or exists and is no recording.
+        ConfigError: the file cannot be written, or exists and is not a recording.
         ModelError: the model's index of weights is damaged.
     """
     head = Head(
@@ -76,7 +76,7 @@ class _Times:
     """Times of a step; see `StepEnd`."""
 
     begun: float
-    """When the executor got it, in seconds of `time.perf_counter`."""
+    """Time at which the executor received the step, in seconds of `time.perf_counter`."""
     seconds: float | None = None
     host_seconds: float | None = None
     has_result: bool = False

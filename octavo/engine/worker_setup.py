@@ -1,4 +1,4 @@
-"""What the workers of an engine are built from: the settings, completed by model and draft."""
+"""Setup of an engine's workers: the settings, completed by the model and the draft model."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _with_draft(setup: WorkerSetup) -> WorkerSetup:
 
 
 def _with_connector(setup: WorkerSetup, engine_index: int) -> WorkerSetup:
-    """Return the setup with the identity of model and engine, which a KV connector needs."""
+    """Return the setup with the identity of model and engine for the KV connector."""
     config, model = setup.config, setup.config.model
     transfer = config.cache.kv_transfer_config
     assert transfer is not None
@@ -131,7 +131,7 @@ def _check_parallel(setup: WorkerSetup) -> None:
     """Check the settings of several ranks, and warn if they exceed the cores.
 
     Raises:
-        ConfigError: naming the setting.
+        ConfigError: a setting does not fit; the message names it.
     """
     config, rank = setup.config, setup.rank
     if rank.splits_rows and setup.kept_layers:

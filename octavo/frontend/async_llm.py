@@ -80,10 +80,10 @@ class Health:
 
 
 class AsyncLLM:
-    """Asyncio interface to one model; each engine core runs in a process of its own.
+    """Asyncio interface to one model; each engine core runs in a separate process.
 
-    All methods belong to one event loop: that of `start`, or after `from_engine_args` outside of a
-    loop the first one that uses the engine.
+    All methods belong to one event loop: that of `start`. After `from_engine_args` outside of a
+    loop it is the first loop that uses the engine.
 
     Args:
         config: the engine's settings.
@@ -91,9 +91,9 @@ class AsyncLLM:
         tokenizer_path: the tokenizer's folder.
         start_client: starts the engines, or connects to those of a coordinator; called with the
             last two arguments of `start_engines`.
-        request_memory: bytes that unfinished requests of this front end may take.
+        request_memory: bytes that unfinished requests of this front end may use.
         metrics_prefix: prefix of the metrics' names.
-        record: settings of the recording, if there is one.
+        record: settings of the recording; None: no recording.
         front_end: number of this front end among several with one coordinator, never reused.
     """
 
@@ -115,7 +115,7 @@ class AsyncLLM:
         check_recording(config, None if record is None else record.path)
         self.config = config
         self.spec = read_spec(open_checkpoint(path, config.load.load_format), model)
-        # Known before the memory plan, which may shorten -1: see `_became_ready`.
+        # Preliminary: the memory plan may shorten a length of -1, see `_became_ready`.
         self.max_model_len = resolve_max_model_len(config, self.spec)
         self.tokenizer: Tokenizer | None = None
         if not model.skip_tokenizer_init:
@@ -174,8 +174,8 @@ class AsyncLLM:
         """Make the running event loop the one to which the engine belongs.
 
         Raises:
-            RuntimeError: none is running.
-            ConfigError: it belongs to another one.
+            RuntimeError: no event loop is running.
+            ConfigError: the engine belongs to another event loop.
         """
         loop = asyncio.get_running_loop()
         if self._loop is None:
@@ -187,7 +187,7 @@ class AsyncLLM:
         elif self._loop is not loop:
             raise ConfigError(
                 "This AsyncLLM belongs to the event loop in which it was first used, and that is "
-                "not the running one; use one asyncio.run for all that is asked of it."
+                "not the running one; use one asyncio.run for all of its calls."
             )
 
     @classmethod
@@ -208,7 +208,7 @@ class AsyncLLM:
             metrics_prefix: prefix of the metrics' names.
 
         Raises:
-            ConfigError, ModelError, HubError: if config, model folder or download are bad.
+            ConfigError, ModelError, HubError: config, model folder or download are bad.
         """
         processes = processes or EngineProcesses()
         # A download may take long; the event loop continues meanwhile.
@@ -232,7 +232,7 @@ class AsyncLLM:
     ) -> AsyncLLM:
         """Start the engine process with vLLM's settings; as `start`, but a download blocks.
 
-        May be called before there is an event loop.
+        The call does not need an event loop.
 
         Args:
             engine_args: the settings.
@@ -240,7 +240,7 @@ class AsyncLLM:
             stat_loggers: loggers of statistics; see `StatLogger`.
 
         Raises:
-            ConfigError, ModelError, HubError: if settings, model folder or download are bad.
+            ConfigError, ModelError, HubError: settings, model folder or download are bad.
             UnsupportedError: a logger of statistics is not one of vLLM's own two.
         """
         check_stat_loggers(stat_loggers)
@@ -259,14 +259,14 @@ class AsyncLLM:
         """Wait for the model.
 
         Raises:
-            EngineDeadError: with the root cause, if it cannot be loaded.
+            EngineDeadError: the model cannot be loaded; the message has the root cause.
         """
         self._attach()
         await asyncio.shield(self._client.ready)
 
     @property
     def num_unfinished_requests(self) -> int:
-        """Live requests; the n answers of a request count n times."""
+        """Number of live requests; the n answers of a request count n times."""
         return self._output_processor.num_unfinished_requests
 
     @property
@@ -280,7 +280,7 @@ class AsyncLLM:
         return not self._client.ready.done()
 
     def health(self) -> Health:
-        """Return whether there is an engine, or will be one soon; see `Supervisor`."""
+        """Return the state: ok if an engine works or will soon be started; see `Supervisor`."""
         if self._dead is not None:
             return Health(False, f"the engine is dead: {self._dead}")
         if self.loading:
@@ -320,7 +320,7 @@ class AsyncLLM:
         Args:
             prompt: text, token ids, or a dict with one of them.
             sampling_params: parameters of the answer; not changed.
-            request_id: unique among the live requests.
+            request_id: an id that no live request has.
             cache_salt: scope of the prefix cache.
             deadline: second of `time.monotonic` after which the request fails.
             first_token_deadline: second after which it fails if it has no token yet.
@@ -333,10 +333,10 @@ class AsyncLLM:
             data_parallel_rank: must be None: the engine with the least load is chosen.
 
         Raises:
-            RequestError: if the request is bad or fails, or its id is in use.
-            QueueFullError: if there is no memory for it now.
-            UnmetDeadlineError: if a deadline cannot be met.
-            EngineDeadError: if the engine is gone.
+            RequestError: the request is bad or fails, or its id is in use.
+            QueueFullError: too little memory is free now.
+            UnmetDeadlineError: a deadline cannot be met.
+            EngineDeadError: the engine has ended.
         """
         refuse_unsupported(lora_request=lora_request, data_parallel_rank=data_parallel_rank)
         if priority:
@@ -426,7 +426,7 @@ class AsyncLLM:
         """Return the model's tokenizer.
 
         Raises:
-            UnsupportedError: if the engine was made with skip_tokenizer_init.
+            UnsupportedError: the engine was created with skip_tokenizer_init.
         """
         return require_tokenizer(self.tokenizer)
 
@@ -434,7 +434,7 @@ class AsyncLLM:
         """Raise the error that ended the engine, if it is dead.
 
         Raises:
-            EngineDeadError: with the root cause.
+            EngineDeadError: the engine is dead; the message has the root cause.
         """
         if self._dead is not None:
             raise self._dead
@@ -458,9 +458,9 @@ class AsyncLLM:
         return bool(await self._client.call_utility("reset_prefix_cache", *args))
 
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """Compute nothing until `wake_up`, and return memory to the system.
+        """Stop computing until `wake_up`, and return memory to the system.
 
-        Requests that come meanwhile wait, up to their deadlines.
+        New requests wait, up to their deadlines.
 
         Args and Raises: as for `LLMEngine.sleep`.
         """
@@ -489,18 +489,18 @@ class AsyncLLM:
     async def pause_generation(
         self, *, mode: PauseMode = "abort", clear_cache: bool = True
     ) -> None:
-        """Compute nothing until `resume_generation`, and keep all memory.
+        """Stop computing until `resume_generation`, and keep all memory.
 
-        Requests that come meanwhile wait, up to their deadlines.
+        New requests wait, up to their deadlines.
 
         Args:
             mode: effect on unfinished requests: abort ends them with their tokens so far, wait
                 finishes them first, keep continues them later.
-            clear_cache: True to forget cached prefixes, as new weights need it; requests that are
-                kept are computed again then.
+            clear_cache: True to forget cached prefixes, which is necessary for new weights; kept
+                requests are then computed again.
 
         Raises:
-            RequestError: mode is unknown.
+            RequestError: the mode is unknown.
         """
         await self.sleep(0, mode)
         if clear_cache:
@@ -511,11 +511,11 @@ class AsyncLLM:
         await self.wake_up(["scheduling"])
 
     async def is_paused(self) -> bool:
-        """Return True if nothing is computed until `resume_generation` or `wake_up`."""
+        """Return True if the engine waits for `resume_generation` or `wake_up`."""
         return await self.is_sleeping()
 
     async def do_log_stats(self) -> None:
-        """Log a line with what the engine does now; may be called from any event loop."""
+        """Log a line with the engine's current work; any event loop may call it."""
         logger.info(
             "running: %d, waiting: %d, KV cache usage: %.1f %%",
             self.stats.num_running_reqs,
@@ -549,7 +549,7 @@ class AsyncLLM:
         """Change the number of engines while requests continue; this needs `enable_elastic_ep`.
 
         Raises:
-            ScalingError: it cannot be changed, or not now; then nothing has changed.
+            ScalingError: the number cannot be changed, or not now; nothing has changed.
         """
         await self.check_health()
         self._attach()
@@ -568,7 +568,7 @@ class AsyncLLM:
         """Record spans of steps and kernels in the engine process; this needs `profiler_dir`.
 
         Raises:
-            ProfilerError: there is no `profiler_dir`, or a profile is being recorded already.
+            ProfilerError: `profiler_dir` is not set, or a profile is already being recorded.
         """
         self._attach()
         await self._client.call_utility("start_profile")
@@ -577,16 +577,16 @@ class AsyncLLM:
         """End the profile; return the path of the Chrome trace.
 
         Raises:
-            ProfilerError: no profile is being recorded, or it cannot be written.
+            ProfilerError: no profile is being recorded, or the trace cannot be written.
         """
         self._attach()
         return str(await self._client.call_utility("stop_profile"))
 
     def shutdown(self) -> Awaitable[None]:
-        """End the engine process. May be called twice.
+        """End the engine process. A second call is harmless.
 
         Returns:
-            An awaitable of the process's end, which outside of an event loop has happened.
+            An awaitable of the process's end. Outside of an event loop the process has ended.
         """
         for task in self._tasks:
             task.cancel()
@@ -648,7 +648,7 @@ class AsyncLLM:
             raise self._dead
         queue = RequestOutputCollector(params.output_kind)
         name = request.request_id
-        # Late outputs of an earlier request of the same name must not be mistaken for this one's.
+        # Late outputs of an earlier request with the same id must not reach this one.
         number = str(next(self._numbers))
         if self._front_end is not None:
             number = f"{self._front_end}.{number}"
@@ -671,7 +671,7 @@ class AsyncLLM:
     async def _wait(
         self, request: EngineCoreRequest, name: str, queue: RequestOutputCollector
     ) -> RequestOutput:
-        """Return the next output of a request; enforce its deadlines even if there is no engine.
+        """Return the next output of a request; enforce its deadlines even without an engine.
 
         Raises:
             DeadlineError: one of the deadlines has passed.
@@ -689,7 +689,7 @@ class AsyncLLM:
             if options.deadline is not None and options.deadline <= clock.now():
                 raise DeadlineError("The deadline passed.")
             if not self._output_processor.has_first_tokens(name):
-                raise FirstTokenError("The first token did not come in time.")
+                raise FirstTokenError("The first token did not arrive in time.")
 
     def _make_input_processor(self) -> InputProcessor:
         return InputProcessor(self.config.model, self.spec, self.tokenizer, self.max_model_len)
@@ -772,7 +772,7 @@ def _make_options(
     flow: int | None,
     turn: int,
 ) -> RequestOptions:
-    """Return the envelope of a call that comes now, with its deadlines as `time.monotonic`'s."""
+    """Return the envelope of a new call; the given deadlines are seconds of `time.monotonic`."""
     return RequestOptions(
         clock.now(),
         tenant=tenant,
@@ -794,4 +794,4 @@ class _Done:
 
 
 AsyncLLMEngine = AsyncLLM
-"""Its older name in vLLM."""
+"""Older name of `AsyncLLM` in vLLM."""

@@ -3,8 +3,8 @@
 `BeamSearch` makes the decisions, independently of engines. Its caller requests one token of each
 live beam from the engine, step by step (`beam_requests`), and passes the candidates to
 `BeamSearch.step`. These are ordinary requests: they queue like all others, and end after their
-token, so that nothing is held between two steps. The prefix cache has the common prefix of a beam
-and its parent, except the last block: each beam computes up to a block's tokens in each step.
+token, so no resources are held between two steps. The prefix cache holds the common prefix of a
+beam and its parent, except the last block: each beam computes up to a block's tokens in each step.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Beam:
 class BeamSearch:
     """Beams of one prompt, chosen as transformers' `generate(num_beams=...)` does.
 
-    Of all continuations of all live beams, the best `beam_width` that do not end stay live. One
-    that ends is kept if it is among the best `beam_width` of all. Of the kept ones those with the
-    highest score remain: the sum of logprobs / number of tokens ** `length_penalty`.
+    The best `beam_width` unfinished continuations of the live beams stay live. A finished one is
+    kept if it is among the best `beam_width` of all continuations. The kept ones with the highest
+    scores remain. The score is the sum of logprobs / number of tokens ** `length_penalty`.
 
     Args:
         params: parameters of the search.

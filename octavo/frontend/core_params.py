@@ -19,7 +19,7 @@ KV_TRANSFER_PARAMS = "kv_transfer_params"
 """Key of `SamplingParams.extra_args` for the KV connector, as in vLLM."""
 
 
-# Both have them: they are copied, unless `make_core_params` packs them.
+# Fields of both classes: `make_core_params` copies them unless it packs them.
 _SHARED_FIELDS = {*CoreSamplingParams.__struct_fields__} & {*SamplingParams.__struct_fields__}
 
 

@@ -77,7 +77,7 @@ class EngineRecords:
         waiting: Sequence[EngineCoreRequest],
         num_running: int,
     ) -> None:
-        """Refuse a request if no engine can meet its deadlines.
+        """Reject a request if no engine can meet its deadlines.
 
         Args:
             request: a new request with deadlines.
@@ -86,10 +86,10 @@ class EngineRecords:
             num_running: number of answers with a token.
 
         Raises:
-            UnmetDeadlineError: with the time after which to try again.
+            UnmetDeadlineError: no engine can meet them; it has the seconds until a retry.
         """
         core = request.sampling_params
-        # A stop text or token may come at once.
+        # A stop text or token may end the answer at once.
         stops = core.all_stop_token_ids or params.stop or core.grammar is not None
         num_tokens = max(1, core.min_tokens) if stops else core.max_tokens
         refusals = []
@@ -113,7 +113,7 @@ class EngineRecords:
         """Change the number of engines and of their records.
 
         Raises:
-            ScalingError: see `ElasticClient.scale`; then the records are as before.
+            ScalingError: see `ElasticClient.scale`; the records are unchanged.
         """
         before = keep = len(self)
         for index in range(before, size):

@@ -15,7 +15,7 @@ def apply_environment() -> str | None:
     """Set up logging, and warn once of each vLLM variable that has no meaning here.
 
     Returns:
-        The minimum level to log that the environment asks for.
+        The minimum log level that the environment sets.
 
     Raises:
         ConfigError: a variable's value is wrong.

@@ -1,8 +1,8 @@
 """Forecast of a request's first and last token, to decide whether its deadlines can be met.
 
-It uses what the front end knows: the duration of the last steps, and the waiting prompts. Unknown
-times count as zero, so that a forecast is too early rather than too late, and an idle engine
-accepts every request: a rejected request would give no measurement.
+It uses the front end's data: the duration of the last steps, and the waiting prompts. Unknown times
+count as zero, so that a forecast is too early rather than too late. An idle engine accepts every
+request, since a rejected request would yield no measurement.
 """
 
 from __future__ import annotations
@@ -143,6 +143,7 @@ class Forecast:
             elif worse == 0 and (its.share != own.share or its.due <= own.due):
                 of_tenants[its.share] += tokens
         mine = of_tenants.pop(own.share, 0)
-        # While this tenant gets this share, each other one gets at most the same, less its credit.
+        # While this tenant receives its share, each other one receives at most that minus its
+        # credit.
         share = max(0, mine + len(request.prompt_token_ids) - CREDIT_STEPS * self._budget)
         return ahead + mine + sum(min(tokens, share) for tokens in of_tenants.values())

@@ -1,6 +1,6 @@
-"""From a caller's prompt and parameters to checked requests for the engine core.
+"""Conversion of a caller's prompt and parameters into checked requests for the engine core.
 
-Whatever can be wrong with one request is found here, on arrival, and named with a typed error.
+All checks of a single request are here. They run on arrival and raise typed errors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TextPrompt(TypedDict):
 
     prompt: str
     cache_salt: NotRequired[str]
-    """Its scope of the prefix cache, as `SamplingParams.cache_salt`; also of the other forms."""
+    """Scope of the prefix cache, as in `SamplingParams.cache_salt`."""
 
 
 class TokensPrompt(TypedDict):
@@ -44,7 +44,7 @@ class EmbedsPrompt(TypedDict):
     prompt_embeds: Any
     """A torch tensor, or a numpy array, [tokens, hidden size] of floating-point numbers."""
     prompt: NotRequired[str]
-    """Its text, which outputs repeat."""
+    """Text of the prompt, which outputs repeat."""
     cache_salt: NotRequired[str]
 
 
@@ -56,11 +56,11 @@ class InputSpec(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embedding and of the output head."""
+        """Number of rows of the embedding and of the output head."""
 
     @property
     def embed_size(self) -> int:
-        """Numbers of an embedding; asked for with the first that comes with a prompt."""
+        """Number of numbers of an embedding; read only for prompts with embeddings."""
 
     @property
     def eos_token_ids(self) -> Iterable[int]:
@@ -68,7 +68,7 @@ class InputSpec(Protocol):
 
 
 def processing_time(prompt: Prompt, params: SamplingParams) -> int:
-    """About how many microseconds `InputProcessor.process` takes."""
+    """Estimate the microseconds that `InputProcessor.process` takes."""
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     embeds = prompt.get("prompt_embeds") if isinstance(prompt, Mapping) else None
     chars = len(text) if isinstance(text, str) else 0
@@ -79,13 +79,13 @@ def processing_time(prompt: Prompt, params: SamplingParams) -> int:
 
 
 class InputProcessor:
-    """Checks and completes requests for one model.
+    """Checker of requests for one model; adds defaults and token ids.
 
     Args:
-        model_config: `max_logprobs`, `seed`, `guided_decoding_backend`,
-            `allow_additional_properties` and `enable_prompt_embeds` are used.
+        model_config: settings of the model; the processor reads `max_logprobs`, `seed`,
+            `guided_decoding_backend`, `allow_additional_properties` and `enable_prompt_embeds`.
         spec: vocabulary size, end-of-sequence ids and size of the embeddings of the model.
-        tokenizer: None if prompts are token ids only (`skip_tokenizer_init`).
+        tokenizer: encodes prompts; None if prompts are token ids only (`skip_tokenizer_init`).
         max_model_len: most tokens of prompt and answer together.
     """
 
@@ -119,21 +119,21 @@ class InputProcessor:
         *,
         add_special_tokens: bool = True,
     ) -> tuple[EngineCoreRequest, str | None]:
-        """Make the core request of a prompt; return it with the text of a prompt that is a text.
+        """Make the core request of a prompt; return it with the prompt's text, if it has one.
 
         `params` is never changed.
 
         Args:
-            request_id: unique among the live requests.
+            request_id: an id that no live request has.
             prompt: text, token ids, or a dict with one of "prompt", "prompt_token_ids" and
                 "prompt_embeds".
             params: the parameters of the answer.
-            options: the envelope; `_complete` adds what prompt and parameters say.
-            add_special_tokens: let the tokenizer add its special tokens to a text prompt; false
-                for a rendered chat template.
+            options: the envelope; `_complete` adds the options in the prompt and the parameters.
+            add_special_tokens: True to let the tokenizer add its special tokens to a text prompt;
+                False for a rendered chat template.
 
         Raises:
-            RequestError: for anything that this model cannot do.
+            RequestError: the request is bad, or this model does not support it.
             ContextLengthError: the prompt leaves no room for an answer, or for `min_tokens`.
         """
         if not isinstance(params, SamplingParams):
@@ -181,12 +181,12 @@ class InputProcessor:
         """Return a request of another engine as a request for this one, without deadlines.
 
         Args:
-            request: what `process` returned there; its seed and its `max_tokens` are kept.
+            request: the result of `process` there; its seed and its `max_tokens` are kept.
             params: the parameters of the answer.
-            arrival_time: by `clock.now`.
+            arrival_time: the new time of arrival, by `clock.now`.
 
         Raises:
-            RequestError: this model cannot do it.
+            RequestError: this model does not support the request.
         """
         core, embeds = request.sampling_params, request.prompt_embeds
         replace = msgspec.structs.replace
@@ -211,7 +211,7 @@ class InputProcessor:
         return replace(made, options=options, prompt_embeds=embeds)
 
     def _read_embeds(self, prompt: Prompt, params: SamplingParams) -> PromptEmbeds | None:
-        """The embeddings of a prompt, if it came as such."""
+        """Return the embeddings of a prompt of embeddings, else None."""
         tensor = prompt.get("prompt_embeds") if isinstance(prompt, Mapping) else None
         if tensor is None:
             return None
@@ -220,14 +220,14 @@ class InputProcessor:
             raise RequestError(PROMPT_EMBEDS_OFF, "prompt_embeds")
         if prompt.get("prompt_token_ids") is not None:
             raise UnsupportedError(
-                "A prompt of both prompt_embeds and prompt_token_ids is not supported; give "
+                "A prompt of both prompt_embeds and prompt_token_ids is not supported; send "
                 "embeddings for all of it.",
                 "prompt",
             )
         if params.prompt_logprobs is not None:
             raise RequestError(
-                "prompt_logprobs is not available with prompt_embeds: there are no tokens to give "
-                "logprobs of. Leave it out.",
+                "prompt_logprobs is not available with prompt_embeds, which has no tokens. Leave "
+                "it out.",
                 "prompt_logprobs",
             )
         embeds = read_tensor(tensor)
@@ -239,7 +239,7 @@ class InputProcessor:
         return embeds
 
     def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int] | None]:
-        """Text and token ids of a prompt, as far as given."""
+        """Return the text and the token ids of a prompt; None for a missing one."""
         if isinstance(prompt, Mapping):
             if prompt.get("multi_modal_data"):
                 raise UnsupportedError("multi_modal_data is not supported.", "prompt")
@@ -270,7 +270,7 @@ class InputProcessor:
         return tokenizer.encode(text, add_special_tokens, max(limit, MAX_TOKENS))
 
     def _kept(self, num_tokens: int, params: SamplingParams) -> slice:
-        """Which of the prompt's tokens are kept."""
+        """Return the range of the prompt's tokens to keep."""
         keep = params.truncate_prompt_tokens
         if keep is not None and keep > self._max_model_len:
             raise RequestError(
@@ -285,7 +285,7 @@ class InputProcessor:
         return slice(-keep, None) if params.truncation_side == "left" else slice(keep)
 
     def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        """Most tokens of the answer: as many as are asked for and fit the context."""
+        """Return the most tokens of the answer: `max_tokens`, limited by the context."""
         limit = self._max_model_len
         if num_prompt_tokens == 0:
             raise RequestError("The prompt is empty; give at least one token.", "prompt")
@@ -342,7 +342,7 @@ class InputProcessor:
             )
 
     def _encode_bad_words(self, words: list[str]) -> list[list[int]]:
-        """Each word at the start of a text and after a space, as token sequences."""
+        """Return the token sequences of each word, at the start of a text and after a space."""
         if not words:
             return []
         assert self._tokenizer is not None  # checked before
@@ -354,13 +354,13 @@ class InputProcessor:
         return [list(ids) for ids in sequences]
 
     def _derive_seed(self, request_id: str) -> int:
-        """Seed of a request without one: the same request replayed gets the same."""
+        """Return the seed of a request without one; it depends only on id and model seed."""
         digest = hashlib.blake2b(f"{self._seed}:{request_id}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
 
 
 def _read_text(prompt: Mapping[str, object]) -> str | None:
-    """The text in a prompt's dict."""
+    """Return the text in a prompt's dict."""
     text = prompt.get("prompt")
     if text is not None and not isinstance(text, str):
         raise RequestError(f"'prompt' is a {type(text).__name__}, not a text.", "prompt")
@@ -368,7 +368,7 @@ def _read_text(prompt: Mapping[str, object]) -> str | None:
 
 
 def _int_list(ids: object) -> list[int]:
-    """Token ids as a new list of plain ints."""
+    """Return token ids as a new list of plain ints."""
     if isinstance(ids, np.ndarray):
         ids = ids.tolist()
     if isinstance(ids, Sequence) and not isinstance(ids, str | bytes):
@@ -384,7 +384,7 @@ def _int_list(ids: object) -> list[int]:
 
 
 def _check_unicode(name: str, texts: Iterable[str]) -> None:
-    """Refuses lone surrogates, which no message could carry."""
+    """Reject lone surrogates, which no message can contain."""
     for text in texts:
         try:
             text.encode()
@@ -399,16 +399,15 @@ def _check_unicode(name: str, texts: Iterable[str]) -> None:
 def _complete(options: RequestOptions, prompt: Prompt, params: SamplingParams) -> RequestOptions:
     """Return the envelope with the priority, the salt and the transfer parameters of a request.
 
-    The salt of prompt or parameters divides the scope that the envelope has already.
+    The salt of prompt or parameters divides the envelope's existing scope.
 
     Raises:
-        RequestError: one of them is bad.
+        RequestError: the salt or the transfer parameters are bad.
     """
     salt, scope = _read_salt(prompt) or params.cache_salt, options.cache_salt
     if salt and params.cache_salt and salt != params.cache_salt:
         raise RequestError(
-            "cache_salt is given with the prompt and in the parameters, and they differ; give it "
-            "once.",
+            "cache_salt of the prompt and cache_salt of the parameters differ; set only one.",
             "cache_salt",
         )
     _check_salts([scope or "", salt or ""])
@@ -430,7 +429,7 @@ def _check_salts(salts: list[str]) -> None:
 
 
 def _read_salt(prompt: Prompt) -> str | None:
-    """The scope that a prompt names itself."""
+    """Return the salt in a prompt's dict, or None."""
     salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
     if salt is not None and not isinstance(salt, str):
         raise RequestError(f"cache_salt is a {type(salt).__name__}; give a text.", "cache_salt")
@@ -438,7 +437,7 @@ def _read_salt(prompt: Prompt) -> str | None:
 
 
 def _join_salts(scope: str | None, salt: str | None) -> str | None:
-    """One salt of two parts, neither of which can pass for the other."""
+    """Join two salts into one, so that different pairs have different results."""
     if not scope and not salt:
         return None
     scope = scope or ""
@@ -446,10 +445,10 @@ def _join_salts(scope: str | None, salt: str | None) -> str | None:
 
 
 def _transfer_params(params: SamplingParams) -> dict[str, Any] | None:
-    """What a request tells the KV connector.
+    """Return the request's parameters for the KV connector, or None.
 
     Raises:
-        RequestError: it is no dict, or there are several answers.
+        RequestError: they are not a dict, or the request has several answers.
     """
     found = (params.extra_args or {}).get(KV_TRANSFER_PARAMS)
     if found is None:
@@ -458,8 +457,7 @@ def _transfer_params(params: SamplingParams) -> dict[str, Any] | None:
         raise RequestError("kv_transfer_params does not map names to values.", KV_TRANSFER_PARAMS)
     if params.n != 1:
         raise RequestError(
-            f"kv_transfer_params goes with one answer, and n={params.n} are asked for; leave n "
-            "out.",
+            f"kv_transfer_params supports only one answer, but n={params.n}; leave n out.",
             "n",
         )
     return found

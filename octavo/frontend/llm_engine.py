@@ -36,9 +36,9 @@ from octavo.system import clock
 from octavo.text.tokenizer import Tokenizer, require_tokenizer
 
 if TYPE_CHECKING:
-    from octavo.fleet.isolated import IsolatedClient  # brings ZMQ, likewise
+    from octavo.fleet.isolated import IsolatedClient  # imports ZMQ
     from octavo.observability.metrics_reader import (
-        Metric,  # brings Prometheus, which most do without
+        Metric,  # imports Prometheus, which most programs do not need
     )
 
 logger = logging.getLogger(__name__)
@@ -49,23 +49,23 @@ T = TypeVar("T")
 
 
 class LLMEngine:
-    """A model in this process. `LLM` is made of it; by itself it is driven by `step`.
+    """A model in this process. `LLM` uses it; other callers drive it by `step`.
 
     Args:
         config: the settings.
-        log_stats: whether there are metrics.
-        isolate: whether the core runs in a process of its own, which is replaced if it dies; with
-            `data_parallel_size`, each of several does.
+        log_stats: True to count metrics.
+        isolate: True to run the core in a separate process, which is replaced if it dies; with
+            `data_parallel_size`, each core has its own process in any case.
         record: see `OutputProcessor`.
 
     Raises:
-        ConfigError, ModelError, HubError: if settings, model folder or download are bad.
-        EngineDeadError: if an isolated engine cannot load the model.
+        ConfigError, ModelError, HubError: settings, model folder or download are bad.
+        EngineDeadError: an isolated engine cannot load the model.
     """
 
     metrics_prefix: ClassVar[str] = "octavo"
-    """What the names of `get_metrics` begin with, without the colon, in engines made from now on;
-    "vllm" under `octavo.compat.vllm`."""
+    """Prefix of the metrics' names in later engines, without the colon; `octavo.compat.vllm` sets
+    it to "vllm"."""
 
     def __init__(
         self,
@@ -113,23 +113,23 @@ class LLMEngine:
         self.model_config: ModelConfig = msgspec.structs.replace(
             settings, max_model_len=max_model_len
         )
-        """The model's settings, with the `max_model_len` that came out."""
+        """Settings of the model, with the resolved `max_model_len`."""
         self.input_processor = InputProcessor(settings, self.spec, self.tokenizer, max_model_len)
         self._request_ids = itertools.count()
         self.inboxes: dict[str, list[RequestOutput | OctavoError]] = {}
-        """What came for each live request of `start` and has not been taken yet."""
+        """Outputs and errors of each live request of `start` that the caller has not removed."""
         self._added: set[str] = set()
         """Unfinished requests of `add_request`."""
         self._outputs: list[RequestOutput] = []
-        """What came for these and has not been returned by `step` yet."""
+        """Outputs of the requests of `add_request` that `step` has not returned yet."""
         self._running = True
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> LLMEngine:
-        """An engine of vLLM's settings.
+        """Create an engine from vLLM's settings.
 
         Raises:
-            ConfigError, ModelError, HubError: if settings, model folder or download are bad.
+            ConfigError, ModelError, HubError: settings, model folder or download are bad.
         """
         config = engine_args.create_engine_config()
         return cls(config, log_stats=not engine_args.disable_log_stats)
@@ -145,12 +145,12 @@ class LLMEngine:
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
     ) -> str:
-        """Adds a request, whose outputs `step` will return.
+        """Add a request; `step` returns its outputs.
 
         Args:
-            request_id: unique among the live requests.
+            request_id: an id that no live request has.
             prompt: text, token ids, or a dict with one of them.
-            params: what is asked; not changed.
+            params: the sampling parameters; not changed.
             arrival_time: seconds since 1970; default: now.
             lora_request: adapters are not supported.
             tokenization_kwargs: `truncate_prompt_tokens` and `add_special_tokens`.
@@ -182,10 +182,10 @@ class LLMEngine:
         return request_id
 
     def step(self) -> list[RequestOutput]:
-        """Runs a step; returns the outputs that there are of requests of `add_request`.
+        """Run a step and return the new outputs of requests of `add_request`.
 
-        A request that fails by itself has an answer with `finish_reason` "error" and the reason as
-        `stop_reason`.
+        A request that fails alone has an answer with `finish_reason` "error" and the error message
+        as `stop_reason`.
 
         Raises:
             SleepError: the engine sleeps, and there is nothing to return.
@@ -197,15 +197,15 @@ class LLMEngine:
         return outputs
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has more to return."""
+        """Return True if `step` has more outputs to return."""
         return bool(self._added or self._outputs)
 
     def get_num_unfinished_requests(self) -> int:
-        """Live requests; the n answers of a request count n times."""
+        """Return the number of live requests; the n answers of a request count n times."""
         return self._output_processor.num_unfinished_requests
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
-        """Ends requests of `add_request`: nothing more comes of them. Ignores unknown ids."""
+        """End requests of `add_request`, without further outputs. Ignore unknown ids."""
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         ids = [i for i in ids if i in self._added]
         with late_interrupts():
@@ -214,18 +214,18 @@ class LLMEngine:
             self._outputs = [o for o in self._outputs if o.request_id not in ids]
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer.
+        """Return the model's tokenizer.
 
         Raises:
-            UnsupportedError: if the engine was made with skip_tokenizer_init.
+            UnsupportedError: the engine was created with skip_tokenizer_init.
         """
         return require_tokenizer(self.tokenizer)
 
     def get_metrics(self) -> list[Metric]:
-        """All metrics as they are now.
+        """Return the current values of all metrics.
 
         Raises:
-            UnsupportedError: if the engine was made without them.
+            UnsupportedError: the engine was created without metrics.
         """
         if self._metrics is None:
             raise UnsupportedError(
@@ -242,21 +242,21 @@ class LLMEngine:
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[T]:
-        """Calls a method of each worker, on its thread, between two steps.
+        """Call a method of each worker, on its thread, between two steps.
 
         Args:
-            method: its name, or a function that gets the worker before the other arguments.
+            method: the method's name, or a function with the worker as its first argument.
             timeout: seconds to wait; None: no limit.
-            args: what the method gets.
-            kwargs: likewise, by name.
+            args: positional arguments.
+            kwargs: keyword arguments.
 
         Returns:
-            What each worker returned; there is one.
+            The results of all workers, in their order.
 
         Raises:
-            TimeoutError: it took longer than `timeout`.
-            UnsupportedError: workers have no such method; or they are in other processes, and
-                something cannot travel there or back, such as a function.
+            TimeoutError: the call took longer than `timeout`.
+            UnsupportedError: the method does not exist; or the worker is in another process, and
+                an argument or result, such as a function, cannot be sent.
         """
         if not isinstance(self.client, InprocClient):
             raise UnsupportedError(
@@ -266,12 +266,12 @@ class LLMEngine:
         return self.client.core.executor.collective_rpc(method, timeout, args, kwargs)
 
     def apply_model(self, func: Callable[[Any], T]) -> list[T]:
-        """Calls a function with the model of each worker: an `octavo.models.base.Model`."""
+        """Call a function with the model of each worker, an `octavo.models.base.Model`."""
         return self.collective_rpc(lambda worker: func(worker.runner.model))
 
     @property
     def engine_core(self) -> LLMEngine:
-        """Where scripts for vLLM find `save_sharded_state`."""
+        """This engine; scripts for vLLM call its `save_sharded_state`."""
         return self
 
     def save_sharded_state(
@@ -279,19 +279,19 @@ class LLMEngine:
     ) -> None:
         """Save the weights in vLLM's sharded form, which `load_format=sharded_state` reads.
 
-        There are files for each of `tensor_parallel_size` ranks, as vLLM divides the model among
-        them. Config and tokenizer are not copied.
+        Each of `tensor_parallel_size` ranks has its own files, divided as in vLLM. Config and
+        tokenizer are not copied.
 
         Args:
             path: the folder to write to.
             pattern: must be None, or vLLM's own: model-rank-{rank}-part-{part}.safetensors.
-            max_size: most bytes of a file; None: no limit.
+            max_size: the largest number of bytes of a file; None: no limit.
 
         Raises:
-            ConfigError: the folder holds such files already, or cannot be written to.
-            UnsupportedError: settings or the model do not allow it.
+            ConfigError: the folder already holds weight files of that form, or is not writable.
+            UnsupportedError: the settings or the model do not support this form.
         """
-        from octavo.models.sharded_save import save_sharded_state  # brings torch
+        from octavo.models.sharded_save import save_sharded_state  # imports torch
 
         config = self.config
         if pattern not in (None, SHARDED_PATTERN):
@@ -303,7 +303,7 @@ class LLMEngine:
         if config.device.pipeline_parallel_size > 1 or config.model.quantization is not None:
             raise UnsupportedError(
                 "save_sharded_state is not supported with pipeline_parallel_size or quantization; "
-                "leave them out, and give them when the saved weights are loaded."
+                "leave them out, and set them when the saved weights are loaded."
             )
         save_sharded_state(
             self.spec,
@@ -315,30 +315,31 @@ class LLMEngine:
         )
 
     def stats(self) -> SchedulerStats:
-        """State and counters of the scheduler and the KV cache."""
+        """Return the state and counters of the scheduler and the KV cache."""
         return msgspec.convert(complete(self.client.call_utility("stats")), SchedulerStats)
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        """Forgets all cached prefixes; see `LLM.reset_prefix_cache`."""
+        """Forget all cached prefixes; see `LLM.reset_prefix_cache`."""
         what = reset_running_requests, reset_connector
         return bool(complete(self.client.call_utility("reset_prefix_cache", *what)))
 
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """Computes nothing more until `wake_up`, and gives memory back to the system.
+        """Stop computing until `wake_up`, and return memory to the system.
 
         Requests that are added meanwhile wait.
 
         Args:
-            level: 0 only pauses the engine; 1 gives the memory of weights and KV cache back; 2 is
-                1, but `wake_up` takes the weights that the model's folder has by then.
-            mode: what becomes of unfinished requests: abort ends them with what they have
-                (`finish_reason` "abort"), wait finishes them first, keep lets them go on later.
+            level: 0 only pauses the engine; 1 also frees the memory of weights and KV cache; 2 is
+                like 1, but `wake_up` may load changed weights from the model's folder.
+            mode: treatment of unfinished requests: abort ends them with their current output
+                (`finish_reason` "abort"), wait finishes them first, keep continues them later.
 
         Raises:
             RequestError: level or mode is unknown.
-            SleepError: the engine was made without `enable_sleep_mode`, and level is not 0.
+            SleepError: level is not 0 and `enable_sleep_mode` is off, or level is 2 and the
+                engine has a KV connector.
         """
         with late_interrupts() as interrupts:
             while not complete(self.client.call_utility("sleep", level, mode)):
@@ -347,18 +348,19 @@ class LLMEngine:
         self._record_sleep(level)
 
     def wake_up(self, tags: list[str] | None = None) -> bool:
-        """Takes memory up again, and goes on.
+        """Allocate the memory again and continue.
 
         Args:
-            tags: what of "weights", "kv_cache" and "scheduling"; None: all.
+            tags: the parts to wake up, of "weights", "kv_cache" and "scheduling"; None: all.
 
         Returns:
-            Whether the engine is awake: no part of it sleeps.
+            True if no part of the engine sleeps.
 
         Raises:
             RequestError: a tag is unknown.
-            SleepError: others have the memory; it sleeps on.
-            ModelError: the weights cannot be read, or at level 1 have changed; likewise.
+            SleepError: too little memory is free; the engine stays asleep.
+            ModelError: the weights cannot be read, or have changed since `sleep` at level 1; the
+                engine stays asleep.
         """
         awake = bool(complete(self.client.call_utility("wake_up", tags)))
         if awake:
@@ -366,7 +368,7 @@ class LLMEngine:
         return awake
 
     def is_sleeping(self) -> bool:
-        """Whether it sleeps, at any level."""
+        """Return True if the engine sleeps at any level."""
         return bool(complete(self.client.call_utility("is_sleeping")))
 
     def _record_sleep(self, level: int | None) -> None:
@@ -375,23 +377,23 @@ class LLMEngine:
                 self._metrics.for_engine(index).record_sleep_state(level)
 
     def start_profile(self) -> None:
-        """Begins to record spans of steps and kernels; needs `profiler_dir`.
+        """Start to record spans of steps and kernels; needs `profiler_dir`.
 
         Raises:
-            ProfilerError: there is no `profiler_dir`, or a profile is being recorded already.
+            ProfilerError: `profiler_dir` is not set, or a profile is already being recorded.
         """
         complete(self.client.call_utility("start_profile"))
 
     def stop_profile(self) -> str:
-        """Ends the profile; returns the Chrome trace's file.
+        """End the profile and return the path of the Chrome trace.
 
         Raises:
-            ProfilerError: no profile is being recorded, or it cannot be written.
+            ProfilerError: no profile is being recorded, or the trace cannot be written.
         """
         return str(complete(self.client.call_utility("stop_profile")))
 
     def shutdown(self) -> None:
-        """Ends the workers and frees their memory. May be called twice."""
+        """End the workers and free their memory. A second call is harmless."""
         self._running = False
         complete(self.client.shutdown())
 
@@ -417,16 +419,16 @@ class LLMEngine:
         )
 
     def start(self, request: EngineCoreRequest, params: SamplingParams, text: str | None) -> str:
-        """Hands in a request whose outputs go to `inboxes`; returns its id.
+        """Submit a request, deliver its outputs to `inboxes`, and return its id.
 
-        Ctrl-C must not come meanwhile; nor in `advance` and `end`.
+        The caller must delay Ctrl-C meanwhile, and also during `advance` and `end`.
         """
         self._hand_in(request, params, text)
         self.inboxes[request.request_id] = []
         return request.request_id
 
     def advance(self) -> list[str]:
-        """Runs a step; returns the ids of the requests that it brought something for."""
+        """Run a step and return the ids of the requests with new outputs or errors."""
         outputs = complete(self.client.get_output())
         with span("process_outputs"):
             processed = self._output_processor.process_outputs(
@@ -443,7 +445,7 @@ class LLMEngine:
         return [*(o.request_id for o in processed.request_outputs), *processed.errors]
 
     def end(self, request_ids: Iterable[str]) -> None:
-        """Forgets requests of `start`; those that still run are aborted."""
+        """Forget requests of `start`; abort those that still run."""
         ids = list(request_ids)
         self._abort(ids)
         for request_id in ids:
@@ -473,7 +475,7 @@ class LLMEngine:
 
 
 def complete(call: Coroutine[None, None, T]) -> T:
-    """The result of a call of `InprocClient` or `IsolatedClient`, which never waits."""
+    """Return the result of a call of `InprocClient` or `IsolatedClient`, which never waits."""
     try:
         call.send(None)
     except StopIteration as done:
@@ -483,7 +485,7 @@ def complete(call: Coroutine[None, None, T]) -> T:
 
 
 def failed_output(request_id: str, error: OctavoError) -> RequestOutput:
-    """The output of a request that failed by itself: others of its batch are not lost."""
+    """Return the output of a request that failed alone, so that others of its batch survive."""
     logger.warning("request %s failed: %s", request_id, error)
     answer = CompletionOutput(0, "", [], finish_reason="error", stop_reason=str(error))
     return RequestOutput(request_id, None, [], None, [answer], finished=True)

@@ -1,4 +1,4 @@
-"""From the engine core's tokens to what callers get: text, logprobs, finished answers."""
+"""Conversion of the engine core's tokens into outputs: text, logprobs, finished answers."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from octavo.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from octavo.observability.metrics import (
-        EngineMetrics,  # brings Prometheus, which only servers need
+        EngineMetrics,  # imports Prometheus, which only servers need
     )
 
 
 class RequestOutputCollector:
-    """Holds one request's outputs until its consumer takes them; at most one merged output.
+    """Inbox of one request; holds at most one merged output until the consumer reads it.
 
     Producer and consumer run in the same asyncio event loop.
     """
@@ -41,10 +41,10 @@ class RequestOutputCollector:
         self._delta = output_kind == RequestOutputKind.DELTA
         self._output: RequestOutput | Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
-        """Of the consumer: with a future alone a token costs less than with an event."""
+        """Future of the waiting consumer; cheaper per token than an event."""
 
     def put(self, output: RequestOutput | Exception) -> None:
-        """Adds an output; merges it with one not taken yet. An exception replaces all."""
+        """Add an output; merge it with an unread one. An exception replaces an unread output."""
         held = self._output
         if self._delta and isinstance(held, RequestOutput) and isinstance(output, RequestOutput):
             _merge_deltas(held, output)
@@ -54,14 +54,14 @@ class RequestOutputCollector:
                 self._waiter.set_result(None)
 
     async def get(self) -> RequestOutput:
-        """Waits for the next output; raises the exception that was put, if one was."""
+        """Wait for the next output and return it; raise an exception that was put."""
         while (output := self.get_nowait()) is None:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         return output
 
     def get_nowait(self) -> RequestOutput | None:
-        """The next output if there is one; raises like `get`."""
+        """Return the next output, or None; raise like `get`."""
         output, self._output = self._output, None
         if isinstance(output, Exception):
             raise output
@@ -70,7 +70,7 @@ class RequestOutputCollector:
 
 @dataclass(slots=True)
 class ProcessedOutputs:
-    """What one call of `OutputProcessor.process_outputs` brought."""
+    """Result of one call of `OutputProcessor.process_outputs`."""
 
     request_outputs: list[RequestOutput] = field(default_factory=list)
     """Outputs of requests without a collector."""
@@ -82,10 +82,10 @@ class ProcessedOutputs:
 
 @dataclass(slots=True)
 class _Group:
-    """What all answers to one prompt have in common; n = 1 is a group of one."""
+    """Shared state of all answers to one prompt; n = 1 is a group of one."""
 
     request_id: str
-    """The caller's."""
+    """Request id of the caller."""
     request: EngineCoreRequest
     prompt: str | None
     output_kind: RequestOutputKind
@@ -96,20 +96,20 @@ class _Group:
     live: dict[str, _RequestState] = field(default_factory=dict)
     """Unfinished answers by core request id."""
     outputs: dict[int, CompletionOutput] = field(default_factory=dict)
-    """By index: each answer's latest output, or its delta that is not delivered yet."""
+    """Latest output of each answer by index; with deltas, the undelivered delta."""
     times: dict[int, RequestMetrics] = field(default_factory=dict)
     max_num_generation_tokens: int = 0
-    """Of the longest of its answers that have ended."""
+    """Number of tokens of the longest finished answer."""
 
     @property
     def finished(self) -> bool:
         return not self.live
 
     def as_request(self) -> EngineCoreRequest:
-        """See `OutputProcessor.unfinished`."""
+        """Return the request with its output so far; see `OutputProcessor.unfinished`."""
         request, states = self.request, self.live.values()
         tokens = {state.index: state.detokenizer.token_ids.tolist() for state in states}
-        given = next(iter(states)).num_prompt_logprobs  # the first answer's, if it lives
+        given = next(iter(states)).num_prompt_logprobs  # of the first live answer
         if request.n == 1:
             return msgspec.structs.replace(
                 request, output_token_ids=tokens[0], num_prompt_logprobs=given
@@ -117,7 +117,7 @@ class _Group:
         return msgspec.structs.replace(request, answers=tokens, num_prompt_logprobs=given)
 
     def make_output(self) -> RequestOutput | None:
-        """The output to deliver after a step, if there is one."""
+        """Return the output to deliver after a step, or None."""
         if self.output_kind == RequestOutputKind.FINAL_ONLY and not self.finished:
             return None
         outputs = self.outputs
@@ -157,32 +157,32 @@ class _RequestState:
     times: RequestMetrics
     logprobs: FlatLogprobs | None
     prompt_logprobs: FlatLogprobs | None
-    """Collects until the first token comes; only the first of n answers does it."""
+    """Prompt logprobs received before the first token; None for all but the first answer."""
     cumulative_logprob: float | None
     num_delivered: int = 0
-    """Tokens in earlier deltas."""
+    """Number of tokens in earlier deltas."""
     num_cached_tokens: int = 0
-    """Of its prompt, when its first token came."""
+    """Number of cached tokens of its prompt, as reported with its first token."""
     engine_index: int = 0
-    """The engine that brought something last."""
+    """Index of the engine that sent the latest output."""
 
     @property
     def num_prompt_logprobs(self) -> int:
-        """Prompt logprobs that have come; where none are asked for it means nothing."""
+        """Number of prompt logprobs received; meaningless if the request wants none."""
         if self.prompt_logprobs is not None:
             return max(0, len(self.prompt_logprobs) - 1)
-        # With the first token the prompt is done.
+        # The first token arrives after all prompt logprobs.
         return len(self.group.request.prompt_token_ids) - 1 if self.detokenizer.token_ids else 0
 
     def hand_over_prompt_logprobs(self) -> None:
-        """The prompt is done: its logprobs go with the next output."""
+        """Move the prompt's logprobs to the next output; its prompt is completely computed."""
         if self.prompt_logprobs is not None:
             self.group.prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
 
     def make_completion(
         self, reason: FinishReason | None, stop_reason: int | str | None
     ) -> CompletionOutput:
-        """This answer's part of the next output."""
+        """Return this answer's part of the next output."""
         detokenizer, logprobs = self.detokenizer, self.logprobs
         if self.group.output_kind == RequestOutputKind.DELTA:
             text = detokenizer.take_text()
@@ -206,12 +206,12 @@ class _RequestState:
 
 
 class OutputProcessor:
-    """Keeps the front end's record of every live request and turns core outputs into its outputs.
+    """The front end's record of live requests; converts core outputs into request outputs.
 
     Args:
-        tokenizer: None if no text is made (`skip_tokenizer_init`).
-        metrics: gets the events of requests, if given.
-        record: is told what comes and what is answered.
+        tokenizer: converts tokens to text; None for no text (`skip_tokenizer_init`).
+        metrics: counts the events of requests; None: nothing is counted.
+        record: callback for arrivals, outputs and ends of requests.
     """
 
     def __init__(
@@ -228,31 +228,31 @@ class OutputProcessor:
 
     @property
     def num_unfinished_requests(self) -> int:
-        """Live core requests; the n answers of a request count n times."""
+        """Number of live core requests; the n answers of a request count n times."""
         return len(self._states)
 
     def unfinished(self) -> list[EngineCoreRequest]:
-        """The live requests, in order of arrival, with what they have already got.
+        """Return the live requests with their output so far, in order of arrival.
 
-        As another engine is to get them, so that it goes on where these stand.
+        Another engine can continue these requests.
         """
         return [group.as_request() for group in self._groups.values()]
 
     def waiting(self) -> Iterator[EngineCoreRequest]:
-        """The live requests without a token. O(live requests)."""
+        """Yield the live requests without a token. O(live requests)."""
         for group in self._groups.values():
             if all(times.first_token_time is None for times in group.times.values()):
                 yield group.request
 
     def has_first_tokens(self, request_id: str) -> bool:
-        """Whether no answer of a request waits for its first one; true of what has ended."""
+        """Return True if every answer of a request has a token, or if the request has ended."""
         group = self._groups.get(request_id)
         return group is None or all(
             times.first_token_time is not None for times in group.times.values()
         )
 
     def is_live(self, request_id: str, queue: RequestOutputCollector) -> bool:
-        """Whether the live request of that id is the one whose outputs go to `queue`."""
+        """Return True if the live request with the id delivers its outputs to `queue`."""
         group = self._groups.get(request_id)
         return group is not None and group.queue is queue
 
@@ -264,17 +264,17 @@ class OutputProcessor:
         queue: RequestOutputCollector | None = None,
         request_id: str | None = None,
     ) -> None:
-        """Registers a request, with all its answers, before it is handed to the core.
+        """Register a request with all its answers, before the core receives it.
 
         Args:
             request: a result of `InputProcessor.process`.
-            params: what it was made of.
-            prompt_text: the prompt as text, if it came as text.
-            queue: where outputs go; None: `process_outputs` returns them.
+            params: the sampling parameters from which it was made.
+            prompt_text: the prompt as text, if the caller passed text.
+            queue: destination of the outputs; None: `process_outputs` returns them.
             request_id: the caller's id; None: the core request's.
 
         Raises:
-            RequestError: its id, or one of its answers', belongs to a live request.
+            RequestError: a live request has its id or the id of one of its answers.
         """
         child_ids = request.child_ids
         if request_id is None:
@@ -320,10 +320,10 @@ class OutputProcessor:
     def process_outputs(
         self, outputs: list[EngineCoreOutput], timestamp: float, engine_index: int = 0
     ) -> ProcessedOutputs:
-        """Takes in what a step brought.
+        """Process the outputs of a step.
 
         Args:
-            outputs: of one `EngineCoreOutputs`; those of unknown (aborted) requests are skipped.
+            outputs: the list of an `EngineCoreOutputs`; unknown (aborted) requests are skipped.
             timestamp: its `timestamp`.
             engine_index: its `engine_index`.
         """
@@ -359,10 +359,10 @@ class OutputProcessor:
     def abort_requests(
         self, request_ids: Iterable[str], error: OctavoError | None = None
     ) -> list[str]:
-        """Ends requests now and returns the core ids that the core must abort.
+        """End requests now and return the core ids that the core must abort.
 
-        A waiting consumer gets `error`, or without one a last output with `finish_reason`
-        "abort". Ids may be a caller's request ids (all n answers end) or core ids; unknown ones
+        A waiting consumer receives `error`, or if that is None a last output with `finish_reason`
+        "abort". Ids may be a caller's request ids (all n answers end) or core ids; unknown ids
         are skipped.
         """
         now = time.monotonic()
@@ -387,7 +387,7 @@ class OutputProcessor:
         return aborted
 
     def propagate_error(self, error: Exception) -> None:
-        """Fails every live request with `error` (the engine is gone)."""
+        """Fail every live request with `error` because the engine has died."""
         groups = list(self._groups.values())
         self._states.clear()
         self._groups.clear()
@@ -403,13 +403,13 @@ class OutputProcessor:
         latencies: list[float],
         result: ProcessedOutputs,
     ) -> int:
-        """Takes in one output that is no error; returns the number of tokens it added."""
+        """Process one output without an error and return the number of tokens that it added."""
         group, times, detokenizer = state.group, state.times, state.detokenizer
         if times.first_scheduled_time is None and output.first_scheduled_time is not None:
             times.first_scheduled_time = clock.to_monotonic(output.first_scheduled_time)
         if output.num_preemptions:
             times.num_preemptions = output.num_preemptions
-        # Of n answers, the first one: the others find what it has just computed.
+        # Only the first of n answers counts: the others find its newly computed blocks.
         if state.index == 0 and output.num_cached_tokens and times.first_token_time is None:
             group.num_cached_tokens = output.num_cached_tokens
         if output.new_prompt_logprobs is not None and state.prompt_logprobs is not None:
@@ -443,7 +443,7 @@ class OutputProcessor:
                 rows = output.new_logprobs.select(0, num_new)
                 assert state.cumulative_logprob is not None
                 state.logprobs.append_rows(rows.token_ids, rows.logprobs, rows.ranks)
-                # The tokens' own ones, after one another: sums depend on their order.
+                # Add the sampled tokens' logprobs one by one: a sum depends on the order.
                 for logprob in array("f", rows.logprobs)[:: len(rows.logprobs) // 4 // num_new]:
                     state.cumulative_logprob += logprob
         if stop_text is not None:
@@ -463,7 +463,7 @@ class OutputProcessor:
         stop_reason: int | str | None,
         timestamp: float,
     ) -> None:
-        """Finishes a live request and forgets it; its last output is stored in the group."""
+        """Finish and forget a live request; store its last output in the group."""
         group = state.group
         state.detokenizer.finish()
         state.times.finished_time = timestamp
@@ -494,7 +494,7 @@ class OutputProcessor:
     def _fail(
         self, state: _RequestState, error: OctavoError, timestamp: float, result: ProcessedOutputs
     ) -> None:
-        """Ends a request and its siblings with an error."""
+        """End a request and its siblings with an error."""
         group = state.group
         for sibling in list(group.live.values()):
             if sibling is not state:
@@ -526,7 +526,7 @@ class OutputProcessor:
 
 
 def _merge_completions(held: CompletionOutput, new: CompletionOutput) -> None:
-    """Appends a delta to the one before."""
+    """Append the delta `new` to the earlier delta `held`."""
     held.text += new.text
     held.token_ids += new.token_ids
     held.cumulative_logprob = new.cumulative_logprob
@@ -537,7 +537,7 @@ def _merge_completions(held: CompletionOutput, new: CompletionOutput) -> None:
 
 
 def _merge_deltas(held: RequestOutput, new: RequestOutput) -> None:
-    """Appends a request's delta output to the one before."""
+    """Append a request's delta output `new` to the earlier one, `held`."""
     by_index = {completion.index: completion for completion in held.outputs}
     for completion in new.outputs:
         if completion.index in by_index:
@@ -554,7 +554,7 @@ def _merge_deltas(held: RequestOutput, new: RequestOutput) -> None:
 
 
 def _merge_times(times: list[RequestMetrics]) -> RequestMetrics:
-    """Times of a request as a whole: from its first answer's start to its last answer's end."""
+    """Return the times of a request: from the first answer's start to the last answer's end."""
     scheduled = [t.first_scheduled_time for t in times if t.first_scheduled_time is not None]
     first = [t.first_token_time for t in times if t.first_token_time is not None]
     last = [t.last_token_time for t in times if t.last_token_time is not None]

@@ -47,7 +47,7 @@ def request_nbytes(request: EngineCoreRequest, params: SamplingParams, vocab_siz
 
     Args:
         request: a result of `InputProcessor.process`.
-        params: the parameters that it was made of.
+        params: the sampling parameters from which it was made.
         vocab_size: number of candidates if all are requested.
     """
     core, n = request.sampling_params, request.n
@@ -94,10 +94,10 @@ _LEFT = 8
 
 
 def leaves_room(held: int, more: int, free: int) -> bool:
-    """Return True if a tenant may hold more of a limited resource, so that others find room, too.
+    """Return True if a tenant may hold more of a limited resource and still leave room for others.
 
-    The more it holds, the more must stay free: two tenants that want everything hold the same
-    amount, and some stays free. A tenant that holds nothing may use all free room.
+    The more a tenant holds, the more must stay free: two tenants with unlimited demand hold equal
+    amounts, and some room stays free. A tenant that holds nothing may use all free room.
 
     Args:
         held: amount that the tenant holds.
@@ -168,7 +168,7 @@ class RequestMemory:
                     del self._of_tenants[tenant]
 
     def make_room(self, nbytes: int = 0) -> None:
-        """Free optional data, as far as `nbytes` more do not fit."""
+        """Free optional data until `nbytes` more fit."""
         excess = self.used + nbytes - self.limit
         if excess > 0:
             self.spare(excess)

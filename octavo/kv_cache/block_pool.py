@@ -35,7 +35,7 @@ class KVCacheBlock:
 
 
 class FreeKVCacheBlockQueue:
-    """Doubly linked list of the free blocks, in the order in which they will be reused.
+    """Doubly linked list of the free blocks, in the order of reuse.
 
     All operations are O(1), including removal from the middle: a cached block that is hit again can
     leave the queue at any position.
@@ -103,14 +103,14 @@ class FreeKVCacheBlockQueue:
 class BlockPool:
     """All blocks of the KV cache, and the index of those with a known prefix.
 
-    Blocks are reused least recently used first. A freed block without a known prefix is put at the
-    front of the queue, one with a prefix at the end: useful blocks live longest.
+    The least recently used block is reused first. A freed block without a known prefix is put at
+    the front of the queue, one with a prefix at the end: useful blocks live longest.
 
     Args:
-        num_blocks: blocks in all, including the null block.
+        num_blocks: total number of blocks, including the null block.
         num_groups: number of KV-cache groups; each has its own known hashes.
-        enable_caching: keep known prefixes after their last user has ended. Without it, only live
-            requests share blocks.
+        enable_caching: True to keep known prefixes after their last user has ended; False if only
+            live requests share blocks.
         events: log of forgotten prefixes.
     """
 

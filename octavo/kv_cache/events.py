@@ -1,6 +1,6 @@
 """Events of the prefix cache, for routers: vLLM's KV events, with its names and its encoding.
 
-Imports only msgspec, so that subscribers can import it.
+The module imports only msgspec, so that subscribers can import it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import msgspec
 class KVCacheEvent(msgspec.Struct, array_like=True, omit_defaults=True, tag=True):
     """Event of the prefix cache; on the wire an array that starts with its name.
 
-    Hashes are chained: equal ones mean equal tokens from the beginning of the prompt, in the same
+    Hashes are chained: equal hashes mean equal tokens from the beginning of the prompt, in the same
     scope (`cache_salt`).
     """
 

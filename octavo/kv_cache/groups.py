@@ -47,7 +47,7 @@ class KVCacheConfig:
     """Shape of the KV cache."""
 
     num_blocks: int
-    """Number of blocks in all, including the null block 0."""
+    """Total number of blocks, including the null block 0."""
     block_size: int
     """Number of tokens in a block."""
     groups: Sequence[KVCacheGroup]
@@ -117,13 +117,13 @@ def make_manager(cache: CacheSpec, block_size: int) -> SingleTypeKVCacheManager:
 def slot_nbytes(groups: Sequence[KVCacheGroup], block_size: int, dtype: str) -> list[int]:
     """Return the bytes of a block in each physical tensor.
 
-    The i-th layers of all groups share the i-th tensor, so a block is as large there as the largest
-    of theirs.
+    The i-th layers of all groups share the i-th tensor, so the largest of their blocks determines
+    the size there.
 
     Args:
-        groups: of the KV cache.
-        block_size: tokens.
-        dtype: of the cache, as `CacheSpec` names it.
+        groups: groups of the KV cache.
+        block_size: number of tokens of a block.
+        dtype: data type of the cache, as `CacheSpec` names it.
     """
     of_group = [group.cache.block_nbytes(block_size, dtype) for group in groups]
     if len(set(of_group)) > 1:  # each kind's numbers must be aligned in any block

@@ -1,4 +1,4 @@
-"""Chained block hashes: equal hashes mean equal tokens from the very beginning of the prompt."""
+"""Chained block hashes: equal hashes mean equal tokens from the beginning of the prompt."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 from octavo.request import BlockHasher, Request
 
-# Returns everything besides token ids that determines a block's KV (such as an adapter's id or the
-# hashes of media inside the block), for the positions from the second argument up to the third.
+# Functions that return the data besides token ids that determine a block's KV (such as an adapter's
+# id or the hashes of media), for the positions from the second argument up to the third.
 ExtraKeys = Callable[[Request, int, int], Sequence[bytes]]
 
 

@@ -65,7 +65,7 @@ class _RequestBlocks:
 
 @dataclass(slots=True)
 class _LoadedBlocks:
-    """Blocks that a KV connector fills for a request, and those before them."""
+    """Blocks that a KV connector fills for a request, and the blocks before them."""
 
     hit: list[list[KVCacheBlock]]
     new: list[tuple[int, KVCacheBlock, bytes]]
@@ -85,7 +85,7 @@ class KVCacheManager:
 
     Args:
         config: shape of the cache.
-        enable_caching: keep known prefixes after their last user has ended.
+        enable_caching: True to keep known prefixes after their last user has ended.
         events: log of new and forgotten prefixes.
     """
 
@@ -123,8 +123,8 @@ class KVCacheManager:
     def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int]:
         """Find the longest known prefix of a request that holds no blocks.
 
-        All groups must be able to continue from it. It ends before the last token at the latest,
-        since that one must be computed for its logits.
+        All groups must be able to continue from the prefix. It excludes the last token, which must
+        be computed for its logits.
 
         Returns:
             The blocks (nothing is reserved yet) and the number of tokens in them.
@@ -182,8 +182,8 @@ class KVCacheManager:
     ) -> list[list[int]] | None:
         """Allocate the slots of a request's next tokens.
 
-        A request without blocks is only accepted if all its known tokens fit, not just this step's:
-        otherwise it would be the next to be preempted.
+        A request without blocks is only accepted if all its known tokens fit, not just this step's.
+        Otherwise it would be preempted next.
 
         Args:
             request: computed up to `num_computed_tokens`.
@@ -192,8 +192,8 @@ class KVCacheManager:
                 request counts as computed up to its end.
 
         Returns:
-            Ids of the blocks to append, one list for each group ([] if none); or None, with nothing
-            changed, if there are not enough free blocks.
+            Ids of the blocks to append, one list for each group ([] without blocks). None, without
+            any change, if too few blocks are free.
         """
         held, hit = self._requests.get(request.request_id), new_computed_blocks
         if held is None:
@@ -204,7 +204,7 @@ class KVCacheManager:
         end = start + num_new_tokens
         if held is None or start < request.num_prompt_tokens:
             self._begun.add(request.request_id)
-        # Drafts in flight may be wrong: the request's true position may be this far back.
+        # Drafts in flight may be wrong: this is the lowest possible position of the request.
         lowest = start - request.num_spec_in_flight
         if held is not None:
             if end <= held.num_slots and len(request.block_hashes) <= held.num_cached_blocks:
@@ -252,8 +252,8 @@ class KVCacheManager:
             num_tokens: tokens after it: whole blocks.
 
         Returns:
-            For each group the ids of the blocks up to the end, 0 where none is needed; or None,
-            with nothing changed, if there is not enough room for all of the request's tokens.
+            For each group the ids of the blocks up to the end, 0 for an unneeded block. None,
+            without any change, if there is not enough room for all of the request's tokens.
         """
         start, end = hit.num_tokens, hit.num_tokens + num_tokens
         position = min(end, request.num_tokens - 1)
@@ -282,7 +282,7 @@ class KVCacheManager:
     def finish_load(self, request_id: str, invalid_block_ids: Container[int]) -> bool:
         """Make loaded blocks known, except for invalid ones; return True if all are valid.
 
-        They are free from now on: any request with the prefix may use them.
+        The blocks are then free: any request with the prefix may use them.
         """
         load = self._loads.pop(request_id)
         good = True
@@ -413,13 +413,13 @@ class KVCacheManager:
     def _reserve_hit(
         self, request: Request, hit: KVCacheBlocks, start: int, end: int
     ) -> _RequestBlocks | None:
-        """Reserve a request's known prefix, if there is room for the rest of its tokens too."""
+        """Reserve a request's known prefix if the rest of its tokens also fits."""
         held = _RequestBlocks(
             blocks=[list(blocks) for blocks in hit.blocks],
             num_released=[manager.first_needed_block(start) for manager in self.managers],
             num_cached_blocks=start // self.block_size,
         )
-        ends_inside = start % self.block_size > 0  # rule 5 of the module's note
+        ends_inside = start % self.block_size > 0  # rule 5 of the module's docstring
         counts = [m.num_blocks_to_admit(end, request.num_tokens) for m in self.managers]
         needed = self._num_blocks_needed(held, start, counts)
         for blocks in held.blocks:

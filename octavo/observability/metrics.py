@@ -45,7 +45,7 @@ _ITERATION_BUCKETS = tuple(float(2**n) for n in range(15))
 _RECOVERY_BUCKETS = (0.25, 0.5, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _PREEMPTION_BUCKETS = (0, 1, 2, 3, 4, 5, 10, 20)
 _LABELS = ("model_name", "engine")
-# What of a process is added up with that of its workers; all else is the engine process' own.
+# Metrics that are sums over the engine process and its workers. All others are the engine process'.
 _SUMMED = ("_memory_bytes", "_cpu_seconds_total", "_open_fds")
 
 
@@ -56,11 +56,11 @@ class _Metric(NamedTuple):
     name: str
     help: str
     buckets: Sequence[float] | None = None
-    """None: of a histogram, 1, 2, 5, 10 and so on, up to `max_model_len`."""
+    """Buckets of a histogram; None: 1, 2, 5, 10 and so on, up to `max_model_len`."""
     label: str = ""
-    """Label besides those of every metric."""
+    """Label in addition to those of every metric."""
     values: Sequence[str] = ("",)
-    """Values of `label` that are shown from the beginning."""
+    """Values of `label` that exist from the start."""
 
 
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
@@ -68,15 +68,15 @@ _METRICS = (
     _Metric(
         Histogram,
         "iteration_tokens_total",
-        "Of a step: prompt tokens computed for prompts that are done, and tokens generated.",
+        "Tokens of a step: generated ones, and computed ones of prompts that it completed.",
         _ITERATION_BUCKETS,
     ),
-    _Metric(Counter, "prompt_tokens", "Prompt tokens taken in."),
-    _Metric(Counter, "prompt_tokens_cached", "Prompt tokens that the prefix cache had."),
+    _Metric(Counter, "prompt_tokens", "Prompt tokens of completed prompts."),
+    _Metric(Counter, "prompt_tokens_cached", "Prompt tokens found in the prefix cache."),
     _Metric(
         Counter,
         "prompt_tokens_by_source",
-        "Prompt tokens taken in: computed here, or found in the prefix cache.",
+        "Prompt tokens by source: computed here, or found in the prefix cache.",
         label="source",
         values=("local_compute", "local_cache_hit"),
     ),
@@ -121,7 +121,7 @@ _METRICS = (
     _Metric(
         Histogram,
         "request_prefill_kv_computed_tokens",
-        "Prompt tokens of a request that the prefix cache did not have.",
+        "Prompt tokens of a request that were not in the prefix cache.",
     ),
     _Metric(Histogram, "request_num_preemptions", "Preemptions of a request.", _PREEMPTION_BUCKETS),
     _Metric(Histogram, "request_params_n", "The parameter n.", (1, 2, 5, 10, 20)),
@@ -134,32 +134,32 @@ _METRICS = (
         values=tuple(map(str, FinishReason)),
     ),
     _Metric(
-        Counter, "requests_aborted", "Requests that the client gave up or the server took back."
+        Counter, "requests_aborted", "Requests that the client cancelled or the server withdrew."
     ),
     _Metric(
         Gauge,
         "engine_sleep_state",
-        "Whether the engine is awake, sleeps at level 1 (weights_offloaded) or 2 (discard_all)",
+        "1 for the engine's state: awake, asleep at level 1 (weights_offloaded) or 2 (discard_all)",
         label="sleep_state",
         values=_SLEEP_STATES,
     ),
     _Metric(Counter, "engine_restarts", "Engines that died and were replaced."),
-    _Metric(Counter, "requests_recovered", "Requests that went on with another engine."),
+    _Metric(Counter, "requests_recovered", "Requests that another engine continued."),
     _Metric(
         Histogram,
         "recovery_seconds",
-        "From an engine's death until another one took requests.",
+        "Time from an engine's death until its replacement accepted requests.",
         _RECOVERY_BUCKETS,
     ),
     _Metric(
         Counter,
         "streams_resumed",
-        "Times that somebody came back to a stream and went on reading it.",
+        "Times that a client reconnected to a stream and continued to read it.",
     ),
     _Metric(
         Counter,
         "admission_rejections",
-        "Requests refused on arrival, by reason.",
+        "Requests rejected on arrival, by reason.",
         label="reason",
         values=(),
     ),
@@ -167,17 +167,17 @@ _METRICS = (
 
 
 class EngineMetrics:
-    """The metrics of one served model, in a registry of their own.
+    """Metrics of one engine of a served model, in a registry shared with the model's other engines.
 
-    Not thread-safe against itself: one thread records. `render` may be called from any.
+    Only one thread may record. Any thread may call `render`.
 
     Args:
         model_name: value of the label `model_name`.
         max_model_len: upper end of the buckets that count a request's tokens.
-        prefix: what the names begin with, without the colon.
+        prefix: prefix of the names, without the colon.
         engine_index: the engine's number in this process.
-        others: those of other engines of the model, to be shown together with them.
-        first_engine: what is added to it for the label `engine`: engines of other servers.
+        others: metrics of another engine of the model, to share a registry with.
+        first_engine: offset of the label `engine`: the number of engines of earlier servers.
     """
 
     def __init__(
@@ -219,19 +219,19 @@ class EngineMetrics:
         self.record_sleep_state(None)
 
     def for_engine(self, index: int) -> EngineMetrics:
-        """The metrics of another engine of the model, shown together with these."""
+        """Return the metrics of another engine of the model; all share one page."""
         if index not in self._engines:
             settings = self._model_name, self._max_model_len, self._prefix, index
             EngineMetrics(*settings, self, self._first_engine)
         return self._engines[index]
 
     def add_engine(self, index: int) -> None:
-        """There is an engine with this number, again or for the first time."""
+        """Add the engine with this number, or add it again after its removal."""
         self._engines.pop(index, None)
         self.for_engine(index)
 
     def remove_engine(self, index: int) -> None:
-        """An engine is gone: what it was is not shown any more; what it did is still counted."""
+        """Remove the gauges and processes of an engine that has ended; keep its counters."""
         engine = self.for_engine(index)
         engine._last_stats = SchedulerStats()
         for family in self._families.values():
@@ -242,9 +242,9 @@ class EngineMetrics:
         self._processes.remove(engine._labels["engine"])
 
     def record_scheduler_stats(self, stats: SchedulerStats) -> None:
-        """Takes in the scheduler's state after a step.
+        """Record the scheduler's state after a step.
 
-        Its counters start at zero again when an engine is restarted; the metrics go on growing.
+        A restarted engine counts from zero again; the metrics keep growing.
         """
         if stats.num_steps < self._last_stats.num_steps:
             self.engine_restarted()
@@ -261,17 +261,17 @@ class EngineMetrics:
                     family.labels(**self._labels, position=str(i)).inc(new - old)
 
     def keep_stats(self, stats: SchedulerStats) -> None:
-        """Takes in the scheduler's state for `load` alone: it is counted in another process."""
+        """Record the scheduler's state for `load` only; another process counts it."""
         self._last_stats = stats
 
     def engine_restarted(self) -> None:
-        """The next stats come from a new engine, whose counters start at zero."""
+        """Expect the next stats from a new engine with counters that start at zero."""
         self._last_stats = SchedulerStats()
 
     def record_first_token(
         self, time_to_first_token: float, num_prompt_tokens: int, num_cached_tokens: int
     ) -> None:
-        """A request got its first token: its prompt is done."""
+        """Record the first token of a request, which completes its prompt."""
         self._get("time_to_first_token_seconds").observe(time_to_first_token)
         self._get("prompt_tokens").inc(num_prompt_tokens)
         self._get("prompt_tokens_cached").inc(num_cached_tokens)
@@ -282,13 +282,13 @@ class EngineMetrics:
         self._step_prompt_tokens += num_prompt_tokens - num_cached_tokens
 
     def record_inter_token_latencies(self, latencies: Sequence[float]) -> None:
-        """Requests got further tokens; how long each had waited since its last ones."""
+        """Record the time between the two latest outputs of each request with a new output."""
         observe = self._get("inter_token_latency_seconds").observe
         for latency in latencies:
             observe(latency)
 
     def record_generation_tokens(self, num_tokens: int) -> None:
-        """A step generated so many tokens; called once for each that brought something."""
+        """Record the number of tokens of a step; called once for each step with outputs."""
         self._get("generation_tokens").inc(num_tokens)
         self._get("iteration_tokens_total").observe(self._step_prompt_tokens + num_tokens)
         self._step_prompt_tokens = 0
@@ -303,7 +303,7 @@ class EngineMetrics:
         num_generation_tokens: int,
         max_tokens: int | None,
     ) -> None:
-        """A core request ended (each of n answers is one)."""
+        """Record the end of a core request (each of n answers is one)."""
         self._get("request_success", str(reason)).inc()
         if reason == FinishReason.ABORT:
             self._get("requests_aborted").inc()
@@ -340,53 +340,53 @@ class EngineMetrics:
             )
 
     def record_all_finished(self, n: int, max_num_generation_tokens: int) -> None:
-        """A caller's request with n answers ended; the longest one has so many tokens."""
+        """Record the end of a caller's request: its n and the tokens of its longest answer."""
         self._get("request_params_n").observe(n)
         self._get("request_max_num_generation_tokens").observe(max_num_generation_tokens)
 
     def record_rejection(self, reason: str) -> None:
-        """A request was refused on arrival, for example because of "queue_full"."""
+        """Record the reason for rejecting a request on arrival, for example "queue_full"."""
         self._get("admission_rejections", reason).inc()
 
     def record_sleep_state(self, level: int | None) -> None:
-        """The engine sleeps at a level, or has woken up (None)."""
+        """Record the level at which the engine sleeps; None: awake."""
         for state, at in zip(_SLEEP_STATES, (None, 1, 2), strict=True):
             self._get("engine_sleep_state", state).set(level == at)
 
     def set_cache_config_info(self, info: Mapping[str, object]) -> None:
-        """Shows the KV cache's settings as labels of `cache_config_info`; to be called once."""
+        """Export the KV cache's settings as labels of `cache_config_info`; call it only once."""
         labels = self._labels | {name: str(value) for name, value in info.items()}
         self._family(
             Gauge, "cache_config_info", "Settings of the KV cache, as labels.", list(labels)
         ).labels(**labels).set(1)
 
     def record_recovery(self, num_requests: int, seconds: float) -> None:
-        """An engine that died was replaced within so many seconds; so many requests go on."""
+        """Record the replacement of a dead engine: its duration and the continued requests."""
         self._get("engine_restarts").inc()
         self._get("requests_recovered").inc(num_requests)
         self._get("recovery_seconds").observe(seconds)
-        self.record_scheduler_stats(SchedulerStats())  # the new one has done nothing yet
+        self.record_scheduler_stats(SchedulerStats())  # the state of the new engine
 
     def record_resume(self) -> None:
-        """Somebody goes on reading a stream."""
+        """Record that a client continues to read a stream."""
         self._get("streams_resumed").inc()
 
     def watch_processes(self, get_pids: Callable[[], list[int]]) -> None:
-        """Shows memory and CPU time of the engine process and its workers; to be called once.
+        """Export memory and CPU time of the engine process and its workers; call it only once.
 
-        Prometheus' usual names, such as `octavo_engine_process_resident_memory_bytes`, whatever
-        the prefix: vLLM has none like them.
+        The names are Prometheus' usual ones, such as `octavo_engine_process_resident_memory_bytes`,
+        with any prefix: vLLM has no equivalents.
 
         Args:
-            get_pids: their numbers, the engine's first, which change when it is replaced; those
-                of processes on other machines are -1.
+            get_pids: returns the current process ids, the engine's first; -1 for a process on
+                another machine.
         """
         self._processes.add(self._labels["engine"], get_pids)
 
     def load(self) -> dict[str, float]:
-        """What a load balancer wants to know, by the metrics' names without their prefix.
+        """Return the load of all engines together, for load balancers.
 
-        Of all engines: their requests are added up.
+        The keys are the metrics' names without their prefix.
         """
         stats = SchedulerStats.join([engine._last_stats for engine in self._engines.values()])
         return {
@@ -396,7 +396,7 @@ class EngineMetrics:
         }
 
     def render(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def _get(self, name: str, value: str = "") -> Any:
@@ -415,7 +415,7 @@ class EngineMetrics:
         labels: Sequence[str],
         **settings: Any,
     ) -> Any:
-        """Return a metric of all engines, with all values of its labels; make it once."""
+        """Return a metric of all engines, with all values of its labels; create it once."""
         if name not in self._families:
             self._families[name] = kind(
                 f"{self._prefix}:{name}", help, labels, registry=self._registry, **settings
@@ -427,7 +427,7 @@ class _Processes(Collector):
     """Memory and CPU time of engines' processes, with the label `engine`.
 
     Args:
-        registry: asks for them.
+        registry: the registry that collects them.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -435,15 +435,15 @@ class _Processes(Collector):
         registry.register(self)
 
     def add(self, engine: str, get_pids: Callable[[], list[int]]) -> None:
-        """Adds an engine's processes."""
+        """Add an engine's processes."""
         self._pids[engine] = get_pids
 
     def remove(self, engine: str) -> None:
-        """Removes them again."""
+        """Remove an engine's processes."""
         self._pids.pop(engine, None)
 
     def collect(self) -> Iterator[Metric]:
-        """See `Collector`."""
+        """Implement `Collector.collect`."""
         families: dict[str, Metric] = {}
         for engine, get_pids in self._pids.copy().items():
             values: dict[tuple[str, str], float] = {}
@@ -463,9 +463,9 @@ class _Processes(Collector):
 
 
 def join_pages(pages: Iterable[bytes]) -> bytes:
-    """One page, in Prometheus' text format, of those of several processes of a server.
+    """Join the metrics pages of several processes of a server into one, in Prometheus' text format.
 
-    Counts are added up. A state has one process that shows it: of gauges the largest is taken.
+    Counters are added up. Only one process exports a state, so a gauge is the largest value.
 
     Args:
         pages: results of `EngineMetrics.render`.
@@ -478,7 +478,7 @@ class _Joined(Collector):
         self._pages = pages
 
     def collect(self) -> Iterator[Metric]:
-        """See `Collector`."""
+        """Implement `Collector.collect`."""
         families: dict[str, Metric] = {}
         values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
         for page in self._pages:
@@ -499,7 +499,7 @@ class _Joined(Collector):
 
 
 def _buckets_1_2_5(highest: int) -> tuple[float, ...]:
-    """1, 2, 5, 10, 20, 50 ... up to `highest`."""
+    """Return the buckets 1, 2, 5, 10, 20, 50 ... up to `highest`."""
     buckets: list[float] = []
     power = 1
     while power <= highest:

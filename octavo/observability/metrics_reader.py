@@ -19,7 +19,7 @@ class Metric:
 
 @dataclass
 class Counter(Metric):
-    """Number that only grows."""
+    """Number that never decreases."""
 
     value: int
 
@@ -40,7 +40,7 @@ class Gauge(Metric):
 
 @dataclass
 class Histogram(Metric):
-    """Numbers of values up to each of several bounds."""
+    """Counts of values up to each of several bounds."""
 
     count: int
     sum: float

@@ -2,8 +2,8 @@
 
 A file is a sequence of frames: a mark, length, checksum and time, and some records as msgpack.
 Front end and engine core append to the same file, each frame with one write. So the records of a
-killed process stay readable; a truncated frame is skipped. A dedicated thread writes. Records that
-the disk is too slow for are dropped, and no process waits for them.
+killed process stay readable; a truncated frame is skipped. A dedicated thread writes. If the disk
+is too slow, records are dropped, and no process waits.
 """
 
 from __future__ import annotations
@@ -181,8 +181,8 @@ class Recorder:
         max_bytes: maximum size of both files together.
 
     Raises:
-        ConfigError: the file cannot be written, or a file that it would replace is no recording,
-            or belongs to another server.
+        ConfigError: the file cannot be written, or a file to replace is not a recording or belongs
+            to another server.
     """
 
     def __init__(self, path: Path, head: Head | None = None, max_bytes: int = 2**30) -> None:
@@ -236,7 +236,7 @@ class Recorder:
         )
 
     def close(self) -> None:
-        """Write the remaining records. It may be called twice."""
+        """Write the remaining records. A second call is harmless."""
         self._put_lost()
         self._queue.put(None)
         self._thread.join(timeout=5)
@@ -330,10 +330,10 @@ class Recorder:
         _write_all(self._descriptor, frame)
 
     def _without_secrets(self, record: Record) -> Record:
-        """Return a record with hashed salt and tenant, and hashed prompts if the settings say so.
+        """Return a record with hashed salt and tenant, and with hashed prompts if configured.
 
-        A salt gives access to a cache, and a tenant may be known by its key. Guessing cannot find
-        them, since the secret of the hash is not written down.
+        A salt grants access to a cache, and a tenant may be identified by its key. Guessing cannot
+        find them, since the secret of the hash is not stored.
         """
         replace = msgspec.structs.replace
         hashes_prompts = self._head is not None and self._head.prompts == "hash"
@@ -420,7 +420,7 @@ def read_records(path: Path) -> Iterator[Record | None]:
     """Yield the records of a file, in order; None for bytes without a frame or a known record.
 
     Raises:
-        OctavoError: the file does not exist, or is no recording.
+        OctavoError: the file does not exist, or is not a recording.
     """
     try:
         if not is_recording(path):
@@ -501,7 +501,7 @@ def _frames(data: bytes | mmap.mmap) -> Iterator[tuple[float, bytes | None, byte
 
 
 def _check_replaceable(path: Path, file: Path) -> None:
-    """Raise ConfigError if `file` is no recording, or another server writes it."""
+    """Raise ConfigError if `file` is not a recording, or another server writes it."""
     if not file.is_file() or (file.stat().st_size and not is_recording(file)):
         raise ConfigError(
             f"record={str(path)!r}: {file} exists and is not a recording; name another file."

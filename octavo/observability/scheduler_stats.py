@@ -1,4 +1,4 @@
-"""State and counters of the scheduler, and the Prometheus metrics made of them."""
+"""State and counters of the scheduler, and their Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 
 class SchedulerStats(msgspec.Struct, array_like=True):
-    """State and counters of the scheduler; counters only ever grow."""
+    """State and counters of the scheduler; counters never decrease."""
 
     num_running_reqs: int = 0
     num_waiting_reqs: int = 0
@@ -19,9 +19,9 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     num_used_blocks: int = 0
     num_total_blocks: int = 0
     prefix_cache_queries: int = 0
-    """Tokens looked up in the prefix cache."""
+    """Number of tokens looked up in the prefix cache."""
     prefix_cache_hits: int = 0
-    """Tokens found there."""
+    """Number of tokens found in the prefix cache."""
     num_preemptions: int = 0
     num_steps: int = 0
     """Steps executed since start."""
@@ -32,20 +32,20 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     num_draft_tokens: int = 0
     """Drafts verified."""
     num_accepted_tokens_per_pos: list[int] = []
-    """Drafts that were right, by their place behind the last token known."""
+    """Number of accepted drafts, by their place after the last known token."""
     num_held_reqs: int = 0
-    """Those of the waiting requests that wait for something else than their turn, such as their
+    """Number of waiting requests that wait for something other than their turn, such as their
     grammar."""
     external_prefix_cache_queries: int = 0
     """Tokens looked up with the KV connector, after the prefix cache."""
     external_prefix_cache_hits: int = 0
-    """Tokens that it had."""
+    """Number of tokens found by the KV connector."""
     num_failed_loads: int = 0
-    """Requests whose blocks could not all be loaded."""
+    """Number of requests with blocks that could not be loaded."""
     num_expired_transfers: int = 0
-    """Requests whose blocks nobody has fetched in time."""
+    """Number of requests with blocks that no engine fetched in time."""
     drafting_paused: int = 0
-    """1 while drafts do not pay at the present load; of several engines, how many of them."""
+    """1 while drafts do not pay at the current load; for several engines, the number of these."""
 
     @property
     def num_ready_reqs(self) -> int:
@@ -54,12 +54,12 @@ class SchedulerStats(msgspec.Struct, array_like=True):
 
     @property
     def num_accepted_tokens(self) -> int:
-        """Number of drafts that were right."""
+        """Number of accepted drafts."""
         return sum(self.accepted_tokens_by_position)
 
     @property
     def accepted_tokens_by_position(self) -> list[int]:
-        """Drafts that were right, by their place; empty until there are drafts."""
+        """Number of accepted drafts by their place; empty before the first draft."""
         return self.num_accepted_tokens_per_pos if self.num_drafts else []
 
     @staticmethod
@@ -87,7 +87,7 @@ class SchedulerMetric(NamedTuple):
     field: str
     """Attribute of `SchedulerStats`."""
     labels: Mapping[str, str] = {}
-    """Labels besides those of every metric. If `field` is a list, `position` counts its items."""
+    """Labels in addition to those of every metric. For a list, `position` counts its items."""
 
 
 SCHEDULER_METRICS = (
@@ -100,7 +100,7 @@ SCHEDULER_METRICS = (
     SchedulerMetric(
         "gauge",
         "num_requests_waiting_by_reason",
-        "Requests that wait: for their turn (capacity), or for something else (deferred).",
+        "Requests that wait for their turn (capacity) or for something else (deferred).",
         "num_ready_reqs",
         {"reason": "capacity"},
     ),
@@ -125,7 +125,7 @@ SCHEDULER_METRICS = (
     SchedulerMetric(
         "counter",
         "prompt_tokens_cached_by_source",
-        "Tokens found in the prefix cache, by where it is kept.",
+        "Tokens found in the prefix cache, by its location.",
         "prefix_cache_hits",
         {"source": "device"},
     ),
@@ -141,19 +141,19 @@ SCHEDULER_METRICS = (
     SchedulerMetric(
         "counter",
         "external_prefix_cache_hits",
-        "Tokens that the KV connector had.",
+        "Tokens found by the KV connector.",
         "external_prefix_cache_hits",
     ),
     SchedulerMetric(
         "counter",
         "kv_failed_loads",
-        "Requests whose KV blocks could not all be loaded.",
+        "Requests with KV blocks that could not be loaded.",
         "num_failed_loads",
     ),
     SchedulerMetric(
         "counter",
         "kv_expired_reqs",
-        "Requests whose KV blocks nobody has fetched in time.",
+        "Requests with KV blocks that no engine fetched in time.",
         "num_expired_transfers",
     ),
     SchedulerMetric(
@@ -165,20 +165,20 @@ SCHEDULER_METRICS = (
     SchedulerMetric(
         "counter",
         "spec_decode_num_accepted_tokens",
-        "Drafts that were right.",
+        "Accepted drafts.",
         "num_accepted_tokens",
     ),
     SchedulerMetric(
         "counter",
         "spec_decode_num_accepted_tokens_per_pos",
-        "Drafts that were right, by their place in the draft.",
+        "Accepted drafts, by their place in the draft.",
         "accepted_tokens_by_position",
         {"position": ""},
     ),
     SchedulerMetric(
         "gauge",
         "spec_decode_drafting_paused",
-        "1 while no tokens are drafted, since that does not pay at this load.",
+        "1 while drafting is paused because it does not pay at this load.",
         "drafting_paused",
     ),
 )

@@ -1,1 +1,1 @@
-"""Sampler: turns logits into tokens, row by row and independently of the batch."""
+"""Sampler: converts logits to tokens, row by row and independently of the batch."""

@@ -62,7 +62,7 @@ def accept_drafts(
         logits: float32 [R, V], as they are sampled from.
         params: `SAMPLING_ROW` [R].
         drafted: drafts of A of these rows.
-        token_ids: int64 [R], the sampled tokens; changed in place. -1, of a row that failed, stays.
+        token_ids: int64 [R], the sampled tokens; changed in place. -1 in a failed row stays.
     """
     step = rows_per_chunk(logits.shape[1])
     for begin in range(0, len(drafted.at), step):
@@ -79,10 +79,10 @@ def _choose(
     """Return accepted drafts, or the tokens in their places; see `accept_drafts`.
 
     Args:
-        weights: int64 [A, V], of the tokens that are sampled from.
+        weights: int64 [A, V], weights of the tokens for sampling.
         drafted: the drafts.
         some: slice of the drafts.
-        sampled: int64 [A], the tokens sampled there.
+        sampled: int64 [A], the tokens sampled in the rows of the drafts.
 
     Returns:
         int64 [A].

@@ -1,7 +1,7 @@
 """Counter-based random numbers: Philox4x32-10.
 
 J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw, "Parallel random numbers: as easy as 1, 2, 3",
-SC'11, section 3.3. A number is a pure function of (seed, position, stream). So no state is carried,
+SC'11, section 3.3. A number is a pure function of (seed, position, stream). So no state is needed,
 and a request draws the same numbers on every engine and in every batch.
 """
 

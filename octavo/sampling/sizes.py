@@ -1,4 +1,4 @@
-"""Memory sizes of sampling. Imports no torch: the memory plan is made before that import."""
+"""Memory sizes of sampling, without torch: the memory plan precedes its import."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def kernel_nbytes(num_threads: int, vocab_size: int) -> int:
 
 
 def workspace_nbytes(max_num_rows: int, vocab_size: int) -> int:
-    """Return the maximum bytes of `Sampler.sample` besides the logits and a copy of them.
+    """Return the maximum bytes of `Sampler.sample`, excluding the logits and a copy of them.
 
     The copy only exists when logprobs are requested and processors change the logits.
     """

@@ -1,8 +1,8 @@
 """vLLM's interface of logits processors (`vllm.v1.sample.logits_processor`), run on Octavo's.
 
-vLLM's processors see the whole batch, and rows move as requests arrive and end. Here each request
-has its own processor with a batch of that request alone, at index 0. So no answer depends on other
-requests, whatever the processor does.
+In vLLM a processor sees the whole batch, and rows move as requests arrive and end. Here each
+request has its own processor with a batch of that request alone, at index 0. So no processor can
+make an answer depend on other requests.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What runs in each step, and what becomes of its results."""
+"""Scheduler: chooses the work of each step and processes its results."""

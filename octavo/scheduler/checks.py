@@ -1,4 +1,4 @@
-"""Checks of requests on arrival, and of the scheduler's books."""
+"""Checks of requests on arrival, and of the scheduler's state."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def check_fits(
     budget: int,
     num_usable_blocks: int,
 ) -> None:
-    """Refuse a request that could never be served.
+    """Reject a request that can never run.
 
     Raises:
-        ContextLengthError: it does not fit the context, the KV cache, or a step that must compute
-            its whole prompt.
+        ContextLengthError: the request exceeds the context, the KV cache, or a step that must
+            compute its whole prompt.
         RequestError: its prompt is empty, or its output is complete.
     """
     prompt = request.num_prompt_tokens
@@ -69,10 +69,10 @@ def check_books(
     in_flight: Iterable[ScheduledStep],
     max_num_seqs: int,
 ) -> None:
-    """Check that the books of running and other requests and of steps in flight agree.
+    """Check that the records of requests and of steps in flight are consistent.
 
     Raises:
-        AssertionError: with the contradiction.
+        AssertionError: the records are inconsistent; the message names the error.
     """
     places = [*running, *others]
     if {r.request_id: r for r in places} != requests or len(places) != len(requests):

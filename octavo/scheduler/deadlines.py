@@ -30,6 +30,6 @@ class Deadlines:
 def describe_expiry(request: Request, now: float) -> tuple[str, str]:
     """Return the message and the error class for a request that is past a deadline."""
     if request.options.deadline is None or request.options.deadline > now:
-        return "The first token did not come in time.", "FirstTokenError"
+        return "The first token did not arrive in time.", "FirstTokenError"
     message = f"The deadline passed after {request.num_output_tokens} output tokens."
     return message, "DeadlineError"

@@ -24,12 +24,12 @@ class HeldRequests(dict[str, Request]):
         self[request.request_id] = request
 
     def release(self, request_id: str) -> Request:
-        """Return a request that is held no longer."""
+        """Remove a request from the held ones and return it."""
         request = self.pop(request_id)
         request.status = RequestStatus.WAITING
         return request
 
     @property
     def next_deadline(self) -> float:
-        """The earliest deadline of a held request; infinite if there is none."""
+        """The earliest deadline of a held request; infinite without deadlines."""
         return min((request.next_deadline for request in self.values()), default=math.inf)

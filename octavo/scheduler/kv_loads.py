@@ -30,22 +30,22 @@ class KVLoads:
         self._block_ids: list[int] = []
         """Blocks to load from the next step on; see `SchedulerOutput.loaded_block_ids`."""
         self._before_step: list[str] = []
-        """Requests whose blocks are loaded before the next step."""
+        """Requests with blocks that are loaded before the next step."""
         self._waiting: dict[str, list[Request]] = {}
-        """By the request for which blocks are being loaded: all requests that wait for them."""
+        """All requests that wait for a load, by the id of the request that started it."""
         self.num_queries = self.num_hits = self.num_failed = 0
         """Tokens that were looked up, tokens that were found, loads that failed."""
 
     @property
     def replace_computing(self) -> bool:
-        """True if the blocks that a preempted request gives up are loaded, not computed again."""
+        """True if a preempted request loads its blocks later instead of computing them again."""
         mode = self._config.preemption_mode
         return mode == "swap" or (mode == "auto" and not self._costs.computing_is_cheaper)
 
     def must_wait(self, request: Request, hit: KVCacheBlocks, num_running: int, now: float) -> bool:
         """Return True if a request waits for a load, and start that load if necessary.
 
-        A request asks once, and again after a preemption.
+        The connector is queried once for each request, and again after a preemption.
 
         Args:
             request: the first of the waiting requests.

@@ -1,4 +1,4 @@
-"""Interface of everything that watches an engine core, and the listener that writes debug logs."""
+"""Interface of the observers of an engine core, and the listener that writes debug logs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class WaitReason(enum.Enum):
 
 
 class StepListener:
-    """Base of the objects that watch an engine core.
+    """Base class of the observers of an engine core.
 
     Core and scheduler call these methods while they work, so each must be quick. All run on the
     engine's thread, except `on_computed`. A step is named by its number, from 1.
@@ -37,13 +37,13 @@ class StepListener:
         """React to requests that are aborted; some may be unknown."""
 
     def on_wait(self, request: Request, reason: WaitReason) -> None:
-        """React to the first waiting request that cannot start; those after it wait as well."""
+        """React to the first waiting request that cannot start; later requests also wait."""
 
     def on_preempt(self, request: Request, by: Request | None) -> None:
-        """React to a preemption: `by` gets the place; None: the request's step failed."""
+        """React to a preemption in favour of `by`; None: the request's step failed."""
 
     def on_schedule(self, step: int, work: SchedulerOutput) -> None:
-        """React to a scheduled step, just before the executor gets it."""
+        """React to a scheduled step, just before the executor receives it."""
 
     def on_computed(self, step: int) -> None:
         """React to the end of a step's computation; runs on the thread that computes."""
@@ -52,13 +52,13 @@ class StepListener:
         """React to a step's result or failure; the engine waited `waited` seconds for it."""
 
     def on_outputs(self, outputs: EngineCoreOutputs, is_idle: bool) -> None:
-        """React to the outputs of `EngineCore.step`; `is_idle`: there is nothing left to do."""
+        """React to the outputs of `EngineCore.step`; `is_idle`: the core has no more work."""
 
     def on_reset(self) -> None:
         """React to a reset of the prefix cache."""
 
     def close(self) -> None:
-        """Release what the listener holds. May be called twice."""
+        """Release the listener's resources. A second call is harmless."""
 
 
 class LogListener(StepListener):
@@ -73,7 +73,7 @@ class LogListener(StepListener):
         return logger.isEnabledFor(logging.DEBUG)
 
     def on_wait(self, request: Request, reason: WaitReason) -> None:
-        """Log the reason unless the last line has it."""
+        """Log the reason unless the last line states it."""
         if self._last != (request.request_id, reason):
             self._last = request.request_id, reason
             logger.debug("request %s waits: %s", request.request_id, reason.value)

@@ -1,7 +1,8 @@
-"""The waiting requests, in the order in which they will be served.
+"""Queues of waiting requests, in the order of service.
 
-Priority comes first. Within it tenants share the tokens (`fairness.py`); of one tenant whoever has
-a deadline goes before the others, see `TenantQueue`, and these go in the order of `Arrivals`.
+Priority is the first criterion. Within a priority, tenants share the tokens (`fairness.py`). Within
+a tenant, requests with deadlines are first, see `TenantQueue`; the others have the order of
+`Arrivals`.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from octavo.scheduler.fairness import Tenant, TenantCounters
 
 Policy = Literal["fcfs", "priority"]
 
-# Requests with deadlines that are started in a row while one without waits.
+# Requests with deadlines that are started in a row while one without a deadline waits.
 _IN_A_ROW = 3
 
 
 class Arrivals:
-    """Gives each request that comes its place in the order of service.
+    """Source of the keys that order requests by arrival.
 
-    A call may bring many requests: a list of prompts, n answers to each. Served as they come, they
-    would hold up everybody who comes later. So a call is counted once, and its requests take turns
-    with those of later calls: request i of call c stands where call c + i does. Nobody waits for
-    ever, since whoever comes later has a later place.
+    A call may contain many requests: a list of prompts with n answers each. In plain order of
+    arrival they would delay all later calls. So request i of call c has the same rank as call
+    c + i, and the requests of several calls alternate. No request waits forever, since later calls
+    have higher ranks.
 
     Args:
-        policy: "fcfs" looks at the arrival only, "priority" first at the priority.
+        policy: "fcfs" orders by arrival, "priority" first by priority.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -38,7 +39,7 @@ class Arrivals:
         self._num_calls = 0
 
     def next_key(self, request: Request) -> QueueKey:
-        """The key of the request that comes next; the smallest key is served first."""
+        """Return the key of a new request; the scheduler serves the smallest key first."""
         self._num_requests += 1
         self._num_calls += request.options.turn == 0
         priority = request.options.priority if self._policy == "priority" else 0
@@ -55,13 +56,13 @@ def _by_deadline(request: Request) -> tuple[float, ...]:
 
 
 class RequestQueue:
-    """A heap of requests, by `queue_key` if nothing else is said.
+    """A heap of requests, by default ordered by `queue_key`.
 
-    A preempted request keeps its key, so pushing it puts it back before all that came after it.
-    `push` and `pop` are O(log n); `remove` is O(1): the heap's entry is skipped once it surfaces.
+    A preempted request keeps its key, so that `push` puts it before all later requests. `push` and
+    `pop` are O(log n). `remove` is O(1): `peek` skips the heap's entry later.
 
     Args:
-        key: the smallest one is served first; no two requests have the same, nor does it change.
+        key: returns the unique and constant key of a request; the smallest is served first.
     """
 
     def __init__(self, key: Callable[[Request], tuple[Any, ...]] = _by_arrival) -> None:
@@ -76,30 +77,30 @@ class RequestQueue:
         return self._requests.get(self._key(request)) is request
 
     def __iter__(self) -> Iterator[Request]:
-        """The requests in order of service. O(n log n)."""
+        """Iterate over the requests in order of service. O(n log n)."""
         return iter([self._requests[key] for key in sorted(self._requests)])
 
     def push(self, request: Request) -> None:
-        """Adds a request at its place."""
+        """Add a request at its place."""
         key = self._key(request)
         assert key not in self._requests, f"{request.request_id} is queued twice"
         self._requests[key] = request
         heapq.heappush(self._heap, key)
 
     def peek(self) -> Request:
-        """The request to be served next; there must be one."""
+        """Return the request to be served next; the queue must not be empty."""
         while self._heap[0] not in self._requests:
             heapq.heappop(self._heap)
         return self._requests[self._heap[0]]
 
     def pop(self) -> Request:
-        """Takes the request to be served next."""
+        """Remove and return the request to be served next."""
         request = self.peek()
         self.remove(request)
         return request
 
     def remove(self, request: Request) -> None:
-        """Takes a request out, wherever it stands."""
+        """Remove a request at any place."""
         del self._requests[self._key(request)]
         if len(self._heap) > 2 * len(self._requests) + 64:  # mostly removed entries
             self._heap = sorted(self._requests)
@@ -108,10 +109,9 @@ class RequestQueue:
 class TenantQueue:
     """The waiting requests of one tenant.
 
-    Within a priority those with a deadline go first, the earliest one before the others. After
-    three of them in a row one without is started, so that these get a quarter of the starts at
-    least, in their own order; and one with a deadline waits no longer than that. So still nobody
-    waits for ever.
+    Within a priority, requests with deadlines are first, in the order of their deadlines. After
+    three of them in a row, the scheduler starts a request without a deadline, if one waits. Those
+    get at least a quarter of the starts, in order of arrival, so no request waits forever.
     """
 
     def __init__(self) -> None:
@@ -126,16 +126,16 @@ class TenantQueue:
         return request in self._queue_of(request)
 
     def __iter__(self) -> Iterator[Request]:
-        """The requests, those with deadlines first. O(n log n)."""
+        """Iterate over the requests, those with deadlines first. O(n log n)."""
         yield from self._timed
         yield from self._others
 
     def push(self, request: Request) -> None:
-        """Adds a request at its place."""
+        """Add a request at its place."""
         self._queue_of(request).push(request)
 
     def peek(self) -> Request:
-        """The request to be served next; there must be one."""
+        """Return the request to be served next; the queue must not be empty."""
         if not self._timed or not self._others:
             return (self._timed or self._others).peek()
         timed, other = self._timed.peek(), self._others.peek()
@@ -144,13 +144,13 @@ class TenantQueue:
         return timed if self._in_a_row < _IN_A_ROW else other
 
     def start(self, request: Request) -> None:
-        """Takes out a request that is started."""
+        """Remove a request because it is started."""
         self.remove(request)
         passes = self._others and self._queue_of(request) is self._timed
         self._in_a_row = self._in_a_row + 1 if passes else 0
 
     def remove(self, request: Request) -> None:
-        """Takes a request out, wherever it stands."""
+        """Remove a request at any place."""
         self._queue_of(request).remove(request)
 
     def _queue_of(self, request: Request) -> RequestQueue:
@@ -160,11 +160,10 @@ class TenantQueue:
 class WaitingQueue:
     """The waiting requests of all tenants.
 
-    Within a priority the tenant that was served least is next. Who is next costs O(tenants that
-    wait).
+    Within a priority, the least served tenant is next. `peek` is O(waiting tenants).
 
     Args:
-        tenants: knows who was served how much.
+        tenants: counters of the tokens of each tenant.
     """
 
     def __init__(self, tenants: TenantCounters) -> None:
@@ -175,37 +174,37 @@ class WaitingQueue:
         return sum(map(len, self._queues.values()))
 
     def __bool__(self) -> bool:
-        return bool(self._queues)  # it is asked several times a step
+        return bool(self._queues)  # cheap: the scheduler calls it several times a step
 
     def __contains__(self, request: Request) -> bool:
         queue = self._queues.get(request.options.share)
         return queue is not None and request in queue
 
     def __iter__(self) -> Iterator[Request]:
-        """The requests, tenant by tenant. O(n log n)."""
+        """Iterate over the requests, tenant by tenant. O(n log n)."""
         for queue in list(self._queues.values()):
             yield from queue
 
     def push(self, request: Request) -> None:
-        """Adds a request at its place."""
+        """Add a request at its place."""
         self._queues.setdefault(request.options.share, TenantQueue()).push(request)
 
     def peek(self) -> Request:
-        """The request to be served next; there must be one."""
+        """Return the request to be served next; the queue must not be empty."""
         return min([queue.peek() for queue in self._queues.values()], key=self.rank)
 
     def rank(self, request: Request) -> tuple[int, ...]:
-        """Whose turn it is among tenants' first requests: the smallest one's."""
+        """Return the sort key among tenants' first requests; the smallest is served next."""
         priority, *arrival = request.queue_key
         return (priority, *self._tenants.rank(request.options.share), *arrival)
 
     def start(self, request: Request) -> None:
-        """Takes out a request that is started."""
+        """Remove a request because it is started."""
         self._queues[request.options.share].start(request)
         self._drop_empty(request.options.share)
 
     def remove(self, request: Request) -> None:
-        """Takes a request out, wherever it stands."""
+        """Remove a request at any place."""
         self._queues[request.options.share].remove(request)
         self._drop_empty(request.options.share)
 

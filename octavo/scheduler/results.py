@@ -7,8 +7,10 @@ from octavo.request import Request, RequestStatus
 
 
 def check_stop(request: Request, tokens: list[int]) -> tuple[RequestStatus | None, int]:
-    """Return the status with which new tokens end a request (None: it goes on), and how many of
-    the tokens belong to its output."""
+    """Return the status with which new tokens end a request, and their number in its output.
+
+    The status is None if the request continues.
+    """
     num_output = request.num_output_tokens
     for count, token in enumerate(tokens, 1):
         if token in request.stop_token_ids:
@@ -23,14 +25,14 @@ def check_stop(request: Request, tokens: list[int]) -> tuple[RequestStatus | Non
 
 
 def take_prompt_logprobs(request: Request, start: int, rows: LogprobsLists) -> LogprobsLists | None:
-    """Return the prompt logprobs that were not returned yet; None if there are none.
+    """Return the prompt logprobs that were not returned yet, or None.
 
     A preempted request computes earlier ones again.
 
     Args:
-        request: a request whose prompt the step computed from `start`.
+        request: a request with prompt positions in the step.
         start: first position of the step.
-        rows: the first one is for position `start` + 1.
+        rows: logprobs; the first row is for position `start` + 1.
     """
     known = max(0, request.num_prompt_logprobs - start)
     if known >= rows.num_rows:

@@ -4,12 +4,12 @@ There is no prefill phase and no decode phase. Each request's `num_computed_toke
 its tokens (drafts to verify included) within one token budget per step. That alone gives continuous
 batching, chunked prefill, prefix hits, speculation and recovery after preemption.
 
-Steps may be scheduled before the results of earlier ones are known (async scheduling). The tokens
-that these will sample count as placeholders: they have positions and slots, but no ids here. The
-worker executes steps in order and has the ids when it needs them. It also has the drafts; here a
-request only gets places for them. While these are in flight, the number of drafts and of right
-ones is unknown: the request is scheduled as if each place brought a token, so that it has enough
-slots in any case. The worker computes from the true position, and the result corrects the counts.
+The scheduler may schedule a step before it knows the results of earlier steps (async scheduling).
+The tokens that earlier steps will sample are placeholders: they have positions and slots, but no
+ids here. The worker executes steps in order, so it knows the ids in time. It also holds the drafts;
+the scheduler only reserves places for them. The numbers of proposed and accepted drafts are unknown
+during the step. So the scheduler assumes one token for each place, which reserves enough slots in
+any case. The worker computes from the true position, and the result corrects the counts.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from octavo.system.clock import now
 class Scheduler:
     """Choice of the requests that run, and their records from arrival to end.
 
-    The running requests are kept in the order of service. Requests are scheduled in that order,
-    and the last one is preempted if blocks run out. Thus a preempted request is not in the same
-    step yet, and the first one always makes progress.
+    The running requests are sorted and scheduled in the order of service. The last one is preempted
+    if blocks run out. Thus a preempted request is not in the same step yet, and the first request
+    always makes progress.
 
     For each `schedule()` the caller must call `update_from_output` (or `fail_step`), in the same
     order, with an empty `ModelRunnerOutput` if the step had nothing to compute.
@@ -65,7 +65,7 @@ class Scheduler:
         max_model_len: most tokens of a request, prompt and output.
         max_num_batched_tokens: token budget of a step.
         enable_caching: True to keep KV blocks of known prefixes after their last use.
-        num_speculative_tokens: most drafts of a request in a step, beside those of grammars.
+        num_speculative_tokens: most drafts of a request in a step, not counting those of grammars.
         max_num_drafts: most drafts of all requests in a step.
         num_stages: steps that are computed at the same time (pipeline parallelism).
         clock: returns the time in seconds, as in requests' `deadline`.
@@ -130,9 +130,9 @@ class Scheduler:
         """Accept a request; hold it until `set_ready` if its status is a wait.
 
         Raises:
-            ContextLengthError: it could never be served; see `check_fits`.
-            RequestError: its id is in use, its prompt is empty, its output is complete, or it has
-                parameters that the KV connector refuses.
+            ContextLengthError: the request can never run; see `check_fits`.
+            RequestError: its id is in use, its prompt is empty, its output is complete, or the KV
+                connector rejects its parameters.
         """
         if request.request_id in self.requests:
             raise RequestError(f"Request id {request.request_id!r} is in use.", "request_id")
@@ -145,7 +145,7 @@ class Scheduler:
             num_usable_blocks=self.kv_cache_manager.pool.num_usable_blocks,
         )
         self._check_transfer(request)
-        # The context is one more limit on the output; from here on there is one.
+        # The context also limits the output. Later code needs only `max_tokens`.
         request.max_tokens = min(request.max_tokens, self.max_model_len - request.num_prompt_tokens)
         request.queue_key = self._arrivals.next_key(request)
         self.requests[request.request_id] = request
@@ -163,9 +163,9 @@ class Scheduler:
         """Hold all requests that arrive until `resume`.
 
         Args:
-            mode: effect on unfinished requests. abort: they end, as their last outputs say. keep:
-                they are held, too, and continue later from their tokens; no step may be in flight.
-                wait: they continue.
+            mode: effect on unfinished requests. abort: end them with a last output. keep: hold
+                them, too, and continue them later from their tokens; no step may be in flight.
+                wait: let them continue.
         """
         self.paused = True
         if mode == "abort":
@@ -188,7 +188,7 @@ class Scheduler:
                 self.set_ready(request.request_id)
 
     def hold(self, request_id: str, status: RequestStatus) -> None:
-        """Take a waiting request out of the queue until `set_ready`.
+        """Remove a waiting request from the queue until `set_ready`.
 
         Args:
             request_id: a request that waits.
@@ -212,7 +212,7 @@ class Scheduler:
             self.waiting.push(self._held.release(request_id))
 
     def fail_request(self, request_id: str, message: str, error_kind: str = "RequestError") -> None:
-        """End a request, in any state, with an error, which is among the next outputs.
+        """End a request in any state; the next outputs contain the error.
 
         Args:
             request_id: the request; ignored if it has finished.
@@ -225,9 +225,9 @@ class Scheduler:
             self._drop_finished_from_running()
 
     def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> None:
-        """End requests, in any state and without outputs; ignore ids of finished ones.
+        """End requests in any state, without outputs; ignore ids of finished ones.
 
-        Results of steps in flight are dropped for them.
+        The results of steps in flight are dropped for these requests.
         """
         assert status.finished, status
         for request_id in request_ids:
@@ -283,7 +283,7 @@ class Scheduler:
         step is in the cache, and other requests rely on it.
 
         Returns:
-            The news of each request, in batch order.
+            The new outputs, in batch order.
         """
         outputs, step = self._end_step(scheduler_output)
         if step is None:
@@ -352,7 +352,7 @@ class Scheduler:
     def has_requests(self) -> bool:
         """Return True if there is anything to schedule, to send to the worker or to return.
 
-        A held request is nothing to schedule before its deadline.
+        A held request does not count before its deadline.
         """
         return bool(
             len(self.requests) > len(self._held)
@@ -363,7 +363,7 @@ class Scheduler:
 
     @property
     def has_connector(self) -> bool:
-        """True if there is a KV connector."""
+        """True if the scheduler has a KV connector."""
         return self._connector is not None
 
     @property
@@ -378,7 +378,7 @@ class Scheduler:
 
     @property
     def next_held_deadline(self) -> float:
-        """The earliest deadline of a held request, infinite if there is none."""
+        """The earliest deadline of a held request; infinite without deadlines."""
         return self._held.next_deadline
 
     def reset_prefix_cache(
@@ -387,12 +387,12 @@ class Scheduler:
         """Forget all known prefixes.
 
         Args:
-            reset_running_requests: True to take the blocks of running requests, which start again;
+            reset_running_requests: True to free the blocks of running requests, which start again;
                 no step may be in flight.
             reset_connector: True to reset the KV connector's cache, too.
 
         Returns:
-            False if a request has blocks, so that all prefixes stay known, or if the connector
+            False if all prefixes stay known because a request has blocks, or if the connector
             cannot be reset.
         """
         if reset_running_requests:
@@ -427,15 +427,15 @@ class Scheduler:
         )
 
     def shutdown(self) -> None:
-        """Free the KV connector's resources. May be called twice."""
+        """Free the KV connector's resources. A second call is harmless."""
         if self._connector is not None:
             self._connector.shutdown()
 
     def check_integrity(self) -> None:
-        """Check that the books of scheduler and KV cache agree. O(requests + blocks).
+        """Check that the state of scheduler and KV cache is consistent. O(requests + blocks).
 
         Raises:
-            AssertionError: with the contradiction.
+            AssertionError: the state is inconsistent; the message names the error.
         """
         others = [*self.waiting, *self._held.values()]
         most = self.config.max_num_seqs
@@ -443,7 +443,7 @@ class Scheduler:
         self.kv_cache_manager.check_integrity(self.running)
 
     def _check_transfer(self, request: Request) -> None:
-        """Raise `RequestError` if the KV connector refuses a request's parameters."""
+        """Raise `RequestError` if the KV connector rejects a request's parameters."""
         if self._connector is not None:
             self._connector.check_request(request)
         elif request.options.kv_transfer_params is not None:
@@ -476,7 +476,7 @@ class Scheduler:
         prefills: list[Request] = []
         allocate_slots = self.kv_cache_manager.allocate_slots
         may_overtake = self.config.scheduling_policy == "priority"
-        # Every stage gets its share of the requests that decode.
+        # Divide the decoding requests among the stages.
         seats = -(-len(running) // self.num_stages)
         i = 0
         while i < len(running) and step.budget:
@@ -533,9 +533,9 @@ class Scheduler:
     def _share_prefill(self, step: ScheduledStep, now: float, prefills: list[Request]) -> None:
         """Share the budget among prompts of several tenants, running or waiting, by their counters.
 
-        No request is preempted for that. If there are no blocks for a running one, the next step
-        respects only the order of service, so that the first of the running requests never waits
-        longer than a step for blocks that it could take from others.
+        This preempts no request. If a running request finds no free blocks, the next step respects
+        only the order of service. So the first running request waits at most one step for blocks
+        that preempting other requests would free.
 
         Args:
             step: the step being scheduled.
@@ -571,7 +571,7 @@ class Scheduler:
         """
         request = self.waiting.peek()
         if request.num_output_placeholders:
-            # It was preempted, and steps in flight sample tokens for it.
+            # The request was preempted, and steps in flight sample tokens for it.
             return self._note_wait(request, WaitReason.IN_FLIGHT)
         manager, options = self.kv_cache_manager, request.options
         if manager.waits_for_leader(request):
@@ -702,7 +702,7 @@ class Scheduler:
         return outputs, step
 
     def _note_success(self, step: ScheduledStep, result: ModelRunnerOutput) -> None:
-        """Count a step, and learn from its time."""
+        """Count a step and record its time."""
         self._num_steps += 1
         self._num_scheduled_tokens += step.output.total_num_scheduled_tokens
         now = self._clock()
@@ -718,9 +718,9 @@ class Scheduler:
         sampled: dict[str, list[int]],
         result: ModelRunnerOutput,
     ) -> EngineCoreOutput | None:
-        """Apply a step's result to an entry of the step; return the news, None if there are none.
+        """Apply a step's result to an entry of the step; return the new output, or None.
 
-        This is one call per request and step: what few requests need is in functions of its own.
+        This runs once per request and step: code that few requests need is in other functions.
         """
         req_id = request.request_id
         tokens: list[int] = []
@@ -731,7 +731,7 @@ class Scheduler:
             request.num_output_placeholders -= num_sampled
             request.num_spec_in_flight -= num_sampled - 1
             if request.status == RequestStatus.RUNNING:  # a preempted request starts again
-                # Places without a right draft bring nothing.
+                # Places without an accepted draft add no token.
                 request.num_computed_tokens -= num_sampled - len(tokens)
             if result.num_draft_tokens and req_id in result.num_draft_tokens:
                 self.drafting.count(result.num_draft_tokens[req_id], len(tokens) - 1)

@@ -1,10 +1,9 @@
-"""The drafts of each step: how many are worth their while, and what they brought.
+"""Number of drafts of each step, and counters of drafts.
 
-A draft that is verified in vain costs a row of the step, and the time of whoever drafted it. What
-that comes to depends on the machine, the model, how many requests share the step and what they
-write, so it is measured as the engine runs: how long steps take, and how often the draft at each
-place is right. The number of drafts is the one that promises the most tokens per second, and none
-if drafts do not pay. Answers do not depend on it.
+A rejected draft costs a row of the step and the time to draft it. That cost depends on the machine,
+the model, the number of requests in the step and their text. So the running engine measures the
+time of steps and the acceptance rate of the draft at each place. It uses the number of drafts with
+the most expected tokens per second, or no drafts if they do not pay. Answers do not depend on it.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ logger = logging.getLogger(__name__)
 _LOG_INTERVAL = 60.0
 # Weight of the newest step's time, and of each draft, in the running means.
 _WEIGHT = 1 / 16
-# Before anything is known a draft is right that often, if the one before it was.
+# Assumed acceptance rate of a draft after an accepted one, before any measurement.
 _FIRST_GUESS = 0.7
-# Drafts must promise that much more than none: the means are not exact.
+# Least ratio of the expected speeds with and without drafts for drafting: the means are not exact.
 _GAIN = 1.05
-# Steps between two looks at what is best, and steps of a look at what may have become better.
+# Steps between two choices of the best number, and steps of a probe of another number.
 _STEPS_BETWEEN = 16
 _STEPS_OF_PROBE = 3
-# After a look that found nothing better the next one comes later, at most that many steps.
+# Steps until the next probe: after a change, and the most. The pause doubles without a change.
 _FIRST_PAUSE, _LONGEST_PAUSE = 64, 512
 
 
@@ -38,7 +37,7 @@ class Drafting:
     """Places for drafts in the steps of a scheduler, and counters of drafts.
 
     Args:
-        num_speculative_tokens: most drafts of a request in a step, beside those of grammars.
+        num_speculative_tokens: most drafts of a request in a step, not counting those of grammars.
         max_num_drafts: most drafts of all requests in a step.
     """
 
@@ -51,8 +50,10 @@ class Drafting:
         self._logged_pause, self._next_log = False, -math.inf
 
     def choose(self, num_running: int, now: float) -> int:
-        """Return the most drafts of a request in the next step; log if drafting stops or goes on,
-        but not more often than is readable."""
+        """Return the most drafts of a request in the next step.
+
+        Log pauses and resumptions of drafting, but at most once a minute.
+        """
         lengths = self.lengths
         if not lengths.most:
             return 0
@@ -66,13 +67,13 @@ class Drafting:
     def forced_per_request(self, num_running: int) -> int:
         """Return the most drafts of a request's grammar in a step.
 
-        They save steps, but with many requests they would make the steps longer: there are none
-        unless all requests could have them.
+        They save steps, but with many requests they would make the steps longer. The result is 0
+        if not all requests could have the most drafts of a grammar.
         """
         return MAX_FORCED if num_running * MAX_FORCED <= self.max_num_drafts else 0
 
     def learn(self, step: ScheduledStep, result: ModelRunnerOutput, now: float) -> None:
-        """Learn from a step what drafts cost and bring, if it has no other work."""
+        """Measure the cost and gain of drafts in a step, if it has no other work."""
         if not self.lengths.most:
             return
         # The step began when it was scheduled, or when the step before it ended.
@@ -98,23 +99,22 @@ class Drafting:
 
 
 class DraftLengths:
-    """Chooses the number of drafts of a request in a step.
+    """Chooser of the number of drafts of a request in a step.
 
     Args:
-        most: no more than these.
+        most: the largest number.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
         self._accepted = [_FIRST_GUESS ** (i + 1) for i in range(most)]
-        """For each place: how often the draft there was right, of those times that there was one.
-        (One behind a wrong draft is wrong.)"""
+        """Acceptance rate of the drafts at each place. (A draft after a wrong one is wrong.)"""
         self._loads: dict[int, _Load] = {}
         self.paused = False
-        """Whether drafts do not pay at the present load: there are none, but for short looks."""
+        """True if drafts do not pay at the current load; only short probes use drafts."""
 
     def choose(self, num_reqs: int) -> int:
-        """Return the most drafts for each of so many running requests."""
+        """Return the most drafts of each request if `num_reqs` requests run."""
         load = self._load(num_reqs)
         load.steps_left -= 1
         if load.steps_left < 0:
@@ -124,33 +124,33 @@ class DraftLengths:
         return load.current
 
     def record(self, seconds: float, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Takes in a step of decoding requests only.
+        """Record the measurements of a step that contains only decoding requests.
 
         Args:
-            seconds: that the step took.
-            drafted: for each request how many drafts it had: a method need not find any.
-            accepted: for each request how many of them were right.
+            seconds: the duration of the step.
+            drafted: each request's number of drafts; a method may find none.
+            accepted: each request's number of accepted drafts.
         """
         for place in range(self.most):
             if count := sum(n > place for n in drafted):
                 share = sum(n > place for n in accepted) / count
                 weight = 1 - (1 - _WEIGHT) ** count
                 self._accepted[place] += weight * (share - self._accepted[place])
-            elif place and any(drafted):  # not seen: it goes on as it went up to there
+            elif place and any(drafted):  # not measured: extrapolate from the earlier places
                 earlier = self._accepted[place - 2] if place > 1 else 1.0
                 self._accepted[place] = self._accepted[place - 1] ** 2 / max(earlier, 1e-9)
         num_drafts = round(sum(drafted) / len(drafted))
         self._load(len(drafted)).record(num_drafts, max(seconds, 1e-9))
 
     def _load(self, num_reqs: int) -> _Load:
-        """Loads are told apart up to a factor of two."""
+        """Return the measurements of this load; loads within a power of two share them."""
         return self._loads.setdefault(num_reqs.bit_length(), _Load())
 
     def _look(self, load: _Load) -> None:
-        """Chooses anew: the best, or now and then one beside it, so that it gets measured.
+        """Choose the best number again, or sometimes probe a neighbouring number to measure it.
 
-        A load begins without drafts, and goes up as long as that is better: where many requests
-        share a step, many drafts would make it several times as long.
+        A load starts without drafts, and the number rises while that is better: with many requests
+        in a step, many drafts would make it several times longer.
         """
         most_tried = max(load.tried, default=-1)
         best = max(range(max(most_tried, 0) + 1), key=lambda k: self._promise(load, k))
@@ -163,7 +163,7 @@ class DraftLengths:
         elif load.until_probe < 0:
             load.pause = min(load.pause * 2, _LONGEST_PAUSE) if best == load.best else _FIRST_PAUSE
             load.until_probe = load.pause // _STEPS_BETWEEN
-            # One more and one fewer by turns: what was measured long ago may have changed.
+            # Alternate between one more and one fewer: old measurements may be out of date.
             load.downwards = best > 0 and not (load.downwards and best < self.most)
             load.current = best - 1 if load.downwards else best + 1
         else:
@@ -174,16 +174,16 @@ class DraftLengths:
         load.steps_left = (_STEPS_BETWEEN if load.current == best else _STEPS_OF_PROBE) - 1
 
     def _promise(self, load: _Load, num_drafts: int) -> float:
-        """Tokens per second of a request."""
+        """Return the expected tokens per second of a request."""
         return (1 + sum(self._accepted[:num_drafts])) / load.estimate(num_drafts)
 
 
 class _Load:
-    """What is known of steps with about so many requests."""
+    """Measurements of the steps with a similar number of requests."""
 
     def __init__(self) -> None:
         self.seconds: dict[int, float] = {}
-        """Of a step, by the number of drafts of each request."""
+        """Seconds of a step, by the number of drafts of each request."""
         self.tried: set[int] = set()
         self._counts: dict[int, int] = {}
         self.current = self.best = 0
@@ -193,16 +193,16 @@ class _Load:
         self.until_probe = _FIRST_PAUSE // _STEPS_BETWEEN
 
     def record(self, num_drafts: int, seconds: float) -> None:
-        """Takes in a step's time: the least of a look's steps, then into a running mean."""
+        """Record a step's time: the least of the first few, later a running mean."""
         count = self._counts[num_drafts] = self._counts.get(num_drafts, 0) + 1
         mean = self.seconds.setdefault(num_drafts, seconds)
-        if count <= _STEPS_OF_PROBE:  # in the first one a draft model catches up with the prompts
+        if count <= _STEPS_OF_PROBE:  # the first step is slow: a draft model computes the prompts
             self.seconds[num_drafts] = min(seconds, mean)
-        else:  # of a step that was held up twice the mean counts
+        else:  # limit the weight of a delayed step to twice the mean
             self.seconds[num_drafts] += _WEIGHT * (min(seconds, 2 * mean) - mean)
 
     def estimate(self, num_drafts: int) -> float:
-        """Seconds of a step: what was measured, or what lies between or beside that."""
+        """Return the seconds of a step: measured, interpolated, or those of the nearest number."""
         known = self.seconds
         if num_drafts in known:
             return known[num_drafts]

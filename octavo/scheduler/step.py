@@ -1,4 +1,4 @@
-"""A step of the scheduler, from its first request until its result."""
+"""A step of the scheduler, from its first request to its result."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class ScheduledStep:
 
     output: SchedulerOutput
     budget: int
-    """Tokens that may still be added."""
+    """Number of tokens that may still be added."""
     draft_budget: int
-    """Places for drafts that may still be added."""
+    """Number of places for drafts that may still be added."""
     drafts_per_request: int
     forced_per_request: int
     """Most drafts of a request's grammar; see `Drafting.forced_per_request`."""
@@ -30,7 +30,7 @@ class ScheduledStep:
     """Requests that would delay the step: another stage must sample their last tokens first."""
 
     def drop(self) -> None:
-        """Remove all requests from a step whose result is not valid."""
+        """Remove all requests, since the step's result is not valid."""
         for request, _, num_sampled in self.entries:
             if num_sampled:
                 request.num_output_placeholders -= num_sampled

@@ -1,7 +1,7 @@
 """Engine's side of the grammar processes: start, message and kill them.
 
-`process.py` is the other side and explains the design. A `GrammarHelper` is the process that has
-loaded one grammar library. It forks a `GrammarProcess` for each grammar of each tenant.
+`process.py` is the processes' side and explains the design. A `GrammarHelper` is the process that
+has loaded one grammar library. It forks a `GrammarProcess` for each grammar of each tenant.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Fed(msgspec.Struct, tag=True):
 
     key: int
     num_accepted: int
-    """Accepted tokens."""
+    """Number of accepted tokens."""
     error: str | None = None
 
 
@@ -148,7 +148,7 @@ class GrammarProcess:
         self._first_nbytes = private_memory(pid)
 
     def __del__(self) -> None:
-        # Two threads use the sockets, and neither knows whether the other one has finished.
+        # Two threads use the sockets; each may still use its socket when the other has finished.
         self.jobs.close()
         self.steps.close()
 
@@ -233,7 +233,7 @@ class GrammarHelper:
         """Return a new process, which waits for a grammar.
 
         Args:
-            tenant: the tenant whose requests may use it.
+            tenant: the only tenant with requests that may use it.
 
         Raises:
             OSError: the helper has ended, or the system cannot start another process.
@@ -274,7 +274,7 @@ class GrammarHelper:
         broken, self._broken = self._broken, True
         data = None if broken else _receive_exactly(self.socket, _LENGTH_BYTES)
         if data is None:
-            raise ConnectionError("the grammar helper is gone")
+            raise ConnectionError("the grammar helper has ended")
         self._broken = False
         return int.from_bytes(data, "little", signed=True)
 

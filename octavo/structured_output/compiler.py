@@ -1,4 +1,4 @@
-"""Compile grammars in processes, fairly between tenants and within limits.
+"""Compilation of grammars in processes, fairly between tenants and within limits.
 
 Each grammar is compiled in its own process. A small grammar then moves to the process that holds
 its tenant's small grammars, since each process costs time in every step. If a small grammar later
@@ -105,7 +105,7 @@ StartHelper = Callable[[str], GrammarHelper]
 
 @dataclass(slots=True, eq=False)
 class _Compile:
-    """Grammar that is to be compiled."""
+    """Grammar to compile."""
 
     key: Key
     is_wanted: Callable[[], bool]
@@ -150,7 +150,7 @@ class Ready:
 
     key: Key
     result: Placed | RequestError | None
-    """None if no request waited for it any more."""
+    """Compiled grammar or error; None if no request waited for it any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class FeedResult:
 
     process: GrammarProcess
     fed: Fed | None
-    """None if the process has ended."""
+    """Answer of the process; None if the process has ended."""
 
 
 class GrammarCompiler:

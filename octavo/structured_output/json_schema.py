@@ -60,7 +60,7 @@ def parse_choices(text: str) -> list[str]:
     """Return the texts of a JSON list.
 
     Raises:
-        GrammarError: the text is not a list, or the list is empty or holds other values than texts.
+        GrammarError: the text is not a list, or the list is empty or contains a non-text value.
     """
     choices = parse_json(text)
     if not isinstance(choices, list) or not choices:

@@ -1,7 +1,7 @@
 """Bounds on the size of a grammar, checked before a library reads it.
 
 Grammar processes have limits of time and memory (`compiler.py`), but a grammar that reaches them
-has used seconds of a processor already. Counting finds most such grammars in milliseconds. The
+has already used seconds of a processor. Counting finds most of those grammars in milliseconds. The
 bounds were measured with both libraries; grammars for real use are far below them.
 
 Texts are split into tokens and not parsed, so the counts of invalid grammars may be wrong.
@@ -20,35 +20,37 @@ from octavo.structured_output.base import is_ebnf
 from octavo.structured_output.json_schema import parse_choices, parse_json
 
 MAX_TOKENS = 20_000
-"""Texts, classes, names, groups, repetitions and alternatives of a grammar or of all patterns."""
+"""Maximum number of texts, classes, names, groups, repetitions and alternatives of a grammar or of
+all patterns."""
 MAX_EXPANDED = 2**18
-"""Characters, classes and names of a grammar or of all patterns, each times its repetitions."""
+"""Maximum number of characters, classes and names of a grammar or of all patterns, each times its
+repetitions."""
 MAX_OPTIONAL = 64
-"""Optional parts in a row; the work grows faster than their square."""
+"""Maximum number of optional parts in a row; the work grows faster than their square."""
 MAX_CLASS_WEIGHT = 500_000
-"""Characters of all classes, each times the repetitions of its class; more for long classes."""
+"""Maximum weight of all classes: their characters times their repetitions; more if long."""
 MAX_RULES = 2_000
-"""Rules of a grammar; this also bounds a chain of rules."""
+"""Maximum number of rules of a grammar; this also bounds a chain of rules."""
 MAX_LITERALS = 2**18
-"""Characters of all choices, of all values in enum and const, or of all tags."""
+"""Maximum number of characters of all choices, of all values in enum and const, or of all tags."""
 MAX_VALUES = 30_000
-"""Choices, or values in all enum and const."""
+"""Maximum number of choices, or of values in all enum and const."""
 MAX_SCHEMAS = 8_000
-"""Schemas inside of a schema."""
+"""Maximum number of schemas inside of a schema."""
 MAX_PROPERTIES = 5_000
-"""Properties of one object."""
+"""Maximum number of properties of one object."""
 MAX_REQUIRED = 10_000
-"""Required names in all objects."""
+"""Maximum number of required names in all objects."""
 MAX_BRANCHES = 2_000
-"""Branches in one anyOf, oneOf or allOf."""
+"""Maximum number of branches in one anyOf, oneOf or allOf."""
 MAX_BRANCH_NAMES = 50_000
-"""Branches in a oneOf, times the required names of all branches."""
+"""Maximum product of a oneOf's branches and the required names of all branches."""
 MAX_REFERENCES = 200
-"""References in a row that point only to the next one."""
+"""Maximum number of references in a row that point only to the next one."""
 MAX_PATTERNS = 1_000
-"""Patterns in a schema."""
+"""Maximum number of patterns in a schema."""
 MAX_TAGS = 500
-"""Tags or triggers of a structural tag."""
+"""Maximum number of tags or triggers of a structural tag."""
 
 # A class of this length weighs twice its characters; longer ones weigh more.
 _CLASS_CHARS = 700

@@ -250,7 +250,7 @@ def _mend(root: Any) -> None:
 
     The library reads names of additional properties with any escape, so "\\u0061" would pass as a
     name other than "a". It spells names that match a pattern in one way only, and "" matches all
-    names. Combined schemas need the pattern in one place only; the library takes two for
+    names. Combined schemas need the pattern in one place only; the library considers two patterns
     contradictory.
     """
     parts = {id(schema) for schema in combined(root)}

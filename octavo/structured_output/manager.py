@@ -100,7 +100,7 @@ class StructuredOutputManager:
         start_helper: starts the helper process of a backend.
         backends: names of the backends, in order of preference.
         vocab_size: width of the logits.
-        wake: called, on another thread, when `take_finished` has something.
+        wake: called, on another thread, when `take_finished` has results.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class StructuredOutputManager:
         return output, {job.request: job.error for job in jobs if job.error is not None}
 
     def shutdown(self) -> None:
-        """End all grammar processes. It may be called twice."""
+        """End all grammar processes. A second call is harmless."""
         if self._compiler is not None:
             self._compiler.shutdown()
         self._compiler = None
@@ -247,7 +247,7 @@ class StructuredOutputManager:
             return
         if isinstance(result.result, Placed):
             self._ready[result.key] = result.result
-        # Requests that arrived after the compiler had given up begin again.
+        # Requests that arrived after the compiler had cancelled the grammar start again.
         for request in waiting:
             if not request.status.finished and self._join(request, result.key):
                 self._found.append((request, None))

@@ -5,10 +5,10 @@ minutes, use all memory, or crash, and no call into them can be interrupted. So 
 of Octavo loads one.
 
 The helper (`main`) loads one library and the tokenizer, which takes at most a second. Then it only
-forks: in about 3 ms a new process has all of it, and shares its memory until one of them writes.
+forks: in about 3 ms a new process has both, and shares their memory until one of the two writes.
 The new process limits its memory, compiles one grammar, and then matches it for the requests of one
 tenant (`GrammarServer`). So the engine can kill a slow or large process, and only requests with
-that grammar of that tenant are affected. `client.py` is the other side.
+that grammar of that tenant are affected. `client.py` is the engine's side.
 
 A process reads two sockets. `jobs` carries the grammar, and later the requests that already have
 output. Such output is fed in small pieces, because the engine waits for bitmasks on `steps`, which
@@ -224,7 +224,7 @@ class GrammarServer:
         """Match an allowed text, as steps would.
 
         Raises:
-            GrammarError: steps would have to wait too long.
+            GrammarError: steps would wait too long.
             Exception: any error of the library.
         """
         row = np.zeros(self._num_words, np.int32)

@@ -18,7 +18,7 @@ from octavo.errors import GrammarError
 _LAST = 0x10FFFF
 _SURROGATES = (0xD800, 0xDFFF)
 Ranges = tuple[tuple[int, int], ...]
-"""Code points, as the first and last ones of ranges."""
+"""Ranges of code points, each with its first and last one."""
 
 
 def _complement(ranges: Iterable[tuple[int, int]]) -> Ranges:
@@ -49,7 +49,7 @@ _LOW_SURROGATE = re.compile(r"\\u([dD][c-fC-F][0-9a-fA-F]{2})")
 
 @dataclass(frozen=True)
 class Set:
-    """One character out of a set."""
+    """Set that matches one character."""
 
     parts: tuple[tuple[int, int] | str, ...]
     """Ranges; names of sets (D, W, S) and properties (`p{L}`)."""

@@ -1,7 +1,7 @@
 """Check that xgrammar supports each keyword of a JSON schema; it ignores the rest silently.
 
-The check allows combinations that are known to work, measured against a validator. It rejects all
-others, so that another backend gets the schema.
+The check accepts combinations that work, as measured against a validator. It rejects all others, so
+that another backend receives the schema.
 """
 
 from __future__ import annotations

@@ -643,7 +643,7 @@ def test_without_a_folder_a_profile_is_refused(run_shared):
 
 def test_an_unknown_utility_is_refused(run_shared):
     async def test(engine):
-        with pytest.raises(OctavoError, match="no utility method 'fly'"):
+        with pytest.raises(OctavoError, match="utility method 'fly' does not exist"):
             await engine._client.call_utility("fly")
 
     run_shared(test)

@@ -630,7 +630,7 @@ def test_a_prompt_may_name_its_scope():
     for prompt in ({"prompt": "a", "cache_salt": 5}, {"prompt": "a", "cache_salt": "x" * 1025}):
         with pytest.raises(RequestError, match="cache_salt"):
             salt(prompt)
-    with pytest.raises(RequestError, match="and they differ"):
+    with pytest.raises(RequestError, match="differ; set only one"):
         salt({"prompt": "a", "cache_salt": "mine"}, cache_salt="other")
 
 

@@ -506,7 +506,7 @@ class TestFinish:
         engine.run()
         check_tokens(engine, a)
         errors = [(engine.outputs[i][-1].error_kind, engine.outputs[i][-1].error) for i in "bcd"]
-        late = "The first token did not come in time."
+        late = "The first token did not arrive in time."
         assert errors == [
             ("FirstTokenError", late),
             ("DeadlineError", "The deadline passed after 0 output tokens."),

@@ -1,1 +1,1 @@
-"""Kinds of caches: the blocks that a request needs of each, and the shareable ones among them."""
+"""Kinds of caches, which determine the needed and the shareable blocks of a request."""

@@ -9,9 +9,9 @@ from collections.abc import Container, Sequence
 class SingleTypeKVCacheManager(ABC):
     """Rules of one kind of cache: the layout of a request's block table in such a group.
 
-    It holds neither blocks nor requests: the `KVCacheManager` does, and calls one of these objects
-    for each group. The methods defined here describe pages that are kept until the request ends:
-    entry i of the table is for the tokens `i * block_size` up to `(i + 1) * block_size`.
+    `KVCacheManager` holds blocks and requests, and calls one of these objects for each group. The
+    methods defined here describe pages that are kept until the request ends: entry i of the table
+    is for the tokens `i * block_size` up to `(i + 1) * block_size`.
 
     Args:
         block_size: tokens in a block.
@@ -26,8 +26,8 @@ class SingleTypeKVCacheManager(ABC):
     ) -> int:
         """Return the number of blocks in the longest known prefix that a request can start from.
 
-        A shorter prefix may be unusable; every longer one is. The request's table begins with the
-        prefix's blocks, one entry for each.
+        A shorter prefix may be unusable; every longer one is unusable. The request's table begins
+        with the prefix's blocks, one entry for each.
 
         Args:
             block_hashes: hashes of the prefixes to consider, one for each block of tokens.

@@ -1,4 +1,4 @@
-"""Full attention: every token sees all before it, so pages are kept until the request ends."""
+"""Full attention: a token sees all earlier tokens, so pages are kept until the request ends."""
 
 from __future__ import annotations
 

@@ -53,9 +53,9 @@ class StepRows:
 class LogitsProcessor(ABC):
     """Processor that keeps its part of the requests' parameters, by row, and changes their logits.
 
-    Its effect on a row must follow from the request's parameters and tokens alone, so that the
-    answer does not depend on other requests, and that a preempted request resumes unchanged. One
-    thread calls it.
+    Its effect on a row must follow from the request's parameters and tokens alone. Then the answer
+    does not depend on other requests, and a preempted request resumes unchanged. One thread calls
+    the methods.
 
     Args:
         max_num_rows: number of rows, numbered from 0, so that memory can be reserved by row.
@@ -63,8 +63,8 @@ class LogitsProcessor(ABC):
     """
 
     extra_args: frozenset[str] = frozenset()
-    """Keys of `SamplingParams.extra_args` of a plug-in; it only receives requests with one of
-    them."""
+    """Keys of `SamplingParams.extra_args` of a plug-in, which only receives requests with such a
+    key."""
     takes_all: bool = False
     """True if a plug-in receives every request, and with it all keys of `extra_args`."""
     needs_tokens: bool = False

@@ -24,7 +24,7 @@ _NOTHING_YET = -2
 class GrammarBitmask(LogitsProcessor):
     """Processor with the tokens that the grammars of some rows allow in one step.
 
-    It is made for the step, and passed with it.
+    It is created for one step.
 
     Args:
         at: int64 [G], rows of the logits, without duplicates.
