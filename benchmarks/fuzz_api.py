@@ -314,6 +314,10 @@ def requests(description: Json) -> st.SearchStrategy[Request]:
     return draw_request()
 
 
+# Routes that undo the effect of another one on all later requests.
+_UNDO = {"/sleep": "/wake_up", "/pause": "/resume"}
+
+
 # Judging answers
 
 
@@ -511,6 +515,9 @@ def fuzz(
         status, headers, body = send(request)
         statuses[status] += 1
         check(request, status, headers, body)
+        if status == 200 and request.operation in _UNDO:
+            undo = _UNDO[request.operation]
+            send(Request(undo, "POST", undo.encode(), (), b""))
 
     one()
     return statuses
