@@ -159,15 +159,15 @@ class P2PScheduler(OffloadingScheduler):
 
     @property
     def num_expired(self) -> int:
-        """See `KVConnectorScheduler`."""
+        """Number of requests whose blocks a peer did not fetch in time."""
         return self._num_expired
 
     def set_xfer_handshake_metadata(self, metadata: list[Any]) -> None:
-        """See `KVConnectorScheduler`."""
+        """Implement `KVConnectorScheduler`."""
         self._peers = [msgspec.convert(it, PeerAddress) for it in metadata]
 
     def check_request(self, request: Request) -> None:
-        """See `KVConnectorScheduler`."""
+        """Implement `KVConnectorScheduler`."""
         offer = read_offer(request)
         if offer is None:
             return
@@ -186,7 +186,7 @@ class P2PScheduler(OffloadingScheduler):
         return params is not None and bool(params.get("do_remote_decode"))
 
     def request_finished(self, request: Request) -> dict[str, Any] | None:
-        """See `KVConnectorScheduler`: keep the prompt's blocks for a peer."""
+        """Implement `KVConnectorScheduler`: keep the prompt's blocks for a peer."""
         if not self._saves_all(request) or not self.transfer_config.saves:
             return None
         size = self.layout.block_size
@@ -240,7 +240,7 @@ class P2PScheduler(OffloadingScheduler):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """See `KVConnectorScheduler`: blocks of a peer, or else those in memory here."""
+        """Implement `KVConnectorScheduler`: blocks of a peer, or else those in memory here."""
         here, _ = super().get_num_new_matched_tokens(request, num_computed_tokens)
         offer = read_offer(request)
         if offer is None or not offer.do_remote_prefill or not self.transfer_config.loads:
@@ -278,7 +278,7 @@ class P2PScheduler(OffloadingScheduler):
     def update_state_after_alloc(
         self, request: Request, block_ids: list[list[int]], num_external_tokens: int
     ) -> None:
-        """See `KVConnectorScheduler`."""
+        """Implement `KVConnectorScheduler`."""
         offer = self._offers.pop(request.request_id, None)
         if num_external_tokens == 0 and request.num_external_tokens is None:
             self._decline(request)
@@ -302,7 +302,7 @@ class P2PScheduler(OffloadingScheduler):
             self._fetched.append(Fetch(offer.remote_request_id, offer.remote_peers, []))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> P2PMetadata | None:
-        """See `KVConnectorScheduler`."""
+        """Implement `KVConnectorScheduler`."""
         if self._kept:
             self._expire()
         found = super().build_connector_meta(scheduler_output)
@@ -315,7 +315,7 @@ class P2PScheduler(OffloadingScheduler):
         return P2PMetadata(found.epoch, found.saves, found.loads, fetches, told)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """See `KVConnectorScheduler`: release the blocks that peers have fetched."""
+        """Implement `KVConnectorScheduler`: release the blocks that peers have fetched."""
         for request_id in output.finished_sending:
             self._release(request_id)
         for request_id in output.finished_recving:
@@ -350,11 +350,11 @@ class P2PWorker(OffloadingWorker):
         )
 
     def get_handshake_metadata(self) -> Any:
-        """See `KVConnectorWorker`."""
+        """Implement `KVConnectorWorker`."""
         return msgspec.to_builtins(self._server.address)
 
     def register_kv_caches(self, kv_caches: KVCaches) -> None:
-        """See `KVConnectorWorker`."""
+        """Implement `KVConnectorWorker`."""
         super().register_kv_caches(kv_caches)
         self._client = PeerClient(self._secret, kv_caches, self._timeout)
 
@@ -365,13 +365,13 @@ class P2PWorker(OffloadingWorker):
         self.notify()
 
     def get_finished(self) -> tuple[set[str], set[str]]:
-        """See `KVConnectorWorker`."""
+        """Implement `KVConnectorWorker`."""
         with self._lock:
             fetched, self._fetched = self._fetched, set()
         return fetched, self._loaded.take_finished()
 
     def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
-        """See `KVConnectorWorker`."""
+        """Implement `KVConnectorWorker`."""
         super().start_load_kv(metadata)
         assert isinstance(metadata, P2PMetadata)
         for req_id, wanted in metadata.fetches.items():
@@ -397,7 +397,7 @@ class P2PWorker(OffloadingWorker):
             return blocks
 
     def shutdown(self) -> None:
-        """See `KVConnectorWorker`: end all transfers."""
+        """Implement `KVConnectorWorker`: end all transfers."""
         self._fetchers.shutdown(cancel_futures=True)
         self._server.close()
         if self._client is not None:

@@ -120,7 +120,7 @@ class SharedStorageScheduler(KVConnectorScheduler):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """See `KVConnectorScheduler`."""
+        """Implement `KVConnectorScheduler`."""
         if not self.transfer_config.loads:
             return 0, True
         known = KnownBlocks.of_groups(self.layout, self._has)
@@ -133,7 +133,7 @@ class SharedStorageScheduler(KVConnectorScheduler):
     def update_state_after_alloc(
         self, request: Request, block_ids: list[list[int]], num_external_tokens: int
     ) -> None:
-        """See `KVConnectorScheduler`."""
+        """Implement `KVConnectorScheduler`."""
         if num_external_tokens == 0:
             self._tracker.start(request, block_ids)
             return
@@ -147,7 +147,7 @@ class SharedStorageScheduler(KVConnectorScheduler):
     def build_connector_meta(
         self, scheduler_output: SchedulerOutput
     ) -> SharedStorageMetadata | None:
-        """See `KVConnectorScheduler`."""
+        """Implement `KVConnectorScheduler`."""
         saves = [
             Block(block.group_id, block.block_id, block.block_hash)
             for block in self._tracker.full_blocks(scheduler_output)
@@ -162,11 +162,11 @@ class SharedStorageScheduler(KVConnectorScheduler):
         return not self._has((block.group_id, block.block_hash))
 
     def steps_failed(self) -> None:
-        """See `KVConnectorScheduler`."""
+        """Implement `KVConnectorScheduler`."""
         self._epoch += 1
 
     def reset_cache(self) -> bool:
-        """See `KVConnectorScheduler`; other engines use the folder, too."""
+        """Implement `KVConnectorScheduler`; other engines use the folder, too."""
         logger.warning("%s is shared and stays as it is; remove it to empty it", self._path)
         return False
 
@@ -207,12 +207,12 @@ class SharedStorageWorker(KVConnectorWorker):
 
     @classmethod
     def host_nbytes(cls, config: KVTransferConfig) -> int:
-        """See `KVConnectorWorker`."""
+        """Implement `KVConnectorWorker`."""
         settings = SharedStorageSettings.of(config)
         return settings.write_buffer_bytes if config.saves else 0
 
     def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
-        """See `KVConnectorWorker`."""
+        """Implement `KVConnectorWorker`."""
         assert isinstance(metadata, SharedStorageMetadata)
         self._metadata, self._saving, self._begun = metadata, None, []
         self._left = [] if metadata.epoch <= self._failed_epoch else metadata.saves
@@ -221,7 +221,7 @@ class SharedStorageWorker(KVConnectorWorker):
             self._loader.submit(self._loaded.run, req_id, block_ids, partial(self._copy, blocks))
 
     def step_failed(self) -> None:
-        """See `KVConnectorWorker`: saves are invalid until the scheduler knows of the failure."""
+        """Note the failure: saves are invalid until the scheduler knows of it."""
         self._failed_epoch = self._metadata.epoch
         for _, slot in self._begun:
             self._free.put(slot)
@@ -229,14 +229,14 @@ class SharedStorageWorker(KVConnectorWorker):
     # Saving
 
     def save_kv_layer(self, layer: int) -> None:
-        """See `KVConnectorWorker`: copy a layer of the blocks that there is room for."""
+        """Implement `KVConnectorWorker`: copy a layer of the blocks that there is room for."""
         if self._saving is None:
             self._begun = self._take_places(0.0)
             self._saving = self.kv_caches.saving(self._copies(self._begun))
         self._saving.save_layer(layer)
 
     def wait_for_save(self) -> None:
-        """See `KVConnectorWorker`: start to write, and copy the other blocks.
+        """Implement `KVConnectorWorker`: start to write, and copy the other blocks.
 
         Blocks that there is no room for within a second are dropped.
         """
@@ -342,11 +342,11 @@ class SharedStorageWorker(KVConnectorWorker):
         return part, damaged
 
     def get_finished(self) -> tuple[set[str], set[str]]:
-        """See `KVConnectorWorker`."""
+        """Implement `KVConnectorWorker`."""
         return set(), self._loaded.take_finished()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """See `KVConnectorWorker`."""
+        """Implement `KVConnectorWorker`."""
         return self._loaded.take_damaged()
 
     def shutdown(self) -> None:
