@@ -1,11 +1,10 @@
-"""`P2PConnector`: an engine generates after a prompt that another engine has computed.
+"""`P2PConnector`: one engine computes a prompt, another engine generates its answer.
 
 The first engine keeps the prompt's blocks in memory (as `OffloadingConnector` does) until the
 second one has fetched them, or until a timeout. Its answer contains their addresses
 (`kv_transfer_params`, as in vLLM), signed with the cluster's key; an engine that receives these
 with a request fetches the blocks: on the same host from the first engine's memory, otherwise over
-TCP, encrypted (CurveZMQ).
-Blocks that do not arrive, or are damaged, are computed.
+TCP, encrypted (CurveZMQ). The engine computes blocks that do not arrive or are damaged.
 """
 
 from __future__ import annotations
@@ -50,16 +49,16 @@ _Seconds = Annotated[float, Meta(gt=0, le=86400)]
 
 
 class P2PSettings(OffloadingSettings, frozen=True, kw_only=True):
-    """`kv_connector_extra_config`, beside that of `OffloadingConnector`."""
+    """`kv_connector_extra_config`, in addition to that of `OffloadingConnector`."""
 
     host: str = "127.0.0.1"
-    """Address of this machine at which others fetch blocks."""
+    """Address of this machine from which peers fetch blocks."""
     port: _Port = 0
-    """Port of rank 0; rank i has the i-th one after it. 0: any that are free."""
+    """Port of rank 0; rank i uses port + i. 0: any free ports."""
     release_timeout: _Seconds = 120.0
-    """Seconds for which a prompt's blocks are kept for who is to fetch them."""
+    """Seconds for which a prompt's blocks are kept for a peer."""
     load_timeout: _Seconds = 20.0
-    """Seconds after which blocks that have not come are computed."""
+    """Seconds after which blocks that have not arrived are computed."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,22 +70,22 @@ class P2PSettings(OffloadingSettings, frozen=True, kw_only=True):
 
 
 class Fetch(msgspec.Struct, array_like=True):
-    """Blocks to be fetched from a peer."""
+    """Blocks to fetch from a peer."""
 
     request_id: str
-    """What the peer calls the request."""
+    """Request ID at the peer."""
     peers: list[PeerAddress]
-    """Of each rank."""
+    """Address of each rank."""
     blocks: list[tuple[int, int, int, bytes]]
-    """(group, block, place at the peer, hash)"""
+    """(group, block, slot at the peer, hash)"""
 
 
 class P2PMetadata(OffloadingMetadata):
-    """What workers do with a step."""
+    """Instructions for the workers in a step."""
 
     fetches: dict[str, Fetch] = msgspec.field(default_factory=dict)
     fetched: list[tuple[str, list[PeerAddress]]] = msgspec.field(default_factory=list)
-    """What all ranks have: to be told to those who keep it."""
+    """Requests that all ranks have fetched, and the peers that may release the blocks."""
 
 
 class _KeptPrompt(msgspec.Struct):
@@ -97,7 +96,7 @@ class _KeptPrompt(msgspec.Struct):
 
 
 class _Offer(msgspec.Struct, forbid_unknown_fields=True):
-    """`kv_transfer_params`; the first ones as vLLM calls them."""
+    """`kv_transfer_params`; the first names are vLLM's."""
 
     do_remote_prefill: bool = False
     do_remote_decode: bool = False
@@ -106,7 +105,7 @@ class _Offer(msgspec.Struct, forbid_unknown_fields=True):
     remote_host: str | None = None
     remote_port: int | None = None
     remote_block_ids: list[list[int]] = []
-    """Of each KV-cache group: the places of the prompt's blocks; -1: it is not there."""
+    """Slots of the prompt's blocks, for each KV-cache group; -1: the block is missing."""
     remote_layout: str = ""
     """`KVLayout.identity` in hex."""
     remote_peers: list[PeerAddress] = []
@@ -114,17 +113,17 @@ class _Offer(msgspec.Struct, forbid_unknown_fields=True):
     tp_size: int | None = None
 
     def sign(self, secret: bytes) -> str:
-        """What `signature` has to be."""
+        """Return the correct `signature`."""
         fields = msgspec.to_builtins(msgspec.structs.replace(self, signature=""))
         text = json.dumps(fields, sort_keys=True).encode()
         return hmac.new(secret, b"kv_transfer_params\0" + text, hashlib.sha256).hexdigest()
 
 
 def read_offer(request: Request) -> _Offer | None:
-    """A request's `kv_transfer_params`.
+    """Parse a request's `kv_transfer_params`.
 
     Raises:
-        RequestError: they are not such.
+        RequestError: the parameters are invalid.
     """
     if request.options.kv_transfer_params is None:
         return None
@@ -149,13 +148,13 @@ class P2PScheduler(OffloadingScheduler):
         self._num_expired = 0
         self._secret = cluster_secret(config.parallel.cluster_key_file)
         self._kept: dict[str, _KeptPrompt] = {}
-        """By the request's id, oldest first."""
+        """Kept prompts by request ID, oldest first."""
         self._fetches: dict[str, Fetch] = {}
-        """To be told to the workers."""
+        """Fetches for the next metadata."""
         self._fetching: dict[str, Fetch] = {}
         self._fetched: list[Fetch] = []
         self._offers: dict[str, _Offer] = {}
-        """Of requests that are asked about, or loaded."""
+        """Offers of requests that are being looked up or loaded."""
 
     @property
     def num_expired(self) -> int:
@@ -176,8 +175,8 @@ class P2PScheduler(OffloadingScheduler):
         ):
             raise RequestError(
                 "kv_transfer_params are not signed with this server's key; send what the prefill "
-                "server has answered, as it is, and give both servers the same "
-                "--cluster-key-file.",
+                "server has answered, as it is, and start both servers with the "
+                "same --cluster-key-file.",
                 "kv_transfer_params",
             )
 
@@ -234,7 +233,7 @@ class P2PScheduler(OffloadingScheduler):
         now = time.monotonic()
         for request_id in [i for i, kept in self._kept.items() if kept.until <= now]:
             self._num_expired += 1
-            logger.warning("nobody has fetched the KV blocks of request %s in time", request_id)
+            logger.warning("no peer has fetched the KV blocks of request %s in time", request_id)
             self._release(request_id)
 
     def get_num_new_matched_tokens(
@@ -255,7 +254,7 @@ class P2PScheduler(OffloadingScheduler):
         layout = self.layout
         if offer.remote_layout != layout.identity.hex():
             logger.warning(
-                "engine %s computes another model, or otherwise: its KV blocks are computed again",
+                "engine %s has another model or other settings: its KV blocks are computed again",
                 offer.remote_engine_id,
             )
             return 0
@@ -296,7 +295,7 @@ class P2PScheduler(OffloadingScheduler):
         self._fetches[request.request_id] = self._fetching[request.request_id] = fetch
 
     def _decline(self, request: Request) -> None:
-        """Tell a peer to release its blocks without a fetch: all of them were here."""
+        """Schedule a release of the peer's blocks without a fetch: this engine has them all."""
         offer = read_offer(request)
         if offer is not None and offer.do_remote_prefill:
             self._fetched.append(Fetch(offer.remote_request_id, offer.remote_peers, []))
@@ -325,7 +324,7 @@ class P2PScheduler(OffloadingScheduler):
 
 
 class P2PWorker(OffloadingWorker):
-    """Server of this rank's blocks for peers, and client of theirs."""
+    """Server of this rank's blocks for peers, and client of the peers' servers."""
 
     metadata_type = P2PMetadata
     settings_type = P2PSettings
@@ -339,7 +338,7 @@ class P2PWorker(OffloadingWorker):
         self._shared = SharedCopies(num_slots * layout.copy_nbytes)
         super().__init__(config, layout, notify, memory=self._shared.copies)
         self._lock = threading.Lock()
-        """Of what follows."""
+        """Lock of `_fetched`."""
         self._fetched: set[str] = set()
         self._timeout, self._secret = settings.load_timeout, secret
         self._client: PeerClient | None = None
@@ -359,7 +358,7 @@ class P2PWorker(OffloadingWorker):
         self._client = PeerClient(self._secret, kv_caches, self._timeout)
 
     def _peer_has(self, request_id: str) -> None:
-        """A peer has fetched what was kept for it."""
+        """Note that a peer has fetched the blocks kept for it."""
         with self._lock:
             self._fetched.add(request_id)
         self.notify()
