@@ -154,9 +154,7 @@ def add_middleware(app: FastAPI, paths: list[str]) -> None:
                 "(request, call_next)."
             )
     try:
-        app.middleware_stack = (
-            app.build_middleware_stack()
-        )  # so that errors appear now, not at the first request
+        app.middleware_stack = app.build_middleware_stack()  # else it fails at a request
     except Exception as error:
         raise ConfigError(f"middleware={paths} cannot be used: {error!r}.") from error
 
