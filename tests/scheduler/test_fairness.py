@@ -129,7 +129,7 @@ class TestCharges:
 
 class TestTurns:
     def test_a_prompt_that_has_begun_makes_way(self):
-        """A long prompt of one tenant takes four steps; another one's is served at once."""
+        """A long prompt of one tenant needs four steps; another tenant's is served at once."""
         engine = FakeEngine(max_num_batched_tokens=16)
         for i in range(5):
             engine.add(f"long-{i}", range(i, i + 64), tenant="a")

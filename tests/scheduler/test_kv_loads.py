@@ -219,7 +219,7 @@ def test_costs():
     costs.load_began("a", 100, 1.0)
     costs.load_ended("a", 2.0)
     assert not costs.computing_is_cheaper
-    costs.step_ended(8, 8, 0.0, 0.001)  # a decode step gives no information
+    costs.step_ended(8, 8, 0.0, 0.001)  # a decode step has no information
     assert not costs.computing_is_cheaper
     costs.step_ended(100, 1, 0.0, 0.5)
     assert costs.computing_is_cheaper
