@@ -203,7 +203,7 @@ def test_preempted_requests_are_loaded_or_computed(mode, loaded):
 def test_transfer_params_without_who_takes_them():
     with pytest.raises(RequestError, match="kv_transfer_params: this server has no KV connector"):
         check(FakeEngine())
-    with pytest.raises(RequestError, match="OffloadingConnector takes none"):
+    with pytest.raises(RequestError, match="OffloadingConnector does not accept them"):
         check(make_engine()[0])
 
 
