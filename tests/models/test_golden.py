@@ -1,4 +1,4 @@
-"""Packed weights, cache keys and planned sizes, as digests: an existing weight cache stays valid."""
+"""Digests of packed weights, cache keys and planned sizes: existing weight caches stay valid."""
 
 import hashlib
 import json
