@@ -109,7 +109,7 @@ class Faults(threading.Thread):
             "bits flipped in memory that is handed over": self._flip_memory,
             "engine killed": lambda: self._signal(signal.SIGKILL, 0.0),
             "engine stopped": lambda: self._signal(signal.SIGSTOP, 2 * LOAD_TIMEOUT),
-            "prompt that nobody fetches": self._leave,
+            "prompt that is never fetched": self._leave,
             "forged description": self._forge,
             "description that comes late": self._come_late,
             "stranger at the peers' port": self._intrude,

@@ -1,4 +1,4 @@
-"""Drafts for the whole engine that are wrong as often as a test wants."""
+"""Drafts for the whole engine, wrong at the rate that a test sets."""
 
 from __future__ import annotations
 

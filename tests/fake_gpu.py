@@ -1,6 +1,6 @@
 """Fake GPU: tensors in main memory that claim to be on "cuda:0" and insist on it.
 
-Every torch function with such a tensor goes through `FakeGpu.call`. Tensors of two devices in one
+`FakeGpu.call` calls every torch function with such a tensor. Tensors of two devices in one
 operation are an error, as on a GPU, and each wait of the host for the device is noted. Triton's
 kernels run in its interpreter. So the whole engine runs with device=cuda, except speed, memory and
 CUDA graphs.

@@ -88,7 +88,7 @@ WIDER = {
 # Loaded once, so that each run of tests starts with them; they are never changed.
 WARM = ["pytest", "numpy", "torch", "transformers", "hypothesis", "fastapi", "httpx", "uvicorn"]
 MEMORY = 12 * 2**30  # bytes that a run may map for data: a fault can request any number
-SLACK = 10.0  # seconds that a run may take besides twice what it takes without a fault
+SLACK = 10.0  # seconds for a run, in addition to twice its time without a fault
 LONGEST = 60  # seconds of one test
 
 COMPARISONS: dict[type[ast.cmpop], tuple[str, str]] = {

@@ -1,4 +1,4 @@
-"""A toy kind of cache: a state of each request, as a layer without attention keeps one.
+"""Toy kind of cache: a state of each request, as in a layer without attention.
 
 It is what docs/architecture.md shows under "A cache kind": a spec, its manager and one line that
 joins them. The state is a fixed number of blocks, which every step rewrites: it never grows, and
@@ -44,7 +44,7 @@ class StateCache:
 
 @dataclass
 class StateMetadata:
-    """Where the states of a step's requests are; the tables may have room for more requests."""
+    """Positions of the states of a step's requests; the tables may be larger."""
 
     query_start_loc: torch.Tensor
     block_table: torch.Tensor

@@ -1,6 +1,6 @@
-"""A toy architecture: Llama, of which every other layer has a state instead of attention.
+"""Toy architecture: a Llama in which every other layer has a state instead of attention.
 
-A state is the running mean of what a projection makes of the tokens. Python code computes it, token
+A state is the running mean of a projection of the tokens. Python code computes it, token
 by token, so its bits depend on nothing else.
 """
 

@@ -43,7 +43,7 @@ def test_it_is_a_list():
     assert flat[1:] == ROWS[1:]
     assert flat[::-1] == ROWS[::-1]
     assert repr(flat) == repr(ROWS)
-    assert list(flat[0]) == [7, 1, 2]  # the token itself comes first
+    assert list(flat[0]) == [7, 1, 2]  # the token itself is first
     assert type(pickle.loads(pickle.dumps(flat))) is list
     for wrong in (2, -3):
         with pytest.raises(IndexError):

@@ -1,4 +1,4 @@
-"""README.md, of which every block runs as written.
+"""README.md: every block runs as written.
 
 Models that would have to be downloaded, and placeholders for the reader's names, are replaced by
 the built-in model; the server's port is a free one. Benchmarks, which take long, are only parsed:
@@ -101,7 +101,7 @@ def test_the_other_python_examples_are_none():
 
 @pytest.mark.parametrize("words", [w for w in OCTAVO if w[0] == "run"], ids=" ".join)
 def test_octavo_run(words):
-    """Without a text it reads standard input, which ends at once."""
+    """Without a text, the command reads standard input, which ends at once."""
     text = None if len(words) > 1 and " " in words[-1] else "The dog"
     done = octavo(*here(words), capture_output=True, input=text)
     assert done.stdout.strip()

@@ -274,11 +274,11 @@ def table(lines: Sequence[Line], of_version: str) -> str:
     rows = [f"| `{line.script}` | {_cell(line.outcome)} |" for line in lines]
     head = (
         f"Of the {len(lines)} scripts under `examples/` of vLLM {of_version} that use a text "
-        f"model, {works} work with a tiny model instead of theirs; each of the others ends in "
-        "the sentence beside it. `python -m benchmarks.conformance.examples` has written this. "
+        f"model, {works} work with a tiny model instead of theirs; each of the others ends with "
+        "the given message. `python -m benchmarks.conformance.examples` generates this section. "
         "Left out are " + _listed(LEFT_OUT) + "."
     )
-    return "\n".join([head, "", "| script | what becomes of it |", "| --- | --- |", *rows])
+    return "\n".join([head, "", "| script | result |", "| --- | --- |", *rows])
 
 
 def _listed(left_out: dict[str, str]) -> str:

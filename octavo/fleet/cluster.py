@@ -43,10 +43,10 @@ NODE = b"N"
 """Prefix of the names of nodes' sockets."""
 
 ALIVE_SECONDS = 0.5
-"""Interval of heartbeats. One that cannot be sent, since the connection is closed, shows that the
-other side is gone; so does an engine's message."""
+"""Interval of heartbeats. If one cannot be sent, as the connection is closed, the other side
+has ended; the same applies to an engine's message."""
 GONE_SECONDS = 8.0
-"""Time without a heartbeat after which the other side is gone."""
+"""Time without a heartbeat after which the other side counts as dead."""
 _MIN_KEY_CHARS = 32
 # Time for a node to report how an engine has ended.
 _EXIT_SECONDS = 0.3
@@ -144,7 +144,7 @@ class _Node:
 
 
 class Hub:
-    """The head node's port: knows the nodes, and transfers the messages of engines on them.
+    """Port of the head node: keeps track of the nodes, and transfers the messages of their engines.
 
     It may be created before there is an event loop; all other methods need one.
 
@@ -152,8 +152,8 @@ class Hub:
         host: name or address to listen on.
         port: TCP port.
         key: the cluster's key.
-        model: see `Join`.
-        size: number of engines in all.
+        model: hash of the model, see `Join`.
+        size: total number of engines.
         local: number of engines on this machine, the first ones.
         on_join: called with the ranks of each node that joins.
 
@@ -238,7 +238,7 @@ class Hub:
         return process
 
     def tell(self, name: bytes, kind: bytes, message: object = None) -> None:
-        """Send a message to a node or an engine; messages to one that is gone are dropped."""
+        """Send a message to a node or an engine; messages to an ended one are dropped."""
         self.send(name, [kind, msgspec.msgpack.encode(message)])
 
     def send(self, name: bytes, frames: list[bytes]) -> None:
@@ -275,7 +275,7 @@ class Hub:
             node.launches.discard(launch_id)
 
     async def shutdown(self) -> None:
-        """Tell the nodes to end, and close the port."""
+        """Request the end of the nodes, and close the port."""
         for node in self._nodes.values():
             self.tell(node.name, LEAVE)
         for task in self._tasks:
@@ -431,7 +431,7 @@ class RemoteProcess:
         return self._ended
 
     def kill(self, reason: str) -> None:
-        """Implement `EngineProcess`; give the process up even if the node does not answer."""
+        """Implement `EngineProcess`; drop the process even if the node does not answer."""
         if self._ended is None:
             self._hub.tell(self.node, KILL, Kill(self._launch_id, reason))
             self.end(f"{reason} and was killed")
@@ -505,7 +505,7 @@ class RemoteLauncher:
 
     Args:
         hub: connection to the nodes.
-        launcher: has the settings.
+        launcher: launcher with the settings.
         rank: index of the engine.
     """
 
@@ -521,7 +521,7 @@ class RemoteLauncher:
         self._hub.make_spare(self._rank)
 
     def shutdown(self) -> None:
-        """Do nothing: the hub tells the node to end."""
+        """Do nothing: the hub requests the node's end."""
 
 
 def _decode(payload: bytes, kind: type[_T]) -> _T:

@@ -160,7 +160,7 @@ class Coordinator:
         self._front_ends[front_end] = asyncio.create_task(self._listen(front_end))
 
     async def remove(self, front_end: FrontEndConnection) -> None:
-        """Abort the requests of a front end that is gone."""
+        """Abort the requests of a front end that has ended."""
         self._front_ends.pop(front_end).cancel()
         front_end.close()
         if front_end.page:

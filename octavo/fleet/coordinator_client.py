@@ -37,7 +37,7 @@ class CoordinatorProcess:
     Args:
         folder: folder of the sockets.
         number: index of this front end.
-        life: see `addresses_of`.
+        life: number of earlier coordinators.
     """
 
     def __init__(self, folder: str, number: int, life: int = 0) -> None:
@@ -71,7 +71,7 @@ class CoordinatorProcess:
         return self._killed_for
 
     def kill(self, reason: str) -> None:
-        """Give the coordinator up without killing it: it serves other front ends, too."""
+        """Drop the coordinator without killing it: it serves other front ends, too."""
         self._killed_for = self._killed_for or reason
 
     def shutdown(self, timeout: float = 5.0) -> None:

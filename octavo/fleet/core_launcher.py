@@ -71,7 +71,7 @@ class CoreProcess:
         )
         data = msgspec.msgpack.encode(setup)
         assert self._process.stdin is not None
-        # The pipe stays open: its end notifies the child that this process is gone. If the
+        # The pipe stays open: its end notifies the child that this process has ended. If the
         # child has died already, callers of `describe_exit` find that.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(len(data).to_bytes(4, "little") + data)

@@ -433,7 +433,7 @@ class DataParallelClient:
         self._news.set()
 
     def _revive(self) -> None:
-        """Restart engines that were given up, if a node has joined for them."""
+        """Restart engines that stay down, if a node has joined for them."""
         assert self._hub is not None
         for index in [i for i in self._gone if i >= self._local and self._hub.has(i)]:
             logger.info("engine %d is started again, since its node is there", index)
@@ -476,7 +476,7 @@ class DataParallelClient:
 
         Args:
             index: the dead engine.
-            failed: ids of answers that are given up.
+            failed: ids of failed answers.
         """
         self._router.forget_prefixes(index)
         if not self._can_serve(but=index):
@@ -508,7 +508,7 @@ class DataParallelClient:
         dead, count = self._supervisors[index], 0
         for request in self._requests_of(index):
             request_id, placed = request.request_id, self._router.engine_of
-            # It may have ended while another request was sent.
+            # The request may have ended while another one was sent.
             if request_id in request_ids and any(placed(i) == index for i in request.child_ids):
                 target = self._router.place(request, self._candidates(but=index))
                 await self._supervisors[target].adopt(request, dead.deaths_of(request_id))
@@ -521,7 +521,7 @@ class DataParallelClient:
         return count
 
     async def _give_up(self, index: int, error: EngineDeadError) -> None:
-        """Give an engine up; raise `error` if it was the last, or was never ready.
+        """Stop restarting an engine; raise `error` if it was the last, or was never ready.
 
         If others are left, an engine without a node restarts when a node joins.
         """

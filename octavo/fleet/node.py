@@ -65,7 +65,7 @@ def run_node(server_config: ServerConfig, config: EngineConfig) -> int:
     Raises:
         ConfigError, ModelError, HubError: the settings or the model are invalid, or the head
             rejects them.
-        EngineDeadError: the head node cannot be reached, is gone, or has another key.
+        EngineDeadError: the head node cannot be reached, has ended, or has another key.
     """
     setup_logging(server_config.log_level, server_config.log_format)
     parallel = config.parallel
@@ -140,7 +140,7 @@ class _Node:
 
         Raises:
             ConfigError: the head rejects this node.
-            EngineDeadError: the head cannot be reached, or is gone.
+            EngineDeadError: the head cannot be reached, or has ended.
         """
         logger.info("joining the head node %s", self._reached.address)
         self._tell(cluster.JOIN, self._join)

@@ -30,12 +30,12 @@ class EngineProcesses:
         progress_timeout: seconds without a sign of life from the engine, busy or idle, after
             which it is replaced; a step may take as long.
         max_engine_restarts: maximum number of replacements of an engine within ten minutes.
-        warm_spare: True to keep an interpreter ready for that; None: if memory allows.
-        process: the first engine process, not started yet; None: it is made.
-        request_memory: bytes that unfinished requests may take, here and in the engine.
+        warm_spare: True to keep an interpreter ready for replacements; None: if memory allows.
+        process: the first engine process, not started yet; None: create one.
+        request_memory: bytes that unfinished requests may occupy, here and in the engine.
         log_level: minimum level that the engine process logs.
         log_format: "text" or "json".
-        record: settings of the recording, if there is one.
+        record: settings of the recording, if any.
     """
 
     progress_timeout: float = 60.0

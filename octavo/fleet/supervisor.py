@@ -36,7 +36,7 @@ _RESTART_WINDOW = 600.0
 _FIRST_DELAY = 0.5
 _MOST_DELAY = 10.0
 # Consecutive deaths: after the first number a request is only tried alone, and after the second
-# number alone it is given up; one more is allowed if it made progress. A single death can be
+# number alone it fails; one more is allowed if it made progress. A single death can be
 # chance.
 SUSPECT = 2
 _CULPRIT = 2
@@ -103,7 +103,7 @@ class Supervisor:
         progress_timeout: seconds without a heartbeat, or with waiting requests and no step, after
             which the process is killed.
         on_recovery: called for each replaced engine, when the new one is ready.
-        on_death: called when the engine has died, with the answers that are given up; may move
+        on_death: called when the engine has died, with the failed answers; may move
             requests to other engines (`adopt`), and returns the number of their answers.
         engine_index: index of the engine among several.
         first: answer of the first of several engines; all use its memory plan.
@@ -337,11 +337,11 @@ class Supervisor:
             self._on_recovery(Recovery(reason, count, seconds, self._index))
 
     async def _replace(self, error: EngineDeadError) -> list[EngineCoreOutput]:
-        """Replace the engine; return the ends of requests that are given up.
+        """Replace the engine; return the ends of failed requests.
 
         Raises:
             EngineDeadError: the engine could never be started, or died too often.
-            NodeMissingError: the engine's machine is gone.
+            NodeMissingError: the engine's node is lost.
         """
         noticed = time.monotonic()
         was_up = self.up
@@ -390,7 +390,7 @@ class Supervisor:
         """Count a restart.
 
         Raises:
-            EngineDeadError: there were too many.
+            EngineDeadError: the limit is exceeded.
         """
         while self._restarts and self._restarts[0] < now - _RESTART_WINDOW:
             self._restarts.popleft()
@@ -438,7 +438,7 @@ class Supervisor:
         """Submit the live requests, or the first suspect, to the new engine.
 
         Args:
-            failed: ids of answers that are given up.
+            failed: ids of failed answers.
             moved: number of answers that other engines now make.
         """
         live = [r for r in self._unfinished() if failed.isdisjoint(r.child_ids)]

@@ -1,1 +1,1 @@
-"""KV connectors: keys and values leave the engine that computed them, and come back."""
+"""KV connectors: transfer of keys and values out of an engine and back into one."""

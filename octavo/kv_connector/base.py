@@ -74,7 +74,7 @@ class KVConnectorScheduler(ABC):
 
     @property
     def num_expired(self) -> int:
-        """Requests whose blocks were kept for a peer that did not fetch them in time."""
+        """Number of requests whose blocks a peer did not fetch in time."""
         return 0
 
     def set_xfer_handshake_metadata(self, metadata: list[Any]) -> None:
@@ -85,12 +85,12 @@ class KVConnectorScheduler(ABC):
         """Check a new request.
 
         Raises:
-            RequestError: its `kv_transfer_params` are wrong.
+            RequestError: the `kv_transfer_params` are invalid.
         """
         if request.options.kv_transfer_params is not None:
             raise RequestError(
-                f"kv_transfer_params: this server's {self.transfer_config.kv_connector} takes "
-                "none; leave them out, or start it with another kv_connector.",
+                f"kv_transfer_params: this server's {self.transfer_config.kv_connector} does "
+                "not accept them; leave them out, or start it with another kv_connector.",
                 "kv_transfer_params",
             )
 
@@ -98,7 +98,7 @@ class KVConnectorScheduler(ABC):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """Return how many more tokens of a request can be loaded.
+        """Return the number of further tokens of a request that can be loaded.
 
         Args:
             request: a request that is about to be started.
@@ -115,14 +115,14 @@ class KVConnectorScheduler(ABC):
     def update_state_after_alloc(
         self, request: Request, block_ids: list[list[int]], num_external_tokens: int
     ) -> None:
-        """Schedule the loading of blocks, or note that a request is started.
+        """Schedule the loading of blocks, or note that the request starts.
 
         Args:
             request: the request of the last `get_num_new_matched_tokens`.
             block_ids: its blocks from the beginning, one list for each KV-cache group; 0 stands for
                 a block that it does not need.
-            num_external_tokens: tokens to load into the last of these blocks; 0: the request is
-                started, in the step that is being scheduled.
+            num_external_tokens: tokens to load into the last of these blocks; 0: the request
+                starts in the step that is being scheduled.
         """
 
     @abstractmethod
@@ -138,11 +138,11 @@ class KVConnectorScheduler(ABC):
         return
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """Process what all workers have finished."""
+        """Process the transfers that all workers have finished."""
         return
 
     def request_finished(self, request: Request) -> dict[str, Any] | None:
-        """Return a finished request's `kv_transfer_params`, for the engine that continues."""
+        """Return the `kv_transfer_params` that another engine needs to continue a request."""
         return None
 
     def reset_cache(self) -> bool:
@@ -160,7 +160,7 @@ class KVConnectorWorker(ABC):
     Args:
         config: settings of the engine.
         layout: layout of a block.
-        notify: callback, on any thread, for when `get_finished` has something new.
+        notify: callback for new results of `get_finished`; any thread may call it.
     """
 
     metadata_type: type[KVConnectorMetadata] = KVConnectorMetadata
@@ -187,7 +187,7 @@ class KVConnectorWorker(ABC):
         self.kv_caches = kv_caches
 
     def get_handshake_metadata(self) -> Any:
-        """Return what the scheduler's half needs to know of this rank, as plain values."""
+        """Return this rank's values for the scheduler's half, as plain values."""
         return None
 
     @abstractmethod
@@ -211,18 +211,18 @@ class KVConnectorWorker(ABC):
         """Wait until the step's saves have been copied: its blocks may be written again."""
 
     def step_failed(self) -> None:
-        """Note that the step failed: what the steps after it compute is invalid, too.
+        """Note that the step failed: the results of later steps are invalid, too.
 
-        That holds until there is metadata that was built after `steps_failed`.
+        Results are valid again from the first metadata that was built after `steps_failed`.
         """
         return
 
     @abstractmethod
     def get_finished(self) -> tuple[set[str], set[str]]:
-        """Return the requests whose sending, and whose loading, has ended since the last call."""
+        """Return the requests sent, and the requests loaded, since the last call."""
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks, of requests just reported as loaded, whose contents are wrong."""
+        """Return the damaged blocks of the requests that were just reported as loaded."""
         return set()
 
     def shutdown(self) -> None:
@@ -251,7 +251,7 @@ class KVConnector:
     make_scheduler_half: Callable[[EngineConfig, KVLayout], KVConnectorScheduler]
     make_worker_half: Callable[[EngineConfig, KVLayout, Callable[[], object]], KVConnectorWorker]
     host_nbytes: Callable[[KVTransferConfig], int]
-    """See `KVConnectorWorker.host_nbytes`."""
+    """Implementation of `KVConnectorWorker.host_nbytes`."""
 
 
 def transfer_config_of(config: EngineConfig) -> KVTransferConfig:

@@ -1,4 +1,4 @@
-"""What engines that trust each other have in common: the cluster's key, or this user's own."""
+"""Secret that engines share to trust each other: the key of the cluster or of this user."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ _MIN_CHARS = 32
 
 
 def cluster_secret(path: str | None) -> bytes:
-    """32 bytes that only who can read a file knows.
+    """Derive a secret of 32 bytes from a key file.
 
     Args:
-        path: of the cluster's key file; None: of this user's, which is made if it is not there.
+        path: path of the cluster's key file; None: this user's file, which is created if it does
+            not exist.
 
     Raises:
-        ConfigError: it cannot be read, or others can.
+        ConfigError: the file cannot be read, or other users can read it.
     """
     file = Path(path) if path is not None else _own_file()
     try:
@@ -46,7 +47,7 @@ def _own_file() -> Path:
 
 
 def _make(file: Path) -> None:
-    """Makes a key that is there as a whole, whoever else makes one at the same time."""
+    """Create the key file atomically: another process may create it at the same time."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     new = file.with_name(f"{file.name}.{secrets.token_hex(8)}")
     fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -62,7 +62,7 @@ class CopyCache(ABC):
         self._note_hit(key)
 
     def pin(self, key: Key) -> None:
-        """Keep a copy until `unpin` was called as often."""
+        """Keep a copy until each `pin` has been undone by an `unpin`."""
         self._pins[key] = self._pins.get(key, 0) + 1
 
     def unpin(self, key: Key) -> None:
@@ -74,7 +74,7 @@ class CopyCache(ABC):
             del self._pins[key]
 
     def remove(self, key: Key) -> None:
-        """Remove a copy, which is not pinned."""
+        """Remove a copy that is not pinned."""
         assert key not in self._pins
         self._free.append(self._slots.pop(key))
         self._note_removed(key)

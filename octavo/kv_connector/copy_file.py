@@ -1,12 +1,12 @@
 """File of copies of blocks that survives its process; only one rank writes it.
 
-A header has the layout, rank and size; a table has a record for each slot; the copies follow. To
-write a copy, its slot's record is removed before and the new one is written afterwards: a process
-that dies in between leaves a slot without a record. After a crash of the machine, the checksums of
-the records and of the copies detect what did not reach the disk.
+The header holds the layout, rank and size. A table with a record for each slot follows, then the
+copies. To write a copy, the slot's record is removed first and the new one is written last: a
+process that dies in between leaves a slot without a record. After a crash of the machine, the
+checksums of the records and of the copies detect the data that did not reach the disk.
 
-The file is read and written by calls, not mapped: a full disk, or a file that was truncated, is
-then an error of that call and does not end the process.
+The file is read and written by system calls, not mapped: a full disk or a truncated file is then
+an error of the call and does not kill the process.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class CopyFile:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise _unusable(
-                path, "another engine uses it; give this one another folder or engine_id"
+                path, "another engine uses it; set another folder or engine_id for this one"
             ) from None
         try:
             os.fchmod(self._fd, 0o600)
@@ -92,12 +92,12 @@ class CopyFile:
         Args:
             slot: the slot.
             copy: [copy_nbytes]
-            number: place in the order of eviction: larger is later.
+            number: position in the order of eviction; larger is later.
             group_id: KV-cache group of the block.
             block_hash: hash of the block.
 
         Raises:
-            OSError: the file cannot be written; the slot is empty then.
+            OSError: the file cannot be written; then the slot is empty.
         """
         self.remove(slot)
         _write(self._fd, copy, self._copies + slot * self._layout.copy_nbytes)

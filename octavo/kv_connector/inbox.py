@@ -1,4 +1,4 @@
-"""What workers have finished, on its way to the scheduler."""
+"""Inbox of the transfers that workers have finished, for the scheduler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class TransferInbox:
 
     Args:
         world_size: number of ranks.
-        wake: called, on any thread, when `take` has something new.
+        wake: callback for new results of `take`; any thread may call it.
     """
 
     def __init__(self, world_size: int, wake: Callable[[], object] = lambda: None) -> None:
@@ -21,18 +21,18 @@ class TransferInbox:
         self._condition = threading.Condition()
         self._sent: dict[str, int] = {}
         self._received: dict[str, int] = {}
-        """How many ranks have finished with a request."""
+        """Number of ranks that have received a request's blocks."""
         self._invalid: dict[str, set[int]] = {}
-        """What ranks said together with a request that not all have finished with."""
+        """Invalid blocks of requests that some ranks have not yet received."""
         self._output = KVConnectorOutput()
 
     @property
     def has_finished(self) -> bool:
-        """Whether `take` has something."""
+        """True if `take` has a result."""
         return bool(self._output.finished_sending or self._output.finished_recving)
 
     def put(self, output: KVConnectorOutput) -> None:
-        """A rank has finished something. From any thread."""
+        """Add the finished transfers of a rank. Any thread may call this."""
         with self._condition:
             for req_id in output.finished_sending:
                 self._count(req_id, self._sent, self._output.finished_sending)
@@ -46,7 +46,7 @@ class TransferInbox:
         self._wake()
 
     def _count(self, req_id: str, counts: dict[str, int], done: list[str]) -> bool:
-        """One rank more; whether these are all."""
+        """Count one more rank of a request; return True if all ranks have finished."""
         count = counts.pop(req_id, 0) + 1
         if count < self._world_size:
             counts[req_id] = count
@@ -55,12 +55,12 @@ class TransferInbox:
         return True
 
     def take(self) -> KVConnectorOutput:
-        """What all ranks have finished since the last call."""
+        """Return the transfers that all ranks have finished since the last call."""
         with self._condition:
             output, self._output = self._output, KVConnectorOutput()
         return output
 
     def wait(self, seconds: float) -> None:
-        """Waits until `take` has something."""
+        """Wait until `take` has a result, at most the given time."""
         with self._condition:
             self._condition.wait_for(lambda: self.has_finished, seconds)

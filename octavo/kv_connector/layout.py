@@ -23,18 +23,18 @@ class KVPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Part of a model's blocks that is in a rank's copies, and the offsets in a copy."""
 
     layers: list[list[int]]
-    """Of each group: its layers, by their numbers in the model."""
+    """Layers of each group, by their numbers in the model."""
     first_head: int
     num_heads: list[int]
-    """Of each group."""
+    """Number of heads of each group."""
     chunk_nbytes: list[int]
-    """Of each group: bytes of a head's keys, or values, of a block."""
+    """Bytes of a head's keys, or values, of a block, for each group."""
     sums_offset: int
     copy_nbytes: int = msgspec.field(name="image_nbytes")
-    """Its name in files of earlier versions stays."""
+    """Bytes of a copy; the encoded name is that of earlier versions' files."""
 
     def cells(self) -> set[tuple[int, int, int]]:
-        """(group, layer, head) of all that is in it."""
+        """Return (group, layer, head) of all contents."""
         return {
             (group_id, layer, self.first_head + head)
             for group_id, layers in enumerate(self.layers)
@@ -45,35 +45,35 @@ class KVPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class KVLayout:
-    """What a block holds on one rank, and all that its bytes depend on.
+    """Contents of a block on one rank, and all that its bytes depend on.
 
-    A block of a group has a page for each layer's keys and one for its values, and a page a chunk
-    for each head: that is what checksums are of. A copy of a block is its pages in the order of
-    the layers, then the checksums.
+    A block of a group has a page for each layer's keys and one for its values, and a page
+    has a chunk for each head. Each chunk has a checksum. A copy of a block consists of its pages in
+    the order of the layers, then the checksums.
     """
 
     model: str
-    """Which model it is, and in which form (`model_hash`, dtype, quantization ...)."""
+    """Identity of the model and its form (`model_hash`, dtype, quantization ...)."""
     block_size: int
     dtype: str
-    """Of the KV cache, as `CacheSpec` names it."""
+    """Dtype of the KV cache, as `CacheSpec` names it."""
     groups: tuple[KVCacheGroup, ...]
-    """With the layers and heads of this rank."""
+    """KV-cache groups, with the layers and heads of this rank."""
     first_layer: int = 0
-    """The number of the groups' layer 0 in the model."""
+    """Number of the groups' layer 0 in the model."""
     first_head: int = 0
-    """The number of this rank's first head of keys."""
+    """Number of this rank's first head of keys."""
     rank: int = 0
     world_size: int = 1
-    """How many processes have a part of each block."""
+    """Number of processes that have a part of each block."""
     sums_in_parts: bool = False
-    """Whether ranks sum up parts of a number (tensor_parallel_mode=reduce)."""
+    """True if ranks sum up parts of a number (tensor_parallel_mode=reduce)."""
 
     @cached_property
     def identity(self) -> bytes:
-        """32 bytes that differ where a block of the same tokens might hold other bytes.
+        """32 bytes that differ if a block of the same tokens might hold other bytes.
 
-        How processes divide the model is not in it, unless its numbers depend on that.
+        They depend on the division of the model among processes only if the numbers do.
         """
         from octavo import _native  # plans are made without it
 
@@ -96,15 +96,15 @@ class KVLayout:
 
     @cached_property
     def managers(self) -> list[SingleTypeKVCacheManager]:
-        """Each group's rules."""
+        """Manager of each group."""
         return [make_manager(group.cache, self.block_size) for group in self.groups]
 
     @cached_property
     def page_nbytes(self) -> int:
-        """Bytes of a page of a layer: the same in all groups.
+        """Bytes of a page of a layer, the same in all groups.
 
         Raises:
-            ConfigError: it is not the same, or a kind of cache cannot be kept.
+            ConfigError: the groups differ, or a kind of cache is unsupported.
         """
         sizes = {
             group.cache.block_nbytes(self.block_size, self.dtype) // pages.count
@@ -119,17 +119,17 @@ class KVLayout:
 
     @cached_property
     def pages(self) -> list[Pages]:
-        """The pieces of a block of each group."""
+        """Pages of a block of each group."""
         return [group.cache.pages() for group in self.groups]
 
     @cached_property
     def num_chunks(self) -> list[int]:
-        """Of each group: chunks of a page."""
+        """Number of chunks of a page, for each group."""
         return [pages.chunks for pages in self.pages]
 
     @cached_property
     def num_pages(self) -> list[int]:
-        """Of each group: pages of a block."""
+        """Number of pages of a block, for each group."""
         pairs = zip(self.groups, self.pages, strict=True)
         return [pages.count * len(group.layer_indices) for group, pages in pairs]
 
@@ -140,6 +140,6 @@ class KVLayout:
 
     @cached_property
     def copy_nbytes(self) -> int:
-        """Bytes of a copy, the same for blocks of all groups; whole cache lines."""
+        """Bytes of a copy: the same for blocks of all groups, and whole cache lines."""
         sums = max(n * chunks for n, chunks in zip(self.num_pages, self.num_chunks, strict=True))
         return -(-(self.sums_offset + sums * SUM_NBYTES) // _LINE) * _LINE

@@ -1,4 +1,4 @@
-"""`MultiConnector`: several connectors. All save; the first one that has a prompt loads it."""
+"""`MultiConnector`: all connectors save; the first one that has a prompt loads it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class MultiSettings(KVConnectorSettings, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not self.connectors:
-            raise ValueError("connectors is empty; give one or more.")
+            raise ValueError("connectors is empty; list one or more.")
 
 
 class MultiMetadata(KVConnectorMetadata, array_like=True):
@@ -54,7 +54,7 @@ def _connectors(config: KVTransferConfig) -> list[tuple[KVConnector, KVTransferC
         if connector is MultiConnector:
             raise ConfigError(
                 "kv_transfer_config: kv_connector_extra_config: connectors has a MultiConnector; "
-                "give its connectors."
+                "list its connectors instead."
             )
         found.append((connector, msgspec.structs.replace(inner, engine_id=config.engine_id)))
     return found
@@ -89,16 +89,16 @@ class MultiScheduler(KVConnectorScheduler):
 
     @property
     def num_expired(self) -> int:
-        """See `KVConnectorScheduler`."""
+        """Number of requests whose blocks a peer did not fetch in time."""
         return sum(half.num_expired for half in self._halves)
 
     def set_xfer_handshake_metadata(self, metadata: list[Any]) -> None:
-        """See `KVConnectorScheduler`."""
+        """Implement `KVConnectorScheduler`."""
         for i, half in enumerate(self._halves):
             half.set_xfer_handshake_metadata([of_rank[i] for of_rank in metadata])
 
     def check_request(self, request: Request) -> None:
-        """See `KVConnectorScheduler`; the halves that accept `kv_transfer_params` check them."""
+        """Call the halves that accept `kv_transfer_params`; see `KVConnectorScheduler`."""
         base = KVConnectorScheduler.check_request
         accepting = [half for half in self._halves if type(half).check_request is not base]
         if not accepting:
@@ -109,7 +109,7 @@ class MultiScheduler(KVConnectorScheduler):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """See `KVConnectorScheduler`."""
+        """Implement `KVConnectorScheduler`."""
         for half in self._halves:
             if not half.transfer_config.loads:
                 continue
@@ -122,7 +122,7 @@ class MultiScheduler(KVConnectorScheduler):
     def update_state_after_alloc(
         self, request: Request, block_ids: list[list[int]], num_external_tokens: int
     ) -> None:
-        """See `KVConnectorScheduler`."""
+        """Implement `KVConnectorScheduler`."""
         if num_external_tokens:
             assert self._found is not None
             self._loading[request.request_id] = self._found
@@ -132,7 +132,7 @@ class MultiScheduler(KVConnectorScheduler):
             half.update_state_after_alloc(request, block_ids, 0)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiMetadata | None:
-        """See `KVConnectorScheduler`."""
+        """Implement `KVConnectorScheduler`."""
         built = [half.build_connector_meta(scheduler_output) for half in self._halves]
         if all(part is None for part in built):
             return None
@@ -140,17 +140,17 @@ class MultiScheduler(KVConnectorScheduler):
         return MultiMetadata([None if part is None else encode(part) for part in built])
 
     def step_succeeded(self) -> None:
-        """See `KVConnectorScheduler`."""
+        """Implement `KVConnectorScheduler`."""
         for half in self._halves:
             half.step_succeeded()
 
     def steps_failed(self) -> None:
-        """See `KVConnectorScheduler`."""
+        """Implement `KVConnectorScheduler`."""
         for half in self._halves:
             half.steps_failed()
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """See `KVConnectorScheduler`."""
+        """Implement `KVConnectorScheduler`."""
         for half in self._halves:
             received = [i for i in output.finished_recving if self._loading.get(i) is half]
             half.update_connector_output(msgspec.structs.replace(output, finished_recving=received))
@@ -158,17 +158,17 @@ class MultiScheduler(KVConnectorScheduler):
             self._loading.pop(request_id, None)
 
     def request_finished(self, request: Request) -> dict[str, Any] | None:
-        """See `KVConnectorScheduler`; return the first half's params that has some."""
+        """Implement `KVConnectorScheduler`; return the first params that a half returns."""
         params = [half.request_finished(request) for half in self._halves]
         return next((found for found in params if found is not None), None)
 
     def reset_cache(self) -> bool:
-        """See `KVConnectorScheduler`."""
+        """Implement `KVConnectorScheduler`."""
         done = [half.reset_cache() for half in self._halves]
         return all(done)
 
     def shutdown(self) -> None:
-        """See `KVConnectorScheduler`."""
+        """Implement `KVConnectorScheduler`."""
         for half in self._halves:
             half.shutdown()
 
@@ -192,16 +192,16 @@ class MultiWorker(KVConnectorWorker):
             raise
 
     def register_kv_caches(self, kv_caches: KVCaches) -> None:
-        """See `KVConnectorWorker`."""
+        """Implement `KVConnectorWorker`."""
         for half in self._halves:
             half.register_kv_caches(kv_caches)
 
     def get_handshake_metadata(self) -> Any:
-        """See `KVConnectorWorker`."""
+        """Implement `KVConnectorWorker`."""
         return [half.get_handshake_metadata() for half in self._halves]
 
     def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
-        """See `KVConnectorWorker`."""
+        """Implement `KVConnectorWorker`."""
         assert isinstance(metadata, MultiMetadata)
         parts = metadata.parts or [None] * len(self._halves)
         for half, part in zip(self._halves, parts, strict=True):
@@ -209,27 +209,27 @@ class MultiWorker(KVConnectorWorker):
             half.start_load_kv(kind() if part is None else msgspec.msgpack.decode(part, type=kind))
 
     def wait_for_layer_load(self, layer: int) -> None:
-        """See `KVConnectorWorker`."""
+        """Implement `KVConnectorWorker`."""
         for half in self._halves:
             half.wait_for_layer_load(layer)
 
     def save_kv_layer(self, layer: int) -> None:
-        """See `KVConnectorWorker`."""
+        """Implement `KVConnectorWorker`."""
         for half in self._halves:
             half.save_kv_layer(layer)
 
     def wait_for_save(self) -> None:
-        """See `KVConnectorWorker`."""
+        """Implement `KVConnectorWorker`."""
         for half in self._halves:
             half.wait_for_save()
 
     def step_failed(self) -> None:
-        """See `KVConnectorWorker`."""
+        """Implement `KVConnectorWorker`."""
         for half in self._halves:
             half.step_failed()
 
     def get_finished(self) -> tuple[set[str], set[str]]:
-        """See `KVConnectorWorker`."""
+        """Implement `KVConnectorWorker`."""
         sent, received = set[str](), set[str]()
         for half in self._halves:
             more_sent, more_received = half.get_finished()
@@ -238,12 +238,12 @@ class MultiWorker(KVConnectorWorker):
         return sent, received
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """See `KVConnectorWorker`."""
+        """Implement `KVConnectorWorker`."""
         found = [half.get_block_ids_with_load_errors() for half in self._halves]
         return set[int]().union(*found)
 
     def shutdown(self) -> None:
-        """See `KVConnectorWorker`."""
+        """Implement `KVConnectorWorker`."""
         for half in self._halves:
             half.shutdown()
 

@@ -1,8 +1,8 @@
-"""`OffloadingConnector`: keeps copies of blocks in the host's memory, and in a file.
+"""`OffloadingConnector`: copies of blocks in the host's memory and in a file.
 
-Blocks are copied to memory after the step that computes them, and from there, by another thread, to
-the file. Each new request is looked up in both. A block in the file is loaded by way of memory,
-where it is kept again.
+After the step that computes blocks, they are copied to memory; another thread copies them to the
+file. Each new request is looked up in both. A block of the file is loaded through memory, where it
+stays.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from octavo.request import Request
 logger = logging.getLogger(__name__)
 
 _NO_SLOT = -1
-_PIECE = 2**24  # bytes that are taken from the system at once
+_PIECE = 2**24  # bytes of memory that are allocated at once
 
 
 class OffloadingSettings(KVConnectorSettings, frozen=True, kw_only=True):
-    """`kv_connector_extra_config`; the first three as vLLM calls them."""
+    """`kv_connector_extra_config`; the first three names are vLLM's."""
 
     cpu_bytes_to_use: int = 0
-    """Memory for blocks, of all workers together."""
+    """Bytes of memory for blocks, of all workers together."""
     eviction_policy: str = "lru"
-    """Which block goes first: lru, or arc, by which those that were asked for again stay longer."""
+    """Eviction policy: lru, or arc, which keeps blocks that were requested again longer."""
     file_path: str | None = None
-    """Folder of the file; None: there is none."""
+    """Folder of the file; None: no file."""
     file_bytes_to_use: int = 0
-    """Its size, of all workers together."""
+    """Bytes of the files, of all workers together."""
 
     def __post_init__(self) -> None:
         if self.eviction_policy not in EVICTION_POLICIES:
@@ -65,7 +65,7 @@ class OffloadingSettings(KVConnectorSettings, frozen=True, kw_only=True):
         if self.cpu_bytes_to_use <= 0:
             raise ValueError(
                 f"cpu_bytes_to_use={self.cpu_bytes_to_use} has no room for a block; set it to the "
-                "bytes that blocks may take in memory."
+                "bytes that blocks may occupy in memory."
             )
         if (self.file_path is None) != (self.file_bytes_to_use <= 0):
             raise ValueError(
@@ -74,10 +74,10 @@ class OffloadingSettings(KVConnectorSettings, frozen=True, kw_only=True):
             )
 
     def num_slots(self, layout: KVLayout) -> tuple[int, int]:
-        """Places in memory and in the file.
+        """Return the numbers of slots in memory and in the file.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: a block does not fit.
         """
         nbytes = layout.copy_nbytes * layout.world_size
         sizes = {"cpu_bytes_to_use": self.cpu_bytes_to_use}
@@ -86,47 +86,47 @@ class OffloadingSettings(KVConnectorSettings, frozen=True, kw_only=True):
         for name, size in sizes.items():
             if size < nbytes:
                 raise ConfigError(
-                    f"kv_transfer_config: {name}={size} has no room for a block, which takes "
+                    f"kv_transfer_config: {name}={size} has no room for a block, which occupies "
                     f"{nbytes} bytes; raise it."
                 )
         return self.cpu_bytes_to_use // nbytes, self.file_bytes_to_use // nbytes
 
 
 class Save(msgspec.Struct, array_like=True):
-    """A block to be copied behind the step."""
+    """Block to copy to memory after the step."""
 
     group_id: int
     block_id: int
     slot: int
     block_hash: bytes
     file_slot: int
-    """Where it goes from there; -1: nowhere."""
+    """Slot in the file; -1: none."""
     number: int
-    """See `CopyFile.write`."""
+    """Number of `CopyFile.write`."""
 
 
 class Load(msgspec.Struct, array_like=True):
-    """A block to be copied to the KV cache."""
+    """Block to copy to the KV cache."""
 
     group_id: int
     block_id: int
     slot: int
     block_hash: bytes
     file_slot: int
-    """Where it is read from before; -1: it is in memory."""
+    """Slot in the file from which it is read first; -1: it is in memory."""
 
 
 class OffloadingMetadata(KVConnectorMetadata, array_like=True):
-    """What workers do with a step."""
+    """Instructions for the workers in a step."""
 
     epoch: int = 0
-    """One more each time that steps have failed."""
+    """Number of times that steps have failed."""
     saves: list[Save] = msgspec.field(default_factory=list)
     loads: dict[str, list[Load]] = msgspec.field(default_factory=dict)
 
 
 class OffloadingScheduler(KVConnectorScheduler):
-    """Index of the blocks in memory and in the file, which is the same for all ranks."""
+    """Index of the blocks in memory and in the file; the same for all ranks."""
 
     settings_type: type[OffloadingSettings] = OffloadingSettings
 
@@ -144,15 +144,15 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._tracker = BlockTracker(layout)
         self._epoch = 0
         self._saving: deque[list[Save]] = deque()
-        """Of each step in flight, what it saves."""
+        """Saves of each step in flight."""
         self._unsure: set[Key] = set()
-        """All of these together."""
+        """Keys of all saves in flight."""
         self._new_loads: dict[str, list[Load]] = {}
-        """To be told to the workers."""
+        """Loads for the next metadata."""
         self._loads: dict[str, list[Load]] = {}
 
     def _restore(self, file: CopyCache, path: Path) -> None:
-        """Takes in what the file of rank 0 has; whether others have it, too, is seen later."""
+        """Add the blocks in the file of rank 0; loading detects if another rank lacks one."""
         found = sorted(read_records(path, self.layout))
         for number, slot, group_id, block_hash in found:
             self._next_number = number + 1
@@ -170,7 +170,7 @@ class OffloadingScheduler(KVConnectorScheduler):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """See `KVConnectorScheduler`."""
+        """Implement `KVConnectorScheduler`."""
         known = KnownBlocks.of_groups(self.layout, self._has)
         end = longest_match(self.layout, request, num_computed_tokens, known)
         return end * self.layout.block_size - num_computed_tokens, True
@@ -178,7 +178,7 @@ class OffloadingScheduler(KVConnectorScheduler):
     def update_state_after_alloc(
         self, request: Request, block_ids: list[list[int]], num_external_tokens: int
     ) -> None:
-        """See `KVConnectorScheduler`."""
+        """Implement `KVConnectorScheduler`."""
         if num_external_tokens == 0:
             self._tracker.start(request, block_ids)
             return
@@ -190,7 +190,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._new_loads[request.request_id] = self._loads[request.request_id] = loads
 
     def _load(self, group_id: int, block_id: int, block_hash: bytes) -> Load:
-        """How a block is loaded; what it is read from, or by way of, stays until it has been."""
+        """Return the load of a block; pin its copies in memory and file until it has ended."""
         key, slot, file_slot = (group_id, block_hash), _NO_SLOT, _NO_SLOT
         if self._file is not None and key in self._file:
             self._file.touch(key)
@@ -207,7 +207,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         return Load(group_id, block_id, slot, block_hash, file_slot)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OffloadingMetadata | None:
-        """See `KVConnectorScheduler`."""
+        """Implement `KVConnectorScheduler`."""
         saves: list[Save] = []
         for block in self._tracker.full_blocks(scheduler_output, self._saves_all):
             if self.transfer_config.saves and block.request.cache_scope is None:
@@ -221,11 +221,11 @@ class OffloadingScheduler(KVConnectorScheduler):
         return OffloadingMetadata(self._epoch, saves, loads) if saves or loads else None
 
     def _saves_all(self, request: Request) -> bool:
-        """Whether what the prefix cache has of a request is saved, too, not only what it fills."""
+        """Return True if a request's blocks from the prefix cache are saved, too."""
         return False
 
     def _save(self, block: FullBlock) -> Save | None:
-        """Finds places for a block; None if it is there already, or all are pinned."""
+        """Allocate slots for a block; None if it is in memory already, or all slots are pinned."""
         key, file_slot = (block.group_id, block.block_hash), None
         if self._file is not None and key in self._file:
             self._file.touch(key)
@@ -244,12 +244,12 @@ class OffloadingScheduler(KVConnectorScheduler):
         return Save(block.group_id, block.block_id, slot, block.block_hash, file_slot, number)
 
     def step_succeeded(self) -> None:
-        """See `KVConnectorScheduler`: the saved blocks can be loaded."""
+        """Implement `KVConnectorScheduler`: the saved blocks can be loaded."""
         for save in self._saving.popleft():
             self._settle(save)
 
     def steps_failed(self) -> None:
-        """See `KVConnectorScheduler`."""
+        """Implement `KVConnectorScheduler`."""
         self._epoch += 1
         for saves in self._saving:
             for save in saves:
@@ -266,7 +266,7 @@ class OffloadingScheduler(KVConnectorScheduler):
             self._file.unpin(key)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """See `KVConnectorScheduler`: unpin loaded blocks, and forget damaged ones."""
+        """Implement `KVConnectorScheduler`: unpin loaded blocks, and forget damaged ones."""
         damaged = set(output.invalid_block_ids)
         for req_id in output.finished_recving:
             loads = self._loads.pop(req_id)
@@ -286,7 +286,7 @@ class OffloadingScheduler(KVConnectorScheduler):
                 cache.remove(key)
 
     def reset_cache(self) -> bool:
-        """See `KVConnectorScheduler`; blocks that are being copied stay."""
+        """Implement `KVConnectorScheduler`; blocks that are being copied stay."""
         self._memory.clear()
         if self._file is not None:
             self._file.clear()
@@ -324,7 +324,7 @@ class OffloadingWorker(KVConnectorWorker):
             memory = map_memory(num_slots * self._size).numpy()
         self._memory = memory
         self._staging = np.zeros(self._size, np.uint8)
-        """For what is loaded while there is no place in memory."""
+        """Buffer for blocks that are loaded while memory has no slot."""
         self._metadata = OffloadingMetadata()
         self._saving: LayerSaves | None = None
         self._failed_epoch = -1
@@ -332,19 +332,19 @@ class OffloadingWorker(KVConnectorWorker):
         self._loader = ThreadPoolExecutor(1, "octavo-kv-loads")
         self._spiller = ThreadPoolExecutor(1, "octavo-kv-spills")
         self._spills: dict[int, Future[None]] = {}
-        """By the places in memory that are read."""
+        """Writes to the file, by the slot in memory that they read."""
         self._file_spills: dict[int, Future[None]] = {}
-        """The same by those in the file that are written."""
+        """Writes to the file, by the slot in the file that they write."""
         self._touching = ThreadPoolExecutor(1, "octavo-kv-memory")
         self._closing = False
 
     @classmethod
     def host_nbytes(cls, config: KVTransferConfig) -> int:
-        """See `KVConnectorWorker`."""
+        """Implement `KVConnectorWorker`."""
         return cls.settings_type.of(config).cpu_bytes_to_use
 
     def register_kv_caches(self, kv_caches: KVCaches) -> None:
-        """See `KVConnectorWorker`."""
+        """Implement `KVConnectorWorker`."""
         super().register_kv_caches(kv_caches)
         if self._num_found:
             self._touching.submit(self._touch)
@@ -366,7 +366,7 @@ class OffloadingWorker(KVConnectorWorker):
             _native.touch_pages(address, min(_PIECE, end - start))
 
     def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
-        """See `KVConnectorWorker`."""
+        """Implement `KVConnectorWorker`."""
         assert isinstance(metadata, OffloadingMetadata)
         self._metadata, self._saving = metadata, None
         for req_id, loads in metadata.loads.items():
@@ -374,11 +374,11 @@ class OffloadingWorker(KVConnectorWorker):
             self._loader.submit(self._loaded.run, req_id, blocks, partial(self._copy, loads))
 
     def step_failed(self) -> None:
-        """See `KVConnectorWorker`: saves are invalid until the scheduler knows of the failure."""
+        """Note the failure: saves are invalid until the scheduler knows of it."""
         self._failed_epoch = self._metadata.epoch
 
     def save_kv_layer(self, layer: int) -> None:
-        """See `KVConnectorWorker`."""
+        """Implement `KVConnectorWorker`."""
         if self._saving is None:
             self._saving = self._begin_saving()
         self._saving.save_layer(layer)
@@ -400,7 +400,7 @@ class OffloadingWorker(KVConnectorWorker):
         return [] if metadata.epoch <= self._failed_epoch else metadata.saves
 
     def wait_for_save(self) -> None:
-        """See `KVConnectorWorker`: start to write the step's blocks to the file, too."""
+        """Implement `KVConnectorWorker`: start to write the step's blocks to the file, too."""
         for save in self._saves:
             if save.file_slot != _NO_SLOT:
                 spill = self._spiller.submit(self._spill, save)
@@ -431,7 +431,7 @@ class OffloadingWorker(KVConnectorWorker):
         return damaged | self.kv_caches.load(there)
 
     def _read(self, load: Load) -> bool:
-        """Reads a copy from the file."""
+        """Read a copy from the file; return False if that fails."""
         assert self._file is not None
         _wait(self._file_spills.pop(load.file_slot, None))
         copy = self._staging.data
@@ -442,7 +442,7 @@ class OffloadingWorker(KVConnectorWorker):
             self._file.read(load.file_slot, copy)
         except OSError as error:
             self._once.warning(f"KV blocks cannot be read ({error.strerror or error})")
-            copy[:] = bytes(len(copy))  # nothing that was there before
+            copy[:] = bytes(len(copy))  # no earlier contents of the slot
             return False
         return True
 
@@ -453,11 +453,11 @@ class OffloadingWorker(KVConnectorWorker):
         return self._memory.data[slot * self._size : (slot + 1) * self._size]
 
     def get_finished(self) -> tuple[set[str], set[str]]:
-        """See `KVConnectorWorker`."""
+        """Implement `KVConnectorWorker`."""
         return set(), self._loaded.take_finished()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """See `KVConnectorWorker`."""
+        """Implement `KVConnectorWorker`."""
         return self._loaded.take_damaged()
 
     def shutdown(self) -> None:

@@ -1,11 +1,10 @@
-"""`P2PConnector`: an engine generates after a prompt that another engine has computed.
+"""`P2PConnector`: one engine computes a prompt, another engine generates its answer.
 
 The first engine keeps the prompt's blocks in memory (as `OffloadingConnector` does) until the
 second one has fetched them, or until a timeout. Its answer contains their addresses
 (`kv_transfer_params`, as in vLLM), signed with the cluster's key; an engine that receives these
 with a request fetches the blocks: on the same host from the first engine's memory, otherwise over
-TCP, encrypted (CurveZMQ).
-Blocks that do not arrive, or are damaged, are computed.
+TCP, encrypted (CurveZMQ). The engine computes blocks that do not arrive or are damaged.
 """
 
 from __future__ import annotations
@@ -50,16 +49,16 @@ _Seconds = Annotated[float, Meta(gt=0, le=86400)]
 
 
 class P2PSettings(OffloadingSettings, frozen=True, kw_only=True):
-    """`kv_connector_extra_config`, beside that of `OffloadingConnector`."""
+    """`kv_connector_extra_config`, in addition to that of `OffloadingConnector`."""
 
     host: str = "127.0.0.1"
-    """Address of this machine at which others fetch blocks."""
+    """Address of this machine from which peers fetch blocks."""
     port: _Port = 0
-    """Port of rank 0; rank i has the i-th one after it. 0: any that are free."""
+    """Port of rank 0; rank i uses port + i. 0: any free ports."""
     release_timeout: _Seconds = 120.0
-    """Seconds for which a prompt's blocks are kept for who is to fetch them."""
+    """Seconds for which a prompt's blocks are kept for a peer."""
     load_timeout: _Seconds = 20.0
-    """Seconds after which blocks that have not come are computed."""
+    """Seconds after which blocks that have not arrived are computed."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,22 +70,22 @@ class P2PSettings(OffloadingSettings, frozen=True, kw_only=True):
 
 
 class Fetch(msgspec.Struct, array_like=True):
-    """Blocks to be fetched from a peer."""
+    """Blocks to fetch from a peer."""
 
     request_id: str
-    """What the peer calls the request."""
+    """Request ID at the peer."""
     peers: list[PeerAddress]
-    """Of each rank."""
+    """Address of each rank."""
     blocks: list[tuple[int, int, int, bytes]]
-    """(group, block, place at the peer, hash)"""
+    """(group, block, slot at the peer, hash)"""
 
 
 class P2PMetadata(OffloadingMetadata):
-    """What workers do with a step."""
+    """Instructions for the workers in a step."""
 
     fetches: dict[str, Fetch] = msgspec.field(default_factory=dict)
     fetched: list[tuple[str, list[PeerAddress]]] = msgspec.field(default_factory=list)
-    """What all ranks have: to be told to those who keep it."""
+    """Requests that all ranks have fetched, and the peers that may release the blocks."""
 
 
 class _KeptPrompt(msgspec.Struct):
@@ -97,7 +96,7 @@ class _KeptPrompt(msgspec.Struct):
 
 
 class _Offer(msgspec.Struct, forbid_unknown_fields=True):
-    """`kv_transfer_params`; the first ones as vLLM calls them."""
+    """`kv_transfer_params`; the first names are vLLM's."""
 
     do_remote_prefill: bool = False
     do_remote_decode: bool = False
@@ -106,7 +105,7 @@ class _Offer(msgspec.Struct, forbid_unknown_fields=True):
     remote_host: str | None = None
     remote_port: int | None = None
     remote_block_ids: list[list[int]] = []
-    """Of each KV-cache group: the places of the prompt's blocks; -1: it is not there."""
+    """Slots of the prompt's blocks, for each KV-cache group; -1: the block is missing."""
     remote_layout: str = ""
     """`KVLayout.identity` in hex."""
     remote_peers: list[PeerAddress] = []
@@ -114,17 +113,17 @@ class _Offer(msgspec.Struct, forbid_unknown_fields=True):
     tp_size: int | None = None
 
     def sign(self, secret: bytes) -> str:
-        """What `signature` has to be."""
+        """Return the correct `signature`."""
         fields = msgspec.to_builtins(msgspec.structs.replace(self, signature=""))
         text = json.dumps(fields, sort_keys=True).encode()
         return hmac.new(secret, b"kv_transfer_params\0" + text, hashlib.sha256).hexdigest()
 
 
 def read_offer(request: Request) -> _Offer | None:
-    """A request's `kv_transfer_params`.
+    """Parse a request's `kv_transfer_params`.
 
     Raises:
-        RequestError: they are not such.
+        RequestError: the parameters are invalid.
     """
     if request.options.kv_transfer_params is None:
         return None
@@ -149,25 +148,25 @@ class P2PScheduler(OffloadingScheduler):
         self._num_expired = 0
         self._secret = cluster_secret(config.parallel.cluster_key_file)
         self._kept: dict[str, _KeptPrompt] = {}
-        """By the request's id, oldest first."""
+        """Kept prompts by request ID, oldest first."""
         self._fetches: dict[str, Fetch] = {}
-        """To be told to the workers."""
+        """Fetches for the next metadata."""
         self._fetching: dict[str, Fetch] = {}
         self._fetched: list[Fetch] = []
         self._offers: dict[str, _Offer] = {}
-        """Of requests that are asked about, or loaded."""
+        """Offers of requests that are being looked up or loaded."""
 
     @property
     def num_expired(self) -> int:
-        """See `KVConnectorScheduler`."""
+        """Number of requests whose blocks a peer did not fetch in time."""
         return self._num_expired
 
     def set_xfer_handshake_metadata(self, metadata: list[Any]) -> None:
-        """See `KVConnectorScheduler`."""
+        """Implement `KVConnectorScheduler`."""
         self._peers = [msgspec.convert(it, PeerAddress) for it in metadata]
 
     def check_request(self, request: Request) -> None:
-        """See `KVConnectorScheduler`."""
+        """Implement `KVConnectorScheduler`."""
         offer = read_offer(request)
         if offer is None:
             return
@@ -176,8 +175,8 @@ class P2PScheduler(OffloadingScheduler):
         ):
             raise RequestError(
                 "kv_transfer_params are not signed with this server's key; send what the prefill "
-                "server has answered, as it is, and give both servers the same "
-                "--cluster-key-file.",
+                "server has answered, as it is, and start both servers with the "
+                "same --cluster-key-file.",
                 "kv_transfer_params",
             )
 
@@ -186,7 +185,7 @@ class P2PScheduler(OffloadingScheduler):
         return params is not None and bool(params.get("do_remote_decode"))
 
     def request_finished(self, request: Request) -> dict[str, Any] | None:
-        """See `KVConnectorScheduler`: keep the prompt's blocks for a peer."""
+        """Implement `KVConnectorScheduler`: keep the prompt's blocks for a peer."""
         if not self._saves_all(request) or not self.transfer_config.saves:
             return None
         size = self.layout.block_size
@@ -234,13 +233,13 @@ class P2PScheduler(OffloadingScheduler):
         now = time.monotonic()
         for request_id in [i for i, kept in self._kept.items() if kept.until <= now]:
             self._num_expired += 1
-            logger.warning("nobody has fetched the KV blocks of request %s in time", request_id)
+            logger.warning("no peer has fetched the KV blocks of request %s in time", request_id)
             self._release(request_id)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """See `KVConnectorScheduler`: blocks of a peer, or else those in memory here."""
+        """Implement `KVConnectorScheduler`: blocks of a peer, or else those in memory here."""
         here, _ = super().get_num_new_matched_tokens(request, num_computed_tokens)
         offer = read_offer(request)
         if offer is None or not offer.do_remote_prefill or not self.transfer_config.loads:
@@ -255,7 +254,7 @@ class P2PScheduler(OffloadingScheduler):
         layout = self.layout
         if offer.remote_layout != layout.identity.hex():
             logger.warning(
-                "engine %s computes another model, or otherwise: its KV blocks are computed again",
+                "engine %s has another model or other settings: its KV blocks are computed again",
                 offer.remote_engine_id,
             )
             return 0
@@ -278,7 +277,7 @@ class P2PScheduler(OffloadingScheduler):
     def update_state_after_alloc(
         self, request: Request, block_ids: list[list[int]], num_external_tokens: int
     ) -> None:
-        """See `KVConnectorScheduler`."""
+        """Implement `KVConnectorScheduler`."""
         offer = self._offers.pop(request.request_id, None)
         if num_external_tokens == 0 and request.num_external_tokens is None:
             self._decline(request)
@@ -296,13 +295,13 @@ class P2PScheduler(OffloadingScheduler):
         self._fetches[request.request_id] = self._fetching[request.request_id] = fetch
 
     def _decline(self, request: Request) -> None:
-        """Tell a peer to release its blocks without a fetch: all of them were here."""
+        """Schedule a release of the peer's blocks without a fetch: this engine has them all."""
         offer = read_offer(request)
         if offer is not None and offer.do_remote_prefill:
             self._fetched.append(Fetch(offer.remote_request_id, offer.remote_peers, []))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> P2PMetadata | None:
-        """See `KVConnectorScheduler`."""
+        """Implement `KVConnectorScheduler`."""
         if self._kept:
             self._expire()
         found = super().build_connector_meta(scheduler_output)
@@ -315,7 +314,7 @@ class P2PScheduler(OffloadingScheduler):
         return P2PMetadata(found.epoch, found.saves, found.loads, fetches, told)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """See `KVConnectorScheduler`: release the blocks that peers have fetched."""
+        """Implement `KVConnectorScheduler`: release the blocks that peers have fetched."""
         for request_id in output.finished_sending:
             self._release(request_id)
         for request_id in output.finished_recving:
@@ -325,7 +324,7 @@ class P2PScheduler(OffloadingScheduler):
 
 
 class P2PWorker(OffloadingWorker):
-    """Server of this rank's blocks for peers, and client of theirs."""
+    """Server of this rank's blocks for peers, and client of the peers' servers."""
 
     metadata_type = P2PMetadata
     settings_type = P2PSettings
@@ -339,7 +338,7 @@ class P2PWorker(OffloadingWorker):
         self._shared = SharedCopies(num_slots * layout.copy_nbytes)
         super().__init__(config, layout, notify, memory=self._shared.copies)
         self._lock = threading.Lock()
-        """Of what follows."""
+        """Lock of `_fetched`."""
         self._fetched: set[str] = set()
         self._timeout, self._secret = settings.load_timeout, secret
         self._client: PeerClient | None = None
@@ -350,28 +349,28 @@ class P2PWorker(OffloadingWorker):
         )
 
     def get_handshake_metadata(self) -> Any:
-        """See `KVConnectorWorker`."""
+        """Implement `KVConnectorWorker`."""
         return msgspec.to_builtins(self._server.address)
 
     def register_kv_caches(self, kv_caches: KVCaches) -> None:
-        """See `KVConnectorWorker`."""
+        """Implement `KVConnectorWorker`."""
         super().register_kv_caches(kv_caches)
         self._client = PeerClient(self._secret, kv_caches, self._timeout)
 
     def _peer_has(self, request_id: str) -> None:
-        """A peer has fetched what was kept for it."""
+        """Note that a peer has fetched the blocks kept for it."""
         with self._lock:
             self._fetched.add(request_id)
         self.notify()
 
     def get_finished(self) -> tuple[set[str], set[str]]:
-        """See `KVConnectorWorker`."""
+        """Implement `KVConnectorWorker`."""
         with self._lock:
             fetched, self._fetched = self._fetched, set()
         return fetched, self._loaded.take_finished()
 
     def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
-        """See `KVConnectorWorker`."""
+        """Implement `KVConnectorWorker`."""
         super().start_load_kv(metadata)
         assert isinstance(metadata, P2PMetadata)
         for req_id, wanted in metadata.fetches.items():
@@ -397,7 +396,7 @@ class P2PWorker(OffloadingWorker):
             return blocks
 
     def shutdown(self) -> None:
-        """See `KVConnectorWorker`: end all transfers."""
+        """Implement `KVConnectorWorker`: end all transfers."""
         self._fetchers.shutdown(cancel_futures=True)
         self._server.close()
         if self._client is not None:

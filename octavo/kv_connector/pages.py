@@ -15,27 +15,27 @@ from octavo.kv_connector.layout import SUM_NBYTES, KVLayout, KVPart
 Addresses = NDArray[np.uint64]
 Bytes = NDArray[np.uint8]
 
-_SPREAD = np.uint64(0x9E3779B97F4A7C15)  # so that the seeds of pages lie far apart
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)  # spreads the seeds of pages
 
 
 class BlockCopy(NamedTuple):
-    """A block, and the address of its copy."""
+    """Block and the address of its copy."""
 
     group_id: int
     block_id: int
     address: int
-    """Of `KVLayout.copy_nbytes` bytes."""
+    """Address of `KVLayout.copy_nbytes` bytes."""
     block_hash: bytes
-    """Of which the checksums depend: those of another block are never right."""
+    """Hash of the block. The checksums depend on it, so another block's copy fails the check."""
 
 
 class KVCaches:
-    """The KV cache of a rank.
+    """KV cache of a rank.
 
     Args:
-        layout: what its blocks are made of.
+        layout: layout of a block.
         tensors: addresses of the physical tensors [num_blocks, 2, heads, ...].
-        num_blocks: blocks in each of them.
+        num_blocks: number of blocks in each tensor.
     """
 
     def __init__(self, layout: KVLayout, tensors: Sequence[int], num_blocks: int) -> None:
@@ -44,7 +44,7 @@ class KVCaches:
         self.tensors = np.array(tensors, np.uint64)
 
     def touch(self, num_blocks: int) -> Iterator[None]:
-        """Has the system hand out the memory of the first blocks, a piece at each step."""
+        """Make the system allocate the memory of the first blocks, one tensor per iteration."""
         nbytes = 2 * self.layout.page_nbytes * min(num_blocks, self.num_blocks)
         for tensor in self.tensors:
             _native.touch_pages(int(tensor), nbytes)
@@ -120,19 +120,19 @@ class KVCaches:
 
 @dataclass(frozen=True)
 class _Pages:
-    """Addresses of pages [blocks, sides], and what else copying them takes."""
+    """Addresses of pages [blocks, sides], and the other arguments of copying."""
 
     here: Addresses
-    """In the KV cache."""
+    """Addresses in the KV cache."""
     there: Addresses
-    """In copies."""
+    """Addresses in copies."""
     sums: Addresses
     seeds: Addresses
     chunks: int
     chunk_nbytes: int
 
     def of_sides(self, begin: int, end: int) -> _Pages:
-        """Some of each block's."""
+        """Return a range of the pages of each block."""
         return replace(
             self,
             here=_addresses(self.here[:, begin:end]),
@@ -142,7 +142,7 @@ class _Pages:
         )
 
     def others(self) -> dict[str, int]:
-        """The arguments of the native functions beside the two addresses."""
+        """Return the arguments of the native functions other than the two addresses."""
         return {
             "sums": self.sums.ctypes.data,
             "seeds": self.seeds.ctypes.data,
@@ -160,11 +160,11 @@ class LayerSaves:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the rank up to the last one that has something to copy."""
+        """Number of layers of the rank, up to the last one with pages to copy."""
         return max(self._by_layer, default=-1) + 1
 
     def save_layer(self, layer: int) -> None:
-        """Copies what is of a layer of the rank, checksums included."""
+        """Copy the pages of a layer of the rank, with checksums."""
         pages = self._by_layer.get(layer)
         if pages is not None:
             _native.save_pages(

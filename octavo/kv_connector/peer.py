@@ -1,9 +1,9 @@
-"""Transfer of copies of blocks between engines, through shared memory or TCP.
+"""Transfer of copies of blocks between engines through shared memory or TCP.
 
-Each rank that keeps copies listens at a port for clients with the cluster's key: CurveZMQ with a
-key pair that is derived from it; the handshake needs its public half, which is never sent. On the
-same host the other engine opens the memory itself, by the process and its file descriptor; the
-system allows only the same user to do so.
+Each rank that keeps copies listens at a port for clients with the cluster's key. CurveZMQ uses a
+key pair derived from that key; the handshake needs the public half, which is never sent. An engine
+on the same host opens the memory itself, through the file descriptor of the owning process; the
+system allows this only to the same user.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _HEADER = mmap.PAGESIZE
 _NONCE_NBYTES = 16
 _GET, _HAVE = b"g", b"h"
 _NUMBER = struct.Struct("<Q")
-# Blocks in a message, messages on their way at a time, and how long one may take before it is asked
-# for again: the connection may have been made anew meanwhile.
+# Blocks in a message, messages in flight, and seconds until a block is requested again: the
+# connection may have been replaced meanwhile.
 _BATCH, _IN_FLIGHT, _AGAIN_SECONDS = 4, 4, 2.0
 _POLL_MILLISECONDS = 100
 _LINGER = 1000
-"""Milliseconds."""
+"""Milliseconds to wait for the reply to `tell`."""
 _MAX_REQUEST = 2**16
 _F_ADD_SEALS, _F_GET_SEALS, _F_SEAL_SHRINK, _F_SEAL_GROW = 1033, 1034, 2, 4
 
 Block = tuple[int, int, int, bytes]
-"""(group, block, place at the peer, hash)"""
+"""(group, block, slot at the peer, hash)"""
 
 
 class PeerAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -57,11 +57,11 @@ class PeerAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: str
     port: int
     machine: str
-    """Which one it is, since it was booted last; with the next three."""
+    """Identity of the machine and its boot. The next three fields locate the memory on it."""
     pid: int
     descriptor: int
     nonce: str
-    """What the memory begins with, in hex."""
+    """First bytes of the memory, in hex."""
     part: KVPart
     """Part of a block that is in the copies."""
 
@@ -69,7 +69,7 @@ class PeerAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SharedCopies:
     """Memory for copies, which other processes of the same user can open.
 
-    It has no name in the system, and is gone with the last process that has it.
+    It has no name in the system. The system frees it when the last process has closed it.
 
     Args:
         nbytes: bytes of all copies.
@@ -82,14 +82,14 @@ class SharedCopies:
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         self.descriptor = os.memfd_create("octavo-kv", flags)
         os.ftruncate(self.descriptor, _HEADER + nbytes)
-        # So that who maps it need not fear that it ends before its end.
+        # A process that maps the memory can rely on its size.
         fcntl.fcntl(self.descriptor, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW)
         memory = mmap.mmap(self.descriptor, _HEADER + nbytes)
         memory[:_NONCE_NBYTES] = self.nonce
         self.copies: Bytes = np.frombuffer(memory, np.uint8)[_HEADER:]
 
     def close(self) -> None:
-        """Lets go of the descriptor; nobody can open it any more. May be called twice."""
+        """Close the descriptor: no process can open the memory from now on. May be called twice."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -100,14 +100,14 @@ class PeerServer:
 
     Args:
         host: name or address to listen on.
-        port: of TCP; 0: any that is free.
-        secret: see `cluster_secret`.
-        layout: of the copies.
-        shared: where they are.
-        on_have: is told of each request whose blocks have been fetched.
+        port: TCP port; 0: any free port.
+        secret: key of `cluster_secret`.
+        layout: layout of the copies.
+        shared: memory of the copies.
+        on_have: callback for each request whose blocks have been fetched.
 
     Raises:
-        ConfigError: the address cannot be listened on.
+        ConfigError: the server cannot listen at the address.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class PeerServer:
         socket.curve_secretkey = z85.encode(secret)
         socket.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST)
         socket.setsockopt(zmq.LINGER, 0)
-        # One that asks and does not read gets nothing more; the others wait for none.
+        # A client that does not read its replies receives no more; the others do not wait for it.
         socket.setsockopt(zmq.SNDHWM, 2 * _IN_FLIGHT)
         socket.setsockopt(zmq.IPV6, 1)
         where = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
@@ -161,9 +161,9 @@ class PeerServer:
             try:
                 self._answer(peer, frames)
             except (ValueError, msgspec.MsgspecError, struct.error) as error:
-                logger.warning("a peer asks for KV blocks in words unknown here: %s", error)
+                logger.warning("a peer has sent an invalid request for KV blocks: %s", error)
             except zmq.ZMQError:
-                pass  # it is gone, or does not read: it asks again
+                pass  # the peer is gone or does not read; it will send the request again
 
     def _answer(self, peer: bytes, frames: list[bytes]) -> None:
         match frames:
@@ -183,11 +183,11 @@ class PeerServer:
     def _copy_at(self, slot: int) -> bytes:
         begin = slot * self._size
         if slot < 0 or begin + self._size > len(self._copies):
-            raise ValueError(f"there is no place {slot}")
+            raise ValueError(f"slot {slot} does not exist")
         return self._copies[begin : begin + self._size].tobytes()
 
     def close(self) -> None:
-        """Ends the thread. May be called twice."""
+        """Stop the thread. May be called twice."""
         self._closing.set()
         self._thread.join()
         self._context.destroy(linger=0)
@@ -197,8 +197,8 @@ class PeerClient:
     """Client that fetches copies from peers.
 
     Args:
-        secret: see `cluster_secret`.
-        kv_caches: where they go.
+        secret: key of `cluster_secret`.
+        kv_caches: destination of the blocks.
         timeout: seconds for the blocks of a request.
     """
 
@@ -210,15 +210,16 @@ class PeerClient:
     def fetch(
         self, peers: Sequence[PeerAddress], blocks: Sequence[Block], since: float
     ) -> set[int]:
-        """Copies blocks to the KV cache; returns those that are not what they should be.
+        """Copy blocks to the KV cache; return the damaged ones.
 
         Args:
-            peers: the ranks that have them; each a part, perhaps divided otherwise than here.
-            blocks: what is wanted.
-            since: when they were asked for, by `time.monotonic`: what comes late is not waited for.
+            peers: ranks that have the blocks; their division of the model may differ from this
+                engine's.
+            blocks: blocks to fetch.
+            since: time of the request, by `time.monotonic`; the timeout starts there.
 
         Raises:
-            OSError: a peer is not to be reached, or too slow, or they do not have all.
+            OSError: a peer is unreachable or too slow, or the peers lack a part of the blocks.
         """
         missing = self._own.cells()
         damaged: set[int] = set()
@@ -228,7 +229,7 @@ class PeerClient:
                 damaged |= self._fetch_part(peer, blocks, since + self._timeout)
                 missing -= found
         if missing:
-            raise OSError("it has not all layers and heads")
+            raise OSError("the peers do not have all layers and heads")
         return damaged
 
     def _fetch_part(self, peer: PeerAddress, blocks: Sequence[Block], end: float) -> set[int]:
@@ -238,7 +239,7 @@ class PeerClient:
         with contextlib.closing(memory):
             num_slots = (len(memory) - _HEADER) // peer.part.copy_nbytes
             if any(not 0 <= slot < num_slots for _, _, slot, _ in blocks):
-                raise OSError("it has no such blocks")
+                raise OSError("the peer does not have these blocks")
             copies = np.frombuffer(memory, np.uint8)[_HEADER:]
             try:
                 return self._copy(copies, peer.part, blocks)
@@ -256,7 +257,7 @@ class PeerClient:
         )
 
     def _receive(self, peer: PeerAddress, blocks: Sequence[Block], end: float) -> set[int]:
-        """Over TCP; what does not come is asked for again."""
+        """Fetch blocks over TCP; request those that do not arrive again."""
         batches = [blocks[i : i + _BATCH] for i in range(0, len(blocks), _BATCH)]
         waiting, asked = list(range(len(batches)))[::-1], dict[int, float]()
         damaged: set[int] = set()
@@ -264,7 +265,7 @@ class PeerClient:
             while waiting or asked:
                 now = time.monotonic()
                 if now >= end:
-                    raise OSError(f"they have not come within {self._timeout:g} s")
+                    raise OSError(f"the blocks have not arrived within {self._timeout:g} s")
                 for number in [n for n, since in asked.items() if now - since > _AGAIN_SECONDS]:
                     del asked[number]
                     waiting.append(number)
@@ -279,10 +280,10 @@ class PeerClient:
                 head, *copies = socket.recv_multipart()
                 number = _NUMBER.unpack(head)[0] if len(head) == _NUMBER.size else -1
                 if asked.pop(number, None) is None:
-                    continue  # it has come before
+                    continue  # a duplicate
                 batch = batches[number]
                 if [len(copy) for copy in copies] != [peer.part.copy_nbytes] * len(batch):
-                    raise OSError("it sends blocks of another size")
+                    raise OSError("the peer sends blocks of another size")
                 arrays = [np.frombuffer(copy, np.uint8) for copy in copies]
                 damaged |= self._kv_caches.load(
                     [
@@ -296,7 +297,7 @@ class PeerClient:
         return damaged
 
     def tell(self, peer: PeerAddress, request_id: str) -> None:
-        """Tells a peer that it need not keep a request's blocks any more."""
+        """Notify a peer that it can release a request's blocks."""
         with self._connect(peer) as socket:
             socket.send_multipart([_HAVE, request_id.encode()])
             socket.poll(_LINGER)
@@ -314,22 +315,23 @@ class PeerClient:
         return socket
 
     def close(self) -> None:
-        """Lets go of all connections."""
+        """Close all connections."""
         self._context.destroy(linger=0)
 
 
 def _open(peer: PeerAddress) -> mmap.mmap | None:
-    """A peer's memory, if it is on this machine, runs, and may be read."""
+    """Map a peer's memory; None if this process cannot: another machine, container or user."""
     if peer.machine != _this_machine():
         return None
     path = f"/proc/{peer.pid}/fd/{peer.descriptor}"
     try:
-        # In another container the process may be another one, and that a pipe nobody writes to.
+        # In another container the process may be a different one, and the file a pipe without a
+        # writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         return None  # another container, perhaps
     try:
-        # Only what can never be shortened: reading behind a file's end would end the process.
+        # Accept only memory that cannot shrink: reading after its end would kill this process.
         seals = fcntl.fcntl(descriptor, _F_GET_SEALS)
         if not seals & _F_SEAL_SHRINK:
             return None
@@ -345,6 +347,6 @@ def _open(peer: PeerAddress) -> mmap.mmap | None:
 
 
 def _this_machine() -> str:
-    """Names this machine, since it was booted last."""
+    """Return an identity of this machine that changes with each boot."""
     text = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return hashlib.sha256(text.encode()).hexdigest()[:16]

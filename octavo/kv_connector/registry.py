@@ -30,7 +30,7 @@ def get_connector(config: KVTransferConfig) -> KVConnector:
     """Return the connector that the settings name.
 
     Raises:
-        ConfigError: there is no connector of that name.
+        ConfigError: no connector has that name.
     """
     name, path = config.kv_connector, config.kv_connector_module_path
     if path is None:

@@ -47,7 +47,7 @@ class LoadResults:
         return finished
 
     def take_damaged(self) -> set[int]:
-        """Return their damaged blocks."""
+        """Return the damaged blocks of loads that ended since the last call."""
         with self._lock:
             damaged, self._damaged = self._damaged, set()
         return damaged

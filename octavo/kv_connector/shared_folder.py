@@ -1,10 +1,10 @@
-"""Folder of copies of blocks that many engines read and write; a file for each copy.
+"""Folder of copies of blocks that many engines read and write, with a file for each copy.
 
-`<folder>/<layout>/<division>/<first byte of the hash>/<group>-<hash>.<rank>`: the layout's identity
-stands for the model and its form, the division for how processes divide it. So an engine never
-reads another model's blocks, and one whose processes divide the model differently finds all parts
-of a block. A file is written under a temporary name, synced and renamed: readers only find complete
-files. The checksums of the header and of the copy detect later damage.
+Path: `<folder>/<layout>/<division>/<first byte of the hash>/<group>-<hash>.<rank>`. `layout` is the
+identity of the model and its form; `division` names the division of the model among processes. So
+an engine never reads another model's blocks, and finds all parts of a block that engines with
+another division wrote. A file is written under a temporary name, synced and renamed: readers find
+only complete files. The checksums of the header and of the copy detect later damage.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _MAGIC = b"octavosh"
 _HEADER_NBYTES = 4096  # a copy begins at a page
 _PREFIX = struct.Struct("<8s16sI")  # magic, checksum of what follows, bytes of the description
 _NEW = ".new-"
-# Seconds after which a file that was never renamed is nobody's any more.
+# Seconds after which a file that was never renamed is removed.
 _STALE_SECONDS = 3600.0
-# The folder's size is taken anew after so many seconds of writing; then the oldest files go until
-# this much of what is allowed is left.
+# Seconds of writing after which the folder is measured again. If it is too large, the oldest files
+# are removed until the kept share of the maximum remains.
 _LOOK_SECONDS = 30.0
 _KEPT_SHARE = 0.9
-# A file's time of use is written again only after so many seconds.
+# Seconds after which a file's time of use is updated.
 _USE_SECONDS = 60.0
 
 
@@ -47,16 +47,17 @@ class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SharedFolder:
-    """The folder as one rank sees it.
+    """Shared folder, for one rank.
 
     Args:
-        path: where it is; it is made if it is not there.
-        layout: what blocks are made of.
-        division: how processes divide the model: `<ranks>.<anything>`.
-        max_bytes: of all files of all models; the ones used least recently go first.
+        path: path of the folder; it is created if it does not exist.
+        layout: layout of a block.
+        division: division of the model among processes: `<ranks>.<anything>`.
+        max_bytes: maximum size of all files of all models; the least recently used files are
+            removed first.
 
     Raises:
-        ConfigError: it cannot be used, or others than this user can write to it.
+        ConfigError: the folder cannot be used, or other users can write to it.
     """
 
     def __init__(self, path: Path, layout: KVLayout, division: str, max_bytes: int) -> None:
@@ -71,16 +72,14 @@ class SharedFolder:
         if not stat.S_ISDIR(found.st_mode):
             raise _unusable(path, "it is not a folder")
         if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise _unusable(
-                path, "others than this user can write to it, and so could make answers wrong"
-            )
+            raise _unusable(path, "other users can write to it, and so could make answers wrong")
         self._lock = threading.Lock()
-        """Of what follows."""
+        """Lock of `_size` and `_looked`."""
         self._size: int | None = None
         self._looked = 0.0
 
     def find(self, group_id: int, block_hash: bytes) -> str | None:
-        """The division whose files together have a block; None: nobody has all of it."""
+        """Return a division whose files hold all of a block; None if no division does."""
         for division in self._divisions():
             ranks = range(int(division.partition(".")[0]))
             if all(self._file(division, r, group_id, block_hash).exists() for r in ranks):
@@ -88,7 +87,7 @@ class SharedFolder:
         return None
 
     def _divisions(self) -> Iterator[str]:
-        """This engine's own, then those of others."""
+        """Yield this engine's division, then the others."""
         yield self._own
         with contextlib.suppress(OSError):
             for name in os.listdir(self._models):
@@ -104,7 +103,7 @@ class SharedFolder:
         """Write this rank's copy of a block.
 
         Raises:
-            OSError: it cannot be written; no file is left then.
+            OSError: the file cannot be written; then no file remains.
         """
         path = self._file(self._own, self._layout.rank, group_id, block_hash)
         header = _Header(self._layout.identity, group_id, block_hash, self._layout.part)
@@ -132,10 +131,10 @@ class SharedFolder:
         self._note_written(_HEADER_NBYTES + len(copy))
 
     def open(self, division: str, rank: int, group_id: int, block_hash: bytes) -> SharedCopy:
-        """Opens what a rank has written of a block.
+        """Open a rank's copy of a block.
 
         Raises:
-            OSError: it is not there any more, or not what it should be.
+            OSError: the file does not exist any more, or has unexpected contents.
         """
         path = self._file(division, rank, group_id, block_hash)
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -144,11 +143,11 @@ class SharedFolder:
             header = _unpack(os.pread(fd, _HEADER_NBYTES, 0))
             wanted = self._layout.identity, group_id, block_hash
             if (header.identity, header.group_id, header.block_hash) != wanted:
-                raise OSError(f"{path} is of another block")
+                raise OSError(f"{path} holds another block")
             if found.st_size != _HEADER_NBYTES + header.part.copy_nbytes:
-                raise OSError(f"{path} has {found.st_size} bytes, which is not its length")
+                raise OSError(f"{path} has {found.st_size} bytes, which does not match its header")
             if time.time() - found.st_mtime > _USE_SECONDS:
-                with contextlib.suppress(OSError):  # we may only read
+                with contextlib.suppress(OSError):  # read-only access
                     os.utime(fd)
         except BaseException:
             os.close(fd)
@@ -156,12 +155,12 @@ class SharedFolder:
         return SharedCopy(fd, header.part)
 
     def remove(self, division: str, rank: int, group_id: int, block_hash: bytes) -> None:
-        """Takes a file away that is damaged, so that it is written again."""
+        """Remove a damaged file, so that it is written again."""
         with contextlib.suppress(OSError):
             self._file(division, rank, group_id, block_hash).unlink()
 
     def _note_written(self, nbytes: int) -> None:
-        """Keeps the folder within its size."""
+        """Count written bytes; keep the folder within its size."""
         with self._lock:
             if self._size is not None:
                 self._size += nbytes
@@ -173,13 +172,13 @@ class SharedFolder:
             self._size = self._make_room()
 
     def _make_room(self) -> int:
-        """Removes the files used least recently, if there are too many; returns their size."""
+        """Remove the least recently used files if the folder is too large; return its size."""
         found: list[tuple[float, int, str]] = []
         stale = time.time() - _STALE_SECONDS
         for folder, _, names in os.walk(self._root):
             for name in names:
                 path = os.path.join(folder, name)
-                with contextlib.suppress(OSError):  # somebody else was faster
+                with contextlib.suppress(OSError):  # another process was faster
                     status = os.lstat(path)
                     if name.startswith(_NEW) and status.st_mtime < stale:
                         os.unlink(path)
@@ -201,7 +200,7 @@ class SharedCopy:
     """Open file of the folder.
 
     Args:
-        fd: its descriptor, which is closed on exit.
+        fd: file descriptor, which is closed on exit.
         part: part of the block that is in the copy.
     """
 
@@ -210,13 +209,13 @@ class SharedCopy:
         self.part = part
 
     def read(self, copy: memoryview) -> None:
-        """Reads all of it.
+        """Read the copy.
 
         Args:
             copy: [part.copy_nbytes]
 
         Raises:
-            OSError: it cannot be read.
+            OSError: the file cannot be read.
         """
         at, left = _HEADER_NBYTES, copy
         while left:
@@ -241,10 +240,10 @@ def _pack(header: _Header) -> bytes:
 
 
 def _unpack(data: bytes) -> _Header:
-    """Reads a header.
+    """Parse a header.
 
     Raises:
-        OSError: it is none.
+        OSError: the data is not a valid header.
     """
     if len(data) == _HEADER_NBYTES:
         magic, check, length = _PREFIX.unpack_from(data)

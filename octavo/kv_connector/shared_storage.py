@@ -1,7 +1,7 @@
-"""`SharedStorageConnector`: keeps blocks in a folder that any number of engines share.
+"""`SharedStorageConnector`: copies of blocks in a folder that any number of engines share.
 
-Blocks are copied after the step that computes them, and threads write the copies. Each new request
-is looked up in the folder.
+After the step that computes blocks, they are copied to memory; threads write the copies. Each new
+request is looked up in the folder.
 """
 
 from __future__ import annotations
@@ -38,45 +38,45 @@ from octavo.request import Request
 
 logger = logging.getLogger(__name__)
 
-# Threads that write: they mostly wait for the disk.
+# Number of writing threads; they mostly wait for the disk.
 _WRITERS = 4
-# Blocks that are read before they are copied together.
+# Number of blocks that are read before they are copied together.
 _BATCH = 16
 # Seconds of a step that may be spent waiting for blocks to be written.
 _MOST_WAITING = 1.0
 
 
 class SharedStorageSettings(KVConnectorSettings, frozen=True, kw_only=True):
-    """`kv_connector_extra_config`; the first one as vLLM calls it."""
+    """`kv_connector_extra_config`; the first name is vLLM's."""
 
     shared_storage_path: str
-    """The folder."""
+    """Path of the folder."""
     max_bytes: int = 10 * 2**30
-    """Its size, of all engines and models together."""
+    """Bytes of the folder, of all engines and models together."""
     write_buffer_bytes: int = 256 * 2**20
-    """Memory for blocks on their way to the folder, of all workers of an engine together."""
+    """Bytes of memory for blocks that are being written, of all workers of an engine."""
 
     def __post_init__(self) -> None:
         if not self.shared_storage_path:
-            raise ValueError("shared_storage_path is empty; name a folder.")
+            raise ValueError("shared_storage_path is empty; set it to a folder.")
 
     def num_slots(self, layout: KVLayout) -> int:
-        """Blocks that may be on their way.
+        """Return the number of blocks that can be written at a time.
 
         Raises:
-            ConfigError: none.
+            ConfigError: a block does not fit.
         """
         nbytes = layout.copy_nbytes * layout.world_size
         for name in ("max_bytes", "write_buffer_bytes"):
             if getattr(self, name) < nbytes:
                 raise ConfigError(
                     f"kv_transfer_config: {name}={getattr(self, name)} has no room for a block, "
-                    f"which takes {nbytes} bytes; raise it."
+                    f"which occupies {nbytes} bytes; raise it."
                 )
         return self.write_buffer_bytes // nbytes
 
     def folder(self, config: EngineConfig, layout: KVLayout) -> SharedFolder:
-        """The folder as a rank, or the scheduler, sees it."""
+        """Return the folder, for a rank or the scheduler."""
         device = config.device
         tp, pp = device.tensor_parallel_size, device.pipeline_parallel_size
         division = f"{layout.world_size}.tp{tp}pp{pp}"
@@ -87,7 +87,7 @@ class SharedStorageSettings(KVConnectorSettings, frozen=True, kw_only=True):
 
 
 class Block(msgspec.Struct, array_like=True):
-    """A block to be saved or loaded."""
+    """Block to save or load."""
 
     group_id: int
     block_id: int
@@ -95,10 +95,10 @@ class Block(msgspec.Struct, array_like=True):
 
 
 class SharedStorageMetadata(KVConnectorMetadata, array_like=True):
-    """What workers do with a step."""
+    """Instructions for the workers in a step."""
 
     epoch: int = 0
-    """One more each time that steps have failed."""
+    """Number of times that steps have failed."""
     saves: list[Block] = msgspec.field(default_factory=list)
     loads: dict[str, list[Block]] = msgspec.field(default_factory=dict)
 
@@ -115,12 +115,12 @@ class SharedStorageScheduler(KVConnectorScheduler):
         self._epoch = 0
         self._tracker = BlockTracker(layout)
         self._new_loads: dict[str, list[Block]] = {}
-        """To be told to the workers."""
+        """Loads for the next metadata."""
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """See `KVConnectorScheduler`."""
+        """Implement `KVConnectorScheduler`."""
         if not self.transfer_config.loads:
             return 0, True
         known = KnownBlocks.of_groups(self.layout, self._has)
@@ -133,7 +133,7 @@ class SharedStorageScheduler(KVConnectorScheduler):
     def update_state_after_alloc(
         self, request: Request, block_ids: list[list[int]], num_external_tokens: int
     ) -> None:
-        """See `KVConnectorScheduler`."""
+        """Implement `KVConnectorScheduler`."""
         if num_external_tokens == 0:
             self._tracker.start(request, block_ids)
             return
@@ -147,7 +147,7 @@ class SharedStorageScheduler(KVConnectorScheduler):
     def build_connector_meta(
         self, scheduler_output: SchedulerOutput
     ) -> SharedStorageMetadata | None:
-        """See `KVConnectorScheduler`."""
+        """Implement `KVConnectorScheduler`."""
         saves = [
             Block(block.group_id, block.block_id, block.block_hash)
             for block in self._tracker.full_blocks(scheduler_output)
@@ -162,11 +162,11 @@ class SharedStorageScheduler(KVConnectorScheduler):
         return not self._has((block.group_id, block.block_hash))
 
     def steps_failed(self) -> None:
-        """See `KVConnectorScheduler`."""
+        """Implement `KVConnectorScheduler`."""
         self._epoch += 1
 
     def reset_cache(self) -> bool:
-        """See `KVConnectorScheduler`; other engines use the folder, too."""
+        """Implement `KVConnectorScheduler`; other engines use the folder, too."""
         logger.warning("%s is shared and stays as it is; remove it to empty it", self._path)
         return False
 
@@ -190,16 +190,16 @@ class SharedStorageWorker(KVConnectorWorker):
         self._size = layout.copy_nbytes
         self._memory = map_memory(max(1, num_slots) * self._size).numpy()
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
-        """Places in this memory."""
+        """Free slots in `_memory`."""
         for slot in range(num_slots):
             self._free.put(slot)
         self._metadata = SharedStorageMetadata()
         self._saving: LayerSaves | None = None
-        """Of what follows."""
+        """Copying of the blocks in `_begun`."""
         self._begun: list[tuple[Block, int]] = []
-        """What the step saves, and where."""
+        """Blocks that the step saves, and their slots."""
         self._left: list[Block] = []
-        """What there is no place for yet."""
+        """Blocks of the step that have no slot yet."""
         self._failed_epoch = -1
         self._once = OnceLogger()
         self._loader = ThreadPoolExecutor(1, "octavo-kv-loads")
@@ -207,12 +207,12 @@ class SharedStorageWorker(KVConnectorWorker):
 
     @classmethod
     def host_nbytes(cls, config: KVTransferConfig) -> int:
-        """See `KVConnectorWorker`."""
+        """Implement `KVConnectorWorker`."""
         settings = SharedStorageSettings.of(config)
         return settings.write_buffer_bytes if config.saves else 0
 
     def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
-        """See `KVConnectorWorker`."""
+        """Implement `KVConnectorWorker`."""
         assert isinstance(metadata, SharedStorageMetadata)
         self._metadata, self._saving, self._begun = metadata, None, []
         self._left = [] if metadata.epoch <= self._failed_epoch else metadata.saves
@@ -221,7 +221,7 @@ class SharedStorageWorker(KVConnectorWorker):
             self._loader.submit(self._loaded.run, req_id, block_ids, partial(self._copy, blocks))
 
     def step_failed(self) -> None:
-        """See `KVConnectorWorker`: saves are invalid until the scheduler knows of the failure."""
+        """Note the failure: saves are invalid until the scheduler knows of it."""
         self._failed_epoch = self._metadata.epoch
         for _, slot in self._begun:
             self._free.put(slot)
@@ -229,16 +229,16 @@ class SharedStorageWorker(KVConnectorWorker):
     # Saving
 
     def save_kv_layer(self, layer: int) -> None:
-        """See `KVConnectorWorker`: copy a layer of the blocks that there is room for."""
+        """Implement `KVConnectorWorker`: copy a layer of the blocks that have slots."""
         if self._saving is None:
             self._begun = self._take_places(0.0)
             self._saving = self.kv_caches.saving(self._copies(self._begun))
         self._saving.save_layer(layer)
 
     def wait_for_save(self) -> None:
-        """See `KVConnectorWorker`: start to write, and copy the other blocks.
+        """Implement `KVConnectorWorker`: start to write, and copy the other blocks.
 
-        Blocks that there is no room for within a second are dropped.
+        Blocks for which no slot becomes free within a second are dropped.
         """
         until = time.monotonic() + _MOST_WAITING
         self._write_soon(self._begun)
@@ -251,7 +251,7 @@ class SharedStorageWorker(KVConnectorWorker):
             self._write_soon(some)
 
     def _take_places(self, timeout: float) -> list[tuple[Block, int]]:
-        """Blocks that are left, with places, as far as these are free; waits for the first one."""
+        """Allocate free slots to the remaining blocks; wait for the first one."""
         found: list[tuple[Block, int]] = []
         try:
             for block in self._left:
@@ -284,7 +284,7 @@ class SharedStorageWorker(KVConnectorWorker):
     # Loading
 
     def _copy(self, blocks: list[Block]) -> set[int]:
-        """Loads blocks; returns those that are damaged."""
+        """Load blocks; return the damaged ones."""
         damaged: set[int] = set()
         for begin in range(0, len(blocks), _BATCH):
             batch: dict[str, list[Block]] = {}
@@ -299,7 +299,7 @@ class SharedStorageWorker(KVConnectorWorker):
         return damaged
 
     def _copy_parts(self, division: str, blocks: list[Block]) -> set[int]:
-        """Loads blocks from what the ranks of a division have of them."""
+        """Load blocks from the files of a division's ranks; return the damaged ones."""
         missing, damaged = self.layout.part.cells(), set[int]()
         for rank in range(int(division.partition(".")[0])):
             part, bad = self._copy_part(division, rank, blocks, missing)
@@ -312,7 +312,7 @@ class SharedStorageWorker(KVConnectorWorker):
     def _copy_part(
         self, division: str, rank: int, blocks: list[Block], missing: set[tuple[int, int, int]]
     ) -> tuple[KVPart | None, set[int]]:
-        """Loads what one rank has, if it is wanted; returns what that is, and damaged blocks."""
+        """Load the missing part of one rank; return its part and the damaged blocks."""
         damaged: set[int] = set()
         copies: list[BlockCopy] = []
         part, memory = None, np.empty(0, np.uint8)
@@ -342,11 +342,11 @@ class SharedStorageWorker(KVConnectorWorker):
         return part, damaged
 
     def get_finished(self) -> tuple[set[str], set[str]]:
-        """See `KVConnectorWorker`."""
+        """Implement `KVConnectorWorker`."""
         return set(), self._loaded.take_finished()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """See `KVConnectorWorker`."""
+        """Implement `KVConnectorWorker`."""
         return self._loaded.take_damaged()
 
     def shutdown(self) -> None:

@@ -1,4 +1,4 @@
-"""Which blocks live requests have, and which of them a step fills: for schedulers' halves."""
+"""Blocks of live requests, and the blocks that a step fills, for schedulers' halves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from octavo.request import Request
 
 
 class FullBlock(NamedTuple):
-    """A block all of whose tokens are known, and computed once the step is done."""
+    """Block whose tokens are all known, and are computed when the step ends."""
 
     request: Request
     group_id: int
@@ -26,14 +26,14 @@ class _Live:
     request: Request
     block_ids: list[list[int]]
     num_seen: int
-    """Blocks of tokens that were full before."""
+    """Number of full blocks of tokens that were reported or skipped."""
 
 
 class BlockTracker:
-    """Follows the requests that run.
+    """Blocks of the running requests.
 
     Args:
-        layout: what a block is made of.
+        layout: layout of a block.
     """
 
     def __init__(self, layout: KVLayout) -> None:
@@ -41,23 +41,24 @@ class BlockTracker:
         self._live: dict[str, _Live] = {}
 
     def start(self, request: Request, block_ids: list[list[int]]) -> None:
-        """A request is started, in the step that is being scheduled."""
+        """Add a request that starts in the step that is being scheduled."""
         copies = [list(ids) for ids in block_ids]
         self._live[request.request_id] = _Live(request, copies, 0)
 
     def full_blocks(
         self, step: SchedulerOutput, whole: Callable[[Request], bool] = lambda request: False
     ) -> Iterator[FullBlock]:
-        """The blocks that a step fills, or whose last tokens have become known since.
+        """Yield the blocks that a step fills, or whose last tokens have become known since.
 
         Args:
-            step: as it has been scheduled.
-            whole: of which requests that it starts the blocks that were known are told, too.
+            step: the scheduled step.
+            whole: returns True for the requests, among those that the step starts, whose blocks
+                from the prefix cache are yielded, too.
         """
         size = self._layout.block_size
         new = {scheduled.req_id for scheduled in step.scheduled_reqs if scheduled.new is not None}
         for req_id in step.finished_req_ids:
-            if req_id not in new:  # another one may have its id
+            if req_id not in new:  # a new request may have the same id
                 self._live.pop(req_id, None)
         for scheduled in step.scheduled_reqs:
             live = self._live[scheduled.req_id]
@@ -71,7 +72,7 @@ class BlockTracker:
             end = min(len(request.block_hashes), request.num_computed_tokens // size)
             if end <= live.num_seen:
                 continue
-            # What no position of the step sees may have been given back already.
+            # Blocks that no position of the step attends to may have been freed already.
             start = request.num_computed_tokens - scheduled.num_tokens
             lowest = max(0, start - request.num_spec_in_flight)
             for group_id, manager in enumerate(self._layout.managers):
@@ -115,13 +116,13 @@ def longest_match(
     num_computed_tokens: int,
     known: Sequence[Container[bytes]],
 ) -> int:
-    """Whole blocks of a request's tokens that the prefix cache and somewhere else have together.
+    """Return the number of whole blocks that the prefix cache and another place have together.
 
     Args:
-        layout: what a block is made of.
-        request: holds no blocks.
-        num_computed_tokens: what the prefix cache has: whole blocks, and what is needed of them.
-        known: for each KV-cache group the hashes of blocks that are elsewhere.
+        layout: layout of a block.
+        request: a request that holds no blocks.
+        num_computed_tokens: its tokens in the prefix cache; whole blocks.
+        known: hashes of the blocks in the other place, for each KV-cache group.
     """
     hashes, size = request.block_hashes, layout.block_size
     begin, end = num_computed_tokens // size, len(hashes)

@@ -16,7 +16,7 @@ class RouterMetrics(Collector):
 
     Args:
         pools: its servers.
-        num_restarts: returns the number of restarts of its own servers.
+        num_restarts: returns the number of restarts of the servers that it started.
     """
 
     def __init__(self, pools: Sequence[Pool], num_restarts: Callable[[], int]) -> None:

@@ -23,7 +23,7 @@ _MOST_REMEMBERED = 2**17
 _CONNECT_TIMEOUT = 5.0
 # Seconds for which an idle connection can be reused: fewer than servers keep one.
 _KEEP_ALIVE = 3.0
-# Number of consecutive timeouts of probes after which a server's answers are given up.
+# Number of consecutive timeouts of probes after which waiting for a server's answers ends.
 _SILENT_PROBES = 2
 
 
@@ -100,10 +100,10 @@ class Upstream:
 
     @asynccontextmanager
     async def guard(self) -> AsyncIterator[None]:
-        """Guard waiting for this server, which `give_up` ends.
+        """Return a context of waiting for this server; `give_up` ends the wait.
 
         Raises:
-            TimeoutError: the server was given up.
+            TimeoutError: `give_up` ended the wait.
         """
         async with asyncio.timeout(None) as timeout:
             self._guards.add(timeout)

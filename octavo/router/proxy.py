@@ -224,7 +224,7 @@ class ProxyResponse(Response):
                         done = True
                         break
                     out += self._take(data)
-            finally:  # what was taken counts as sent, also where the next event is an error
+            finally:  # stored parts count as sent, even if the next event is an error
                 if out:
                     await self._start(send, response)
                     await send(

@@ -48,7 +48,7 @@ def run_router(config: ServerConfig, router: RouterConfig, flags: Mapping[str, l
     config = msgspec.structs.replace(config, disable_fastapi_docs=True, enable_admin=False)
     setup_logging(config.log_level, config.log_format)
     prepare_process()
-    tls_context(config)  # refuse a bad certificate at once
+    tls_context(config)  # reject a bad certificate at once
     allow_files()
     config, sources = with_all_keys(config)
     if not sources and config.uds is None and is_any_address(config.host):

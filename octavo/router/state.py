@@ -106,7 +106,7 @@ class RouterState(HttpState):
 
     @property
     def num_restarts(self) -> int:
-        """Number of restarts of its own servers."""
+        """Number of restarts of the servers that it started."""
         return sum(own.num_restarts for own in self._own)
 
     @property

@@ -12,14 +12,14 @@ from typing_extensions import TypedDict
 
 
 def _add_defaults(schema: dict[str, Any]) -> None:
-    """Write into a schema that a field that may be left out is then null."""
+    """Add the default null to the optional fields of a schema."""
     for name in schema["properties"].keys() - schema.get("required", ()):
         schema["properties"][name]["default"] = None
 
 
 @with_config(ConfigDict(extra="forbid", strict=True, json_schema_extra=_add_defaults))
 class Answer(TypedDict):
-    """Base of the answers: they have no other fields."""
+    """Base of the answers; it forbids other fields."""
 
 
 class ErrorDetail(Answer):
@@ -28,12 +28,12 @@ class ErrorDetail(Answer):
     message: str
     type: str
     param: str | None
-    """The field of the request that is wrong."""
+    """Field of the request that is wrong."""
     code: str | None
 
 
 class ErrorAnswer(Answer):
-    """What every error looks like."""
+    """Body of every error."""
 
     error: ErrorDetail
 
@@ -77,14 +77,14 @@ class ServerInfo(Answer):
     """GET /server_info."""
 
     vllm_config: str | dict[str, dict[str, Any]]
-    """The engine's settings by section; as text only those that differ from their defaults."""
+    """The engine's settings by section; as text, only the changed ones."""
     vllm_env: dict[str, str]
     system_env: dict[str, str]
 
 
 @with_config(ConfigDict(extra="allow", strict=True))
 class TokenizerInfo(TypedDict):
-    """GET /tokenizer_info: all of tokenizer_config.json."""
+    """GET /tokenizer_info: contents of tokenizer_config.json."""
 
     tokenizer_class: str
     chat_template: str | None
@@ -126,8 +126,8 @@ class Usage(Answer):
 
 
 class PerRequestMetrics(Answer):
-    """With --enable-per-request-metrics: times of the request, null (in a stream: left out)
-    where one is not known."""
+    """Times of the request, with --enable-per-request-metrics. Unknown times are null; a stream
+    leaves them out."""
 
     time_to_first_token_ms: NotRequired[float | None]
     generation_time_ms: NotRequired[float | None]
@@ -137,7 +137,7 @@ class PerRequestMetrics(Answer):
 
 
 class Envelope(Answer):
-    """What all answers and chunks of the generation endpoints have."""
+    """Fields of all answers and chunks of the generation endpoints."""
 
     id: str
     created: int
@@ -146,7 +146,7 @@ class Envelope(Answer):
 
 
 class PromptLogprob(Answer):
-    """A candidate at a position of the prompt."""
+    """Candidate token at a position of the prompt."""
 
     logprob: float
     rank: int | None
@@ -158,7 +158,7 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class CompletionLogprobs(Answer):
-    """Four lists of one length."""
+    """Four lists of the same length."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -190,7 +190,7 @@ class CompletionAnswer(Envelope):
 
 
 class CompletionChunkChoice(Answer):
-    """What is new of a text."""
+    """New part of a text."""
 
     index: int
     text: str
@@ -202,7 +202,7 @@ class CompletionChunkChoice(Answer):
 
 
 class CompletionChunk(Envelope):
-    """An event of a stream of /v1/completions."""
+    """Event of a stream of /v1/completions."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChunkChoice]
@@ -211,7 +211,7 @@ class CompletionChunk(Envelope):
 
 
 class Candidate(Answer):
-    """A token and how probable it was."""
+    """Token and its log probability."""
 
     token: str
     logprob: float
@@ -219,7 +219,7 @@ class Candidate(Answer):
 
 
 class ChatLogprob(Candidate):
-    """A token of the answer, and the most probable ones in its place."""
+    """Token of the answer, and the most probable candidates at its position."""
 
     top_logprobs: list[Candidate]
 
@@ -232,7 +232,7 @@ class ChatLogprobs(Answer):
 
 
 class ChatMessage(Answer):
-    """The answer's message."""
+    """Message of the answer."""
 
     role: str
     content: str
@@ -264,14 +264,14 @@ class ChatAnswer(Envelope):
 
 
 class ChatDelta(Answer):
-    """What is new of a message."""
+    """New part of a message."""
 
     role: NotRequired[str | None]
     content: NotRequired[str | None]
 
 
 class ChatChunkChoice(Answer):
-    """What is new of an answer."""
+    """New part of an answer."""
 
     index: int
     delta: ChatDelta
@@ -282,7 +282,7 @@ class ChatChunkChoice(Answer):
 
 
 class ChatChunk(Envelope):
-    """An event of a stream of /v1/chat/completions."""
+    """Event of a stream of /v1/chat/completions."""
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
@@ -292,7 +292,7 @@ class ChatChunk(Envelope):
 
 
 class TokenLogprob(Answer):
-    """A candidate token."""
+    """Candidate token."""
 
     token_id: int
     logprob: float
@@ -300,19 +300,19 @@ class TokenLogprob(Answer):
 
 
 class ChosenTokenLogprob(TokenLogprob):
-    """A token of an answer, with the candidates at its place."""
+    """Token of an answer, with the candidates at its position."""
 
     top_logprobs: list[TokenLogprob]
 
 
 class TokensLogprobs(Answer):
-    """Of an answer's tokens."""
+    """Logprobs of an answer's tokens."""
 
     content: list[ChosenTokenLogprob]
 
 
 class TokensChunkChoice(Answer):
-    """What is new of an answer."""
+    """New part of an answer."""
 
     index: int
     token_ids: list[int]
@@ -337,7 +337,7 @@ class TokensAnswer(Answer):
 
 
 class TokensChunk(Answer):
-    """An event of a stream of /inference/v1/generate."""
+    """Event of a stream of /inference/v1/generate."""
 
     request_id: str
     output_mode: Literal["tokens", "text"]

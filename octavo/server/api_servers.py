@@ -1,9 +1,9 @@
 """`--api-server-count`: several API servers, processes that serve HTTP on one listening socket.
 
-This process only starts and watches the others: the coordinator, which has the engines, and the API
-servers, each of which is a front end of the engines. An API server that dies is replaced; its
-requests end, and its clients lose their connections. A coordinator that dies is replaced by another
-one with its own engines, and all requests continue. See `fleet/coordinator.py`.
+This process only starts and watches the others: the coordinator, which owns the engines, and the
+API servers, each a front end of the engines. An API server that dies is replaced; its requests end,
+and its clients lose their connections. A coordinator that dies is replaced by one with new engines,
+and all requests continue. See `fleet/coordinator.py`.
 """
 
 from __future__ import annotations
@@ -30,58 +30,58 @@ from octavo.system.socket_folder import SocketFolder
 logger = logging.getLogger(__name__)
 
 _END_SECONDS = 5.0
-# What engines get to end in order, more than which `Supervisor` gives them.
+# Seconds for an orderly end of the engines; longer than the timeout of `Supervisor`.
 _ENGINES_END_SECONDS = 15.0
 _RESTART_WINDOW = 600.0
 REPLACED = b"\0"
-"""What a front end is told of the coordinator, among the numbers of signals."""
+"""Message to a front end, among numbers of signals: the coordinator was replaced."""
 
 
 class APIServerSetup(msgspec.Struct):
-    """What a front end's process is told."""
+    """Setup of a front end's process."""
 
     config: ServerConfig
-    """Limits are its own share."""
+    """Settings of the server; limits are the front end's share."""
     engine_config: EngineConfig
     model_path: str
     tokenizer_path: str
     folder: str
-    """Of the sockets."""
+    """Folder of the sockets."""
     listener: int
-    """The descriptor of the listening socket."""
+    """Descriptor of the listening socket."""
     created: int
-    """Second since 1970 at which the server was started."""
+    """Start of the server in seconds since 1970."""
     clock_epoch: float
-    """Of the first process: one clock for all, though the system's has been set meanwhile."""
+    """Epoch of the first process's clock, which all processes share."""
     slot: int = 0
-    """Its number among those that live, for log lines."""
+    """Number among the live front ends, for log lines."""
     number: int = 0
-    """No other one has had it."""
+    """Unique number; a replacement has a new one."""
     life: int = 0
-    """How many coordinators there were before."""
+    """Number of earlier coordinators."""
     pulse: int = 0
-    """See `Child`."""
+    """Descriptor of `Child.pulse`."""
 
 
 class CoordinatorSetup(msgspec.Struct):
-    """What the coordinator's process is told."""
+    """Setup of the coordinator's process."""
 
     config: ServerConfig
     engine_config: EngineConfig
     model_path: str
     tokenizer_path: str
     folder: str
-    """Of the sockets."""
+    """Folder of the sockets."""
     life: int
-    """How many coordinators there were before."""
+    """Number of earlier coordinators."""
     clock_epoch: float
-    """See `APIServerSetup`."""
+    """Epoch of `APIServerSetup`."""
     pulse: int
-    """See `Child`."""
+    """Descriptor of `Child.pulse`."""
 
 
 class Place(msgspec.Struct):
-    """What the coordinator is told of a front end: it has come, or is gone."""
+    """Message to the coordinator: a front end has started or ended."""
 
     number: int
     present: bool
@@ -90,10 +90,10 @@ class Place(msgspec.Struct):
 
 
 def check_api_servers(config: ServerConfig, engine_config: EngineConfig) -> None:
-    """Refuses what one of several front ends cannot do.
+    """Reject settings that several front ends do not support.
 
     Raises:
-        ConfigError: naming the setting.
+        ConfigError: a setting is unsupported; the message names it.
     """
     count = config.api_server_count
     given = {
@@ -105,20 +105,20 @@ def check_api_servers(config: ServerConfig, engine_config: EngineConfig) -> None
     for name, is_given in given.items():
         if count > 1 and is_given:
             raise ConfigError(
-                f"{name} is not supported with api_server_count={count}: what it is about would "
-                "be known to one of the front ends only; leave out one of them."
+                f"{name} is not supported with api_server_count={count}: only one of the front "
+                "ends would know its state; leave out one of the two."
             )
 
 
 async def serve_by_api_servers(
     config: ServerConfig, engine_config: EngineConfig, listener: socket.socket
 ) -> int:
-    """Serves until a signal ends it; returns the exit status.
+    """Serve until a signal ends the server; return the exit status.
 
     Raises:
-        OctavoError: the engine failed, or front ends or coordinators do again and again.
+        OctavoError: the engine failed, or front ends or coordinators failed too often.
     """
-    # A download may take long; signals are heard meanwhile.
+    # A download may take long; a thread keeps the event loop free for signals.
     path, tokenizer_path = await asyncio.to_thread(resolve_folders, engine_config)
     folder = SocketFolder("octavo-engine-")
     setup = APIServerSetup(
@@ -150,18 +150,18 @@ def _start(module: str, *descriptors: int) -> Child:
 
 @dataclass(eq=False)
 class _APIServer:
-    """A front end that lives."""
+    """Live front end."""
 
     number: int
     child: Child
 
 
 class _Processes:
-    """The front ends and the coordinator.
+    """Front ends and coordinator.
 
     Args:
-        setup: what each front end is told, but for what is its own; limits are the server's.
-        count: front ends.
+        setup: setup that all front ends share, with the limits of the whole server.
+        count: number of front ends.
     """
 
     def __init__(self, setup: APIServerSetup, count: int) -> None:
@@ -177,26 +177,26 @@ class _Processes:
         self._count = count
         self._numbers = itertools.count()
         self._front_ends: dict[int, _APIServer] = {}
-        """Those that live, by slot."""
+        """Live front ends by slot."""
         self._coordinator: Child | None = None
         self._life = 0
-        """Of the coordinator: how many there were before."""
+        """Number of earlier coordinators."""
         self._draining = False
         self._restarts: dict[str, deque[float]] = {}
-        """When each kind was."""
+        """Times of the restarts, by kind of process."""
 
     def on_signal(self, number: int) -> None:
-        """The first signal drains all front ends, the second one stops them at once."""
+        """Drain all front ends after the first signal; stop them at once after the second."""
         self._draining = True
         for front_end in self._front_ends.values():
             front_end.child.tell(bytes([number]))
 
     async def run(self) -> int:
-        """Keeps all alive until a signal ends them; returns the exit status.
+        """Keep all processes alive until a signal ends them; return the exit status.
 
         Raises:
-            OctavoError: the engines cannot go on, a front end cannot start, or processes end too
-                often.
+            OctavoError: the engines cannot continue, a front end cannot start, or processes end
+                too often.
         """
         coordinator = asyncio.create_task(self._keep_coordinator())
         serving = asyncio.create_task(self._keep_front_ends())
@@ -206,7 +206,7 @@ class _Processes:
                 coordinator.result()  # raises
             return await serving
         finally:
-            # Front ends that are left have been told that there is no engine any more.
+            # The remaining front ends have been notified that the engines have ended.
             self._draining = True
             await asyncio.wait({serving}, timeout=_END_SECONDS)
             serving.cancel()
@@ -227,10 +227,10 @@ class _Processes:
             await asyncio.wait(keeps)
 
     async def _keep_coordinator(self) -> None:
-        """Starts one again and again.
+        """Start the coordinator, and replace it each time it ends.
 
         Raises:
-            OctavoError: it cannot go on, or ends too often.
+            OctavoError: the coordinator cannot continue, or ends too often.
         """
         can_start = False
         while True:
@@ -257,13 +257,13 @@ class _Processes:
             child.kill()
             child.close()
             can_start = can_start or child.has_begun
-            if not can_start:  # it would be no better again
+            if not can_start:  # another attempt would fail, too
                 raise OctavoError(f"The coordinator {how}; its log lines say why.")
             self._note_restart("the coordinator", "a coordinator", how)
             self._life += 1
 
     async def _keep(self, slot: int) -> int:
-        """Starts a front end again and again; returns its exit status when that was wanted."""
+        """Start a front end, and replace it each time it dies; return its wanted exit status."""
         can_start = False
         while True:
             child = _start("octavo.server.api_server_process", self._setup.listener)
@@ -286,23 +286,23 @@ class _Processes:
                 child.close()
                 self._tell_place(front_end.number, present=False)
             if self._draining:
-                return max(status, 0)  # one that had not begun knows no draining
+                return max(status, 0)  # negative: killed before it could drain
             can_start = can_start or child.has_begun
-            if status > 0 or not can_start:  # it would be no better again
+            if status > 0 or not can_start:  # another attempt would fail, too
                 raise OctavoError(f"Front end {slot} {how}; its log lines say why.")
             self._note_restart(f"front end {slot}", "a front end", how)
 
     def _tell_place(self, number: int, *, present: bool) -> None:
-        """Tells the coordinator of a front end; one that is not there is told when it is."""
+        """Notify the coordinator of a front end; a new coordinator is notified when it starts."""
         if self._coordinator is not None:
             addresses = addresses_of(self._setup.folder, self._life, number)
             self._coordinator.tell_message(Place(number, present, *addresses))
 
     def _note_restart(self, who: str, kind: str, how: str) -> None:
-        """Counts a restart.
+        """Count a restart.
 
         Raises:
-            OctavoError: there were too many.
+            OctavoError: the limit is exceeded.
         """
         now, limit = time.monotonic(), self._whole.max_engine_restarts
         restarts = self._restarts.setdefault(kind, deque())

@@ -34,12 +34,12 @@ from octavo.server.tokenize import detokenize, tokenize
 
 
 def build_app(state: ServerState) -> FastAPI:
-    """Makes the application; its lifespan starts the engine, which `state.close` ends."""
+    """Create the application; its lifespan starts the engine, which `state.close` ends."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         state.start()
-        # Made once; it takes a tenth of a second, in which streams would stand still.
+        # Created once, on a thread: it takes a tenth of a second, which would delay streams.
         described = asyncio.create_task(asyncio.to_thread(app.openapi))
         yield
         await described
@@ -107,14 +107,14 @@ def build_app(state: ServerState) -> FastAPI:
 
 
 def add_layers(app: FastAPI, state: HttpState) -> None:
-    """Puts around an application what the settings ask for: keys, CORS, the operator's middleware.
+    """Add the layers of the settings to an application: keys, CORS, the operator's middleware.
 
     Raises:
-        ConfigError: see `add_middleware`.
+        ConfigError: an error of `add_middleware`.
     """
     app.state.octavo = state
     app.root_path = state.config.root_path
-    # Middleware added later lies further out: CORS answers preflights before keys are asked for.
+    # Middleware added later is called earlier: CORS answers preflights before keys are checked.
     app.add_middleware(RequestMiddleware, state=state)
     if state.config.allowed_origins:
         app.add_middleware(
@@ -129,15 +129,16 @@ def add_layers(app: FastAPI, state: HttpState) -> None:
 
 
 def add_middleware(app: FastAPI, paths: list[str]) -> None:
-    """Puts the operator's middleware around an application, each around the one before it.
+    """Add the operator's middleware to an application; each layer wraps the previous one.
 
     Raises:
-        ConfigError: one cannot be imported or made, or is neither a class nor a coroutine function.
+        ConfigError: a middleware cannot be imported or created, or is neither a class nor a
+            coroutine function.
     """
     for path in paths:
         try:
             found: Any = pkgutil.resolve_name(path)
-        except Exception as error:  # whatever the module does when it is imported
+        except Exception as error:  # importing a module may raise anything
             raise ConfigError(
                 f"middleware={path!r} cannot be imported: {error!r}. Write it as "
                 "package.module.name, and make sure that the package is on PYTHONPATH."
@@ -153,7 +154,7 @@ def add_middleware(app: FastAPI, paths: list[str]) -> None:
                 "(request, call_next)."
             )
     try:
-        app.middleware_stack = app.build_middleware_stack()  # else the first request would fail
+        app.middleware_stack = app.build_middleware_stack()  # else it fails at a request
     except Exception as error:
         raise ConfigError(f"middleware={paths} cannot be used: {error!r}.") from error
 

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 
 async def create_chat_completion(request: Request) -> Response:
-    """Writes the next message of a chat."""
+    """Write the next message of a chat."""
     limit = state_of(request).config.max_request_bytes
     return await ChatCompletion.respond(request, await read_model(request, ChatBody, limit))
 
 
 async def create_batch_chat_completion(request: Request) -> Response:
-    """Writes the next message of each of several chats; the choices are in their order."""
+    """Write the next message of each of several chats; the choices are in their order."""
     limit = state_of(request).config.max_request_bytes
     return await ChatCompletion.respond(request, await read_model(request, BatchChatBody, limit))
 
@@ -55,16 +55,16 @@ async def render_messages(
 
     Args:
         template: the chat template.
-        messages: the chat so far. "developer" is OpenAI's newer word for "system".
-        add_generation_prompt: begin the answer; default: unless `continue_final_message`.
-        continue_final_message: leave the last message open, so that the answer goes on with it.
-        template_kwargs: more variables for the template.
-        tools: definitions of tools, for templates that know them.
-        documents: texts for retrieval, likewise.
+        messages: the chat so far. "developer" is OpenAI's newer name of "system".
+        add_generation_prompt: start the answer; default: `not continue_final_message`.
+        continue_final_message: leave the last message open, so that the answer continues it.
+        template_kwargs: additional variables for the template.
+        tools: definitions of tools, for templates that support them.
+        documents: texts for retrieval, for templates that support them.
 
     Raises:
-        RequestError: the template refuses the chat, leaves its tool calls out, or takes too much
-            time or memory for it.
+        RequestError: the template rejects the chat, omits its tool calls, or exceeds its limits of
+            time or memory.
         ModelError: the template is broken.
     """
     num_calls = sum(len(message.tool_calls or ()) for message in messages)
@@ -87,7 +87,7 @@ async def render_messages(
 async def read_chat(
     body: ChatFields, engine: AsyncLLM, state: ServerState, num_bytes: int
 ) -> Reading:
-    """Return the request for an engine that a body of a number of bytes asks for.
+    """Convert a body of `num_bytes` bytes to a request for an engine.
 
     Raises:
         RequestError: the body cannot be turned into a request for this engine.
@@ -97,7 +97,7 @@ async def read_chat(
     asked = body.top_logprobs or 0
     if 0 <= limit < (engine.spec.vocab_size if asked == -1 else asked):
         raise RequestError(
-            f"top_logprobs={body.top_logprobs} is more than this server gives: {limit} "
+            f"top_logprobs={body.top_logprobs} is more than this server allows: {limit} "
             "(--max-logprobs).",
             "top_logprobs",
         )
@@ -167,19 +167,19 @@ class ChatCompletion(Generation[ChatFields]):
 
     def __init__(self, request: Request, body: ChatFields) -> None:
         super().__init__(request, body)
-        # Where no answer is begun, what comes belongs to the last message.
+        # If no answer is opened, the new text belongs to the last message.
         opened = body.add_generation_prompt
         if opened is None:
             opened = not body.continue_final_message
         last = [messages[-1] for messages in body.conversations]
         role = self.state.config.response_role
         self._roles = [role if opened else message.role for message in last]
-        """Of the answers to each chat."""
+        """Role of the answers to each chat."""
         self._echoed = [
             message.content if body.echo and message.role == role else ""
             for message, role in zip(last, self._roles, strict=True)
         ]
-        """Texts of the last messages, to stand before the answers."""
+        """Texts of the last messages, to send before the answers."""
         if not (body.logprobs or body.return_token_ids):
             self.text_chunk = (
                 b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}'
@@ -187,7 +187,7 @@ class ChatCompletion(Generation[ChatFields]):
 
     @property
     def num_prompts(self) -> int:
-        """A chat is one prompt."""
+        """Number of chats: each is one prompt."""
         return len(self.body.conversations)
 
     async def read(self, engine: AsyncLLM) -> Reading:
@@ -202,7 +202,7 @@ class ChatCompletion(Generation[ChatFields]):
 
     def prompt_fields(self, outputs: list[RequestOutput]) -> dict[str, object]:
         """Return the fields about the prompt; see `Generation.prompt_fields`."""
-        output = outputs[0] if len(outputs) == 1 else None  # those of several chats have no place
+        output = outputs[0] if len(outputs) == 1 else None  # it has no field for several
         asked = output is not None and self.body.return_token_ids
         ids = output.prompt_token_ids if output is not None and asked else None
         if self.body.stream:
@@ -244,7 +244,7 @@ class ChatCompletion(Generation[ChatFields]):
             "index": delta.index,
             "delta": cast("answers.ChatDelta", changes),
             "logprobs": self._logprobs(completion) if completion.token_ids else None,
-            # The reason comes with the last text, as with vLLM.
+            # The reason is in the chunk of the last text, as with vLLM.
             "finish_reason": cast("answers.FinishReason | None", completion.finish_reason),
         }
         if finished:

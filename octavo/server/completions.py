@@ -40,7 +40,7 @@ DEFAULT_MAX_TOKENS = 16
 
 
 async def create_completion(request: Request) -> Response:
-    """Continues one or several prompts."""
+    """Continue one or several prompts."""
     limit = state_of(request).config.max_request_bytes
     return await Completion.respond(request, await read_model(request, CompletionBody, limit))
 
@@ -64,24 +64,24 @@ class Completion(Generation[CompletionBody]):
         self._offsets: dict[int, _Offsets] = {}
         self._prompt_logprobs: dict[int, PromptLogprobs] = {}
         self._held: dict[int, list[RequestOutput]] = {}
-        """Outputs of prompts to be echoed whose logprobs are not there yet."""
+        """Outputs of echoed prompts that wait for the prompt's logprobs."""
         if not (body.echo or body.return_token_ids or body.logprobs is not None):
             self.text_chunk = b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}'
 
     @property
     def num_prompts(self) -> int:
-        """Prompts in this request."""
+        """Number of prompts in this request."""
         return self._num_embeds + len(token_prompts(self.body))
 
     @property
     def num_answers(self) -> int:
-        """See `Generation.num_answers`."""
+        """Number of answers made to each prompt."""
         return _num_answers(self.body)
 
     async def read(self, engine: AsyncLLM) -> Reading:
         """Return the request for the engine; see `Generation.read`."""
         reading = await read_completion(self.body, engine, self.context.body_bytes)
-        self.body.prompt_embeds = None  # only what they are decoded to is needed
+        self.body.prompt_embeds = None  # only the decoded tensors are needed
         return reading
 
     def ready(self, prompt: int, output: RequestOutput) -> list[RequestOutput]:
@@ -92,7 +92,7 @@ class Completion(Generation[CompletionBody]):
             return [replace(output, outputs=[replace(c, index=i) for i, c in enumerate(best)])]
         if not (self.body.stream and self.body.echo and self.body.logprobs is not None):
             return [output]
-        # Of n answers only the first brings them, and another one may come before it.
+        # Only the first of n answers has the prompt's logprobs; another answer may arrive earlier.
         if output.prompt_logprobs is not None:
             self._prompt_logprobs[prompt] = output.prompt_logprobs
         self._held.setdefault(prompt, []).append(output)
@@ -142,7 +142,7 @@ class Completion(Generation[CompletionBody]):
             return output.prompt
         if self.tokenizer is None:
             return ""
-        # As it is, whatever is left out of the answer.
+        # The prompt is unchanged even if the answer omits special tokens.
         return self.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
 
     def _logprobs(
@@ -152,8 +152,8 @@ class Completion(Generation[CompletionBody]):
 
         Args:
             delta: new tokens.
-            token_ids: those of them to report.
-            prompt: text before them, whose tokens are reported too; None: nothing.
+            token_ids: new tokens to report.
+            prompt: text of the prompt, whose tokens are reported, too; None: no prompt.
             end: length of the choice's text.
         """
         completion, output = delta.completion, delta.output
@@ -192,7 +192,7 @@ class Completion(Generation[CompletionBody]):
 
 
 async def read_completion(body: CompletionBody, engine: AsyncLLM, num_bytes: int) -> Reading:
-    """Return the request for an engine that a body of a number of bytes asks for.
+    """Convert a body of `num_bytes` bytes to a request for an engine.
 
     Raises:
         RequestError: the body cannot be turned into a request for this engine.
@@ -203,7 +203,7 @@ async def read_completion(body: CompletionBody, engine: AsyncLLM, num_bytes: int
         prompt_logprobs = body.logprobs
     logprobs, num_answers = body.logprobs, _num_answers(body)
     if logprobs is None and num_answers > (1 if body.n is None else body.n):
-        logprobs = 0  # to choose by; they are not reported unless asked for
+        logprobs = 0  # to choose the best; reported only on request
     if body.logprob_token_ids:
         logprobs = None
     params = await make_sampling_params(
@@ -243,12 +243,12 @@ def _only_echoes(body: CompletionBody) -> bool:
 
 
 class _Offsets:
-    """Where the tokens of an answer begin in its text, which may come piece by piece.
+    """Offsets of an answer's tokens in its text, which may arrive in pieces.
 
     Args:
-        tokenizer: None if there is no text.
-        body: of the request.
-        prompt_token_ids: what is before the answer.
+        tokenizer: tokenizer of the model; None: the answer has no text.
+        body: body of the request.
+        prompt_token_ids: tokens before the answer.
         start: length of the text before the answer.
     """
 
@@ -267,10 +267,10 @@ class _Offsets:
             )
 
     def place(self, token_ids: list[int]) -> list[int]:
-        """Where each of the next tokens begins.
+        """Return the offsets of the next tokens.
 
-        A token that only completes a character begins where that does; one that is left out of
-        the text begins where the next one does.
+        A token that only completes a character has that character's offset. A token that is left
+        out of the text has the offset of the next token.
         """
         places: list[int] = []
         for token_id in token_ids:
@@ -281,16 +281,16 @@ class _Offsets:
 
 
 def _mean_logprob(completion: CompletionOutput) -> float:
-    """What OpenAI's `best_of` goes by: the log probability per token."""
+    """Return the log probability per token, by which OpenAI's `best_of` chooses."""
     assert completion.cumulative_logprob is not None
     return completion.cumulative_logprob / max(1, len(completion.token_ids))
 
 
 def _prompt_offsets(tokenizer: Tokenizer | None, token_ids: list[int], text: str) -> list[int]:
-    """Where the tokens of a prompt begin in its text.
+    """Return the offsets of a prompt's tokens in its text.
 
-    Special tokens may stand in the text, if somebody wrote them there, or not. A tokenizer that
-    changes the text (case, accents) shifts the offsets of what follows, never beyond the end.
+    Special tokens may occur in the text if the client wrote them. A tokenizer that changes the
+    text (case, accents) shifts the later offsets, at most to the end.
     """
     if tokenizer is None:
         return [0] * len(token_ids)
@@ -304,7 +304,7 @@ def _prompt_offsets(tokenizer: Tokenizer | None, token_ids: list[int], text: str
             at += len(piece) if text.startswith(piece, at) else 0
         else:
             new = stream.push(token_id)
-            # A tokenizer may put a space before a text, and behind a special token.
+            # A tokenizer may add a space at the start of a text and after a special token.
             if not text.startswith(new, at) and new[:1] == " " and text.startswith(new[1:], at):
                 new = new[1:]
             at = min(len(text), at + len(new))
@@ -314,7 +314,7 @@ def _prompt_offsets(tokenizer: Tokenizer | None, token_ids: list[int], text: str
 def token_prompts(body: CompletionBody) -> list[Prompt]:
     """Return the prompts of `prompt`, one or several, as a list."""
     prompt = body.prompt
-    # OpenAI's client wants a prompt, and gets an empty one.
+    # OpenAI's client requires a prompt; with prompt_embeds it sends an empty one.
     if prompt is None or not (prompt or body.prompt_embeds is None):
         return []
     if isinstance(prompt, str) or isinstance(prompt[0], int):

@@ -1,4 +1,4 @@
-"""The page at /docs: `/openapi.json` for people, with nothing loaded from elsewhere."""
+"""Page at /docs: `/openapi.json` for people, without external resources."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
 
-# Nothing on the page is loaded or run, whatever may have got into it.
+# The browser loads and runs nothing on the page, even if text was injected.
 HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
 
 _STYLE = """
@@ -20,7 +20,7 @@ td, th { text-align: left; padding: .1em 1.5em .1em 0; vertical-align: top; }
 
 
 def docs_page(description: Mapping[str, Any]) -> str:
-    """The page of an OpenAPI description, as HTML."""
+    """Return the page of an OpenAPI description, as HTML."""
     info = description["info"]
     title = escape(f"{info['title']} {info['version']}")
     return "\n".join(
@@ -69,19 +69,19 @@ def _schemas(schemas: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _row(name: str, kind: str, note: str = "") -> str:
-    """A line of a table; `kind` is HTML already."""
+    """Return a row of a table; `kind` is HTML already."""
     return f"<tr><td><code>{escape(name)}</code></td><td>{kind}</td><td>{note}</td></tr>"
 
 
 def _content(content: Mapping[str, Any]) -> str:
-    """What comes in each media type."""
+    """Return the schema of each media type."""
     return "<br>".join(
         f"{_kind(item.get('schema', {}))} ({escape(media)})" for media, item in content.items()
     )
 
 
 def _kind(schema: Mapping[str, Any]) -> str:
-    """A schema in words, with links to the objects in it."""
+    """Describe a schema in words, with links to its objects."""
     if "$ref" in schema:
         name = escape(schema["$ref"].rpartition("/")[2])
         return f'<a href="#{name}">{name}</a>'

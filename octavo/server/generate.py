@@ -1,4 +1,4 @@
-"""POST /inference/v1/generate: vLLM's, tokens in and tokens out."""
+"""POST /inference/v1/generate, as in vLLM: tokens in, tokens out."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from octavo.server.state import ServerState, state_of
 if TYPE_CHECKING:
     from octavo.frontend.async_llm import AsyncLLM
 
-# Fields of vLLM's `SamplingParams` that change nothing here, or that this address decides.
+# Fields of vLLM's `SamplingParams` that have no effect here, or that this route sets.
 _NO_EFFECT = ("detokenize", "flat_logprobs", "output_kind", "skip_clone")
 _RENAMED = {"extra_args": "vllm_xargs"}
-# What a completion has beside its parameters: they are no fields of `sampling_params`.
+# Fields of a completion's body that are not sampling parameters.
 _OF_REQUEST = frozenset(GenerateBody.model_fields) | {"prompt", "prompt_embeds", "echo"}
 
 
 async def create_token_generation(request: Request) -> Response:
-    """Continues a prompt of token ids, and answers with token ids."""
+    """Continue a prompt of token ids; answer with token ids."""
     limit = state_of(request).config.max_request_bytes
     body = await read_model(request, GenerateBody, limit)
     return await TokenGeneration.respond(request, _completion(body))
 
 
 def _completion(body: GenerateBody) -> TokensBody:
-    """The same as a completion's body.
+    """Convert a body to a completion's body.
 
     Raises:
         RequestError: a field of `sampling_params` is wrong or unknown.
@@ -51,7 +51,7 @@ def _completion(body: GenerateBody) -> TokensBody:
     for name, value in body.sampling_params.items():
         if name in _OF_REQUEST - {"priority", "cache_salt"}:
             raise RequestError(
-                f"sampling_params.{show(name)} is not allowed; it stands beside sampling_params.",
+                f"sampling_params.{show(name)} is not allowed; it belongs next to sampling_params.",
                 "sampling_params",
             )
         if name not in _NO_EFFECT:
@@ -75,13 +75,13 @@ def _completion(body: GenerateBody) -> TokensBody:
 
 
 class TokensBody(CompletionBody):
-    """A `GenerateBody` as a completion's."""
+    """`GenerateBody` as a completion's body."""
 
     output_mode: str = "tokens"
 
 
 class TokenGeneration(Completion):
-    """One request."""
+    """Request for token ids."""
 
     id_prefix = "generate"
     prompt_param = "token_ids"
@@ -134,7 +134,7 @@ class TokenGeneration(Completion):
 async def read_tokens(
     body: TokensBody, engine: AsyncLLM, state: ServerState, num_bytes: int
 ) -> Reading:
-    """Return the request for an engine that a body of a number of bytes asks for.
+    """Convert a body of `num_bytes` bytes to a request for an engine.
 
     Raises:
         RequestError: the body cannot be turned into a request for this engine.

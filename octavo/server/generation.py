@@ -1,4 +1,4 @@
-"""What completions and chat completions have in common: running prompts, counting, streaming."""
+"""Base of completions and chat completions: running prompts, counting tokens, streaming."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ T = TypeVar("T")
 Prompt = str | list[int] | EmbedsPrompt
 IndexedOutput = tuple[int, RequestOutput]
 
-# JSON has no infinity; this is what OpenAI sends for "impossible".
+# OpenAI's value for "impossible"; JSON has no infinity.
 MIN_LOGPROB = -9999.0
-# So many prompts are begun at once; then the event loop sees to other things.
+# Number of prompts that are started before the event loop may do other work.
 _PROMPTS_AT_ONCE = 4
-# More candidates of logprobs than this are written while they are sent.
+# Number of logprob candidates from which an answer is written while it is sent.
 _MANY_CANDIDATES = 2000
 
 encode = msgspec.json.encode
 
 
 class Reading(NamedTuple):
-    """Request for the engine, as a body asks for it."""
+    """Request for the engine, converted from a body."""
 
     prompts: Sequence[Prompt]
     params: SamplingParams
@@ -71,10 +71,10 @@ class Reading(NamedTuple):
 
 
 class Generation(ABC, Generic[B]):
-    """One HTTP request for text, from its checked body to the bytes of the answer.
+    """HTTP request for text, from its checked body to the bytes of the answer.
 
     Each `RequestOutput` of the engine becomes deltas: the new tokens and parts of choices. A
-    subclass writes a delta as the JSON of a choice: of a chunk, or of the answer if it has all.
+    subclass writes a delta as the JSON of a choice: of a chunk, or of the whole answer.
     """
 
     id_prefix: str
@@ -85,7 +85,7 @@ class Generation(ABC, Generic[B]):
     make_parser: Callable[[], Parser] | None = None
     """Maker of the parser of each choice; None: an answer is text."""
     text_chunk: bytes | None = None
-    """Template of a choice that has nothing but text, quicker than `write`; None: there is none."""
+    """Template of a choice with only text, faster than `write`; None: use `write`."""
 
     def __init__(self, request: Request, body: B) -> None:
         self.state = state_of(request)
@@ -102,10 +102,10 @@ class Generation(ABC, Generic[B]):
         self.n = 1 if body.n is None else body.n
         self.usage = Usage(self.state.config.enable_prompt_tokens_details)
         self._times: RequestMetrics | None = None
-        """Of the request, where they are reported."""
+        """Times of the request, if they are reported."""
         self.tokenizer: Tokenizer | None = None
         self._parsers: dict[int, Parser] = {}
-        """Parsers of the choices that have begun."""
+        """Parsers of the choices that have started."""
         self._tokens_as_ids = body.return_tokens_as_token_ids
         if self._tokens_as_ids is None:
             self._tokens_as_ids = self.state.config.return_tokens_as_token_ids
@@ -119,7 +119,7 @@ class Generation(ABC, Generic[B]):
 
     @classmethod
     async def respond(cls, request: Request, body: B) -> Response:
-        """Answers a body, as a stream or at once."""
+        """Answer a body, as a stream or at once."""
         state = state_of(request)
         body.check()
         state.check_model(body.model)
@@ -131,13 +131,13 @@ class Generation(ABC, Generic[B]):
         return response
 
     def stream(self) -> Response:
-        """The answer as a stream; with --resume-grace one that outlives its connection."""
+        """Return the answer as a stream; with --resume-grace it outlives its connection."""
         state, context = self.state, self.context
         events = self.events()
         stream = state.streams.open(self.id, context.api_key, events, self.deadline)
         if stream is None:
             return EventStream(state, events, self.deadline)
-        # The body lives as long as the stream is made, which may be longer than this connection.
+        # The body lives until the stream is complete, which may outlast this connection.
         nbytes, context.body_bytes = context.body_bytes, 0
 
         def let_go(_: object) -> None:
@@ -149,11 +149,11 @@ class Generation(ABC, Generic[B]):
     @property
     @abstractmethod
     def num_prompts(self) -> int:
-        """Prompts in this request."""
+        """Number of prompts in this request."""
 
     @property
     def num_answers(self) -> int:
-        """Answers made to each prompt."""
+        """Number of answers made to each prompt."""
         return self.n
 
     @abstractmethod
@@ -166,7 +166,7 @@ class Generation(ABC, Generic[B]):
 
     @abstractmethod
     def write(self, delta: Delta) -> Mapping[str, object] | None:
-        """Return the choice of a chunk, or of the answer if there is no stream; None: nothing."""
+        """Return the choice of a chunk, or of the answer without a stream; None: no choice."""
 
     def opening(self, prompt: int) -> list[list[Part]]:
         """Return the parts before the first token of each answer to a prompt, by delta."""
@@ -217,7 +217,7 @@ class Generation(ABC, Generic[B]):
         return parts if completion.finish_reason is None else parts + parser.end()
 
     def token_text(self, token_id: int, entry: Logprob | None) -> str:
-        """What stands for a candidate token in the logprobs: its text, or its id."""
+        """Return the name of a candidate token in the logprobs: its text, or its ID."""
         if self._tokens_as_ids:
             return f"token_id:{token_id}"
         if entry is not None and entry.decoded_token is not None:
@@ -227,7 +227,7 @@ class Generation(ABC, Generic[B]):
         return self.tokenizer.token_text(token_id)
 
     async def answer(self) -> Response:
-        """The whole answer; one with many logprobs is written while it is sent."""
+        """Return the whole answer; one with many logprobs is written while it is sent."""
         outputs: dict[int, RequestOutput] = {}
         async with aclosing(self._outputs()) as stream:
             async for index, output in stream:
@@ -241,7 +241,7 @@ class Generation(ABC, Generic[B]):
             if self._times is not None:
                 fields["metrics"] = metrics_json(self._times, self.usage.completion_tokens)
             params = [output.kv_transfer_params for output in in_order]
-            if params[0] is not None:  # there is one prompt then
+            if params[0] is not None:  # the request has one prompt then
                 fields["kv_transfer_params"] = params[0]
             return fields
 
@@ -261,7 +261,7 @@ class Generation(ABC, Generic[B]):
         return Response(written, media_type="application/json")
 
     async def events(self) -> Events:
-        """The server-sent events of the answer, without the last one ([DONE])."""
+        """Yield the server-sent events of the answer, without the last one ([DONE])."""
         options = self.body.stream_options
         with_usage = options is not None and bool(options.include_usage)
         always = with_usage and options is not None and bool(options.continuous_usage_stats)
@@ -279,7 +279,7 @@ class Generation(ABC, Generic[B]):
                         if with_usage:
                             fields["usage"] = self.usage.to_dict(0) if always else None
                         yield [b"data: " + encode(self._envelope | fields) + b"\n\n"]
-                # The first chunk may have the prompt in it.
+                # The first chunk may contain the prompt.
                 length = _num_candidates(output) if index in begun else _writing_time(output)
                 begun.add(index)
                 chunks = await offload(length, self.chunks, index, output)
@@ -292,7 +292,7 @@ class Generation(ABC, Generic[B]):
             last = b'],"usage":' + encode(self.usage.to_dict())
             if self._times is not None:
                 metrics = metrics_json(self._times, self.usage.completion_tokens)
-                # A chunk has no nulls: what is not known is left out, as vLLM does.
+                # A chunk omits unknown times, as vLLM does.
                 last += b',"metrics":' + encode({k: v for k, v in metrics.items() if v is not None})
             yield [head + last + b"}\n\n"]
 
@@ -310,7 +310,7 @@ class Generation(ABC, Generic[B]):
         return chunks
 
     async def _outputs(self) -> AsyncGenerator[IndexedOutput, None]:
-        """The outputs of all prompts, as they come."""
+        """Yield the outputs of all prompts, as they arrive."""
         count = self.num_prompts * max(1, self.num_answers)
         tenant = self.state.tenant(self.context.api_key)
         blamed = "n" if self.num_answers > self.num_prompts else self.prompt_param
@@ -331,8 +331,8 @@ class Generation(ABC, Generic[B]):
                 self.context.ignored_fields.append("priority")
                 self.state.warn_of_priority()
             if self.state.config.enable_log_requests:
-                # Not the prompts: logs are kept and read by others than the user chose. Nor
-                # schemas, which may be as long.
+                # Prompts are not logged: others than their author keep and read logs. Schemas
+                # are not either, as they may be long.
                 logged = msgspec.structs.replace(params, structured_outputs=None)
                 wanted = params.structured_outputs
                 logger.info(
@@ -351,7 +351,7 @@ class Generation(ABC, Generic[B]):
                 options = RequestOptions(
                     clock.now(),
                     tenant=tenant,
-                    # The server's own limit does not make a request urgent.
+                    # The server's default limit does not make a request urgent.
                     deadline=self._own_deadline,
                     first_token_deadline=self._first_token_deadline,
                     turn=index * params.n,
@@ -374,11 +374,11 @@ class Generation(ABC, Generic[B]):
                 stream = engine.serve(
                     prompt, params, request_id, options, add_special_tokens=add_special_tokens
                 )
-                async with aclosing(stream):  # closing aborts what has not finished
+                async with aclosing(stream):  # closing aborts unfinished requests
                     async for output in stream:
                         yield index, output
 
-            # Of several answers at once there is no time of the request.
+            # Times of a request with several answers are not defined.
             times_one = self.state.config.enable_per_request_metrics and count == 1
             streams = [one(i) for i in range(len(prompts))]
             merged = streams[0] if len(streams) == 1 else _merge(streams)
@@ -395,7 +395,7 @@ class Generation(ABC, Generic[B]):
                 raise self._blamed(error) from None
 
     def _blamed(self, error: RequestError) -> RequestError:
-        """An error of the engine, which knows nothing of chats, with the field that is at fault."""
+        """Set the field of the body that caused an engine's error; return the error."""
         if error.param == "prompt":
             error.param = self.prompt_param
         elif error.param == "structured_outputs" and (found := self.body.constraint()):
@@ -404,11 +404,11 @@ class Generation(ABC, Generic[B]):
 
 
 def metrics_json(times: RequestMetrics, num_tokens: int) -> answers.PerRequestMetrics:
-    """Return vLLM's `metrics` of an answer, null where something is not known.
+    """Return vLLM's `metrics` of an answer; unknown values are None.
 
     Args:
-        times: of the request.
-        num_tokens: of its answer.
+        times: times of the request.
+        num_tokens: number of tokens of its answer.
     """
     scheduled, first, last = (
         times.first_scheduled_time,
@@ -435,7 +435,7 @@ async def make_sampling_params(
     defaults: Mapping[str, float | int | None],
     **overrides: object,
 ) -> SamplingParams:
-    """Return `GenerationBody.sampling_params` of a body of a number of bytes."""
+    """Return `GenerationBody.sampling_params` of a body of `num_bytes` bytes."""
     lists = (body.stop_token_ids, body.allowed_token_ids, body.logit_bias, body.bad_words)
     work = sum(len(entries) for entries in lists if entries is not None)
     if body.constraint() is not None:
@@ -444,7 +444,7 @@ async def make_sampling_params(
 
 
 def _after(arrival: float, milliseconds: int | None) -> float | None:
-    """Return a time of `clock`: a number of milliseconds after a second of `time.monotonic`."""
+    """Return the `clock` time that is `milliseconds` after a second of `time.monotonic`."""
     return None if milliseconds is None else clock.from_monotonic(arrival + milliseconds / 1000)
 
 
@@ -457,10 +457,10 @@ class Usage:
         self.prompt_tokens = 0
         self.completion_tokens = 0
         self._cached_tokens: dict[int, int] = {}
-        """Of each prompt; of n answers the first one knows, which may not be the first to come."""
+        """Cached tokens of each prompt; only the first of n answers reports them."""
 
     def add(self, index: int, output: RequestOutput) -> None:
-        """Counts the new tokens of an output, and its prompt the first time."""
+        """Count the new tokens of an output, and its prompt at the first output."""
         if index not in self._cached_tokens:
             self.prompt_tokens += len(output.prompt_token_ids)
         self._cached_tokens[index] = output.num_cached_tokens
@@ -486,16 +486,16 @@ class Usage:
 
 
 class EventStream(Response):
-    """Server-sent events.
+    """Response of server-sent events.
 
-    Nothing is sent before the first event is there, so what fails until then still becomes an
-    ordinary error answer. What fails later becomes an event `{"error": ...}`.
+    The response starts with the first event, so an earlier failure becomes an ordinary error
+    answer. A later failure becomes an event `{"error": ...}`.
 
     Args:
-        state: the server.
-        events: closed when the client goes away.
-        deadline: when they have to be sent, second of `time.monotonic`.
-        last: what is sent behind them.
+        state: state of the server.
+        events: the events; closed when the client disconnects.
+        deadline: latest end of the response, as second of `time.monotonic`.
+        last: bytes to send after the events.
     """
 
     def __init__(
@@ -512,7 +512,7 @@ class EventStream(Response):
         self._last = last
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the events until they end, fail, or the client goes away."""
+        """Send the events until they end, fail, or the client disconnects."""
         started = False
 
         async def start() -> None:
@@ -550,14 +550,14 @@ class EventStream(Response):
 
 
 def reading(state: ServerState, stream: Stream, number: int) -> EventStream:
-    """An answer with a stream's events from `number` on."""
+    """Return a response with a stream's events from `number` on."""
     return EventStream(state, stream.read(number), None, last=b"")
 
 
 class LargeAnswer(Response):
-    """An answer that is written on a thread, a choice at a time, as fast as the client reads it.
+    """Response that a thread writes, a choice at a time, as fast as the client reads it.
 
-    As JSON, logprobs take twenty times the memory that they take as numbers.
+    As JSON, logprobs occupy twenty times the memory of the numbers.
     """
 
     def __init__(
@@ -575,7 +575,7 @@ class LargeAnswer(Response):
         self._deadline = deadline
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the parts until they end or the client goes away."""
+        """Send the parts until they end or the client disconnects."""
 
         async def pump() -> None:
             await send(
@@ -598,7 +598,7 @@ def _join_parts(
     choices: Iterable[bytes],
     others: Callable[[], dict[str, object]],
 ) -> Iterator[bytes]:
-    """The JSON of an answer, piece by piece."""
+    """Yield the JSON of an answer in pieces."""
     before = encode(envelope)[:-1] + b',"choices":['
     for choice in choices:
         yield before
@@ -610,7 +610,7 @@ def _join_parts(
 async def _merge(
     streams: list[AsyncGenerator[IndexedOutput, None]],
 ) -> AsyncGenerator[IndexedOutput, None]:
-    """Joins streams as their items come; the first error ends all of them."""
+    """Merge streams in the order in which items arrive; the first error ends all."""
     queue: asyncio.Queue[IndexedOutput | Exception | None] = asyncio.Queue(maxsize=len(streams))
 
     async def pump(stream: AsyncGenerator[IndexedOutput, None]) -> None:
@@ -641,31 +641,31 @@ async def _merge(
 
 
 def _num_candidates(output: RequestOutput) -> int:
-    """Entries of all logprobs of an output."""
+    """Return the number of entries of all logprobs of an output."""
     rows = [output.prompt_logprobs, *(completion.logprobs for completion in output.outputs)]
     return sum(flat.num_candidates for flat in rows if isinstance(flat, FlatLogprobs))
 
 
 def _writing_time(output: RequestOutput) -> int:
-    """About how many microseconds an output takes to be written."""
+    """Estimate the microseconds to write an output."""
     num_tokens = len(output.prompt_token_ids) + sum(len(c.token_ids) for c in output.outputs)
     return 20 + num_tokens // 4 + _num_candidates(output)
 
 
 def _num_written(output: RequestOutput) -> int:
-    """Entries that the longest of its choices can have, the prompt's included."""
+    """Return the number of logprob entries of the longest choice, the prompt's included."""
     found = [c.logprobs for c in output.outputs] + [output.prompt_logprobs]
     sizes = [flat.num_candidates if isinstance(flat, FlatLogprobs) else 0 for flat in found]
     return sizes.pop() + max(sizes, default=0)
 
 
 def raw(value: T) -> T:
-    """Return a part of an answer as JSON, which takes less memory than objects."""
+    """Encode a part of an answer as JSON, which occupies less memory than objects."""
     return cast(T, msgspec.Raw(encode(value)))
 
 
 def finite(logprob: float) -> float:
-    """A logprob that JSON can express."""
+    """Return a logprob that JSON can express."""
     return max(logprob, MIN_LOGPROB)
 
 

@@ -1,4 +1,4 @@
-"""POST /invocations: SageMaker's one address for completions and chats."""
+"""POST /invocations: SageMaker's route for completions and chats."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from octavo.server.state import state_of
 
 
 async def create_invocation(request: Request) -> Response:
-    """Answers a body with `messages` as a chat, and one with `prompt` as a completion."""
+    """Answer a body with `messages` as a chat, and a body with `prompt` as a completion."""
     limit = state_of(request).config.max_request_bytes
     body: ChatBody | CompletionBody = await read_model(request, _kind, limit)
     if isinstance(body, ChatBody):

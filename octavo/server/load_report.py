@@ -18,7 +18,7 @@ _HEADER = "endpoint-load-metrics"
 
 
 def add_load_report(request: Request, response: Response, metrics: EngineMetrics) -> None:
-    """Add the header to an answer if the request asks for it in a known format."""
+    """Add the header to an answer if the request names a known format."""
     asked = request.headers.get(_ASKED, "").upper()
     named = metrics.load()
     if asked == "JSON":

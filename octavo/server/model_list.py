@@ -49,7 +49,7 @@ async def tokenizer_info(request: Request) -> Response:
         **tokenizer.special_tokens,
         "chat_template": template.source,
     }
-    # Its integers may have more than 64 bits: model_max_length often stands for infinity.
+    # Its integers may have more than 64 bits: model_max_length is often a substitute for infinity.
     return Response(json.dumps(config), media_type="application/json")
 
 

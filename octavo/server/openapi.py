@@ -45,7 +45,7 @@ class InvocationAnswer(RootModel[answers.ChatAnswer | answers.CompletionAnswer])
 
 
 class InvocationChunk(RootModel[answers.ChatChunk | answers.CompletionChunk]):
-    """An event of a stream of /invocations."""
+    """Event of a stream of /invocations."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class Reasoning(Part, frozen=True, gc=False):
 
 
 class Parser(Protocol):
-    """Parser of the text of one choice, which may come in pieces."""
+    """Parser of the text of one choice, which may arrive in pieces."""
 
     def feed(self, text: str) -> list[Part]:
         """Return the parts that are certain after the next piece."""
@@ -48,11 +48,11 @@ class Delta(msgspec.Struct, gc=False):
     completion: CompletionOutput
     """Tokens, logprobs and reasons of the end; its text is in `parts`."""
     output: RequestOutput
-    """Output that `completion` is from, for what it has of the prompt."""
+    """Output that contains `completion`, with data about the prompt."""
 
 
 def fold(parts: list[Part]) -> dict[type[Part], str]:
-    """Return the text of the parts of each kind that there is."""
+    """Return the text of each kind of part."""
     texts: dict[type[Part], str] = {}
     for part in parts:
         kind = type(part)

@@ -20,35 +20,35 @@ from octavo.server.errors import (
 )
 
 Events = AsyncGenerator[list[bytes], None]
-"""Whole server-sent events, as many at a time as there are."""
+"""Batches of whole server-sent events."""
 
 DONE = b"data: [DONE]\n\n"
-# Bytes of a stream's records, and of an event's beside its text.
+# Bytes of a stream's records, and of an event in addition to its text.
 _RECORD = 6144
 _EVENT = 48
-# Of the memory for requests, the most that one stream's events take.
+# One stream's events occupy at most this fraction (1/16) of the memory for requests.
 _SHARE = 16
-# So many bytes of the newest events stay however little memory there is.
+# Bytes of the newest events that are kept even without free memory.
 _NEWEST = 2**16
-# A reader sends about so many bytes at once.
+# Approximate bytes that a reader sends at once.
 _PIECE = 2**16
 
 
 class Run(Protocol):
-    """`ServerState.run`."""
+    """Type of `ServerState.run`."""
 
     def __call__(
         self, receive: Receive, work: Coroutine[object, object, None], deadline: float | None
     ) -> Coroutine[Any, Any, None]:
-        """Does the work until the deadline, or until `receive` brings http.disconnect."""
+        """Run the work until the deadline, or until `receive` returns http.disconnect."""
 
 
 class StreamRegistry:
-    """The streams of one server that somebody may come back to.
+    """Streams of one server to which a client may reconnect.
 
     Args:
-        grace: seconds that a stream without a reader is kept; 0: there are no such streams.
-        run: does the work of a stream.
+        grace: seconds for which a stream without a reader is kept; 0: none is kept.
+        run: runs the work of a stream.
     """
 
     def __init__(self, grace: float, run: Run) -> None:
@@ -58,12 +58,12 @@ class StreamRegistry:
         self._memory: RequestMemory | None = None
         self._streams: dict[tuple[str | None, str], Stream] = {}
         self._finished: dict[Stream, None] = {}
-        """Of these, those that have ended, the oldest first."""
+        """Finished streams, the oldest first."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def memory(self) -> RequestMemory:
-        """What the events are counted in; known once there is an engine."""
+        """Memory that accounts for the events; available when the engine is."""
         assert self._memory is not None
         return self._memory
 
@@ -73,24 +73,24 @@ class StreamRegistry:
         memory.spare = self._spare
 
     def __len__(self) -> int:
-        """Streams that are kept, running or not."""
+        """Return the number of kept streams, running or finished."""
         return len(self._streams)
 
     def open(
         self, name: str, api_key: str | None, events: Events, deadline: float | None
     ) -> Stream | None:
-        """Begins a stream.
+        """Start a stream.
 
         Args:
-            name: id of the answer, printable ASCII.
-            api_key: who may read it.
-            events: what makes the events, without the last one ([DONE]).
-            deadline: when they have to be finished, second of `time.monotonic`.
+            name: ID of the answer, printable ASCII.
+            api_key: key that is allowed to read the stream.
+            events: generator of the events, without the last one ([DONE]).
+            deadline: latest end of the events, as second of `time.monotonic`.
 
         Returns:
-            None, and `events` untouched, if it would not be kept: without a grace, at the server's
-            end, or if there is one of that name. The earlier one stays, so that nobody can put
-            their own in its place.
+            The stream. None, with `events` untouched, if the stream would not be kept: the grace
+            is 0, the server drains, or the name is in use. The earlier stream stays, so that no
+            client can replace it.
         """
         if not self.grace or self.draining or (api_key, name) in self._streams:
             return None
@@ -100,14 +100,14 @@ class StreamRegistry:
         return stream
 
     def find(self, name: str, api_key: str | None) -> Stream:
-        """The stream of that name.
+        """Return the stream with the given name.
 
         Raises:
-            NotFoundError: there is none that this key may read.
+            NotFoundError: the key has no stream with that name.
         """
         stream = self._streams.get((api_key, name))
         if stream is not None:
-            stream.start_grace()  # it will not be given up just before it is read
+            stream.start_grace()  # so that it is not dropped just before it is read
             return stream
         if not self.grace:
             reason = "this server keeps none; start it with --resume-grace SECONDS"
@@ -119,7 +119,7 @@ class StreamRegistry:
         raise NotFoundError(f"There is no stream {show(name)}: {reason}.", None, "stream_not_found")
 
     def forget(self, stream: Stream) -> None:
-        """Lets go of a stream and its memory."""
+        """Drop a stream and release its memory."""
         key = (stream.api_key, stream.name)
         if self._streams.get(key) is stream:
             del self._streams[key]
@@ -127,11 +127,11 @@ class StreamRegistry:
         stream.release()
 
     def note_finished(self, stream: Stream) -> None:
-        """From now on its memory is given up if it is needed."""
+        """Note that a stream has ended: its memory may be reclaimed."""
         self._finished[stream] = None
 
     def _spare(self, nbytes: int) -> None:
-        """Gives up about `nbytes` of memory, of what was finished first."""
+        """Release about `nbytes` bytes of memory: drop unread finished streams, oldest first."""
         unread = [stream for stream in self._finished if not stream.num_readers]
         for stream in unread:
             if nbytes <= 0:
@@ -140,13 +140,13 @@ class StreamRegistry:
             self.forget(stream)
 
     def drain(self) -> None:
-        """From now on nobody can come back: streams without a reader end."""
+        """Stop keeping streams without a reader: end them now, and later ones at once."""
         self.draining = True
         for stream in list(self._streams.values()):
             stream.start_grace()
 
     async def close(self) -> None:
-        """Ends all streams."""
+        """End all streams."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -156,17 +156,17 @@ class StreamRegistry:
 
 
 class Stream:
-    """The events of one answer, as far as they are there; each has an id and a number from 0 on.
+    """Events of one answer so far; each has an ID and a number, counted from 0.
 
     Args:
-        registry: whose it is.
+        registry: registry that holds the stream.
         name, api_key, events, deadline: see `StreamRegistry.open`.
 
     Attributes:
-        task: makes the events.
-        finished: the last event is there.
-        num_readers: connections that read it.
-        nbytes: memory that it takes.
+        task: task that makes the events.
+        finished: True if the last event exists.
+        num_readers: number of connections that read the stream.
+        nbytes: bytes of memory that it occupies.
     """
 
     def __init__(
@@ -186,27 +186,27 @@ class Stream:
         self._id = name.encode()
         self._events: list[bytes] = []
         self._first = 0
-        """Number of the first one of `_events`."""
+        """Number of the first event in `_events`."""
         self._latest = self._recent = 0
-        """Numbers of the first ones of the last two batches, which readers are about to get."""
+        """First event numbers of the last two batches, which readers are about to receive."""
         self._error: Exception | None = None
-        """What ended it before its first event."""
+        """Error that ended the stream before its first event."""
         self._grown = asyncio.Event()
         self._left = asyncio.Event()
-        """Nobody has read it for the whole grace."""
+        """Event that is set when the grace has passed without a reader."""
         self._timer = asyncio.get_running_loop().call_later(registry.grace, self._leave)
         self.task = asyncio.create_task(self._make(events, deadline))
 
     @property
     def num_events(self) -> int:
-        """Events so far, those that are forgotten included."""
+        """Number of events so far, dropped ones included."""
         return self._first + len(self._events)
 
     def check(self, number: int, param: str) -> None:
-        """Refuses to read from event `number` on.
+        """Check that a reader can start at event `number`.
 
         Raises:
-            RequestError: with `param`; it is not one that is there or comes next.
+            RequestError: the event is neither stored nor the next one; `param` is the field.
         """
         if not self._first <= number <= self.num_events:
             raise RequestError(
@@ -217,11 +217,11 @@ class Stream:
             )
 
     async def read(self, number: int) -> Events:
-        """The events from `number` on, [DONE] included, as they come.
+        """Yield the events from `number` on, [DONE] included, as they are made.
 
         Raises:
-            RequestError: the reader is so late that events which it lacks had to be forgotten.
-            Exception: what ended the stream before its first event.
+            RequestError: the reader is so late that the next event has been dropped.
+            Exception: the error that ended the stream before its first event.
         """
         self.num_readers += 1
         self._timer.cancel()
@@ -244,14 +244,14 @@ class Stream:
             self.start_grace()
 
     def start_grace(self) -> None:
-        """Begins to wait for the next reader, if there is none: the grace, or not at all."""
+        """Start the grace if the stream has no reader; a draining server grants none."""
         if not self.num_readers:
             self._timer.cancel()
             delay = 0.0 if self._registry.draining else self._registry.grace
             self._timer = asyncio.get_running_loop().call_later(delay, self._leave)
 
     def release(self) -> None:
-        """Gives its memory back; whoever reads it reads on."""
+        """Release the memory; current readers can continue."""
         self._timer.cancel()
         if self.nbytes:
             self._registry.memory.used -= self.nbytes
@@ -266,7 +266,7 @@ class Stream:
         return {"type": "http.disconnect"}
 
     async def _make(self, events: Events, deadline: float | None) -> None:
-        """Takes the events in until they end, fail, or nobody wants them."""
+        """Store the events until they end, fail, or the grace passes without a reader."""
 
         async def take_in() -> None:
             async with aclosing(events):
@@ -278,10 +278,10 @@ class Stream:
             await self._registry.run(self._wait_until_left, take_in(), deadline)
         except Exception as failure:
             error = failure
-            if isinstance(failure, ClientDisconnectError):  # for a reader that came just too late
-                error = UnavailableError("The stream has been given up; send the request again.")
+            if isinstance(failure, ClientDisconnectError):  # for a reader that was just too late
+                error = UnavailableError("The stream has been dropped; send the request again.")
             if not self.num_events:
-                # The readers' ordinary answer; there is nothing to come back to.
+                # Readers return an ordinary error answer; no event exists to resume from.
                 self._error = error
                 if not self.num_readers:
                     log_unexpected(error)
@@ -293,7 +293,7 @@ class Stream:
         self.finished = True
         self._append(last)
         self._registry.note_finished(self)
-        if self._left.is_set():  # it was forgotten before, and has grown since
+        if self._left.is_set():  # it was dropped before, and has grown since
             self._registry.forget(self)
 
     def _append(self, events: list[bytes]) -> None:
@@ -312,13 +312,13 @@ class Stream:
         self._wake()
 
     def _shorten(self) -> None:
-        """Forgets the oldest events for which there is no memory."""
+        """Drop the oldest events if memory is short."""
         memory = self._registry.memory
         limit = min(memory.limit // _SHARE, self.nbytes - (memory.used - memory.limit))
         limit = max(limit, _NEWEST)
         if self.nbytes <= limit:
             return
-        limit -= limit // 8  # many at once: each time the others move up
+        limit -= limit // 8  # drop many at once: each deletion moves the rest
         kept, count = self.nbytes, 0
         while kept > limit and self._first + count < self._recent:
             kept -= _size(self._events[count])
@@ -329,7 +329,7 @@ class Stream:
         self.nbytes = kept
 
     def _piece(self, number: int) -> list[bytes]:
-        """The next events to be sent, about `_PIECE` bytes of them."""
+        """Return the next events to send, about `_PIECE` bytes."""
         piece: list[bytes] = []
         size = 0
         while size < _PIECE and number < self.num_events:
@@ -339,7 +339,7 @@ class Stream:
         return piece
 
     def _wake(self) -> None:
-        """Lets the readers go on."""
+        """Wake the readers."""
         self._grown.set()
         self._grown = asyncio.Event()
 

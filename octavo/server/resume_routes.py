@@ -16,14 +16,14 @@ from octavo.server.middleware import context_of
 from octavo.server.state import state_of
 
 _HEADER = "Last-Event-ID"
-# No stream has more events; beyond this, turning digits into a number would take long.
+# No stream has more events, and parsing more digits would take long.
 _MAX_DIGITS = 15
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def resumable(endpoint: Endpoint) -> Endpoint:
-    """An endpoint for which a POST with Last-Event-ID is no new request: its stream goes on."""
+    """Wrap an endpoint so that a POST with Last-Event-ID resumes its stream."""
 
     @wraps(endpoint)
     async def continue_or_begin(request: Request) -> Response:
@@ -37,16 +37,16 @@ def resumable(endpoint: Endpoint) -> Endpoint:
 
 
 async def get_stream(request: Request) -> Response:
-    """Goes on with a stream (--resume-grace) from event `from`, or behind Last-Event-ID.
+    """Resume a stream (--resume-grace) at event `from`, or after Last-Event-ID.
 
-    Several may read the same stream. 204 says that there is nothing left of it.
+    Several clients may read the same stream. Status 204: the stream has no more events.
     """
     name = request.path_params["stream_id"]
     if request.headers.get(_HEADER):
         given, number = _last_event(request)
         if given != name:
             raise RequestError(
-                f"{_HEADER} is of the stream {show(given)}, but {show(name)} is asked for.",
+                f"{_HEADER} names the stream {show(given)}, but the path names {show(name)}.",
                 _HEADER,
             )
         return _continue(request, name, number, _HEADER)
@@ -59,14 +59,14 @@ def _continue(request: Request, name: str, number: int, param: str) -> Response:
     stream = state.streams.find(name, context_of(request).api_key)
     stream.check(number, param)
     if stream.finished and number == stream.num_events:
-        return Response(status_code=204)  # tells a browser's EventSource to come no more
+        return Response(status_code=204)  # a browser's EventSource then stops reconnecting
     assert state.engine is not None  # it makes the stream
     state.engine.metrics.record_resume()
     return reading(state, stream, number)
 
 
 def _last_event(request: Request) -> tuple[str, int]:
-    """The stream that Last-Event-ID names, and the number of the event after it."""
+    """Return the stream that Last-Event-ID names, and the number of the next event."""
     name, _, number = request.headers[_HEADER].rpartition(":")
     return name, _number(number, _HEADER) + 1
 

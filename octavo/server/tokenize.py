@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: vLLM's shapes."""
+"""POST /tokenize and /detokenize, as in vLLM."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from octavo.text.tokenizer import MAX_TOKENS, Tokenizer
 
 
 async def tokenize(request: Request) -> Response:
-    """Token ids of a text or of a rendered chat."""
+    """Return the token ids of a text or of a rendered chat."""
     state = state_of(request)
     body = await read_model(request, TokenizeBody, state.config.max_request_bytes)
     body.check()
@@ -46,7 +46,7 @@ async def tokenize(request: Request) -> Response:
 
 
 async def detokenize(request: Request) -> Response:
-    """The text of token ids."""
+    """Return the text of token ids."""
     state = state_of(request)
     body = await read_model(request, DetokenizeBody, state.config.max_request_bytes)
     state.check_model(body.model)
@@ -67,7 +67,7 @@ async def detokenize(request: Request) -> Response:
 def _tokenized(
     tokenizer: Tokenizer, text: str, special: bool, max_model_len: int, body: TokenizeBody
 ) -> bytes:
-    """The JSON of the answer."""
+    """Return the JSON of the answer."""
     ids = tokenizer.encode(text, special, max(max_model_len, MAX_TOKENS))
     return msgspec.json.encode(
         answers.Tokens(

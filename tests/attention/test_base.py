@@ -15,6 +15,6 @@ def test_copy_blocks(name: str) -> None:
     before = [cache.clone() for cache in caches]
     copy_blocks(caches, [])
     assert all(torch.equal(a, b) for a, b in zip(caches, before, strict=True))
-    copy_blocks(caches, [(1, 2), (2, 3), (5, 0)])  # 3 gets the old content of 2
+    copy_blocks(caches, [(1, 2), (2, 3), (5, 0)])  # 3 has the old content of 2
     for cache, old in zip(caches, before, strict=True):
         assert torch.equal(cache.float(), old.float()[[5, 1, 1, 2, 4, 5]])

@@ -173,7 +173,7 @@ def test_head_sizes_of_caches_of_bytes(cache_dtype: torch.dtype) -> None:
 
 
 def through_the_cache(value: Tensor, cache_dtype: torch.dtype, backend: AttentionBackend) -> Tensor:
-    """Return values [T, 8] read back from a cache: a token that sees only itself gets its own."""
+    """Return values [T, 8] read back from a cache, by tokens that attend only to themselves."""
     tokens = len(value)
     kv_cache = new_cache(backend.kv_cache_shape(tokens, 8, 1, 8, cache_dtype), cache_dtype)
     slots = torch.arange(tokens) * 8
@@ -334,7 +334,7 @@ def test_few_and_many_rows_change_no_bit(cache_dtype: torch.dtype | None) -> Non
 @isas
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_exponentials_too_small_to_count_are_zero(dtype: torch.dtype) -> None:
-    """A share below 2^-126 of the largest probability gives nothing, and costs no time."""
+    """A share below 2^-126 of the largest probability has no effect, and costs no time."""
     base = Case(((60, 60),), heads=1, kv_heads=1, head_size=8, dtype=dtype, scale=1.0)
 
     class Far(Case):

@@ -64,7 +64,7 @@ def test_steps_of_a_real_engine(enforce_eager):
     params = SamplingParams(max_tokens=4, ignore_eos=True, temperature=1.0)
     with ProfiledLLM(**kwargs) as llm:
         llm.generate([[1] * 10], params, use_tqdm=False)
-        assert llm.steps == []  # no request has come yet
+        assert llm.steps == []  # no request has arrived yet
         _native.set_profiling(True)
         try:
             llm.generate([[i + 2] * 20 for i in range(2)], params, use_tqdm=False)

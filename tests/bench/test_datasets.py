@@ -224,7 +224,7 @@ def test_azure(tmp_path):
     assert [r.arrival for r in requests] == pytest.approx([0.0, 2.0, 4.314579])
     assert [len(r.prompt_token_ids) for r in requests] == [374, 7, 396]
     assert [r.max_tokens for r in requests] == [44, 1, 109]
-    # Three requests have two gaps: at 4 requests a second, the last comes after half a second.
+    # Three requests have two gaps: at 4 requests a second, the last arrives after half a second.
     faster = load("azure", "--dataset-path", path, rate=4.0)
     assert [r.arrival for r in faster] == pytest.approx([0.0, 2.0 / 4.314579 / 2, 0.5])
 

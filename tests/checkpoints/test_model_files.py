@@ -1,4 +1,4 @@
-"""Folders that are no model: the message names what they are, and the fix."""
+"""Folders without a model: the message names their content and the fix."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Batch invariance: one request, one answer, bit for bit, whatever else the engine computes."""
+"""Batch invariance: one request, one answer, bit for bit, with any other requests."""
 
 import random
 from dataclasses import dataclass
@@ -165,7 +165,7 @@ def test_with_drafts_right_and_wrong(dtype, expected, async_scheduling, enforce_
         assert alone(llm) == expected
         assert drafter.num_tokens > 1.2 * drafter.num_steps
         assert answers(llm, [*others(10), *TARGETS])[-2:] == expected
-        ids, its_params = TARGETS[0]  # the state after rejected drafts is not taken for known
+        ids, its_params = TARGETS[0]  # the state after rejected drafts does not count as known
         longer = ([*ids, *expected[0].token_ids], its_params)
         found = answers(llm, [longer])
         llm.reset_prefix_cache()

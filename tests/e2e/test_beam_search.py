@@ -1,4 +1,4 @@
-"""Beam search on a real engine: transformers' results, whatever the engine computes meanwhile."""
+"""Beam search on a real engine: transformers' results, with any concurrent requests."""
 
 import contextlib
 import time
@@ -145,7 +145,7 @@ def test_the_end_is_kept_if_asked_for(llm, expected):
 
 
 def test_a_beam_of_a_step_costs_at_most_a_block(hf):
-    """The rest comes from the prefix cache."""
+    """The prefix cache provides the rest."""
     block, width, steps = 16, 4, 30
     with engine(hf) as llm:
         ids = prompt(4, 70)

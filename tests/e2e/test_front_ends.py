@@ -1,4 +1,4 @@
-"""Several front ends of the same engines: the answers of one, whatever process dies."""
+"""Several front ends of the same engines: the answers of one, even if any process dies."""
 
 import asyncio
 import contextlib

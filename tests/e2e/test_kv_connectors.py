@@ -166,7 +166,7 @@ def test_several_at_once(plain, tmp_path):
         assert min(cached(outputs)) >= 64
         two.reset_prefix_cache()
     (failed,) = [go_on(two, PROMPTS[0], {"do_remote_prefill": True}).outputs[0]]
-    assert "takes none" in str(failed.stop_reason)
+    assert "does not accept them" in str(failed.stop_reason)
     assert two.llm_engine.stats().num_used_blocks == 0
     scheduler = two.llm_engine.client.core.scheduler._connector
     assert not scheduler._loading

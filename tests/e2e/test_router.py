@@ -1,4 +1,4 @@
-"""Router of real servers: the answers of one server, whichever of them die."""
+"""Router of real servers: the answers of one server, even if any of them die."""
 
 import asyncio
 import concurrent.futures

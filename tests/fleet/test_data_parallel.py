@@ -454,7 +454,7 @@ def test_a_suspect_is_tried_where_it_was_and_the_others_go_on_elsewhere():
         assert engines.client.engine_of("a") == 1
         await engines.say(1, READY)
         await engines.add("c")
-        assert engines.ids(0) == ["b", "c"]  # an engine with a suspect gets no other request
+        assert engines.ids(0) == ["b", "c"]  # an engine with a suspect receives no other request
         for _ in range(2):  # alone
             assert "a" not in engines.ends
             await engines.die(1)

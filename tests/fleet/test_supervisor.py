@@ -393,7 +393,7 @@ def test_who_brought_something_is_followed_without_a_pause(caplog):
 
 
 def test_a_request_that_kills_with_a_certain_token():
-    """It gets one more token each time, and so do the others."""
+    """The request receives one more token each time, as do the others."""
 
     async def test(engine):
         await engine.add("a", "b", "c", "d")

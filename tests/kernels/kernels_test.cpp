@@ -715,7 +715,7 @@ struct Requests {
   }
 
   int64_t num_blocks() const {
-    int64_t n = 3;  // some that nobody has
+    int64_t n = 3;  // spare blocks
     for (int64_t length : lengths) n += (length + s.block_size - 1) / s.block_size;
     return n;
   }

@@ -492,7 +492,7 @@ def test_embedding() -> None:
 
 @dtypes
 def test_ids_that_the_table_does_not_have_read_nothing(dtype: torch.dtype) -> None:
-    """They give rows of NaN, which fail the requests of the rows."""
+    """Invalid values return rows of NaN, which fail the requests of the rows."""
     table = random(130, 19, dtype=dtype)
     ids = torch.tensor([129, -1, 0, 130, 2**40, -(2**63), 2**63 - 1, 64])
     for weight in (table, ops.pack_weight(table)):

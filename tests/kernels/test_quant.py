@@ -246,7 +246,7 @@ def test_quantize_weight(n: int, k: int, dtype: torch.dtype, format: Any, group:
     weight = random(n, k, dtype=dtype)
     got = dequantize(ops, ops.quantize_weight([strided(weight)], format, group))
     want = dequantize(reference, reference.quantize_weight([weight], format, group))
-    # Another order of sums may rarely give another scale, with nearly the same error.
+    # Another order of sums may rarely lead to another scale, with nearly the same error.
     close = torch.isclose(got, want, rtol=1e-5, atol=1e-7)
     assert close.all() if format == "int8" else close.double().mean() > 0.97
     errors = [(q - weight.float()).square().sum() for q in (got, want)]

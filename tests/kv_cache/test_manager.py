@@ -289,7 +289,7 @@ class TestLeader:
         b, c = (make_request(i, range(7), leader=a) for i in "bc")
         admit(manager, a, end_step=False)
         assert manager.waits_for_leader(b)
-        assert admit(manager, b, end_step=False) == 4  # it gets the full block
+        assert admit(manager, b, end_step=False) == 4  # it reuses the full block
         assert manager.take_blocks_to_copy() == []
         assert not manager.waits_for_leader(c)
         assert admit(manager, c, end_step=False) == 6

@@ -135,7 +135,7 @@ def test_groups_have_pages_of_their_own():
 
 
 def test_other_ranks_copies_are_put_together():
-    """Of four heads two ranks have 1 + 3; two others 3 + 1, and stages divide the layers."""
+    """Two ranks have 1 + 3 of four heads, two others 3 + 1; stages divide the layers."""
     size = 16 * 4 * 4  # a head's chunk
 
     def rank(first_head, heads, first_layer, layers):

@@ -129,7 +129,7 @@ def generate(
 
 
 def make_hf(architecture: str, seed: int = 0, **config: Any) -> Any:
-    """Return a tiny transformers model with random weights that give varied greedy tokens."""
+    """Return a tiny transformers model with random weights that generate varied greedy tokens."""
     hf_config = _config_class(architecture)(**config)
     # The eager attention of transformers adds Falcon's ALiBi twice.
     hf_config._attn_implementation = "sdpa" if config.get("alibi") else "eager"

@@ -1,4 +1,4 @@
-"""Forms of weights by module: a method of a package, ignore lists, and what is rejected."""
+"""Forms of weights by module: a method of a package, ignore lists, and rejected forms."""
 
 import json
 import re
@@ -75,7 +75,7 @@ def read_toy(config: ConfigJson) -> registry.Groups:
 
 @pytest.fixture
 def quantized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """A Llama in the toy form but for some modules, and the same one with its weights restored."""
+    """A Llama in the toy form except some modules, and the same model with its weights restored."""
     monkeypatch.setitem(registry.METHODS, "toy", read_toy)
     toy, plain = tmp_path / "toy", tmp_path / "plain"
     make_hf("LlamaForCausalLM", **CASES["llama"][1]).save_pretrained(toy)

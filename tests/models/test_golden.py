@@ -1,4 +1,4 @@
-"""Packed weights, cache keys and planned sizes, as digests: a kept file of weights stays good."""
+"""Digests of packed weights, cache keys and planned sizes: existing weight caches stay valid."""
 
 import hashlib
 import json
@@ -90,7 +90,7 @@ def test_packed_bytes(dtype: str, quantization: str | None, expected: str, tmp_p
 
 
 def test_keys_and_sizes(tmp_path: Path) -> None:
-    """Of all families, whole and of one of two ranks."""
+    """Digests of all families, whole and of one of two ranks."""
     total, keys = 0, []
     for name, case in CASES.items():
         folder = tmp_path / name

@@ -225,7 +225,7 @@ def test_parity(case: str, tmp_path: Path) -> None:
     assert_same_as_hf(hf_model, prompts, generated)
     # Greedy tokens that always repeat would prove little.
     assert len({token for tokens in generated.tokens for token in tokens}) > 10
-    # The plain torch backend is slow, so it gets fewer tokens, and the prompts in chunks.
+    # The plain torch backend is slow, so it computes fewer tokens, and the prompts in chunks.
     reference = generate(model, prompts, 5, "reference", chunk=23)
     assert_same_as_hf(hf_model, prompts, reference)
 

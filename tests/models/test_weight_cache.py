@@ -389,7 +389,7 @@ def test_an_engine_starts_whatever_is_wrong(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The second start gives the same tokens, with the cache or without it."""
+    """The second start generates the same tokens, with the cache or without it."""
     where = tmp_path / "cache"
     caplog.set_level(logging.INFO)
 

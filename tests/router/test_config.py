@@ -1,4 +1,4 @@
-"""Settings of a router, and the flags of its own servers."""
+"""Settings of a router, and the flags of the servers that it starts."""
 
 import json
 

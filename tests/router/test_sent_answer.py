@@ -1,4 +1,4 @@
-"""Stream continued by another server: it leaves out what the client already has."""
+"""Stream continued by another server: it omits the part that the client already has."""
 
 import itertools
 

@@ -325,7 +325,7 @@ def test_grammar_restricts_its_rows_only(sampler):
 
 
 def test_grammar_beside_drafts_and_other_processors(sampler):
-    """Each position of a request has its own bitmask; a row gets the same token alone."""
+    """Each position of a request has its own bitmask; a row alone samples the same token."""
     rng = np.random.default_rng(11)
     rows = [random_row(rng, 70) for _ in range(6)]
     rows[2] = Row(Params(seed=7, min_tokens=3, all_stop_token_ids=[5], max_tokens=9), [1], [2])

@@ -129,7 +129,7 @@ class TestCharges:
 
 class TestTurns:
     def test_a_prompt_that_has_begun_makes_way(self):
-        """A long prompt of one tenant takes four steps; another one's is served at once."""
+        """A long prompt of one tenant needs four steps; another tenant's is served at once."""
         engine = FakeEngine(max_num_batched_tokens=16)
         for i in range(5):
             engine.add(f"long-{i}", range(i, i + 64), tenant="a")
@@ -198,7 +198,7 @@ jobs = st.tuples(st.integers(1, 60), st.integers(1, 12))
     depth=st.integers(1, 3),
 )
 def test_who_always_wants_more_gets_as_much_as_others(jobs, budget, seats, depth):
-    """As in the paper: never further apart than twice a prompt or all that runs makes."""
+    """Check the paper's bound: twice a prompt, or the tokens of all running requests."""
     engine = FakeEngine(
         num_blocks=200, max_num_batched_tokens=budget, max_num_seqs=seats, depth=depth
     )

@@ -203,7 +203,7 @@ def test_preempted_requests_are_loaded_or_computed(mode, loaded):
 def test_transfer_params_without_who_takes_them():
     with pytest.raises(RequestError, match="kv_transfer_params: this server has no KV connector"):
         check(FakeEngine())
-    with pytest.raises(RequestError, match="OffloadingConnector takes none"):
+    with pytest.raises(RequestError, match="OffloadingConnector does not accept them"):
         check(make_engine()[0])
 
 
@@ -219,7 +219,7 @@ def test_costs():
     costs.load_began("a", 100, 1.0)
     costs.load_ended("a", 2.0)
     assert not costs.computing_is_cheaper
-    costs.step_ended(8, 8, 0.0, 0.001)  # a decode step gives no information
+    costs.step_ended(8, 8, 0.0, 0.001)  # a decode step has no information
     assert not costs.computing_is_cheaper
     costs.step_ended(100, 1, 0.0, 0.5)
     assert costs.computing_is_cheaper

@@ -229,7 +229,7 @@ def test_on_a_loopback_address_other_names_are_not_answered(host):
     for name in ("localhost", "LocalHost:8000", "127.0.0.1", "127.0.0.1:80", "[::1]", "[::1]:8000"):
         assert answered(host, name), name
     assert answered(host, "localhost.")
-    assert answered(host)  # HTTP/1.0 has no such header, and every browser sends it
+    assert answered(host)  # HTTP/1.0 does not require the header, and every browser sends it
     for name in ("evil.test", "evil.test:8000", "localhost.evil.test", "127.0.0.1.evil.test"):
         assert not answered(host, name), name
     for name in ("", ":8000", "[::1", "[::2]:8000", "localhost@evil.test", "evil.test#localhost"):

@@ -32,7 +32,7 @@ def test_completions():
         (params,) = served.engine.beam_params
         assert (params.beam_width, params.max_tokens, params.ignore_eos) == (3, 4, False)
         assert (params.length_penalty, params.early_stopping) == (2.0, "never")
-        # A beam for the first token, three for each of the others; all get their candidates.
+        # A beam for the first token, three for each of the others; all have candidates.
         requests = served.engine.requests
         assert len(requests) == 1 + 3 * 3
         assert {r.sampling_params.logprobs for r in requests} == {4}

@@ -156,7 +156,7 @@ def test_logprobs_without_alternatives_and_of_parts_of_characters():
         answer = (await served.chat(logprobs=True)).json()
         content = answer["choices"][0]["logprobs"]["content"]
         assert all(entry["top_logprobs"] == [] for entry in content)
-        # Concatenated bytes give the text, though single tokens are no whole characters.
+        # Concatenated bytes are the text, though single tokens are no whole characters.
         assert bytes(b for e in content[:-1] for b in e["bytes"]).decode() == ANSWER
 
     with_server(scenario)

@@ -193,7 +193,7 @@ def test_strict_fields(path):
         error = response.json()["error"]
         assert (error["code"], error["param"]) == ("unknown_parameter", "mood")
         assert "mood, tempreature" in error["message"]
-        # The error of a known field comes first.
+        # The error of a known field is first.
         response = await served.post(path, **good, mood=1, model=5)
         assert response.json()["error"]["param"] == "model"
         assert len(served.engine.requests) == count

@@ -111,7 +111,7 @@ class EvenEngine(FakeAsyncLLM):
 
 
 def make_engine(**settings):
-    """Return an engine with a short answer, in which a character takes two tokens."""
+    """Return an engine with a short answer, in which a character has two tokens."""
     config = EngineConfig.from_kwargs(served_model_name=["fake"], **settings)
     engine = EvenEngine(config)
     engine.answer = "Hël lo"

@@ -85,7 +85,7 @@ def test_a_stream():
     ("sampling_params", "body", "said"),
     [
         ({"frobnicate": 1}, {}, "sampling_params has 'frobnicate'"),
-        ({"stream": True}, {}, "stands beside"),
+        ({"stream": True}, {}, "belongs next to"),
         ({"temperature": -1}, {}, "temperature=-1"),
         ({"thinking_token_budget": 5}, {}, "thinking_token_budget=5 is not supported"),
         ({}, {"token_ids": []}, "token_ids"),

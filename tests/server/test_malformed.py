@@ -1,4 +1,4 @@
-"""Malformed requests: each gets a 4xx with OpenAI's error form, and disturbs no other one."""
+"""Malformed requests: each receives a 4xx with OpenAI's error form, and does not disturb others."""
 
 import asyncio
 
@@ -25,7 +25,7 @@ def test_malformed_requests_while_a_healthy_one_is_answered():
         served.engine.paused = False
         response = await healthy
         assert response.json()["choices"][0]["text"] == ANSWER
-        # In a batch with one bad prompt the others may have begun; they were aborted.
+        # In a batch with one bad prompt the others may have started; they were aborted.
         assert len(served.engine.aborted) == len(served.engine.requests) - 1
 
     with_server(scenario, max_request_bytes=LIMIT)

@@ -53,7 +53,7 @@ def test_lines_of_what_generates_nothing(caplog):
         found = lines(caplog)
         levels = {r.getMessage(): r.levelno for r in caplog.records if r.name == LOG}
         assert levels == {
-            "GET /health": logging.DEBUG,  # probes come every second
+            "GET /health": logging.DEBUG,  # probes arrive every second
             "GET /v1/models": logging.INFO,
             "GET /v1/x%0Ay": logging.INFO,
         }

@@ -33,7 +33,7 @@ def text_of(choices):
     [
         ({"prompt_embeds": encoded()}, [3]),
         ({"prompt_embeds": encoded(), "prompt": None}, [3]),
-        ({"prompt_embeds": encoded(), "prompt": ""}, [3]),  # OpenAI's client wants one
+        ({"prompt_embeds": encoded(), "prompt": ""}, [3]),  # OpenAI's client requires one
         ({"prompt_embeds": [encoded(1), encoded(2)]}, [1, 2]),
         ({"prompt_embeds": [encoded(7)], "prompt": ["ab", "c"]}, [7, 3, 2]),
         ({"prompt_embeds": [], "prompt": "ab"}, [3]),

@@ -477,7 +477,7 @@ def test_finished_streams_make_room_for_requests():
         kept = [name for _, name in served.state.streams._streams]
         assert kept == [f"cmpl-r{number}" for number in range(40 - len(kept), 40)]
         assert 2 < len(kept) < 40
-        # A request that needs all of it gets it.
+        # A request that needs all memory receives it.
         with memory.reserve(memory.limit):
             assert len(served.state.streams) == 0
 

@@ -278,7 +278,7 @@ WRONG = {
         ({**CHAT, "top_logprobs": 1}, "top_logprobs needs logprobs=true.", "top_logprobs", None),
         (
             {**CHAT, "logprobs": True, "top_logprobs": 21},
-            "top_logprobs=21 is more than this server gives: 20 (--max-logprobs).",
+            "top_logprobs=21 is more than this server allows: 20 (--max-logprobs).",
             "top_logprobs",
             None,
         ),

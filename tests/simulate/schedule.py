@@ -1,6 +1,6 @@
 """Schedule of an engine's events, made of a seed, and reduced after a failure.
 
-Its `repr` is Python that makes it again. Times are in steps.
+Its `repr` is Python code that creates it again. Times are in steps.
 """
 
 from __future__ import annotations

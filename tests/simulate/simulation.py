@@ -74,7 +74,7 @@ def run(schedule: Schedule) -> None:
 
 
 class CheckedScheduler(Scheduler):
-    """Scheduler whose every decision is checked."""
+    """Scheduler with a check of every decision."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -120,7 +120,7 @@ def test_one_that_goes_on_after_a_preemption_or_on_another_engine(path):
         more,
         last(4, 3),
     )
-    # Without the first one of an engine, which takes longer.
+    # Without the first step of an engine, which is slower.
     assert batches(path) == [StepBatch(13, 1, 1, 0, 13 * 7), StepBatch(1, 1, 0, 14)]
 
 

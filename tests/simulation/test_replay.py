@@ -175,7 +175,7 @@ def compared(before, now):
             [tokens("a", 1), end("a", 1, FinishReason.STOP, 7)],
             ["a: the end was length None, is stop 7"],
         ),
-        # A truncated answer is compared as far as it goes.
+        # A truncated answer is compared up to its end.
         ([tokens("a", 1), end("a", 1, FinishReason.ABORT)], [tokens("a", 1, 2)], []),
         ([tokens("a", 1)], [tokens("a", 1, 2), end("a", 2)], []),
         ([tokens("a", 1)], [tokens("a", 2), end("a", 1)], ["a: token 0 was 1, is 2"]),

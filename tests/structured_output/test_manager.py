@@ -388,7 +388,7 @@ def test_nothing_is_left_of_a_process_that_has_ended(manager, monkeypatch):
         manager.take_finished()
     assert not manager._ready
     for helper in manager._compiler._helpers.values():
-        helper.process.processes.clear()  # a list that only the stand-in has
+        helper.process.processes.clear()  # a list of the stand-in only
     gc.collect()
     assert process() is None  # and so its sockets are closed
 

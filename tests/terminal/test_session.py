@@ -264,7 +264,7 @@ def test_clear_and_regen(session, capsys):
     session.take("/regen")
     messages, params = json.loads(capsys.readouterr().out.strip()[1:-1])
     assert messages == [user("one")]
-    assert params == {"seed": 6}  # the same one would give the same answer
+    assert params == {"seed": 6}  # the same seed would generate the same answer
     assert len(session.messages) == 2
     session.take("/clear")
     assert session.messages == []

@@ -60,7 +60,7 @@ def test_pieces_add_up_to_decode(tokenizer, text):
 
 @pytest.mark.parametrize("name", ["qwen2", "llama3", "gpt2"])
 def test_random_tokens_equal_decode(name, shared_data):
-    """Random tokens of a byte-level vocabulary give broken UTF-8; the text equals decode's."""
+    """Random tokens of a byte-level vocabulary are broken UTF-8; the text equals decode's."""
     tokenizer = Tokenizer.from_folder(shared_data / "tokenizers" / name)
     rng = random.Random(0)
     for skip in (True, False):

@@ -158,7 +158,7 @@ def test_acceptance(base_folder: Path) -> None:
         choices = base(torch.tensor([ids]))[0].argmax(-1).tolist()
     text = Document(ids, [False] * 3 + [True] * 20, whole=False)
     rates, kept = acceptance(MedusaHeads(base, 2), base, [text], 2)
-    starts = range(2, len(ids) - 3)  # from the position that gave the first token of its own
+    starts = range(2, len(ids) - 3)  # from the position of the first generated token
     first = [choices[t] == ids[t + 2] for t in starts]
     both = [f and choices[t] == ids[t + 3] for f, t in zip(first, starts, strict=True)]
     assert kept == pytest.approx([sum(first) / len(first), (sum(first) + sum(both)) / len(first)])
