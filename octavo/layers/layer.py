@@ -65,7 +65,7 @@ class SequentialLayer:
     def __call__(
         self, x: Tensor, residual: Tensor | None, step: StepContext
     ) -> tuple[Tensor, Tensor | None]:
-        """See `Layer`."""
+        """Implement `Layer`."""
         for part in self.sublayers:
             if residual is None:
                 x, residual = part.norm(x), x
@@ -88,7 +88,7 @@ class ParallelLayer:
     def __call__(
         self, x: Tensor, residual: Tensor | None, step: StepContext
     ) -> tuple[Tensor, Tensor | None]:
-        """See `Layer`."""
+        """Implement `Layer`."""
         first, *others = self.sublayers
         if residual is None:
             x, residual = first.norm(x), x
@@ -110,7 +110,7 @@ class PostNormLayer:
     def __call__(
         self, x: Tensor, residual: Tensor | None, step: StepContext
     ) -> tuple[Tensor, Tensor | None]:
-        """See `Layer`; the residual stream is x alone."""
+        """Implement `Layer`; the residual stream is x alone."""
         assert residual is None
         for part in self.sublayers:
             x, _ = part.norm.add(part.block(x, step), x)

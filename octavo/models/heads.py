@@ -38,7 +38,7 @@ class HeadsSpec(ModelSpec):
 
 @dataclass(frozen=True)
 class MedusaSpec(HeadsSpec):
-    """Medusa heads (Cai et al., 2024, section 2.1): head i guesses the token i + 2 positions later."""
+    """Medusa heads (Cai et al., 2024, section 2.1): head i guesses the token i + 2 later."""
 
     blocks: tuple[tuple[LinearSpec, ...], ...] = field(kw_only=True)
     """Blocks of each head, in sequence: x + silu(linear(x))."""
@@ -177,7 +177,7 @@ def read_eagle3(config: ConfigJson, target: ModelSpec) -> EagleSpec:
             "model_class": "octavo.models.eagle:Eagle3Model",
         },
         fc=LinearSpec((("model.fc", size),), 3 * size),
-        # The checkpoint's numbers name the layers that read the states; subtract 1 for their output.
+        # The checkpoint numbers the layers that read the states: the layer before outputs them.
         kept_layers=tuple(i - 1 for i in seen),
         embed_norm=RMSNormSpec("input_layernorm", size, eps),
         hidden_norm=RMSNormSpec("hidden_norm", size, eps),

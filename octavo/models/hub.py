@@ -55,9 +55,9 @@ def resolve_model(
         download_dir: folder for downloads; default: the hub client's cache.
         load_format: format of the weight files: auto, safetensors, pt or dummy (no files).
 
-        Raises:
-            ModelError: a local path is not a folder, or contains pipes or devices.
-            HubError: the download fails; the message names the reason and the solution.
+    Raises:
+        ModelError: a local path is not a folder, or contains pipes or devices.
+        HubError: the download fails; the message names the reason and the solution.
     """
     path = local_folder(model)
     return _download(model, revision, download_dir, load_format) if path is None else path

@@ -53,7 +53,7 @@ def load_model(
         max_model_len: rows of the rotary tables; default: the model's context.
         ops: the table of operations.
         progress: called while tensors are loaded.
-            cache: stores packed weights for the next start.
+        cache: stores packed weights for the next start.
         shared: the buffers that ranks share, if the spec is a rank's part.
         keep: a list to which the weights are added, so that they can be released and read again.
 
@@ -134,11 +134,11 @@ class LoadedWeights:
 
         Args:
             progress: called while tensors are loaded.
-                same: True if the weights must not have changed; False to read the checkpoint's current
-                    weights.
+            same: True if the weights must not have changed; False to read the checkpoint's
+                current weights.
 
-            Raises:
-                ModelError: the weights cannot be read, or have changed.
+        Raises:
+            ModelError: the weights cannot be read, or have changed.
         """
         with torch.inference_mode():
             if not same:

@@ -36,7 +36,7 @@ def read_spec(checkpoint: Checkpoint, settings: ModelConfig = _DEFAULTS) -> Mode
         checkpoint: the checkpoint.
         settings: `trust_remote_code` accepts a config that names custom code (`auto_map`). The
             code never runs: Octavo's own decoder computes the model. The fields of `hf_overrides`
-            replace those of config.json; a field that is an object in both is merged. `quantization`
+            replace those of config.json; fields that are objects in both are merged. `quantization`
             is the form of the linear weights.
 
     Raises:

@@ -230,8 +230,8 @@ def divide_layers(spec: ModelSpec, num_stages: int, asked: str | None) -> list[t
     sizes = {id(layer): _linear_size(layer.weights(Names())) for layer in spec.distinct_layers}
     read = [0, *accumulate(sizes[id(layer)] for layer in spec.layers)]
     head = _linear_size(spec.head.weights(Names()))
-    # best[k, n]: for k stages with the first n layers, the least possible maximum of the weights that
-    # a stage reads, and the begin of the last of these stages. The final stage has the head, too.
+    # best[k, n]: for k stages with the first n layers, the least possible maximum of the weights
+    # that a stage reads, and the begin of the last of these stages. The final stage has the head.
     best = {(1, n): (read[n], 0) for n in range(1, layers + 1)}
     for k in range(2, num_stages + 1):
         for n in range(k, layers + 1):

@@ -92,7 +92,7 @@ def _describe_forms(weights: list[Weight]) -> str | list[str] | None:
 
 
 def _describe(weight: Weight) -> dict[str, object]:
-    """Return a key's description of a weight; a change of its text orphans the files of all users."""
+    """Return a key's description of a weight; another text would orphan the files of all users."""
     sources = [
         {name: value for name, value in vars(source).items() if name not in _NOT_IN_KEYS}
         for source in weight.sources
@@ -286,7 +286,7 @@ class WeightCache:
         info = self._folder.lstat()
         if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o022:
             raise PermissionError(
-                f"{self._folder} must be a folder of this user's that nobody else can write to"
+                f"{self._folder} must be a folder of this user, without write permission for others"
             )
 
 

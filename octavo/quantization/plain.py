@@ -23,7 +23,7 @@ class FromFloats:
     num_tensors: ClassVar[int] = 1
 
     def sources(self, module: str, rows: int, inputs: int) -> tuple[Source, ...]:
-        """See `WeightForm`."""
+        """Implement `WeightForm`."""
         return (Source(f"{module}.weight", (rows, inputs)),)
 
     def cut(
@@ -32,7 +32,7 @@ class FromFloats:
         rows: Sequence[slice | Tensor],
         columns: tuple[int, int] | None,
     ) -> list[Part]:
-        """See `WeightForm`."""
+        """Implement `WeightForm`."""
         (tensor,) = tensors
         if columns is not None:
             tensor = tensor[:, slice(*columns)]
@@ -60,20 +60,20 @@ class Plain(FromFloats):
     max_inputs: ClassVar[int | None] = None
 
     def nbytes(self, shape: PackedShape) -> int:
-        """See `WeightForm`."""
+        """Implement `WeightForm`."""
         return packed_nbytes(shape.n, shape.k, shape.dtype)
 
     def pack(
         self, ops: Ops, parts: Sequence[Part], shape: PackedShape, out: Tensor | None = None
     ) -> PackedWeight:
-        """See `WeightForm`."""
+        """Implement `WeightForm`."""
         import torch
 
         dtype: torch.dtype = getattr(torch, shape.dtype)
         return ops.pack_weight(floats(parts, dtype), dtype, out)
 
     def wrap(self, data: Tensor, shape: PackedShape) -> PackedWeight:
-        """See `WeightForm`."""
+        """Implement `WeightForm`."""
         import torch
 
         from octavo import _native

@@ -26,19 +26,19 @@ class FromFloatsQuantized(FromFloats):
         raise NotImplementedError
 
     def nbytes(self, shape: PackedShape) -> int:
-        """See `WeightForm`."""
+        """Implement `WeightForm`."""
         return quantized_nbytes(shape.n, shape.k, *self._format(shape))
 
     def pack(
         self, ops: Ops, parts: Sequence[Part], shape: PackedShape, out: Tensor | None = None
     ) -> QuantizedWeight:
-        """See `WeightForm`."""
+        """Implement `WeightForm`."""
         import torch
 
         return ops.quantize_weight(floats(parts, torch.float32), *self._format(shape), out)
 
     def wrap(self, data: Tensor, shape: PackedShape) -> QuantizedWeight:
-        """See `WeightForm`."""
+        """Implement `WeightForm`."""
         from octavo import _native
         from octavo.kernels.base import QuantizedWeight
 

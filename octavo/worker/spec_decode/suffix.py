@@ -1,7 +1,8 @@
 """Drafts from the tokens that followed the same tokens in the request or in earlier answers.
 
 After SuffixDecoding (Oliaro et al. 2024): it searches the request's own tokens as `ngram` does, and
-earlier answers by a suffix automaton. The longer match wins; its length limits the number of drafts.
+earlier answers by a suffix automaton. The longer match wins. Its length limits the number of
+drafts.
 """
 
 from __future__ import annotations
