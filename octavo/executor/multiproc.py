@@ -108,7 +108,7 @@ class MultiprocExecutor(Executor):
                 os.close(memory)
             raise
         self._group = group
-        # Also if `shutdown` is never called.
+        # Ends the workers even if `shutdown` is never called.
         self._finalize = weakref.finalize(self, group.shutdown)
         try:
             group.start()

@@ -1,4 +1,4 @@
-"""Weights in the model's type, and what forms share that read such weights. Imports no torch."""
+"""Weights in the model's type, and the common part of forms that read floats. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class FromFloats:
-    """The parts of a `WeightForm` that reads one tensor of floats for each module."""
+    """Parts of a `WeightForm` that reads one tensor of floats for each module."""
 
     num_tensors: ClassVar[int] = 1
 
@@ -40,7 +40,7 @@ class FromFloats:
 
 
 def floats(parts: Sequence[Part], dtype: torch.dtype) -> list[Tensor]:
-    """Return the only tensor of each part, contiguous; float64 is rounded once, to a type.
+    """Return the single tensor of each part, contiguous; round float64 to `dtype`.
 
     The result is a list even for one part, so that no table of operations keeps a mapped file.
     """

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class FromFloatsQuantized(FromFloats):
-    """A `WeightForm` whose format depends on a weight's shape only."""
+    """`WeightForm` with a format that depends only on the weight's shape."""
 
     max_inputs: ClassVar[int | None] = 2**17
-    """Sums of 32 bits hold no more products."""
+    """Limit of 32-bit sums of products."""
 
     def format(self, n: int, k: int) -> tuple[Literal["int8", "int4_levels"], int]:
         """Return the format of a weight [n, k] and the number of inputs that share a scale."""
