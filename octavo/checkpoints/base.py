@@ -129,10 +129,10 @@ class Checkpoint(Protocol):
         ...
 
     def open(self, expected: Expected, device: torch.device) -> Tensors:
-        """Open the files and compare their tensors with what the model expects.
+        """Open the files and compare their tensors with `expected`.
 
         Args:
-            expected: what the model expects.
+            expected: tensors that the model expects.
             device: device of random weights.
 
         Raises:

@@ -103,7 +103,7 @@ def match_names(
     Args:
         folder: for error messages.
         stored: the tensors of all files.
-        expected: what the model expects.
+        expected: tensors that the model expects.
 
     Raises:
         ModelError: tensors are missing, unexpected, or of another shape or type.
@@ -129,7 +129,7 @@ def match_names(
         tensor = stored[name]
         if tensor.shape != source.shape:
             raise ModelError(
-                f"{tensor.file}: {name} has shape {list(tensor.shape)}, but config.json asks for "
+                f"{tensor.file}: {name} has shape {list(tensor.shape)}, but config.json requires "
                 f"{list(source.shape)}."
             )
         require_dtype(name, tensor, source)

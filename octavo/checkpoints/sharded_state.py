@@ -74,7 +74,7 @@ class ShardedTensors(Tensors):
     Args:
         folder: for error messages.
         ranks: the tensors of each rank.
-        expected: what the model expects.
+        expected: tensors that the model expects.
 
     Raises:
         ModelError: tensors are missing, unexpected, or do not fit together.
@@ -145,7 +145,7 @@ class ShardedTensors(Tensors):
             return pieces, 1
         raise ModelError(
             f"{stored[0].file}: {name} has shape {list(stored[0].shape)} in each of {len(stored)} "
-            f"ranks, and config.json asks for {list(source.shape)} of {source.name}."
+            f"ranks, but config.json requires {list(source.shape)} of {source.name}."
         )
 
     def _rows(self, source: Source, name: str, count: int) -> tuple[int, int]:

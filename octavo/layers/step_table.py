@@ -40,7 +40,7 @@ Other = TypeVar("Other")
 
 
 def _array(dtype: str, *dims: str | int) -> dict[str, Any]:
-    """Declare an array; a dimension is of `StepSize`, "bounds" (R + 1), "groups", "blocks", or int."""
+    """Declare an array. `dims`: "groups", "blocks", "bounds" (R + 1), a number, or of `StepSize`."""
     return {"dtype": dtype, "dims": dims}
 
 

@@ -114,7 +114,7 @@ class AttentionCache:
         nbytes = self.block_nbytes(block_size, dtype)
         if memory.shape[1] > nbytes and not backend.pads_blocks:
             raise ConfigError(
-                f"attention_backend={backend.name} does not support models whose layers cache "
+                f"attention_backend={backend.name} does not support layers that cache "
                 "blocks of different sizes; use attention_backend=cpu or reference."
             )
         kind = KV_CACHE_DTYPES.get(dtype) or getattr(torch, dtype)

@@ -32,7 +32,7 @@ def assign(spec: _Spec, setting: str | None, config: ConfigJson) -> _Spec:
         config: config.json: its quantization_config describes a checkpoint that is quantized.
 
     Raises:
-        ConfigError: the setting is given for a quantized checkpoint.
+        ConfigError: the setting is used with a quantized checkpoint.
         ModelError: the checkpoint's method is not supported, or its description is damaged.
     """
     name = next((name for name in _QUANTIZED if config.has(name)), None)
@@ -79,7 +79,7 @@ def _matches(module: str, pattern: str, config: ConfigJson) -> bool:
         return re.match(pattern[3:], module) is not None
     except re.error as error:
         raise ModelError(
-            f"{config.where}: {pattern!r} is no regular expression ({error})."
+            f"{config.where}: {pattern!r} is not a regular expression ({error})."
         ) from None
 
 

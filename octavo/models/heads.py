@@ -67,7 +67,7 @@ def read_medusa(config: ConfigJson, target: ModelSpec) -> MedusaSpec:
     num_layers = config.integer("num_hidden_layers", "num_layers", default=1, most=_MOST_LAYERS)
     bias = config.flag("medusa_fc_bias", False)
     config.refuse("truncated_vocab_size", target.vocab_size, "heads must have the whole vocabulary")
-    config.refuse("original_lm_head", False, "each head must have an LM head of its own")
+    config.refuse("original_lm_head", False, "each head must have a separate LM head")
     return MedusaSpec(
         **_fields(target)
         | {

@@ -90,7 +90,7 @@ def local_folder(model: str) -> Path | None:
         )
     if path.suffix.lower() in _WEIGHT_FILES:
         raise ModelError(
-            f"There is no file {model}, and no model is one file here; name the model's folder "
+            f"The file {model} does not exist; name the model's folder "
             "(config.json, safetensors, tokenizer)."
         )
     if model.startswith((".", "/", "~", "\\")) or model.count("/") > 1:
@@ -170,7 +170,7 @@ def _download(
         ) from None
     except errors.GatedRepoError:
         raise HubError(
-            f"{repo_id} is gated: its owner must grant you access. Ask for it on the model's page, "
+            f"{repo_id} is gated: its owner must grant you access. Request it on the model's page, "
             "then log in with `hf auth login` or set HF_TOKEN."
         ) from None
     except errors.RepositoryNotFoundError:
@@ -194,19 +194,19 @@ def _download(
             f"Go online, or name the folder of a model.{_similar(repo_id)}"
         ) from None
     except errors.HfHubHTTPError as error:
-        raise HubError(f"The hub refused {where}: {_first_line(error)}.") from None
+        raise HubError(f"The hub rejected {where}: {_first_line(error)}.") from None
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise HubError(
                 f"The disk is full while downloading {where}: free space, or choose another "
-                "folder with download_dir or HF_HOME. What is there already is kept."
+                "folder with download_dir or HF_HOME. Downloaded data is kept."
             ) from None
         raise HubError(f"Downloading {where} failed: {_first_line(error)}.") from None
     except Exception as error:
         # The client's network library has its own exception tree, which changes between versions.
         raise HubError(
             f"Downloading {where} failed: {type(error).__name__}: {_first_line(error)}. Check the "
-            "network and try again: what is there already is kept."
+            "network and try again: downloaded data is kept."
         ) from error
     return Path(folder)
 

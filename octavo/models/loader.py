@@ -147,7 +147,7 @@ class LoadedWeights:
                 if self._key() != self._made_of:
                     raise ModelError(
                         f"{self._checkpoint.path} has changed since the model was loaded. Put the "
-                        "old files back, or take the new ones: sleep with level=2, then wake up."
+                        "old files back, or load the new ones: sleep with level=2, then wake up."
                     )
                 self._pack(progress)
 

@@ -40,8 +40,8 @@ def read_spec(checkpoint: Checkpoint, settings: ModelConfig = _DEFAULTS) -> Mode
             is the form of the linear weights.
 
     Raises:
-        ConfigError: the model is quantized already, and the setting is given.
-        ModelError: naming file, field, value and what is supported.
+        ConfigError: the setting is used with a quantized model.
+        ModelError: a field has an unsupported value.
     """
     config = checkpoint.config
     if settings.hf_overrides:
@@ -63,7 +63,7 @@ def read_spec(checkpoint: Checkpoint, settings: ModelConfig = _DEFAULTS) -> Mode
     if config.has("auto_map") and not settings.trust_remote_code:
         raise config.error(
             "auto_map",
-            "the model asks for its own code, which Octavo never runs; with trust_remote_code it "
+            "the model needs custom code, which Octavo never runs; with trust_remote_code it "
             f"is run as {architectures[0]} by Octavo's own decoder",
         )
     for name in ("num_local_experts", "num_experts", "n_routed_experts"):
@@ -94,7 +94,7 @@ def complete_spec(
         settings: see `read_spec`; `quantization` is the form of the linear weights.
 
     Raises:
-        ConfigError: the model is quantized already, and the setting is given.
+        ConfigError: the setting is used with a quantized model.
         ModelError: a file is damaged, a field has a wrong value, or the method by which the model
             is quantized is not supported.
     """
@@ -124,11 +124,11 @@ _KINDS = {
     r"Classification$|Reward|ForRegression": "it is a classifier, and Octavo generates text",
     r"MaskedLM|PreTraining|QuestionAnswering|(?<!LMHead)Model$": "it is an encoder, which makes "
     "vectors of a text, and Octavo generates text",
-    r"Whisper|Speech|Audio|CTC$|Voice": "it takes or makes sound, and Octavo's models take text",
+    r"Whisper|Speech|Audio|CTC$|Voice": "it processes sound, and Octavo's models process text",
     r"^(T5|MT5|UMT5|Bart|MBart|Pegasus|Marian|M2M|BlenderBot|Led|LED|ProphetNet)": "it is an "
     "encoder-decoder, and Octavo's models are decoders",
-    r"ForConditionalGeneration|Vision|VL|Llava|Image": "it takes images or other media, and "
-    "Octavo's models take text",
+    r"ForConditionalGeneration|Vision|VL|Llava|Image": "it processes images or other media, and "
+    "Octavo's models process text",
     r"Moe|MoE|Mixtral|DeepseekV|Dbrx|GptOss": "it is a mixture of experts, and Octavo's models are "
     "dense",
     r"Mamba|Jamba|RWKV|Rwkv|Zamba|Bamba|RecurrentGemma|FalconH1|Lfm2|Hybrid|Next": "it has "

@@ -51,7 +51,9 @@ def save_sharded_state(
         UnsupportedError: the model cannot be divided in vLLM's way.
     """
     if ShardedStateFolder(target, "sharded_state").weight_files:
-        raise ConfigError(f"path={str(target)!r} holds a sharded state already; give another one.")
+        raise ConfigError(
+            f"path={str(target)!r} holds a sharded state already; choose another folder."
+        )
     plan, heads = _plan(spec), _num_kv_heads(spec, size)
     stored = checkpoint.open(spec.expected, torch.device("cpu"))
 
@@ -109,8 +111,8 @@ def _num_kv_heads(spec: ModelSpec, size: int) -> int:
     heads = {cache.num_kv_heads for cache in spec.caches if isinstance(cache, AttentionCache)}
     if len(heads) != 1 or any(size % count and count % size for count in heads):
         raise UnsupportedError(
-            f"tensor_parallel_size={size} cannot be saved: vLLM gives each rank equally many "
-            f"heads of keys and values, and {spec.architecture} has {sorted(heads)} in its layers."
+            f"tensor_parallel_size={size} cannot be saved: vLLM's ranks have equal numbers of "
+            f"heads of keys and values, but {spec.architecture} has {sorted(heads)} in its layers."
         )
     return heads.pop()
 

@@ -222,7 +222,7 @@ def divide_layers(spec: ModelSpec, num_stages: int, asked: str | None) -> list[t
         if len(counts) != num_stages or sum(counts) != layers:
             raise ConfigError(
                 f"pipeline_layers={asked!r} has {len(counts)} stages with {sum(counts)} layers; "
-                f"give {num_stages} numbers (pipeline_parallel_size) whose sum is {layers}, the "
+                f"set {num_stages} numbers (pipeline_parallel_size) with the sum {layers}, the "
                 "layers of the model."
             )
         ends = list(accumulate(counts, initial=0))

@@ -264,7 +264,7 @@ class WeightCache:
         most = min(most, free + held - margin)
         if nbytes > most:
             logger.info(
-                "packed weights are not kept: they take %d MiB, and %s may hold %d MiB",
+                "packed weights are not kept: they need %d MiB, and %s may hold %d MiB",
                 nbytes // 2**20,
                 self._folder,
                 max(most, 0) // 2**20,

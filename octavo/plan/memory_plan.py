@@ -137,7 +137,7 @@ def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
 
 
 def resolve_max_num_batched_tokens(config: EngineConfig, default: int, max_model_len: int) -> int:
-    """Return the configured token budget of a step, or `default` raised to other settings' needs."""
+    """Return the configured token budget of a step, or `default` raised to the settings' needs."""
     sched = config.scheduler
     if sched.max_num_batched_tokens is not None:
         return sched.max_num_batched_tokens
@@ -217,7 +217,7 @@ def make_memory_plan(
     left = limit - peak_nbytes([*budget.items, *others])
     if left < 0:
         has_connector = any(item.name == "KV connector" for item in items)
-        least = "what kv_transfer_config gets" if has_connector else "request_memory_bytes"
+        least = "the sizes in kv_transfer_config" if has_connector else "request_memory_bytes"
         shared = f", among {engines} engines" if engines > 1 else ""
         raise ConfigError(
             f"{config.model.model} needs {(limit - left) / 2**20:,.0f} MiB without the KV cache, "
@@ -255,7 +255,7 @@ def make_memory_plan(
 
 
 def _num_blocks(cache: CacheConfig, block_nbytes: int, left: int, most: int, useful: int) -> int:
-    """Return the configured number of blocks, or the number that fits `most` bytes, up to `useful`."""
+    """Return the configured number of blocks, or the number that fits `most`, up to `useful`."""
     if cache.num_gpu_blocks_override is not None:
         num_blocks = cache.num_gpu_blocks_override
     elif cache.kv_cache_memory_bytes is not None:
@@ -292,7 +292,7 @@ def _fit_context(
         raise ConfigError(
             f"The KV cache has {num_blocks} blocks, but a single request of max_model_len="
             f"{max_model_len} needs {needed}, and one is kept free. Set max_model_len={fits} (the "
-            "largest that fits) or less, or give the cache "
+            "largest that fits) or less, or increase the cache to "
             f"{(needed + 1) * block_nbytes / 2**20:,.1f} MiB."
         )
     return fits

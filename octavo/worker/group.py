@@ -16,7 +16,7 @@ from octavo.worker.input_batch import StepBuffers, StepInputs
 from octavo.worker.token_broadcast import TokenBroadcast
 
 Handed = tuple[Tensor, Tensor | None]
-"""(x, residual), as `Layer` takes and returns them."""
+"""Pair (x, residual) as in `Layer`."""
 
 
 def make_buffers(setup: WorkerSetup) -> SharedBuffers | None:

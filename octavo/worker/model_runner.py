@@ -215,13 +215,13 @@ class ModelRunner:
     @property
     def state(self) -> RunnerState:
         """State that `initialize_kv_cache` created."""
-        assert self._state is not None, "initialize_kv_cache comes first"
+        assert self._state is not None, "call initialize_kv_cache first"
         return self._state
 
     def initialize_kv_cache(self, kv: KVCacheConfig) -> None:
         """Allocate the KV cache and the buffers of steps; capture steps.
 
-        `kv` describes all ranks; this rank allocates the cache of its own layers.
+        `kv` describes all ranks; this rank allocates the cache of its layers.
         """
         kv = replace(kv, groups=self.setup.kv_cache_groups)
         self._state = self._make_state(kv, capture=True)

@@ -169,6 +169,6 @@ def _out_of_memory(what: str) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"The GPU's memory ran out while {what}: {error}. Lower gpu_memory_utilization (other "
-            "processes need their share), max_num_batched_tokens or max_num_seqs, or take a "
+            "processes need their share), max_num_batched_tokens or max_num_seqs, or use a "
             "smaller model."
         ) from error

@@ -44,7 +44,7 @@ class EagleProposer(Proposer):
         if not isinstance(main, DecoderModel):
             raise ConfigError(
                 f"speculative_config: {main.spec.architecture} does not show its embedding, which "
-                "EAGLE needs; take another method."
+                "EAGLE needs; use another method."
             )
         if isinstance(model, Eagle3Model):
             draft = target.setup.draft
