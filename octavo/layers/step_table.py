@@ -40,7 +40,7 @@ Other = TypeVar("Other")
 
 
 def _array(dtype: str, *dims: str | int) -> dict[str, Any]:
-    """Declare an array. `dims`: "groups", "blocks", "bounds" (R + 1), a number, or of `StepSize`."""
+    """Declare an array; its dims: "groups", "blocks", "bounds" (R + 1), of `StepSize`, or int."""
     return {"dtype": dtype, "dims": dims}
 
 

@@ -24,7 +24,7 @@ from octavo.system.dtypes import DTYPE_NBYTES
 
 _MOST_HEADS, _MOST_LAYERS = 64, 16
 MOST_LATE = 32
-"""Number of hidden states of each request that an EAGLE head stores while drafts are disabled."""
+"""Hidden states of each request that an EAGLE head stores while no drafts are requested."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class HeadsSpec(ModelSpec):
 
 @dataclass(frozen=True)
 class MedusaSpec(HeadsSpec):
-    """Medusa heads (Cai et al., 2024, section 2.1): head i guesses the token i + 2 later."""
+    """Medusa heads (Cai et al., 2024, section 2.1): head i guesses i + 2 positions ahead."""
 
     blocks: tuple[tuple[LinearSpec, ...], ...] = field(kw_only=True)
     """Blocks of each head, in sequence: x + silu(linear(x))."""
@@ -177,7 +177,7 @@ def read_eagle3(config: ConfigJson, target: ModelSpec) -> EagleSpec:
             "model_class": "octavo.models.eagle:Eagle3Model",
         },
         fc=LinearSpec((("model.fc", size),), 3 * size),
-        # The checkpoint numbers the layers that read the states: the layer before outputs them.
+        # The numbers are those of the layers that read the states; layer i - 1 outputs them.
         kept_layers=tuple(i - 1 for i in seen),
         embed_norm=RMSNormSpec("input_layernorm", size, eps),
         hidden_norm=RMSNormSpec("hidden_norm", size, eps),

@@ -55,8 +55,8 @@ Progress = Callable[[int, int], None]
 def weights_key(spec: ModelSpec, checkpoint: Checkpoint, dtype: str) -> bytes | None:
     """Return everything that a model's loaded weights depend on; None if they have no files.
 
-    A file counts as unchanged while its path, inode, size, modification time and inode change time
-    are. No program can set back the inode change time.
+    A file counts as unchanged if its path, inode, size, modification time and inode change time are
+    the same. No program can set back the inode change time.
 
     Raises:
         ModelError: the checkpoint cannot be used.
@@ -281,7 +281,7 @@ class WeightCache:
         """Reject a folder in which other users could write weights.
 
         Raises:
-            PermissionError: the folder is not a folder, not this user's, or writable for others.
+            PermissionError: the path is not a folder, not this user's, or writable for others.
         """
         info = self._folder.lstat()
         if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o022:

@@ -45,13 +45,13 @@ class StepResult:
     """Result of a step's forward pass; the next step may overwrite it."""
 
     hidden: Tensor
-    """[T, hidden_size]"""
+    """Hidden states [T, hidden_size]."""
     logits: Tensor
-    """float32 [S, vocab]."""
+    """Logits, float32 [S, vocab]."""
     kept: dict[int, Tensor]
-    """[T, hidden_size] after each layer in `kept_layers`."""
+    """Hidden states [T, hidden_size] after each layer in `kept_layers`."""
     tokens: Tensor | None = None
-    """int64 [S], if the runner has already chosen them."""
+    """Tokens, int64 [S], if the runner has already chosen them."""
     handed: tuple[Tensor, Tensor | None] | None = None
     """Output of a stage for the next one, instead of logits: see `StepContext`. It may have extra
     rows at its end that belong to no token."""

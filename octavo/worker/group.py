@@ -20,7 +20,7 @@ Handed = tuple[Tensor, Tensor | None]
 
 
 def make_buffers(setup: WorkerSetup) -> SharedBuffers | None:
-    """Return the buffers that the blocks of a rank share with its stage; None for one rank."""
+    """Return the buffers that the ranks of a stage share; None if a stage is one rank."""
     if setup.rank.size == 1:
         return None
     tokens, samples = setup.max_num_batched_tokens, setup.largest_step.samples

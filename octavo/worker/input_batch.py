@@ -152,9 +152,7 @@ class InputBatch:
         self.owners[row] += 1
         count = len(data.token_ids)
         self.token_ids[row, :count] = data.token_ids
-        self.token_ids[row, count : self.num_tokens[row]] = (
-            0  # an old `UNKNOWN` would never be replaced
-        )
+        self.token_ids[row, count : self.num_tokens[row]] = 0  # removes old `UNKNOWN`s
         self.num_tokens[row] = count
         self.num_prompt_tokens[row] = data.num_prompt_tokens
         self.num_computed_tokens[row] = data.num_computed_tokens
@@ -268,9 +266,9 @@ class InputBatch:
 
 
 def _as_tensor(embeds: PromptEmbeds) -> torch.Tensor:
-    """Return [tokens, embed_size] on the bytes of the message, which no code changes."""
+    """Return a tensor [tokens, embed_size] on the bytes of the message, without a copy."""
     data = embeds.data
-    # torch warns about read-only memory, so hide that the bytes are read-only.
+    # ctypes hides that the bytes are read-only, about which torch would warn.
     buffer = (ctypes.c_char * len(data)).from_address(np.frombuffer(data, np.uint8).ctypes.data)
     buffer.owner = data  # type: ignore[attr-defined]  # keeps it alive
     flat = torch.frombuffer(buffer, dtype=getattr(torch, embeds.dtype))

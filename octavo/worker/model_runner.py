@@ -62,7 +62,7 @@ class _ComputedStep:
     inputs: StepInputs
     result: StepResult
     metadata: SamplingMetadata | None
-    """Sampling metadata of the rows of logits; None if it needs drafts or a grammar's bitmask."""
+    """Sampling metadata of the rows of logits; None if the step has drafts or grammars."""
     prompt_logprobs: dict[str, LogprobsLists]
     drafts: Drafts
 
@@ -355,7 +355,7 @@ class ModelRunner:
             self._num_steps += 1
             state, drafts = self.state, self._find_drafts(scheduled)
             announce(drafts)
-            # A place without a draft is not a token.
+            # Reserved places without drafts are not tokens.
             tokens = sum(r.num_tokens - r.num_drafts for r in scheduled)
             tokens += sum(map(len, drafts.values()))
             buffers = state.steps.buffers(tokens, len(scheduled))

@@ -1,4 +1,4 @@
-"""Interface to a kind of device. Imports no torch, so that all processes can use it."""
+"""Interface of platforms, the kinds of devices. Imports no torch: all processes use it."""
 
 from __future__ import annotations
 

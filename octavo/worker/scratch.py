@@ -123,7 +123,7 @@ def _received(setup: WorkerSetup, dtype: torch.dtype) -> tuple[Tensor, Tensor | 
 
 
 def _weight(weight: Weight, dtype: torch.dtype) -> Tensor | PackedWeight | QuantizedWeight:
-    """Return a weight without data; a quantized one is like a packed one of its shape."""
+    """Return a weight without data; packed weights also represent quantized ones."""
     if weight.kind != "linear":
         return placeholder(*weight.shape, dtype=dtype)
     n, k = weight.shape

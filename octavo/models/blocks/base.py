@@ -71,7 +71,7 @@ class BlockSpec(ABC):
         """
 
     def caches(self) -> tuple[CacheSpec, ...]:
-        """Return the caches in which the block keeps the tokens it has seen."""
+        """Return the caches of the block's state."""
         return ()
 
     def arrays(self) -> tuple[StepArray, ...]:
@@ -167,8 +167,8 @@ class Parts:
             name: name of the buffer; blocks that never use it at the same time may share it.
             size: number of columns of all ranks.
             part: this rank's columns, as (begin, end).
-            dtype: default: the model's.
-            rows: the number of a step that bounds the rows.
+            dtype: type of the buffer; default: the model's.
+            rows: dimension of a step that limits the rows.
         """
         assert self._shared is not None, "a rank's part needs the others"
         return self._shared.columns(name, size, part, dtype or self._shared.dtype, rows)

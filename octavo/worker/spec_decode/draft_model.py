@@ -66,9 +66,7 @@ class DraftModelProposer(Proposer):
         counts = np.minimum(counts, self._max_model_len + 1 - num_tokens)
         missed = num_tokens - computed[rows]
         at = np.flatnonzero(counts > 0)
-        at = at[
-            np.argsort(missed[at], kind="stable")
-        ]  # a long prompt must not delay other requests
+        at = at[np.argsort(missed[at], kind="stable")]  # a long prompt delays no other request
         taken = np.minimum(missed[at], self._budget - (np.cumsum(missed[at]) - missed[at]))
         at, taken = at[taken > 0], taken[taken > 0]
         sampler = DraftSampler(self.target, rows, counts)

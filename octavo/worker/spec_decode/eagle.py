@@ -64,7 +64,7 @@ class EagleProposer(Proposer):
         self._guess = torch.zeros(num_rows, main.spec.hidden_size, dtype=main.dtype)
         """Guessed hidden state of the last token, by row."""
         self._of: LongArray = np.zeros(num_rows, np.int64)
-        """Number of tokens of the row for which `_guess` holds, by row."""
+        """Number of the row's tokens when `_guess` was computed, by row."""
         self._seen: LongArray = np.zeros(num_rows, np.int64)
         """First position that is not computed, by row; `_NONE`: no step has been observed."""
         self._late = torch.zeros(num_rows, MOST_LATE, main.spec.hidden_size, dtype=main.dtype)
