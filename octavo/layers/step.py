@@ -19,7 +19,7 @@ class StepContext:
     Attributes:
         positions: int64 [T], each below max_model_len.
         caches: the caches of the model's blocks, as `CacheSpec.view` returns them.
-        metadata: positions of each cache's tokens, as `CacheSpec.metadata` returns them.
+        metadata: locations of the tokens in each cache, as `CacheSpec.metadata` returns them.
         backend: computes attention.
         kept_layers: layers with requested hidden states.
         kept: filled by the model: [T, hidden_size] after each of `kept_layers`, the residual added.

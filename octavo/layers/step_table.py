@@ -102,7 +102,7 @@ class StepTable(Generic[Array]):
     logits_indices: Array = field(metadata=_array("int64", "samples"))
     """Indices in the batch of the tokens with requested logits."""
     sampling_rows: Array = field(metadata=_array("int64", "samples"))
-    """Request row of each row of logits; -1: none. For GPU steps only, like `sampling_params`."""
+    """Request row of each row of logits; -1: none. For `DeviceSteps` only, as `sampling_params`."""
     sampling_params: Array = field(metadata=_array("int64", "samples", SAMPLING_ROW_WORDS))
     """`SAMPLING_ROW` of each row of logits."""
     input_ids: Array = field(metadata=_array("int64", "tokens"))

@@ -64,7 +64,7 @@ class CacheSpec(Protocol):
     def metadata(
         self, table: StepTable[Tensor], group: int, max_query_len: int, max_seq_len: int
     ) -> Any:
-        """Return the positions of tokens for a block: an entry of `StepContext.metadata`.
+        """Return the locations of a step's tokens in the cache: an entry of `StepContext.metadata`.
 
         Args:
             table: the arrays of the step.

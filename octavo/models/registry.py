@@ -40,7 +40,7 @@ def read_spec(checkpoint: Checkpoint, settings: ModelConfig = _DEFAULTS) -> Mode
             is the form of the linear weights.
 
     Raises:
-        ConfigError: the setting is used with a quantized model.
+        ConfigError: `quantization` is set for a quantized model.
         ModelError: a field has an unsupported value.
     """
     config = checkpoint.config
@@ -94,7 +94,7 @@ def complete_spec(
         settings: see `read_spec`; `quantization` is the form of the linear weights.
 
     Raises:
-        ConfigError: the setting is used with a quantized model.
+        ConfigError: `quantization` is set for a quantized model.
         ModelError: a file is damaged, a field has a wrong value, or the method by which the model
             is quantized is not supported.
     """

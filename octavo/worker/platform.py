@@ -40,14 +40,14 @@ class Platform(ABC):
 
     @abstractmethod
     def is_available(self) -> bool:
-        """Return True if this machine has this kind of device. Quick: called before any start."""
+        """Return True if this machine has the device. Quick: called before anything is started."""
 
     @abstractmethod
     def check_available(self) -> None:
         """Raise `ConfigError` unless `is_available`.
 
         Raises:
-            ConfigError: this machine does not have this kind of device.
+            ConfigError: this machine does not have the device.
         """
 
     def check_settings(self, config: DeviceConfig) -> None:

@@ -142,7 +142,8 @@ class Worker:
     def cause(self, error: BaseException) -> BaseException:
         """Return the cause of a step's failure: `EngineDeadError` if the device is unusable.
 
-        In a group of ranks every failure is one: the rank does not know the others' progress.
+        In a group of ranks every failure is an `EngineDeadError`: a rank does not know the state
+        of the others.
         """
         if self.runner.group is not None:
             return group_failure(error)

@@ -23,7 +23,7 @@ class RMSNormSpec:
     size: int
     eps: float
     weight_offset: float = 0.0
-    """Added to the weight (Gemma: 1)."""
+    """Term added to the weight (Gemma: 1)."""
 
     def weights(self, names: Names) -> Iterator[Weight]:
         """Yield the weight, near 1 with its offset."""

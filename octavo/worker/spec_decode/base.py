@@ -58,7 +58,7 @@ class Proposal:
 class Proposer(ABC):
     """Proposer of the next tokens of requests.
 
-    Drafts change the number of steps of an answer, never the answer, so any draft is correct.
+    With exact acceptance, drafts change the number of steps of an answer, but never the answer.
 
     The worker's thread calls all methods: `add_row` and `remove_row` when a request starts and
     ends, `propose` before a step, and `observe` once a step's tokens are in the rows.

@@ -32,10 +32,10 @@ class DraftModelProposer(Proposer):
         self._budget = setup.max_num_batched_tokens
         self._block_size = target.kv.block_size
         self._computed: LongArray = np.zeros(len(target.batch.token_ids), np.int64)
-        """Number of correct computed tokens by row; or `_UNKNOWN`."""
+        """Number of correct tokens that the draft model has computed, by row; or `_UNKNOWN`."""
         self._filled: LongArray = np.zeros(target.kv.num_blocks, np.int64)
-        """Number of computed tokens of the target by block. Requests that share a block reuse
-        them."""
+        """Number of the target's tokens that the draft model has computed, by block. Requests that
+        share a block reuse them."""
 
     def add_row(self, row: int, data: NewRequestData) -> None:
         """Implement `Proposer`."""
@@ -58,7 +58,7 @@ class DraftModelProposer(Proposer):
         self._note(inputs, self._steps.group)
 
     def propose(self, rows: LongArray, counts: LongArray) -> Proposal:
-        """Implement `Proposer`; compute at most the tokens of a largest step that were missing."""
+        """Implement `Proposer`; compute missing tokens up to the size of a largest step."""
         batch, computed = self.target.batch, self._computed
         for row in rows[computed[rows] == _UNKNOWN].tolist():
             computed[row] = self._find_computed(row)
