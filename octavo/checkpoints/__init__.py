@@ -1,1 +1,1 @@
-"""Checkpoints: where a model's configuration and weights come from, one file for each kind."""
+"""Checkpoints: sources of a model's configuration and weights, one file for each kind."""

@@ -1,4 +1,4 @@
-"""The contract of a checkpoint: its config, its files, and its tensors. Imports no torch."""
+"""Interface of a checkpoint: its config, its files, and its tensors. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 LoadFormat = Literal["auto", "safetensors", "pt", "sharded_state", "dummy"]
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 _MAX_NAMES = 6
-"""Names listed in an error message."""
+"""Number of names listed in an error message."""
 
 
 @dataclass(frozen=True)
@@ -40,45 +40,45 @@ class Source:
     dtypes: tuple[str, ...] = FLOATS
     """Types that the tensor may have."""
     dummy: float | None = None
-    """Value of all its numbers in a model without a checkpoint; None: random numbers."""
+    """Value of all numbers in a model without a checkpoint; None: random numbers."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The tensors that a model expects of its checkpoint."""
+    """Tensors that a model expects in its checkpoint."""
 
     architecture: str
     sources: Sequence[Source]
     bare_prefix: str
-    """Beginning of the names that checkpoints saved from the bare model lack, e.g. model."""
+    """Prefix that is missing in checkpoints of the bare model, e.g. model."""
     ignored: tuple[str, ...] = ()
-    """Regular expressions of names that hold no weights."""
+    """Regular expressions of names that are not weights."""
     elsewhere: frozenset[str] = frozenset()
     """Names of the tensors that only other stages of the model need."""
 
 
 class Tensors(Protocol):
-    """The tensors of a checkpoint that is open; names, shapes and types are checked already."""
+    """Tensors of an open checkpoint; names, shapes and types are checked already."""
 
     def read(self, source: Source) -> Tensor:
         """Return a whole tensor as it is stored."""
         ...
 
     def done(self, tensor: Tensor) -> None:
-        """Release a tensor that was read: it is not needed any more."""
+        """Release a tensor that is not needed any more."""
         return
 
 
 class Checkpoint(Protocol):
-    """A model as it is published. Nothing is read before it is needed."""
+    """Published model. Nothing is read before it is needed."""
 
     path: Path
-    """Where it is, for error messages."""
+    """Path for error messages."""
     load_format: LoadFormat
 
     @property
     def config(self) -> ConfigJson:
-        """The model's config.json.
+        """Contents of the model's config.json.
 
         Raises:
             ModelError: the checkpoint has none, or it is damaged.
@@ -87,12 +87,12 @@ class Checkpoint(Protocol):
 
     @property
     def generation_config(self) -> ConfigJson | None:
-        """The model's generation_config.json; None: the checkpoint has none."""
+        """Contents of the model's generation_config.json; None: the checkpoint has none."""
         ...
 
     @property
     def dtype(self) -> str:
-        """Type of the stored weights, for a config that names none.
+        """Type of the stored weights, for a config that does not name it.
 
         Raises:
             ModelError: a file is damaged.
@@ -101,12 +101,12 @@ class Checkpoint(Protocol):
 
     @property
     def config_file(self) -> Path:
-        """The file that `config` is read from."""
+        """File of `config`."""
         ...
 
     @property
     def weight_files(self) -> list[Path]:
-        """The files that hold the weights; none for random weights.
+        """Files of the weights; empty for random weights.
 
         Raises:
             ModelError: an index is damaged, or names files that cannot be used.
@@ -120,20 +120,20 @@ class Checkpoint(Protocol):
             name: the name of its file in a Hugging Face folder, such as tokenizer.json.
 
         Raises:
-            ModelError: it cannot be read, or is not UTF-8.
+            ModelError: the file cannot be read, or is not UTF-8.
         """
         ...
 
     def file_names(self, pattern: str) -> list[str]:
-        """Return the names of the files that fit a pattern, sorted."""
+        """Return the names of the files that match a pattern, sorted."""
         ...
 
     def open(self, expected: Expected, device: torch.device) -> Tensors:
-        """Open the files and compare their tensors with what the model expects.
+        """Open the files and compare their tensors with `expected`.
 
         Args:
-            expected: what the model expects.
-            device: where random weights are made.
+            expected: tensors that the model expects.
+            device: device of random weights.
 
         Raises:
             ModelError: a tensor is missing, unexpected, or has a wrong shape or type.
@@ -142,6 +142,6 @@ class Checkpoint(Protocol):
 
 
 def shorten_names(names: list[str]) -> str:
-    """Return the first of some names for an error message, and how many more there are."""
+    """Return the first names for an error message, and the number of the other names."""
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     return ", ".join(names[:_MAX_NAMES]) + more

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from octavo.checkpoints.model_files import refuse_lfs_pointer, require_file, without_config
 from octavo.errors import ModelError, reason_of
 
-# A real index of the largest models has half of it.
+# The index of the largest models has half this size.
 MOST_JSON_NBYTES = 32 * 2**20
 _MOST = 2**31 - 1
 _Choice = TypeVar("_Choice", bound=str)
@@ -19,10 +19,10 @@ _MOST_SHOWN = 100  # characters of a value in an error message
 
 
 class ConfigJson:
-    """A JSON object of a model folder. A field that is null counts as absent.
+    """JSON object of a model folder. A field that is null counts as absent.
 
-    Every getter takes one or more names of the field, the first that is present wins, and raises
-    `ModelError` if the field is absent and has no default, or has a value of the wrong kind.
+    A getter with several names uses the first field that is present. Every getter raises
+    `ModelError` if the field is absent and has no default, or if its value is of the wrong kind.
     """
 
     def __init__(self, data: dict[str, Any], where: str) -> None:
@@ -32,10 +32,10 @@ class ConfigJson:
 
     @classmethod
     def load(cls, path: Path) -> ConfigJson:
-        """Reads a file.
+        """Read a file.
 
         Raises:
-            ModelError: if it is missing, not a JSON object, or larger than any such file.
+            ModelError: the file is missing, not a JSON object, or too large.
         """
         require_file(path)
         try:
@@ -65,36 +65,36 @@ class ConfigJson:
         return ConfigJson(self._data | {name: value}, self.where)
 
     def override(self, fields: Mapping[str, Any]) -> ConfigJson:
-        """Return the same with other fields; of objects in both, with other fields inside."""
+        """Return the object with some fields replaced; merge fields that are objects in both."""
         where = f"{self.where} with hf_overrides"
         return ConfigJson(_merge(self._data, fields), where)
 
     def error(self, name: str, expected: str) -> ModelError:
-        """The error to raise for a field whose value is wrong or not supported."""
+        """Return the error for a field with a wrong or unsupported value."""
         value = repr(self._data.get(name))
         if len(value) > _MOST_SHOWN:
             value = value[:_MOST_SHOWN] + "..."
         return ModelError(f"{self.where}: {name}={value} is not supported; {expected}.")
 
     def get(self, *names: str) -> Any:
-        """The plain value, or None."""
+        """Return the unchecked value of the first field that is present, or None."""
         for name in names:
             if self._data.get(name) is not None:
                 return self._data[name]
         return None
 
     def values(self) -> list[Any]:
-        """The plain values of all fields."""
+        """Return the unchecked values of all fields."""
         return list(self._data.values())
 
     def has(self, name: str) -> bool:
-        """Whether the field is there and not null."""
+        """Return True if the field is present and not null."""
         return self._data.get(name) is not None
 
     def integer(
         self, *names: str, default: int | None = None, least: int = 1, most: int = _MOST
     ) -> int:
-        """A whole number from `least` to `most`."""
+        """Return a whole number from `least` to `most`."""
         value = self._required(names, default)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
@@ -105,50 +105,50 @@ class ConfigJson:
         return value
 
     def number(self, *names: str, default: float | None = None) -> float:
-        """A finite number."""
+        """Return a finite number."""
         value = self._required(names, default)
         if not _is_finite(value):
             raise self.error(self._present(names), "it must be a finite number")
         return float(value)
 
     def positive(self, name: str, default: float | None = None) -> float:
-        """A finite number above 0."""
+        """Return a finite number above 0."""
         value = self.number(name, default=default)
         if value <= 0:
             raise self.error(name, "it must be more than 0")
         return value
 
     def optional_number(self, name: str) -> float | None:
-        """A finite number, or None where absent."""
+        """Return a finite number, or None if the field is absent."""
         return self.number(name) if self.has(name) else None
 
     def optional_integer(self, name: str, least: int = 0) -> int | None:
-        """A whole number, or None where absent."""
+        """Return a whole number, or None if the field is absent."""
         return self.integer(name, least=least) if self.has(name) else None
 
     def flag(self, name: str, default: bool) -> bool:
-        """A truth value."""
+        """Return a boolean."""
         value = self._required((name,), default)
         if not isinstance(value, bool):
             raise self.error(name, "it must be true or false")
         return value
 
     def choice(self, name: str, allowed: dict[str, _Choice], default: str | None = None) -> _Choice:
-        """A text that is one of the keys of `allowed`; returns what it stands for."""
+        """Return the value in `allowed` of a text that must be one of its keys."""
         value = self._required((name,), default)
         if not isinstance(value, str) or value not in allowed:
             raise self.error(name, "supported: " + ", ".join(allowed))
         return allowed[value]
 
     def numbers(self, name: str, length: int) -> tuple[float, ...]:
-        """A list of `length` numbers."""
+        """Return a list of `length` numbers."""
         value = self._required((name,), None)
         if not isinstance(value, list) or len(value) != length or not all(map(_is_finite, value)):
             raise self.error(name, f"it must be a list of {length} finite numbers")
         return tuple(float(v) for v in value)
 
     def token_ids(self, name: str) -> tuple[int, ...]:
-        """Token ids: one, a list of them, or none where absent."""
+        """Return token ids: one, a list of them, or none if the field is absent."""
         value = self.get(name)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i <= _MOST for i in ids):
@@ -156,14 +156,14 @@ class ConfigJson:
         return tuple(ids)
 
     def section(self, name: str) -> ConfigJson:
-        """A nested object; empty where absent."""
+        """Return a nested object; empty if the field is absent."""
         value = self.get(name)
         if value is not None and not isinstance(value, dict):
             raise self.error(name, "it must be an object")
         return ConfigJson(value or {}, f"{self.where}: {name}")
 
     def refuse(self, name: str, neutral: object, reason: str) -> None:
-        """Raises unless the field is absent or has the value that switches the feature off."""
+        """Raise `ModelError` unless the field is absent or has the value `neutral`."""
         if self.has(name) and self._data[name] != neutral:
             raise self.error(name, reason)
 

@@ -1,4 +1,4 @@
-"""Random weights for a model folder that needs no files of weights."""
+"""Random weights for a model folder without weight files."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _BOUND = 0.02 * 3**0.5
-"""Of uniform numbers with standard deviation 0.02, as models are initialised."""
+"""Bound of uniform numbers with standard deviation 0.02, as in the initialisation of models."""
 
 
 class Dummy(Folder):
-    """A `Checkpoint` with random weights.
+    """`Checkpoint` with random weights.
 
     Args:
         path: the folder of the config and the tokenizer.
@@ -31,22 +31,22 @@ class Dummy(Folder):
 
     @property
     def weight_files(self) -> list[Path]:
-        """See `Checkpoint`."""
+        """Implement `Checkpoint`."""
         return []
 
     def open(self, expected: Expected, device: torch.device) -> DummyTensors:
-        """See `Checkpoint`."""
+        """Implement `Checkpoint`."""
         return DummyTensors(self._seed, device)
 
 
 class DummyTensors(Tensors):
-    """Random tensors, made from the seed and a tensor's name, so that ties stay tied."""
+    """Random tensors, which depend on the seed and the tensor's name, so tied tensors are equal."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._seed, self._device = seed, device
 
     def read(self, source: Source) -> Tensor:
-        """See `Tensors`: the source's own value, or uniform numbers with deviation 0.02."""
+        """Return the source's `dummy` value, or uniform numbers with standard deviation 0.02."""
         import torch
 
         if source.dummy is not None:

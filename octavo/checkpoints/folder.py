@@ -1,4 +1,4 @@
-"""A Hugging Face model folder, whatever its files of weights. Imports no torch."""
+"""Hugging Face model folder with any kind of weight files. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from octavo.errors import ModelError, reason_of
 
 
 class Folder:
-    """The parts of a `Checkpoint` that all folders have.
+    """Parts of a `Checkpoint` that all folders have.
 
     Args:
         path: the folder.
-        load_format: the setting that selects its files of weights.
+        load_format: the setting that selects its weight files.
     """
 
     def __init__(self, path: Path, load_format: LoadFormat) -> None:
@@ -28,23 +28,23 @@ class Folder:
 
     @property
     def config_file(self) -> Path:
-        """See `Checkpoint`."""
+        """Implement `Checkpoint`."""
         return self.path / "config.json"
 
     @cached_property
     def config(self) -> ConfigJson:
-        """See `Checkpoint`."""
+        """Implement `Checkpoint`."""
         return ConfigJson.load(self.config_file)
 
     @property
     def generation_config(self) -> ConfigJson | None:
-        """See `Checkpoint`."""
+        """Implement `Checkpoint`."""
         file = self.path / "generation_config.json"
         return ConfigJson.load(file) if file.exists() else None
 
     @property
     def dtype(self) -> str:
-        """See `Checkpoint`: that of the first tensor in safetensors files; without any, float32."""
+        """Type of the first tensor in safetensors files; float32 if there are no such files."""
         for file in sorted(self.path.glob("*.safetensors")):
             for stored in read_header(file).values():
                 if stored.dtype in FLOATS:
@@ -52,7 +52,7 @@ class Folder:
         return "float32"
 
     def read_text(self, name: str) -> str | None:
-        """See `Checkpoint`."""
+        """Implement `Checkpoint`."""
         file = self.path / name
         if not file.is_file():
             return None
@@ -63,12 +63,12 @@ class Folder:
             raise ModelError(f"{file} cannot be read: {reason_of(error)}.") from error
 
     def file_names(self, pattern: str) -> list[str]:
-        """See `Checkpoint`."""
+        """Implement `Checkpoint`."""
         return sorted(str(file.relative_to(self.path)) for file in self.path.glob(pattern))
 
 
 def list_files(folder: Path, index: str, pattern: str) -> list[Path]:
-    """Return the weight files that an index names, or without an index all that fit a pattern.
+    """Return the weight files that an index names; without an index, all that match a pattern.
 
     Raises:
         ModelError: the index is damaged, or names files elsewhere or files that do not exist.
@@ -98,15 +98,15 @@ def list_files(folder: Path, index: str, pattern: str) -> list[Path]:
 def match_names(
     folder: Path, stored: Mapping[str, StoredTensor], expected: Expected
 ) -> dict[str, str]:
-    """Return the stored name of each expected tensor; names, shapes and types are compared.
+    """Return the stored name of each expected tensor; compare names, shapes and types.
 
     Args:
         folder: for error messages.
         stored: the tensors of all files.
-        expected: what the model expects.
+        expected: tensors that the model expects.
 
     Raises:
-        ModelError: naming the tensors that are missing, unexpected, or of another shape or type.
+        ModelError: tensors are missing, unexpected, or of another shape or type.
     """
 
     def find(name: str) -> str | None:
@@ -129,7 +129,7 @@ def match_names(
         tensor = stored[name]
         if tensor.shape != source.shape:
             raise ModelError(
-                f"{tensor.file}: {name} has shape {list(tensor.shape)}, but config.json asks for "
+                f"{tensor.file}: {name} has shape {list(tensor.shape)}, but config.json requires "
                 f"{list(source.shape)}."
             )
         require_dtype(name, tensor, source)
@@ -137,10 +137,10 @@ def match_names(
 
 
 def require_no_more(folder: Path, unused: list[str], expected: Expected) -> None:
-    """Check that tensors which the model does not use are known not to be weights.
+    """Check that all unused tensors are known tensors without weights.
 
     Raises:
-        ModelError: some are unknown.
+        ModelError: some unused tensors are unknown.
     """
     ignored = [re.compile(pattern) for pattern in expected.ignored]
     extra = [name for name in unused if not any(p.fullmatch(name) for p in ignored)]
@@ -155,7 +155,7 @@ def require_dtype(name: str, stored: StoredTensor, source: Source) -> None:
     """Check the type of a stored tensor.
 
     Raises:
-        ModelError: the model cannot use it.
+        ModelError: the model does not support the type.
     """
     if stored.dtype not in source.dtypes:
         raise ModelError(

@@ -1,4 +1,4 @@
-"""Which model it is, wherever its folder lies. No torch."""
+"""Identity of a model, independent of its path. No torch."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 from octavo.checkpoints.base import Checkpoint
 
 _SMALL = 32 * 2**20
-"""Files up to so many bytes count as a whole."""
+"""Greatest size in bytes of files that are hashed whole."""
 _SAMPLE, _NUM_SAMPLES = 2**16, 64
-"""Of larger ones: bytes, at so many places."""
+"""Size in bytes, and number, of the samples of larger files."""
 
 
 def model_hash(checkpoint: Checkpoint, tokenizer_folder: Path) -> str:
     """Return a SHA-256 of a model's description, tokenizer and weights.
 
-    Of large files of weights it covers size, beginning, end and samples between them: other weights
-    differ there, but a single number that was changed would not be noticed.
+    Of large weight files it covers the size, the beginning, the end and samples between them. It
+    detects other weights, but may miss a change of a single number.
 
     Args:
         checkpoint: the model.

@@ -1,4 +1,4 @@
-"""What a model folder holds that cannot be read, and what to do about it. No torch."""
+"""Errors for files and folders that cannot be read as a model, with solutions. No torch."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def require_file(path: Path) -> None:
-    """Check that opening a file will not wait, as for a pipe, or read without end.
+    """Check that a path is not a pipe or device, where reading may wait or never end.
 
     Raises:
-        ModelError: if it is there but is no regular file, nor a link to one.
+        ModelError: the path exists, but is neither a regular file nor a link to one.
     """
     if path.exists() and not path.is_file():
         raise ModelError(f"{path} is not a regular file; download the model again.")
 
 
 def refuse_lfs_pointer(path: Path) -> None:
-    """Check that a file has its own content: git without LFS leaves a short text in its place.
+    """Check that a file is not a Git-LFS pointer: git without LFS writes a short text instead.
 
     Raises:
-        ModelError: it is such a text.
-        OSError: it cannot be read.
+        ModelError: the file is a pointer.
+        OSError: the file cannot be read.
     """
     with path.open("rb") as stream:
         if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
@@ -36,7 +36,7 @@ def refuse_lfs_pointer(path: Path) -> None:
 
 
 def without_config(folder: Path) -> ModelError:
-    """Return the error for a folder that has no config.json."""
+    """Return the error for a folder without config.json."""
     if not folder.is_dir() or not any(folder.iterdir()):
         return ModelError(
             f"{folder} is empty; name a folder with config.json, *.safetensors and tokenizer.json, "
@@ -49,11 +49,11 @@ def without_config(folder: Path) -> ModelError:
 
 
 def without_weights(folder: Path, pattern: str) -> ModelError:
-    """Return the error for a folder that has no files of weights.
+    """Return the error for a folder without weight files.
 
     Args:
-        folder: has a config.json.
-        pattern: what the files should be called.
+        folder: a folder with config.json.
+        pattern: pattern of the names of weight files.
     """
     return _of_another_kind(folder) or ModelError(
         f"{folder} holds no {pattern} files: the download is incomplete, or the model is published "
@@ -62,7 +62,7 @@ def without_weights(folder: Path, pattern: str) -> ModelError:
 
 
 def gguf_file(path: str) -> ModelError:
-    """Return the error for a name that leads to a GGUF file."""
+    """Return the error for a path to a GGUF file."""
     return ModelError(
         f"{path} is a GGUF file, the format of llama.cpp, which Octavo does not read; name the "
         "folder, or the hub's name, of the original model (config.json, *.safetensors, "
@@ -71,7 +71,7 @@ def gguf_file(path: str) -> ModelError:
 
 
 def _of_another_kind(folder: Path) -> ModelError | None:
-    """Return the error for an adapter or for llama.cpp's format; None: it is neither."""
+    """Return the error for an adapter or for llama.cpp's format; None for other folders."""
     adapter = folder / "adapter_config.json"
     if adapter.exists():
         return ModelError(
@@ -84,7 +84,7 @@ def _of_another_kind(folder: Path) -> ModelError | None:
 
 
 def _base_of(adapter: Path) -> str:
-    """Return " for MODEL", as far as an adapter names its model."""
+    """Return " for MODEL" if an adapter names its model, else ""."""
     try:
         base = json.loads(adapter.read_text("utf-8"))["base_model_name_or_path"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):

@@ -1,4 +1,4 @@
-"""The kinds of checkpoints, by the setting `load_format`."""
+"""Kinds of checkpoints, by the setting `load_format`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from octavo.checkpoints.torch_folder import TorchFolder
 
 
 def open_checkpoint(path: Path, load_format: LoadFormat = "auto", seed: int = 0) -> Checkpoint:
-    """Return the checkpoint at a path; nothing is read yet.
+    """Return the checkpoint at a path, without reading it.
 
     Args:
         path: the model's folder.
         load_format: auto and safetensors read *.safetensors; pt reads pytorch_model*.bin;
-            sharded_state reads vLLM's files of each rank; dummy makes random weights.
+            sharded_state reads vLLM's files of each rank; dummy generates random weights.
         seed: seed of random weights.
     """
     match load_format:

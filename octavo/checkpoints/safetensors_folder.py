@@ -1,4 +1,4 @@
-"""A model folder with safetensors files. Imports torch only when tensors are read."""
+"""Model folder with safetensors files. Imports torch only when tensors are read."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 class SafetensorsFolder(Folder):
-    """A `Checkpoint` in safetensors files."""
+    """`Checkpoint` in safetensors files."""
 
     @property
     def weight_files(self) -> list[Path]:
-        """See `Checkpoint`."""
+        """Implement `Checkpoint`."""
         return list_files(self.path, "model.safetensors.index.json", "*.safetensors")
 
     def open(self, expected: Expected, device: torch.device) -> SafetensorsTensors:
-        """See `Checkpoint`; the files are mapped."""
+        """Map the files; see `Checkpoint`."""
         files = self.weight_files
         if not files:
             if any(self.path.glob("*.bin")):
@@ -56,11 +56,11 @@ class SafetensorsFolder(Folder):
 
 
 class SafetensorsTensors:
-    """The mapped tensors of some safetensors files.
+    """Mapped tensors of safetensors files.
 
     Args:
         stored: all tensors.
-        names: the stored name of each one that is expected.
+        names: the stored name of each expected tensor.
     """
 
     def __init__(self, stored: dict[str, StoredTensor], names: dict[str, str]) -> None:
@@ -70,12 +70,12 @@ class SafetensorsTensors:
         self._files = {name: tensor.file for name, tensor in stored.items()}
 
     def read(self, source: Source) -> Tensor:
-        """See `Tensors`: a view of the mapped file."""
+        """Return a view of the mapped file."""
         name = self._names[source.name]
         tensor: Tensor = self._open[self._files[name]].get_tensor(name)
         return tensor
 
     def done(self, tensor: Tensor) -> None:
-        """See `Tensors`: let the system drop the tensor's pages of the mapped file."""
+        """Let the system drop the tensor's pages of the mapped file."""
         if tensor.is_contiguous():
             _native.release_pages(tensor.data_ptr(), tensor.nbytes)

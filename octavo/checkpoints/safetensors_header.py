@@ -18,21 +18,21 @@ _DTYPES |= {f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)} | {"U8": "uint
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a file."""
+    """Tensor of a file."""
 
     file: Path
     shape: tuple[int, ...]
     dtype: str
-    """torch's name, or the file's own if torch's is not known."""
+    """Type by torch's name; by the file's name if torch has none."""
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a safetensors file by name.
 
-    The library checks that no tensors overlap, and that the file holds them all.
+    The library checks that tensors do not overlap, and that the file contains all of them.
 
     Raises:
-        ModelError: if the file is cut off or is no safetensors file.
+        ModelError: the file is cut off or is not a safetensors file.
     """
     require_file(file)
     try:

@@ -1,7 +1,7 @@
-"""Checkpoints in vLLM's sharded form: a file for each rank, with the tensors as it computes them.
+"""Checkpoints in vLLM's sharded form: a file for each rank, with the rank's part of the tensors.
 
 `LLM(load_format="sharded_state")` of vLLM writes and reads them. A rank has rows or columns of a
-tensor, and queries, keys and values are one tensor, as are gate and up projection.
+tensor. Queries, keys and values are stacked to one tensor, and gate and up projection, too.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class _Piece:
 
 
 class ShardedStateFolder(Folder):
-    """A `Checkpoint` in the files of vLLM's ranks."""
+    """`Checkpoint` in the files of vLLM's ranks."""
 
     @property
     def weight_files(self) -> list[Path]:
-        """See `Checkpoint`."""
+        """Implement `Checkpoint`."""
         return sorted(self.path.glob("model-*-part-*.safetensors"))
 
     def open(self, expected: Expected, device: torch.device) -> ShardedTensors:
-        """See `Checkpoint`."""
+        """Implement `Checkpoint`."""
         ranks: dict[int, dict[str, StoredTensor]] = defaultdict(dict)
         for file in self.weight_files:
             if found := _FILE.fullmatch(file.name):
@@ -69,15 +69,15 @@ class ShardedStateFolder(Folder):
 
 
 class ShardedTensors(Tensors):
-    """Whole tensors, put together from the ranks' parts.
+    """Whole tensors, combined from the ranks' parts.
 
     Args:
         folder: for error messages.
         ranks: the tensors of each rank.
-        expected: what the model expects.
+        expected: tensors that the model expects.
 
     Raises:
-        ModelError: naming the tensors that do not fit.
+        ModelError: tensors are missing, unexpected, or do not fit together.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class ShardedTensors(Tensors):
             self._plan(source)
 
     def read(self, source: Source) -> Tensor:
-        """See `Tensors`: a copy."""
+        """Return a tensor, combined from a copy of its parts."""
         import torch
 
         pieces, dim = self._plan(source)
@@ -108,11 +108,11 @@ class ShardedTensors(Tensors):
             with safe_open(piece.stored.file, framework="pt") as file:
                 parts.append(file.get_slice(piece.name)[piece.begin : piece.end])
         whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-        # Vocabularies are padded, so that ranks have equally many rows.
+        # Vocabularies are padded, so that all ranks have the same number of rows.
         return whole[: source.shape[0]]
 
     def _stored_name(self, name: str) -> str | None:
-        """The name under which a tensor, or the one that it is part of, is stored."""
+        """Return the stored name of a tensor, or of the stacked tensor that contains it."""
         module, _, kind = name.rpartition(".")
         parent, _, last = module.rpartition(".")
         candidates = [name]
@@ -121,10 +121,10 @@ class ShardedTensors(Tensors):
         return next((n for n in candidates if any(n in rank for rank in self._ranks)), None)
 
     def _plan(self, source: Source) -> tuple[list[_Piece], int]:
-        """The parts of a tensor, in order, and along which dimension they lie beside one another.
+        """Return the parts of a tensor, in order, and the dimension to concatenate them along.
 
         Raises:
-            ModelError: they do not fit together.
+            ModelError: the parts do not fit together.
         """
         name = self._stored_name(source.name)
         assert name is not None
@@ -145,11 +145,11 @@ class ShardedTensors(Tensors):
             return pieces, 1
         raise ModelError(
             f"{stored[0].file}: {name} has shape {list(stored[0].shape)} in each of {len(stored)} "
-            f"ranks, and config.json asks for {list(source.shape)} of {source.name}."
+            f"ranks, but config.json requires {list(source.shape)} of {source.name}."
         )
 
     def _rows(self, source: Source, name: str, count: int) -> tuple[int, int]:
-        """Of `count` rows of a rank's tensor those that belong to a tensor of the model."""
+        """Return the rows (begin, end) of a model's tensor in a rank's tensor of `count` rows."""
         if name == source.name:
             return 0, count
         module, _, kind = source.name.rpartition(".")

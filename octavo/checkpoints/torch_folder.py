@@ -1,4 +1,4 @@
-"""A model folder with PyTorch files. Imports torch only when tensors are read."""
+"""Model folder with PyTorch files. Imports torch only when tensors are read."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 
 class TorchFolder(Folder):
-    """A `Checkpoint` in files of `torch.save`."""
+    """`Checkpoint` in files of `torch.save`."""
 
     @property
     def weight_files(self) -> list[Path]:
-        """See `Checkpoint`."""
+        """Implement `Checkpoint`."""
         return list_files(self.path, "pytorch_model.bin.index.json", "pytorch_model*.bin")
 
     def open(self, expected: Expected, device: torch.device) -> TorchTensors:
-        """See `Checkpoint`; the files stay mapped until all is loaded."""
+        """Map the files until all tensors are loaded; see `Checkpoint`."""
         files = self.weight_files
         if not files:
             raise without_weights(self.path, "pytorch_model*.bin")
@@ -47,14 +47,14 @@ class TorchTensors(Tensors):
     """Tensors in memory.
 
     Args:
-        tensors: by the names that the model expects.
+        tensors: tensors by the names that the model expects.
     """
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self._tensors = tensors
 
     def read(self, source: Source) -> Tensor:
-        """See `Tensors`."""
+        """Implement `Tensors`."""
         return self._tensors[source.name]
 
 
@@ -65,11 +65,11 @@ def _load(file: Path) -> dict[str, Tensor]:
     require_file(file)
     refuse_lfs_pointer(file)
     try:
-        # Files older than torch 1.6 are no zip archives and cannot be mapped.
+        # Files older than torch 1.6 are not zip archives and cannot be mapped.
         state = torch.load(
             file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
         )
-    except Exception as error:  # the unpickler lets through whatever a broken file causes
+    except Exception as error:  # a broken file may cause any exception in the unpickler
         reason = str(error).strip().splitlines()[0] if str(error).strip() else "empty"
         raise ModelError(
             f"{file} is damaged, cut off, or holds more than tensors ({reason})."

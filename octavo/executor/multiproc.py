@@ -108,7 +108,7 @@ class MultiprocExecutor(Executor):
                 os.close(memory)
             raise
         self._group = group
-        # Also if `shutdown` is never called.
+        # Ends the workers even if `shutdown` is never called.
         self._finalize = weakref.finalize(self, group.shutdown)
         try:
             group.start()
@@ -481,7 +481,7 @@ class WorkerGroup(ABC):
     def _fail(self, what: str, kind: type[EngineDeadError] = EngineDeadError) -> None:
         """Fail the engine: notify all waiting callers once, and kill the other workers."""
         if self._num_steps:
-            what += f"; the last step handed in was {self._num_steps}"
+            what += f"; the last submitted step was {self._num_steps}"
         self._give_up(kind(what))
 
     def _give_up(self, error: Exception) -> None:

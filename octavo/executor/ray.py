@@ -299,7 +299,7 @@ def _open_group(pid: int, descriptor: int, host: str) -> int:
         raise ConfigError(
             "Workers that compute one model together share memory, and Ray has placed one of them "
             f"on {os.uname().nodename}, which is not the engine's machine (or is in another "
-            "container); lower tensor_parallel_size, or give the engine's machine more CPUs in Ray."
+            "container); lower tensor_parallel_size, or assign more CPUs to the engine's machine."
         )
     try:
         return os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
@@ -434,9 +434,9 @@ class _ActorGroup(WorkerGroup):
                 kinds = [kind for kind in ("CPU", "GPU") if kind in bundle]
                 has, free = ray.cluster_resources(), ray.available_resources()
                 raise ConfigError(
-                    f"distributed_executor_backend=ray wants {wanted} {where}, a bundle for each "
-                    f"{'stage' if several else 'worker'} with the CPUs of num_threads, and has not "
-                    "got them in "
+                    f"distributed_executor_backend=ray needs {wanted} {where}, a bundle for each "
+                    f"{'stage' if several else 'worker'} with the CPUs of num_threads, and did not "
+                    "receive them in "
                     f"{_PLACEMENT_SECONDS:.0f} seconds. The cluster's {_count_nodes()} nodes have "
                     + ", ".join(f"{has.get(kind, 0):g} {kind}" for kind in kinds)
                     + ", and free are "

@@ -1,7 +1,7 @@
 """Worker in a separate process: see `MultiprocExecutor`.
 
 The process receives its setup on standard input, a socket that also passes descriptors. It keeps
-reading there: end of file makes it end. When the parent process is gone, the system kills this
+reading there: end of file makes it end. When the parent process ends, the system kills this
 process, whatever it does.
 """
 
@@ -274,7 +274,7 @@ class _Loop:
                 data = msgspec.msgpack.encode(Returned(call.call_id, value))
             except UNENCODABLE as error:
                 raise UnsupportedError(
-                    f"What {call.method} returned cannot be sent between processes ({error}); "
+                    f"The result of {call.method} cannot be sent between processes ({error}); "
                     "return plain values, or set distributed_executor_backend=uni."
                 ) from error
         except Exception as error:

@@ -14,7 +14,7 @@ from octavo.layers.step import StepContext
 
 
 class Block(Protocol):
-    """A live block."""
+    """Live block."""
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """Compute [T, hidden_size] from [T, hidden_size]; the result is a new tensor."""
@@ -23,7 +23,7 @@ class Block(Protocol):
 
 @dataclass(slots=True)
 class LiveSublayer:
-    """A live block with the norms around it."""
+    """Live block with the norms around it."""
 
     block: Block
     norm: Norm
@@ -31,11 +31,11 @@ class LiveSublayer:
     out_norm: Norm
     """Norm of the block's output."""
     has_norm: bool
-    """False: `norm` changes nothing."""
+    """True if the block has a norm; otherwise `norm` changes nothing."""
 
 
 class Layer(Protocol):
-    """One of a decoder's layers."""
+    """Layer of a decoder."""
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, step: StepContext
@@ -44,7 +44,7 @@ class Layer(Protocol):
 
         Args:
             x: [T, hidden_size].
-            residual: [T, hidden_size]; x + residual is the residual stream. None: x alone is.
+            residual: [T, hidden_size]; x + residual is the residual stream. None: x alone is it.
             step: the step.
 
         Returns:
@@ -55,17 +55,17 @@ class Layer(Protocol):
 
 @dataclass(slots=True)
 class SequentialLayer:
-    """A layer of which each block reads the stream that the one before has added to."""
+    """Layer in which each block reads the residual stream with the outputs of the blocks before."""
 
     ops: Ops
     sublayers: Sequence[LiveSublayer]
     multiplier: float | None
-    """Factor on what is added to the residual stream."""
+    """Factor on each block's output before it is added to the residual stream."""
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, step: StepContext
     ) -> tuple[Tensor, Tensor | None]:
-        """See `Layer`."""
+        """Implement `Layer`."""
         for part in self.sublayers:
             if residual is None:
                 x, residual = part.norm(x), x
@@ -73,22 +73,22 @@ class SequentialLayer:
                 x, residual = part.norm.add(x, residual)
             x = part.out_norm(part.block(x, step))
             if self.multiplier is not None:
-                x = self.ops.scale(x, self.multiplier)  # other ranks may have x, too
+                x = self.ops.scale(x, self.multiplier)  # x may be shared with other ranks
         return x, residual
 
 
 @dataclass(slots=True)
 class ParallelLayer:
-    """A layer of which all blocks read the input: x + a(norm(x)) + b(norm(x))."""
+    """Layer in which all blocks read the layer's input: x + a(norm(x)) + b(norm(x))."""
 
     ops: Ops
     sublayers: Sequence[LiveSublayer]
-    """One without a norm reads what the first one reads."""
+    """Sublayers; one without a norm reads the same input as the first one."""
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, step: StepContext
     ) -> tuple[Tensor, Tensor | None]:
-        """See `Layer`."""
+        """Implement `Layer`."""
         first, *others = self.sublayers
         if residual is None:
             x, residual = first.norm(x), x
@@ -103,14 +103,14 @@ class ParallelLayer:
 
 @dataclass(slots=True)
 class PostNormLayer:
-    """A layer that norms the sum of each block's input and output (OPT-350m)."""
+    """Layer that norms the sum of each block's input and output (OPT-350m)."""
 
     sublayers: Sequence[LiveSublayer]
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, step: StepContext
     ) -> tuple[Tensor, Tensor | None]:
-        """See `Layer`; the residual stream is x alone."""
+        """Implement `Layer`; the residual stream is x alone."""
         assert residual is None
         for part in self.sublayers:
             x, _ = part.norm.add(part.block(x, step), x)

@@ -16,7 +16,7 @@ _ROWS_AT_ONCE = 16384
 
 
 def build_cos_sin_cache(rope: RopeSpec, max_position: int) -> Tensor:
-    """Make the table for `Ops.rotary_embedding`: float32 [max_position, rotary_dim], cosines first.
+    """Return float32 [max_position, rotary_dim] for `Ops.rotary_embedding`, cosines first.
 
     A row depends on its position and on `rope` only, so results never depend on the chunks of a
     sequence:

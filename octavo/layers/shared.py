@@ -18,7 +18,7 @@ from octavo.system.distributed import GroupMemory, Rank
 _ALIGNMENT = 64  # a cache line
 
 BufferRows = Literal["tokens", "samples", "prompt_logprobs"]
-"""The numbers of a step that bound the rows of a buffer."""
+"""Dimension of a step that limits the rows of a buffer."""
 
 
 @dataclass(slots=True)
@@ -73,9 +73,9 @@ class SharedBuffers:
     The blocks reserve them when they are built, so their sizes follow from the model alone.
 
     Args:
-        rank: of this process.
+        rank: rank of this process.
         most_rows: rows of the largest step, by kind.
-        dtype: of activations.
+        dtype: type of activations.
     """
 
     def __init__(self, rank: Rank, most_rows: Mapping[BufferRows, int], dtype: torch.dtype) -> None:

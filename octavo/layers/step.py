@@ -14,12 +14,12 @@ from octavo.attention.base import AttentionBackend
 
 @dataclass(slots=True)
 class StepContext:
-    """One step, as seen by the blocks of a model.
+    """Context of one step for the blocks of a model.
 
     Attributes:
         positions: int64 [T], each below max_model_len.
         caches: the caches of the model's blocks, as `CacheSpec.view` returns them.
-        metadata: for each of them how its tokens are found, as `CacheSpec.metadata` returns it.
+        metadata: locations of the tokens in each cache, as `CacheSpec.metadata` returns them.
         backend: computes attention.
         kept_layers: layers with requested hidden states.
         kept: filled by the model: [T, hidden_size] after each of `kept_layers`, the residual added.

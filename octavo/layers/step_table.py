@@ -1,7 +1,7 @@
-"""The arrays of a step, each declared once, and where they are in one piece of memory.
+"""Declaration of a step's arrays, and their layout in one piece of memory.
 
-Layout, views on host and device and native addresses (`StepArrays` in csrc/inputs.h) follow from
-the declaration. Without torch and the compiled extension: the memory plan counts the bytes.
+Layout, views on host and device, and native addresses (`StepArrays` in csrc/inputs.h) follow from
+the declaration. Imports neither torch nor the compiled extension, for the memory plan.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ LongArray = NDArray[np.int64]
 
 _ALIGNMENT = 16
 SAMPLING_ROW_WORDS = 5
-"""A `SAMPLING_ROW` as int64."""
+"""Size of a `SAMPLING_ROW` in int64 words."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """The named dimensions of a step; those that native calls can bind to are in csrc/plan.h."""
+    """Named dimensions of a step; csrc/plan.h lists those that native calls can bind to."""
 
     tokens: int
-    """To compute (T)."""
+    """Number of tokens to compute (T)."""
     requests: int
-    """They belong to (R)."""
+    """Number of requests (R)."""
     samples: int
-    """Rows of logits that tokens are chosen from (S)."""
+    """Number of rows of logits to sample from (S)."""
 
 
 Array = TypeVar("Array")
@@ -40,15 +40,15 @@ Other = TypeVar("Other")
 
 
 def _array(dtype: str, *dims: str | int) -> dict[str, Any]:
-    """An array. `dims`: of `StepSize`, "bounds" (R + 1), "groups", "blocks", or a number."""
+    """Declare an array; its dims: "groups", "blocks", "bounds" (R + 1), of `StepSize`, or int."""
     return {"dtype": dtype, "dims": dims}
 
 
 class StepFiller(Protocol):
-    """The state of a `StepArray`: it sets the array in each step."""
+    """State of a `StepArray`, which fills the array in each step."""
 
     def add_row(self, row: int, data: NewRequestData) -> None:
-        """Note a request that gets a row of the batch."""
+        """Add a request with its row of the batch."""
         ...
 
     def fill(
@@ -66,7 +66,7 @@ class StepFiller(Protocol):
 
 
 class StepArray(Protocol):
-    """An array of a step that a block declares. It is hashable; blocks with equal ones share it.
+    """Array of a step that a block declares. It is hashable; blocks with equal arrays share one.
 
     Attributes:
         name: key in `StepContext.arrays`.
@@ -84,42 +84,42 @@ class StepArray(Protocol):
     def dims(self) -> tuple[str | int, ...]: ...  # noqa: D102
 
     def make_filler(self, max_num_rows: int) -> StepFiller:
-        """Return what sets the array, for a batch of `max_num_rows` rows."""
+        """Return the filler of the array, for a batch of `max_num_rows` rows."""
         ...
 
 
 @dataclass(slots=True)
 class StepTable(Generic[Array]):
-    """The arrays of a step: numpy's on the host, tensors for the model.
+    """Arrays of a step: numpy arrays on the host, tensors for the model.
 
-    Tokens of one request are neighbours. G is the number of KV-cache groups.
+    Tokens of one request are contiguous. G is the number of KV-cache groups.
     """
 
     query_start_loc: Array = field(metadata=_array("int32", "bounds"))
-    """Where each request's tokens begin, and where the last one's end."""
+    """Index of each request's first token, then the end of the last request's tokens."""
     seq_lens: Array = field(metadata=_array("int32", "requests"))
-    """Tokens of each request up to and including this step's."""
+    """Number of tokens of each request, including this step's."""
     logits_indices: Array = field(metadata=_array("int64", "samples"))
-    """The tokens whose logits are wanted, as indices into the batch."""
+    """Indices in the batch of the tokens with requested logits."""
     sampling_rows: Array = field(metadata=_array("int64", "samples"))
-    """The row of each of these tokens' request; -1: none. On devices only, like the next."""
+    """Request row of each row of logits; -1: none. For `DeviceSteps` only, as `sampling_params`."""
     sampling_params: Array = field(metadata=_array("int64", "samples", SAMPLING_ROW_WORDS))
-    """`SAMPLING_ROW`."""
+    """`SAMPLING_ROW` of each row of logits."""
     input_ids: Array = field(metadata=_array("int64", "tokens"))
     """Token ids."""
     positions: Array = field(metadata=_array("int64", "tokens"))
     """Position of each token in its request."""
     slot_mappings: Array = field(metadata=_array("int64", "groups", "tokens"))
-    """Where each token's keys and values go: block * block_size + offset; -1: nowhere."""
+    """Slot of each token's keys and values: block * block_size + offset; -1: do not store them."""
     block_tables: Array = field(metadata=_array("int32", "groups", "requests", "blocks"))
     """Blocks of each request; entries after its last block are not set."""
     extra: dict[str, Array] = field(default_factory=dict, kw_only=True)
     """Arrays that the model's blocks declare, by name; see `StepArray`."""
     extra_dims: dict[str, tuple[str | int, ...]] = field(default_factory=dict, kw_only=True)
-    """Dimensions of these arrays."""
+    """Dimensions of the arrays in `extra`."""
 
     def first(self, size: StepSize) -> StepTable[Array]:
-        """Views of what a step of that size has set of arrays that may be larger."""
+        """Return views of the arrays, which may be larger, for a step of the given size."""
         parts: dict[str | int, slice] = {
             "tokens": slice(size.tokens),
             "requests": slice(size.requests),
@@ -138,7 +138,7 @@ class StepTable(Generic[Array]):
         )
 
     def map(self, function: Callable[[Array], Other]) -> StepTable[Other]:
-        """The same table of what a function makes of each array."""
+        """Return the table with a function applied to each array."""
         return StepTable(
             *[function(array) for array in self],
             extra={name: function(array) for name, array in self.extra.items()},
@@ -157,16 +157,16 @@ _DECLARED: list[tuple[str, str, tuple[str | int, ...]]] = [
     if array.metadata
 ]
 STEP_ARRAYS = [name for name, _, _ in _DECLARED]
-"""Their names, in order."""
+"""Names of the arrays of all models, in order."""
 
 
 class StepLayout:
-    """Where a step's arrays are in one piece of memory, on the host and on a device alike.
+    """Layout of a step's arrays in one piece of memory, the same on the host and on a device.
 
     Args:
-        size: of the step.
-        blocks: of the longest request, in each KV-cache group.
-        num_groups: KV-cache groups.
+        size: size of the step.
+        blocks: number of blocks of the longest request, in each KV-cache group.
+        num_groups: number of KV-cache groups.
         arrays: arrays that the model's blocks declare.
     """
 
@@ -193,7 +193,7 @@ class StepLayout:
             self.nbytes += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
     def table(self, view: Callable[[int, int, str, tuple[int, ...]], Array]) -> StepTable[Array]:
-        """The arrays; `view` makes one of the bytes from ... to ..., a dtype and a shape."""
+        """Return the arrays; `view` returns one for its begin and end in bytes, dtype and shape."""
         views = [view(*place) for place in self._places]
         extra = dict(zip(self._extra_dims, views[len(_DECLARED) :], strict=True))
         return StepTable(*views[: len(_DECLARED)], extra=extra, extra_dims=self._extra_dims)
@@ -206,13 +206,13 @@ def input_batch_nbytes(
     num_groups: int,
     arrays: Sequence[StepArray] = (),
 ) -> int:
-    """Bytes of `InputBatch`'s rows and of the largest step's arrays, for the memory plan.
+    """Return the bytes of `InputBatch`'s rows and of the largest step's arrays.
 
     Args:
-        size: of the largest step.
+        size: size of the largest step.
         max_model_len: longest context.
         block_size: tokens in a KV block.
-        num_groups: KV-cache groups.
+        num_groups: number of KV-cache groups.
         arrays: arrays that the model's blocks declare.
     """
     blocks = -(-max_model_len // block_size)

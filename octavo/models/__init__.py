@@ -1,1 +1,1 @@
-"""Models: what a folder holds (spec, registry), how it is fetched and loaded, and the decoder."""
+"""Models: specs of model folders, their download and loading, and the decoder."""

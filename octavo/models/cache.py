@@ -1,4 +1,4 @@
-"""Kinds of cache: what blocks keep of the tokens that they have seen. Imports no torch."""
+"""Kinds of cache: the state of computed tokens that blocks store. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """The pieces of a block of one layer, as KV connectors copy and check them.
+    """Pieces of a block of one layer, as KV connectors copy and check them.
 
     Attributes:
         count: pages of equal size, one after the other.
@@ -29,14 +29,14 @@ class Pages:
 
 
 class CacheSpec(Protocol):
-    """The cache of one block of a model: a frozen dataclass for each kind.
+    """Cache of one block of a model: a frozen dataclass for each kind.
 
     Layers with equal specs share block tables (`kv_cache/groups.py`). The kind decides which blocks
     a request needs (`kv_cache/kinds/`), and it owns the memory of these blocks.
     """
 
     rolls_back: bool
-    """True if tokens that were computed can be dropped, as speculative decoding does."""
+    """True if computed tokens can be dropped, as speculative decoding does."""
 
     def block_nbytes(self, block_size: int, dtype: str) -> int:
         """Return the bytes of one block of one layer.
@@ -64,7 +64,7 @@ class CacheSpec(Protocol):
     def metadata(
         self, table: StepTable[Tensor], group: int, max_query_len: int, max_seq_len: int
     ) -> Any:
-        """Return what a block needs to find its tokens: an entry of `StepContext.metadata`.
+        """Return the locations of a step's tokens in the cache: an entry of `StepContext.metadata`.
 
         Args:
             table: the arrays of the step.
@@ -78,7 +78,7 @@ class CacheSpec(Protocol):
         """Return the pieces of a block for KV connectors.
 
         Raises:
-            ConfigError: KV connectors cannot keep this kind of cache.
+            ConfigError: KV connectors do not support this kind of cache.
         """
         ...
 
@@ -89,16 +89,16 @@ class AttentionCache:
 
     num_kv_heads: int
     head_size: int
-    """Elements of a head of keys or values."""
+    """Number of elements of a head of keys or values."""
     sliding_window: int | None = None
-    """Positions that a token sees, itself included; None: all before it."""
+    """Number of positions that a token sees, itself included; None: all before it."""
     first_kv_head: int = 0
-    """The number of the first head, where other ranks cache others."""
+    """Index of the rank's first head in the whole model."""
 
     rolls_back = True
 
     def block_nbytes(self, block_size: int, dtype: str) -> int:
-        """See `CacheSpec`. In int8 each head of a token has a float32 scale."""
+        """Implement `CacheSpec`. In int8 each head of a token has a float32 scale."""
         scale = DTYPE_NBYTES["float32"] if dtype == "int8" else 0
         head = self.head_size * DTYPE_NBYTES[dtype] + scale
         return 2 * block_size * self.num_kv_heads * head
@@ -106,7 +106,7 @@ class AttentionCache:
     def view(
         self, memory: Tensor, block_size: int, dtype: str, backend: AttentionBackend
     ) -> Tensor:
-        """Return the tensor that the backend stores keys and values in: see `AttentionBackend`."""
+        """Return the backend's tensor of keys and values; see `AttentionBackend`."""
         import torch
 
         from octavo.attention.base import KV_CACHE_DTYPES
@@ -114,7 +114,7 @@ class AttentionCache:
         nbytes = self.block_nbytes(block_size, dtype)
         if memory.shape[1] > nbytes and not backend.pads_blocks:
             raise ConfigError(
-                f"attention_backend={backend.name} does not support models whose layers cache "
+                f"attention_backend={backend.name} does not support layers that cache "
                 "blocks of different sizes; use attention_backend=cpu or reference."
             )
         kind = KV_CACHE_DTYPES.get(dtype) or getattr(torch, dtype)
@@ -125,7 +125,7 @@ class AttentionCache:
     def metadata(
         self, table: StepTable[Tensor], group: int, max_query_len: int, max_seq_len: int
     ) -> AttentionMetadata:
-        """See `CacheSpec`."""
+        """Implement `CacheSpec`."""
         from octavo.attention.base import AttentionMetadata
 
         return AttentionMetadata(

@@ -1,4 +1,4 @@
-"""Which form each linear weight of a model has. No torch."""
+"""Choice of the form of each linear weight of a model. No torch."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from octavo.quantization.plain import PLAIN
 from octavo.quantization.registry import FORMS, METHODS
 
 _QUANTIZED = ("quantization_config", "compression_config")
-"""Fields of config.json that describe a checkpoint which is quantized already."""
+"""Fields of config.json that describe a quantized checkpoint."""
 _LEFT_OUT = ("modules_to_not_convert", "ignore")
-"""Fields of these that list modules which are not quantized."""
+"""Fields in a quantization description that list modules without quantization."""
 _Spec = TypeVar("_Spec", bound=ModelSpec)
 
 
 def assign(spec: _Spec, setting: str | None, config: ConfigJson) -> _Spec:
-    """Return a spec whose linear weights have their forms.
+    """Return a spec with the forms of all linear weights.
 
     Args:
         spec: the model.
@@ -32,7 +32,7 @@ def assign(spec: _Spec, setting: str | None, config: ConfigJson) -> _Spec:
         config: config.json: its quantization_config describes a checkpoint that is quantized.
 
     Raises:
-        ConfigError: the setting is given for a quantized checkpoint.
+        ConfigError: the setting is used with a quantized checkpoint.
         ModelError: the checkpoint's method is not supported, or its description is damaged.
     """
     name = next((name for name in _QUANTIZED if config.has(name)), None)
@@ -79,14 +79,14 @@ def _matches(module: str, pattern: str, config: ConfigJson) -> bool:
         return re.match(pattern[3:], module) is not None
     except re.error as error:
         raise ModelError(
-            f"{config.where}: {pattern!r} is no regular expression ({error})."
+            f"{config.where}: {pattern!r} is not a regular expression ({error})."
         ) from None
 
 
 def _with_forms(spec: _Spec, choose: Callable[[str], WeightForm]) -> _Spec:
     """Return a spec with the form that `choose` returns for each module's name.
 
-    Layers that were one object stay one object if their forms are the same.
+    Layers that share one object still share it if their forms are equal.
     """
     made: dict[int, list[LayerSpec]] = {}
     layers = []
@@ -104,7 +104,7 @@ def _replace(value: Any, prefix: str, choose: Callable[[str], WeightForm]) -> An
     """Return a block, or a tuple of blocks, with the forms of all linear weights within it.
 
     Args:
-        value: anything; what holds no linear weight stays the same object.
+        value: any object; an object without linear weights is returned unchanged.
         prefix: beginning of the names of its modules.
         choose: see `_with_forms`.
     """
@@ -122,10 +122,10 @@ def _replace(value: Any, prefix: str, choose: Callable[[str], WeightForm]) -> An
 
 
 def _form_of(linear: LinearSpec, prefix: str, choose: Callable[[str], WeightForm]) -> WeightForm:
-    """Return the form of a weight, the same for all modules that are stacked in it.
+    """Return the form of a weight, which must be the same for all its stacked modules.
 
     Raises:
-        ModelError: it is not the same.
+        ModelError: the modules have different forms.
     """
     forms = {f"{prefix}{module}": choose(f"{prefix}{module}") for module, _ in linear.modules}
     first, *rest = forms.values()

@@ -1,4 +1,4 @@
-"""Heads that draft from another model's hidden states: what their folders hold. No torch.
+"""Specifications of heads that draft from another model's hidden states. No torch.
 
 Names and shapes are those of vLLM's `MedusaModel`, `EagleLlamaForCausalLM` and
 `LlamaForCausalLMEagle3`.
@@ -24,28 +24,28 @@ from octavo.system.dtypes import DTYPE_NBYTES
 
 _MOST_HEADS, _MOST_LAYERS = 64, 16
 MOST_LATE = 32
-"""Hidden states that an EAGLE head keeps of each request while nobody asks for drafts."""
+"""Hidden states of each request that an EAGLE head stores while no drafts are requested."""
 
 
 @dataclass(frozen=True)
 class HeadsSpec(ModelSpec):
-    """Heads are no model of their own: they take embeddings or hidden states from another."""
+    """Heads that read embeddings or hidden states of another model."""
 
     @abstractmethod
     def buffers_nbytes(self, num_tokens: int, num_reqs: int, dtype: str) -> int:
-        """Bytes that they work in, beside what is recorded, in the largest step."""
+        """Return the bytes of buffers in the largest step, in addition to the recorded ones."""
 
 
 @dataclass(frozen=True)
 class MedusaSpec(HeadsSpec):
-    """Medusa (Cai et al., 2024, section 2.1): head i guesses the token i + 2 places on."""
+    """Medusa heads (Cai et al., 2024, section 2.1): head i guesses i + 2 positions ahead."""
 
     blocks: tuple[tuple[LinearSpec, ...], ...] = field(kw_only=True)
-    """Of each head: x + silu(linear(x)), one after the other."""
+    """Blocks of each head, in sequence: x + silu(linear(x))."""
     lm_heads: tuple[LinearSpec, ...] = field(kw_only=True)
 
     def weights(self) -> list[Weight]:
-        """See `ModelSpec`."""
+        """Implement `ModelSpec`."""
         return list(self._weights())
 
     def _weights(self) -> Iterator[Weight]:
@@ -55,19 +55,19 @@ class MedusaSpec(HeadsSpec):
             yield from lm_head.weights(Names(f"lm_heads.{i}."))
 
     def buffers_nbytes(self, num_tokens: int, num_reqs: int, dtype: str) -> int:
-        """Hidden states that are kept, some of them on their way, and logits of one head."""
+        """Return the bytes of stored hidden states, their copies, and the logits of one head."""
         states = 4 * self.hidden_size * DTYPE_NBYTES[dtype]
         return num_reqs * (states + self.vocab_size * DTYPE_NBYTES["float32"])
 
 
 def read_medusa(config: ConfigJson, target: ModelSpec) -> MedusaSpec:
-    """Reads the config.json of Medusa heads for `target`."""
+    """Read the config.json of Medusa heads for `target`."""
     size = _read_sizes(config, target)
     num_heads = config.integer("num_heads", most=_MOST_HEADS)
     num_layers = config.integer("num_hidden_layers", "num_layers", default=1, most=_MOST_LAYERS)
     bias = config.flag("medusa_fc_bias", False)
     config.refuse("truncated_vocab_size", target.vocab_size, "heads must have the whole vocabulary")
-    config.refuse("original_lm_head", False, "each head must have an LM head of its own")
+    config.refuse("original_lm_head", False, "each head must have a separate LM head")
     return MedusaSpec(
         **_fields(target)
         | {
@@ -93,21 +93,22 @@ def read_medusa(config: ConfigJson, target: ModelSpec) -> MedusaSpec:
 
 @dataclass(frozen=True)
 class EagleSpec(HeadsSpec):
-    """EAGLE (Li et al., 2024, section 3.2): one layer guesses the next hidden state."""
+    """EAGLE head (Li et al., 2024, section 3.2): one layer guesses the next hidden state."""
 
     fc: LinearSpec = field(kw_only=True)
-    """From the next token's embedding and the hidden state; EAGLE-3: from three hidden states."""
+    """Projection of the next token's embedding and the hidden state; EAGLE-3: of three hidden
+    states."""
     kept_layers: tuple[int, ...] = ()
-    """EAGLE-3: layers of the target whose hidden states it takes."""
+    """EAGLE-3: layers of the target that provide the hidden states."""
     embed_norm: RMSNormSpec | None = None
-    """EAGLE-3: of the embedding, before it goes into the layer,"""
+    """EAGLE-3: norm of the embedding before the layer."""
     hidden_norm: RMSNormSpec | None = None
-    """and of the hidden state beside it."""
+    """EAGLE-3: norm of the hidden state before the layer."""
     num_draft_tokens: int = 0
-    """EAGLE-3: size of its own vocabulary."""
+    """EAGLE-3: size of the head's vocabulary."""
 
     def weights(self) -> list[Weight]:
-        """See `ModelSpec`."""
+        """Implement `ModelSpec`."""
         weights = list(self.fc.weights(Names("fc.")))
         layer = Names("layers.0.", self.layer_names.format(0))
         for name, norm in (("embed_norm.", self.embed_norm), ("hidden_norm.", self.hidden_norm)):
@@ -120,11 +121,11 @@ class EagleSpec(HeadsSpec):
 
     @property
     def input_size(self) -> int:
-        """Of what the layer is computed from."""
+        """Size of the layer's input."""
         return 2 * self.hidden_size
 
     def buffers_nbytes(self, num_tokens: int, num_reqs: int, dtype: str) -> int:
-        """Inputs of its layer, hidden states on their way there or kept, and logits of guesses."""
+        """Return the bytes of layer inputs, hidden states, and the logits of guesses."""
         states = (self.input_size + (2 * len(self.kept_layers) + 3) * self.hidden_size) * num_tokens
         states += (MOST_LATE + 1) * self.hidden_size * num_reqs
         guesses = num_reqs * (self.vocab_size + self.num_draft_tokens) * DTYPE_NBYTES["float32"]
@@ -132,7 +133,7 @@ class EagleSpec(HeadsSpec):
 
 
 def read_eagle(config: ConfigJson, target: ModelSpec) -> EagleSpec:
-    """Reads the config.json of an EAGLE head for `target`."""
+    """Read the config.json of an EAGLE head for `target`."""
     size = _read_sizes(config, target)
     config.refuse("num_hidden_layers", 1, "EAGLE heads have one layer")
     bias = config.flag("attention_bias", False)
@@ -148,7 +149,7 @@ def read_eagle(config: ConfigJson, target: ModelSpec) -> EagleSpec:
 
 
 def read_eagle3(config: ConfigJson, target: ModelSpec) -> EagleSpec:
-    """Reads the config.json of an EAGLE-3 head for `target`."""
+    """Read the config.json of an EAGLE-3 head for `target`."""
     size, num_layers = _read_sizes(config, target), len(target.layers)
     config.refuse("num_hidden_layers", 1, "EAGLE heads have one layer")
     config.refuse("target_hidden_size", size, "it must be the hidden size")
@@ -176,7 +177,7 @@ def read_eagle3(config: ConfigJson, target: ModelSpec) -> EagleSpec:
             "model_class": "octavo.models.eagle:Eagle3Model",
         },
         fc=LinearSpec((("model.fc", size),), 3 * size),
-        # Those are numbered as the layers that read them.
+        # The numbers are those of the layers that read the states; layer i - 1 outputs them.
         kept_layers=tuple(i - 1 for i in seen),
         embed_norm=RMSNormSpec("input_layernorm", size, eps),
         hidden_norm=RMSNormSpec("hidden_norm", size, eps),
@@ -186,18 +187,18 @@ def read_eagle3(config: ConfigJson, target: ModelSpec) -> EagleSpec:
 
 @dataclass(frozen=True)
 class LMHeadSpec(ModelSpec):
-    """The LM head of a model, without the final norm."""
+    """LM head of a model, without the final norm."""
 
     def weights(self) -> list[Weight]:
-        """See `ModelSpec`."""
+        """Implement `ModelSpec`."""
         return list(self.head.weights(Names()))
 
 
 def read_lm_head(target: ModelSpec, draft: ModelSpec, rank: Rank) -> LMHeadSpec | None:
-    """What must be loaded beside `draft`: EAGLE (but EAGLE-3) guesses with the target's LM head.
+    """Return the target's LM head if `draft` must load it, else None.
 
-    None: that is there, or is not needed. Where ranks share the target, each has a part of it, and
-    those that do not draft do not help.
+    EAGLE (not EAGLE-3) guesses with the target's LM head. If several ranks share the target, each
+    has only a part of the head, and ranks that do not draft cannot compute their parts for it.
     """
     if rank.size == 1 or not isinstance(draft, EagleSpec) or draft.num_draft_tokens:
         return None
@@ -213,7 +214,7 @@ def read_lm_head(target: ModelSpec, draft: ModelSpec, rank: Rank) -> LMHeadSpec 
 
 
 def _read_sizes(config: ConfigJson, target: ModelSpec) -> int:
-    """The hidden size, which must be the target's, as the vocabulary must."""
+    """Return the hidden size; check that hidden size and vocabulary are the target's."""
     size = config.integer("hidden_size")
     if size != target.hidden_size:
         raise config.error(

@@ -1,4 +1,4 @@
-"""From a model's name to its folder: built in, local, or downloaded from the Hugging Face hub."""
+"""Folder of a model by its name: built in, local, or downloaded from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _WEIGHTS = {
     "sharded_state": ["model-*-part-*.safetensors"],
     "dummy": [],
 }
-# Files of one model, which people give in place of its folder.
+# Model files that users pass instead of the model's folder.
 _WEIGHT_FILES = (".gguf", ".ggml", ".safetensors", ".bin", ".pt", ".pth", ".onnx")
 # Other formats of the same weights: folders (onnx/, original/ ...) and Mistral's own single file.
 _IGNORED = ["*/*", "consolidated*"]
@@ -44,30 +44,30 @@ def resolve_model(
     download_dir: str | None = None,
     load_format: str = "auto",
 ) -> Path:
-    """The folder of a model.
+    """Return the folder of a model; download it if necessary.
 
     A built-in name or a local folder never causes network traffic. With HF_HUB_OFFLINE set, or
-    without a network, a copy downloaded earlier is used.
+    without a network, an earlier download is used.
 
     Args:
         model: octavo/stories (or -draft, -eagle, -medusa), a folder, or a hub id such as org/name.
         revision: branch, tag or commit on the hub.
         download_dir: folder for downloads; default: the hub client's cache.
-        load_format: which weight files are wanted: auto, safetensors, pt or dummy (none).
+        load_format: format of the weight files: auto, safetensors, pt or dummy (no files).
 
     Raises:
-        ModelError: if a local path is not a folder, or holds pipes or devices.
-        HubError: if the download fails, with the reason and what to do.
+        ModelError: a local path is not a folder, or contains pipes or devices.
+        HubError: the download fails; the message names the reason and the solution.
     """
     path = local_folder(model)
     return _download(model, revision, download_dir, load_format) if path is None else path
 
 
 def local_folder(model: str) -> Path | None:
-    """The folder of a model that is built in or named by its path; None: its name is a hub id.
+    """Return the folder of a built-in model or of a path; None if the name is a hub id.
 
     Raises:
-        ModelError: if a local path is not a folder, or holds pipes or devices.
+        ModelError: a local path is not a folder, or contains pipes or devices.
     """
     if model in _BUILTIN:
         if not (_BUILTIN[model] / "config.json").exists():
@@ -90,7 +90,7 @@ def local_folder(model: str) -> Path | None:
         )
     if path.suffix.lower() in _WEIGHT_FILES:
         raise ModelError(
-            f"There is no file {model}, and no model is one file here; name the model's folder "
+            f"The file {model} does not exist; name the model's folder "
             "(config.json, safetensors, tokenizer)."
         )
     if model.startswith((".", "/", "~", "\\")) or model.count("/") > 1:
@@ -99,7 +99,7 @@ def local_folder(model: str) -> Path | None:
 
 
 def resolve_folders(config: EngineConfig) -> tuple[Path, Path]:
-    """The folders of a config's model and of its tokenizer; see `resolve_model`."""
+    """Return the folders of a config's model and of its tokenizer; see `resolve_model`."""
     name, load = config.model, config.load
     path = resolve_model(
         name.model,
@@ -114,19 +114,19 @@ def resolve_folders(config: EngineConfig) -> tuple[Path, Path]:
 
 
 class LocalModel(NamedTuple):
-    """A model that needs no download."""
+    """Model that needs no download."""
 
     name: str
     nbytes: int
-    """On the disk."""
+    """Size on the disk in bytes."""
     path: Path
     is_builtin: bool
 
 
 def list_models() -> list[LocalModel]:
-    """The built-in models, then those in the hub client's cache, by name.
+    """Return the built-in models, then those in the hub client's cache, by name.
 
-    A download that has not come to config.json yet is none.
+    Incomplete downloads without config.json are left out.
     """
     import huggingface_hub
     from huggingface_hub import errors
@@ -170,7 +170,7 @@ def _download(
         ) from None
     except errors.GatedRepoError:
         raise HubError(
-            f"{repo_id} is gated: its owner must grant you access. Ask for it on the model's page, "
+            f"{repo_id} is gated: its owner must grant you access. Request it on the model's page, "
             "then log in with `hf auth login` or set HF_TOKEN."
         ) from None
     except errors.RepositoryNotFoundError:
@@ -194,25 +194,25 @@ def _download(
             f"Go online, or name the folder of a model.{_similar(repo_id)}"
         ) from None
     except errors.HfHubHTTPError as error:
-        raise HubError(f"The hub refused {where}: {_first_line(error)}.") from None
+        raise HubError(f"The hub rejected {where}: {_first_line(error)}.") from None
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise HubError(
                 f"The disk is full while downloading {where}: free space, or choose another "
-                "folder with download_dir or HF_HOME. What is there already is kept."
+                "folder with download_dir or HF_HOME. Downloaded data is kept."
             ) from None
         raise HubError(f"Downloading {where} failed: {_first_line(error)}.") from None
     except Exception as error:
         # The client's network library has its own exception tree, which changes between versions.
         raise HubError(
             f"Downloading {where} failed: {type(error).__name__}: {_first_line(error)}. Check the "
-            "network and try again: what is there already is kept."
+            "network and try again: downloaded data is kept."
         ) from error
     return Path(folder)
 
 
 def _similar(name: str) -> str:
-    """A question that names the built-in model with a similar name, or nothing."""
+    """Return a hint that names the built-in model with a similar name, or ""."""
     known = {full if "/" in name else full.partition("/")[2]: full for full in _BUILTIN}
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
     return f" Did you mean {known[near[0]]}?" if near else ""

@@ -1,4 +1,4 @@
-"""From a checkpoint to a `Model`: read one tensor at a time, pack it, let it go."""
+"""Loader of a `Model` from a checkpoint: it reads, packs and releases one tensor at a time."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def load_model(
     """Load a model.
 
     Names and shapes of all tensors are checked before the first is read. Files are mapped, and
-    each tensor is packed straight from the map, so that memory stays near one copy of the model.
-    Weights that are in the cache are read from there unchanged.
+    each tensor is packed directly from the map, so loading needs little more memory than the
+    model. Weights in the cache are read from there unchanged.
 
     Args:
         spec: the model, or a rank's part of it; its weights have their forms.
@@ -52,8 +52,8 @@ def load_model(
         device: the device of the weights.
         max_model_len: rows of the rotary tables; default: the model's context.
         ops: the table of operations.
-        progress: is called while tensors are loaded.
-        cache: keeps packed weights from one start to the next.
+        progress: called while tensors are loaded.
+        cache: stores packed weights for the next start.
         shared: the buffers that ranks share, if the spec is a rank's part.
         keep: a list to which the weights are added, so that they can be released and read again.
 
@@ -80,7 +80,7 @@ def load_model(
 
 
 class LoadedWeights:
-    """The weights of a model in memory, which can be released and read again.
+    """Weights of a model in memory, which can be released and read again.
 
     Their addresses stay the same, so live blocks and captured steps that use them stay valid.
 
@@ -111,11 +111,11 @@ class LoadedWeights:
         self._cache = cache if ops.packs_weights else None
         self._memory = _Memory(self._weights, dtype, ops)
         self._made_of: bytes | None = None
-        """The key of what was loaded."""
+        """Key of the loaded weights."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory."""
+        """Number of bytes in memory."""
         return self._memory.nbytes
 
     def load(self, progress: Progress | None = None) -> dict[str, _Loaded]:
@@ -133,12 +133,12 @@ class LoadedWeights:
         """Read the weights again, to the same addresses.
 
         Args:
-            progress: is called while tensors are loaded.
-            same: True if they must be the weights that were loaded; otherwise those that the
-                checkpoint has now are read.
+            progress: called while tensors are loaded.
+            same: True if the weights must not have changed; False to read the checkpoint's
+                current weights.
 
         Raises:
-            ModelError: they cannot be read, or have changed.
+            ModelError: the weights cannot be read, or have changed.
         """
         with torch.inference_mode():
             if not same:
@@ -147,12 +147,12 @@ class LoadedWeights:
                 if self._key() != self._made_of:
                     raise ModelError(
                         f"{self._checkpoint.path} has changed since the model was loaded. Put the "
-                        "old files back, or take the new ones: sleep with level=2, then wake up."
+                        "old files back, or load the new ones: sleep with level=2, then wake up."
                     )
                 self._pack(progress)
 
     def _read_cache(self, progress: Progress | None) -> dict[str, _Loaded]:
-        """Return the weights from the cache; none if it does not have them."""
+        """Return the weights from the cache; empty if it does not have them."""
         if self._cache is None or self._made_of is None:
             return {}
         if not self._memory.read(self._cache, self._made_of, progress):
@@ -201,13 +201,13 @@ def build_model(spec: ModelSpec, parts: Parts) -> Model:
 
 
 class _Memory:
-    """The memory of a model's weights: one mapping, so that huge pages are well filled."""
+    """Memory of a model's weights: one mapping, so that huge pages are well filled."""
 
     def __init__(self, weights: list[Weight], dtype: torch.dtype, ops: Ops) -> None:
         self._dtype = dtype
         self._places: dict[str, slice] = {}
         self.nbytes = 0
-        # Packed weights are whole cache lines; behind them the others need no gaps either.
+        # Packed weights fill whole cache lines; stored first, they leave no gaps before the others.
         for weight in sorted(weights, key=lambda weight: weight.kind != "linear"):
             begin, self.nbytes = self.nbytes, self.nbytes + self._nbytes_of(weight)
             self._places[weight.name] = slice(begin, self.nbytes)
@@ -219,11 +219,11 @@ class _Memory:
         return weight.form.nbytes(weight.packed(_name(self._dtype)))
 
     def place(self, weight: Weight) -> Tensor | None:
-        """A weight's share, uint8; None for operations that keep weights as they are."""
+        """Return a weight's memory, uint8; None for operations that do not pack weights."""
         return None if self._memory is None else self._memory[self._places[weight.name]]
 
     def wrap(self, weight: Weight) -> _Loaded:
-        """A weight whose share has been filled."""
+        """Return a weight on its filled memory."""
         place = self.place(weight)
         assert place is not None
         if weight.kind != "linear":
@@ -231,20 +231,20 @@ class _Memory:
         return weight.form.wrap(place, weight.packed(_name(self._dtype)))
 
     def read(self, cache: WeightCache, key: bytes, progress: Progress | None) -> bool:
-        """Fills all from a cache; False if that does not have it."""
+        """Fill all memory from a cache; return False if the cache does not have the weights."""
         assert self._memory is not None
         found = cache.read(key, self._memory.numpy(), _native.num_threads(), progress)
-        if not found:  # there may be anything in it now
+        if not found:  # its contents are undefined now
             release_memory(self._memory)
         return found
 
     def release(self) -> None:
-        """Gives all back to the system."""
+        """Release all memory to the system."""
         assert self._memory is not None, "these operations keep weights as they are"
         release_memory(self._memory)
 
     def keep(self, cache: WeightCache, key: bytes, still: Callable[[], bool]) -> None:
-        """Puts all into a cache, in the background."""
+        """Write all memory into a cache, in the background."""
         assert self._memory is not None
         cache.keep(key, self._memory.numpy(), still)
 
@@ -254,7 +254,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _read(weight: Weight, tensors: Tensors) -> tuple[list[Part], list[Tensor]]:
-    """Return the parts of a weight, module by module, and the whole tensors they are parts of."""
+    """Return the parts of a weight, module by module, and the whole tensors that contain them."""
     parts, whole = [], []
     step = weight.form.num_tensors
     for begin in range(0, len(weight.sources), step):

@@ -55,7 +55,7 @@ def read_rope(
     elif nested:
         raise ModelError(
             f"{params.where}: parameters for each layer type are not supported for this "
-            "architecture; give one set for all layers."
+            "architecture; use one set for all layers."
         )
     known = {name: name for name in ROPE_TYPES} | (aliases or {})
     name = "type" if params.has("type") and not params.has("rope_type") else "rope_type"

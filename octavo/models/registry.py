@@ -1,4 +1,4 @@
-"""Which family reads a model's config.json."""
+"""Registry of the families that read a model's config.json."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from octavo.models.forms import assign
 from octavo.models.spec import ModelSpec
 
 ENTRY_POINTS = "octavo.models"
-"""Where other packages offer families: the entry point's name is the architecture's, and what it
-points to is a `Family`."""
+"""Group of the entry points of other packages: the name is an architecture, the object a
+`Family`."""
 
 FAMILIES: dict[str, Family] = {}
-"""The built-in ones, by names in config.json's `architectures`."""
+"""Built-in families, by names in config.json's `architectures`."""
 for _module in pkgutil.iter_modules(families.__path__, families.__name__ + "."):
     FAMILIES.update(getattr(importlib.import_module(_module.name), "ARCHITECTURES", {}))
 _DEFAULTS = ModelConfig()
@@ -34,14 +34,14 @@ def read_spec(checkpoint: Checkpoint, settings: ModelConfig = _DEFAULTS) -> Mode
 
     Args:
         checkpoint: the checkpoint.
-        settings: `trust_remote_code` accepts a config that names code of its own (`auto_map`). The
-            code is never run: Octavo's own decoder computes the model. The fields of `hf_overrides`
-            replace those of config.json; in a field that is an object in both, its own fields are
-            replaced. `quantization` is the form of the linear weights.
+        settings: `trust_remote_code` accepts a config that names custom code (`auto_map`). The
+            code never runs: Octavo's own decoder computes the model. The fields of `hf_overrides`
+            replace those of config.json; fields that are objects in both are merged. `quantization`
+            is the form of the linear weights.
 
     Raises:
-        ConfigError: the model is quantized already, and the setting is given.
-        ModelError: naming file, field, value and what is supported.
+        ConfigError: `quantization` is set for a quantized model.
+        ModelError: a field has an unsupported value.
     """
     config = checkpoint.config
     if settings.hf_overrides:
@@ -63,7 +63,7 @@ def read_spec(checkpoint: Checkpoint, settings: ModelConfig = _DEFAULTS) -> Mode
     if config.has("auto_map") and not settings.trust_remote_code:
         raise config.error(
             "auto_map",
-            "the model asks for its own code, which Octavo never runs; with trust_remote_code it "
+            "the model needs custom code, which Octavo never runs; with trust_remote_code it "
             f"is run as {architectures[0]} by Octavo's own decoder",
         )
     for name in ("num_local_experts", "num_experts", "n_routed_experts"):
@@ -81,11 +81,11 @@ def read_spec(checkpoint: Checkpoint, settings: ModelConfig = _DEFAULTS) -> Mode
 def complete_spec(
     spec: ModelSpec, config: ConfigJson, checkpoint: Checkpoint, settings: ModelConfig
 ) -> ModelSpec:
-    """Return a spec with what families do not read.
+    """Return a spec with the fields that families do not read.
 
-    That is the forms of the weights; the default sampling parameters and more ids of tokens that
-    end an answer, from generation_config.json; and the type of the weights where config.json names
-    none.
+    These are the forms of the weights; the default sampling parameters and additional ids of
+    end-of-answer tokens from generation_config.json; and the type of the weights if config.json
+    does not name it.
 
     Args:
         spec: the model.
@@ -94,7 +94,7 @@ def complete_spec(
         settings: see `read_spec`; `quantization` is the form of the linear weights.
 
     Raises:
-        ConfigError: the model is quantized already, and the setting is given.
+        ConfigError: `quantization` is set for a quantized model.
         ModelError: a file is damaged, a field has a wrong value, or the method by which the model
             is quantized is not supported.
     """
@@ -124,21 +124,21 @@ _KINDS = {
     r"Classification$|Reward|ForRegression": "it is a classifier, and Octavo generates text",
     r"MaskedLM|PreTraining|QuestionAnswering|(?<!LMHead)Model$": "it is an encoder, which makes "
     "vectors of a text, and Octavo generates text",
-    r"Whisper|Speech|Audio|CTC$|Voice": "it takes or makes sound, and Octavo's models take text",
+    r"Whisper|Speech|Audio|CTC$|Voice": "it processes sound, and Octavo's models process text",
     r"^(T5|MT5|UMT5|Bart|MBart|Pegasus|Marian|M2M|BlenderBot|Led|LED|ProphetNet)": "it is an "
     "encoder-decoder, and Octavo's models are decoders",
-    r"ForConditionalGeneration|Vision|VL|Llava|Image": "it takes images or other media, and "
-    "Octavo's models take text",
+    r"ForConditionalGeneration|Vision|VL|Llava|Image": "it processes images or other media, and "
+    "Octavo's models process text",
     r"Moe|MoE|Mixtral|DeepseekV|Dbrx|GptOss": "it is a mixture of experts, and Octavo's models are "
     "dense",
     r"Mamba|Jamba|RWKV|Rwkv|Zamba|Bamba|RecurrentGemma|FalconH1|Lfm2|Hybrid|Next": "it has "
     "recurrent layers (a state space), and Octavo's models have attention in every layer",
 }
-"""What architectures are that no text decoder is, by patterns of their names."""
+"""Kinds of architectures that are not text decoders, by patterns of their names."""
 
 
 def _kind_of(architecture: str) -> str:
-    """What kind of model an architecture is that no family reads."""
+    """Return the reason why an architecture is not supported."""
     for pattern, kind in _KINDS.items():
         if re.search(pattern, architecture):
             return kind
@@ -153,13 +153,13 @@ def _stem(architecture: str) -> str:
 
 
 def _installed(architecture: str) -> Family | None:
-    """A family that an installed package offers."""
-    from importlib.metadata import entry_points  # takes a while, and most models need it not
+    """Return the family that an installed package provides, or None."""
+    from importlib.metadata import entry_points  # slow, and most models do not need it
 
     for entry_point in entry_points(group=ENTRY_POINTS, name=architecture):
         try:
             family: Family = entry_point.load()
-        except Exception as error:  # whatever another package's code raises
+        except Exception as error:  # another package's code may raise anything
             raise ModelError(
                 f"The entry point {entry_point.value} of {ENTRY_POINTS}, for {architecture}, "
                 f"cannot be loaded ({error!r}); update or remove the package that offers it."

@@ -15,7 +15,7 @@ from octavo.models.cache import AttentionCache
 from octavo.models.spec import ModelSpec
 from octavo.quantization.plain import Plain
 
-# Modules of which a rank has some rows, some rows of the padded vocabulary, or some columns.
+# Modules that are divided by rows, by rows of the padded vocabulary, or by columns.
 _ROWS = frozenset(FUSED)
 _VOCABULARY = frozenset({"embed_tokens", "lm_head"})
 _COLUMNS = frozenset({"o_proj", "down_proj"})
@@ -32,26 +32,28 @@ def save_sharded_state(
     size: int,
     max_size: int | None,
 ) -> None:
-    """Write the weights of a model, a file or more for each rank.
+    """Write the weights of a model: one or more files for each rank.
 
-    The files hold what vLLM's ranks keep, however Octavo itself divides the model. The memory
-    taken is that of one file.
+    The files contain the parts of vLLM's ranks, which may differ from Octavo's. Saving needs the
+    memory of one file.
 
     Args:
-        spec: what the folder holds, not split.
-        checkpoint: the model's.
-        target: the folder to write to, made if it is not there.
-        dtype: the type that the numbers get.
-        size: how many ranks there are.
+        spec: the whole model.
+        checkpoint: the model's checkpoint.
+        target: the folder to write to; created if it does not exist.
+        dtype: type of the written numbers.
+        size: number of ranks.
         max_size: most bytes of a file, unless a single tensor has more; None: no limit.
 
     Raises:
-        ConfigError: `target` holds such files already, or cannot be written to.
+        ConfigError: `target` contains sharded files already, or cannot be written to.
         ModelError: the model's folder cannot be read.
         UnsupportedError: the model cannot be divided in vLLM's way.
     """
     if ShardedStateFolder(target, "sharded_state").weight_files:
-        raise ConfigError(f"path={str(target)!r} holds a sharded state already; give another one.")
+        raise ConfigError(
+            f"path={str(target)!r} holds a sharded state already; choose another folder."
+        )
     plan, heads = _plan(spec), _num_kv_heads(spec, size)
     stored = checkpoint.open(spec.expected, torch.device("cpu"))
 
@@ -61,7 +63,7 @@ def save_sharded_state(
             for source in sources:
                 tensor = stored.read(source)
                 mine.append(_share(source, tensor, rank, size, heads).to(getattr(torch, dtype)))
-            yield name, torch.cat(mine)  # which copies, so that no file keeps another one open
+            yield name, torch.cat(mine)  # a copy, so that no file keeps another one open
 
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -74,7 +76,7 @@ def save_sharded_state(
 
 
 def _plan(spec: ModelSpec) -> dict[str, list[Source]]:
-    """Return the tensors of the model that make each stored one, in their order."""
+    """Return, for each stored tensor, the tensors of the model that it consists of, in order."""
     plan: dict[str, list[Source]] = {}
     seen: set[str] = set()
     for weight in spec.weights():
@@ -101,22 +103,22 @@ def _plan(spec: ModelSpec) -> dict[str, list[Source]]:
 
 
 def _num_kv_heads(spec: ModelSpec, size: int) -> int:
-    """Return the heads of keys and values of each layer, which ranks divide or share.
+    """Return the number of heads of keys and values of each layer, which ranks divide or share.
 
     Raises:
-        UnsupportedError: layers differ, or ranks would not have equally many.
+        UnsupportedError: layers differ, or ranks would have different numbers of heads.
     """
     heads = {cache.num_kv_heads for cache in spec.caches if isinstance(cache, AttentionCache)}
     if len(heads) != 1 or any(size % count and count % size for count in heads):
         raise UnsupportedError(
-            f"tensor_parallel_size={size} cannot be saved: vLLM gives each rank equally many "
-            f"heads of keys and values, and {spec.architecture} has {sorted(heads)} in its layers."
+            f"tensor_parallel_size={size} cannot be saved: vLLM's ranks have equal numbers of "
+            f"heads of keys and values, but {spec.architecture} has {sorted(heads)} in its layers."
         )
     return heads.pop()
 
 
 def _share(source: Source, tensor: torch.Tensor, rank: int, size: int, heads: int) -> torch.Tensor:
-    """Return what a rank has of a tensor; `heads` are those of keys and values."""
+    """Return a rank's part of a tensor; `heads` is the number of heads of keys and values."""
     module, _, kind = source.name.rpartition(".")
     last = module.rpartition(".")[2]
     dim, count = 0, size

@@ -1,4 +1,4 @@
-"""What a model folder holds: what the model is made of, and its memory. No torch."""
+"""Specification of a model: its parts and its memory, as read from its folder. No torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from octavo.system.dtypes import DTYPE_NBYTES
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A decoder-only model, complete: what it is made of, and what the engine plans with."""
+    """Complete specification of a decoder-only model."""
 
     architecture: str
     """Name in config.json's `architectures`, e.g. LlamaForCausalLM."""
@@ -36,43 +36,43 @@ class ModelSpec:
     """Union of config.json's and generation_config.json's, in that order."""
     bos_token_id: int | None
     dtype: str
-    """Type of the checkpoint: "float32", "float16", "bfloat16", or "float64", which no model is
-    computed in."""
+    """Type of the checkpoint: "float32", "float16", "bfloat16", or "float64". No model computes in
+    float64."""
     generation_config: dict[str, float | int]
     """The model's default sampling parameters: temperature, top_p, top_k, min_p,
-    repetition_penalty, max_tokens, where generation_config.json has them."""
+    repetition_penalty and max_tokens, if generation_config.json contains them."""
     embed: EmbedSpec
     layers: tuple[LayerSpec, ...]
     head: HeadSpec
     layer_names: str
-    """How the checkpoint's names of layer {} begin, e.g. model.layers.{}."""
+    """Prefix of the names of layer {} in the checkpoint, e.g. model.layers.{}."""
     bare_prefix: str
-    """Beginning of the names that checkpoints saved from the bare model lack, e.g. model."""
+    """Prefix that is missing in checkpoints of the bare model, e.g. model."""
     ignored: tuple[str, ...] = ()
-    """Regular expressions of names in a checkpoint that hold no weights."""
+    """Regular expressions of names in a checkpoint that are not weights."""
     model_class: str = "octavo.models.decoder:DecoderModel"
-    """Module and name of the `Model` that it is computed by."""
+    """Module and name of the `Model` that computes it."""
     first_layer: int = 0
-    """Where `layers` begin in the checkpoint: other stages have those before and behind."""
+    """Index of the first of `layers` in the checkpoint; other stages compute the others."""
     has_embed: bool = True
-    """Whether it has the embedding; otherwise its input is what another stage hands on."""
+    """True if it has the embedding; otherwise its input is the output of another stage."""
     has_head: bool = True
-    """Whether it has the final norm and the LM head; otherwise it hands on its output."""
+    """True if it has the final norm and the LM head; otherwise its output is for the next stage."""
     elsewhere: frozenset[str] = frozenset()
-    """Names in the checkpoint of what only other stages have."""
+    """Names in the checkpoint that only other stages read."""
 
     @property
     def embed_size(self) -> int:
-        """Numbers of an embedding, as it may come with a prompt."""
+        """Size of a prompt embedding."""
         return self.embed.size
 
     def split(self, rank: Rank) -> ModelSpec:
-        """What a rank has of it: some outputs and heads of each layer, a part of the LM head.
+        """Return a rank's part: some outputs and heads of each layer, a part of the LM head.
 
         The embedding is whole.
 
         Raises:
-            ConfigError: it cannot be split, or not among so many.
+            ConfigError: the model cannot be split, or not among `rank.size` ranks.
         """
         if rank.size == 1:
             return self
@@ -89,13 +89,13 @@ class ModelSpec:
         )
 
     def stage(self, begin: int, end: int) -> ModelSpec:
-        """What a stage has of it that computes the layers from ... to ...
+        """Return the stage that computes the layers from `begin` to `end`.
 
-        The first one has the embedding, the last one the head; where the two are tied each has
-        the table.
+        The first stage has the embedding, the last one the head. If the two are tied, both stages
+        have the table.
 
         Raises:
-            ConfigError: it cannot be divided.
+            ConfigError: the model cannot be divided into stages.
         """
         if self.model_class != ModelSpec.model_class:
             raise ConfigError(
@@ -114,33 +114,33 @@ class ModelSpec:
 
     @property
     def hands_residual(self) -> bool:
-        """Whether the residual stream is in two parts between layers; see `Layer`."""
+        """True if the residual stream has two parts between layers; see `Layer`."""
         return self.layers[0].arrangement != "post"
 
     @property
     def tied(self) -> bool:
-        """Whether the LM head is the embedding's table."""
+        """True if the LM head is the embedding's table."""
         return self.head.lm_head.modules[0][0] == self.embed.module
 
     @property
     def caches(self) -> tuple[CacheSpec, ...]:
-        """The caches of all blocks, in the order of the layers."""
+        """Caches of all blocks, in the order of the layers."""
         return tuple(cache for layer in self.layers for cache in layer.caches())
 
     @property
     def step_arrays(self) -> tuple[StepArray, ...]:
-        """The arrays of a step that blocks declare, each once."""
+        """Arrays of a step that blocks declare, without duplicates."""
         blocks = [block for layer in self.distinct_layers for block in layer.blocks]
         return tuple(dict.fromkeys(array for block in blocks for array in block.arrays()))
 
     @property
     def distinct_layers(self) -> list[LayerSpec]:
-        """Each spec that layers share once."""
+        """Specs of the layers without duplicates."""
         return list({id(layer): layer for layer in self.layers}.values())
 
     @property
     def uses_alibi(self) -> bool:
-        """Whether attention has a bias for positions."""
+        """True if attention has a bias for positions."""
         return any(isinstance(table, Alibi) for table in self._tables())
 
     def _tables(self) -> set[Table]:
@@ -150,7 +150,7 @@ class ModelSpec:
     def weights(self) -> list[Weight]:
         """Return all weights, in the order in which the forward pass uses them.
 
-        An LM head that is whole and plain is the embedding table, too, where the two are tied.
+        If the LM head and the embedding are tied, a whole and plain LM head is the table of both.
         """
         lm_head = self.head.lm_head
         whole = self.has_embed and self.has_head and lm_head.parts is None
@@ -167,7 +167,7 @@ class ModelSpec:
 
     @property
     def expected(self) -> Expected:
-        """The tensors that a checkpoint must hold."""
+        """Tensors that a checkpoint must contain."""
         sources = [source for weight in self.weights() for source in weight.sources]
         return Expected(self.architecture, sources, self.bare_prefix, self.ignored, self.elsewhere)
 
@@ -187,10 +187,10 @@ class ModelSpec:
         return total
 
     def loading_nbytes(self, dtype: str) -> int:
-        """Upper bound of what loading holds beside the loaded weights.
+        """Return an upper bound of the bytes that loading needs in addition to the loaded weights.
 
-        Weights are read one at a time: the largest one as float32, or float64 where the checkpoint
-        is, and converted, before packing.
+        Weights are read one at a time. Before packing, the largest one is in memory twice: as
+        float32 (float64 if the checkpoint is), and converted.
 
         Args:
             dtype: "float32", "float16" or "bfloat16".
@@ -200,16 +200,16 @@ class ModelSpec:
 
 
 def divide_layers(spec: ModelSpec, num_stages: int, asked: str | None) -> list[tuple[int, int]]:
-    """Which layers each stage has, from ... to ...
+    """Return the layers of each stage, as pairs (begin, end).
 
     Args:
         spec: the whole model.
-        num_stages: how many stages there are.
-        asked: how many layers each is to have, as `pipeline_layers`; None: so that the one that
-            reads most weights for a token reads as few as may be, the LM head's included.
+        num_stages: number of stages.
+        asked: `pipeline_layers`: the number of layers of each stage. None: minimize the most
+            weights that a stage reads for a token, including the LM head.
 
     Raises:
-        ConfigError: there are too few layers, or what is asked for is no division of them.
+        ConfigError: there are too few layers, or `asked` does not match the layers.
     """
     layers = len(spec.layers)
     if num_stages > layers:
@@ -222,7 +222,7 @@ def divide_layers(spec: ModelSpec, num_stages: int, asked: str | None) -> list[t
         if len(counts) != num_stages or sum(counts) != layers:
             raise ConfigError(
                 f"pipeline_layers={asked!r} has {len(counts)} stages with {sum(counts)} layers; "
-                f"give {num_stages} numbers (pipeline_parallel_size) whose sum is {layers}, the "
+                f"set {num_stages} numbers (pipeline_parallel_size) with the sum {layers}, the "
                 "layers of the model."
             )
         ends = list(accumulate(counts, initial=0))
@@ -230,8 +230,8 @@ def divide_layers(spec: ModelSpec, num_stages: int, asked: str | None) -> list[t
     sizes = {id(layer): _linear_size(layer.weights(Names())) for layer in spec.distinct_layers}
     read = [0, *accumulate(sizes[id(layer)] for layer in spec.layers)]
     head = _linear_size(spec.head.weights(Names()))
-    # best[k][n]: the least that k stages with the first n layers can read at most, and where the
-    # last of them begins. The last stage of all has the head, too.
+    # best[k, n]: for k stages with the first n layers, the least possible maximum of the weights
+    # that a stage reads, and the begin of the last of these stages. The final stage has the head.
     best = {(1, n): (read[n], 0) for n in range(1, layers + 1)}
     for k in range(2, num_stages + 1):
         for n in range(k, layers + 1):

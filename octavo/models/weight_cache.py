@@ -1,9 +1,9 @@
-"""Loaded weights kept on disk, so that the next start reads them as they are and packs nothing.
+"""Cache of packed weights on disk, so that the next start reads them and packs nothing.
 
-A file is the memory of a loaded model (`octavo.models.loader`), a sum for each chunk of it, and a
-digest of the sums and of all that the memory was made from. What does not add up, to the byte, is
-deleted and made again. Reading copies: mapped files lie in small pages, or in huge ones of the
-system's choice, and every decode step would be slower for it.
+A file contains the memory of a loaded model (`octavo.models.loader`), a checksum for each chunk,
+and a digest of the checksums and of the key: the sources of the memory. A file that does not match
+is deleted and written again. The weights are copied from the file, not mapped: mapped files use
+small pages, or huge pages of the system's choice, which slows down every decode step.
 
 Imports no torch: files are read ahead while torch is imported.
 """
@@ -39,28 +39,28 @@ from octavo.system.device import cpu_memory
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 4  # of what the loader puts where, and of the sums
+_VERSION = 4  # of the loader's layout of memory, and of the checksums
 _CHUNK = 2 * 2**20
-# Odd, so that each bit of a word counts; all different, so that its place counts.
+# Odd, so that each bit of a word changes the sum; distinct, so that the order of words does.
 _FACTORS = np.arange(1, _CHUNK // 4, 2, dtype=np.uint64)
 _SUFFIX, _UNFINISHED, _LOCK = ".weights", ".unfinished", "lock"
-# Of the disk, and at least: what is left to others, whatever the cache may hold.
+# Space that the cache always leaves free: a share of the disk, and at least a number of bytes.
 _MARGIN_SHARE, _MARGIN_NBYTES = 0.05, 2**30
 
 Bytes = NDArray[np.uint8]
 Progress = Callable[[int, int], None]
-"""Called now and then with (what is done, what there is in all), in the same unit."""
+"""Callback for progress: its arguments are (done, total), in the same unit."""
 
 
 def weights_key(spec: ModelSpec, checkpoint: Checkpoint, dtype: str) -> bytes | None:
-    """Return all that a model's loaded weights depend on; None if they come from no file.
+    """Return everything that a model's loaded weights depend on; None if they have no files.
 
-    Files count as unchanged while path, inode, size and the times of their last changes are: the
-    time of the inode's, too, which nobody can set back.
+    A file counts as unchanged if its path, inode, size, modification time and inode change time are
+    the same. No program can set back the inode change time.
 
     Raises:
         ModelError: the checkpoint cannot be used.
-        OSError: a file is gone.
+        OSError: a file does not exist any more.
     """
     files = checkpoint.weight_files
     if not files:
@@ -70,7 +70,7 @@ def weights_key(spec: ModelSpec, checkpoint: Checkpoint, dtype: str) -> bytes | 
     return msgspec.json.encode(
         [
             [_VERSION, octavo.__version__],
-            # Another build may have another layout.
+            # Another build may use another layout.
             [_native.isa(), _native.panel(), native.st_size, native.st_mtime_ns],
             [dtype, _describe_forms(weights), checkpoint.load_format],
             [_identity(file) for file in files],
@@ -92,7 +92,7 @@ def _describe_forms(weights: list[Weight]) -> str | list[str] | None:
 
 
 def _describe(weight: Weight) -> dict[str, object]:
-    """Return what a key holds of a weight; another text would orphan the files of all users."""
+    """Return a key's description of a weight; another text would orphan the files of all users."""
     sources = [
         {name: value for name, value in vars(source).items() if name not in _NOT_IN_KEYS}
         for source in weight.sources
@@ -114,25 +114,25 @@ def _identity(file: Path) -> list[object]:
 
 
 class WeightCache:
-    """A folder of loaded weights; the user's own, shared by all engines that name it.
+    """Folder of loaded weights; it belongs to the user, and all engines that name it share it.
 
-    Whatever is wrong with it costs a warning and the time to pack, never the start.
+    A failure of the cache costs a warning and the time to pack, but never prevents the start.
 
     Args:
-        folder: made when it is needed.
-        most_nbytes: what it may hold; those used longest ago go first. Default: a quarter of
-            what the disk has free, with what is in the folder.
+        folder: created when it is needed.
+        most_nbytes: capacity; the least recently used files are deleted first. Default: a quarter
+            of the disk's free bytes, where the folder's files count as free.
     """
 
     def __init__(self, folder: Path, most_nbytes: int | None = None) -> None:
         self._folder = folder
         self._most_nbytes = most_nbytes
         self.writer: threading.Thread | None = None
-        """What `keep` has started."""
+        """Thread that `keep` has started."""
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> WeightCache | None:
-        """The one that the settings name; None: there is to be none."""
+        """Return the configured cache, or None if it is disabled."""
         asked = config.load.weight_cache
         if asked == "off":
             return None
@@ -142,24 +142,28 @@ class WeightCache:
         return cls(folder / "weights" if asked is None else folder, config.load.weight_cache_bytes)
 
     def file(self, key: bytes) -> Path:
-        """Where the weights of a key are, if they are there."""
+        """Return the path of the weights of a key; the file may not exist."""
         return self._folder / (hashlib.sha256(key).hexdigest() + _SUFFIX)
 
     def files(self) -> list[Path]:
-        """What it holds, whoever wrote it."""
+        """Return all files of weights in the folder."""
         return sorted(self._folder.glob("*" + _SUFFIX))
 
     def read(
         self, key: bytes, memory: Bytes, num_threads: int, progress: Progress | None = None
     ) -> bool:
-        """Reads the weights of a key into [nbytes], by some threads; False if it cannot be done.
+        """Read the weights of a key into `memory` [nbytes] with the given number of threads.
 
-        What `memory` holds then is undefined. `progress` is called with bytes read, and in all.
+        `progress` is called with the bytes read and the total.
+
+        Returns:
+            True if the weights were read. False if the cache does not have them or the file is
+            damaged; then the contents of `memory` are undefined.
         """
         file = self.file(key)
         try:
             self._check_folder()
-            # Neither a link nor a pipe is of ours.
+            # The cache writes neither links nor pipes.
             descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             return False
@@ -167,7 +171,7 @@ class WeightCache:
             return self._drop(file, f"cannot be opened ({error.strerror or error})")
         try:
             _read_checked(descriptor, key, memory, num_threads, progress)
-            os.utime(descriptor)  # used now
+            os.utime(descriptor)  # records the use
         except _DamagedError as error:
             return self._drop(file, str(error))
         except OSError as error:
@@ -183,15 +187,15 @@ class WeightCache:
         return False
 
     def keep(self, key: bytes, memory: Bytes, still: Callable[[], bool]) -> None:
-        """Writes loaded weights [nbytes] on a thread of least priority, for `read`.
+        """Write loaded weights [nbytes] on a thread of lowest priority, for `read`.
 
-        The interpreter ends when that is done.
+        The interpreter waits for the thread before it exits.
 
         Args:
-            key: what they depend on.
-            memory: must not change any more.
-            still: whether the key is that of the files now, which may have changed while they were
-                read.
+            key: see `weights_key`.
+            memory: the weights, which must not change until the thread ends.
+            still: returns True if the key still matches the files, which may have changed while
+                they were read.
         """
 
         def write() -> None:
@@ -240,7 +244,7 @@ class WeightCache:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Alone among the processes that write; the system unlocks what a dead one had locked."""
+        """Lock the folder for writing; the system releases the lock of a process that dies."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
         descriptor = os.open(self._folder / _LOCK, flags, 0o600)
         try:
@@ -250,7 +254,7 @@ class WeightCache:
             os.close(descriptor)
 
     def _make_room(self, nbytes: int) -> bool:
-        """Deletes what was used longest ago until so much more fits; False: it never will."""
+        """Delete the least recently used files until `nbytes` fit; False if they cannot fit."""
         files = [(file, file.lstat()) for file in self.files()]
         held = sum(info.st_size for _, info in files)
         disk = os.statvfs(self._folder)
@@ -260,7 +264,7 @@ class WeightCache:
         most = min(most, free + held - margin)
         if nbytes > most:
             logger.info(
-                "packed weights are not kept: they take %d MiB, and %s may hold %d MiB",
+                "packed weights are not kept: they need %d MiB, and %s may hold %d MiB",
                 nbytes // 2**20,
                 self._folder,
                 max(most, 0) // 2**20,
@@ -274,29 +278,29 @@ class WeightCache:
         return True
 
     def _check_folder(self) -> None:
-        """Refuses a folder in which others could put weights.
+        """Reject a folder in which other users could write weights.
 
         Raises:
-            PermissionError: saying why.
+            PermissionError: the path is not a folder, not this user's, or writable for others.
         """
         info = self._folder.lstat()
         if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o022:
             raise PermissionError(
-                f"{self._folder} must be a folder of this user's that nobody else can write to"
+                f"{self._folder} must be a folder of this user, without write permission for others"
             )
 
 
 class _DamagedError(Exception):
-    """A file is not what was written, or was never written by this user."""
+    """Error for a file that is damaged or that this user has not written."""
 
 
 def _read_checked(
     descriptor: int, key: bytes, memory: Bytes, num_threads: int, progress: Progress | None
 ) -> None:
-    """Fills `memory`.
+    """Fill `memory`.
 
     Raises:
-        _DamagedError: the file does not hold the weights of `key`, whole.
+        _DamagedError: the file does not contain the complete weights of `key`.
     """
     info, nbytes = os.fstat(descriptor), len(memory)
     if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o022:
@@ -339,14 +343,14 @@ def _trailer_nbytes(nbytes: int) -> int:
 
 
 def read_ahead(config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint, dtype: str) -> None:
-    """Has the system read what loading will need into its file cache, on a thread.
+    """Read the files that loading will need into the system's file cache, on a thread.
 
-    No more than half of the memory that is free: the rest is for the weights themselves.
+    It reads at most half of the free memory: the rest is for the weights.
     """
     cache = WeightCache.from_config(config)
 
     def read() -> None:
-        with contextlib.suppress(OctavoError, OSError):  # loading finds it, too, and says so
+        with contextlib.suppress(OctavoError, OSError):  # loading will report the same error
             left = cpu_memory(config.device.numa_node)[1] // 2
             files = checkpoint.weight_files
             key = weights_key(spec, checkpoint, dtype)
@@ -360,7 +364,7 @@ def read_ahead(config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint, dt
 
 
 def _read_file(file: Path, most: int) -> int:
-    """Reads a file's first bytes, but for chunks whose first byte is in memory already."""
+    """Read up to `most` bytes of a file; skip chunks with the first byte already in memory."""
     buffer = bytearray(_CHUNK)
     first = memoryview(buffer)[:1]
     with file.open("rb", buffering=0) as stream:

@@ -15,20 +15,20 @@ class Weight:
     """One tensor of the loaded model."""
 
     name: str
-    """The model's own name, e.g. layers.0.qkv_proj.weight."""
+    """Name in the loaded model, e.g. layers.0.qkv_proj.weight."""
     kind: Literal["linear", "embedding", "vector"]
-    """linear: packed for the matrix product; the others are plain tensors."""
+    """Kind. linear: packed for the matrix product; the others are plain tensors."""
     shape: tuple[int, ...]
     sources: tuple[Source, ...]
-    """To be stacked along the first dimension."""
+    """Tensors of the checkpoint, stacked along the first dimension."""
     whole: int | None = None
-    """Rows of the weight that this is a rank's part of; None: it is no part."""
+    """Number of rows of the whole weight, if this is a rank's part; else None."""
     form: WeightForm = PLAIN
     """Form of a linear weight; the others are plain."""
 
     @property
     def whole_rows(self) -> int:
-        """Rows of the weight, or of the one that it is a part of."""
+        """Number of rows of the whole weight."""
         return self.shape[0] if self.whole is None else self.whole
 
     def packed(self, dtype: str) -> PackedShape:
@@ -39,13 +39,13 @@ class Weight:
 
 @dataclass(frozen=True)
 class Names:
-    """Where a block stands in a model: how the names of its weights begin."""
+    """Prefixes of the names of a block's weights."""
 
     own: str = ""
-    """In the loaded model, e.g. layers.0.qkv_proj."""
+    """Prefix in the loaded model, e.g. layers.0.qkv_proj."""
     checkpoint: str = ""
-    """In the checkpoint, e.g. model.layers.0."""
+    """Prefix in the checkpoint, e.g. model.layers.0."""
 
     def of(self, part: str) -> Names:
-        """Of a part of the block; checkpoints have names of their own for these."""
+        """Return the prefixes of a part of the block; specs add its name in the checkpoint."""
         return Names(f"{self.own}{part}.", self.checkpoint)

@@ -1,12 +1,12 @@
-"""How much memory drafting takes without a model. Imports no torch, as the memory plan wants it."""
+"""Memory of drafting without a model. Imports no torch, for the memory plan."""
 
 from __future__ import annotations
 
 SUFFIX_TOKENS = 2**17
-"""Tokens of earlier answers that the suffix method keeps, twice."""
+"""Capacity in tokens of each of the two stores of earlier answers of the suffix method."""
 SUFFIX_NBYTES_PER_TOKEN = 200
 
 
 def suffix_nbytes() -> int:
-    """Bytes that the suffix method takes at most."""
+    """Return an upper bound of the bytes of the suffix method."""
     return 2 * SUFFIX_TOKENS * SUFFIX_NBYTES_PER_TOKEN

@@ -1,4 +1,4 @@
-"""Where in their memory the ranks of a model find what they share. Imports no torch."""
+"""Layout of the memory that the ranks of a model share. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,69 +8,69 @@ from dataclasses import dataclass
 from octavo.layers.step_table import StepSize
 from octavo.system.distributed import COUNTER_NBYTES, Rank
 
-_ALIGNMENT = 64  # a cache line; all that is in the memory begins at one
+_ALIGNMENT = 64  # a cache line; every part of the memory begins at one
 HANDED_SLOTS = 2
-"""How far a stage may be ahead of the next one, in steps."""
+"""Number of steps that a stage may be ahead of the next one."""
 SLOT_HEAD_NBYTES = _ALIGNMENT
-"""What a stage hands on begins with its size in bytes, int64: a relay sends no more than that."""
+"""Size of the head of a stage's output: the output's size in bytes, int64, for relays."""
 
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """Tokens, drafts, what stages hand on, and the buffers of each stage, in this order."""
+    """Layout: tokens, drafts, outputs of stages, and the buffers of each stage, in this order."""
 
     size: StepSize
-    """Of the largest step."""
+    """Size of the largest step."""
     max_num_drafts: int
-    """Of all requests in a step."""
+    """Most drafts of all requests in a step."""
     num_slots: int
-    """Steps of which tokens and drafts are there: one more than can be in flight, so that none is
-    overwritten that somebody has not read. Who begins a step has read what belongs to those whose
-    results were there when it was handed in."""
+    """Number of steps with stored tokens and drafts: one more than can be in flight, so that no
+    rank overwrites data that another rank has not read. A rank that begins a step has read the data
+    of all steps that were finished when the step was submitted."""
     rank: Rank
-    """One of them."""
+    """Any rank of the model."""
     handed_nbytes: int
-    """What a stage hands to the next one, of a token."""
+    """Bytes of a stage's output for one token."""
     buffers: Sequence[int]
-    """Bytes of each stage's."""
+    """Bytes of each stage's buffers."""
 
     @property
     def token_numbers(self) -> int:
-        """Of a step: how many tokens each request got, and these."""
+        """Numbers stored for a step's tokens: a count for each request, and the tokens."""
         return self.size.requests + self.size.samples
 
     @property
     def draft_numbers(self) -> int:
-        """Of a step: how many drafts each request has, and these."""
+        """Numbers stored for a step's drafts: a count for each request, and the drafts."""
         return self.size.requests + self.max_num_drafts
 
     @property
     def tokens(self) -> int:
-        """The first byte of the tokens."""
+        """Offset of the tokens."""
         return 0
 
     @property
     def drafts(self) -> int:
-        """That of the drafts."""
+        """Offset of the drafts."""
         return self._ring_nbytes(self.token_numbers)
 
     @property
     def slot_nbytes(self) -> int:
-        """What a stage hands on in a step, at most."""
+        """Most bytes of a stage's output of a step, with its head."""
         return SLOT_HEAD_NBYTES + _aligned(self.size.tokens * self.handed_nbytes)
 
     def handed(self, stage: int, index: int) -> int:
-        """The first byte of what the rank of that index in a stage hands on."""
+        """Return the offset of the output of the rank with an index in a stage."""
         begin = self.drafts + self._ring_nbytes(self.draft_numbers)
         return begin + (stage * self.rank.size + index) * self._channel_nbytes
 
     def buffers_of(self, stage: int) -> int:
-        """The first byte of a stage's buffers."""
+        """Return the offset of a stage's buffers."""
         return self.handed(self.rank.num_stages - 1, 0) + sum(map(_aligned, self.buffers[:stage]))
 
     @property
     def nbytes(self) -> int:
-        """All of it."""
+        """Size of the whole memory in bytes."""
         return self.buffers_of(self.rank.num_stages)
 
     @property

@@ -1,4 +1,4 @@
-"""What a device has for an engine, and what steps take. Without torch: the memory plan reads it."""
+"""Memory of a device and of steps, for the memory plan. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Scratch:
-    """What steps on a CPU hold beside weights, rows and KV cache: found out before loading.
+    """Memory of steps on a CPU besides weights, rows and KV cache, computed before loading.
 
     Attributes:
-        activations: bytes of the arena that the forward pass of the largest step fits exactly.
-        logits: the same of its logits, with all that they are made from.
-        kernels: what the kernels keep for themselves, at most.
-        shared: what ranks fill together, once for all of them.
+        activations: exact bytes of the arena for the forward pass of the largest step.
+        logits: exact bytes of the arena for its logits and their intermediate results.
+        kernels: upper bound of the bytes that the kernels keep.
+        shared: bytes of the buffers that all ranks share.
     """
 
     activations: int
@@ -25,7 +25,7 @@ class Scratch:
 
     @classmethod
     def most(cls, found: Sequence[Scratch]) -> Scratch:
-        """What suffices for each of several: who has smaller buffers may leave larger gaps."""
+        """Return the maximum of each field: a rank with smaller buffers may have larger gaps."""
         return cls(*map(max, zip(*map(astuple, found), strict=True)))
 
 
@@ -36,8 +36,8 @@ class MemoryItem:
     name: str
     nbytes: int
     when: Literal["always", "step", "loading", "serving"] = "always"
-    """Time at which the memory is used: always; in a step, or while the model is loaded, which
-    never coincide; or, not in the engine's own steady state, by requests and other processes."""
+    """Time at which the memory is used. "step" and "loading" never coincide. "serving": memory of
+    requests and other processes, outside of the engine's steady state."""
     note: str = ""
     """End of the line in the report."""
 
@@ -54,13 +54,13 @@ class MemoryBudget:
     A platform estimates it before the model is loaded or measures it afterwards.
 
     Attributes:
-        source: name of the memory, for people: "what is free".
-        available: bytes of it; the engine gets `gpu_memory_utilization` of them.
+        source: name of the memory for users, e.g. "what is free".
+        available: its bytes; the engine uses the share `gpu_memory_utilization` of them.
         most_kv_cache: most bytes of a KV cache without a configured size.
         items: memory besides the KV cache.
-        scratches: origin of the items "activations" and "logits", of each stage, where they are
+        scratches: source of the items "activations" and "logits", of each stage, if they are
             estimated.
-        draft_scratch: the same of the model that drafts.
+        draft_scratch: the same of the draft model.
     """
 
     source: str

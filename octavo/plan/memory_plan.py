@@ -1,4 +1,4 @@
-"""The memory plan: every byte that the engine will hold, computed before anything is loaded."""
+"""Memory plan: every byte that the engine will use, computed before anything is loaded."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from octavo.plan.setup import resolve_kv_cache_dtype
 from octavo.system.distributed import Rank
 
 MIB = 2**20
-# The server's own process: interpreter, web framework and tokenizer (80 MiB), and a body of 8 MB
-# as objects.
+# Server process: interpreter, web framework and tokenizer (80 MiB), and the objects of a body of
+# 8 MB.
 SERVER_NBYTES = 256 * 2**20
-# An interpreter with torch that waits to take the place of an engine or a worker.
+# Spare process: an interpreter with torch that waits to replace an engine or a worker.
 SPARE_NBYTES = 256 * 2**20
 
 
@@ -40,9 +40,9 @@ class MemoryPlan:
     block_nbytes: int
     max_model_len: int
     blocks_per_request: int
-    """Blocks that one request of `max_model_len` tokens needs at most."""
+    """Most blocks that one request of `max_model_len` tokens needs."""
     warm_spare: bool = False
-    """True if there may be a spare process."""
+    """True if a spare process may exist."""
 
     def nbytes(self, name: str) -> int:
         """Return the bytes of the items with a name."""
@@ -50,17 +50,17 @@ class MemoryPlan:
 
     @property
     def kv_cache(self) -> int:
-        """Bytes of the KV cache, with that of a draft model."""
+        """Bytes of the KV cache, including a draft model's."""
         return self.num_blocks * self.block_nbytes
 
     @property
     def total(self) -> int:
-        """Bytes at the fullest moment."""
+        """Peak number of bytes."""
         return peak_nbytes(self.items)
 
     @property
     def steady(self) -> int:
-        """Bytes held once the model is loaded and everything was used, without requests."""
+        """Bytes in use without requests, after the model is loaded and all buffers were used."""
         return sum(item.nbytes for item in self.items if item.when in ("always", "step"))
 
     @property
@@ -69,7 +69,7 @@ class MemoryPlan:
         return (self.num_blocks - 1) / self.blocks_per_request
 
     def report(self) -> str:
-        """Return the plan as lines for people."""
+        """Return the plan as lines for users."""
         lines = [f"memory plan: {self.total / MIB:,.0f} MiB of {self.limit / MIB:,.0f} MiB"]
         for item in self.items:
             is_freed = item.when == "loading"
@@ -92,7 +92,7 @@ class MemoryPlan:
 
 
 def peak_nbytes(items: Sequence[MemoryItem]) -> int:
-    """Return the bytes of all items at the fullest moment."""
+    """Return the peak number of bytes of all items."""
     total = dict.fromkeys(("always", "step", "loading", "serving"), 0)
     for item in items:
         total[item.when] += item.nbytes
@@ -100,15 +100,15 @@ def peak_nbytes(items: Sequence[MemoryItem]) -> int:
 
 
 def _number(value: float) -> str:
-    """Return the number with a digit after the point, unless that is 0."""
+    """Return the number with one decimal place, without a trailing ".0"."""
     return f"{value:,.1f}".removesuffix(".0")
 
 
 def resolve_dtype(config: EngineConfig, spec: ModelSpec) -> str:
-    """The type of weights and activations.
+    """Return the type of weights and activations.
 
     Raises:
-        ConfigError: if none is set for a checkpoint in float64.
+        ConfigError: the checkpoint is in float64, and no other type is configured.
     """
     dtype = spec.dtype if config.model.dtype == "auto" else config.model.dtype
     if dtype == "float64":
@@ -120,10 +120,10 @@ def resolve_dtype(config: EngineConfig, spec: ModelSpec) -> str:
 
 
 def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
-    """The context length asked for; for -1, the model's, which the plan may shorten.
+    """Return the configured context length; the model's for -1, which the plan may shorten.
 
     Raises:
-        ConfigError: if more is asked for than the model's positions allow.
+        ConfigError: the configured length exceeds the model's positions.
     """
     asked = config.model.max_model_len
     if asked is None or asked == -1:
@@ -137,7 +137,7 @@ def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
 
 
 def resolve_max_num_batched_tokens(config: EngineConfig, default: int, max_model_len: int) -> int:
-    """The token budget of a step: as set, or `default` raised to what the other settings need."""
+    """Return the configured token budget of a step, or `default` raised to the settings' needs."""
     sched = config.scheduler
     if sched.max_num_batched_tokens is not None:
         return sched.max_num_batched_tokens
@@ -157,26 +157,26 @@ def make_memory_plan(
     draft: ModelSpec | None = None,
     items: Sequence[MemoryItem] = (),
 ) -> tuple[MemoryPlan, KVCacheConfig]:
-    """Plan the memory of an engine: the KV cache gets the rest.
+    """Plan the memory of an engine: the KV cache uses the rest.
 
     Args:
         config: the settings.
         spec: the model.
         budget: the device's memory, and the items of the model.
         max_num_batched_tokens: token budget of a step.
-        request_memory: bytes for a server's requests, if they come from the same memory; None:
-            they do not, or there is no server.
-        warm_spare: True if a spare process has its place, in the same memory as requests; None: if
-            it costs no KV cache.
-        limit: bytes that the engine may use; None: its share of the available ones. An engine among
-            several counts a part of what they use together (server, requests, spare).
+        request_memory: bytes for a server's requests, if they use the same memory; None: they do
+            not, or there is no server.
+        warm_spare: True to reserve memory for a spare process, in the same memory as requests;
+            None: only if the KV cache does not shrink.
+        limit: bytes that the engine may use; None: its share of the available bytes. Each of
+            several engines counts a part of the shared items (server, requests, spare).
         draft: the draft model. Its KV cache is in the same blocks.
         items: other users of the same memory.
 
     Raises:
-        ConfigError: if the model, or one request of `max_model_len` tokens, does not fit; the
-            message names what would.
-        ModelError: if blocks do not have the same size in all layers.
+        ConfigError: the model, or one request of `max_model_len` tokens, does not fit; the message
+            names settings that would fit.
+        ModelError: blocks do not have the same size in all layers.
     """
     cache = config.cache
     cache_dtype = resolve_kv_cache_dtype(config, resolve_dtype(config, spec))
@@ -184,7 +184,7 @@ def make_memory_plan(
     stages = divide_layers(spec, device.pipeline_parallel_size, device.pipeline_layers)
     ranks = [Rank.of(i, device) for i in range(device.tensor_parallel_size)]
     layouts = [make_kv_cache_groups(spec.split(rank).caches) for rank in ranks]
-    groups = layouts[0]  # of as many blocks as the others
+    groups = layouts[0]  # all ranks have the same number of blocks
     block_nbytes = sum(
         bytes_per_block(select_layers(layout, *layers), cache.block_size, cache_dtype)
         for layout in layouts
@@ -217,7 +217,7 @@ def make_memory_plan(
     left = limit - peak_nbytes([*budget.items, *others])
     if left < 0:
         has_connector = any(item.name == "KV connector" for item in items)
-        least = "what kv_transfer_config gets" if has_connector else "request_memory_bytes"
+        least = "the sizes in kv_transfer_config" if has_connector else "request_memory_bytes"
         shared = f", among {engines} engines" if engines > 1 else ""
         raise ConfigError(
             f"{config.model.model} needs {(limit - left) / 2**20:,.0f} MiB without the KV cache, "
@@ -255,7 +255,7 @@ def make_memory_plan(
 
 
 def _num_blocks(cache: CacheConfig, block_nbytes: int, left: int, most: int, useful: int) -> int:
-    """Blocks of the KV cache: as set, or what fits `most` bytes, but no more than are of use."""
+    """Return the configured number of blocks, or the number that fits `most`, up to `useful`."""
     if cache.num_gpu_blocks_override is not None:
         num_blocks = cache.num_gpu_blocks_override
     elif cache.kv_cache_memory_bytes is not None:
@@ -278,7 +278,7 @@ def _fit_context(
     block_nbytes: int,
     max_model_len: int,
 ) -> int:
-    """The context that fits the KV cache: `max_model_len`, or less where the settings allow it."""
+    """Return `max_model_len`, or the longest context that fits if the settings allow less."""
     needed = blocks_for(max_model_len)
     if needed <= num_blocks - 1:
         return max_model_len
@@ -292,14 +292,14 @@ def _fit_context(
         raise ConfigError(
             f"The KV cache has {num_blocks} blocks, but a single request of max_model_len="
             f"{max_model_len} needs {needed}, and one is kept free. Set max_model_len={fits} (the "
-            "largest that fits) or less, or give the cache "
+            "largest that fits) or less, or increase the cache to "
             f"{(needed + 1) * block_nbytes / 2**20:,.1f} MiB."
         )
     return fits
 
 
 def _longest_that_fits(blocks_for: Callable[[int], int], num_blocks: int, longest: int) -> int:
-    """The greatest length up to `longest` that needs at most `num_blocks` blocks."""
+    """Return the greatest length up to `longest` that needs at most `num_blocks` blocks."""
     low, high = 0, longest
     while low < high:
         middle = (low + high + 1) // 2

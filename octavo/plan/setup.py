@@ -1,4 +1,4 @@
-"""What a worker is built from. Imports no torch, so that the control plane can fill it in."""
+"""Setup of a worker. Imports no torch, so that the control plane can create it."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from octavo.structured_output.base import MAX_FORCED
 from octavo.system.distributed import ALONE, Rank
 from octavo.system.dtypes import DTYPE_NBYTES
 
-# Prompt logprobs need logits for every prompt token. They are made for this many tokens at a time,
-# or for `max_num_seqs` if that is less: no more than the memory plan has for an ordinary step.
+# Prompt logprobs need logits for every prompt token. They are computed for at most this number of
+# tokens at a time, or for `max_num_seqs` if that is less: an ordinary step has memory for them.
 PROMPT_LOGPROBS_ROWS = 64
 FORCED_DRAFTS = 32
-"""Most places in a step for drafts of grammars, where there are no others."""
+"""Most places in a step for drafts of grammars, without speculative decoding."""
 
 
 def resolve_kv_cache_dtype(config: EngineConfig, dtype: str) -> str:
-    """The type of the KV cache of a model in `dtype`, as `CacheSpec` names it.
+    """Return the type of the KV cache of a model in `dtype`, as `CacheSpec` names it.
 
     Raises:
-        ConfigError: for a type of 16 or 32 bits that is not the model's.
+        ConfigError: the configured type has 16 or 32 bits and is not the model's type.
     """
     match config.cache.kv_cache_dtype:
         case "auto":
@@ -47,7 +47,7 @@ def resolve_kv_cache_dtype(config: EngineConfig, dtype: str) -> str:
 
 @dataclass(frozen=True)
 class WorkerSetup:
-    """All that a worker needs to build its part of the model."""
+    """Setup of a worker and its part of the model."""
 
     config: EngineConfig
     spec: ModelSpec
@@ -57,17 +57,17 @@ class WorkerSetup:
     max_model_len: int
     max_num_batched_tokens: int
     scratches: tuple[Scratch, ...] = ()
-    """On a CPU what the memory plan has for steps, of each stage."""
+    """Planned memory of steps on a CPU, of each stage."""
     kept_layers: tuple[int, ...] = ()
-    """Layers whose hidden states steps return, for draft heads."""
+    """Layers with hidden states that steps return, for draft heads."""
     draft: WorkerSetup | None = None
-    """Of the model that drafts. Its blocks are those of the target."""
+    """Setup of the draft model. It uses the same blocks as the target."""
     rank: Rank = ALONE
-    """Which of the processes that compute the model together this worker is in."""
+    """Rank of the worker among the processes that compute the model."""
     model_identity: str = ""
-    """See `KVLayout.model`; needed with a KV connector only."""
+    """Identity of the model, for KV connectors; see `KVLayout.model`."""
     group: int | None = None
-    """The descriptor of their memory, of `group_nbytes`; inherited."""
+    """Inherited descriptor of the ranks' memory of `group_nbytes` bytes."""
 
     @property
     def kv_cache_dtype(self) -> str:
@@ -76,7 +76,7 @@ class WorkerSetup:
 
     @cached_property
     def part(self) -> ModelSpec:
-        """What of the model this rank has."""
+        """Part of the model that this rank computes."""
         part = self.spec.split(self.rank)
         if self.rank.num_stages == 1:
             return part
@@ -84,19 +84,19 @@ class WorkerSetup:
 
     @cached_property
     def stage_layers(self) -> tuple[int, int]:
-        """Its layers, from ... to ..."""
+        """Layers (begin, end) of this rank."""
         asked = self.config.device.pipeline_layers
         return divide_layers(self.spec, self.rank.num_stages, asked)[self.rank.stage]
 
     @cached_property
     def kv_cache_groups(self) -> list[KVCacheGroup]:
-        """Groups of the KV cache as all ranks have them, with the layers of this one."""
+        """Groups of the KV cache, the same for all ranks, with the layers of this rank."""
         groups = make_kv_cache_groups(self.spec.split(self.rank).caches)
         return groups if self.rank.num_stages == 1 else select_layers(groups, *self.stage_layers)
 
     @property
     def kv_layout(self) -> KVLayout:
-        """What this rank keeps of a block of the KV cache."""
+        """Layout of this rank's part of a block of the KV cache."""
         device, part = self.config.device, self.spec.split(self.rank)
         first_heads = {getattr(cache, "first_kv_head", 0) for cache in part.caches}
         assert len(first_heads) == 1, "heads are divided alike in all layers"
@@ -114,19 +114,19 @@ class WorkerSetup:
 
     @property
     def stages(self) -> list[WorkerSetup]:
-        """The setup of the first rank of each stage."""
+        """Setup of the first rank of each stage."""
         firsts = [replace(self.rank, index=0, stage=i) for i in range(self.rank.num_stages)]
         return [replace(self, rank=rank) for rank in firsts]
 
     @property
     def peers(self) -> list[WorkerSetup]:
-        """The setups of all ranks of this one's stage."""
+        """Setups of all ranks of this rank's stage."""
         ranks = [replace(self.rank, index=index) for index in range(self.rank.size)]
         return [replace(self, rank=rank) for rank in ranks]
 
     @property
     def scratch(self) -> Scratch | None:
-        """What the memory plan has for this rank's steps."""
+        """Planned memory of this rank's steps."""
         return self.scratches[self.rank.stage] if self.scratches else None
 
     @property
@@ -136,12 +136,12 @@ class WorkerSetup:
 
     @property
     def group_nbytes(self) -> int:
-        """What the memory of all ranks takes; see `GroupLayout`."""
+        """Size of the memory of all ranks in bytes; see `GroupLayout`."""
         return self.group_layout.nbytes
 
     @property
     def group_layout(self) -> GroupLayout:
-        """Where what ranks share is."""
+        """Layout of the memory that ranks share."""
         return GroupLayout(
             size=self.largest_step,
             max_num_drafts=self.max_num_drafts,
@@ -153,7 +153,7 @@ class WorkerSetup:
 
     @property
     def max_in_flight(self) -> int:
-        """Steps that may be handed in before the first one's result is there."""
+        """Most steps that may be submitted before the result of the first one arrives."""
         return self.rank.num_stages + self.config.scheduler.async_scheduling
 
     @property
@@ -164,7 +164,7 @@ class WorkerSetup:
 
     @property
     def max_num_drafts(self) -> int:
-        """Most drafts of all requests in a step: grammars have some without speculation."""
+        """Most drafts of all requests in a step; grammars draft without speculation, too."""
         requests = self.config.scheduler.max_num_seqs
         return max(
             requests * self.num_speculative_tokens, min(requests * MAX_FORCED, FORCED_DRAFTS)
@@ -172,7 +172,7 @@ class WorkerSetup:
 
     @property
     def largest_step(self) -> StepSize:
-        """Most of everything in a step."""
+        """Size of the largest step."""
         tokens, requests = self.max_num_batched_tokens, self.config.scheduler.max_num_seqs
         samples = min(requests + self.max_num_drafts, tokens)  # one for each token at most
         return StepSize(tokens, requests, max(requests, samples))

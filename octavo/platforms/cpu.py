@@ -145,7 +145,7 @@ class CPUPlatform(Platform):
     def allocate_cache(
         self, num_blocks: int, block_nbytes: int, device: torch.device
     ) -> torch.Tensor:
-        """See `Platform`; the system allocates pages when they are first written."""
+        """Implement `Platform`; the system allocates pages when they are first written."""
         from octavo.kernels.memory import map_memory
 
         return map_memory(num_blocks * block_nbytes).view(num_blocks, block_nbytes)

@@ -232,7 +232,7 @@ def _check_weights(setup: WorkerSetup, device: torch.device) -> None:
     total, free = machine.cuda_memory(device)
     if weights > min(free, total * config.cache.gpu_memory_utilization):
         raise ConfigError(
-            f"{config.model.model} takes {weights / 2**20:,.0f} MiB in {setup.dtype}, and "
+            f"{config.model.model} needs {weights / 2**20:,.0f} MiB in {setup.dtype}, but "
             f"{machine.cuda_name(device)} has {free / 2**20:,.0f} MiB free of "
             f"{total / 2**20:,.0f} MiB. Use a smaller model or dtype, or device=cpu."
         )

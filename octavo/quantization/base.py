@@ -1,4 +1,4 @@
-"""The contract of a weight's form. Imports no torch."""
+"""Interface of a weight's form. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,46 +19,46 @@ Part = tuple["Tensor", ...]
 
 @dataclass(frozen=True)
 class PackedShape:
-    """The shape of a packed weight, and the model's type."""
+    """Shape of a packed weight, and the model's type."""
 
     n: int
-    """Outputs."""
+    """Number of outputs."""
     k: int
-    """Inputs."""
+    """Number of inputs."""
     dtype: str
-    """The model's type: "float32", "float16" or "bfloat16"."""
+    """Type of the model: "float32", "float16" or "bfloat16"."""
     whole: int | None = None
-    """Outputs of the weight that these are a part of, which is packed as the whole is."""
+    """Number of outputs of the whole weight; a part has the same format as the whole."""
 
 
 class WeightForm(Protocol):
-    """How a linear weight is stored in a checkpoint, and how it is packed; a frozen dataclass.
+    """Form of a linear weight in a checkpoint and in memory; a frozen dataclass.
 
-    Any shape is allowed: padding fills up incomplete groups and adds nothing to a product.
+    Any shape is allowed: zeros pad incomplete groups.
     """
 
     @property
     def name(self) -> str:
-        """Name of the form with all its parameters: the keys of kept weights hold it."""
+        """Name of the form with all its parameters; the weight cache's keys contain it."""
         ...
 
     @property
     def max_inputs(self) -> int | None:
-        """The largest number of inputs; None: there is no limit."""
+        """Largest number of inputs; None: no limit."""
         ...
 
     @property
     def num_tensors(self) -> int:
-        """Number of tensors that it reads for each module."""
+        """Number of tensors of each module."""
         ...
 
     def sources(self, module: str, rows: int, inputs: int) -> tuple[Source, ...]:
-        """Return the tensors of a module in the checkpoint, `num_tensors` of them.
+        """Return the `num_tensors` tensors of a module in the checkpoint.
 
         Args:
             module: the module's name in the checkpoint.
-            rows: its outputs.
-            inputs: its inputs.
+            rows: number of its outputs.
+            inputs: number of its inputs.
         """
         ...
 

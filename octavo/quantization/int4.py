@@ -21,7 +21,7 @@ SMALL = 2**16
 class Int4(FromFloatsQuantized):
     """Weights of 4.5 bits, scales included.
 
-    Of some scales for a group, the one with the smallest squared error is used.
+    Each group uses the scale with the smallest squared error among several candidates.
     """
 
     name: ClassVar[str] = "int4"

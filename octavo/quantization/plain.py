@@ -1,4 +1,4 @@
-"""Weights in the model's type, and what forms share that read such weights. Imports no torch."""
+"""Weights in the model's type, and the common part of forms that read floats. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class FromFloats:
-    """The parts of a `WeightForm` that reads one tensor of floats for each module."""
+    """Parts of a `WeightForm` that reads one tensor of floats for each module."""
 
     num_tensors: ClassVar[int] = 1
 
     def sources(self, module: str, rows: int, inputs: int) -> tuple[Source, ...]:
-        """See `WeightForm`."""
+        """Implement `WeightForm`."""
         return (Source(f"{module}.weight", (rows, inputs)),)
 
     def cut(
@@ -32,7 +32,7 @@ class FromFloats:
         rows: Sequence[slice | Tensor],
         columns: tuple[int, int] | None,
     ) -> list[Part]:
-        """See `WeightForm`."""
+        """Implement `WeightForm`."""
         (tensor,) = tensors
         if columns is not None:
             tensor = tensor[:, slice(*columns)]
@@ -40,7 +40,7 @@ class FromFloats:
 
 
 def floats(parts: Sequence[Part], dtype: torch.dtype) -> list[Tensor]:
-    """Return the only tensor of each part, contiguous; float64 is rounded once, to a type.
+    """Return the single tensor of each part, contiguous; round float64 to `dtype`.
 
     The result is a list even for one part, so that no table of operations keeps a mapped file.
     """
@@ -60,20 +60,20 @@ class Plain(FromFloats):
     max_inputs: ClassVar[int | None] = None
 
     def nbytes(self, shape: PackedShape) -> int:
-        """See `WeightForm`."""
+        """Implement `WeightForm`."""
         return packed_nbytes(shape.n, shape.k, shape.dtype)
 
     def pack(
         self, ops: Ops, parts: Sequence[Part], shape: PackedShape, out: Tensor | None = None
     ) -> PackedWeight:
-        """See `WeightForm`."""
+        """Implement `WeightForm`."""
         import torch
 
         dtype: torch.dtype = getattr(torch, shape.dtype)
         return ops.pack_weight(floats(parts, dtype), dtype, out)
 
     def wrap(self, data: Tensor, shape: PackedShape) -> PackedWeight:
-        """See `WeightForm`."""
+        """Implement `WeightForm`."""
         import torch
 
         from octavo import _native

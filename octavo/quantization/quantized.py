@@ -16,29 +16,29 @@ if TYPE_CHECKING:
 
 
 class FromFloatsQuantized(FromFloats):
-    """A `WeightForm` whose format depends on a weight's shape only."""
+    """`WeightForm` with a format that depends only on the weight's shape."""
 
     max_inputs: ClassVar[int | None] = 2**17
-    """Sums of 32 bits hold no more products."""
+    """Limit of 32-bit sums of products."""
 
     def format(self, n: int, k: int) -> tuple[Literal["int8", "int4_levels"], int]:
         """Return the format of a weight [n, k] and the number of inputs that share a scale."""
         raise NotImplementedError
 
     def nbytes(self, shape: PackedShape) -> int:
-        """See `WeightForm`."""
+        """Implement `WeightForm`."""
         return quantized_nbytes(shape.n, shape.k, *self._format(shape))
 
     def pack(
         self, ops: Ops, parts: Sequence[Part], shape: PackedShape, out: Tensor | None = None
     ) -> QuantizedWeight:
-        """See `WeightForm`."""
+        """Implement `WeightForm`."""
         import torch
 
         return ops.quantize_weight(floats(parts, torch.float32), *self._format(shape), out)
 
     def wrap(self, data: Tensor, shape: PackedShape) -> QuantizedWeight:
-        """See `WeightForm`."""
+        """Implement `WeightForm`."""
         from octavo import _native
         from octavo.kernels.base import QuantizedWeight
 

@@ -1,4 +1,4 @@
-"""The forms that exist: those of the setting, and the methods of quantized checkpoints."""
+"""Registry of forms: those of the setting, and the methods of quantized checkpoints."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from octavo.quantization.int8 import Int8
 from octavo.quantization.plain import PLAIN
 
 FORMS: dict[str | None, WeightForm] = {None: PLAIN, "int8": Int8(), "int4": Int4()}
-"""By the value of the `quantization` setting; None keeps the model's type."""
+"""Forms by the value of the `quantization` setting; None keeps the model's type."""
 
 Groups = Sequence[tuple[Sequence[str], WeightForm]]
-"""Modules and their form: the first entry that names a module counts. "Linear" is all modules but
-the LM head; a text that begins with re: is a regular expression of the beginning of names; any
-other text is some consecutive parts of a name."""
+"""Modules and their form: the first entry that matches a module counts. "Linear" matches all
+modules except the LM head; a text that begins with re: is a regular expression for the beginning
+of names; any other text matches consecutive parts of a name."""
 
 METHODS: dict[str, Callable[[ConfigJson], Groups]] = {}
-"""By `quant_method`: functions that read config.json's quantization_config."""
+"""Readers of config.json's quantization_config, by `quant_method`."""

@@ -1,10 +1,10 @@
-"""Steps on a GPU: one copy in, captured graphs for decode steps, sampled tokens that stay there.
+"""Steps on a GPU: one copy of inputs, captured decode steps, sampled tokens on the device.
 
-Nothing here waits for the device. A step's inputs go over in one copy from pinned memory; the
-tokens that it samples are read on the device by the next step, whose inputs name them `UNKNOWN`,
-and come to the host in one copy that somebody else waits for.
+No function here waits for the device. A step's inputs are copied once, from pinned memory. The
+next step reads the sampled tokens on the device; its inputs mark them `UNKNOWN`. One copy brings
+them to the host, and its reader waits for it.
 
-Through Triton's interpreter all of it runs on a CPU as well, without graphs and pinned memory.
+With Triton's interpreter the same code runs on a CPU, without graphs and pinned memory.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from octavo.worker.input_batch import HostTable, InputBatch, StepBuffers, StepIn
 
 logger = logging.getLogger(__name__)
 
-# Two steps are in flight, and the inputs of a third are gathered. Steps that sample nothing are
-# waited for by nobody, so a buffer is taken again only when its copy has been made.
+# Two steps are in flight while the inputs of a third are gathered. No code waits for steps that
+# sample nothing, so a buffer is used again only after its copy.
 _HOST_BUFFERS = 3
 _TORCH_DTYPES = {"int32": torch.int32, "int64": torch.int64}
 
@@ -38,10 +38,10 @@ DeviceTable = StepTable[Tensor]
 
 
 class Graph(Protocol):
-    """The launches of a function without arguments and result, captured."""
+    """Captured launches of a function without arguments and result."""
 
     def replay(self) -> None:
-        """Launches them again."""
+        """Launch them again."""
         ...
 
 
@@ -49,21 +49,21 @@ Capture = Callable[[Callable[[], None]], Graph]
 
 
 class CudaGraphs:
-    """A `Capture` by CUDA graphs that share one pool of memory: no two may be under way at once."""
+    """`Capture` by CUDA graphs that share one memory pool: only one may run at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        # One for all: cuBLAS keeps a workspace for every stream that it has seen.
+        # One stream for all captures: cuBLAS keeps a workspace for every stream that it has seen.
         self._stream = torch.cuda.Stream(device)
 
     def __call__(self, step: Callable[[], None]) -> Graph:
-        """Captures a function on a stream of its own, after having run it once."""
+        """Capture a function on a dedicated stream, after one run."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            step()  # compiles the kernels, lets the libraries take their workspace
+            step()  # compiles the kernels, and lets the libraries allocate their workspace
         graph = torch.cuda.CUDAGraph()
-        # Other threads of this process may have a GPU of their own to talk to meanwhile.
+        # Other threads of this process may use another GPU at the same time.
         with torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         ):
@@ -74,23 +74,23 @@ class CudaGraphs:
 
 @dataclass(slots=True)
 class _Graph:
-    """A decode step of one size, captured."""
+    """Captured decode step of one size."""
 
     layout: StepLayout
     table: DeviceTable
     buffers: list[StepBuffers]
-    """In each of the host's buffers."""
+    """The step's inputs in each of the host's buffers."""
     graph: Graph
 
 
 class DeviceSteps:
-    """See the module.
+    """`StepRunner` of a GPU; see the module.
 
     Args:
         eager: the model, the backend and the KV cache.
         ops: the model's table of operations.
         batch: the rows of the live requests.
-        largest: most of everything in a step.
+        largest: size of the largest step.
         max_model_len: longest context.
     """
 
@@ -106,7 +106,7 @@ class DeviceSteps:
         self._eager, self._ops, self._batch = eager, ops, batch
         self._largest, self._max_model_len = largest, max_model_len
         self.device = eager.model.device
-        self._apart = not is_host(self.device)  # not so through Triton's interpreter
+        self._apart = not is_host(self.device)  # False with Triton's interpreter
         nbytes = batch.layout(largest).nbytes
         self._host = [
             torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self._apart)
@@ -115,11 +115,11 @@ class DeviceSteps:
         self._copied = [torch.cuda.Event() if self._apart else None for _ in self._host]
         self._at = 0
         self._memory = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
-        # Behind the rows one more, which the padding of captured steps writes: row -1.
+        # The padding of captured steps writes to one extra row at the end: row -1.
         rows = largest.requests
         self._sampled = torch.zeros(rows + 1, dtype=torch.int64, device=self.device)
-        self._rows = self._sampled[:0]  # those that sample in the step run last
-        # What captured steps of all sizes return, so that each of them holds no memory of its own.
+        self._rows = self._sampled[:0]  # the rows that sample in the last step
+        # Results of captured steps of all sizes, which share this memory.
         spec, new = eager.model.spec, self._sampled.new_empty
         self._hidden = new((rows, spec.hidden_size), dtype=eager.model.dtype)
         self._kept = {layer: torch.empty_like(self._hidden) for layer in eager.kept_layers}
@@ -129,7 +129,7 @@ class DeviceSteps:
         self._layout = batch.layout(StepSize(0, 0, 0))
 
     def buffers(self, num_tokens: int, num_reqs: int) -> StepBuffers:
-        """Where the inputs of the next step go, on the host."""
+        """Return the host's buffers for the inputs of the next step."""
         self._at = (self._at + 1) % _HOST_BUFFERS
         copied = self._copied[self._at]
         if copied is not None:
@@ -143,11 +143,11 @@ class DeviceSteps:
         return StepBuffers(self._layout, self._host[self._at].numpy())
 
     def run(self, inputs: StepInputs, params: NDArray[np.void] | None) -> StepResult:
-        """Launches a step; see `StepRunner`."""
+        """Launch a step; see `StepRunner`."""
         size, host = inputs.size, inputs.table
         graph = self._find_graph(size.tokens, size.requests)
         host.sampling_rows[: size.samples] = inputs.sampling_rows
-        # A captured step chooses tokens even if nobody wants them: greedily, which is quick.
+        # A captured step always chooses tokens. If they are not used: greedily, which is quick.
         words = 0 if params is None else params.view(np.int64).reshape(-1, SAMPLING_ROW_WORDS)
         host.sampling_params[: size.samples] = words
         if graph is not None:
@@ -174,13 +174,13 @@ class DeviceSteps:
         )
 
     def put_tokens(self, tokens: Tensor) -> None:
-        """Notes tokens that were chosen elsewhere as the last ones of the step's rows."""
+        """Store tokens that the sampler has chosen as the last ones of the step's rows."""
         self._sampled[self._rows] = tokens
 
     def capture(self, sizes: Sequence[int], capture: Capture | None = None) -> None:
-        """Captures decode steps of the given numbers of rows, the largest first.
+        """Capture decode steps of the given numbers of rows, the largest first.
 
-        `capture` makes a graph of a function; default: `CudaGraphs`.
+        `capture` converts a function to a graph; default: `CudaGraphs`.
         """
         start, before = time.monotonic(), self._reserved()
         capture = capture or CudaGraphs(self.device)
@@ -214,7 +214,7 @@ class DeviceSteps:
         return torch.cuda.memory_reserved(self.device) if self._apart else 0
 
     def _find_graph(self, num_tokens: int, num_reqs: int) -> _Graph | None:
-        """The captured step that a decode step of that size fits; None: there is none."""
+        """Return the smallest captured step that fits a decode step of the given size, or None."""
         if num_tokens != num_reqs:
             return None
         size = min((size for size in self._graphs if size >= num_reqs), default=None)
@@ -238,16 +238,16 @@ class DeviceSteps:
 
 
 def _device_table(layout: StepLayout, memory: Tensor) -> DeviceTable:
-    """A step's arrays in uint8 [layout.nbytes or more] on the device."""
+    """Return a step's arrays in uint8 [layout.nbytes or more] on the device."""
     return layout.table(
         lambda begin, end, dtype, shape: memory[begin:end].view(_TORCH_DTYPES[dtype]).view(shape)
     )
 
 
 def _pad(table: HostTable, size: StepSize) -> None:
-    """Fills a captured step that is larger than the requests there are: rows that do nothing."""
+    """Fill the unused rows of a captured step with requests that do nothing."""
     num_reqs, num_samples = size.requests, size.samples
-    # One query each, which sees nothing: attention makes it 0.
+    # One query for each, with an empty context: its attention is 0.
     table.query_start_loc[num_reqs + 1 :] = np.arange(num_reqs + 1, len(table.seq_lens) + 1)
     table.seq_lens[num_reqs:] = 0
     table.input_ids[num_reqs:] = 0

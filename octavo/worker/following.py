@@ -1,4 +1,4 @@
-"""The model runner of a rank that computes its part and leaves sampling to another one."""
+"""Model runner of a rank that does not sample: another rank does."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ _NONE: LongArray = np.empty(0, np.int64)
 
 @dataclass(slots=True)
 class _Sampling:
-    """A step whose tokens the rows do not have yet."""
+    """Step with sampled tokens that are still missing in the rows."""
 
     step: int
     rows: LongArray
     owners: LongArray
     most: LongArray
-    """How many tokens each may get."""
+    """Most tokens that each row may receive."""
 
 
 class FollowingRunner(ModelRunner):
-    """Keeps the same rows as the rank that samples, whose tokens it learns when it needs them.
+    """Model runner with the same rows as the rank that samples.
 
-    Its results are empty.
+    It reads the sampled tokens when it needs them. Its results are empty.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -51,7 +51,7 @@ class FollowingRunner(ModelRunner):
         scheduler_output: SchedulerOutput,
         announce: Callable[[Drafts], None] = lambda drafts: None,
     ) -> None:
-        """See `ModelRunner`."""
+        """Implement `ModelRunner`."""
         scheduled, state = scheduler_output.scheduled_reqs, self.state
         with span("prepare_inputs"):
             self._update_rows(scheduler_output)
@@ -78,13 +78,13 @@ class FollowingRunner(ModelRunner):
             self._sampling.append(_Sampling(self._num_steps, rows, owners, most))
 
     def sample_tokens(self, grammar: GrammarOutput | None = None) -> PendingOutput:
-        """Nothing: another rank does."""
+        """Return an empty result: another rank samples."""
         if grammar is not None and self.setup.rank.drafts:
             self._note_forced(grammar)
         return PendingOutput(ModelRunnerOutput(), _NONE, None)
 
     def _learn_tokens(self, scheduled: list[ScheduledRequest]) -> None:
-        """Takes in the tokens that a step's requests need, and all others that are there."""
+        """Read the tokens that a step's requests need, and all others that have arrived."""
         assert self.group is not None
         broadcast, batch, waiting = self.group.broadcast, self.state.batch, self._sampling
         needed = 0
@@ -94,17 +94,17 @@ class FollowingRunner(ModelRunner):
         while waiting and (waiting[0].step <= needed or broadcast.has_tokens(waiting[0].step)):
             it = waiting.popleft()
             tokens, kept = broadcast.read_tokens(it.step, len(it.rows))
-            same = it.owners == batch.owners[it.rows]  # another request may have the row now
+            same = it.owners == batch.owners[it.rows]  # another request may use the row now
             rows, kept_now = it.rows[same], kept[same]
             batch.append(rows, tokens[np.repeat(same, kept)], kept_now)
             batch.num_computed_tokens[rows] -= it.most[same] - kept_now
 
     def _add_sampling(self, req_id: str, row: int, data: NewRequestData) -> None:
-        """Another rank samples."""
+        """Do nothing: another rank samples."""
 
     def _remove_sampling(self, row: int) -> None:
-        """Another rank samples."""
+        """Do nothing: another rank samples."""
 
     def _prompt_lists(self, logits: torch.Tensor, targets: IntArray, k: int) -> LogprobsLists:
-        """Another rank reads them."""
+        """Return an empty list: another rank reads the logprobs."""
         return LogprobsLists.join([])

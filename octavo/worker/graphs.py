@@ -1,9 +1,9 @@
-"""How a step's forward pass is run: layer by layer from Python, or as a captured plan.
+"""Runners of a step's forward pass: layer by layer from Python, or as a captured plan.
 
 The captured plan is the same forward pass, recorded once: a list of kernel calls with fixed
-addresses that the native side runs by itself. One plan serves steps of every size, since a call
-knows its shapes but for the number of rows, and every step's inputs are gathered into the same
-buffers.
+addresses that the native code runs without Python. One plan serves steps of every size: a call
+fixes all shapes except the number of rows, and the inputs of every step are gathered into the
+same buffers.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _NO_LOGITS = torch.empty(0, 0)
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Numbers of decode rows to capture: 1, 2, 4, then multiples of 8 up to 256, then of 32.
+    """Return the numbers of decode rows to capture: 1, 2, 4, multiples of 8 to 256, then of 32.
 
-    The last one is `max_num_seqs`.
+    The last number is `max_num_seqs`.
     """
     sizes = [1, 2, 4, *range(8, 257, 8), *range(288, max_num_seqs, 32)]
     return [n for n in sizes if n < max_num_seqs] + [max_num_seqs]
@@ -42,54 +42,54 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step's forward pass brought; the next one may overwrite it."""
+    """Result of a step's forward pass; the next step may overwrite it."""
 
     hidden: Tensor
-    """[T, hidden_size]"""
+    """Hidden states [T, hidden_size]."""
     logits: Tensor
-    """float32 [S, vocab]."""
+    """Logits, float32 [S, vocab]."""
     kept: dict[int, Tensor]
-    """[T, hidden_size] behind each of the layers that were asked for."""
+    """Hidden states [T, hidden_size] after each layer in `kept_layers`."""
     tokens: Tensor | None = None
-    """int64 [S], if they have been chosen already."""
+    """Tokens, int64 [S], if the runner has already chosen them."""
     handed: tuple[Tensor, Tensor | None] | None = None
-    """What a stage hands on to the next one instead of logits: see `StepContext`; some rows more
-    may belong to no token."""
+    """Output of a stage for the next one, instead of logits: see `StepContext`. It may have extra
+    rows at its end that belong to no token."""
 
 
 class StepRunner(Protocol):
-    """Runs the model on a step's inputs."""
+    """Runner of the model on a step's inputs."""
 
     def buffers(self, num_tokens: int, num_reqs: int) -> StepBuffers:
-        """Where the inputs of the next step, of that size, are to be gathered."""
+        """Return the buffers for the inputs of the next step, of the given size."""
         ...
 
     def run(self, inputs: StepInputs, params: NDArray[np.void] | None) -> StepResult:
-        """Runs a step.
+        """Run a step.
 
         Args:
-            inputs: gathered into what `buffers` returned last.
+            inputs: gathered into the buffers that `buffers` returned last.
             params: `SAMPLING_ROW` [S], if tokens may be chosen from the logits as they are.
         """
         ...
 
     def put_tokens(self, tokens: Tensor) -> None:
-        """Takes note of tokens int64 [S] that were chosen outside for the step run last."""
+        """Store tokens int64 [S] that the sampler has chosen for the last step."""
         ...
 
 
 class EagerSteps:
-    """Runs the layers one after the other from Python.
+    """Runner that calls the layers one after the other from Python.
 
     Args:
-        model: what to run.
+        model: the model to run.
         backend: computes attention.
         caches: the model's caches, as its blocks use them.
         kinds: the kind of cache of each KV-cache group.
-        groups: for each of the caches the index of its KV-cache group.
-        buffers: for a step of the largest size.
-        kept_layers: layers whose hidden states are returned.
-        received: where the input of a stage is that is not the first one.
+        groups: index of the KV-cache group of each cache.
+        buffers: inputs of a step of the largest size.
+        kept_layers: layers with hidden states to return.
+        received: input of a stage other than the first one.
         progress: see `StepContext`.
     """
 
@@ -114,20 +114,20 @@ class EagerSteps:
         self._received, self._progress = received, progress
 
     def buffers(self, num_tokens: int, num_reqs: int) -> StepBuffers:
-        """See `StepRunner`."""
+        """Implement `StepRunner`."""
         return self._buffers
 
     def put_tokens(self, tokens: Tensor) -> None:
-        """See `StepRunner`; the next step's inputs have them."""
+        """Do nothing: the next step's inputs contain the tokens."""
 
     def context(
         self, table: StepTable[Tensor], max_query_len: int, max_seq_len: int
     ) -> StepContext:
-        """What the model's blocks are told of a step.
+        """Return the context of a step for the model's blocks.
 
         Args:
-            table: its arrays, no larger than it is.
-            max_query_len: most tokens of a request in it.
+            table: the step's arrays, of exactly its size.
+            max_query_len: most tokens of a request in the step.
             max_seq_len: longest context.
         """
         metadata = [
@@ -150,7 +150,7 @@ class EagerSteps:
         )
 
     def run(self, inputs: StepInputs, params: NDArray[np.void] | None) -> StepResult:
-        """See `StepRunner`."""
+        """Implement `StepRunner`."""
         table = inputs.table.first(inputs.size)
         max_seq_len = int(table.seq_lens.max())
         tensors = table.map(torch.from_numpy)
@@ -166,15 +166,16 @@ class EagerSteps:
 
 
 class CapturedSteps:
-    """Runs the plan of native kernel calls that the forward pass was recorded as.
+    """Runner of a recorded forward pass: a plan of native kernel calls.
 
     Args:
-        eager: what to record. Its model and backend must be the native ones.
+        eager: the runner to record. Its model and backend must be the native ones.
         ops: the model's table of operations.
-        activations: where the forward pass has its intermediate results.
-        logits: where the logits are, and what they are made from.
-        prompt_embeds: whether embeddings may come with prompts: the model must be a `DecoderModel`.
-            They are put in between two plans, of the look-up in the table and of all that follows.
+        activations: memory of the forward pass's intermediate results.
+        logits: memory of the logits and of the intermediate results of the head.
+        prompt_embeds: True if prompts may contain embeddings: the model must be a `DecoderModel`.
+            Then the embedding table's look-up is a separate plan, and the runner writes the
+            embeddings between the two plans.
     """
 
     def __init__(
@@ -187,7 +188,7 @@ class CapturedSteps:
         prompt_embeds: bool = False,
     ) -> None:
         self._buffers = buffers = eager.buffers(0, 0)
-        self._owners = eager, activations, logits  # of the memory that the plan has addresses of
+        self._owners = eager, activations, logits  # keeps the memory that the plan refers to
         self._plan = _native.Plan()
         table = buffers.table.map(torch.from_numpy)
         step = eager.context(table, len(table.input_ids), 0)
@@ -206,14 +207,14 @@ class CapturedSteps:
         self._kept = step.kept
 
     def buffers(self, num_tokens: int, num_reqs: int) -> StepBuffers:
-        """See `StepRunner`."""
+        """Implement `StepRunner`."""
         return self._buffers
 
     def put_tokens(self, tokens: Tensor) -> None:
-        """See `StepRunner`; the next step's inputs have them."""
+        """Do nothing: the next step's inputs contain the tokens."""
 
     def run(self, inputs: StepInputs, params: NDArray[np.void] | None) -> StepResult:
-        """See `StepRunner`."""
+        """Implement `StepRunner`."""
         size = inputs.size
         if self._embeds is not None:
             self._look_up.run(size.tokens, size.requests, size.samples)
@@ -225,6 +226,6 @@ class CapturedSteps:
 
 
 def _put_embeds(x: Tensor, embeds: Sequence[tuple[int, Tensor]]) -> None:
-    """Puts embeddings that came with prompts in their places of [T, embed_size], in its dtype."""
+    """Write prompt embeddings to their rows of `x` [T, embed_size], in its dtype."""
     for begin, rows in embeds:
         x[begin : begin + len(rows)] = rows

@@ -1,4 +1,4 @@
-"""A worker's place among the ranks that compute one model together."""
+"""Communication of a worker with the other ranks of its model."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from octavo.worker.input_batch import StepBuffers, StepInputs
 from octavo.worker.token_broadcast import TokenBroadcast
 
 Handed = tuple[Tensor, Tensor | None]
-"""(x, residual), as `Layer` takes and returns them."""
+"""Pair (x, residual) as in `Layer`."""
 
 
 def make_buffers(setup: WorkerSetup) -> SharedBuffers | None:
-    """What the blocks of a rank's part reserve their buffers in; None: a stage is one rank."""
+    """Return the buffers that the ranks of a stage share; None if a stage is one rank."""
     if setup.rank.size == 1:
         return None
     tokens, samples = setup.max_num_batched_tokens, setup.largest_step.samples
@@ -33,7 +33,7 @@ def make_buffers(setup: WorkerSetup) -> SharedBuffers | None:
 
 
 def make_received(setup: WorkerSetup, dtype: torch.dtype) -> Handed | None:
-    """Where a stage has what the one before hands on; None: it is the first one."""
+    """Return memory for the output of the stage before; None for the first stage."""
     if setup.rank.is_first:
         return None
     shape = setup.max_num_batched_tokens, setup.spec.hidden_size
@@ -42,14 +42,14 @@ def make_received(setup: WorkerSetup, dtype: torch.dtype) -> Handed | None:
 
 
 class Group:
-    """What ranks share.
+    """Memory and messages that ranks share.
 
     Args:
-        setup: has rank and descriptor.
-        buffers: of the model that has been built, if several ranks compute the same layers.
+        setup: contains the rank and the group's descriptor.
+        buffers: buffers of the built model, if several ranks compute the same layers.
 
     Raises:
-        ConfigError: the others do not compute the same model.
+        ConfigError: the other ranks do not compute the same model.
     """
 
     def __init__(self, setup: WorkerSetup, buffers: SharedBuffers | None) -> None:
@@ -62,11 +62,11 @@ class Group:
             buffers.attach(self.memory, layout.buffers_of(rank.stage))
 
     def connect(self, steps: StepRunner, received: Handed | None) -> StepRunner:
-        """Has a stage's steps begin with what the one before hands on, and hand on their results.
+        """Return a runner that receives a stage's input from the stage before and sends its output.
 
         Args:
-            steps: run the stage's layers.
-            received: where these take their input from.
+            steps: the runner of the stage's layers.
+            received: the memory that `steps` reads its input from.
         """
         rank, memory, layout = self._rank, self.memory, self._layout
         if rank.num_stages == 1:
@@ -77,7 +77,7 @@ class Group:
 
 
 class _Channel:
-    """From one rank to the one of the same index in the next stage, step by step."""
+    """Channel from a rank to the rank of the same index in the next stage, step by step."""
 
     def __init__(self, memory: GroupMemory, layout: GroupLayout, stage: int, index: int) -> None:
         begin = layout.handed(stage, index)
@@ -92,7 +92,7 @@ class _Channel:
         self._step = 0
 
     def send(self, handed: Handed, rows: int) -> None:
-        """Hands on the first rows of a step; waits while the other one is too far behind."""
+        """Send the first rows of a step; wait while the receiver is too many steps late."""
         self._step += 1
         self._taken.wait(self._step - HANDED_SLOTS)
         size = 0
@@ -103,7 +103,7 @@ class _Channel:
         self._sent.post(self._step)
 
     def receive(self, into: Handed, rows: int) -> None:
-        """Takes the first rows of the next step; waits for them."""
+        """Receive the first rows of the next step; wait for them."""
         self._step += 1
         self._sent.wait(self._step)
         for tensor, place in self._places(into, rows):
@@ -111,7 +111,7 @@ class _Channel:
         self._taken.post(self._step)
 
     def _places(self, handed: Handed, rows: int) -> list[tuple[Tensor, Tensor]]:
-        """The tensors' rows, and where in the memory they are in this step."""
+        """Return pairs of the tensors' rows and their places in the memory in this step."""
         slot, begin = self._slots[self._step % HANDED_SLOTS], SLOT_HEAD_NBYTES
         places = []
         for tensor in handed:
@@ -124,7 +124,7 @@ class _Channel:
 
 
 class _StageSteps:
-    """See `StepRunner`; the steps of one of several stages."""
+    """`StepRunner` of one of several stages."""
 
     def __init__(
         self,
@@ -137,11 +137,11 @@ class _StageSteps:
         self.put_tokens = steps.put_tokens
 
     def buffers(self, num_tokens: int, num_reqs: int) -> StepBuffers:
-        """See `StepRunner`."""
+        """Implement `StepRunner`."""
         return self._steps.buffers(num_tokens, num_reqs)
 
     def run(self, inputs: StepInputs, params: NDArray[np.void] | None) -> StepResult:
-        """See `StepRunner`."""
+        """Implement `StepRunner`."""
         rows = inputs.size.tokens
         if self._before is not None:
             assert self._received is not None

@@ -1,9 +1,9 @@
 """Persistent rows of the live requests, and the inputs of a step gathered from them.
 
-A request keeps its row from its first step to its last, so a step's message holds only what
-changed; the token history lives here, sampled tokens included, so that a step can be scheduled
-before the tokens of the one before it are known to the scheduler. Positions are the rows' own: the
-scheduler may count drafts that turned out wrong until it learns of that.
+A request keeps its row from its first step to its last, so a step's message contains only
+changes. The rows hold all tokens, sampled ones included, so the scheduler can schedule a step
+before it knows the tokens of the step before. The rows also count positions: the scheduler's
+counts may include rejected drafts.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ LongArray = npt.NDArray[np.int64]
 HostTable = StepTable[npt.NDArray[Any]]
 
 UNKNOWN = -1
-"""Id of a token that has been sampled, but has not come from the device yet."""
+"""Id of a sampled token that has not arrived from the device yet."""
 
 
 class StepBuffers:
-    """A step's arrays on the host, which `InputBatch.gather` fills.
+    """Arrays of a step on the host, which `InputBatch.gather` fills.
 
     Args:
-        layout: where they are.
+        layout: layout of the arrays.
         memory: uint8 [layout.nbytes]; default: new memory.
     """
 
@@ -54,9 +54,9 @@ class StepBuffers:
 
 @dataclass(slots=True)
 class StepInputs:
-    """One step's flattened batch of T tokens from R requests, K of which sample.
+    """Flattened batch of one step: T tokens from R requests, K of which sample.
 
-    The arrays of the table, and those of all requests, are overwritten by a later step.
+    A later step overwrites all arrays except `sampling`.
     """
 
     req_ids: list[str]
@@ -65,20 +65,20 @@ class StepInputs:
     counts: LongArray
     """[R] tokens of each request in the step."""
     num_samples: LongArray
-    """[R] rows of logits of each request; 0: its known tokens are not all computed yet."""
+    """[R] rows of logits of each request; 0: some of its known tokens are not computed yet."""
     sampling: LongArray
-    """[K] the requests that sample, as indices into the others."""
+    """[K] the requests that sample, as indices into the arrays [R]."""
     size: StepSize
-    """Of the step."""
+    """Size of the step."""
     table: HostTable
-    """The arrays, with room for more than that."""
+    """Arrays of the step; they may be larger than `size`."""
     embeds: list[tuple[int, torch.Tensor]] = field(default_factory=list)
-    """Embeddings that came with prompts: the first of the tokens whose they are, as an index into
-    the batch, and [tokens, embed_size] in any dtype. What stands in for their ids means nothing."""
+    """Prompt embeddings: the index of their first token in the batch, and [tokens, embed_size] in
+    any dtype. The ids of these tokens are placeholders."""
 
     @property
     def sampling_rows(self) -> LongArray:
-        """int64 [S], the row of each row of logits."""
+        """Request row of each row of logits, int64 [S]."""
         if self.size.samples == len(self.sampling):
             return self.rows[self.sampling]
         return np.repeat(self.rows, self.num_samples)
@@ -88,8 +88,8 @@ class InputBatch:
     """Rows for up to `max_num_seqs` requests of up to `max_model_len` tokens.
 
     Args:
-        max_num_seqs: rows.
-        max_model_len: tokens of a row.
+        max_num_seqs: number of rows.
+        max_model_len: number of tokens of a row.
         kv_cache: shape of the KV cache.
         arrays: arrays of a step that the model's blocks declare.
     """
@@ -104,7 +104,7 @@ class InputBatch:
         self._step_arrays = arrays
         self._fillers = {array.name: array.make_filler(max_num_seqs) for array in arrays}
         self.blocks = -(-max_model_len // kv_cache.block_size)
-        """KV blocks of the longest request, in each group."""
+        """Number of KV blocks of the longest request, in each group."""
         num_groups = len(kv_cache.groups)
         self.token_ids: IntArray = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.num_tokens: LongArray = np.zeros(max_num_seqs, np.int64)
@@ -114,11 +114,11 @@ class InputBatch:
         self.num_blocks: LongArray = np.zeros((num_groups, max_num_seqs), np.int64)
         self.row_of: dict[str, int] = {}
         self.embeds: dict[int, torch.Tensor] = {}
-        """[tokens, embed_size] by row: what comes with a prompt instead of its first tokens."""
+        """Prompt embeddings by row, [tokens, embed_size]; they replace the first token ids."""
         self.owners: LongArray = np.zeros(max_num_seqs, np.int64)
-        """How many requests each row has had."""
+        """Number of requests that each row has had."""
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
-        # Of the requests of the step that is gathered.
+        # Values of the requests of the current step.
         self._rows, self._counts, self._num_drafts, self._num_samples = np.zeros(
             (4, max_num_seqs), np.int64
         )
@@ -142,17 +142,17 @@ class InputBatch:
         )
 
     def layout(self, size: StepSize) -> StepLayout:
-        """Where the arrays of a step of that size are."""
+        """Return the layout of the arrays of a step."""
         return StepLayout(size, self.blocks, len(self.block_tables), self._step_arrays)
 
     def add(self, req_id: str, data: NewRequestData) -> int:
-        """Gives a request a row, without blocks yet; returns it."""
+        """Allocate a row without blocks for a request; return the row."""
         row = self._free_rows.pop()
         self.row_of[req_id] = row
         self.owners[row] += 1
         count = len(data.token_ids)
         self.token_ids[row, :count] = data.token_ids
-        self.token_ids[row, count : self.num_tokens[row]] = 0  # no `UNKNOWN` that nobody collects
+        self.token_ids[row, count : self.num_tokens[row]] = 0  # removes old `UNKNOWN`s
         self.num_tokens[row] = count
         self.num_prompt_tokens[row] = data.num_prompt_tokens
         self.num_computed_tokens[row] = data.num_computed_tokens
@@ -164,7 +164,7 @@ class InputBatch:
         return row
 
     def append_blocks(self, row: int, block_ids: list[list[int]]) -> None:
-        """Adds KV blocks to a row, one list for each group."""
+        """Add KV blocks to a row, one list for each group."""
         for group, ids in enumerate(block_ids):
             if ids:
                 start = self.num_blocks[group, row]
@@ -172,7 +172,7 @@ class InputBatch:
                 self.num_blocks[group, row] = start + len(ids)
 
     def remove(self, req_id: str) -> int | None:
-        """Frees a request's row; returns it, or None if the request has none."""
+        """Free a request's row; return the row, or None if the request has no row."""
         row = self.row_of.pop(req_id, None)
         if row is not None:
             self._free_rows.append(row)
@@ -180,19 +180,19 @@ class InputBatch:
         return row
 
     def append(self, rows: LongArray, tokens: LongArray, counts: LongArray) -> LongArray:
-        """Adds sampled tokens to rows; a row that is full keeps what it has.
+        """Add sampled tokens to rows; drop the tokens that do not fit.
 
-        A row can be full when a step in flight samples beyond a stop that the scheduler learned
-        of later; such tokens are dropped there.
+        A row can be full when a step in flight samples after a stop that the scheduler detects
+        later. The scheduler drops these tokens, too.
 
         Args:
-            rows: int64 [R], no row twice.
-            tokens: int64 [sum of counts], those of a row one after the other; `UNKNOWN` for a token
-                that is still on its way from the device.
+            rows: int64 [R], distinct rows.
+            tokens: int64 [sum of counts], row by row; `UNKNOWN` for a token that has not arrived
+                from the device yet.
             counts: int64 [R], tokens of each row.
 
         Returns:
-            int64 [sum of counts], where in its row each token went; -1: nowhere.
+            int64 [sum of counts], the position of each token in its row; -1: dropped.
         """
         places = self.num_tokens[rows]
         if len(tokens) != len(rows) or (counts != 1).any():
@@ -213,16 +213,16 @@ class InputBatch:
         drafts: Mapping[str, Sequence[int]],
         buffers: StepBuffers,
     ) -> StepInputs:
-        """Puts together a step's inputs; requests keep their order.
+        """Gather a step's inputs; requests keep their order.
 
         Args:
             scheduled: the requests.
-            drafts: of those that have some, at most `num_drafts`. They come behind a row's tokens,
-                and do not count among these.
-            buffers: where the inputs go.
+            drafts: drafts of the requests that have some, at most `num_drafts` each. They are
+                written after a row's tokens, and do not count as its tokens.
+            buffers: the memory of the inputs.
 
         Raises:
-            IndexError: if tokens lie beyond a row's end, or do not fit the buffers.
+            IndexError: the tokens exceed a row's end or the buffers.
         """
         num_reqs, row_of = len(scheduled), self.row_of
         self._rows[:num_reqs] = [row_of[request.req_id] for request in scheduled]
@@ -266,10 +266,10 @@ class InputBatch:
 
 
 def _as_tensor(embeds: PromptEmbeds) -> torch.Tensor:
-    """[tokens, embed_size] on the bytes of the message, which nobody changes."""
+    """Return a tensor [tokens, embed_size] on the bytes of the message, without a copy."""
     data = embeds.data
-    # torch warns of memory that must not be written, once it is told.
+    # ctypes hides that the bytes are read-only, about which torch would warn.
     buffer = (ctypes.c_char * len(data)).from_address(np.frombuffer(data, np.uint8).ctypes.data)
-    buffer.owner = data  # type: ignore[attr-defined]  # keeps it
+    buffer.owner = data  # type: ignore[attr-defined]  # keeps it alive
     flat = torch.frombuffer(buffer, dtype=getattr(torch, embeds.dtype))
     return flat.view(embeds.num_tokens, embeds.size)

@@ -1,4 +1,4 @@
-"""Calls of the worker's half of a KV connector before, in and after steps."""
+"""Calls to the worker's half of a KV connector before, during and after steps."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from octavo.kv_connector.registry import get_connector
 from octavo.messages import KVConnectorOutput, SchedulerOutput
 from octavo.worker.model_runner import ModelRunner
 
-# Tokens of a step from which on another thread goes along with it: less is copied faster than that
-# thread is woken for each layer.
+# Least tokens of a step that another thread accompanies. A shorter step's layers are copied faster
+# than the thread wakes up for each of them.
 _LONG_STEP = 64
 
 
@@ -51,7 +51,7 @@ class KVTransfers:
 
     @contextlib.contextmanager
     def step(self, scheduler_output: SchedulerOutput) -> Iterator[None]:
-        """Loads and saves, each layer while a step computes the next ones."""
+        """Load and save KV in a step: each layer while the step computes the next ones."""
         connector, encoded = self._connector, scheduler_output.kv_connector_metadata
         connector.start_load_kv(self._nothing if encoded is None else self._decoder.decode(encoded))
         self._progress.reset()
@@ -80,7 +80,7 @@ class KVTransfers:
         self._report_finished()
 
     def _go_along(self) -> None:
-        """Loads and saves each layer as a step comes to it."""
+        """Load and save each layer when the step reaches it."""
         for layer in range(self._num_layers):
             self._connector.wait_for_layer_load(layer)
             self._progress.wait(layer + 1)
@@ -89,22 +89,22 @@ class KVTransfers:
             self._connector.save_kv_layer(layer)
 
     def _report_finished(self) -> None:
-        with self._lock:  # a request's blocks go with it
+        with self._lock:  # reports a request together with its failed blocks
             sent, received = self._connector.get_finished()
             invalid = self._connector.get_block_ids_with_load_errors()
         if sent or received:
             self._report(KVConnectorOutput(sorted(sent), sorted(received), sorted(invalid)))
 
     def register_kv_caches(self, kv_caches: KVCaches) -> None:
-        """See `KVConnectorWorker`."""
+        """Implement `KVConnectorWorker`."""
         self._connector.register_kv_caches(kv_caches)
 
     def handshake_metadata(self) -> Any:
-        """See `KVConnectorWorker.get_handshake_metadata`."""
+        """Implement `KVConnectorWorker.get_handshake_metadata`."""
         return self._connector.get_handshake_metadata()
 
     def shutdown(self) -> None:
-        """Ends the connector."""
+        """Shut down the connector."""
         self._beside.shutdown()
         self._connector.shutdown()
 
@@ -120,7 +120,7 @@ def make_transfers(
         report: see `KVTransfers`.
 
     Raises:
-        ConfigError: the connector cannot be made.
+        ConfigError: the connector cannot be created.
     """
     setup = runner.setup
     transfer = setup.config.cache.kv_transfer_config

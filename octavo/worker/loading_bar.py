@@ -1,4 +1,4 @@
-"""How much of a model is loaded: a bar in a terminal, log lines elsewhere."""
+"""Progress of loading a model: a bar in a terminal, log lines elsewhere."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _PATIENCE = 1.0
 _LOG_INTERVAL = 5.0
 
 on_progress: Callable[[str], None] | None = None
-"""Called in place of both with what there is to say, by a program with a display of its own."""
+"""Callback that replaces bar and log lines, for programs that display the text themselves."""
 
 
 @contextmanager
 def loading_bar(name: str, *, shown: bool = True) -> Iterator[Progress]:
-    """Show how much of a model is loaded, where that takes long.
+    """Show the progress of loading a model, if that lasts long.
 
-    The bar is tqdm's, which leaves the cursor alone: loading may be ended at any moment. Of several
-    workers one shows it; none does where log lines of the level info are not wanted.
+    The bar is tqdm's, which does not hide the cursor, since loading may be interrupted. One of
+    several workers shows it; none does if log lines of the level info are disabled.
     """
     if on_progress is not None:
         report = on_progress

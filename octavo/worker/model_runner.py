@@ -1,4 +1,4 @@
-"""The model runner: from a scheduler's step to sampled tokens, on one device."""
+"""Model runner: computes a scheduler's step on one device, up to the sampled tokens."""
 
 from __future__ import annotations
 
@@ -51,25 +51,25 @@ from octavo.worker.spec_decode.base import Proposer, Target
 _NO_DRAFT = -2  # no token, nor `UNKNOWN`
 
 Drafts = dict[str, list[int]]
-"""Of each request that has some."""
+"""Drafts by request id, for the requests that have drafts."""
 MakeProposer = Callable[[Target], Proposer | None]
 
 
 @dataclass(slots=True)
 class _ComputedStep:
-    """What `execute_model` leaves for `sample_tokens`."""
+    """State of a computed step that `execute_model` passes to `sample_tokens`."""
 
     inputs: StepInputs
     result: StepResult
     metadata: SamplingMetadata | None
-    """Of the rows of logits, if what they are sampled by was known before they were computed."""
+    """Sampling metadata of the rows of logits; None if the step has drafts or grammars."""
     prompt_logprobs: dict[str, LogprobsLists]
     drafts: Drafts
 
 
 @dataclass(slots=True)
 class RunnerState:
-    """What a model runner has beside the model: the live requests and the way to run a step."""
+    """State of a model runner, without the model: the live requests and the step runner."""
 
     kv_tensors: list[torch.Tensor]
     """The physical tensors of the KV cache."""
@@ -80,7 +80,7 @@ class RunnerState:
 
 
 class SampledTokens:
-    """Tokens int64 [S] on their way to the host; on a CPU they are there."""
+    """Tokens int64 [S] that are being copied to the host; on a CPU no copy is needed."""
 
     def __init__(self, tokens: torch.Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -92,11 +92,11 @@ class SampledTokens:
             self._event.record()
 
     def ready(self) -> bool:
-        """Whether `numpy` returns at once."""
+        """Return True if `numpy` does not wait."""
         return self._event is None or bool(self._event.query())
 
     def numpy(self) -> LongArray:
-        """int64 [S]; waits for them. -1: the row's logits were not finite."""
+        """Return the tokens, int64 [S]; wait for them. -1: the row's logits were not finite."""
         if self._event is not None:
             self._event.synchronize()
         array: LongArray = self._tokens.numpy()
@@ -104,21 +104,21 @@ class SampledTokens:
 
 
 class PendingOutput:
-    """A step's result, whose tokens may still be on their way from the device."""
+    """Result of a step; its tokens may not have arrived from the device yet."""
 
     def __init__(
         self, output: ModelRunnerOutput, indices: LongArray, tokens: SampledTokens | None
     ) -> None:
         self._output = output  # all but the tokens
-        self._indices = indices  # of the requests that they belong to
+        self._indices = indices  # the requests of the tokens
         self._tokens = tokens
 
     def ready(self) -> bool:
-        """Whether `get` returns at once."""
+        """Return True if `get` does not wait."""
         return self._tokens is None or self._tokens.ready()
 
     def get(self) -> ModelRunnerOutput:
-        """The result; waits for the tokens. From any thread, once."""
+        """Return the result; wait for the tokens. Call it once, on any thread."""
         output = self._output
         if self._tokens is not None:
             for i, token in zip(self._indices.tolist(), self._tokens.numpy().tolist(), strict=True):
@@ -132,7 +132,7 @@ class PendingOutput:
 
 @dataclass(slots=True)
 class _Unknown:
-    """Tokens that the host's rows do not have yet."""
+    """Tokens that are still missing in the host's rows."""
 
     rows: LongArray
     owners: LongArray
@@ -141,7 +141,7 @@ class _Unknown:
 
 
 class ModelRunner:
-    """Holds the model and, once `initialize_kv_cache` was called, KV cache and live requests."""
+    """Owner of the model and, after `initialize_kv_cache`, of the KV cache and live requests."""
 
     def __init__(
         self,
@@ -160,9 +160,9 @@ class ModelRunner:
         config = setup.config
         self._weights: list[LoadedWeights] = []
         self._caches: list[torch.Tensor] = []
-        """Of all models: what is given back while the engine sleeps."""
+        """KV caches of all models; a sleeping engine releases them."""
         self._released = False
-        # Before the weights: what is wrong with them is to be known at once.
+        # Before the weights: errors in the settings must be reported at once.
         vocab_size, rows = setup.spec.vocab_size, config.scheduler.max_num_seqs
         vllm_config = VllmConfig(config, vocab_size, setup.max_model_len)
         self._plugins = [
@@ -189,46 +189,46 @@ class ModelRunner:
                 shared=buffers,
             )
         self.group = Group(setup, buffers) if setup.rank.world_size > 1 else None
-        """What is shared with other ranks."""
+        """Memory shared with other ranks; None for one rank."""
         self._num_steps = 0
-        """That computed something."""
+        """Number of the steps that computed tokens."""
         self.sampler = Sampler(self.ops)
         self._state: RunnerState | None = None
         self._prompt_logprobs: dict[str, int] = {}
-        """Requests that asked for prompt logprobs, and how many for each position."""
+        """Number of prompt logprobs for each position, by id of the requests that need them."""
         self._failed: dict[str, str] = {}
-        """Requests whose parameters could not be set up, until the step that reports it."""
+        """Error messages by request id: invalid sampling parameters, reported by the next step."""
         self._unknown: list[_Unknown] = []
         self._forced: dict[str, tuple[int, list[int]]] = {}
-        """Of requests whose grammar leaves one way on: the number of tokens that the row had, and
-        those that follow."""
+        """By request id, for grammars with a single continuation: the number of tokens in the row
+        at that time, and the tokens that must follow."""
         self.progress: _native.StepProgress | None = None
-        """Of the current step, for a KV connector."""
+        """Progress of the current step, for a KV connector."""
         if config.cache.kv_transfer_config is not None:
             self.progress = _native.StepProgress()
         self._step: _ComputedStep | None = None
         self._draft_probs: torch.Tensor | None = None
-        """Of the current step's drafts; see `Proposal`."""
+        """Probabilities of the current step's drafts; see `Proposal`."""
         speculative = config.speculation.speculative_config
         self._acceptance = "exact" if speculative is None else speculative.acceptance
 
     @property
     def state(self) -> RunnerState:
-        """What `initialize_kv_cache` made."""
-        assert self._state is not None, "initialize_kv_cache comes first"
+        """State that `initialize_kv_cache` created."""
+        assert self._state is not None, "call initialize_kv_cache first"
         return self._state
 
     def initialize_kv_cache(self, kv: KVCacheConfig) -> None:
-        """Allocates the KV cache and all that steps need; captures steps.
+        """Allocate the KV cache and the buffers of steps; capture steps.
 
-        `kv` is all ranks'; this one takes its layers of it.
+        `kv` describes all ranks; this rank allocates the cache of its layers.
         """
         kv = replace(kv, groups=self.setup.kv_cache_groups)
         self._state = self._make_state(kv, capture=True)
         self._caches += self._state.kv_tensors
 
     def sleep(self) -> None:
-        """Gives the memory of weights and KV cache back to the system; no step may be run then."""
+        """Release the memory of weights and KV cache; no step may run until they are reloaded."""
         for weights in self._weights:
             weights.release()
         for cache in self._caches:
@@ -236,7 +236,7 @@ class ModelRunner:
         self._released = True
 
     def memory_to_reload(self) -> tuple[int, int]:
-        """See `Worker.memory_to_reload`."""
+        """Implement `Worker.memory_to_reload`."""
         free = cpu_memory(self.setup.config.device.numa_node)[1]
         if not self._released:
             return 0, free
@@ -244,7 +244,7 @@ class ModelRunner:
         return needed + sum(cache.nbytes for cache in self._caches), free
 
     def reload_weights(self, *, same: bool) -> None:
-        """Reads all weights again, to where they were; see `Worker.reload_weights`."""
+        """Read all weights again, into the same memory; see `Worker.reload_weights`."""
         setup = self.setup
         with loading_bar(setup.config.model.model, shown=setup.rank.number == 0) as progress:
             for weights in self._weights:
@@ -295,10 +295,10 @@ class ModelRunner:
         )
 
     def run_largest_step(self) -> int:
-        """Runs a step of the largest size on a KV cache that is made for it and let go again.
+        """Run a step of the largest size on a temporary KV cache.
 
         Returns:
-            Bytes of that cache.
+            Size of that cache in bytes.
         """
         setup = self.setup
         scheduler, cache = setup.config.scheduler, setup.config.cache
@@ -309,15 +309,15 @@ class ModelRunner:
         groups = setup.kv_cache_groups
         kv = KVCacheConfig(blocks + 1, cache.block_size, groups)
         self._state = self._make_state(kv, capture=False)
-        # What takes most: logits that are changed beside a copy of them, and more candidates than
-        # can be found without sorting.
+        # The parameters that need most memory: changed logits next to a copy of them, and more
+        # candidates than the sampler finds without sorting.
         params = CoreSamplingParams(
             temperature=1.0,
             top_p=0.9,
             logprobs=min(FEW_CANDIDATES + 1, setup.spec.vocab_size),
             logit_bias=(np.int32(0).tobytes(), np.float32(1).tobytes()),
         )
-        # All requests write to the same blocks: what they compute means nothing.
+        # All requests write to the same blocks: their results are not used.
         block_ids = [list(range(1, blocks + 1)) for _ in groups]
         new = NewRequestData([0] * count, count, params, 0)
         self.execute_model(
@@ -339,11 +339,11 @@ class ModelRunner:
         scheduler_output: SchedulerOutput,
         announce: Callable[[Drafts], None] = lambda drafts: None,
     ) -> None:
-        """Launches the forward pass of one step and keeps its logits for `sample_tokens`.
+        """Launch the forward pass of one step and keep its logits for `sample_tokens`.
 
         Args:
             scheduler_output: the step.
-            announce: is given the step's drafts before the forward pass.
+            announce: called with the step's drafts before the forward pass.
         """
         scheduled = scheduler_output.scheduled_reqs
         with span("prepare_inputs"):
@@ -355,7 +355,7 @@ class ModelRunner:
             self._num_steps += 1
             state, drafts = self.state, self._find_drafts(scheduled)
             announce(drafts)
-            # A place for a draft that there is none for is no token.
+            # Reserved places without drafts are not tokens.
             tokens = sum(r.num_tokens - r.num_drafts for r in scheduled)
             tokens += sum(map(len, drafts.values()))
             buffers = state.steps.buffers(tokens, len(scheduled))
@@ -373,13 +373,13 @@ class ModelRunner:
         self._step = _ComputedStep(inputs, result, metadata, prompt_logprobs, drafts)
 
     def sample_tokens(self, grammar: GrammarOutput | None = None) -> PendingOutput:
-        """Samples the next token of each request whose known tokens are all computed.
+        """Sample the next token of each request with all known tokens computed.
 
-        Of a request with drafts, the token behind each of them as well, as far as they are what is
-        sampled there.
+        For a request with drafts, sample also the token after each draft, up to the first draft
+        that differs from the sampled token.
 
         Args:
-            grammar: what requests with a grammar may get.
+            grammar: the tokens that grammars allow.
         """
         step, self._step = self._step, None
         errors, self._failed = self._failed, {}
@@ -401,7 +401,7 @@ class ModelRunner:
     def _sample(
         self, step: _ComputedStep, grammar: GrammarOutput | None, output: ModelRunnerOutput
     ) -> PendingOutput:
-        """Samples, and brings the rows up to date."""
+        """Sample, and update the rows."""
         inputs, state, errors = step.inputs, self.state, output.errors
         state.batch.num_computed_tokens[inputs.rows] += inputs.counts
         indices = inputs.sampling
@@ -429,7 +429,7 @@ class ModelRunner:
                 output.logprobs[inputs.req_ids[indices[i]]] = lists
         on_their_way, ones = SampledTokens(tokens), inputs.num_samples[indices]
         if on_their_way.ready() and not self._unknown:
-            known = np.maximum(on_their_way.numpy(), 0)  # a row that failed computes on in vain
+            known = np.maximum(on_their_way.numpy(), 0)  # any token: a failed row is not used
             state.batch.append(rows, known, ones)
             state.sampling.append(rows, known, ones)
             if self.group is not None:
@@ -443,11 +443,11 @@ class ModelRunner:
     def _verify_drafts(
         self, step: _ComputedStep, bitmask: GrammarBitmask | None, output: ModelRunnerOutput
     ) -> None:
-        """Samples a step in which requests have drafts.
+        """Sample a step in which requests have drafts.
 
-        Each position is sampled with its own random number, as if nothing had been drafted, and a
-        draft is kept if it is what comes out: tokens, logprobs and failures are those of a step for
-        each token.
+        Each position is sampled with its own random number, as if there were no drafts. A draft is
+        kept if it equals the sampled token. So tokens, logprobs and failures are the same as with
+        one step for each token.
         """
         inputs, state = step.inputs, self.state
         counts, rows = inputs.num_samples[inputs.sampling], inputs.rows[inputs.sampling]
@@ -462,7 +462,7 @@ class ModelRunner:
         errors: dict[int, str] = {}
 
         def sample(at: LongArray, ahead: LongArray) -> None:
-            """Samples rows of logits, `ahead` tokens beyond what the sampling state knows."""
+            """Sample rows of logits, `ahead` tokens after the last token in the sampling state."""
             logits = step.result.logits
             if len(at) < num_rows:
                 logits = logits[to_device(at, self.device)]
@@ -476,7 +476,7 @@ class ModelRunner:
             for i, message in sampled.errors.items():
                 tokens[at[i]], errors[int(at[i])] = UNKNOWN, message
 
-        # Where a token depends on which came before it, one position after the other.
+        # Sample one position at a time where a token depends on the tokens before it.
         one_by_one = np.array(
             [n > 1 and state.sampling.needs_tokens(rows[i : i + 1]) for i, n in enumerate(counts)]
         )
@@ -494,9 +494,9 @@ class ModelRunner:
 
         wrong = np.flatnonzero(tokens != drafts)  # at least the last row of each request
         kept = wrong[np.searchsorted(wrong, first)] - first + 1
-        # What fails behind a draft is computed again by the next step, and reported there.
+        # The next step computes a position again that fails after a draft, and reports it.
         kept -= (tokens[first + kept - 1] < 0) & (kept > 1)
-        new = np.maximum(tokens, 0)  # a row that failed computes on in vain
+        new = np.maximum(tokens, 0)  # any token: a failed row is not used
         state.batch.append(rows, new[_ranges(first, kept)], kept)
         if self.group is not None:
             self.group.broadcast.post_tokens(self._num_steps, new[_ranges(first, kept)], kept)
@@ -518,7 +518,7 @@ class ModelRunner:
     def _drafted(
         self, drafts: LongArray, at: LongArray, all_rows: LongArray, ahead: LongArray
     ) -> Drafted:
-        """The drafts for rows of logits `at` of a step, and the random numbers that they need."""
+        """Return the drafts for rows of logits `at`, and the random numbers to accept them."""
         has_draft = drafts >= 0
         of_probs = np.cumsum(has_draft) - 1  # each draft's row of its probabilities
         own = has_draft[at]
@@ -533,7 +533,7 @@ class ModelRunner:
         )
 
     def _collect_tokens(self, *, wait: bool) -> None:
-        """Takes the tokens that have come from the device into the rows that still want them."""
+        """Write the tokens that have arrived from the device into the rows of live requests."""
         batch = self.state.batch
         while self._unknown and (wait or self._unknown[0].tokens.ready()):
             step = self._unknown.pop(0)
@@ -545,7 +545,7 @@ class ModelRunner:
             self.state.sampling.record(rows, tokens[same], np.ones_like(rows))
 
     def _find_drafts(self, scheduled: Sequence[ScheduledRequest]) -> Drafts:
-        """The drafts of a step that begins: one rank has them proposed, and tells the others."""
+        """Return the drafts of the next step; one rank proposes them for all ranks."""
         if self.group is None:
             return self._propose(scheduled)
         if not any(request.num_drafts for request in scheduled):
@@ -558,13 +558,13 @@ class ModelRunner:
         return drafts
 
     def _note_forced(self, grammar: GrammarOutput) -> None:
-        """Keeps what grammars force behind the tokens that rows have."""
+        """Store the tokens that grammars force after the current tokens of rows."""
         batch = self.state.batch
         for req_id, forced in grammar.forced.items():
             self._forced[req_id] = int(batch.num_tokens[batch.row_of[req_id]]), forced
 
     def _propose(self, scheduled: Sequence[ScheduledRequest]) -> Drafts:
-        """Drafts for the places that a step has for them."""
+        """Return drafts for the places that a step reserves for them."""
         state = self.state
         asking = [request for request in scheduled if request.num_drafts]
         if not asking:
@@ -589,7 +589,7 @@ class ModelRunner:
         return drafts
 
     def _take_forced(self, request: ScheduledRequest) -> list[int]:
-        """What a request's grammar forces behind its tokens; nothing if these went another way."""
+        """Return the tokens that a grammar forces next; empty if the tokens since then differ."""
         start, forced = self._forced.pop(request.req_id, (0, []))
         if self._acceptance != "exact":  # another rule keeps a draft by its probability
             return []
@@ -601,7 +601,7 @@ class ModelRunner:
         return forced[len(since) :][: request.num_drafts]
 
     def _update_rows(self, scheduler_output: SchedulerOutput) -> None:
-        """Brings the persistent rows up to date with the scheduler."""
+        """Update the persistent rows with the scheduler's changes."""
         state = self.state
         batch = state.batch
         for req_id in scheduler_output.finished_req_ids:
@@ -637,20 +637,20 @@ class ModelRunner:
 
     def _add_sampling(self, req_id: str, row: int, data: NewRequestData) -> None:
         params = data.sampling_params
-        # Penalties and the like know nothing of what came as embeddings.
+        # Penalties and similar processors do not see the positions of prompt embeddings.
         first = 0 if data.prompt_embeds is None else data.prompt_embeds.num_tokens
         try:
             self.state.sampling.add_row(
                 row, params, data.token_ids[first:], data.num_prompt_tokens - first
             )
-        except Exception as error:  # whatever one request makes fail, fails that request only
+        except Exception as error:  # a request's failure must not affect other requests
             # The row stays without sampling state: greedy and plain.
             self._failed[req_id] = f"its sampling parameters cannot be used: {error}"
 
     def _compute_prompt_logprobs(
         self, inputs: StepInputs, hidden: torch.Tensor
     ) -> dict[str, LogprobsLists]:
-        """Logprobs of this step's prompt tokens, for the requests that asked for them."""
+        """Return the logprobs of this step's prompt tokens, for the requests that need them."""
         result: dict[str, LogprobsLists] = {}
         if not self._prompt_logprobs:
             return result
@@ -661,7 +661,7 @@ class ModelRunner:
                 continue
             row, begin = inputs.rows[i], int(starts[i])
             first = int(batch.num_computed_tokens[row])
-            # The logits at position p tell of token p + 1, as long as that is a prompt token.
+            # The logits at position p are those of token p + 1, which must be a prompt token.
             count = min(int(inputs.counts[i]), int(batch.num_prompt_tokens[row]) - 1 - first)
             if count <= 0:
                 continue
@@ -671,7 +671,7 @@ class ModelRunner:
                 logits = self.model.head(hidden[begin + at : begin + at + n])
                 targets = batch.token_ids[row, first + at + 1 : first + at + 1 + n]
                 parts.append(self._prompt_lists(logits, targets, k))
-                if self.group is not None:  # the next ones come to the same place
+                if self.group is not None:  # the next logits overwrite these
                     self.group.memory.barrier()
             result[req_id] = LogprobsLists.join(parts)
         return result
@@ -682,14 +682,14 @@ class ModelRunner:
 
 
 def _ranges(starts: LongArray, counts: LongArray) -> LongArray:
-    """int64 [sum of counts]: from each start, so many numbers on."""
+    """Return int64 [sum of counts]: `counts[i]` consecutive numbers from each `starts[i]`."""
     before = np.cumsum(counts) - counts
     result: LongArray = np.repeat(starts - before, counts) + np.arange(counts.sum())
     return result
 
 
 def _find_bitmask(grammar: GrammarOutput, inputs: StepInputs, vocab_size: int) -> GrammarBitmask:
-    """The rows of logits that a bitmask's rows are for."""
+    """Return the bitmask of a step, with the row of logits of each of its rows."""
     index = {req_id: i for i, req_id in enumerate(inputs.req_ids)}
     asked = np.array([index[req_id] for req_id in grammar.req_ids], np.int64)
     counts = inputs.num_samples[asked]
@@ -699,6 +699,6 @@ def _find_bitmask(grammar: GrammarOutput, inputs: StepInputs, vocab_size: int) -
 
 
 def _select(bitmask: GrammarBitmask, at: LongArray) -> GrammarBitmask:
-    """What of a bitmask is for the rows of logits `at`, counted among these."""
+    """Return the part of a bitmask for the rows of logits `at`, with indices into `at`."""
     _, place, index = np.intersect1d(at, bitmask.at, assume_unique=True, return_indices=True)
     return GrammarBitmask(place, bitmask.words[index])

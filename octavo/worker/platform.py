@@ -1,4 +1,4 @@
-"""What an engine must know of a kind of device. Imports no torch, so that all processes can ask."""
+"""Interface of platforms, the kinds of devices. Imports no torch: all processes use it."""
 
 from __future__ import annotations
 
@@ -22,76 +22,77 @@ if TYPE_CHECKING:
 
 
 class Platform(ABC):
-    """A kind of device: which operations, attention backends, memory and step runners there are.
+    """Kind of device: its operations, attention backends, memory and step runners.
 
-    Has no state: each process makes its own. The methods up to `estimate_memory` are asked before
-    anything is loaded; those from `open_device` on by the worker, on the thread that computes.
+    It has no state: each process creates its own. The methods up to `estimate_memory` are called
+    before anything is loaded. The worker calls the methods from `open_device` on, on the thread
+    that computes.
     """
 
     name: str
-    """As settings call it: device=name."""
+    """Name in the settings: device=name."""
     server_batched_tokens: int
-    """A server's token budget of a step where the config sets none."""
+    """Default token budget of a server's step."""
     records_kernels = False
-    """Whether profiles have the calls of single kernels."""
+    """True if profiles contain the calls of single kernels."""
     shared = False
-    """Whether several engines may compute on it, each with a part of its memory."""
+    """True if several engines may compute on it, each with a part of its memory."""
 
     @abstractmethod
     def is_available(self) -> bool:
-        """Whether this machine has such a device. Quick: asked before anything is started."""
+        """Return True if this machine has the device. Quick: called before anything is started."""
 
     @abstractmethod
     def check_available(self) -> None:
-        """Raises what `is_available` says.
+        """Raise `ConfigError` unless `is_available`.
 
         Raises:
-            ConfigError: if this machine has no such device.
+            ConfigError: this machine does not have the device.
         """
 
     def check_settings(self, config: DeviceConfig) -> None:
-        """Looks whether the settings fit the machine. Quick: asked before anything is loaded.
+        """Check that the settings fit the machine. Quick: called before anything is loaded.
 
         Raises:
-            ConfigError: if they do not.
+            ConfigError: the settings do not fit the machine.
         """
         return
 
     def is_native(self, config: DeviceConfig) -> bool:
-        """Whether Octavo's own kernels for a CPU compute, which some features need. Quick."""
+        """Return True if Octavo's own CPU kernels compute; some features need them. Quick."""
         return False
 
     def estimate_memory(self, setup: WorkerSetup) -> MemoryBudget | None:
-        """What there is and what will be taken, before loading; None: that is to be measured.
+        """Return the available and the needed memory before loading; None: measure it instead.
 
         Raises:
-            ConfigError: if the settings do not fit the device or the model.
+            ConfigError: the settings do not fit the device or the model.
         """
         return None
 
     @abstractmethod
     def open_device(self, setup: WorkerSetup) -> torch.device:
-        """Makes the device ready, and the calling thread the one that computes.
+        """Prepare the device, and make the calling thread the one that computes.
 
         Raises:
-            ConfigError: if the device cannot be used, or the settings or the model do not fit it.
+            ConfigError: the device cannot be used, or the settings or the model do not fit it.
         """
 
     @abstractmethod
     def make_ops(self, config: DeviceConfig) -> Ops:
-        """The table of operations.
+        """Return the table of operations.
 
         Raises:
-            ConfigError: if a package that they need is not there.
+            ConfigError: a package that the operations need is not installed.
         """
 
     @abstractmethod
     def make_attention_backend(self, setup: WorkerSetup, device: torch.device) -> AttentionBackend:
-        """The attention backend that the settings ask for; "auto" takes the best.
+        """Return the configured attention backend; for "auto", the best one.
 
         Raises:
-            ConfigError: if it does not work on this platform or with the model, or its package is
-                not there.
+            ConfigError: the backend does not support this platform or the model, or its package is
+                not installed.
         """
 
     @abstractmethod
@@ -110,18 +111,18 @@ class Platform(ABC):
         *,
         capture: bool,
     ) -> StepRunner:
-        """How steps are run.
+        """Return the runner of steps.
 
         Args:
-            setup: what the worker is built from.
-            ops: what `make_ops` made.
-            eager: runs the layers from Python: it may be used as it is, or captured.
+            setup: the worker's setup.
+            ops: the result of `make_ops`.
+            eager: runner of the layers from Python; the result may be this runner or capture it.
             batch: the rows of the live requests.
-            capture: whether steps may be captured now.
+            capture: True if steps may be captured now.
         """
 
     def allocated_nbytes(self, device: torch.device) -> int:
-        """Bytes that this process has on the device; where nothing is measured, 0."""
+        """Return the bytes that this process has on the device; 0 if it does not measure them."""
         return 0
 
     def measure_memory(
@@ -131,27 +132,28 @@ class Platform(ABC):
         run_largest_step: Callable[[], int],
         allocated_before: int,
     ) -> MemoryBudget:
-        """What there is and what is taken, with the model loaded; see `estimate_memory`.
+        """Return the available and the needed memory, with the model loaded.
 
         Args:
-            setup: what the worker is built from.
-            device: where the model is.
-            run_largest_step: runs a step of the largest size on a KV cache made for it; returns
-                that one's bytes.
+            setup: the worker's setup.
+            device: the model's device.
+            run_largest_step: runs a step of the largest size on a temporary KV cache; returns the
+                bytes of that cache.
             allocated_before: `allocated_nbytes` before the model was loaded.
         """
         raise NotImplementedError(f"{self.name} estimates its memory")
 
     def cause(self, device: torch.device, error: BaseException) -> BaseException:
-        """What the failure of a step means: `EngineDeadError` if the device is lost."""
+        """Return the cause of a step's failure: `EngineDeadError` if the device is lost."""
         return error
 
 
 def require_package(setting: str, package: str, install: str) -> None:
-    """Checks that a package is installed.
+    """Check that a package is installed.
 
     Raises:
-        ConfigError: if it is not; names the setting that needs it, and how to install it.
+        ConfigError: the package is not installed; the message names the setting that needs it and
+            the command that installs it.
     """
     if importlib.util.find_spec(package) is None:
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""What a step takes beside weights and KV cache, found out before anything is loaded.
+"""Memory of a step besides weights and KV cache, computed before anything is loaded.
 
-The largest step of a model without memory is recorded. Recording reads and computes nothing, and
-puts buffers where recording the loaded model will put them: what comes out is what will be taken.
+The functions record the largest step of a model without memory. Recording reads and computes
+nothing, and places buffers as recording the loaded model will: the result is exact.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from octavo.worker.input_batch import StepBuffers
 
 
 class _RecordedAttention(CPUAttention):
-    """CPU attention to be recorded only, and so for heads of any size."""
+    """CPU attention that is recorded only, and so supports heads of any size."""
 
     def kv_cache_shape(
         self,
@@ -44,19 +44,19 @@ class _RecordedAttention(CPUAttention):
         head_size: int,
         dtype: torch.dtype | None = None,
     ) -> tuple[int, ...]:
-        """See `CPUAttention`."""
+        """Implement `CPUAttention`."""
         return (num_blocks, 2, num_kv_heads, block_size, head_size)
 
 
 def measure_scratch(setup: WorkerSetup, asked: AttentionBackend) -> Scratch:
-    """What steps on a CPU will take, before anything is loaded: exactly what will be reserved.
+    """Return the exact memory that steps on a CPU will reserve, before anything is loaded.
 
     Args:
-        setup: what the worker will be built from.
-        asked: the attention backend that the settings ask for.
+        setup: the worker's setup.
+        asked: the configured attention backend.
 
     Raises:
-        ConfigError: if that one cannot do the model's heads or the block size.
+        ConfigError: the backend does not support the model's heads or the block size.
     """
     config, spec, device = setup.config, setup.part, torch.device("cpu")
     dtype: torch.dtype = getattr(torch, setup.dtype)
@@ -67,8 +67,8 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend) -> Scratch:
         for layer in spec.distinct_layers
         for block in layer.blocks
     )
-    ops, backend = NativeOps(), _RecordedAttention()  # others compute in the same buffers
-    for cache in spec.caches:  # the backend of the settings refuses what it does not support
+    ops, backend = NativeOps(), _RecordedAttention()  # other backends use the same buffers
+    for cache in spec.caches:  # the configured backend rejects unsupported caches
         _view(cache, config.cache.block_size, setup.kv_cache_dtype, asked)
     caches = [_view(cache, 16, setup.dtype, backend) for cache in spec.caches]
     weights = spec.weights()
@@ -123,7 +123,7 @@ def _received(setup: WorkerSetup, dtype: torch.dtype) -> tuple[Tensor, Tensor | 
 
 
 def _weight(weight: Weight, dtype: torch.dtype) -> Tensor | PackedWeight | QuantizedWeight:
-    """A weight without numbers. Quantized ones have the same inputs and outputs as packed ones."""
+    """Return a weight without data; packed weights also represent quantized ones."""
     if weight.kind != "linear":
         return placeholder(*weight.shape, dtype=dtype)
     n, k = weight.shape

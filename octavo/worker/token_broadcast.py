@@ -1,6 +1,6 @@
-"""Broadcast of sampled tokens and of drafts, from the ranks that make them to all ranks of a model.
+"""Broadcast of sampled tokens and of drafts to all ranks of a model, through shared memory.
 
-They are written to the memory that the ranks share. Imports no torch.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class TokenBroadcast:
         layout: its layout.
 
     Raises:
-        GroupError: by all methods that wait, see `GroupMemory.barrier`.
+        GroupError: in all methods that wait; see `GroupMemory.barrier`.
     """
 
     def __init__(self, memory: GroupMemory, layout: GroupLayout) -> None:

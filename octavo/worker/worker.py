@@ -1,4 +1,4 @@
-"""A worker owns one device: its threads, its model runner, its share of the memory."""
+"""Worker of one device: owns its threads, its model runner and its share of the memory."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from octavo.worker.spec_decode.registry import make_proposer
 
 
 class Worker:
-    """Builds the model runner and passes steps on to it.
+    """Owner of the model runner, which computes the steps.
 
     Args:
-        setup: what it is built from.
-        platform: the device's.
+        setup: the worker's setup.
+        platform: the device's platform.
 
     Raises:
-        ConfigError: if the device cannot be used, or the model does not fit it.
+        ConfigError: the device cannot be used, or the model does not fit it.
     """
 
     def __init__(self, setup: WorkerSetup, platform: Platform) -> None:
@@ -44,16 +44,16 @@ class Worker:
             self._runner: ModelRunner | None = runner(setup, platform, self.device, *more)
         self._transfers: KVTransfers | None = None
         self._on_transfer: Callable[[KVConnectorOutput], object] = lambda output: None
-        self._step = 0  # number of the current one: the engine core counts alike
+        self._step = 0  # number of the current one; the engine core counts in the same way
 
     @property
     def runner(self) -> ModelRunner:
-        """The model runner."""
+        """Model runner."""
         assert self._runner is not None, "the worker has been shut down"
         return self._runner
 
     def measure_memory(self) -> MemoryBudget:
-        """See `Executor.measure_memory`."""
+        """Implement `Executor.measure_memory`."""
         with torch.inference_mode(), _out_of_memory("running the largest step"):
             return self._platform.measure_memory(
                 self.runner.setup,
@@ -63,7 +63,7 @@ class Worker:
             )
 
     def initialize_kv_cache(self, kv_cache: KVCacheConfig) -> None:
-        """See `Executor.initialize_kv_cache`."""
+        """Implement `Executor.initialize_kv_cache`."""
         with torch.inference_mode(), _out_of_memory("allocating the KV cache and capturing steps"):
             self.runner.initialize_kv_cache(kv_cache)
         self._transfers = make_transfers(
@@ -71,17 +71,17 @@ class Worker:
         )
 
     def register_transfer_callback(self, callback: Callable[[KVConnectorOutput], object]) -> None:
-        """See `Executor`."""
+        """Implement `Executor`."""
         self._on_transfer = callback
 
     def kv_handshake_metadata(self) -> Any:
-        """What the scheduler's half of a KV connector must know of this rank."""
+        """Return this rank's metadata for the scheduler's half of a KV connector."""
         return None if self._transfers is None else self._transfers.handshake_metadata()
 
     def execute_model(
         self, scheduler_output: SchedulerOutput, announce: Callable[[Drafts], None]
     ) -> None:
-        """Runs the forward pass of a step; `announce` is given its drafts before."""
+        """Run the forward pass of a step; call `announce` with its drafts before."""
         self._step += 1
         with torch.inference_mode(), span("execute_model") as note:
             note(
@@ -100,7 +100,7 @@ class Worker:
                 raise
 
     def sample_tokens(self, grammar: GrammarOutput | None = None) -> PendingOutput:
-        """Samples the tokens of the step run last; see `StepHandle.sample`."""
+        """Sample the tokens of the last step; see `StepHandle.sample`."""
         with torch.inference_mode(), span("sample_tokens") as note:
             note(step=self._step)
             try:
@@ -112,48 +112,50 @@ class Worker:
         return output
 
     def sleep(self) -> None:
-        """Gives the memory of weights and KV cache back to the system.
+        """Release the memory of weights and KV cache to the system.
 
-        Until `reload_weights` was called no step may be run. The KV cache comes back by itself,
-        empty, as it is used.
+        No step may run until `reload_weights` returns. The KV cache needs no reload: the system
+        allocates its memory again, empty, when steps use it.
         """
         self.runner.sleep()
         trim_memory()
 
     def memory_to_reload(self) -> tuple[int, int]:
-        """Bytes that `reload_weights` and the KV cache will take of the system, and what is free.
+        """Return the bytes that `reload_weights` and the KV cache will need, and the free bytes.
 
-        There are as many free for all workers of this machine together.
+        All workers of this machine share the free bytes.
         """
         return self.runner.memory_to_reload()
 
     def reload_weights(self, *, same: bool = False) -> None:
-        """Reads the weights of all models again.
+        """Read the weights of all models again.
 
         Args:
-            same: they must be those that were loaded; otherwise what the folders hold now.
+            same: True to require the weights that were loaded before; False to load the current
+                ones of the folders.
 
         Raises:
-            ModelError: they cannot be read, or are not the same any more; steps must not be run.
+            ModelError: the weights cannot be read, or have changed; steps must not run.
         """
         self.runner.reload_weights(same=same)
 
     def cause(self, error: BaseException) -> BaseException:
-        """What a step's failure means: `EngineDeadError` if the device cannot be used any more.
+        """Return the cause of a step's failure: `EngineDeadError` if the device is unusable.
 
-        So is one in a group of ranks, which cannot know how far the others came.
+        In a group of ranks every failure is an `EngineDeadError`: a rank does not know the state
+        of the others.
         """
         if self.runner.group is not None:
             return group_failure(error)
         return self._platform.cause(self.device, error)
 
     def _break_group(self) -> None:
-        """Lets other ranks not wait for this one, which has failed."""
+        """Stop other ranks from waiting for this one, which has failed."""
         if self.runner.group is not None:
             self.runner.group.memory.break_()
 
     def shutdown(self) -> None:
-        """Lets go of the model and the KV cache."""
+        """Release the model and the KV cache."""
         if self._transfers is not None:
             self._transfers.shutdown()
             self._transfers = None
@@ -162,12 +164,12 @@ class Worker:
 
 @contextlib.contextmanager
 def _out_of_memory(what: str) -> Iterator[None]:
-    """Says what helps where the device's memory does not suffice."""
+    """Replace an out-of-memory error by a `ConfigError` that names the settings to lower."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"The GPU's memory ran out while {what}: {error}. Lower gpu_memory_utilization (other "
-            "processes need their share), max_num_batched_tokens or max_num_seqs, or take a "
+            "processes need their share), max_num_batched_tokens or max_num_seqs, or use a "
             "smaller model."
         ) from error

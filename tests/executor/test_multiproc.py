@@ -170,7 +170,7 @@ class TestOneWorker:
 @pytest.mark.parametrize(
     ("number", "reason"),
     [
-        (signal.SIGKILL, r"worker 1 \(pid \d+\) was killed by SIGKILL.*last step handed in was 2"),
+        (signal.SIGKILL, r"worker 1 \(pid \d+\) was killed by SIGKILL.*last submitted step was 2"),
         (signal.SIGSTOP, r"worker 1 \(pid \d+\) is stopped by a signal"),
     ],
 )
@@ -203,7 +203,7 @@ def test_a_worker_that_is_gone_or_stopped_is_found_and_named(number, reason):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("exit 1", r"worker 1 \(pid \d+\) ended with status 3; the last step handed in was 1"),
+        ("exit 1", r"worker 1 \(pid \d+\) ended with status 3; the last submitted step was 1"),
         ("fail 1", r"worker 1 .*failed in step 1: ValueError: the forward pass broke"),
         ("fail 0", r"worker 0 .*failed in step 1: ValueError: the forward pass broke"),
     ],

@@ -138,7 +138,7 @@ class TestDeaths:
         assert told.wait(2)
         kind = EngineStoppedError if which == signal.SIGSTOP else EngineDeadError
         assert type(seen[0]) is kind
-        for part in (f"worker 1 (pid {pids[1]} on ", text, "the last step handed in was 2"):
+        for part in (f"worker 1 (pid {pids[1]} on ", text, "the last submitted step was 2"):
             assert part in str(seen[0])
         with pytest.raises(EngineDeadError, match="worker 1"):
             waiting.result(5)

@@ -168,7 +168,7 @@ def test_ranks_have_parts_of_it(quantized: tuple[Path, Path]) -> None:
         ({}, {"quantization": "int8"}, r"quantization=int8: .* already, by toy; leave the setting"),
         ({"ignore": ["q_proj"]}, {}, r"q_proj is plain, .*k_proj is toy-4.*must have one form"),
         ({"ignore": "lm_head"}, {}, r"ignore='lm_head'.*a list of names"),
-        ({"modules_to_not_convert": ["re:("]}, {}, r"'re:\(' is no regular expression"),
+        ({"modules_to_not_convert": ["re:("]}, {}, r"'re:\(' is not a regular expression"),
         ({"group": 0}, {}, r"group=0"),
     ],
 )

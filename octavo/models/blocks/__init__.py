@@ -1,1 +1,1 @@
-"""What a model is made of: a torch-free spec for each kind of block, which builds the live one."""
+"""Blocks of a model: a torch-free spec for each kind of block, which builds the live block."""

@@ -1,4 +1,4 @@
-"""Causal self-attention over paged keys and values."""
+"""Specification of causal self-attention over paged keys and values."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Alibi:
     """Positions as a bias on the attention scores (Press et al., arXiv 2108.12409)."""
 
     slopes: tuple[float, ...]
-    """One for each query head."""
+    """Slope of each query head."""
 
     def nbytes(self, max_model_len: int) -> int:
-        """See `Table`."""
+        """Implement `Table`."""
         return 4 * len(self.slopes)
 
 
@@ -39,7 +39,7 @@ class AttentionSpec(BlockSpec):
     """Attention with any number of query heads for each head of keys and values."""
 
     qkv_proj: LinearSpec
-    """All queries, all keys, all values."""
+    """Projection to all queries, all keys, all values."""
     o_proj: LinearSpec
     num_heads: int
     num_kv_heads: int
@@ -47,27 +47,27 @@ class AttentionSpec(BlockSpec):
     scale: float
     """Factor on the attention scores."""
     positions: RopeSpec | Alibi | None
-    """None: no rotation of the heads, nor a bias."""
+    """Kind of positions; None: neither rotated heads nor a bias."""
     sliding_window: int | None = None
-    """Positions that a token sees, itself included; None: all."""
+    """Number of positions that a token sees, itself included; None: all."""
     soft_cap: float | None = None
-    """Of the attention scores (Gemma 2)."""
+    """Soft cap of the attention scores (Gemma 2)."""
     q_norm: RMSNormSpec | HeadNormsSpec | None = None
-    """Over each head of the queries (Qwen3, Gemma 3); of the size of all heads, over them together
-    (OLMo 2)."""
+    """Norm of the queries: of each head (Qwen3, Gemma 3), or of all heads together if its size is
+    that of all heads (OLMo 2)."""
     k_norm: RMSNormSpec | HeadNormsSpec | None = None
     clip: float | None = None
-    """Queries, keys and values are cut to [-clip, clip] (MPT)."""
+    """Limit of queries, keys and values, which are cut to [-clip, clip] (MPT)."""
     first_head: int = 0
-    """Of the query heads, where other ranks have others."""
+    """Index of the rank's first query head in the whole model."""
     first_kv_head: int = 0
-    """Of the heads of keys and values, likewise."""
+    """Index of the rank's first head of keys and values in the whole model."""
     qk_proj: tuple[LinearSpec, LinearSpec] | None = None
-    """A rank's queries and keys, where norms are over those of all ranks; `qkv_proj` has its
-    values only then."""
+    """Projections to a rank's queries and keys, if norms are over those of all ranks; `qkv_proj`
+    is then the projection to its values only."""
 
     def split(self, rank: Rank) -> AttentionSpec:
-        """See `Block`: whole heads; one of keys and values may be several ranks'."""
+        """Return a rank's whole heads; several ranks may share a head of keys and values."""
         if rank.size > self.num_heads:
             raise ConfigError(
                 f"tensor_parallel_size={rank.size} is more than the {self.num_heads} attention "
@@ -106,17 +106,17 @@ class AttentionSpec(BlockSpec):
         )
 
     def _share(self, rank: Rank) -> tuple[tuple[int, int], tuple[int, int]]:
-        """A rank's query heads, and its heads of keys and values, from ... to ...
+        """Return a rank's query heads, and its heads of keys and values, as (begin, end).
 
-        No other's are more than rank 0's. Whole groups; or, where there are fewer groups than
-        ranks, a part of one.
+        A rank has whole groups; or a part of one, if there are fewer groups than ranks. No rank has
+        more heads than rank 0.
         """
         group = self.num_heads // self.num_kv_heads
         if rank.size <= self.num_kv_heads:
             begin, end = rank.share(self.num_kv_heads)
             return (begin * group, end * group), (begin, end)
         each, more = divmod(rank.size, self.num_kv_heads)
-        # The last groups are divided among one rank more.
+        # Each of the last groups is divided among one more rank.
         before = (self.num_kv_heads - more) * each
         if rank.index < before:
             (kv, index), size = divmod(rank.index, each), each
@@ -127,7 +127,7 @@ class AttentionSpec(BlockSpec):
         return (kv * group + begin, kv * group + end), (kv, kv + 1)
 
     def weights(self, names: Names) -> Iterator[Weight]:
-        """Projection in, norms, projection out."""
+        """Yield the input projection, the norms, and the output projection."""
         yield from self.qkv_proj.weights(names.of("qkv_proj"))
         if self.qk_proj is not None:
             yield from self.qk_proj[0].weights(names.of("q_proj"))
@@ -147,7 +147,7 @@ class AttentionSpec(BlockSpec):
         )
 
     def tables(self) -> tuple[Table, ...]:
-        """Cosines and sines, or slopes."""
+        """Return the table of cosines and sines, or of slopes."""
         return () if self.positions is None else (self.positions,)
 
     def scratch_nbytes(self, backend: AttentionBackend, largest: LargestStep) -> int:
@@ -160,7 +160,7 @@ class AttentionSpec(BlockSpec):
         )
 
     def build(self, parts: Parts, caches: tuple[int, ...]) -> Attention:
-        """See `BlockSpec`."""
+        """Implement `BlockSpec`."""
         import torch
 
         from octavo.attention.base import AttentionParams

@@ -1,4 +1,4 @@
-"""The contract of every block of a model, and the parts that a live block is built from."""
+"""Interface of every block of a model, and the parts that a live block is built from."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Table(Protocol):
-    """A tensor that is computed, not loaded; blocks with equal tables share it.
+    """Tensor that is computed, not loaded; blocks with equal tables share it.
 
     Hashable.
     """
@@ -51,9 +51,9 @@ class LargestStep:
 
 
 class BlockSpec(ABC):
-    """A block: a part of a layer, as planned. Subclasses are frozen dataclasses.
+    """Specification of a block, a part of a layer. Subclasses are frozen dataclasses.
 
-    A block says all that the engine needs to know of it before it is loaded. Only `weights` and
+    It describes everything that the engine needs before the block is loaded. Only `weights` and
     `build` have no default.
     """
 
@@ -66,12 +66,12 @@ class BlockSpec(ABC):
         """Return the live block.
 
         Args:
-            parts: the block's weights, and all else that it is built from.
+            parts: the block's weights and operations.
             caches: indices of the block's caches in `StepContext.caches`.
         """
 
     def caches(self) -> tuple[CacheSpec, ...]:
-        """Return the caches in which the block keeps the tokens it has seen."""
+        """Return the caches of the block's state."""
         return ()
 
     def arrays(self) -> tuple[StepArray, ...]:
@@ -99,14 +99,14 @@ class BlockSpec(ABC):
 
 
 class Parts:
-    """What a block is built from.
+    """Weights, operations and buffers that a block is built from.
 
     Args:
-        weights: all that are loaded, by name, packed where they are linear.
+        weights: all loaded weights by name; linear ones are packed.
         ops: table of operations that packed them.
-        device: where they are.
+        device: device of the weights.
         max_model_len: longest context.
-        shared: where ranks put what they compute together, if there are several.
+        shared: buffers for joint results of ranks, if there are several.
     """
 
     def __init__(
@@ -127,26 +127,26 @@ class Parts:
         self._tables: dict[Table, Tensor] = {}
 
     def of(self, part: str) -> Parts:
-        """Those of a part of the block, as `Names.of`."""
+        """Return the parts of a part of the block, as `Names.of`."""
         parts = copy.copy(self)
         parts._own = f"{self._own}{part}."
         return parts
 
     @property
     def dtype(self) -> torch.dtype:
-        """The model's: that of all weights which are not quantized."""
+        """Type of the model, and of all weights that are not quantized."""
         return next(w.dtype for w in self._weights.values() if hasattr(w, "dtype"))
 
     def has(self, name: str) -> bool:
-        """Whether there is a weight of that name."""
+        """Return True if a weight of the name exists."""
         return self._own + name in self._weights
 
     def any(self, name: str) -> Tensor | PackedWeight | QuantizedWeight:
-        """A weight, whatever its kind."""
+        """Return a weight of any kind."""
         return self._weights[self._own + name]
 
     def tensor(self, name: str) -> Tensor:
-        """A weight that is no linear one."""
+        """Return a weight that is not linear."""
         from torch import Tensor
 
         weight = self.any(name)
@@ -161,25 +161,25 @@ class Parts:
         dtype: torch.dtype | None = None,
         rows: BufferRows = "tokens",
     ) -> Columns:
-        """Reserve a buffer that ranks fill together, each some columns; see `SharedBuffers`.
+        """Reserve a buffer of which each rank fills some columns; see `SharedBuffers`.
 
         Args:
-            name: the buffer; blocks that never use it at the same time may share it.
-            size: columns of all ranks.
+            name: name of the buffer; blocks that never use it at the same time may share it.
+            size: number of columns of all ranks.
             part: this rank's columns, as (begin, end).
-            dtype: default: the model's.
-            rows: the number of a step that bounds the rows.
+            dtype: type of the buffer; default: the model's.
+            rows: dimension of a step that limits the rows.
         """
         assert self._shared is not None, "a rank's part needs the others"
         return self._shared.columns(name, size, part, dtype or self._shared.dtype, rows)
 
     @property
     def splits_rows(self) -> bool:
-        """See `Rank`."""
+        """True if ranks split the rows of norms; see `Rank`."""
         return self._shared is not None and self._shared.rank.splits_rows
 
     def table(self, table: Table, compute: Callable[[], Tensor]) -> Tensor:
-        """A table on the device; computed once."""
+        """Return a table on the device; compute it at the first call."""
         if table not in self._tables:
             self._tables[table] = compute().to(self.device)
         return self._tables[table]

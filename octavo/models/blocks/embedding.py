@@ -1,4 +1,4 @@
-"""From token ids and positions to the first hidden states."""
+"""Specification of the embedding: token ids and positions to the first hidden states."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PositionsSpec:
-    """A learned vector for each position."""
+    """Learned vectors for positions."""
 
     module: str
-    """Of the checkpoint."""
+    """Module of the checkpoint."""
     rows: int
     skipped: int = 0
-    """Rows of the checkpoint's table before that of position 0 (OPT)."""
+    """Number of rows in the checkpoint's table before the row of position 0 (OPT)."""
 
 
 @dataclass(frozen=True)
 class EmbedSpec:
-    """Embedding of tokens, and of positions where they are learned."""
+    """Embedding of tokens, and of learned positions."""
 
     module: str
-    """Of the checkpoint."""
+    """Module of the checkpoint."""
     vocab_size: int
     size: int
     hidden_size: int
     scale: float | None = None
     """Factor on the embedding (Gemma, Granite)."""
     scale_given: bool = False
-    """Whether it is one on embeddings that come with a prompt, too: Granite's are given as they are
-    in the table, Gemma's scaled."""
+    """True if the factor applies to prompt embeddings, too: Granite's are passed as in the table,
+    Gemma's already scaled."""
     project: LinearSpec | None = None
-    """To the hidden size, where the embedding has another (OPT-350m)."""
+    """Projection to the hidden size, if the embedding's size differs (OPT-350m)."""
     positions: PositionsSpec | None = None
     norm: NormSpec | None = None
-    """Applied last (BLOOM)."""
+    """Norm that is applied last (BLOOM)."""
 
     def weights(self, names: Names, *, shared: bool) -> Iterator[Weight]:
-        """All but the table itself where it is shared with the LM head."""
+        """Yield all weights, except a table that is shared with the LM head."""
         if not shared:
             shape = (self.vocab_size, self.size)
             source = Source(f"{names.checkpoint}{self.module}.weight", shape)
@@ -69,7 +69,7 @@ class EmbedSpec:
             yield from self.project.weights(names.of("project"))
 
     def build(self, parts: Parts, shared: PackedWeight | None) -> Embedding:
-        """The live block; `shared`: the LM head's weight, where that is the table, too."""
+        """Return the live block; `shared` is the LM head's weight if it is also the table."""
         from octavo.layers.embedding import Embedding
 
         return Embedding(

@@ -1,4 +1,4 @@
-"""From the last hidden states to logits."""
+"""Specification of the head: the last hidden states to logits."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """The final norm and the LM head."""
+    """Final norm and LM head."""
 
     norm: NormSpec | None
     lm_head: LinearSpec
-    """With the embedding's module where the two are tied."""
+    """LM head; its module is the embedding's if the two are tied."""
     project: LinearSpec | None = None
-    """To the embedding's size, where that is another (OPT-350m)."""
+    """Projection to the embedding's size, if it differs (OPT-350m)."""
     scale: float | None = None
     """Factor on the logits (Cohere, Granite)."""
     soft_cap: float | None = None
-    """cap * tanh(logit / cap) (Gemma 2)."""
+    """Soft cap of the logits: cap * tanh(logit / cap) (Gemma 2)."""
 
     def weights(self, names: Names) -> Iterator[Weight]:
-        """Norm, projection, LM head."""
+        """Yield the weights of norm, projection and LM head."""
         if self.norm is not None:
             yield from self.norm.weights(names.of("norm"))
         if self.project is not None:
@@ -40,11 +40,11 @@ class HeadSpec:
         yield from self.lm_head.weights(names.of("lm_head"))
 
     def split(self, rank: Rank) -> HeadSpec:
-        """What a rank has of it: a part of the vocabulary."""
+        """Return a rank's part: a part of the vocabulary."""
         return replace(self, lm_head=self.lm_head.split(rank.share(self.lm_head.outputs)))
 
     def build(self, parts: Parts) -> Head:
-        """The live block, without the norm."""
+        """Return the live block, without the norm."""
         import torch
 
         from octavo.layers.head import Head

@@ -1,4 +1,4 @@
-"""A layer: blocks with norms around them, and how they read the residual stream and add to it."""
+"""Specification of a layer: blocks, the norms around them, and their use of the residual stream."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ Arrangement = Literal["sequential", "parallel", "post"]
 
 @dataclass(frozen=True)
 class Sublayer:
-    """A block with the norms around it."""
+    """Block with the norms around it."""
 
     name: str
     """Prefix of the names of the norms' weights."""
     block: BlockSpec
     norm: NormSpec | None = None
-    """Norm of the block's input. In a parallel layer without one, the block reads the first
+    """Norm of the block's input. In a parallel layer, a block without a norm reads the first
     block's input."""
     out_norm: NormSpec | None = None
     """Norm of the block's output, in a sequential layer (Gemma 2, OLMo 2)."""
 
     @property
     def norms(self) -> dict[str, NormSpec | None]:
-        """The norms by the names of their weights."""
-        # The mixer's has the name of what it reads: the layer's input.
+        """Norms by the names of their weights."""
+        # The mixer's norm is named after its input: the layer's input.
         name = "input_norm" if self.name == "mixer" else f"{self.name}_norm"
         return {name: self.norm, f"{self.name}_out_norm": self.out_norm}
 
@@ -51,13 +51,13 @@ class Sublayer:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """A list of sublayers, and their arrangement around the residual stream."""
+    """List of sublayers, and their arrangement around the residual stream."""
 
     sublayers: tuple[Sublayer, ...]
     arrangement: Arrangement = "sequential"
-    """sequential: each block reads the stream that the one before has added to. parallel: all
-    blocks read the layer's input (Phi-2, Falcon, Cohere). post: a norm is of the sum of a block's
-    input and output (OPT-350m)."""
+    """Arrangement of the blocks. sequential: each block reads the stream with the outputs of the
+    blocks before. parallel: all blocks read the layer's input (Phi-2, Falcon, Cohere). post: a norm
+    is applied to the sum of a block's input and output (OPT-350m)."""
     residual_multiplier: float | None = None
     """Factor on the output of each block of a sequential layer (Granite)."""
 
@@ -85,7 +85,7 @@ class LayerSpec:
 
     @property
     def blocks(self) -> list[BlockSpec]:
-        """The blocks of the sublayers."""
+        """Blocks of the sublayers."""
         return [sublayer.block for sublayer in self.sublayers]
 
     def caches(self) -> tuple[CacheSpec, ...]:
@@ -93,7 +93,7 @@ class LayerSpec:
         return tuple(cache for block in self.blocks for cache in block.caches())
 
     def with_blocks(self, blocks: list[BlockSpec]) -> LayerSpec:
-        """Return the layer with other blocks in place of its own, one for each."""
+        """Return the layer with its blocks replaced, one for one."""
         pairs = zip(self.sublayers, blocks, strict=True)
         return replace(self, sublayers=tuple(replace(s, block=block) for s, block in pairs))
 
@@ -114,7 +114,7 @@ class LayerSpec:
         """Return the live layer.
 
         Args:
-            parts: all that it is built from.
+            parts: its weights and operations.
             caches: indices of the layer's caches in `StepContext.caches`.
         """
         from octavo.layers.layer import LiveSublayer, ParallelLayer, PostNormLayer, SequentialLayer

@@ -1,4 +1,4 @@
-"""A matrix product: one weight, stacked of one or several tensors of the checkpoint."""
+"""Specification of a matrix product: one weight, stacked of one or more checkpoint tensors."""
 
 from __future__ import annotations
 
@@ -20,45 +20,46 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """y = x W^T + b."""
+    """Specification of y = x W^T + b."""
 
     modules: tuple[tuple[str, int], ...]
-    """Modules of the checkpoint and the outputs of each, to be stacked."""
+    """Stacked modules of the checkpoint, with the number of outputs of each."""
     inputs: int
     bias: bool = False
     layout: Literal["rows", "conv1d", "by_group"] = "rows"
-    """Weights are [outputs, inputs]; or, as GPT-2's Conv1D, [inputs, outputs]; or rows are queries,
-    keys and values of each group of heads in turn (BLOOM, Falcon)."""
+    """Layout of the weights in the checkpoint. rows: [outputs, inputs]. conv1d: [inputs, outputs]
+    (GPT-2). by_group: rows are queries, keys and values of each group of heads in turn (BLOOM,
+    Falcon)."""
     groups: int = 1
     group_queries: int = 1
-    """by_group: see `Source`."""
+    """Query heads of a group, for by_group; see `Source`."""
     parts: tuple[tuple[int, int], ...] | None = None
-    """The outputs from ... to ... that a rank computes; None: all."""
+    """Outputs (begin, end) that a rank computes; None: all."""
     columns: tuple[int, int] | None = None
-    """The inputs from ... to ... that a rank has, out of `whole_inputs`; None: all."""
+    """Inputs (begin, end) of a rank, out of `whole_inputs`; None: all."""
     whole_inputs: int = 0
     summand: tuple[int, int] = (0, 1)
-    """With `columns`: which of how many ranks it is whose results are summed."""
+    """With `columns`: index of the rank, and number of ranks with results to be summed."""
     form: WeightForm = PLAIN
     """Form of the weight in the checkpoint and in memory."""
 
     @property
     def outputs(self) -> int:
-        """That are computed."""
+        """Number of outputs that are computed."""
         if self.parts is None:
             return self.whole_outputs
         return sum(end - begin for begin, end in self.parts)
 
     @property
     def whole_outputs(self) -> int:
-        """Of all modules."""
+        """Number of outputs of all modules."""
         return sum(rows for _, rows in self.modules)
 
     def split(self, *parts: tuple[int, int]) -> LinearSpec:
-        """What a rank has of it.
+        """Return a rank's part of the outputs.
 
         Raises:
-            ConfigError: nothing.
+            ConfigError: the part is empty.
         """
         if all(begin == end for begin, end in parts):
             raise ConfigError(
@@ -68,10 +69,10 @@ class LinearSpec:
         return replace(self, parts=parts)
 
     def split_inputs(self, columns: tuple[int, int], rank: Rank) -> LinearSpec:
-        """What a rank has of it that sums over some of the inputs.
+        """Return the part of a rank that sums over some of the inputs.
 
         Raises:
-            ConfigError: it would have none.
+            ConfigError: the part is empty.
         """
         if columns[0] == columns[1]:
             raise ConfigError(
@@ -87,7 +88,7 @@ class LinearSpec:
         )
 
     def weights(self, names: Names) -> Iterator[Weight]:
-        """The weight, then the bias."""
+        """Yield the weight, then the bias."""
         shape = (self.outputs, self.inputs)
         whole = None if self.parts is None else self.whole_outputs
         sources = self._sources(names, "weight")
@@ -97,7 +98,7 @@ class LinearSpec:
             yield Weight(f"{names.own}bias", "vector", shape[:1], sources, whole)
 
     def _sources(self, names: Names, kind: Literal["weight", "bias"]) -> tuple[Source, ...]:
-        """Return the tensors of all modules, each with the part that is needed of it."""
+        """Return the tensors of all modules, each with its required part."""
         sources: list[Source] = []
         inputs = self.inputs if self.columns is None else self.whole_inputs
         begin = 0
@@ -123,18 +124,18 @@ class LinearSpec:
         return tuple(sources)
 
     def _parts_of(self, begin: int, rows: int) -> tuple[tuple[int, int], ...] | None:
-        """What is wanted of a module whose outputs begin there."""
+        """Return the required rows of a module with outputs that start at `begin`; None: all."""
         if self.parts is None:
             return None
         cut = [(max(a - begin, 0), min(b - begin, rows)) for a, b in self.parts]
         return tuple((a, b) for a, b in cut if a < b)
 
     def build(self, parts: Parts, shared: str | None = None) -> Linear:
-        """The live block.
+        """Return the live block.
 
         Args:
             parts: its weights.
-            shared: the buffer in which ranks put what they compute, so that all have it whole.
+            shared: name of the buffer in which ranks combine their parts of the result.
         """
         import torch
         from torch import Tensor

@@ -1,4 +1,4 @@
-"""The feed-forward block, gated or plain."""
+"""Specification of the feed-forward block, gated or plain."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 @dataclass(frozen=True)
 class MLPSpec(BlockSpec):
-    """down(act(up(x))), or down(act(gate(x)) * up(x))."""
+    """Feed-forward block: down(act(up(x))), or down(act(gate(x)) * up(x))."""
 
     up: LinearSpec
-    """Gated: gate and up, stacked."""
+    """Projection up; if gated: gate and up, stacked."""
     down: LinearSpec
     activation: Activation
     gated: bool
 
     def weights(self, names: Names) -> Iterator[Weight]:
-        """Up, then down."""
+        """Yield the weights of the projection up, then those of the projection down."""
         yield from self.up.weights(names.of("gate_up_proj" if self.gated else "up_proj"))
         yield from self.down.weights(names.of("down_proj"))
 
     def split(self, rank: Rank) -> MLPSpec:
-        """See `Block`: each rank has some of the inner columns, and of those of the result.
+        """Return a rank's inner columns, with its part of the projection down.
 
-        Or it has all of these, but for the others' inner columns.
+        The rank computes a part of the result's columns from all inner columns. If ranks sum their
+        results (`Rank.reduces`), it computes all columns from its own inner columns.
         """
         down = self.down
         part = begin, end = rank.share(down.inputs)
@@ -50,7 +51,7 @@ class MLPSpec(BlockSpec):
         )
 
     def build(self, parts: Parts, caches: tuple[int, ...]) -> MLP:
-        """See `BlockSpec`."""
+        """Implement `BlockSpec`."""
         from octavo.layers.mlp import MLP, get_activation
 
         columns = None

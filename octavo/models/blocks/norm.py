@@ -1,4 +1,4 @@
-"""Norms."""
+"""Specifications of norms."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class RMSNormSpec:
     """Root-mean-square norm."""
 
     module: str
-    """Of the checkpoint."""
+    """Module of the checkpoint."""
     size: int
     eps: float
     weight_offset: float = 0.0
-    """Added to the weight (Gemma: 1)."""
+    """Term added to the weight (Gemma: 1)."""
 
     def weights(self, names: Names) -> Iterator[Weight]:
-        """One, near 1 with its offset."""
+        """Yield the weight, near 1 with its offset."""
         name, dummy = f"{names.checkpoint}{self.module}.weight", 1.0 - self.weight_offset
         source = Source(name, (self.size,), dummy=dummy)
         yield Weight(f"{names.own}weight", "vector", (self.size,), (source,))
 
     def build(self, parts: Parts) -> RMSNorm:
-        """The live block."""
+        """Return the live block."""
         from octavo.layers.norm import RMSNorm
 
         return RMSNorm(parts.ops, parts.tensor("weight"), self.eps, self.weight_offset)
@@ -43,13 +43,13 @@ class LayerNormSpec:
     """Layer norm."""
 
     module: str
-    """Of the checkpoint."""
+    """Module of the checkpoint."""
     size: int
     eps: float
     bias: bool = True
 
     def weights(self, names: Names) -> Iterator[Weight]:
-        """The weight, near 1, then the bias."""
+        """Yield the weight, near 1, then the bias."""
         size, module = (self.size,), f"{names.checkpoint}{self.module}"
         source = Source(f"{module}.weight", size, dummy=1.0)
         yield Weight(f"{names.own}weight", "vector", size, (source,))
@@ -57,7 +57,7 @@ class LayerNormSpec:
             yield Weight(f"{names.own}bias", "vector", size, (Source(f"{module}.bias", size),))
 
     def build(self, parts: Parts) -> LayerNorm:
-        """The live block."""
+        """Return the live block."""
         from octavo.layers.norm import LayerNorm
 
         bias = parts.tensor("bias") if self.bias else None
@@ -66,24 +66,24 @@ class LayerNormSpec:
 
 @dataclass(frozen=True)
 class HeadNormsSpec:
-    """A layer norm for each head of queries or keys, without a bias (Command R+)."""
+    """Layer norm for each head of queries or keys, without a bias (Command R+)."""
 
     module: str
-    """Of the checkpoint."""
+    """Module of the checkpoint."""
     num_heads: int
-    """In the checkpoint."""
+    """Number of heads in the checkpoint."""
     size: int
-    """Of a head."""
+    """Size of a head."""
     eps: float
     part: tuple[int, int] | None = None
-    """The heads of a rank, from ... to ...; None: all."""
+    """Heads (begin, end) of a rank; None: all."""
 
     def split(self, begin: int, end: int) -> HeadNormsSpec:
         """Return the norms of a rank's heads."""
         return replace(self, part=(begin, end))
 
     def weights(self, names: Names) -> Iterator[Weight]:
-        """One row for each head, near 1."""
+        """Yield the weight, one row for each head, near 1."""
         begin, end = self.part or (0, self.num_heads)
         source = Source(
             f"{names.checkpoint}{self.module}.weight",
@@ -94,7 +94,7 @@ class HeadNormsSpec:
         yield Weight(f"{names.own}weight", "vector", (end - begin, self.size), (source,))
 
     def build(self, parts: Parts) -> HeadNorms:
-        """The live block."""
+        """Return the live block."""
         from octavo.layers.norm import HeadNorms
 
         return HeadNorms(parts.ops, parts.tensor("weight").unbind(), self.eps)
@@ -111,13 +111,13 @@ def build_norm(
     rows: str = "normed",
     joins: bool = True,
 ) -> Norm:
-    """The live block; without a norm, one that changes nothing.
+    """Return the live norm; without a spec, a norm that changes nothing.
 
     Args:
-        norm: of the block.
+        norm: the spec, or None.
         parts: its weights.
-        size: numbers of a row, where ranks may split the rows.
-        rows: where they put them together, see `SharedBuffers`.
+        size: size of a row, if ranks may split the rows.
+        rows: name of the buffer in which they combine them; see `SharedBuffers`.
         joins: see `RowsNorm`.
     """
     from octavo.layers.norm import NoNorm, RowsNorm

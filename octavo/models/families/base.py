@@ -20,7 +20,7 @@ from octavo.models.spec import ModelSpec
 Family = Callable[[ConfigJson], ModelSpec]
 """Reader of a model's config.json; raises `ModelError` for unsupported values."""
 
-# vLLM's assumption where a config names no context length.
+# vLLM's assumption if a config names no context length.
 DEFAULT_MAX_MODEL_LEN = 2048
 ROTARY_TABLES = (r"(.*\.)?rotary_emb\.inv_freq",)
 """Patterns of the names of tables that some checkpoints store next to their weights."""

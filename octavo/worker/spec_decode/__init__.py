@@ -1,1 +1,1 @@
-"""Speculative decoding: who proposes the tokens that the model then verifies."""
+"""Speculative decoding: proposers of the drafts that the model verifies."""

@@ -1,4 +1,4 @@
-"""What every drafting method is: the built-in ones, and those of tests."""
+"""Interface of drafting methods."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ LongArray = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Whom a proposer works for."""
+    """Model and live requests that a proposer drafts for."""
 
     setup: WorkerSetup
     model: Model
     batch: InputBatch
-    """The live requests' rows: tokens so far, and how many of them are computed."""
+    """Rows of the live requests: their tokens, and the numbers of computed tokens."""
     sampling: SamplingState
-    """How they are sampled."""
+    """Sampling state of the requests."""
     kv: KVCacheConfig
     platform: Platform
     ops: Ops
     backend: AttentionBackend
     weights: list[LoadedWeights] = field(default_factory=list)
-    """Those of all models, its own included: they are given back while the engine sleeps."""
+    """Weights of all models, including the proposer's; a sleeping engine releases them."""
     caches: list[Tensor] = field(default_factory=list)
-    """KV caches for which that holds, too."""
+    """KV caches of all models; a sleeping engine releases them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +50,18 @@ class Proposal:
     """Drafts for R requests."""
 
     token_ids: Sequence[Sequence[int]]
-    """[R][...] those of each request, which follow its last token; may be none."""
+    """[R][...] drafts of each request after its last token; may be empty."""
     probs: Tensor | None = None
-    """float32 [all drafts, vocab], in order, what each was drawn from; None: each was certain."""
+    """float32 [all drafts, vocab]: the distribution of each draft; None: each was certain."""
 
 
 class Proposer(ABC):
-    """Proposes the next tokens of requests. What it proposes changes how many steps an answer
-    takes, never the answer, so it may be as wrong as it likes.
+    """Proposer of the next tokens of requests.
 
-    All is called on the worker's thread: when a request comes or goes `add_row` and `remove_row`,
-    before a step `propose`, and once a step's tokens are in the rows `observe`.
+    With exact acceptance, drafts change the number of steps of an answer, but never the answer.
+
+    The worker's thread calls all methods: `add_row` and `remove_row` when a request starts and
+    ends, `propose` before a step, and `observe` once a step's tokens are in the rows.
 
     Args:
         target: the model and its live requests.
@@ -70,31 +71,31 @@ class Proposer(ABC):
         self.target = target
 
     def add_row(self, row: int, data: NewRequestData) -> None:
-        """Takes in a request, new or resumed, whose tokens are in its row."""
+        """Add a request, new or resumed; its tokens are in its row."""
 
     def remove_row(self, row: int) -> None:
-        """Forgets a request; its tokens are still in its row."""
+        """Remove a request; its tokens are still in its row."""
 
     def copy_blocks(self, src_dst_pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies what it keeps in KV blocks, as the target does before a step."""
+        """Copy the proposer's data of KV blocks, as the target does before a step."""
 
     def forget_blocks(self, block_ids: Sequence[int]) -> None:
-        """The target's KV of these blocks comes from elsewhere now: nothing was computed here."""
+        """Mark blocks as not computed: a connector has loaded the target's KV of the blocks."""
 
     def observe(self, inputs: StepInputs, result: StepResult) -> None:
-        """Looks at a step that has been sampled.
+        """Process a step that has been sampled.
 
         Args:
-            inputs: what was computed, drafts included. `batch.num_computed_tokens` and the rows
-                tell how much of it was right.
-            result: hidden states, good until the next step is run.
+            inputs: the computed tokens, drafts included. `batch.num_computed_tokens` and the rows
+                show which of them were accepted.
+            result: hidden states, valid until the next step runs.
         """
 
     @abstractmethod
     def propose(self, rows: LongArray, counts: LongArray) -> Proposal:
-        """Drafts for some requests; all their tokens are known, and all but the last computed.
+        """Return drafts for requests with all tokens known and all except the last computed.
 
         Args:
-            rows: int64 [R], none twice.
+            rows: int64 [R], distinct rows.
             counts: int64 [R], most drafts for each, from 1 to `setup.num_speculative_tokens`.
         """

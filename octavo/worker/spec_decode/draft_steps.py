@@ -1,4 +1,4 @@
-"""Steps of a model that drafts, over the target's requests and block tables."""
+"""Steps of a draft model, over the target's requests and block tables."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from octavo.worker.spec_decode.base import LongArray, Proposal, Target
 
 
 def load_draft(target: Target) -> Model:
-    """Loads the model that drafts, as the target was.
+    """Load the draft model in the same way as the target.
 
     Raises:
         ModelError: see `load_model`.
@@ -41,7 +41,7 @@ def load_draft(target: Target) -> Model:
 
 
 def load_lm_head(target: Target, spec: LMHeadSpec) -> LMHead:
-    """Loads the target's whole LM head.
+    """Load the target's whole LM head.
 
     Raises:
         ModelError: see `load_model`.
@@ -66,15 +66,15 @@ def _load(target: Target, setup: WorkerSetup, spec: ModelSpec) -> Model:
 
 
 class DraftSteps:
-    """Runs a model on tokens of the target's rows.
+    """Runner of a model on tokens of the target's rows.
 
-    What its layers keep of a token lies in a block of the same number as what the target's keep, so
-    all that befalls these blocks befalls its own.
+    The model's cache uses the same block numbers as the target's cache, so every change to the
+    target's blocks applies to the model's blocks, too.
 
     Args:
-        target: whose rows, and the tables of whose first group with full attention.
+        target: provides the rows, and the block tables of its first group with full attention.
         model: the model.
-        shift: how many tokens behind its position the token of a position is.
+        shift: the model reads at position p the token of position p + `shift`.
     """
 
     def __init__(self, target: Target, model: Model, shift: int = 0) -> None:
@@ -84,7 +84,7 @@ class DraftSteps:
         assert group is not None
         self.setup: WorkerSetup = setup
         self.group = group
-        """Whose block tables it uses."""
+        """Group with the block tables that it uses."""
         self._target = target
         dtype, caches = setup.kv_cache_dtype, setup.spec.caches
         memory = [
@@ -106,7 +106,7 @@ class DraftSteps:
         )
         self._steps = target.platform.make_steps(setup, target.ops, eager, batch, capture=True)
         max_num_seqs, max_model_len = batch.token_ids.shape
-        # By row: where a step's tokens begin, and where the logits are wanted.
+        # By row: the start of a step's tokens, and their end if it needs logits.
         self._starts, self._ends = np.zeros((2, max_num_seqs), np.int64)
         self._rows, self._counts, self._no_drafts, self._num_samples = np.zeros(
             (4, max_num_seqs), np.int64
@@ -129,13 +129,13 @@ class DraftSteps:
     def gather(
         self, rows: LongArray, starts: LongArray, counts: LongArray, wanted: NDArray[np.bool_]
     ) -> StepInputs:
-        """Puts together the inputs of a step.
+        """Gather the inputs of a step.
 
         Args:
-            rows: int64 [R], none twice.
+            rows: int64 [R], distinct rows.
             starts: int64 [R], positions of their first tokens.
             counts: int64 [R], more than 0.
-            wanted: bool [R], of whose last tokens logits are wanted.
+            wanted: bool [R], True for rows that need the logits of their last token.
         """
         num_reqs = len(rows)
         self._rows[:num_reqs] = rows
@@ -155,20 +155,19 @@ class DraftSteps:
         )
 
     def run(self, inputs: StepInputs) -> StepResult:
-        """Runs the step that was gathered last."""
+        """Run the step that was gathered last."""
         return self._steps.run(inputs, None)
 
     def copy_blocks(self, src_dst_pairs: Sequence[tuple[int, int]]) -> None:
-        """See `Proposer`."""
+        """Implement `Proposer`."""
         copy_blocks(self._caches, src_dst_pairs)
 
 
 class DraftSampler:
-    """Draws the drafts of one proposal, place after place.
+    """Sampler of the drafts of one proposal, position by position.
 
-    A draft that is kept only if it is what the target samples is drawn by the very same rule and
-    random numbers. For rejection sampling it needs numbers of its own, and what it was drawn from
-    is told.
+    A draft that must equal the target's sample is drawn by the same rule with the same random
+    numbers. Rejection sampling needs separate random numbers and the drafts' distributions.
 
     Args:
         target: the requests.
@@ -185,14 +184,14 @@ class DraftSampler:
         self._probs: list[list[torch.Tensor]] = [[] for _ in rows]
 
     def sample(self, at: LongArray, logits: torch.Tensor) -> tuple[LongArray, LongArray]:
-        """Draws a draft more for some of the requests, all of which have equally many.
+        """Draw one more draft for requests that have equal numbers of drafts.
 
         Args:
-            at: int64 [A], which.
+            at: int64 [A], indices of the requests.
             logits: float32 [A, V].
 
         Returns:
-            Those of them that want one more, as indices into `at`, and their new drafts.
+            The requests that need another draft, as indices into `at`, and their new drafts.
         """
         num_drafts = len(self._drafts[at[0]])
         ops, rows = self._target.ops, self._rows[at]
@@ -217,6 +216,6 @@ class DraftSampler:
         return more, tokens[more]
 
     def proposal(self) -> Proposal:
-        """All that were drawn."""
+        """Return all drafts."""
         probs = [row for rows in self._probs for row in rows]
         return Proposal(self._drafts, torch.stack(probs) if probs else None)

@@ -1,12 +1,13 @@
 """Drafts from a head that guesses the target's next hidden states: EAGLE and EAGLE-3.
 
-The head's one layer attends to all tokens before, so it computes every token that the target has
-computed, from the target's hidden state and the embedding of the token behind; what it keeps of a
-position depends on that token, too. Drafts go on from its own guesses.
+The head's single layer attends to all earlier tokens, so it must compute every token that the
+target computes. Its input at a position is the target's hidden state and the embedding of the next
+token, so its KV at the position depends on that token, too. Further drafts use the head's own
+guesses as hidden states.
 
-While nobody asks for drafts, hidden states are only kept, those of each request's last few tokens;
-they are computed when drafts are asked for again. What lies further back has a gap then, which
-costs some drafts and no answer.
+While the scheduler requests no drafts, the proposer only stores the hidden states of each request's
+last few tokens, and computes them when drafts are requested again. Earlier tokens stay a gap, which
+lowers the acceptance of drafts but changes no answer.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from octavo.worker.spec_decode.base import LongArray, Proposal, Proposer, Target
 from octavo.worker.spec_decode.draft_steps import DraftSampler, DraftSteps, load_draft, load_lm_head
 
 _NONE = -1
-# Sampled steps without drafts after which it computes nothing more.
+# Number of sampled steps without drafts after which the proposer stops computing.
 _IDLE_AFTER = 8
 
 
 class EagleProposer(Proposer):
-    """See the module."""
+    """Proposer with an EAGLE or EAGLE-3 head."""
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
@@ -43,7 +44,7 @@ class EagleProposer(Proposer):
         if not isinstance(main, DecoderModel):
             raise ConfigError(
                 f"speculative_config: {main.spec.architecture} does not show its embedding, which "
-                "EAGLE needs; take another method."
+                "EAGLE needs; use another method."
             )
         if isinstance(model, Eagle3Model):
             draft = target.setup.draft
@@ -54,32 +55,32 @@ class EagleProposer(Proposer):
         setup, num_rows = target.setup, len(target.batch.token_ids)
         lm_head = read_lm_head(setup.spec, model.spec, setup.rank)
         self._guesser = main if lm_head is None else load_lm_head(target, lm_head)
-        """Whose LM head guesses."""
+        """Model with the LM head for the guesses."""
         shape = model.input_shape(setup.max_num_batched_tokens)
         model.inputs = torch.zeros(shape, dtype=main.dtype)
-        # The token of a position is the one behind it.
+        # The head's token at a position is the next one.
         self._steps = DraftSteps(target, model, shift=1)
         self._max_model_len = self._steps.setup.max_model_len
         self._guess = torch.zeros(num_rows, main.spec.hidden_size, dtype=main.dtype)
-        """By row: the hidden state of the last token, guessed."""
+        """Guessed hidden state of the last token, by row."""
         self._of: LongArray = np.zeros(num_rows, np.int64)
-        """By row: how many tokens that is."""
+        """Number of the row's tokens when `_guess` was computed, by row."""
         self._seen: LongArray = np.zeros(num_rows, np.int64)
-        """By row: the first position that is not computed; `_NONE`: nothing has been observed."""
+        """First position that is not computed, by row; `_NONE`: no step has been observed."""
         self._late = torch.zeros(num_rows, MOST_LATE, main.spec.hidden_size, dtype=main.dtype)
-        """By row and position modulo their number: hidden states that are not computed yet."""
+        """Hidden states that are not computed yet, by row and position modulo `MOST_LATE`."""
         self._idle_steps = 0
 
     def add_row(self, row: int, data: NewRequestData) -> None:
-        """See `Proposer`."""
+        """Implement `Proposer`."""
         self._of[row], self._seen[row] = 0, _NONE
 
     def copy_blocks(self, src_dst_pairs: Sequence[tuple[int, int]]) -> None:
-        """See `Proposer`."""
+        """Implement `Proposer`."""
         self._steps.copy_blocks(src_dst_pairs)
 
     def observe(self, inputs: StepInputs, result: StepResult) -> None:
-        """See `Proposer`: computes the tokens that the target did, but wrong drafts."""
+        """Compute the tokens that the target computed, except rejected drafts."""
         batch, rows = self.target.batch, inputs.rows
         positions = inputs.table.positions[: inputs.size.tokens]
         starts = positions[inputs.table.query_start_loc[: len(rows)]]
@@ -109,7 +110,7 @@ class EagleProposer(Proposer):
     def _compute(
         self, rows: LongArray, starts: LongArray, ends: LongArray, hidden: torch.Tensor
     ) -> None:
-        """Computes tokens that the target has, from their hidden states [T, hidden_size]."""
+        """Compute tokens from the target's hidden states [T, hidden_size]."""
         num_tokens = self.target.batch.num_tokens[rows]
         last = ends == num_tokens - 1
         guesses = self._run(rows, starts, ends - starts, last, hidden)
@@ -118,7 +119,7 @@ class EagleProposer(Proposer):
         self._seen[rows] = ends
 
     def _catch_up(self, rows: LongArray, ends: LongArray) -> None:
-        """Computes what was kept of some requests up to `ends`, as far as a largest step goes."""
+        """Compute the stored states of requests up to `ends`, within the size of a largest step."""
         starts = np.maximum(self._seen[rows], ends - MOST_LATE)
         counts = np.where(self._seen[rows] == _NONE, 0, ends - starts)
         some = (counts > 0) & (np.cumsum(counts) <= self._steps.setup.max_num_batched_tokens)
@@ -131,7 +132,7 @@ class EagleProposer(Proposer):
         self._compute(rows, starts, ends, self._late[of, torch.from_numpy(positions % MOST_LATE)])
 
     def propose(self, rows: LongArray, counts: LongArray) -> Proposal:
-        """See `Proposer`."""
+        """Implement `Proposer`."""
         batch = self.target.batch
         num_tokens = batch.num_tokens[rows]
         counts = np.minimum(counts, self._max_model_len + 2 - num_tokens)
@@ -161,10 +162,10 @@ class EagleProposer(Proposer):
         wanted: NDArray[np.bool_],
         hidden: torch.Tensor,
     ) -> torch.Tensor:
-        """The guesses of the last tokens of rows; see `DraftSteps.gather`.
+        """Return the guesses for the last tokens of rows; see `DraftSteps.gather`.
 
         Args:
-            hidden: [T, hidden_size], of all their tokens.
+            hidden: [T, hidden_size], hidden states of all tokens of the step.
         """
         inputs = self._steps.gather(rows, starts, counts, wanted)
         ids, positions = (

@@ -1,6 +1,6 @@
 """Drafts from heads on the target's last hidden state (Medusa, Cai et al., 2024).
 
-One draft for each head, in a chain: the tree of section 2.1.2 is not made.
+Each head adds one draft to a chain; the tree of section 2.1.2 is not supported.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from octavo.worker.spec_decode.draft_steps import DraftSampler, load_draft
 
 
 class MedusaProposer(Proposer):
-    """See the module."""
+    """Proposer with Medusa heads."""
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
@@ -26,16 +26,16 @@ class MedusaProposer(Proposer):
         self._model = model
         num_rows, dtype = len(target.batch.token_ids), target.model.dtype
         self._hidden = torch.zeros(num_rows, target.model.spec.hidden_size, dtype=dtype)
-        """By row: of the last token that the target has computed."""
+        """Hidden state of the last token that the target has computed, by row."""
         self._of: LongArray = np.zeros(num_rows, np.int64)
-        """By row: how many tokens that is."""
+        """Number of tokens that the target has computed, by row."""
 
     def add_row(self, row: int, data: NewRequestData) -> None:
-        """See `Proposer`."""
+        """Implement `Proposer`."""
         self._of[row] = 0
 
     def observe(self, inputs: StepInputs, result: StepResult) -> None:
-        """See `Proposer`."""
+        """Implement `Proposer`."""
         rows, starts = inputs.rows, inputs.table.query_start_loc[: inputs.size.requests]
         computed = self.target.batch.num_computed_tokens[rows]
         last = starts + computed - inputs.table.positions[starts] - 1
@@ -43,7 +43,7 @@ class MedusaProposer(Proposer):
         self._of[rows] = computed
 
     def propose(self, rows: LongArray, counts: LongArray) -> Proposal:
-        """See `Proposer`."""
+        """Implement `Proposer`."""
         at = np.flatnonzero(self._of[rows] == self.target.batch.num_tokens[rows] - 1)
         sampler, head = DraftSampler(self.target, rows, counts), 0
         hidden = self._hidden[torch.from_numpy(rows[at])]

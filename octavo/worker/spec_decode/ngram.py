@@ -1,7 +1,6 @@
-"""Drafts from the request's own tokens: what followed the last ones when they came before.
+"""Drafts from the request's own tokens: the tokens that followed an earlier match of the last ones.
 
-Prompt lookup (A. Saxena, 2023), with the longest match, and among equally long ones the most
-recent.
+Prompt lookup (A. Saxena, 2023), with the longest match; of equally long matches, the most recent.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from octavo.worker.spec_decode.base import LongArray, Proposal, Proposer, Target
 
 
 class NgramProposer(Proposer):
-    """See the module."""
+    """Proposer by prompt lookup."""
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
@@ -22,7 +21,7 @@ class NgramProposer(Proposer):
         self._shortest, self._longest = config.lookup_lengths
 
     def propose(self, rows: LongArray, counts: LongArray) -> Proposal:
-        """See `Proposer`."""
+        """Implement `Proposer`."""
         batch, drafts = self.target.batch, []
         for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
             tokens = batch.token_ids[row, : batch.num_tokens[row]]
@@ -32,16 +31,16 @@ class NgramProposer(Proposer):
 
 
 def look_up(tokens: NDArray[np.int32], longest: int, count: int) -> tuple[int, list[int]]:
-    """Where the last tokens came before, and what followed them there.
+    """Find an earlier match of the last tokens, and the tokens that followed it.
 
     Args:
         tokens: int32 [T].
-        longest: how many of the last ones to look for at most.
-        count: most tokens to return. What lies beyond the last token repeats: in a b a b a the
+        longest: greatest length of the match.
+        count: number of tokens to return. After the last token they repeat: in a b a b a the
             tokens b a b a ... follow.
 
     Returns:
-        How many of the last tokens came before, and what followed.
+        The length of the match, and the tokens that followed it.
     """
     num_tokens = len(tokens)
     ends = np.flatnonzero(tokens[:-1] == tokens[-1])

@@ -1,4 +1,4 @@
-"""Which drafting method there is for a config."""
+"""Registry of drafting methods."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _METHODS: dict[str, type[Proposer]] = {
 
 
 def make_proposer(target: Target) -> Proposer | None:
-    """The proposer that the config asks for; None: it asks for none."""
+    """Return the configured proposer, or None."""
     config = target.setup.config.speculation.speculative_config
     if config is None:
         return None

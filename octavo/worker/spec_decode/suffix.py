@@ -1,8 +1,8 @@
-"""Drafts from what the request, or an earlier answer of the engine, said after the same tokens.
+"""Drafts from the tokens that followed the same tokens in the request or in earlier answers.
 
-After SuffixDecoding (Oliaro et al. 2024): a request's own tokens are searched as by `ngram`, and
-earlier answers by a suffix automaton; the longer match wins, and is trusted the further the longer
-it is.
+After SuffixDecoding (Oliaro et al. 2024): it searches the request's own tokens as `ngram` does, and
+earlier answers by a suffix automaton. The longer match wins. Its length limits the number of
+drafts.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from octavo.plan.draft_sizes import SUFFIX_TOKENS
 from octavo.worker.spec_decode.base import LongArray, Proposal, Proposer, Target
 from octavo.worker.spec_decode.ngram import look_up
 
-_LONGEST = 64  # tokens that a match is looked for with
+_LONGEST = 64  # greatest length of a match
 _SHORTEST = 2
-# Prompt tokens before an answer that are kept with it: it is found from its first token on.
+# Number of prompt tokens stored before an answer, so that its first tokens can be found.
 _LEAD = 8
 
 
 class SuffixProposer(Proposer):
-    """See the module."""
+    """Proposer by suffixes of the request and of earlier answers."""
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
@@ -30,31 +30,31 @@ class SuffixProposer(Proposer):
         assert config is not None
         self._shortest = config.prompt_lookup_min or _SHORTEST
         self._longest = max(config.prompt_lookup_max or _LONGEST, self._shortest)
-        # Once the newer one is full it becomes the older one, and that one is forgotten.
+        # A full newer automaton replaces the older one.
         self._newer, self._older = _native.SuffixAutomaton(), _native.SuffixAutomaton()
         self._private: set[int] = set()
 
     def add_row(self, row: int, data: NewRequestData) -> None:
-        """See `Proposer`."""
+        """Implement `Proposer`."""
         if data.private:
             self._private.add(row)
 
     def remove_row(self, row: int) -> None:
-        """See `Proposer`; the request's answer is kept."""
+        """Store the answer of a request that ends, if it is not private."""
         if row in self._private:
             self._private.remove(row)
             return
         batch = self.target.batch
         first, end = int(batch.num_prompt_tokens[row]), int(batch.num_tokens[row])
         tokens = batch.token_ids[row, max(0, first - _LEAD) : end]
-        tokens = tokens[tokens >= 0]  # none that is still on its way
+        tokens = tokens[tokens >= 0]  # without tokens that have not arrived
         if end > first:
             if len(self._newer) + len(tokens) > SUFFIX_TOKENS:
                 self._newer, self._older = _native.SuffixAutomaton(), self._newer
             self._newer.add(tokens.ctypes.data, min(len(tokens), SUFFIX_TOKENS))
 
     def propose(self, rows: LongArray, counts: LongArray) -> Proposal:
-        """See `Proposer`."""
+        """Implement `Proposer`."""
         batch, drafts = self.target.batch, []
         for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
             tokens = batch.token_ids[row, : batch.num_tokens[row]]
