@@ -197,7 +197,7 @@ class Load:
         return answer
 
     async def scale(self, size: int) -> str:
-        """Has the server run so many engines; returns what it says to that."""
+        """Scale the server to `size` engines; return its answer."""
         body = {"new_data_parallel_size": size}
         answer = await self._client.post("/scale_elastic_ep", json=body)
         return f"{answer.status_code} {answer.text}"
@@ -374,7 +374,7 @@ class Site:
 
 
 def _role(words: list[str]) -> str | None:
-    """What a process is by its command line; None: nothing that is to die."""
+    """Return the role of a process by its command line; None: the process must not die."""
     by_title = (role for title, role in _ACTORS.items() if words and words[0].startswith(title))
     return next(by_title, next((_MODULES[word] for word in words if word in _MODULES), None))
 
@@ -482,7 +482,7 @@ class Killer(threading.Thread):
         self._wait_for_ends(struck)
 
     def _draw(self) -> list[tuple[str, psutil.Process]]:
-        """Processes that are to die together: one of the role with the fewest deaths, and others.
+        """Return the processes to kill together: one of the role with the fewest deaths, and others.
 
         By chance alone, a role of few processes may be left out.
         """
