@@ -482,7 +482,7 @@ class Killer(threading.Thread):
         self._wait_for_ends(struck)
 
     def _draw(self) -> list[tuple[str, psutil.Process]]:
-        """Return the processes to kill together: one of the role with the fewest deaths, and others.
+        """Return processes to kill together: one of the role with the fewest deaths, and others.
 
         By chance alone, a role of few processes may be left out.
         """
