@@ -65,7 +65,10 @@ class Tensors(Protocol):
         ...
 
     def done(self, tensor: Tensor) -> None:
-        """Release a tensor that is not needed any more."""
+        """Release a tensor of `read` that the caller no longer uses; default: do nothing.
+
+        The caller must not use views of the tensor either.
+        """
         return
 
 

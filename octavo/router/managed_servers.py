@@ -49,7 +49,7 @@ class ServerProcess(Protocol):
         ...
 
     def poll(self) -> int | None:
-        """Return its exit status if it has ended; negative for a signal."""
+        """Return the exit status, negative for a signal; None while the process runs."""
         ...
 
     def terminate(self) -> None:

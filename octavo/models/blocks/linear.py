@@ -124,7 +124,12 @@ class LinearSpec:
         return tuple(sources)
 
     def _parts_of(self, begin: int, rows: int) -> tuple[tuple[int, int], ...] | None:
-        """Return the required rows of a module with outputs that start at `begin`; None: all."""
+        """Return the rows of one module that the rank needs, as (begin, end); None: all.
+
+        Args:
+            begin: index of the module's first output among the outputs of all modules.
+            rows: number of the module's outputs.
+        """
         if self.parts is None:
             return None
         cut = [(max(a - begin, 0), min(b - begin, rows)) for a, b in self.parts]
