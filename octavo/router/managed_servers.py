@@ -45,7 +45,7 @@ class ServerProcess(Protocol):
 
     @property
     def is_stopped(self) -> bool:
-        """True if a signal such as SIGSTOP has stopped it."""
+        """True if a signal such as SIGSTOP has stopped the server."""
         ...
 
     def poll(self) -> int | None:
