@@ -1,4 +1,4 @@
-"""Messages between the parts: the only place where control plane and data plane meet.
+"""Messages between the parts of Octavo: the only interface of control plane and data plane.
 
 Front end -> engine core: `EngineCoreRequest`, abort and utility calls.
 Scheduler -> worker: `SchedulerOutput`, a plain record of what changed since the last step.
@@ -42,9 +42,9 @@ class BadWordsTokenIds(msgspec.Struct, array_like=True, frozen=True):
     """Forbidden token sequences, as arrays of int32 (`NO_TOKEN`: padding)."""
 
     prefixes: bytes
-    """[words, longest - 1]: all but the last token of each, padded on the left."""
+    """[words, longest - 1]: all tokens of each sequence except the last, padded on the left."""
     last: bytes
-    """[words]"""
+    """[words]: last token of each sequence."""
 
 
 NO_TOKEN = -1
@@ -71,8 +71,8 @@ class GrammarSpec(msgspec.Struct, array_like=True, frozen=True):
 class CoreSamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """The part of a request's `SamplingParams` that the engine core needs.
 
-    `make_core_params` completes and packs checked parameters: decoding checks only types. The n
-    requests of a group share long values.
+    `make_core_params` completes and packs parameters that have been checked; decoding checks only
+    types. The n requests of a prompt share long values.
     """
 
     temperature: float = 1.0
@@ -188,7 +188,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     n: int = 1
     """Number of answers."""
     output_token_ids: list[int] = []
-    """Earlier output of the request, which continues after it. None of these tokens ends the
+    """Tokens that the request has generated earlier; it continues after them. None of them ends the
     request; they count against `max_tokens` and `min_tokens`."""
     num_prompt_logprobs: int = 0
     """Number of prompt logprobs that the client already has."""
@@ -243,7 +243,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
 class LogprobsLists(msgspec.Struct, array_like=True):
     """Logprobs of consecutive positions of one request, as arrays.
 
-    A row has 1 + k entries; the first is the token itself.
+    A row has 1 + k entries; the first is that of the position's own token.
     """
 
     token_ids: bytes = b""
@@ -251,7 +251,7 @@ class LogprobsLists(msgspec.Struct, array_like=True):
     logprobs: bytes = b""
     """float32 [rows, 1 + k]"""
     ranks: bytes = b""
-    """int32 [rows], 1-based rank of the token itself in the whole vocabulary."""
+    """int32 [rows], 1-based rank of the position's own token in the whole vocabulary."""
 
     @property
     def num_rows(self) -> int:
@@ -271,7 +271,7 @@ class LogprobsLists(msgspec.Struct, array_like=True):
 
     @staticmethod
     def join(parts: Sequence[LogprobsLists]) -> LogprobsLists:
-        """Return all rows in order; all parts must have the same number of entries in a row."""
+        """Join the rows of all parts in order; all rows must have the same number of entries."""
         return LogprobsLists(
             b"".join(part.token_ids for part in parts),
             b"".join(part.logprobs for part in parts),
@@ -304,14 +304,14 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):
-    """Message of the engine core after a step."""
+    """Message that the engine core sends after a step."""
 
     outputs: list[EngineCoreOutput] = []
     stats: SchedulerStats | None = None
     timestamp: float = 0.0
     """Time at the end of the step."""
     engine_index: int = 0
-    """Index of the engine that sends it."""
+    """Index of the engine that sends the message."""
 
 
 class NewRequestData(msgspec.Struct, array_like=True):
@@ -341,7 +341,7 @@ class ScheduledRequest(msgspec.Struct, array_like=True):
     """Number of places for drafts, the last of `num_tokens`. The worker proposes the drafts when
     the step begins; it skips places without a draft."""
     has_grammar: bool = False
-    """True if its sampling in this step waits for the bitmask of a `GrammarOutput`."""
+    """True if sampling for the request waits for the bitmask of a `GrammarOutput` in this step."""
     new: NewRequestData | None = None
 
 
@@ -356,8 +356,8 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     blocks_to_copy: list[tuple[int, int]] = []
     """(source, destination) block ids to copy before this step: copy on write."""
     loaded_block_ids: list[int] = []
-    """Blocks that a KV connector fills from now on. The drafter's data of these blocks belongs to
-    other requests."""
+    """Blocks that a KV connector fills from this step on. The drafter discards its data of them,
+    which belongs to earlier requests."""
     kv_connector_metadata: bytes | None = None
     """Encoded message of the scheduler's half of a KV connector to the workers' half."""
     kv_loads_before: list[str] = []
@@ -401,7 +401,7 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True):
     """Number of drafts of each request that had drafts in the step. The number of accepted drafts
     is its number of new tokens minus 1."""
     errors: dict[str, str] = {}
-    """Error messages of requests that failed alone; they have no new tokens."""
+    """Error messages of requests that failed without their step; they have no new tokens."""
 
 
 class UtilityCall(msgspec.Struct, array_like=True):

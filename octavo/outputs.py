@@ -166,7 +166,7 @@ class RequestMetrics:
 
     @property
     def scheduled_ts(self) -> float:
-        """vLLM's name of `first_scheduled_time`; 0 if it never ran."""
+        """vLLM's name of `first_scheduled_time`; 0 if the request never ran."""
         return self.first_scheduled_time or 0.0
 
     @property

@@ -170,7 +170,7 @@ class Request:
 
     @property
     def skip_reading_prefix_cache(self) -> bool:
-        """True if prompt logprobs are requested: the prompt must then be computed, not cached."""
+        """True if prompt logprobs are requested: the whole prompt must then be computed."""
         return self.sampling_params.prompt_logprobs is not None
 
     def append_output_token_ids(self, token_ids: list[int]) -> None:

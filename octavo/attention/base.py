@@ -23,9 +23,9 @@ KV_CACHE_DTYPES = {
 
 
 def cached_head_size(head_size: int, dtype: torch.dtype) -> int:
-    """Return the elements of a key or value of one head of one token in a cache of type `dtype`.
+    """Return the number of elements that a cache of type `dtype` stores for one key or value.
 
-    In int8 each of them has its own scale of 4 bytes.
+    That is the vector of one head of one token. In int8 each vector has its own scale of 4 bytes.
     """
     return head_size + 4 if dtype == torch.int8 else head_size
 
@@ -205,7 +205,7 @@ class AttentionBackend(Protocol):
         out: Tensor,
         params: AttentionParams,
     ) -> None:
-        """Compute attention; this step's keys and values must be in the cache.
+        """Compute attention by `AttentionParams`; the step's keys and values must be in the cache.
 
         Args:
             query: [T, H, D]; head h reads KV head h * KVH // H.

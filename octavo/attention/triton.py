@@ -124,7 +124,10 @@ class TritonAttention:
         out: Tensor,
         params: AttentionParams,
     ) -> None:
-        """Run one launch, and a second one if programs shared the splits of a decode row."""
+        """Launch the attention kernel.
+
+        If several programs share the splits of a decode row, launch a second kernel to merge them.
+        """
         if metadata.num_tokens == 0:
             return
         format = _FORMATS.get(kv_cache.dtype, 0)

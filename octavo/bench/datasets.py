@@ -54,7 +54,7 @@ class BenchRequest:
 
 
 def add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add vLLM's flags of data sets, and those of workload files and traces."""
+    """Add vLLM's flags for data sets, and the flags for workload files and traces."""
     group = parser.add_argument_group("data set")
     add = group.add_argument
     add(

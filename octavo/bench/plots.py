@@ -240,12 +240,14 @@ def roofline(
     Args:
         points: dicts of name, flops (floating-point operations), bytes (moved) and seconds.
             Operations without arithmetic are not allowed.
-        bandwidth: measured memory bandwidth in bytes per second; raised to that of the points.
-        peak: measured floating-point operations per second; raised to that of the points.
+        bandwidth: measured memory bandwidth in bytes per second; if a point is faster, its
+            bandwidth replaces it.
+        peak: measured floating-point operations per second; if a point is faster, its speed
+            replaces it.
         path: file to write, PNG or SVG.
 
     Raises:
-        BenchError: see `check`; or a number is not above 0.
+        BenchError: see `check`; or there are no points, or a number is not above 0.
     """
     check(path)
     if not points:
@@ -468,9 +470,9 @@ def _legend(ax: Axes) -> Legend | None:
 
 
 def _label_points(figure: Figure, points: Sequence[tuple[Axes, str, str, float, float]]) -> None:
-    """Write a text next to each point where it covers neither data nor another text.
+    """Write a text next to each point, so that it covers neither data nor another text.
 
-    A point without such a place near by has no text.
+    A point has no text if all places next to it are occupied.
 
     Args:
         figure: complete except for the texts.

@@ -764,10 +764,10 @@ def _file_name(combination: _Combination, rate: float, run_: int) -> str:
 
 
 def _read_result(path: Path) -> dict[str, Any] | None:
-    """Read an earlier result; return None if there is none, or an interrupted one.
+    """Read an earlier result; return None if it does not exist, or its run was interrupted.
 
     Raises:
-        BenchError: the file is something else.
+        BenchError: the file cannot be read, or is not a result of a sweep.
     """
     try:
         result: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])

@@ -26,13 +26,14 @@ class Source:
     name: str
     shape: tuple[int, ...]
     transform: Literal["none", "transpose", "by_group", "skip_rows"] = "none"
-    """Change of the rows before any are selected. transpose: [inputs, outputs] to [outputs, inputs]
-    (Conv1D). by_group: from queries, keys and values of each group of heads in turn to all queries,
-    all keys, all values (BLOOM, Falcon). skip_rows: without the first rows (OPT's positions)."""
+    """Change of the stored tensor before a part is selected. transpose: from [inputs, outputs] to
+    [outputs, inputs] (Conv1D). by_group: reorder rows from queries, keys and values of each group
+    of heads in turn to all queries, all keys, all values (BLOOM, Falcon). skip_rows: drop the first
+    rows (OPT's positions)."""
     groups: int = 1
-    """by_group: heads of keys and values."""
+    """by_group: number of heads of keys and values."""
     group_queries: int = 1
-    """by_group: query heads in each group."""
+    """by_group: number of query heads in each group."""
     columns: tuple[int, int] | None = None
     """Inputs [begin, end) that are needed; None: all."""
     parts: tuple[tuple[int, int], ...] | None = None
@@ -40,7 +41,7 @@ class Source:
     dtypes: tuple[str, ...] = FLOATS
     """Types that the tensor may have."""
     dummy: float | None = None
-    """Value of all numbers in a model without a checkpoint; None: random numbers."""
+    """Value of all elements with load_format=dummy; None: random numbers."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,11 @@ class Expected:
     architecture: str
     sources: Sequence[Source]
     bare_prefix: str
-    """Prefix that is missing in checkpoints of the bare model, e.g. model."""
+    """Prefix of names that checkpoints of the bare model (without LM head) omit, e.g. `model.`"""
     ignored: tuple[str, ...] = ()
     """Regular expressions of names that are not weights."""
     elsewhere: frozenset[str] = frozenset()
-    """Names of the tensors that only other stages of the model need."""
+    """Names of the tensors that only other pipeline stages need."""
 
 
 class Tensors(Protocol):
@@ -65,12 +66,15 @@ class Tensors(Protocol):
         ...
 
     def done(self, tensor: Tensor) -> None:
-        """Release a tensor that is not needed any more."""
+        """Release a tensor of `read` that the caller no longer uses; default: do nothing.
+
+        The caller must not use views of the tensor either.
+        """
         return
 
 
 class Checkpoint(Protocol):
-    """Published model. Nothing is read before it is needed."""
+    """Published model: config, weights and tokenizer. Each is read when it is first needed."""
 
     path: Path
     """Path for error messages."""
@@ -81,7 +85,7 @@ class Checkpoint(Protocol):
         """Contents of the model's config.json.
 
         Raises:
-            ModelError: the checkpoint has none, or it is damaged.
+            ModelError: config.json does not exist, or is damaged.
         """
         ...
 

@@ -238,7 +238,7 @@ def given_settings(args: argparse.Namespace, fields: Iterable[ConfigField]) -> d
 
 
 def engine_kwargs(args: argparse.Namespace, model: str | None = None) -> dict[str, Any]:
-    """Return the engine settings of the command line as arguments of `LLM`.
+    """Return the command line's engine settings: arguments of `LLM` and `EngineConfig.from_kwargs`.
 
     Args:
         args: result of a parser with `add_engine_settings`.

@@ -55,7 +55,11 @@ def engine_settings(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _class_name(kind: Any) -> Any:
-    """Return the name by which an engine imports a class in any process."""
+    """Return the name by which any process can import a class; return other values unchanged.
+
+    Raises:
+        ConfigError: the class is local to a function.
+    """
     if not isinstance(kind, type):
         return kind
     if "<locals>" in kind.__qualname__:

@@ -406,7 +406,8 @@ class _ActorGroup(WorkerGroup):
         """Have Ray reserve the workers' resources.
 
         Raises:
-            ConfigError: the cluster lacks the resources.
+            ConfigError: the cluster has not provided the resources in time.
+            EngineDeadError: the workers are shut down meanwhile.
         """
         device = self._setup.config.device
         # A bundle is always on one node: with several stages, a bundle is a stage.

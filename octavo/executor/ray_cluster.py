@@ -48,7 +48,10 @@ def main() -> None:
 
 
 def _kill_children() -> None:
-    """Kill all processes below this one; orphans of a killed one become its children."""
+    """Kill all descendants of this process.
+
+    When a child is killed, its own children become children of this process.
+    """
     while True:
         for task in Path("/proc/self/task").iterdir():
             for pid in (task / "children").read_text().split():

@@ -63,7 +63,7 @@ _GRACE_SECONDS = 2.0
 
 
 def main() -> None:
-    """Run a worker until its end; the pid of the parent process is an argument."""
+    """Run a worker until its input ends; the first argument is the pid of the parent process."""
     _die_with_parent(int(sys.argv[1]))
     # The parent decides when to stop; a Ctrl-C in the terminal reaches the whole process group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

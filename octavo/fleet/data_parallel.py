@@ -191,7 +191,7 @@ class DataParallelClient:
 
     @property
     def elastic(self) -> ElasticClient | None:
-        """This client, if the number of engines may change."""
+        """This client if the number of engines may change, else None."""
         return self if self._is_elastic else None
 
     async def pages(self) -> list[bytes]:
@@ -472,7 +472,8 @@ class DataParallelClient:
     async def _hand_over(self, index: int, failed: set[str]) -> int:
         """Move the requests of a dead engine to others; return the number of their answers.
 
-        Suspects stay where they are: they could end another engine.
+        Suspects (requests in flight at `SUSPECT` consecutive deaths) stay: they could end another
+        engine.
 
         Args:
             index: the dead engine.
@@ -486,9 +487,9 @@ class DataParallelClient:
         return await self._move(index, {i for i in ids if dead.deaths_of(i) < SUSPECT})
 
     async def _rescue(self) -> None:
-        """Move requests that reached an engine during its start to others.
+        """Move the requests that wait for a starting engine to other engines.
 
-        Suspects stay, see `_hand_over`.
+        Requests that may have ended an engine stay, see `_hand_over`.
         """
         for index, supervisor in list(self._alive()):
             if not supervisor.up and self._router.load(index) and self._can_serve(but=index):

@@ -82,7 +82,7 @@ class LiveRequests(Generic[OwnerT]):
                 self._end(found[0], [found[1]])
 
     def remove_owner(self, owner: OwnerT) -> list[str]:
-        """Remove all requests of an owner; return the ids of its live answers."""
+        """Remove all requests of an owner; return the ids of the owner's live answers."""
         answers = [a for a, (entry, _) in self._answers.items() if entry.owner == owner]
         self.remove(answers)
         return answers

@@ -177,7 +177,7 @@ class _Node:
         self._tell(cluster.LEAVE)
 
     def _start_over(self, why: str) -> None:
-        """Kill the lost head's engines, and try to join again."""
+        """Kill the engines that the lost head node started here, and try to join again."""
         logger.warning("the head node %s %s; joining again", self._reached.address, why)
         self._end_processes()
         self._heard, self._alone_since = None, time.monotonic()

@@ -112,7 +112,7 @@ def measure() -> Tuning:
 
 
 def choose(field: str, values: Sequence[Value], run: Callable[[], object]) -> Value:
-    """Return the value of a `Tuning` field that makes `run` clearly fastest, or else the default's.
+    """Return the value of a `Tuning` field that makes `run` clearly fastest, or the default.
 
     Afterwards the kernels use the defaults.
     """

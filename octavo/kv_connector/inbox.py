@@ -9,7 +9,7 @@ from octavo.messages import KVConnectorOutput
 
 
 class TransferInbox:
-    """Inbox for the finished transfers of each rank; `take` returns those of all ranks.
+    """Inbox for finished transfers; `take` returns the transfers that every rank has finished.
 
     Args:
         world_size: number of ranks.

@@ -190,7 +190,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._new_loads[request.request_id] = self._loads[request.request_id] = loads
 
     def _load(self, group_id: int, block_id: int, block_hash: bytes) -> Load:
-        """Return the load of a block; pin its copies in memory and file until it has ended."""
+        """Return the load of a block; pin its copies in memory and file until the load ends."""
         key, slot, file_slot = (group_id, block_hash), _NO_SLOT, _NO_SLOT
         if self._file is not None and key in self._file:
             self._file.touch(key)

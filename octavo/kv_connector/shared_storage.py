@@ -312,7 +312,11 @@ class SharedStorageWorker(KVConnectorWorker):
     def _copy_part(
         self, division: str, rank: int, blocks: list[Block], missing: set[tuple[int, int, int]]
     ) -> tuple[KVPart | None, set[int]]:
-        """Load the missing part of one rank; return its part and the damaged blocks."""
+        """Load blocks from the files of one rank, if its part has missing cells.
+
+        Returns:
+            The rank's part (None: no file could be read), and the ids of damaged blocks.
+        """
         damaged: set[int] = set()
         copies: list[BlockCopy] = []
         part, memory = None, np.empty(0, np.uint8)

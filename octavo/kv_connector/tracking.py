@@ -116,7 +116,9 @@ def longest_match(
     num_computed_tokens: int,
     known: Sequence[Container[bytes]],
 ) -> int:
-    """Return the number of whole blocks that the prefix cache and another place have together.
+    """Return the length of a request's longest prefix that need not be computed, in whole blocks.
+
+    Each block that the next token needs is in the prefix cache or in another place.
 
     Args:
         layout: layout of a block.

@@ -68,7 +68,7 @@ class Columns:
 
 
 class SharedBuffers:
-    """Buffers of a model at the same places in the memory of a group for all ranks.
+    """Buffers of a model in the memory of a group, at the same offsets for all ranks.
 
     The blocks reserve them when they are built, so their sizes follow from the model alone.
 

@@ -1,7 +1,8 @@
 """Declaration of a step's arrays, and their layout in one piece of memory.
 
 Layout, views on host and device, and native addresses (`StepArrays` in csrc/inputs.h) follow from
-the declaration. Imports neither torch nor the compiled extension, for the memory plan.
+the declaration. The memory plan uses this module, so it imports neither torch nor the compiled
+extension.
 """
 
 from __future__ import annotations
@@ -40,27 +41,32 @@ Other = TypeVar("Other")
 
 
 def _array(dtype: str, *dims: str | int) -> dict[str, Any]:
-    """Declare an array; its dims: "groups", "blocks", "bounds" (R + 1), of `StepSize`, or int."""
+    """Return the field metadata that declares an array.
+
+    Args:
+        dtype: type of its elements.
+        dims: fields of `StepSize`, "groups", "blocks", "bounds" (R + 1), or numbers.
+    """
     return {"dtype": dtype, "dims": dims}
 
 
 class StepFiller(Protocol):
-    """State of a `StepArray`, which fills the array in each step."""
+    """Filler of a `StepArray`: it sets the array in each step, from state that it keeps."""
 
     def add_row(self, row: int, data: NewRequestData) -> None:
-        """Add a request with its row of the batch."""
+        """Add a request in the given row of the batch."""
         ...
 
     def fill(
         self, out: NDArray[Any], rows: LongArray, starts: LongArray, counts: LongArray
     ) -> None:
-        """Set the array of a step.
+        """Set the array for a step.
 
         Args:
             out: the array, of the step's size.
-            rows: int64 [R], rows of the requests.
-            starts: int64 [R], positions of their first tokens in the step.
-            counts: int64 [R], their numbers of tokens in the step.
+            rows: int64 [R], row of each request.
+            starts: int64 [R], position in each request of its first token of the step.
+            counts: int64 [R], number of tokens of each request in the step.
         """
         ...
 
@@ -71,7 +77,7 @@ class StepArray(Protocol):
     Attributes:
         name: key in `StepContext.arrays`.
         dtype: "int32" or "int64".
-        dims: as of `StepTable`'s arrays: "tokens", "requests" or "samples" first, then numbers.
+        dims: first "tokens", "requests" or "samples", then numbers.
     """
 
     @property
@@ -100,9 +106,10 @@ class StepTable(Generic[Array]):
     seq_lens: Array = field(metadata=_array("int32", "requests"))
     """Number of tokens of each request, including this step's."""
     logits_indices: Array = field(metadata=_array("int64", "samples"))
-    """Indices in the batch of the tokens with requested logits."""
+    """Index in the batch of each token that needs logits."""
     sampling_rows: Array = field(metadata=_array("int64", "samples"))
-    """Request row of each row of logits; -1: none. For `DeviceSteps` only, as `sampling_params`."""
+    """Row of the request of each row of logits; -1: none. Only `DeviceSteps` uses this array and
+    `sampling_params`."""
     sampling_params: Array = field(metadata=_array("int64", "samples", SAMPLING_ROW_WORDS))
     """`SAMPLING_ROW` of each row of logits."""
     input_ids: Array = field(metadata=_array("int64", "tokens"))
@@ -119,7 +126,7 @@ class StepTable(Generic[Array]):
     """Dimensions of the arrays in `extra`."""
 
     def first(self, size: StepSize) -> StepTable[Array]:
-        """Return views of the arrays, which may be larger, for a step of the given size."""
+        """Return views of the beginnings of the arrays, for a step of the given size."""
         parts: dict[str | int, slice] = {
             "tokens": slice(size.tokens),
             "requests": slice(size.requests),
@@ -193,7 +200,11 @@ class StepLayout:
             self.nbytes += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
     def table(self, view: Callable[[int, int, str, tuple[int, ...]], Array]) -> StepTable[Array]:
-        """Return the arrays; `view` returns one for its begin and end in bytes, dtype and shape."""
+        """Return the arrays.
+
+        Args:
+            view: returns one array, for its begin and end in bytes, its dtype and its shape.
+        """
         views = [view(*place) for place in self._places]
         extra = dict(zip(self._extra_dims, views[len(_DECLARED) :], strict=True))
         return StepTable(*views[: len(_DECLARED)], extra=extra, extra_dims=self._extra_dims)
@@ -211,7 +222,7 @@ def input_batch_nbytes(
     Args:
         size: size of the largest step.
         max_model_len: longest context.
-        block_size: tokens in a KV block.
+        block_size: number of tokens of a KV block.
         num_groups: number of KV-cache groups.
         arrays: arrays that the model's blocks declare.
     """

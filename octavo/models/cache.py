@@ -1,4 +1,4 @@
-"""Kinds of cache: the state of computed tokens that blocks store. Imports no torch."""
+"""Kinds of cache: the state of computed tokens that a model's blocks keep. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Pieces of a block of one layer, as KV connectors copy and check them.
+    """Division of one layer's KV block into the pieces that KV connectors copy and check.
 
     Attributes:
-        count: pages of equal size, one after the other.
-        chunks: chunks of equal size in a page; each has its own checksum.
+        count: number of pages, which are contiguous and have the same size.
+        chunks: number of chunks of a page; they have the same size, and each has a checksum.
     """
 
     count: int
@@ -29,32 +29,34 @@ class Pages:
 
 
 class CacheSpec(Protocol):
-    """Cache of one block of a model: a frozen dataclass for each kind.
+    """Cache of one block (such as the attention) of a layer: a frozen dataclass for each kind.
 
-    Layers with equal specs share block tables (`kv_cache/groups.py`). The kind decides which blocks
-    a request needs (`kv_cache/kinds/`), and it owns the memory of these blocks.
+    Its memory consists of KV blocks of `block_size` tokens. Layers with equal specs share block
+    tables (`kv_cache/groups.py`). The kind decides the contents of KV blocks, and which KV blocks a
+    request needs (`kv_cache/kinds/`).
     """
 
     rolls_back: bool
     """True if computed tokens can be dropped, as speculative decoding does."""
 
     def block_nbytes(self, block_size: int, dtype: str) -> int:
-        """Return the bytes of one block of one layer.
+        """Return the bytes of one KV block of one layer.
 
         Args:
-            block_size: tokens.
-            dtype: of the cache: "float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2" or "int8".
+            block_size: number of tokens of a KV block.
+            dtype: type of the cache: "float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2" or
+                "int8".
         """
         ...
 
     def view(self, memory: Tensor, block_size: int, dtype: str, backend: AttentionBackend) -> Any:
-        """Return the cache of a layer as its block uses it: an entry of `StepContext.caches`.
+        """Return a layer's cache in the form that its block uses: an entry of `StepContext.caches`.
 
         Args:
             memory: uint8 [num_blocks, at least `block_nbytes`]; zeros at first.
-            block_size: tokens.
-            dtype: of the cache.
-            backend: computes attention.
+            block_size: number of tokens of a KV block.
+            dtype: type of the cache.
+            backend: the attention backend.
 
         Raises:
             ConfigError: the backend does not support the cache.
@@ -69,13 +71,13 @@ class CacheSpec(Protocol):
         Args:
             table: the arrays of the step.
             group: the index of the cache's group in these arrays.
-            max_query_len: most tokens of a request in the step.
+            max_query_len: largest number of tokens of a request in the step.
             max_seq_len: longest context in the step.
         """
         ...
 
     def pages(self) -> Pages:
-        """Return the pieces of a block for KV connectors.
+        """Return the division of a KV block for KV connectors.
 
         Raises:
             ConfigError: KV connectors do not support this kind of cache.

@@ -85,7 +85,7 @@ def _architecture(config: ConfigJson) -> str | None:
 
 
 def _method_of(config: ConfigJson) -> str:
-    """Return the method that a folder is made for."""
+    """Return the speculative method that suits the architecture in a draft's config.json."""
     architecture = _architecture(config)
     if architecture in _MEDUSA:
         return "medusa"

@@ -1,4 +1,4 @@
-"""Choice of the form of each linear weight of a model. No torch."""
+"""Choice of the form of each linear weight of a model. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ _Spec = TypeVar("_Spec", bound=ModelSpec)
 
 
 def assign(spec: _Spec, setting: str | None, config: ConfigJson) -> _Spec:
-    """Return a spec with the forms of all linear weights.
+    """Return the spec with the chosen form of each linear weight.
 
     Args:
         spec: the model.
-        setting: the `quantization` setting, the form of all linear weights, LM head included.
-        config: config.json: its quantization_config describes a checkpoint that is quantized.
+        setting: the `quantization` setting: the form of all linear weights, LM head included. None:
+            the checkpoint decides.
+        config: contents of config.json. A quantized checkpoint has a quantization_config.
 
     Raises:
         ConfigError: the setting is used with a quantized checkpoint.
@@ -84,7 +85,7 @@ def _matches(module: str, pattern: str, config: ConfigJson) -> bool:
 
 
 def _with_forms(spec: _Spec, choose: Callable[[str], WeightForm]) -> _Spec:
-    """Return a spec with the form that `choose` returns for each module's name.
+    """Return the spec, in which each linear weight has the form that `choose` returns for its name.
 
     Layers that share one object still share it if their forms are equal.
     """
@@ -105,7 +106,7 @@ def _replace(value: Any, prefix: str, choose: Callable[[str], WeightForm]) -> An
 
     Args:
         value: any object; an object without linear weights is returned unchanged.
-        prefix: beginning of the names of its modules.
+        prefix: prefix of the names of its modules in the checkpoint.
         choose: see `_with_forms`.
     """
     if isinstance(value, LinearSpec):
@@ -133,6 +134,6 @@ def _form_of(linear: LinearSpec, prefix: str, choose: Callable[[str], WeightForm
         kinds = ", ".join(f"{module} is {form.name}" for module, form in forms.items())
         raise ModelError(
             f"{kinds}: Octavo computes these modules as one, so they must have one form. Choose a "
-            "checkpoint in which they have."
+            "checkpoint in which they have the same form."
         )
     return first

@@ -47,7 +47,7 @@ class ModelSpec:
     layer_names: str
     """Prefix of the names of layer {} in the checkpoint, e.g. model.layers.{}."""
     bare_prefix: str
-    """Prefix that is missing in checkpoints of the bare model, e.g. model."""
+    """Prefix of names that checkpoints of the bare model (without LM head) omit, e.g. `model.`"""
     ignored: tuple[str, ...] = ()
     """Regular expressions of names in a checkpoint that are not weights."""
     model_class: str = "octavo.models.decoder:DecoderModel"

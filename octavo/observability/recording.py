@@ -224,7 +224,7 @@ class Recorder:
         self._queue.put(record)
 
     def put_plan(self, num_blocks: int, max_model_len: int) -> None:
-        """Add the sizes of the loaded engine to the head that this process has written.
+        """Write the head of this process again, with the sizes of the loaded engine.
 
         Args:
             num_blocks: number of blocks of the KV cache.

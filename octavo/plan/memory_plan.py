@@ -45,7 +45,7 @@ class MemoryPlan:
     """True if a spare process may exist."""
 
     def nbytes(self, name: str) -> int:
-        """Return the bytes of the items with a name."""
+        """Return the bytes of all items with the given name."""
         return sum_nbytes(self.items, name)
 
     @property

@@ -1,4 +1,4 @@
-"""Interface of a weight's form. Imports no torch."""
+"""Interface of a weight's form: plain, or quantized in some format. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Part = tuple["Tensor", ...]
 
 @dataclass(frozen=True)
 class PackedShape:
-    """Shape of a packed weight, and the model's type."""
+    """Shape of a packed weight, and the model's data type."""
 
     n: int
     """Number of outputs."""
@@ -28,7 +28,8 @@ class PackedShape:
     dtype: str
     """Type of the model: "float32", "float16" or "bfloat16"."""
     whole: int | None = None
-    """Number of outputs of the whole weight; a part has the same format as the whole."""
+    """Number of outputs of the whole weight, if this may be a rank's part: the whole weight's shape
+    decides the format of all parts."""
 
 
 class WeightForm(Protocol):
@@ -72,7 +73,7 @@ class WeightForm(Protocol):
 
         Args:
             tensors: the tensors of `sources`.
-            rows: the outputs of each part: a range, or indices int64.
+            rows: the outputs of each part: a slice, or int64 indices.
             columns: inputs [begin, end) of all parts; None: all.
         """
         ...
@@ -88,12 +89,12 @@ class WeightForm(Protocol):
 
         Args:
             ops: the table of operations that will use it.
-            parts: its rows; they are stacked.
+            parts: rows of the weight, which are stacked.
             shape: its shape.
             out: memory for the result: uint8 [`nbytes`].
         """
         ...
 
     def wrap(self, data: Tensor, shape: PackedShape) -> PackedWeight | QuantizedWeight:
-        """Return a weight that was packed before, from its bytes: uint8 [`nbytes`]."""
+        """Return a packed weight for the bytes that `pack` wrote earlier: uint8 [`nbytes`]."""
         ...

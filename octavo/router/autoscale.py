@@ -28,7 +28,7 @@ _PROMPT_LOAD = 8
 
 
 def load_of_pool(pool: Pool, role: str) -> int:
-    """Return the requests in flight; for prefill servers the weight of their prompts."""
+    """Return the number of requests in flight; for prefill servers the load of waiting prompts."""
     if role == "prefill":
         return sum(_PROMPT_LOAD * upstream.num_waiting for upstream in pool.upstreams)
     return sum(upstream.num_requests for upstream in pool.upstreams)

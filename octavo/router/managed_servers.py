@@ -45,11 +45,11 @@ class ServerProcess(Protocol):
 
     @property
     def is_stopped(self) -> bool:
-        """True if a signal such as SIGSTOP has stopped it."""
+        """True if a signal such as SIGSTOP has stopped the server."""
         ...
 
     def poll(self) -> int | None:
-        """Return its exit status if it has ended; negative for a signal."""
+        """Return the exit status, negative for a signal; None while the process runs."""
         ...
 
     def terminate(self) -> None:

@@ -127,7 +127,7 @@ class SentAnswer:
             raise DifferentAnswerError
 
     def _cut_event(self, event: Event) -> bool:
-        """Remove the known parts of an event; return True if any part is new."""
+        """Remove the parts of an event that the client has; return True if any part is left."""
         choices = event.get("choices")
         if not isinstance(choices, list):
             return True  # not an event of Octavo's streams

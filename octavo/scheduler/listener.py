@@ -13,21 +13,21 @@ logger = logging.getLogger(__name__)
 
 
 class WaitReason(enum.Enum):
-    """Reason why the first waiting request does not start; the value is for people."""
+    """Reason why the first waiting request does not start; the value is a text for users."""
 
     SEAT = "max_num_seqs requests run"
     BUDGET = "the step has no tokens left for it"
     BLOCKS = "there are not enough free KV blocks"
     LEADER = "this step computes the end of the prompt that it shares"
-    REMOTE_KVS = "a KV connector loads what it has of it"
-    IN_FLIGHT = "it was preempted, and steps in flight sample for it"
+    REMOTE_KVS = "a KV connector loads its KV blocks"
+    IN_FLIGHT = "it was preempted, and steps in flight still sample its tokens"
 
 
 class StepListener:
     """Base class of the observers of an engine core.
 
     Core and scheduler call these methods while they work, so each must be quick. All run on the
-    engine's thread, except `on_computed`. A step is named by its number, from 1.
+    engine's thread, except `on_computed`. Steps are numbered from 1.
     """
 
     def on_add(self, request: EngineCoreRequest) -> None:
@@ -62,7 +62,7 @@ class StepListener:
 
 
 class LogListener(StepListener):
-    """Listener that logs why requests wait; one line while a request waits for the same reason."""
+    """Listener that logs preemptions, and one line for each reason why a request waits."""
 
     def __init__(self) -> None:
         self._last: tuple[str, WaitReason] | None = None

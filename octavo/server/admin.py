@@ -90,9 +90,11 @@ def _flag(request: Request, name: str, default: str = "false") -> bool:
 async def sleep(request: Request) -> Response:
     """Put the engine to sleep; new requests wait. 404 without --enable-sleep-mode.
 
-    `level` 0 only pauses it, 1 (the default) frees the memory of weights and KV cache, 2 also
-    loads the weights again when it wakes up. `mode` is for running requests: abort (the default)
-    ends them with finish_reason "abort", wait finishes them first, keep continues them later.
+    `level` 0 only pauses it. 1 (the default) frees the memory of weights and KV cache. 2 also
+    reads the checkpoint's current weights when the engine wakes up.
+
+    `mode` is for running requests: abort (the default) ends them with finish_reason "abort", wait
+    finishes them first, keep continues them later.
     """
     _check_admin(request)
     engine = await _sleeping_engine(request)

@@ -100,7 +100,7 @@ class _ParentSignals:
         self._on_signal: Callable[[int], None] = lambda number: None
 
     def hear(self, on_signal: Callable[[int], None]) -> None:
-        """Call `on_signal` in the running event loop from now on."""
+        """Call `on_signal` in the running event loop for each signal from now on."""
         with self._lock:
             self._loop, self._on_signal = asyncio.get_running_loop(), on_signal
 

@@ -52,7 +52,10 @@ class AdminError(RequestError):
 
 
 class HostError(RequestError):
-    """Host header with another name: a web page may have pointed its name here."""
+    """Host header with a name that the server does not have.
+
+    A web page may have pointed its own name at the server's address (DNS rebinding).
+    """
 
     status = 421
 

@@ -73,8 +73,8 @@ class Reading(NamedTuple):
 class Generation(ABC, Generic[B]):
     """HTTP request for text, from its checked body to the bytes of the answer.
 
-    Each `RequestOutput` of the engine becomes deltas: the new tokens and parts of choices. A
-    subclass writes a delta as the JSON of a choice: of a chunk, or of the whole answer.
+    Each `RequestOutput` of the engine becomes a delta for each choice: its new tokens and parts. A
+    subclass writes a delta as the JSON of the choice, in a chunk or in the whole answer.
     """
 
     id_prefix: str

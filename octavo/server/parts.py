@@ -1,4 +1,4 @@
-"""Parts of an answer: the output of the engine, after a parser and before a writer."""
+"""Parts of an answer: a parser makes them from the engine's text, a writer turns them into JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from octavo.outputs import CompletionOutput, RequestOutput
 
 
 class Part(msgspec.Struct, frozen=True, gc=False):
-    """Text of an answer of one kind; each subclass is a kind."""
+    """Piece of an answer's text; the subclass is its kind."""
 
     text: str
 
@@ -31,14 +31,14 @@ class Parser(Protocol):
     """Parser of the text of one choice, which may arrive in pieces."""
 
     def feed(self, text: str) -> list[Part]:
-        """Return the parts that are certain after the next piece."""
+        """Parse the next piece; return the new parts that later pieces cannot change."""
 
     def end(self) -> list[Part]:
-        """Return the rest, after the last piece."""
+        """Return the remaining parts, after the last piece."""
 
 
 class Delta(msgspec.Struct, gc=False):
-    """New parts of one choice, or all of them."""
+    """New parts of one choice; without streaming, all its parts."""
 
     index: int
     """Number of the choice in the answer."""
@@ -46,13 +46,13 @@ class Delta(msgspec.Struct, gc=False):
     """Number of the prompt in the request."""
     parts: list[Part]
     completion: CompletionOutput
-    """Tokens, logprobs and reasons of the end; its text is in `parts`."""
+    """Tokens, logprobs, finish and stop reason of the choice. Its text is in `parts`."""
     output: RequestOutput
     """Output that contains `completion`, with data about the prompt."""
 
 
 def fold(parts: list[Part]) -> dict[type[Part], str]:
-    """Return the text of each kind of part."""
+    """Return the joined text of each kind of part."""
     texts: dict[type[Part], str] = {}
     for part in parts:
         kind = type(part)

@@ -142,7 +142,7 @@ class Protocol(HttpToolsProtocol):
             self._connections.remove(self.client[0])
 
     def data_received(self, data: bytes) -> None:
-        """Parse the received data, and start the timeout of a head."""
+        """Parse the received data, and start the timeout for the rest of a request's head."""
         if self._deaf:
             return
         self._unheard_bytes += len(data)

@@ -120,7 +120,7 @@ def _check_prompt(value: object) -> object:
 
 
 def _check_prompt_embeds(value: object) -> list[str] | None:
-    """Return tensors in base64 as a list; code that knows the model decodes them later."""
+    """Return prompt embeddings as base64 texts; code that knows the model decodes them later."""
     if value is None or value == []:
         return None
     tensors: list[Any] = value if isinstance(value, list) else [value]
@@ -168,7 +168,7 @@ def _clamp_bias(value: dict[str, float] | None) -> dict[str, float] | None:
 
 
 def _check_xargs(value: object) -> object:
-    """Check for strings, numbers and lists of either by name, as vLLM does."""
+    """Check that the values are strings, numbers, or lists of these, as vLLM does."""
     for name, entry in value.items() if isinstance(value, dict) else ():
         entries = entry if isinstance(entry, list) else [entry]
         if not set(map(type, entries)) <= {str, int, float, bool}:

@@ -105,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Simulate, print the figures, and save and draw them on request.
+    """Simulate an engine under a workload; print the figures, and save and draw them on request.
 
     Returns:
         metadata; the figures of `summarize`, in virtual time; kv_cache_usage_max_perc,

@@ -445,7 +445,11 @@ class GrammarCompiler:
         self._refuse(job, GrammarError(error))
 
     def _settle(self, job: _Compile, process: GrammarProcess) -> None:
-        """Decide whether a grammar stays in the process that has compiled it."""
+        """Keep a compiled grammar in its process, or have a shared process compile it again.
+
+        Small grammars share processes. A large or slow one keeps its process, and the first small
+        one's process becomes the shared one.
+        """
         small = (
             process.nbytes <= PROCESS_NBYTES + _SMALL_NBYTES
             and (process.seconds or 0.0) <= _SMALL_SECONDS

@@ -388,7 +388,15 @@ def _settle_additional(root: dict[str, Any], allowed: bool) -> None:
 
 
 def _settle_properties(schema: dict[str, Any], parts: list[Any], allowed: bool) -> None:
-    """State which properties are additional to those named in the schema or combined ones."""
+    """State for a schema whether it allows properties that no combined schema names.
+
+    Properties that only the combined schemas name are added to the schema.
+
+    Args:
+        schema: schema to modify, unless it already states this.
+        parts: all schemas that apply to the same value, `schema` included.
+        allowed: True to allow additional properties.
+    """
     if not schema.keys().isdisjoint(("additionalProperties", "unevaluatedProperties")):
         return
     others = [part for part in parts if part is not schema]

@@ -202,10 +202,12 @@ class GroupMemory:
 
 
 class Counter:
-    """Progress of one process for others to wait for; from 0 on, and beyond 32 bits.
+    """Counter of one process's progress; the other processes wait until it reaches a value.
+
+    It starts at 0. Values may exceed 32 bits: only differences of recent values are compared.
 
     Args:
-        memory: memory with the counter.
+        memory: memory that contains the counter.
         begin: offset of the counter.
     """
 
@@ -228,7 +230,7 @@ class Counter:
         """Wait until the counter has reached a value, for at most `timeout` seconds.
 
         Raises:
-            GroupError: as `GroupMemory.barrier`.
+            GroupError: another process has failed, or the value is not reached in time.
         """
         self._native.counter_wait(
             counter=self._address,

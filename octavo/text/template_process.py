@@ -348,7 +348,11 @@ def _tojson(
 
 
 def _plain(value: Any, name: str) -> Any:
-    """Copy a value of JSON's types only: templates receive no objects with methods."""
+    """Copy a value of JSON's types, so that templates receive no objects with methods.
+
+    Raises:
+        RequestError: the value contains another type, or is nested too deeply.
+    """
     try:
         return _plain_value(value, name)
     except RecursionError:

@@ -62,7 +62,7 @@ class Group:
             buffers.attach(self.memory, layout.buffers_of(rank.stage))
 
     def connect(self, steps: StepRunner, received: Handed | None) -> StepRunner:
-        """Return a runner that receives a stage's input from the stage before and sends its output.
+        """Return a runner that receives input from the previous stage and sends output to the next.
 
         Args:
             steps: the runner of the stage's layers.

@@ -130,7 +130,7 @@ def join_host_port(host: str, port: int) -> str:
 
 
 def tensor2base64(tensor: torch.Tensor) -> str:
-    """Return a tensor in the encoding of prompt embeddings in requests."""
+    """Return a tensor as base64 text: the encoding of prompt embeddings in requests."""
     import torch
 
     buffer = io.BytesIO()

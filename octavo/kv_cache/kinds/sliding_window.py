@@ -22,7 +22,10 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
     def longest_hit(
         self, block_hashes: Sequence[bytes], num_tokens: int, known: Container[bytes]
     ) -> int:
-        """Return the longest prefix with all blocks of the window before its end known."""
+        """Implement `SingleTypeKVCacheManager`.
+
+        A prefix is usable if all blocks of the window before its end are known.
+        """
         end = len(block_hashes)
         while end:
             first = self.first_needed_block(min(end * self.block_size, num_tokens - 1))

@@ -47,14 +47,14 @@ class AttentionSpec(BlockSpec):
     scale: float
     """Factor on the attention scores."""
     positions: RopeSpec | Alibi | None
-    """Kind of positions; None: neither rotated heads nor a bias."""
+    """Position encoding: rotary or ALiBi; None: the attention uses no positions."""
     sliding_window: int | None = None
     """Number of positions that a token sees, itself included; None: all."""
     soft_cap: float | None = None
     """Soft cap of the attention scores (Gemma 2)."""
     q_norm: RMSNormSpec | HeadNormsSpec | None = None
-    """Norm of the queries: of each head (Qwen3, Gemma 3), or of all heads together if its size is
-    that of all heads (OLMo 2)."""
+    """Norm of the queries. Its size decides the scope: each head (Qwen3, Gemma 3), or all heads
+    together (OLMo 2)."""
     k_norm: RMSNormSpec | HeadNormsSpec | None = None
     clip: float | None = None
     """Limit of queries, keys and values, which are cut to [-clip, clip] (MPT)."""
@@ -63,15 +63,22 @@ class AttentionSpec(BlockSpec):
     first_kv_head: int = 0
     """Index of the rank's first head of keys and values in the whole model."""
     qk_proj: tuple[LinearSpec, LinearSpec] | None = None
-    """Projections to a rank's queries and keys, if norms are over those of all ranks; `qkv_proj`
-    is then the projection to its values only."""
+    """Separate projections to a rank's queries and keys, if a norm covers the heads of all ranks.
+    `qkv_proj` then computes only the rank's values. None: `qkv_proj` computes all three."""
 
     def split(self, rank: Rank) -> AttentionSpec:
-        """Return a rank's whole heads; several ranks may share a head of keys and values."""
+        """Return the attention of a rank's query heads, and of their heads of keys and values.
+
+        Several ranks may compute the same head of keys and values.
+
+        Raises:
+            ConfigError: the model has fewer query heads than ranks, or a projection has too few
+                outputs or inputs.
+        """
         if rank.size > self.num_heads:
             raise ConfigError(
                 f"tensor_parallel_size={rank.size} is more than the {self.num_heads} attention "
-                "heads of the model; use no more than these."
+                "heads of the model; lower it to at most that number."
             )
         (first, end), (first_kv, end_kv) = self._share(rank)
         heads, kv_heads = end - first, end_kv - first_kv
@@ -108,8 +115,9 @@ class AttentionSpec(BlockSpec):
     def _share(self, rank: Rank) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return a rank's query heads, and its heads of keys and values, as (begin, end).
 
-        A rank has whole groups; or a part of one, if there are fewer groups than ranks. No rank has
-        more heads than rank 0.
+        A group is the query heads that use the same head of keys and values. A rank computes whole
+        groups, or a part of one group if the model has fewer groups than ranks. No rank has more
+        heads than rank 0.
         """
         group = self.num_heads // self.num_kv_heads
         if rank.size <= self.num_kv_heads:
@@ -151,7 +159,7 @@ class AttentionSpec(BlockSpec):
         return () if self.positions is None else (self.positions,)
 
     def scratch_nbytes(self, backend: AttentionBackend, largest: LargestStep) -> int:
-        """Return the bytes that the attention backend allocates."""
+        """Return the bytes that the attention backend allocates for the largest step."""
         from octavo.attention.base import LargestAttention
 
         heads = self.num_heads, self.num_kv_heads, self.head_size

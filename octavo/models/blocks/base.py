@@ -37,12 +37,12 @@ class Table(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LargestStep:
-    """Bounds of the memory that a block's kernels use in a step.
+    """Size of the largest step, which bounds the memory that a block's kernels use.
 
     Attributes:
         num_tokens: tokens of the step.
         max_model_len: longest context, in tokens.
-        num_threads: threads that compute.
+        num_threads: number of threads that compute.
     """
 
     num_tokens: int
@@ -106,7 +106,7 @@ class Parts:
         ops: table of operations that packed them.
         device: device of the weights.
         max_model_len: longest context.
-        shared: buffers for joint results of ranks, if there are several.
+        shared: buffers in which ranks combine their results; None: one rank computes the model.
     """
 
     def __init__(
@@ -127,18 +127,22 @@ class Parts:
         self._tables: dict[Table, Tensor] = {}
 
     def of(self, part: str) -> Parts:
-        """Return the parts of a part of the block, as `Names.of`."""
+        """Return the parts of a component of the block, with weights named after it.
+
+        Args:
+            part: name of the component, as in `Names.of`.
+        """
         parts = copy.copy(self)
         parts._own = f"{self._own}{part}."
         return parts
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the model, and of all weights that are not quantized."""
+        """Data type of the model, and of all weights that are not quantized."""
         return next(w.dtype for w in self._weights.values() if hasattr(w, "dtype"))
 
     def has(self, name: str) -> bool:
-        """Return True if a weight of the name exists."""
+        """Return True if the block has a weight with this name."""
         return self._own + name in self._weights
 
     def any(self, name: str) -> Tensor | PackedWeight | QuantizedWeight:

@@ -1,4 +1,4 @@
-"""Specification of the embedding: token ids and positions to the first hidden states."""
+"""Specification of the embedding: from token ids and positions to the first hidden states."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class EmbedSpec:
     scale: float | None = None
     """Factor on the embedding (Gemma, Granite)."""
     scale_given: bool = False
-    """True if the factor applies to prompt embeddings, too: Granite's are passed as in the table,
-    Gemma's already scaled."""
+    """True if the factor also applies to prompt embeddings. Clients send Granite's unscaled, as in
+    the table, and Gemma's already scaled."""
     project: LinearSpec | None = None
     """Projection to the hidden size, if the embedding's size differs (OPT-350m)."""
     positions: PositionsSpec | None = None

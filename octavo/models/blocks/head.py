@@ -1,4 +1,4 @@
-"""Specification of the head: the last hidden states to logits."""
+"""Specification of the head: from the last hidden states to logits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class HeadSpec:
 
     norm: NormSpec | None
     lm_head: LinearSpec
-    """LM head; its module is the embedding's if the two are tied."""
+    """Projection to the logits; its module is the embedding's if the two are tied."""
     project: LinearSpec | None = None
     """Projection to the embedding's size, if it differs (OPT-350m)."""
     scale: float | None = None
@@ -40,7 +40,7 @@ class HeadSpec:
         yield from self.lm_head.weights(names.of("lm_head"))
 
     def split(self, rank: Rank) -> HeadSpec:
-        """Return a rank's part: a part of the vocabulary."""
+        """Return the head for a rank's part of the vocabulary."""
         return replace(self, lm_head=self.lm_head.split(rank.share(self.lm_head.outputs)))
 
     def build(self, parts: Parts) -> Head:

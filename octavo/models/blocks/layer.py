@@ -27,8 +27,8 @@ class Sublayer:
     """Prefix of the names of the norms' weights."""
     block: BlockSpec
     norm: NormSpec | None = None
-    """Norm of the block's input. In a parallel layer, a block without a norm reads the first
-    block's input."""
+    """Norm of the block's input. In a parallel layer, a block without a norm reads the same normed
+    input as the first block."""
     out_norm: NormSpec | None = None
     """Norm of the block's output, in a sequential layer (Gemma 2, OLMo 2)."""
 
@@ -55,9 +55,9 @@ class LayerSpec:
 
     sublayers: tuple[Sublayer, ...]
     arrangement: Arrangement = "sequential"
-    """Arrangement of the blocks. sequential: each block reads the stream with the outputs of the
-    blocks before. parallel: all blocks read the layer's input (Phi-2, Falcon, Cohere). post: a norm
-    is applied to the sum of a block's input and output (OPT-350m)."""
+    """Arrangement of the blocks. sequential: each block reads the sum of the layer's input and the
+    earlier blocks' outputs. parallel: all blocks read the layer's input (Phi-2, Falcon, Cohere).
+    post: a norm is applied to the sum of a block's input and output (OPT-350m)."""
     residual_multiplier: float | None = None
     """Factor on the output of each block of a sequential layer (Granite)."""
 
@@ -73,7 +73,7 @@ class LayerSpec:
         arrangement: Arrangement = "sequential",
         residual_multiplier: float | None = None,
     ) -> LayerSpec:
-        """Return the common layer of a decoder: a mixer, and a feed-forward block."""
+        """Return the usual decoder layer: a mixer, e.g. attention, and a feed-forward block."""
         return cls(
             (
                 Sublayer("mixer", mixer, input_norm, mixer_out_norm),

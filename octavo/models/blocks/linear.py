@@ -1,4 +1,4 @@
-"""Specification of a matrix product: one weight, stacked of one or more checkpoint tensors."""
+"""Specification of a matrix product: one weight, stacked from one or more checkpoint tensors."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ class LinearSpec:
     (GPT-2). by_group: rows are queries, keys and values of each group of heads in turn (BLOOM,
     Falcon)."""
     groups: int = 1
+    """Number of groups, for by_group; see `Source`."""
     group_queries: int = 1
-    """Query heads of a group, for by_group; see `Source`."""
+    """Number of query heads of a group, for by_group."""
     parts: tuple[tuple[int, int], ...] | None = None
     """Outputs (begin, end) that a rank computes; None: all."""
     columns: tuple[int, int] | None = None
-    """Inputs (begin, end) of a rank, out of `whole_inputs`; None: all."""
+    """Inputs (begin, end) that a rank uses, out of `whole_inputs`; None: all."""
     whole_inputs: int = 0
     summand: tuple[int, int] = (0, 1)
-    """With `columns`: index of the rank, and number of ranks with results to be summed."""
+    """With `columns`: index of the rank, and number of the ranks; their results are summed."""
     form: WeightForm = PLAIN
     """Form of the weight in the checkpoint and in memory."""
 
@@ -56,7 +57,10 @@ class LinearSpec:
         return sum(rows for _, rows in self.modules)
 
     def split(self, *parts: tuple[int, int]) -> LinearSpec:
-        """Return a rank's part of the outputs.
+        """Return the product for a rank's outputs.
+
+        Args:
+            parts: the rank's outputs, as (begin, end).
 
         Raises:
             ConfigError: the part is empty.
@@ -69,7 +73,11 @@ class LinearSpec:
         return replace(self, parts=parts)
 
     def split_inputs(self, columns: tuple[int, int], rank: Rank) -> LinearSpec:
-        """Return the part of a rank that sums over some of the inputs.
+        """Return the product over a rank's inputs; the sum over all ranks is the whole result.
+
+        Args:
+            columns: the rank's inputs, as (begin, end).
+            rank: the rank.
 
         Raises:
             ConfigError: the part is empty.
@@ -98,7 +106,7 @@ class LinearSpec:
             yield Weight(f"{names.own}bias", "vector", shape[:1], sources, whole)
 
     def _sources(self, names: Names, kind: Literal["weight", "bias"]) -> tuple[Source, ...]:
-        """Return the tensors of all modules, each with its required part."""
+        """Return the tensors of all modules, each with the part that the rank needs."""
         sources: list[Source] = []
         inputs = self.inputs if self.columns is None else self.whole_inputs
         begin = 0
@@ -124,7 +132,12 @@ class LinearSpec:
         return tuple(sources)
 
     def _parts_of(self, begin: int, rows: int) -> tuple[tuple[int, int], ...] | None:
-        """Return the required rows of a module with outputs that start at `begin`; None: all."""
+        """Return the rows of one module that the rank needs, as (begin, end); None: all.
+
+        Args:
+            begin: index of the module's first output among the outputs of all modules.
+            rows: number of the module's outputs.
+        """
         if self.parts is None:
             return None
         cut = [(max(a - begin, 0), min(b - begin, rows)) for a, b in self.parts]

@@ -34,10 +34,11 @@ class MLPSpec(BlockSpec):
         yield from self.down.weights(names.of("down_proj"))
 
     def split(self, rank: Rank) -> MLPSpec:
-        """Return a rank's inner columns, with its part of the projection down.
+        """Return the block that computes a rank's inner columns, and its part of the result.
 
-        The rank computes a part of the result's columns from all inner columns. If ranks sum their
-        results (`Rank.reduces`), it computes all columns from its own inner columns.
+        From the inner columns of all ranks, the rank computes some columns of the result. With
+        `Rank.reduces`, it computes all columns from its own inner columns only, and the ranks sum
+        their results.
         """
         down = self.down
         part = begin, end = rank.share(down.inputs)

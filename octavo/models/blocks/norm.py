@@ -26,7 +26,7 @@ class RMSNormSpec:
     """Term added to the weight (Gemma: 1)."""
 
     def weights(self, names: Names) -> Iterator[Weight]:
-        """Yield the weight, near 1 with its offset."""
+        """Yield the weight; in dummy models it is 1 with its offset."""
         name, dummy = f"{names.checkpoint}{self.module}.weight", 1.0 - self.weight_offset
         source = Source(name, (self.size,), dummy=dummy)
         yield Weight(f"{names.own}weight", "vector", (self.size,), (source,))
@@ -49,7 +49,7 @@ class LayerNormSpec:
     bias: bool = True
 
     def weights(self, names: Names) -> Iterator[Weight]:
-        """Yield the weight, near 1, then the bias."""
+        """Yield the weight, 1 in dummy models, then the bias."""
         size, module = (self.size,), f"{names.checkpoint}{self.module}"
         source = Source(f"{module}.weight", size, dummy=1.0)
         yield Weight(f"{names.own}weight", "vector", size, (source,))
@@ -83,7 +83,7 @@ class HeadNormsSpec:
         return replace(self, part=(begin, end))
 
     def weights(self, names: Names) -> Iterator[Weight]:
-        """Yield the weight, one row for each head, near 1."""
+        """Yield the weight, one row for each head; 1 in dummy models."""
         begin, end = self.part or (0, self.num_heads)
         source = Source(
             f"{names.checkpoint}{self.module}.weight",
@@ -117,7 +117,7 @@ def build_norm(
         norm: the spec, or None.
         parts: its weights.
         size: size of a row, if ranks may split the rows.
-        rows: name of the buffer in which they combine them; see `SharedBuffers`.
+        rows: name of the buffer in which the ranks combine the rows; see `SharedBuffers`.
         joins: see `RowsNorm`.
     """
     from octavo.layers.norm import NoNorm, RowsNorm
