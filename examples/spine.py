@@ -9,8 +9,9 @@ The file does in plain steps what `LLM` and the server do:
 3. load the model -> `UniProcExecutor` (one worker, on a thread of this process)
 4. loop: `schedule` -> `execute` -> `sample` -> `update_from_output`
 
-`octavo/engine/assemble.py` does 1 to 3 with all options. `octavo/engine/core.py` does 4 with several
-steps in flight, grammars and recovery from failures. Run this file with a debugger to see a request become tokens.
+`octavo/engine/assemble.py` does 1 to 3 with all options. `octavo/engine/core.py` does 4 with
+several steps in flight, grammars and recovery from failures. Run this file with a debugger to see
+a request become tokens.
 """
 
 from __future__ import annotations
