@@ -9,8 +9,9 @@ The file does in plain steps what `LLM` and the server do:
 3. load the model -> `UniProcExecutor` (one worker, on a thread of this process)
 4. loop: `schedule` -> `execute` -> `sample` -> `update_from_output`
 
-`octavo/engine/assemble.py` does 1 to 3 with all options, `octavo/engine/core.py` does 4 with steps
-in flight, grammars and failures. Run this file with a debugger to see a request become tokens.
+`octavo/engine/assemble.py` does 1 to 3 with all options. `octavo/engine/core.py` does 4 with
+several steps in flight, grammars and recovery from failures. Run this file with a debugger to see
+a request become tokens.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def load(
         max_num_batched_tokens=budget,
     )
     platform = get_platform(config.device.device)
-    # Record the largest step on a model without memory: this gives the exact size of its buffers.
+    # Record the largest step of a model whose tensors have no memory: this gives the exact size
+    # of the buffers.
     estimate = platform.estimate_memory(setup)
     assert estimate is not None, "a CPU's memory is planned; a GPU's is measured after loading"
     plan, kv_cache = make_memory_plan(config, spec, estimate, max_num_batched_tokens=budget)
