@@ -170,8 +170,8 @@ def _download(
         ) from None
     except errors.GatedRepoError:
         raise HubError(
-            f"{repo_id} is gated: its owner must grant you access. Request it on the model's page, "
-            "then log in with `hf auth login` or set HF_TOKEN."
+            f"{repo_id} is gated: its owner must grant you access. Request access on the model's "
+            "page, then log in with `hf auth login` or set HF_TOKEN."
         ) from None
     except errors.RepositoryNotFoundError:
         raise HubError(

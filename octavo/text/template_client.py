@@ -64,6 +64,8 @@ class TemplateClient:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "octavo-templates")
+        # An executor starts another thread after a Ctrl-C that interrupts its first `submit`.
+        self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
 
@@ -100,6 +102,10 @@ class TemplateClient:
 
     def _exchange(self, data: bytes) -> bytes:
         """Send a request and wait for its answer."""
+        with self._lock:
+            return self._exchange_alone(data)
+
+    def _exchange_alone(self, data: bytes) -> bytes:
         for last in (False, True):
             connection = self._connect()
             try:

@@ -76,7 +76,7 @@ class TestLocal:
                 resolve_model(str(file))
 
     def test_file_that_is_not_there(self) -> None:
-        with pytest.raises(ModelError, match=r"no file model\.gguf, .*name the model's folder"):
+        with pytest.raises(ModelError, match=r"model\.gguf does not exist; name the model's"):
             resolve_model("model.gguf")
 
 

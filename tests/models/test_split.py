@@ -277,8 +277,8 @@ def test_layers_are_divided_by_the_weights_that_are_read(num_stages: int, tmp_pa
     ("num_stages", "asked", "said"),
     [
         (4, None, "pipeline_parallel_size=4 is more than the 3 layers"),
-        (2, "1,1", "2 stages with 2 layers; give 2 numbers .* whose sum is 3"),
-        (3, "2,1", "2 stages with 3 layers; give 3 numbers"),
+        (2, "1,1", "2 stages with 2 layers; set 2 numbers .* the sum 3"),
+        (3, "2,1", "2 stages with 3 layers; set 3 numbers"),
     ],
 )
 def test_no_division(num_stages: int, asked: str | None, said: str, tmp_path: Path) -> None:

@@ -399,8 +399,8 @@ def test_refusals_in_full(monkeypatch):
     )
     assert refusal(num_gpu_blocks_override=100, max_model_len=2048) == (
         "The KV cache has 100 blocks, but a single request of max_model_len=2048 needs 128, and "
-        "one is kept free. Set max_model_len=1584 (the largest that fits) or less, or give the "
-        f"cache {129 * size / MIB:,.1f} MiB."
+        "one is kept free. Set max_model_len=1584 (the largest that fits) or less, or increase the "
+        f"cache to {129 * size / MIB:,.1f} MiB."
     )
     needed = plan(max_num_seqs=1, max_model_len=16)[0]
     monkeypatch.setattr(cpu, "cpu_memory", lambda node: (2**40, 100 * MIB))

@@ -223,3 +223,11 @@ def test_errors_travel_with_their_class_and_field(client):
     with pytest.raises(OctavoError) as caught:
         render(client, "x", [{"role": "user", "content": [{"type": "image_url"}]}])
     assert (type(caught.value).__name__, caught.value.param) == ("UnsupportedError", "messages")
+
+
+def test_two_threads_get_their_own_answers(client):
+    """An executor has two threads after a Ctrl-C that interrupts its first `submit`."""
+    requests = [RenderRequest({"default": f"{{{{ 'a' * {n} }}}}"}, {}, USER) for n in range(200)]
+    with ThreadPoolExecutor(4) as threads:
+        texts = list(threads.map(client._render, requests))
+    assert texts == ["a" * n for n in range(200)]
