@@ -1,3 +1,5 @@
+from itertools import permutations
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -70,8 +72,8 @@ def test_blocks_of_different_sizes_share_a_tensor():
     same = make_kv_cache_groups([AttentionCache(2, 64), AttentionCache(4, 32, 8)])
     assert bytes_per_block(same, 16, "float32") == 16 * 2 * 64 * 2 * 4
     assert slot_nbytes(same, 128, "int8") == [36864]  # more scales in the second layer
-    state = make_kv_cache_groups([AttentionCache(2, 64), StateCache(3, nbytes=70_000)] * 2)
-    assert slot_nbytes(state, 16, "float32") == [70_016] * 2
+    for kinds in permutations([AttentionCache(2, 64), StateCache(3, nbytes=70_000)]):
+        assert slot_nbytes(make_kv_cache_groups(kinds * 2), 16, "float32") == [70_016] * 2
 
 
 def test_max_blocks_per_request():
