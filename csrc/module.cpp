@@ -24,6 +24,7 @@
 #include "progress.h"
 #include "read_memory.h"
 #include "suffix_automaton.h"
+#include "tensor_module.h"
 
 namespace nb = nanobind;
 using namespace octavo;
@@ -160,6 +161,7 @@ void touch_pages(Address address, size_t nbytes) {
 
 NB_MODULE(_native, m) {
   available_isas();  // requests permission to use tiles before threads start
+  def_tensor(m, [] { refuse_recording("Reading a tensor"); });
   m.def("isa", [] { return std::string(kernels().isa); });
   m.def("panel", [] { return kernels().panel; });
   m.def("available_isas", &available_isas);

@@ -1,7 +1,7 @@
 """Native code in csrc/. Tensors are passed by address (`data_ptr()`); 0 means none."""
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 class Kernel(Protocol):
     """Function of a kernel. Its keywords are the members of its arguments in csrc/kernels.h.
@@ -185,3 +185,68 @@ def num_threads() -> int: ...
 def linear_scratch(rows: int, k: int, threads: int, /) -> int: ...
 def philox_uniforms(seeds: int, positions: int, stream: int, count: int, out: int, /) -> None:
     """Draw random numbers; see csrc/philox.h. Raise RuntimeError while a plan records."""
+
+class Tensor:
+    """View of numbers in the host's memory: an address, a type, a shape and strides.
+
+    Views share the memory and keep it. There is no arithmetic; `numpy` gives access to the numbers.
+    """
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def ndim(self) -> int: ...
+    @property
+    def itemsize(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def T(self) -> Tensor:  # noqa: N802
+        """View with the first two dimensions swapped."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: Any, /) -> Tensor:
+        """Return a view; the index consists of integers, slices, None and ..."""
+
+    def dim(self) -> int: ...
+    def numel(self) -> int: ...
+    def size(self, dim: int) -> int: ...
+    def stride(self, dim: int) -> int: ...
+    def data_ptr(self) -> int: ...
+    def is_contiguous(self) -> bool: ...
+    def view(self, *shape: Any) -> Tensor:
+        """Return the same elements in another shape, or, given its name, as another type.
+
+        Raises:
+            ValueError: the view would need a copy.
+        """
+
+    def split_with_sizes(self, sizes: Sequence[int], dim: int = 0) -> list[Tensor]: ...
+    def unbind(self, dim: int = 0) -> list[Tensor]: ...
+    def transpose(self, dim0: int, dim1: int) -> Tensor: ...
+    def numpy(self) -> Any:
+        """Return an array on the same memory.
+
+        Raises:
+            RuntimeError: a plan records: the numbers are not computed yet.
+        """
+
+    def __dlpack__(self, **kwargs: Any) -> Any: ...
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+
+def empty(*sizes: int, dtype: str) -> Tensor:
+    """Return uninitialized numbers, aligned to a cache line."""
+
+def zeros(*sizes: int, dtype: str) -> Tensor:
+    """Return zeros, aligned to a cache line."""
+
+def itemsize(dtype: str, /) -> int:
+    """Return the bytes of a number of a type."""
+
+def from_numpy(array: Any, /) -> Tensor:
+    """Return a tensor on an array's memory. A read-only array gives a read-only tensor."""
+
+def from_dlpack(tensor: Any, /) -> Tensor:
+    """Return a tensor on the memory of another library's tensor, on the host."""

@@ -66,8 +66,13 @@ def _kernels() -> str:
 
 
 def _gpus() -> list[str]:
-    import torch
-
+    count = num_cuda_devices()
+    if count == 0:
+        return []
+    try:
+        import torch
+    except ImportError:
+        return [f"{count}, but PyTorch is not installed"]
     if not torch.cuda.is_available():
-        return [f"{count} that PyTorch cannot use"] if (count := num_cuda_devices()) else []
+        return [f"{count} that PyTorch cannot use"]
     return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]

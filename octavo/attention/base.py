@@ -7,27 +7,23 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from octavo.kernels.memory import to_device
+from octavo.system.tensor import Tensor
 
 KV_CACHE_DTYPES = {
-    "fp8": torch.float8_e4m3fn,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-    "int8": torch.int8,
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+    "int8": "int8",
 }
 """Types of an 8-bit cache, by their names in `CacheConfig.kv_cache_dtype`."""
 
 
-def cached_head_size(head_size: int, dtype: torch.dtype) -> int:
+def cached_head_size(head_size: int, dtype: str) -> int:
     """Return the number of elements that a cache of type `dtype` stores for one key or value.
 
     That is the vector of one head of one token. In int8 each vector has its own scale of 4 bytes.
     """
-    return head_size + 4 if dtype == torch.int8 else head_size
+    return head_size + 4 if dtype == "int8" else head_size
 
 
 @dataclass
@@ -64,7 +60,7 @@ class AttentionMetadata:
     def addresses(self) -> tuple[int, int, int, int]:
         """Addresses of query_start_loc, seq_lens and block_table, and block_table's stride."""
         for tensor in (self.query_start_loc, self.seq_lens, self.block_table):
-            assert tensor.dtype == torch.int32
+            assert tensor.dtype == "int32"
             assert tensor.stride(-1) == 1
         assert self.query_start_loc.shape[0] == self.num_reqs + 1
         return (
@@ -162,7 +158,7 @@ class AttentionBackend(Protocol):
         block_size: int,
         num_kv_heads: int,
         head_size: int,
-        dtype: torch.dtype | None = None,
+        dtype: str | None = None,
     ) -> tuple[int, ...]:
         """Return the shape of one layer's cache of keys and values.
 
@@ -176,6 +172,10 @@ class AttentionBackend(Protocol):
         Raises:
             ConfigError: the backend does not support the block size or head size.
         """
+        ...
+
+    def typed(self, memory: Tensor, dtype: str) -> Tensor:
+        """Return the bytes of a cache, uint8, as numbers of a type."""
         ...
 
     def scratch_nbytes(self, largest: LargestAttention) -> int:
@@ -215,13 +215,3 @@ class AttentionBackend(Protocol):
             params: the layer's parameters.
         """
         ...
-
-
-def copy_blocks(kv_caches: Sequence[Tensor], src_dst_pairs: Sequence[tuple[int, int]]) -> None:
-    """Copy whole blocks within each cache; all sources are read before the first write."""
-    if not src_dst_pairs:
-        return
-    src, dst = to_device(np.array(src_dst_pairs), kv_caches[0].device).unbind(1)
-    for kv_cache in kv_caches:
-        blocks = kv_cache.view(torch.uint8)  # torch cannot index float8
-        blocks[dst] = blocks[src]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from octavo._native import kernels
 from octavo.attention.base import (
     AttentionMetadata,
@@ -15,6 +12,7 @@ from octavo.attention.base import (
 )
 from octavo.errors import ConfigError
 from octavo.kernels.native import DTYPE_CODES
+from octavo.system.tensor import Tensor
 
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 """Block sizes that the kernel supports: they fit its tiles of 64 positions."""
@@ -28,18 +26,19 @@ _SEGMENT, _SHARED_ROWS, _LANES = 512, 36, 32
 # Largest kTileRows, kStepRows and kTile of csrc/attention.h.
 _TILE_ROWS, _STEP_ROWS, _TILE = 128, 32, 128
 
-_CACHE_CODES = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2, torch.int8: 3}
+_CACHE_CODES = {"float8_e4m3fn": 1, "float8_e5m2": 2, "int8": 3}
 """Codes of CacheType in csrc/kernels.h."""
 
 
-def _cache_code(kv_cache: Tensor, dtype: torch.dtype) -> int:
+def _cache_code(kv_cache: Tensor, dtype: str) -> int:
     return 0 if kv_cache.dtype == dtype else _CACHE_CODES[kv_cache.dtype]
 
 
 def _has_dense_blocks(kv_cache: Tensor) -> bool:
     _, _, heads, block_size, head_size = kv_cache.shape
     head = block_size * head_size
-    return kv_cache.stride()[1:] == (heads * head, head, head_size, 1)
+    strides = tuple(map(kv_cache.stride, range(1, 5)))
+    return strides == (heads * head, head, head_size, 1)
 
 
 class CPUAttention:
@@ -58,7 +57,7 @@ class CPUAttention:
         block_size: int,
         num_kv_heads: int,
         head_size: int,
-        dtype: torch.dtype | None = None,
+        dtype: str | None = None,
     ) -> tuple[int, ...]:
         """Return [num_blocks, 2, num_kv_heads, block_size, head_size]; keys are stored transposed.
 
@@ -76,6 +75,11 @@ class CPUAttention:
         if dtype is not None:
             head_size = cached_head_size(head_size, dtype)
         return (num_blocks, 2, num_kv_heads, block_size, head_size)
+
+    def typed(self, memory: Tensor, dtype: str) -> Tensor:
+        """Implement `AttentionBackend`."""
+        tensor: Tensor = memory.view(dtype)
+        return tensor
 
     def scratch_nbytes(self, largest: LargestAttention) -> int:
         """Return the bytes of the threads' tasks and of the segments of long contexts.
@@ -109,7 +113,7 @@ class CPUAttention:
         assert _has_dense_blocks(kv_cache)
         assert key.stride(2) == value.stride(2) == 1
         assert slot_mapping.is_contiguous()
-        assert slot_mapping.dtype == torch.int64
+        assert slot_mapping.dtype == "int64"
         assert kv_cache.shape[2] == kv_heads
         assert kv_cache.shape[4] == cached_head_size(head_size, kv_cache.dtype)
         kernels.write_kv(
@@ -150,7 +154,7 @@ class CPUAttention:
         assert params.sliding_window is None or params.sliding_window > 0
         slopes = 0
         if params.alibi_slopes is not None:
-            assert params.alibi_slopes.dtype == torch.float32
+            assert params.alibi_slopes.dtype == "float32"
             assert params.alibi_slopes.shape == (heads,)
             slopes = params.alibi_slopes.data_ptr()
         query_start_loc, seq_lens, block_table, block_table_stride = metadata.addresses

@@ -14,6 +14,7 @@ from torch import Tensor
 from octavo.attention.base import AttentionMetadata, AttentionParams, LargestAttention, Rotary
 from octavo.attention.triton import write_rotated_kv
 from octavo.errors import ConfigError
+from octavo.kernels.torch_tensors import torch_dtype
 
 _WORKSPACE_NBYTES = 128 * 2**20
 
@@ -40,15 +41,19 @@ class FlashInferAttention:
         block_size: int,
         num_kv_heads: int,
         head_size: int,
-        dtype: torch.dtype | None = None,
+        dtype: str | None = None,
     ) -> tuple[int, ...]:
         """Return [num_blocks, 2, block_size, num_kv_heads, head_size]: keys, then values."""
-        if dtype is not None and dtype.itemsize == 1:
+        if dtype is not None and torch_dtype(dtype).itemsize == 1:
             raise ConfigError(
                 "kv_cache_dtype: attention_backend=flashinfer does not support an 8-bit cache "
                 "yet; use auto, or attention_backend=triton."
             )
         return (num_blocks, 2, block_size, num_kv_heads, head_size)
+
+    def typed(self, memory: Tensor, dtype: str) -> Tensor:
+        """Implement `AttentionBackend`."""
+        return memory.view(torch_dtype(dtype))
 
     def scratch_nbytes(self, largest: LargestAttention) -> int:
         """Return 0: attention uses memory of the device, which is measured."""

@@ -13,6 +13,7 @@ from octavo.attention.base import (
     cached_head_size,
 )
 from octavo.kernels.reference import to_bytes
+from octavo.kernels.torch_tensors import torch_dtype
 
 # Copies of float32 logits: raw, masked, exponentials, probabilities.
 _LOGITS_COPIES = 4
@@ -56,7 +57,7 @@ class ReferenceAttention:
         block_size: int,
         num_kv_heads: int,
         head_size: int,
-        dtype: torch.dtype | None = None,
+        dtype: str | None = None,
     ) -> tuple[int, ...]:
         """Return [num_blocks, 2, block_size, num_kv_heads, head_size]: keys, then values.
 
@@ -65,6 +66,10 @@ class ReferenceAttention:
         if dtype is not None:
             head_size = cached_head_size(head_size, dtype)
         return (num_blocks, 2, block_size, num_kv_heads, head_size)
+
+    def typed(self, memory: Tensor, dtype: str) -> Tensor:
+        """Implement `AttentionBackend`."""
+        return memory.view(torch_dtype(dtype))
 
     def scratch_nbytes(self, largest: LargestAttention) -> int:
         """Return the bytes of a request's logits, their copies, and its keys and values."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from octavo.attention.base import AttentionMetadata, AttentionParams, LargestAttention, Rotary
 from octavo.errors import ConfigError
-from octavo.kernels.memory import is_host
+from octavo.kernels.torch_tensors import torch_dtype
 from octavo.kernels.triton.attention import attention, splits_floats
 from octavo.kernels.triton.fp8 import E4M3, E5M2
 from octavo.kernels.triton.kv_write import write_kv
@@ -73,7 +73,7 @@ class TritonAttention:
         self.split = max(MIN_SPLIT, triton.next_power_of_2(-(-max_model_len // MAX_SPLITS)))
         self.max_model_len = max_model_len
         self.batch_invariant = batch_invariant
-        interpreted = is_host(device)
+        interpreted = device.type == "cpu"
         self.cores = 4 if interpreted else cuda_cores(device)
         more = not (interpreted or batch_invariant) and cuda_capability(device) >= (8, 0)
         self.prefill_rows = _MORE_PREFILL_ROWS if more else _PREFILL_ROWS
@@ -86,7 +86,7 @@ class TritonAttention:
         block_size: int,
         num_kv_heads: int,
         head_size: int,
-        dtype: torch.dtype | None = None,
+        dtype: str | None = None,
     ) -> tuple[int, ...]:
         """Return [num_blocks, 2, block_size, num_kv_heads, head_size]: keys, then values."""
         if head_size > _MAX_HEAD_SIZE:
@@ -94,12 +94,16 @@ class TritonAttention:
                 f"head_size={head_size}: Triton attention supports up to {_MAX_HEAD_SIZE}; use "
                 "attention_backend=reference."
             )
-        if dtype == torch.int8:
+        if dtype == "int8":
             raise ConfigError(
                 "kv_cache_dtype=int8 is not supported by Triton attention yet; use fp8_e4m3 or "
                 "fp8_e5m2."
             )
         return (num_blocks, 2, block_size, num_kv_heads, head_size)
+
+    def typed(self, memory: Tensor, dtype: str) -> Tensor:
+        """Implement `AttentionBackend`."""
+        return memory.view(torch_dtype(dtype))
 
     def scratch_nbytes(self, largest: LargestAttention) -> int:
         """Return 0: attention uses memory of the device, which is measured."""

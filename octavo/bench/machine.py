@@ -13,20 +13,17 @@ from functools import partial
 from operator import attrgetter, itemgetter
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from octavo import _native
 from octavo.kernels.memory import map_memory
 from octavo.kernels.native import NativeOps
 from octavo.quantization.base import PackedShape
 from octavo.quantization.registry import FORMS
+from octavo.system.tensor import dense, from_numpy
 
 _READS = {"plain read": -1, "read nta": 0, "read t2": 1, "read t1": 2, "read t0": 3}
 """Localities for `_native.read_memory`: without prefetching, and with x86's kinds by name."""
 _LEAST_ROUNDS = 3
-_HOPELESS = 4.0
-"""Relative time above which a product is not measured at full size."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,7 @@ class Machine:
         peak: floating-point operations per second of a matrix product.
         dtype: type of that product: a dtype's name, or "int8" or "int4".
         bandwidth_by: fastest method of reading.
-        peak_by: fastest implementation of the product: "Octavo" or "torch".
+        peak_by: fastest implementation of the product: "Octavo" or "numpy".
     """
 
     bandwidth: float
@@ -77,7 +74,8 @@ def measure_bandwidth(nbytes: int = 320 * 2**20, seconds: float = 2.0) -> tuple[
         nbytes: bytes read at once, a multiple of 64; they should far exceed the caches.
         seconds: approximate duration.
     """
-    memory = map_memory(nbytes).fill_(1)  # otherwise all pages would be one zero page
+    memory = map_memory(nbytes)
+    memory.numpy()[...] = 1  # otherwise all pages would be one zero page
     ways: dict[str, Callable[[], object]] = {
         name: partial(_native.read_memory, memory.data_ptr(), nbytes, locality)
         for name, locality in _READS.items()
@@ -89,9 +87,9 @@ def measure_bandwidth(nbytes: int = 320 * 2**20, seconds: float = 2.0) -> tuple[
 def measure_peak(
     dtype: str, quantization: str | None = None, *, size: int = 2048, seconds: float = 2.0
 ) -> tuple[float, str]:
-    """Return the operations per second of a matrix product, the better of Octavo's and torch's.
+    """Return the operations per second of a matrix product, the better of Octavo's and numpy's.
 
-    Torch's is oneDNN's or MKL's. For quantized weights the product is that of 8-bit integers.
+    numpy multiplies float32, with its library's threads.
 
     Args:
         dtype: see `measure_machine`.
@@ -100,31 +98,13 @@ def measure_peak(
         seconds: approximate duration.
     """
     ops = NativeOps()
-    generator = torch.Generator().manual_seed(0)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(_native.num_threads())
-    try:
-        with torch.inference_mode():
-            x = torch.randn(size, size, generator=generator).to(getattr(torch, dtype))
-            weight = FORMS[quantization].pack(ops, [(x,)], PackedShape(size, size, dtype))
-            products: dict[str, Callable[[Tensor], Tensor]] = {
-                "Octavo": lambda x: ops.linear(x, weight),
-                "torch": lambda rows: torch.nn.functional.linear(rows, x),
-            }
-            if quantization is not None:
-                codes = (x.float() * 32).clamp(-127, 127).to(torch.int8)
-                products["torch"] = lambda rows: torch._int_mm(codes[: len(rows)], codes.t())
-            # Torch uses plain loops for products that its libraries lack: they could take a minute.
-            some = x[: max(1, size // 8)]
-            tried = {name: _seconds(partial(f, some)) for name, f in products.items()}
-            ways: dict[str, Callable[[], object]] = {
-                name: partial(f, x)
-                for name, f in products.items()
-                if tried[name] <= _HOPELESS * min(tried.values())
-            }
-            by, taken = _quickest(ways, seconds)
-    finally:
-        torch.set_num_threads(threads)
+    numbers = np.random.default_rng(0).standard_normal((size, size), np.float32)
+    x = dense(from_numpy(numbers), dtype)
+    weight = FORMS[quantization].pack(ops, [(x,)], PackedShape(size, size, dtype))
+    ways: dict[str, Callable[[], object]] = {"Octavo": lambda: ops.linear(x, weight)}
+    if dtype == "float32" and quantization is None:
+        ways["numpy"] = lambda: numbers @ numbers
+    by, taken = _quickest(ways, seconds)
     return 2 * size**3 / taken, by
 
 

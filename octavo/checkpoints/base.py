@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from octavo.checkpoints.config_json import ConfigJson
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+    from octavo.system.tensor import HostTensor
 
 LoadFormat = Literal["auto", "safetensors", "pt", "sharded_state", "dummy"]
 FLOATS = ("float64", "float32", "float16", "bfloat16")
@@ -61,11 +60,11 @@ class Expected:
 class Tensors(Protocol):
     """Tensors of an open checkpoint; names, shapes and types are checked already."""
 
-    def read(self, source: Source) -> Tensor:
+    def read(self, source: Source) -> HostTensor:
         """Return a whole tensor as it is stored."""
         ...
 
-    def done(self, tensor: Tensor) -> None:
+    def done(self, tensor: HostTensor) -> None:
         """Release a tensor of `read` that the caller no longer uses; default: do nothing.
 
         The caller must not use views of the tensor either.
@@ -132,12 +131,11 @@ class Checkpoint(Protocol):
         """Return the names of the files that match a pattern, sorted."""
         ...
 
-    def open(self, expected: Expected, device: torch.device) -> Tensors:
+    def open(self, expected: Expected) -> Tensors:
         """Open the files and compare their tensors with `expected`.
 
         Args:
             expected: tensors that the model expects.
-            device: device of random weights.
 
         Raises:
             ModelError: a tensor is missing, unexpected, or has a wrong shape or type.

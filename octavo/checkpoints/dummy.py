@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from octavo.checkpoints.base import Expected, Source, Tensors
 from octavo.checkpoints.folder import Folder
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+from octavo.system.tensor import HostTensor, from_numpy, full
 
 _BOUND = 0.02 * 3**0.5
 """Bound of uniform numbers with standard deviation 0.02, as in the initialisation of models."""
@@ -34,24 +32,23 @@ class Dummy(Folder):
         """Implement `Checkpoint`."""
         return []
 
-    def open(self, expected: Expected, device: torch.device) -> DummyTensors:
+    def open(self, expected: Expected) -> DummyTensors:
         """Implement `Checkpoint`."""
-        return DummyTensors(self._seed, device)
+        return DummyTensors(self._seed)
 
 
 class DummyTensors(Tensors):
     """Random tensors, which depend on the seed and the tensor's name, so tied tensors are equal."""
 
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self._seed, self._device = seed, device
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
 
-    def read(self, source: Source) -> Tensor:
+    def read(self, source: Source) -> HostTensor:
         """Return the source's `dummy` value, or uniform numbers with standard deviation 0.02."""
-        import torch
-
         if source.dummy is not None:
-            return torch.full(source.shape, source.dummy)
-        generator = torch.Generator(self._device)
-        generator.manual_seed(zlib.crc32(source.name.encode(), self._seed & 0xFFFFFFFF))
-        tensor = torch.empty(source.shape, device=self._device)
-        return tensor.uniform_(-_BOUND, _BOUND, generator=generator)
+            return full(source.shape, source.dummy, "float32")
+        seed = zlib.crc32(source.name.encode(), self._seed & 0xFFFFFFFF)
+        numbers = np.random.Generator(np.random.PCG64(seed)).random(source.shape, np.float32)
+        numbers -= np.float32(0.5)
+        numbers *= np.float32(2 * _BOUND)
+        return from_numpy(numbers)

@@ -1,22 +1,16 @@
-"""Model folder with safetensors files. Imports torch only when tensors are read."""
+"""Model folder with safetensors files."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from safetensors import safe_open
 
 from octavo import _native
 from octavo.checkpoints.base import Expected, Source
 from octavo.checkpoints.folder import Folder, list_files, match_names
 from octavo.checkpoints.model_files import without_weights
-from octavo.checkpoints.safetensors_header import StoredTensor, read_header
+from octavo.checkpoints.safetensors_header import MappedFile, StoredTensor, read_header
 from octavo.errors import ModelError
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+from octavo.system.tensor import HostTensor
 
 
 class SafetensorsFolder(Folder):
@@ -27,7 +21,7 @@ class SafetensorsFolder(Folder):
         """Implement `Checkpoint`."""
         return list_files(self.path, "model.safetensors.index.json", "*.safetensors")
 
-    def open(self, expected: Expected, device: torch.device) -> SafetensorsTensors:
+    def open(self, expected: Expected) -> SafetensorsTensors:
         """Map the files; see `Checkpoint`."""
         files = self.weight_files
         if not files:
@@ -41,17 +35,15 @@ class SafetensorsFolder(Folder):
         stored = {name: found for file in files for name, found in read_header(file).items()}
         return SafetensorsTensors(stored, match_names(self.path, stored, expected))
 
-    def read_tensor(self, name: str) -> Tensor:
+    def read_tensor(self, name: str) -> HostTensor:
         """Return a tensor that is not one of the model's weights.
 
         Raises:
             ModelError: the folder has no tensor of that name, or its file is damaged.
         """
         for file in self.weight_files:
-            if name in read_header(file):
-                with safe_open(file, framework="pt") as tensors:
-                    tensor: Tensor = tensors.get_tensor(name)
-                    return tensor
+            if stored := read_header(file).get(name):
+                return MappedFile(file).tensor(stored)
         raise ModelError(f"{self.path} lacks the tensor {name}.")
 
 
@@ -66,16 +58,15 @@ class SafetensorsTensors:
     def __init__(self, stored: dict[str, StoredTensor], names: dict[str, str]) -> None:
         self._names = names
         files = {tensor.file for tensor in stored.values()}
-        self._open: dict[Path, Any] = {file: safe_open(file, framework="pt") for file in files}
-        self._files = {name: tensor.file for name, tensor in stored.items()}
+        self._open = {file: MappedFile(file) for file in files}
+        self._stored = stored
 
-    def read(self, source: Source) -> Tensor:
+    def read(self, source: Source) -> HostTensor:
         """Return a view of the mapped file."""
-        name = self._names[source.name]
-        tensor: Tensor = self._open[self._files[name]].get_tensor(name)
-        return tensor
+        stored = self._stored[self._names[source.name]]
+        return self._open[stored.file].tensor(stored)
 
-    def done(self, tensor: Tensor) -> None:
+    def done(self, tensor: HostTensor) -> None:
         """Let the system drop the tensor's pages of the mapped file."""
         if tensor.is_contiguous():
             _native.release_pages(tensor.data_ptr(), tensor.nbytes)

@@ -1,15 +1,20 @@
-"""Headers of safetensors files. Imports no torch."""
+"""Safetensors files: their headers, and mapped tensors."""
 
 from __future__ import annotations
 
+import math
+import mmap
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from octavo.checkpoints.config_json import MOST_JSON_NBYTES
 from octavo.checkpoints.model_files import refuse_lfs_pointer, require_file
 from octavo.errors import ModelError
+from octavo.system.tensor import HostTensor, from_numpy, itemsize
 
 _DTYPES = {"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 _DTYPES |= {f"F{bits}": f"float{bits}" for bits in (16, 32, 64)}
@@ -23,7 +28,9 @@ class StoredTensor:
     file: Path
     shape: tuple[int, ...]
     dtype: str
-    """Type by torch's name; by the file's name if torch has none."""
+    """Name of the type; the file's own name if tensors do not have the type."""
+    begin: int = 0
+    """Position of its first byte in the file."""
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
@@ -38,15 +45,43 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     try:
         refuse_lfs_pointer(file)
         with file.open("rb") as stream:
-            if int.from_bytes(stream.read(8), "little") > MOST_JSON_NBYTES:
+            length = int.from_bytes(stream.read(8), "little")
+            if length > MOST_JSON_NBYTES:
                 raise ValueError("the header's length is impossible")
+            header = msgspec.json.decode(stream.read(length))
         with safe_open(file, framework="numpy") as tensors:
             slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118  # no dict
             return {
-                name: StoredTensor(file, tuple(s.get_shape()), _DTYPES.get(d := s.get_dtype(), d))
+                name: StoredTensor(
+                    file,
+                    tuple(s.get_shape()),
+                    _DTYPES.get(d := s.get_dtype(), d),
+                    8 + length + header[name]["data_offsets"][0],
+                )
                 for name, s in slices.items()
             }
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError, msgspec.DecodeError) as error:
         raise ModelError(
             f"{file} is damaged or cut off ({error}); download the file again."
         ) from None
+
+
+class MappedFile:
+    """Safetensors file in memory, read by the system when it is used.
+
+    Args:
+        file: the file, which `read_header` has accepted.
+    """
+
+    def __init__(self, file: Path) -> None:
+        with file.open("rb") as stream:
+            self._bytes = np.frombuffer(
+                mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ), np.uint8
+            )
+
+    def tensor(self, stored: StoredTensor) -> HostTensor:
+        """Return a view of a tensor, which cannot be written to."""
+        nbytes = math.prod(stored.shape) * itemsize(stored.dtype)
+        data = from_numpy(self._bytes[stored.begin : stored.begin + nbytes])
+        tensor: HostTensor = data.view(stored.dtype).view(*stored.shape)
+        return tensor

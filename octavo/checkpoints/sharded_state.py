@@ -10,18 +10,12 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from safetensors import safe_open
 
 from octavo.checkpoints.base import Expected, Source, Tensors
 from octavo.checkpoints.folder import Folder, require_dtype, require_no_more
-from octavo.checkpoints.safetensors_header import StoredTensor, read_header
+from octavo.checkpoints.safetensors_header import MappedFile, StoredTensor, read_header
 from octavo.errors import ModelError
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+from octavo.system.tensor import HostTensor, concatenate
 
 _FILE = re.compile(r"model-(?:rank-(\d+)|pp-\d+-tp-(\d+))-part-\d+\.safetensors")
 SHARDED_PATTERN = "model-rank-{rank}-part-{part}.safetensors"
@@ -53,7 +47,7 @@ class ShardedStateFolder(Folder):
         """Implement `Checkpoint`."""
         return sorted(self.path.glob("model-*-part-*.safetensors"))
 
-    def open(self, expected: Expected, device: torch.device) -> ShardedTensors:
+    def open(self, expected: Expected) -> ShardedTensors:
         """Implement `Checkpoint`."""
         ranks: dict[int, dict[str, StoredTensor]] = defaultdict(dict)
         for file in self.weight_files:
@@ -98,18 +92,17 @@ class ShardedTensors(Tensors):
         for source in expected.sources:
             self._plan(source)
 
-    def read(self, source: Source) -> Tensor:
+    def read(self, source: Source) -> HostTensor:
         """Return a tensor, combined from a copy of its parts."""
-        import torch
-
         pieces, dim = self._plan(source)
-        parts = []
-        for piece in pieces:
-            with safe_open(piece.stored.file, framework="pt") as file:
-                parts.append(file.get_slice(piece.name)[piece.begin : piece.end])
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        parts = [
+            MappedFile(piece.stored.file).tensor(piece.stored)[piece.begin : piece.end]
+            for piece in pieces
+        ]
+        whole = parts[0] if len(parts) == 1 else concatenate(parts, dim)
         # Vocabularies are padded, so that all ranks have the same number of rows.
-        return whole[: source.shape[0]]
+        tensor: HostTensor = whole[: source.shape[0]]
+        return tensor
 
     def _stored_name(self, name: str) -> str | None:
         """Return the stored name of a tensor, or of the stacked tensor that contains it."""

@@ -11,9 +11,9 @@ from octavo.checkpoints.folder import Folder, list_files, match_names
 from octavo.checkpoints.model_files import refuse_lfs_pointer, require_file, without_weights
 from octavo.checkpoints.safetensors_header import StoredTensor
 from octavo.errors import ModelError
+from octavo.system.tensor import HostTensor, from_dlpack
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 
@@ -25,7 +25,7 @@ class TorchFolder(Folder):
         """Implement `Checkpoint`."""
         return list_files(self.path, "pytorch_model.bin.index.json", "pytorch_model*.bin")
 
-    def open(self, expected: Expected, device: torch.device) -> TorchTensors:
+    def open(self, expected: Expected) -> TorchTensors:
         """Map the files until all tensors are loaded; see `Checkpoint`."""
         files = self.weight_files
         if not files:
@@ -53,9 +53,9 @@ class TorchTensors(Tensors):
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self._tensors = tensors
 
-    def read(self, source: Source) -> Tensor:
+    def read(self, source: Source) -> HostTensor:
         """Implement `Tensors`."""
-        return self._tensors[source.name]
+        return from_dlpack(self._tensors[source.name])
 
 
 def _load(file: Path) -> dict[str, Tensor]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor, dtype
 
+from octavo.system.tensor import HostTensor, Tensor
+
+LongArray = NDArray[np.int64]
 Gelu = Literal["none", "tanh"]
 Gate = Literal["silu", "gelu", "gelu_tanh"]
 """Method of computing GELU: exactly, with erf, or by its tanh approximation."""
@@ -30,7 +32,7 @@ class PackedWeight:
     data: Tensor
     n: int
     k: int
-    dtype: dtype
+    dtype: str
     panel: int
 
     @property
@@ -114,6 +116,18 @@ class Codes:
     zeros: Tensor | None = None
 
 
+class HostCopy(Protocol):
+    """Numbers on their way from a device to the host."""
+
+    def ready(self) -> bool:
+        """Return True if `numpy` does not wait."""
+        ...
+
+    def numpy(self) -> NDArray[Any]:
+        """Return the numbers; wait for them."""
+        ...
+
+
 class Ops(Protocol):
     """Operations on tensors of one device.
 
@@ -127,10 +141,33 @@ class Ops(Protocol):
     packs_weights: bool
     """True if packed weights have a special layout: they need separate memory and a cache."""
 
+    def to_device(self, x: HostTensor | NDArray[Any]) -> Tensor:
+        """Return numbers of the host as a tensor of the device, without waiting for the device.
+
+        On a CPU the result shares the memory.
+        """
+        ...
+
+    def to_host(self, x: Tensor) -> NDArray[Any]:
+        """Return the numbers of a tensor; wait for them. On a CPU the result shares the memory."""
+        ...
+
+    def copy_to_host(self, x: Tensor) -> HostCopy:
+        """Start a copy to the host; on a CPU nothing is copied."""
+        ...
+
+    def copy_(self, out: Tensor, x: Tensor) -> None:
+        """Write x to `out`, of the same shape, in the type of `out`; both may have any strides."""
+        ...
+
+    def copy_blocks(self, caches: Sequence[Tensor], src_dst_pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy rows within each of the caches, uint8; read all sources before the first write."""
+        ...
+
     def pack_weight(
         self,
-        weight: Tensor | Sequence[Tensor],
-        dtype: dtype | None = None,
+        weight: HostTensor | Sequence[HostTensor],
+        dtype: str | None = None,
         out: Tensor | None = None,
     ) -> PackedWeight:
         """Pack a weight [N, K], or several [N_i, K] stacked along N (fused projections).
@@ -149,7 +186,7 @@ class Ops(Protocol):
         x: Tensor,
         weight: PackedWeight | QuantizedWeight,
         bias: Tensor | None = None,
-        out_dtype: dtype | None = None,
+        out_dtype: str | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """Multiply x [T, K] by the transposed weight and add bias [N], rounding once: [T, N].
@@ -164,7 +201,7 @@ class Ops(Protocol):
 
     def quantize_weight(
         self,
-        weight: Sequence[Tensor],
+        weight: Sequence[HostTensor],
         format: Literal["int8", "int4_levels"],
         group_size: int,
         out: Tensor | None = None,
@@ -261,7 +298,7 @@ class Ops(Protocol):
         x: Tensor,
         parts: int,
         bias: Tensor | None,
-        out_dtype: dtype,
+        out_dtype: str,
         out: Tensor | None = None,
     ) -> Tensor:
         """Sum the parts of float32 [T, parts * N], one after the other, then the bias [N]: [T, N].
@@ -383,7 +420,69 @@ class Ops(Protocol):
     def top_k(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return the k largest of each float32 row [M, V] in order: values, int64 indices [M, k].
 
+        Fast if k is small.
+
         Equals are ordered by index; NaN counts as -inf.
+        """
+        ...
+
+    def gather(self, x: Tensor, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return the numbers of x, float32 [M, V], at `ids` [M, k] of each row: float32 [M, k]."""
+        ...
+
+    def ranks(self, x: Tensor, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the place of number `ids` [M] in each float32 row [M, V]: int64 [M], from 1 on.
+
+        Rows are ranked by value descending, then by index ascending.
+        """
+        ...
+
+    def set_at_(
+        self, x: Tensor, rows: LongArray, columns: LongArray | None, value: float
+    ) -> None:
+        """Set elements (rows[i], columns[i]) of x [M, V] to a number; without columns, whole rows."""
+        ...
+
+    def add_at_(
+        self, x: Tensor, rows: LongArray, columns: LongArray, values: NDArray[np.float32]
+    ) -> None:
+        """Add values [E] to elements (rows[i], columns[i]) of float32 x [M, V].
+
+        Of several values for one element, the last one is added.
+        """
+        ...
+
+    def penalize_(
+        self,
+        x: Tensor,
+        rows: LongArray,
+        columns: LongArray,
+        counts: NDArray[np.float32],
+        penalties: tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]],
+    ) -> None:
+        """Apply penalties to elements (rows[i], columns[i]) of float32 x [M, V], all distinct.
+
+        Args:
+            x: logits.
+            rows: int64 [E].
+            columns: int64 [E].
+            counts: float32 [E], number of times that the token was generated.
+            penalties: float32 [E] each: repetition (divides positive logits, multiplies others),
+                frequency (subtracted for each count), and presence (subtracted if the count is
+                above 0).
+        """
+        ...
+
+    def change_rows(
+        self, x: Tensor, rows: LongArray, change: Callable[[Ops, Any], object]
+    ) -> None:
+        """Have a plug-in change rows of float32 x [M, V].
+
+        Args:
+            x: logits.
+            rows: int64 [A], without duplicates.
+            change: called with operations on torch's tensors, and a copy of the rows, a
+                torch.Tensor, which it changes in place.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Memory: mapped pages, transfers to a device, and the buffers of a recorded step."""
+"""Memory of the host: mapped pages, and the buffers of a recorded step."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ import weakref
 from typing import ClassVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from octavo import _native
+from octavo.system.tensor import HostTensor, empty, from_numpy, itemsize
 
 _ALIGNMENT = 64  # a cache line
 _HUGE_PAGE = 2 * 2**20
 
 
-def map_memory(nbytes: int) -> Tensor:
+def map_memory(nbytes: int) -> HostTensor:
     """Map zeroed memory: uint8 [nbytes], at the beginning of a page.
 
     The system allocates its pages on the first write, as huge pages where available: reading a
@@ -27,13 +26,13 @@ def map_memory(nbytes: int) -> Tensor:
     huge page uses small pages, so that the memory is not larger than requested.
     """
     if nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return empty(0, dtype="uint8")
     huge = nbytes >= _HUGE_PAGE
     private = (
         {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     )
     memory = mmap.mmap(-1, nbytes + (_HUGE_PAGE if huge else 0), **private)
-    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    tensor = from_numpy(np.frombuffer(memory, np.uint8))
     if not huge:
         return tensor
     start = -tensor.data_ptr() % _HUGE_PAGE
@@ -44,7 +43,7 @@ def map_memory(nbytes: int) -> Tensor:
     return tensor[start : start + nbytes]
 
 
-def release_memory(tensor: Tensor) -> None:
+def release_memory(tensor: HostTensor) -> None:
     """Return the pages of mapped memory to the system.
 
     The tensor keeps its address, and its contents become zeros. The system allocates pages again on
@@ -53,7 +52,7 @@ def release_memory(tensor: Tensor) -> None:
     if sys.platform == "linux":
         _native.release_pages(tensor.data_ptr(), tensor.nbytes)
     else:
-        tensor.zero_()
+        tensor.numpy()[...] = 0
 
 
 class _Nowhere:
@@ -68,21 +67,10 @@ class _Nowhere:
 _NOWHERE: NDArray[np.uint8] = np.asarray(_Nowhere())
 
 
-def placeholder(*shape: int, dtype: torch.dtype) -> Tensor:
+def placeholder(*shape: int, dtype: str) -> HostTensor:
     """Return a tensor without memory, for calls that are recorded and never run; do not read it."""
-    nbytes = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(_NOWHERE[:nbytes]).view(dtype).view(shape)
-
-
-def is_host(device: torch.device) -> bool:
-    """Return True if a device uses the host's memory, so that results need no waiting."""
-    return device.type == "cpu"
-
-
-def to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """Copy an array to a device without waiting for the device's pending work."""
-    tensor = torch.from_numpy(array)
-    return tensor if is_host(device) else tensor.pin_memory().to(device, non_blocking=True)
+    nbytes = math.prod(shape) * itemsize(dtype)
+    return from_numpy(_NOWHERE[:nbytes]).view(dtype).view(shape)
 
 
 class Arena:
@@ -99,14 +87,14 @@ class Arena:
     """
 
     def __init__(self, nbytes: int | None = None) -> None:
-        self._memory = _NOWHERE if nbytes is None else map_memory(nbytes).numpy()
+        self._memory: NDArray[np.uint8] = _NOWHERE if nbytes is None else map_memory(nbytes).numpy()
         self._free = [(0, len(self._memory))]  # (offset, size), ascending, never adjacent
         self.peak = 0
         """Largest number of bytes in use at one time."""
 
-    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+    def empty(self, *shape: int, dtype: str) -> HostTensor:
         """Return an uninitialized tensor in a free place."""
-        nbytes = math.prod(shape) * dtype.itemsize
+        nbytes = math.prod(shape) * itemsize(dtype)
         size = -(-max(nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
         index = next((i for i, (_, free) in enumerate(self._free) if free >= size), None)
         assert index is not None, "the activations exceed the memory plan"
@@ -114,9 +102,9 @@ class Arena:
         self._free[index : index + 1] = [(offset + size, free - size)] if free > size else []
         self.peak = max(self.peak, offset + size)
         buffer = self._memory[offset : offset + nbytes]
-        # The tensor's storage, which all its views share, keeps `buffer` alive.
+        # All views of the tensor keep `buffer` alive.
         weakref.finalize(buffer, self._release, offset, size).atexit = False
-        return torch.from_numpy(buffer).view(dtype).view(shape)
+        return from_numpy(buffer).view(dtype).view(shape)
 
     def _release(self, offset: int, size: int) -> None:
         spans = sorted([*self._free, (offset, size)])

@@ -5,13 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from octavo import _native
 from octavo._native import kernels
@@ -20,14 +18,18 @@ from octavo.kernels.base import (
     Codes,
     Gate,
     Gelu,
+    HostCopy,
+    LongArray,
+    Ops,
     PackedWeight,
     QuantFormat,
     QuantizedWeight,
 )
 from octavo.kernels.memory import Arena
 from octavo.kernels.sizes import packed_nbytes, quantized_nbytes
+from octavo.system.tensor import HostTensor, Tensor, empty, from_numpy
 
-DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
 """Codes of DType in csrc/kernels.h."""
 
 _QUANT_FORMATS = {"int8": 0, "int4_levels": 1, "int4": 2, "int4_zeros": 3}
@@ -37,6 +39,9 @@ _QUANT_FORMATS = {"int8": 0, "int4_levels": 1, "int4": 2, "int4_zeros": 3}
 _GATES: dict[Gate | None, int] = {None: -1, "silu": 0, "gelu": 1, "gelu_tanh": 2}
 _EXP, _LOG, _TANH, _ERF, _GELU, _SOFT_CAP = 0, 1, 2, 3, {"none": 4, "tanh": 5}, 6
 _RELU, _SCALE, _CLAMP = 7, 8, 9
+
+# Largest k for which a heap is the fastest way to find the largest.
+_FEW, _LOW_WORD = 64, 0xFFFFFFFF
 
 available_isas = _native.available_isas
 """Return the instruction sets of this processor that have kernels, best first."""
@@ -62,55 +67,15 @@ def _rows(x: Tensor) -> None:
     assert x.stride(1) == 1 or x.shape[1] == 1, "rows must be dense"
 
 
-def _logits(x: Tensor) -> torch.Size:
+def _logits(x: Tensor) -> tuple[int, ...]:
     """Assert that x has float32 rows, and return its shape."""
     _rows(x)
-    assert x.dtype == torch.float32
+    assert x.dtype == "float32"
     return x.shape
 
 
 class _Recording(threading.local):
     arena: Arena | None = None
-
-
-# Queries of a tensor, and views of it; reshape and flatten may copy.
-_QUERIES = {"data_ptr", "dim", "is_contiguous", "numel", "size", "stride", "__get__", "__len__"}
-_VIEWS = {"as_strided", "chunk", "detach", "expand", "narrow", "permute", "select", "split"}
-_VIEWS |= {"split_with_sizes", "squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze"}
-_VIEWS |= {"view"}
-
-
-class _OnlyViews(TorchFunctionMode):
-    """Mode that rejects torch operations other than views while a plan records."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        name = getattr(func, "__name__", str(func))
-        known = name in _QUERIES or name in _VIEWS
-        if not known and not (name == "__getitem__" and _is_slice(args[1])):
-            raise RuntimeError(
-                f"torch's {name} cannot be recorded: a plan repeats native operations only. Use "
-                "one of NativeOps, or compute it before."
-            )
-        return func(*args, **(kwargs or {}))
-
-
-def _is_slice(index: object) -> bool:
-    """Return True if indexing by `index` makes a view."""
-    parts = index if isinstance(index, tuple) else (index,)
-    return all(
-        part is None
-        or part is Ellipsis
-        or isinstance(part, slice)
-        # bool, which is an int as well, makes a copy
-        or (isinstance(part, int) and not isinstance(part, bool))
-        for part in parts
-    )
 
 
 def _new_quantized(
@@ -119,10 +84,25 @@ def _new_quantized(
     assert group_size == 0 if format == "int8" else group_size in (32, 64, 128)
     assert 0 < k <= 2**17, "sums of 32 bits hold no more products"
     nbytes = quantized_nbytes(n, k, format, group_size)
-    data = torch.empty(nbytes, dtype=torch.uint8) if out is None else out
+    data = empty(nbytes, dtype="uint8") if out is None else out
     assert data.nbytes == nbytes
     assert data.data_ptr() % 64 == 0
     return QuantizedWeight(data, n, k, format, group_size, _native.panel())
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrived:
+    """`HostCopy` of numbers that the host has."""
+
+    array: NDArray[Any]
+
+    def ready(self) -> bool:
+        """Return True."""
+        return True
+
+    def numpy(self) -> NDArray[Any]:
+        """Return the numbers."""
+        return self.array
 
 
 class NativeOps:
@@ -146,17 +126,39 @@ class NativeOps:
         the plan. When the plan runs, its arguments set their number of rows.
 
         Raises:
-            RuntimeError: an operation cannot be recorded: a torch operation other than a view,
-                packing of weights, or another recording.
+            RuntimeError: an operation cannot be recorded: packing of weights, reading of a tensor's
+                numbers, or another recording.
         """
         plan.begin()
         self._recording.arena = arena
         try:
-            with _OnlyViews():
-                yield
+            yield
         finally:
             plan.end()
             self._recording.arena = None
+
+    def to_device(self, x: HostTensor | NDArray[Any]) -> HostTensor:
+        """Return the same memory."""
+        return x if isinstance(x, HostTensor) else from_numpy(x)
+
+    def to_host(self, x: Tensor) -> NDArray[Any]:
+        """Return the same memory."""
+        assert isinstance(x, HostTensor)
+        array: NDArray[Any] = x.numpy()
+        return array
+
+    def copy_to_host(self, x: Tensor) -> HostCopy:
+        return _Arrived(self.to_host(x))
+
+    def copy_(self, out: Tensor, x: Tensor) -> None:
+        assert out.shape == x.shape
+        self.to_host(out)[...] = self.to_host(x)
+
+    def copy_blocks(self, caches: Sequence[Tensor], src_dst_pairs: Sequence[tuple[int, int]]) -> None:
+        src, dst = np.array(src_dst_pairs, np.int64).reshape(-1, 2).T
+        for cache in caches:
+            blocks = self.to_host(cache)
+            blocks[dst] = blocks[src]
 
     def empty(self, *shape: int, like: Tensor) -> Tensor:
         """Allocate from the arena while a plan records."""
@@ -169,13 +171,13 @@ class NativeOps:
         else:
             _native.record_call(function)
 
-    def _empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+    def _empty(self, *shape: int, dtype: str) -> Tensor:
         arena = self._recording.arena
         return (
-            torch.empty(*shape, dtype=dtype) if arena is None else arena.empty(*shape, dtype=dtype)
+            empty(*shape, dtype=dtype) if arena is None else arena.empty(*shape, dtype=dtype)
         )
 
-    def _result(self, out: Tensor | None, *shape: int, dtype: torch.dtype) -> Tensor:
+    def _result(self, out: Tensor | None, *shape: int, dtype: str) -> Tensor:
         """Return `out` if that is given, or else new memory."""
         if out is None:
             return self._empty(*shape, dtype=dtype)
@@ -186,16 +188,16 @@ class NativeOps:
 
     def pack_weight(
         self,
-        weight: Tensor | Sequence[Tensor],
-        dtype: torch.dtype | None = None,
+        weight: HostTensor | Sequence[HostTensor],
+        dtype: str | None = None,
         out: Tensor | None = None,
     ) -> PackedWeight:
         """Pack into panels of columns, see csrc/gemm.h; allocates only the result."""
-        parts = [weight] if isinstance(weight, Tensor) else list(weight)
+        parts = [weight] if isinstance(weight, HostTensor) else list(weight)
         dtype, k = dtype or parts[0].dtype, parts[0].shape[1]
         n = sum(part.shape[0] for part in parts)
-        nbytes = packed_nbytes(n, k, str(dtype).removeprefix("torch."))
-        data = torch.empty(nbytes, dtype=torch.uint8) if out is None else out
+        nbytes = packed_nbytes(n, k, dtype)
+        data = empty(nbytes, dtype="uint8") if out is None else out
         assert data.nbytes == nbytes
         assert data.data_ptr() % 64 == 0
         row = 0
@@ -221,7 +223,7 @@ class NativeOps:
         x: Tensor,
         weight: PackedWeight | QuantizedWeight,
         bias: Tensor | None = None,
-        out_dtype: torch.dtype | None = None,
+        out_dtype: str | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """Accumulate along K in the same order for every T."""
@@ -232,7 +234,7 @@ class NativeOps:
         x: Tensor,
         weight: PackedWeight | QuantizedWeight,
         bias: Tensor | None,
-        out_dtype: torch.dtype,
+        out_dtype: str,
         gate: Gate | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
@@ -271,7 +273,7 @@ class NativeOps:
 
     def quantize_weight(
         self,
-        weight: Sequence[Tensor],
+        weight: Sequence[HostTensor],
         format: Literal["int8", "int4_levels"],
         group_size: int,
         out: Tensor | None = None,
@@ -312,9 +314,9 @@ class NativeOps:
             rows = part.codes.shape[0]
             assert (part.zeros is not None) == (format == "int4_zeros")
             for tensor, shape, dtype in (
-                (part.codes, (rows, k), torch.uint8),
-                (part.scales, (rows, groups), torch.float32),
-                (part.zeros, (rows, groups), torch.uint8),
+                (part.codes, (rows, k), "uint8"),
+                (part.scales, (rows, groups), "float32"),
+                (part.zeros, (rows, groups), "uint8"),
             ):
                 assert tensor is None or tensor.shape == shape
                 assert tensor is None or tensor.dtype == dtype
@@ -528,11 +530,11 @@ class NativeOps:
         x: Tensor,
         parts: int,
         bias: Tensor | None,
-        out_dtype: torch.dtype,
+        out_dtype: str,
         out: Tensor | None = None,
     ) -> Tensor:
         _rows(x)
-        assert x.dtype == torch.float32
+        assert x.dtype == "float32"
         rows, dim = x.shape[0], x.shape[1] // parts
         assert bias is None or (bias.dtype == out_dtype and bias.shape == (dim,))
         out = self._result(out, rows, dim, dtype=out_dtype)
@@ -586,9 +588,9 @@ class NativeOps:
         assert query.dtype == key.dtype
         assert rotary_dim % 2 == 0
         assert rotary_dim <= min(query.shape[2], key.shape[2])
-        assert positions.dtype == torch.int64
+        assert positions.dtype == "int64"
         assert positions.is_contiguous()
-        assert cos_sin_cache.dtype == torch.float32
+        assert cos_sin_cache.dtype == "float32"
         assert cos_sin_cache.is_contiguous()
         kernels.rotary(
             positions=positions.data_ptr(),
@@ -625,7 +627,7 @@ class NativeOps:
 
     def argmax(self, x: Tensor) -> Tensor:
         rows, dim = _logits(x)
-        out = self._empty(rows, dtype=torch.int64)
+        out = self._empty(rows, dtype="int64")
         kernels.argmax(x=x.data_ptr(), x_stride=x.stride(0), out=out.data_ptr(), rows=rows, dim=dim)
         return out
 
@@ -643,7 +645,7 @@ class NativeOps:
         assert params.dtype == SAMPLING_ROW
         assert params.shape == (rows,)
         assert params.flags.c_contiguous
-        out = self._empty(rows, dtype=torch.int64)
+        out = self._empty(rows, dtype="int64")
         kernels.sample(
             x=x.data_ptr(),
             x_stride=x.stride(0),
@@ -658,9 +660,9 @@ class NativeOps:
         """Mask rows of x; ignore indices beyond x. In a plan, `rows` has the length of a step."""
         x_rows, dim = _logits(x)
         assert bitmask.shape == (len(rows), -(-dim // 32))
-        assert bitmask.dtype == torch.int32
+        assert bitmask.dtype == "int32"
         assert bitmask.stride(1) == 1 or bitmask.shape[1] == 1
-        assert rows.dtype == torch.int64
+        assert rows.dtype == "int64"
         assert rows.is_contiguous()
         kernels.apply_bitmask(
             x=x.data_ptr(),
@@ -674,11 +676,13 @@ class NativeOps:
         )
 
     def top_k(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Compute in one pass with a heap of size k."""
+        """Compute in one pass with a heap of size k, or by sorting."""
         rows, dim = _logits(x)
         assert 0 <= k <= dim
+        if k > _FEW:
+            return self._sort(x, k)
         values = self._empty(rows, k, dtype=x.dtype)
-        indices = self._empty(rows, k, dtype=torch.int64)
+        indices = self._empty(rows, k, dtype="int64")
         kernels.top_k(
             x=x.data_ptr(),
             x_stride=x.stride(0),
@@ -690,6 +694,77 @@ class NativeOps:
         )
         return values, indices
 
+    def _sort(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Sort integers that consist of a number and its index.
+
+        No two of them are equal, so every algorithm returns the same order.
+        """
+        numbers = self.to_host(x)
+        dim = numbers.shape[1]
+        # NaN counts as -inf; adding 0.0 makes -0.0 equal to 0.0.
+        plain = np.where(np.isnan(numbers), np.float32(-np.inf), numbers) + np.float32(0)
+        bits = plain.view(np.int32)
+        bits ^= (bits >> 31) & 0x7FFFFFFF  # negative floats sort backwards as integers
+        keys = bits.astype(np.int64) << 32
+        keys |= _LOW_WORD - np.arange(dim)
+        if k < dim:
+            keys.partition(dim - k, axis=-1)
+            keys = keys[:, dim - k :]
+        keys.sort(axis=-1)
+        indices = _LOW_WORD - (keys[:, ::-1] & _LOW_WORD)
+        values = np.take_along_axis(numbers, indices, 1)
+        return from_numpy(values), from_numpy(indices)
+
+    def gather(self, x: Tensor, ids: LongArray) -> NDArray[np.float32]:
+        numbers: NDArray[np.float32] = np.take_along_axis(self.to_host(x), ids, 1)
+        return numbers
+
+    def ranks(self, x: Tensor, ids: LongArray) -> LongArray:
+        numbers, ids = self.to_host(x), ids[:, None]
+        value = np.take_along_axis(numbers, ids, 1)
+        lower = np.arange(numbers.shape[1]) < ids
+        ahead = (numbers > value) | ((numbers == value) & lower)
+        ranks: LongArray = ahead.sum(-1) + 1
+        return ranks
+
+    def set_at_(
+        self, x: Tensor, rows: LongArray, columns: LongArray | None, value: float
+    ) -> None:
+        self.to_host(x)[rows if columns is None else (rows, columns)] = value
+
+    def add_at_(
+        self, x: Tensor, rows: LongArray, columns: LongArray, values: NDArray[np.float32]
+    ) -> None:
+        self.to_host(x)[rows, columns] += values
+
+    def penalize_(
+        self,
+        x: Tensor,
+        rows: LongArray,
+        columns: LongArray,
+        counts: NDArray[np.float32],
+        penalties: tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]],
+    ) -> None:
+        repetition, frequency, presence = penalties
+        logits = self.to_host(x)
+        values = logits[rows, columns]
+        with np.errstate(all="ignore"):
+            values = np.where(values > 0, values / repetition, values * repetition)
+            values -= frequency * counts
+            values -= presence * (counts > 0)
+        logits[rows, columns] = values
+
+    def change_rows(
+        self, x: Tensor, rows: LongArray, change: Callable[[Ops, Any], object]
+    ) -> None:
+        """Import torch, which plug-ins need."""
+        from octavo.kernels.torch_tensors import with_torch
+
+        numbers = self.to_host(x)
+        own = numbers[rows]
+        change(*with_torch(self, own))
+        numbers[rows] = own
+
     def embedding(self, weight: Tensor | PackedWeight, ids: Tensor) -> Tensor:
         """Copy the rows, also from a packed weight. Ids outside of the table yield NaN."""
         packed = isinstance(weight, PackedWeight)
@@ -699,7 +774,7 @@ class NativeOps:
         else:
             _rows(weight)
             table, (n, dim), stride = weight, weight.shape, weight.stride(0)
-        assert ids.dtype == torch.int64
+        assert ids.dtype == "int64"
         assert ids.is_contiguous()
         out = self._empty(len(ids), dim, dtype=weight.dtype)
         kernels.gather(

@@ -6,7 +6,7 @@ They favor readability and are not batch-invariant: torch chooses the order of s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -18,11 +18,16 @@ from octavo.kernels.base import (
     Codes,
     Gate,
     Gelu,
+    HostCopy,
+    LongArray,
     Ops,
     PackedWeight,
     QuantFormat,
     QuantizedWeight,
 )
+from octavo.kernels.sampling_weights import sampling_weights
+from octavo.kernels.torch_tensors import Copying, as_torch, dtype_name, torch_dtype
+from octavo.system.tensor import HostTensor
 
 LEVELS = torch.tensor([-127.0, -101, -76, -58, -44, -31, -20, -10, 0, 10, 20, 31, 43, 58, 74, 95])
 """Values of the codes of int4_levels, times 16; see csrc/quant.h."""
@@ -37,6 +42,11 @@ def into(out: Tensor | None, result: Tensor) -> Tensor:
     return result if out is None else out.copy_(result)
 
 
+def _either(dtype: str | None, x: Tensor) -> torch.dtype:
+    """Return the type of a name; that of x if there is no name."""
+    return x.dtype if dtype is None else torch_dtype(dtype)
+
+
 def _in_groups(rows: Tensor, group: int) -> Tensor:
     """Reshape [R, K] to [R, ceil(K / group), group], padded with zeros."""
     return F.pad(rows, (0, -rows.shape[1] % group)).view(
@@ -47,35 +57,6 @@ def _in_groups(rows: Tensor, group: int) -> Tensor:
 def _ratio(a: Tensor, b: Tensor) -> Tensor:
     """Return a / b, or 0 where b is close to 0."""
     return torch.where(b.abs() < 1e-35, 0.0, a / b)
-
-
-def sampling_weights(ops: Ops, x: Tensor, params: NDArray[np.void]) -> Tensor:
-    """Return the weight of each token for `Ops.sample`.
-
-    Args:
-        ops: operations on x's device.
-        x: float32 [M, V]; a row without a finite maximum has undefined weights.
-        params: `SAMPLING_ROW` [M]. A row with temperature 0 has one token.
-
-    Returns:
-        int64 [M, V], at most 2**40 each.
-    """
-    temperature, min_p, top_p, top_k = (
-        torch.from_numpy(params[name].copy()).to(x.device)[:, None]
-        for name in ("temperature", "min_p", "top_p", "top_k")
-    )
-    probs = ops.exp((x - ops.row_max(x)[:, None]) / temperature)
-    weights = (probs * 2.0**40).to(torch.int64).masked_fill_(probs < min_p, 0)
-    ids = torch.sort(x, dim=-1, descending=True, stable=True).indices
-    ranked = weights.gather(1, ids)
-    rank = torch.arange(x.shape[1], device=x.device)
-    ranked.masked_fill_((top_k > 0) & (rank >= top_k), 0)
-    before = ranked.cumsum(-1) - ranked
-    limit = top_p * ranked.sum(-1, keepdim=True)
-    ranked.masked_fill_((top_p < 1.0) & (before >= limit), 0)
-    only_first = torch.where(rank == 0, 2**40, 0).expand_as(ranked)
-    ranked = torch.where(temperature == 0.0, only_first, ranked)
-    return torch.zeros_like(weights).scatter_(1, ids, ranked)
 
 
 def philox4x32(counter: NDArray[np.uint32], key: NDArray[np.uint32]) -> NDArray[np.uint32]:
@@ -153,11 +134,55 @@ def _quantize_levels(groups: Tensor) -> tuple[Tensor, Tensor]:
     return q.to(torch.uint8), scale[..., 0]
 
 
+class _Arrived:
+    """`HostCopy` of a tensor on the CPU."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._x = x
+
+    def ready(self) -> bool:
+        """Return True."""
+        return True
+
+    def numpy(self) -> NDArray[Any]:
+        """Return the numbers."""
+        array: NDArray[Any] = self._x.numpy()
+        return array
+
+
 class ReferenceOps:
-    """Implementation of `Ops` in torch; see `Ops` for shapes and meaning."""
+    """Implementation of `Ops` in torch; see `Ops` for shapes and meaning.
+
+    Args:
+        device: the device of the tensors.
+    """
 
     name = "reference"
     packs_weights = False
+
+    def __init__(self, device: str | torch.device = "cpu") -> None:
+        self.device = torch.device(device)
+
+    def to_device(self, x: HostTensor | NDArray[Any]) -> Tensor:
+        tensor = as_torch(x)
+        if self.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def to_host(self, x: Tensor) -> NDArray[Any]:
+        array: NDArray[Any] = x.cpu().numpy()
+        return array
+
+    def copy_to_host(self, x: Tensor) -> HostCopy:
+        return Copying(x) if x.is_cuda else _Arrived(x)
+
+    def copy_(self, out: Tensor, x: Tensor) -> None:
+        out.copy_(x)
+
+    def copy_blocks(self, caches: Sequence[Tensor], src_dst_pairs: Sequence[tuple[int, int]]) -> None:
+        src, dst = self.to_device(np.array(src_dst_pairs, np.int64).reshape(-1, 2)).unbind(1)
+        for cache in caches:
+            cache[dst] = cache[src]
 
     def empty(self, *shape: int, like: Tensor) -> Tensor:
         return like.new_empty(shape)
@@ -168,22 +193,23 @@ class ReferenceOps:
 
     def pack_weight(
         self,
-        weight: Tensor | Sequence[Tensor],
-        dtype: torch.dtype | None = None,
-        out: Tensor | None = None,
+        weight: HostTensor | Sequence[HostTensor],
+        dtype: str | None = None,
+        out: HostTensor | None = None,
     ) -> PackedWeight:
         """Copy the rows without changing their layout."""
         assert out is None
-        data = weight.contiguous() if isinstance(weight, Tensor) else torch.cat(list(weight))
-        data = data.to(dtype or data.dtype)
-        return PackedWeight(data, data.shape[0], data.shape[1], data.dtype, panel=0)
+        parts = [weight] if isinstance(weight, HostTensor) else weight
+        data = torch.cat([self.to_device(part) for part in parts])
+        data = data if dtype is None else data.to(torch_dtype(dtype))
+        return PackedWeight(data, data.shape[0], data.shape[1], dtype_name(data.dtype), panel=0)
 
     def linear(
         self,
         x: Tensor,
         weight: PackedWeight | QuantizedWeight,
         bias: Tensor | None = None,
-        out_dtype: torch.dtype | None = None,
+        out_dtype: str | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """Compute in float32 for every dtype; with quantized weights, group by group."""
@@ -191,14 +217,14 @@ class ReferenceOps:
         if isinstance(weight, QuantizedWeight):
             return into(out, self._linear_q(x, weight, bias, out_dtype))
         y = F.linear(x.float(), weight.data.float(), None if bias is None else bias.float())
-        return into(out, y.to(out_dtype or x.dtype))
+        return into(out, y.to(_either(out_dtype, x)))
 
     def _linear_q(
         self,
         x: Tensor,
         weight: QuantizedWeight,
         bias: Tensor | None,
-        out_dtype: torch.dtype | None,
+        out_dtype: str | None,
     ) -> Tensor:
         wide = _in_groups(x.float(), weight.group_size or weight.k)
         q, scales = to_bytes(wide)
@@ -210,17 +236,17 @@ class ReferenceOps:
             y += dots * scales[:, group] * scale
         if bias is not None:
             y += bias.float()
-        return y.to(out_dtype or x.dtype)
+        return y.to(_either(out_dtype, x))
 
     def quantize_weight(
         self,
-        weight: Sequence[Tensor],
+        weight: Sequence[HostTensor],
         format: Literal["int8", "int4_levels"],
         group_size: int,
-        out: Tensor | None = None,
+        out: HostTensor | None = None,
     ) -> QuantizedWeight:
         assert out is None
-        rows = torch.cat([part.float() for part in weight])
+        rows = torch.cat([self.to_device(part).float() for part in weight])
         n, k = rows.shape
         grouped = _in_groups(rows, group_size or k)
         codes, scales = _quantize_int8(grouped) if format == "int8" else _quantize_levels(grouped)
@@ -325,13 +351,13 @@ class ReferenceOps:
         x: Tensor,
         parts: int,
         bias: Tensor | None,
-        out_dtype: torch.dtype,
+        out_dtype: str,
         out: Tensor | None = None,
     ) -> Tensor:
         first, *others = x.view(len(x), parts, -1).unbind(1)
         for part in [*others, *([] if bias is None else [bias])]:
             first = first + part
-        return into(out, first.to(out_dtype))
+        return into(out, first.to(torch_dtype(out_dtype)))
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         return x * factor
@@ -385,7 +411,7 @@ class ReferenceOps:
 
     def sample(self, x: Tensor, params: NDArray[np.void]) -> Tensor:
         """Rank the whole vocabulary."""
-        weights = sampling_weights(self, x, params)
+        weights = torch.from_numpy(sampling_weights(cast(Ops, self), x, params)).to(x.device)
         numbers = torch.from_numpy(token_numbers(params, x.shape[1])).to(x.device)
         arrivals = -torch.log(numbers) / weights  # a weight of 0 never arrives
         first = arrivals.amin(-1, keepdim=True)
@@ -396,7 +422,6 @@ class ReferenceOps:
         """Mask a few rows at a time, so that temporaries stay small."""
         vocab_size = x.shape[1]
         shifts = torch.arange(32, dtype=torch.int32, device=x.device)
-        bitmask, rows = bitmask.to(x.device), rows.to(x.device)
         step = max(1, _CHUNK // vocab_size)
         for at in range(0, len(rows), step):
             words, some = bitmask[at : at + step], rows[at : at + step]
@@ -408,5 +433,52 @@ class ReferenceOps:
         values, indices = torch.sort(x, dim=-1, descending=True, stable=True)
         return values[:, :k].contiguous(), indices[:, :k].contiguous()
 
+    def gather(self, x: Tensor, ids: LongArray) -> NDArray[np.float32]:
+        return self.to_host(x.gather(1, self.to_device(ids)))
+
+    def ranks(self, x: Tensor, ids: LongArray) -> LongArray:
+        token = self.to_device(ids)[:, None]
+        value = x.gather(1, token)
+        lower = torch.arange(x.shape[1], device=x.device) < token
+        ahead = (x > value) | ((x == value) & lower)
+        return self.to_host(ahead.sum(-1) + 1)
+
+    def set_at_(
+        self, x: Tensor, rows: LongArray, columns: LongArray | None, value: float
+    ) -> None:
+        at = (self.to_device(rows),)
+        x[at if columns is None else (*at, self.to_device(columns))] = value
+
+    def add_at_(
+        self, x: Tensor, rows: LongArray, columns: LongArray, values: NDArray[np.float32]
+    ) -> None:
+        x[self.to_device(rows), self.to_device(columns)] += self.to_device(values)
+
+    def penalize_(
+        self,
+        x: Tensor,
+        rows: LongArray,
+        columns: LongArray,
+        counts: NDArray[np.float32],
+        penalties: tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]],
+    ) -> None:
+        number, *given = (self.to_device(array) for array in (counts, *penalties))
+        repetition, frequency, presence = given
+        at = self.to_device(rows), self.to_device(columns)
+        values = x[at]
+        values = torch.where(values > 0, values / repetition, values * repetition)
+        values -= frequency * number
+        values -= presence * (number > 0)
+        x[at] = values
+
+    def change_rows(
+        self, x: Tensor, rows: LongArray, change: Callable[[Ops, Any], object]
+    ) -> None:
+        at = self.to_device(rows)
+        own = x[at]
+        change(cast(Ops, self), own)
+        x[at] = own
+
     def embedding(self, weight: Tensor | PackedWeight, ids: Tensor) -> Tensor:
-        return F.embedding(ids, weight.data if isinstance(weight, PackedWeight) else weight)
+        table = weight.data if isinstance(weight, PackedWeight) else weight
+        return F.embedding(ids, cast(Tensor, table))

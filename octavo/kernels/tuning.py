@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-import torch
 
 import octavo
 from octavo import _native
@@ -29,6 +28,7 @@ from octavo.kernels.base import PackedWeight
 from octavo.kernels.memory import Arena, map_memory
 from octavo.kernels.native import NativeOps
 from octavo.kernels.sizes import packed_nbytes
+from octavo.system.tensor import empty, zeros
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ _LEAST_ROUNDS = 3
 _SECONDS = 0.02
 # Larger than the caches, like the weights of a model.
 _WEIGHT_NBYTES = 64 * 2**20
-_DTYPE = torch.bfloat16
+_DTYPE = "bfloat16"
 # Larger than any file with a choice.
 _MOST_NBYTES = 4096
 
@@ -100,15 +100,14 @@ def measure() -> Tuning:
 
     Afterwards the kernels use the defaults.
     """
-    with torch.inference_mode():
-        past_caches = choose("past_caches", (False, True), _read_weights())
-        if _native.num_threads() == 1:
-            return msgspec.structs.replace(DEFAULT, past_caches=past_caches)
-        return Tuning(
-            past_caches,
-            choose("spin_us", SPINS, _make_steps()),
-            choose("grain", GRAINS, _make_small_kernels()),
-        )
+    past_caches = choose("past_caches", (False, True), _read_weights())
+    if _native.num_threads() == 1:
+        return msgspec.structs.replace(DEFAULT, past_caches=past_caches)
+    return Tuning(
+        past_caches,
+        choose("spin_us", SPINS, _make_steps()),
+        choose("grain", GRAINS, _make_small_kernels()),
+    )
 
 
 def choose(field: str, values: Sequence[Value], run: Callable[[], object]) -> Value:
@@ -168,10 +167,11 @@ def _record(outputs: Sequence[int], k: int) -> Callable[[], object]:
     ops, plan, weights = NativeOps(), _native.Plan(), {}
     for n in set(outputs):
         # Without a write, all pages would be one zero page.
-        data = map_memory(packed_nbytes(n, k, "bfloat16")).fill_(1)
+        data = map_memory(packed_nbytes(n, k, "bfloat16"))
+        data.numpy()[...] = 1
         weights[n] = PackedWeight(data, n, k, _DTYPE, _native.panel())
-    x = torch.zeros(1, k, dtype=_DTYPE)
-    results = {n: torch.empty(1, n, dtype=_DTYPE) for n in weights}
+    x = zeros(1, k, dtype=_DTYPE)
+    results = {n: empty(1, n, dtype=_DTYPE) for n in weights}
     with ops.record(plan, Arena(0)):
         for n in outputs:
             ops.linear(x, weights[n], out=results[n])

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from octavo.attention.base import AttentionParams, Rotary
 from octavo.kernels.base import Ops
 from octavo.layers.linear import Linear
 from octavo.layers.norm import HeadNorms, RMSNorm
 from octavo.layers.shared import Columns
 from octavo.layers.step import StepContext
+from octavo.system.tensor import Tensor
 
 
 @dataclass(slots=True, kw_only=True)

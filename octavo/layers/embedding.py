@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from octavo.kernels.base import Ops, PackedWeight
 from octavo.layers.linear import Linear
 from octavo.layers.norm import Norm
+from octavo.system.tensor import Tensor
 
 
 @dataclass(slots=True)
@@ -29,10 +27,6 @@ class Embedding:
     """Learned positions [max_position, hidden_size], which are added."""
     norm: Norm | None = None
     """Norm applied last (BLOOM)."""
-
-    def __post_init__(self) -> None:
-        if self.scale is not None:
-            self.scale = torch.tensor(self.scale, dtype=self.weight.dtype).item()
 
     def look_up(self, input_ids: Tensor) -> Tensor:
         """Map input_ids [T] int64 to [T, embed_size], the form of prompts' embeddings."""

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor
-
 from octavo.kernels.base import Ops
 from octavo.layers.linear import Linear
 from octavo.layers.shared import Columns
+from octavo.system.tensor import Tensor
 
 
 @dataclass(slots=True)
@@ -41,7 +39,7 @@ class Head:
         lm_head = self.lm_head
         if self.prompt_columns is not None and rows is None:
             lm_head = replace(lm_head, columns=self.prompt_columns)
-        logits = lm_head(hidden, torch.float32)
+        logits = lm_head(hidden, "float32")
         if lm_head.columns is not None and not lm_head.columns.leads:
             return logits  # the sampling rank changes them
         if self.scale is not None:

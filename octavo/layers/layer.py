@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
-
 from octavo.kernels.base import Ops
 from octavo.layers.norm import Norm
 from octavo.layers.step import StepContext
+from octavo.system.tensor import Tensor
 
 
 class Block(Protocol):

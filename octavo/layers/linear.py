@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from octavo.kernels.base import Gate, Ops, PackedWeight, QuantizedWeight
 from octavo.layers.shared import Columns
+from octavo.system.tensor import Tensor
 
 
 @dataclass(slots=True)
@@ -24,7 +22,7 @@ class Linear:
     columns: Columns | None = None
     """Columns of the result that out_features are, if other ranks compute the others."""
 
-    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    def __call__(self, x: Tensor, out_dtype: str | None = None) -> Tensor:
         """Map [T, in_features] to [T, out_features], in `out_dtype` or else the model's dtype.
 
         With other ranks, return the columns of all, in memory that must not be changed.
@@ -50,14 +48,14 @@ class SummedLinear(Linear):
 
     num_summands: int = 1
 
-    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    def __call__(self, x: Tensor, out_dtype: str | None = None) -> Tensor:
         """Map the rank's inputs [T, in_features] to [T, out_features].
 
         If ranks split rows, only the rank's own rows of the result are defined.
         """
         assert self.columns is not None
-        whole, own = self.columns.empty(x.shape[0], torch.float32)
-        self.ops.linear(x, self.weight, None, torch.float32, own)
+        whole, own = self.columns.empty(x.shape[0], "float32")
+        self.ops.linear(x, self.weight, None, "float32", own)
         self.columns.join()
         dtype = out_dtype or x.dtype
         if not self.columns.splits_rows:

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from torch import Tensor
-
 from octavo.kernels.base import Gate, Ops
 from octavo.layers.linear import Linear
 from octavo.layers.shared import Columns
 from octavo.layers.step import StepContext
+from octavo.system.tensor import Tensor
 
 ActivatedLinear = Callable[[Linear, Tensor, Tensor | None], Tensor]
 """Linear layer with an activation: maps the layer and its input [T, K] to [T, I]; the third

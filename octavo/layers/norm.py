@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
-
 from octavo.kernels.base import Ops
 from octavo.layers.shared import Columns
+from octavo.system.tensor import Tensor
 
 Pair = tuple[Tensor, Tensor]
 

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import math
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from octavo.layers.rope_spec import RopeSpec
+from octavo.system.tensor import HostTensor, from_numpy
+
+Floats = NDArray[np.float32]
 
 _ROWS_AT_ONCE = 16384
 
 
-def build_cos_sin_cache(rope: RopeSpec, max_position: int) -> Tensor:
+def build_cos_sin_cache(rope: RopeSpec, max_position: int) -> HostTensor:
     """Return float32 [max_position, rotary_dim] for `Ops.rotary_embedding`, cosines first.
 
     A row depends on its position and on `rope` only, so results never depend on the chunks of a
@@ -28,61 +31,71 @@ def build_cos_sin_cache(rope: RopeSpec, max_position: int) -> Tensor:
       than the original context. Here, as in vLLM, a table longer than that uses the long factors
       from row 0, a shorter one the short factors.
     """
-    cache = torch.empty(max_position, rope.rotary_dim, dtype=torch.float32)
+    cache = np.empty((max_position, rope.rotary_dim), np.float32)
+    factor = np.float32(rope.attention_factor)
     frequencies = None if rope.rope_type == "dynamic" else _inverse_frequencies(rope, max_position)
     for start in range(0, max_position, _ROWS_AT_ONCE):
-        positions = torch.arange(start, min(start + _ROWS_AT_ONCE, max_position))
+        positions = np.arange(start, min(start + _ROWS_AT_ONCE, max_position))
         inverse = _dynamic(rope, positions) if frequencies is None else frequencies
         # The angle is float32, as in transformers. Its cosine is computed in float64 and
         # rounded, so that the result depends neither on the vector unit nor on the size of
         # the table.
-        angles = (positions.float()[:, None] * inverse).double()
+        angles = (positions.astype(np.float32)[:, None] * inverse).astype(np.float64)
         rows = cache[start : start + len(positions)]
-        rows[:, : rope.rotary_dim // 2] = angles.cos().float() * rope.attention_factor
-        rows[:, rope.rotary_dim // 2 :] = angles.sin().float() * rope.attention_factor
-    return cache
+        rows[:, : rope.rotary_dim // 2] = np.cos(angles).astype(np.float32) * factor
+        rows[:, rope.rotary_dim // 2 :] = np.sin(angles).astype(np.float32) * factor
+    return from_numpy(cache)
 
 
-def _exponents(rope: RopeSpec) -> Tensor:
-    return torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
+def _exponents(rope: RopeSpec) -> Floats:
+    return np.arange(0, rope.rotary_dim, 2, dtype=np.float32) / np.float32(rope.rotary_dim)
 
 
-def _inverse_frequencies(rope: RopeSpec, max_position: int) -> Tensor:
+def _inverse_frequencies(rope: RopeSpec, max_position: int) -> Floats:
     """Return float32 [rotary_dim / 2], rounded where transformers rounds: angles are large."""
-    inverse = 1.0 / rope.theta ** _exponents(rope)
+    inverse = np.float32(1) / _powers(rope)
     match rope.rope_type:
         case "default":
             return inverse
         case "linear":
-            return inverse / rope.factor
+            return inverse / np.float32(rope.factor)
         case "llama3":
             return _llama3(rope, inverse)
         case "yarn":
             return _yarn(rope, inverse)
         case "longrope":
             long = max_position > rope.original_max_position
-            factors = torch.tensor(rope.long_factor if long else rope.short_factor)
-            return 1.0 / (factors * rope.theta ** _exponents(rope))
+            factors = np.array(rope.long_factor if long else rope.short_factor, np.float32)
+            return np.float32(1) / (factors * _powers(rope))
     raise AssertionError(f"rope type {rope.rope_type} was let through by the registry")
 
 
-def _dynamic(rope: RopeSpec, positions: Tensor) -> Tensor:
+def _powers(rope: RopeSpec) -> Floats:
+    """Return float32 [rotary_dim / 2], theta to the exponents, rounded once."""
+    powers: NDArray[np.float64] = np.float64(rope.theta) ** _exponents(rope).astype(np.float64)
+    return powers.astype(np.float32)
+
+
+def _dynamic(rope: RopeSpec, positions: NDArray[np.int64]) -> Floats:
     """Return the frequencies of dynamic NTK: float32 [rows, rotary_dim / 2]."""
-    length = (positions + 1).clamp(min=rope.original_max_position).double()
+    length = np.maximum(positions + 1, rope.original_max_position).astype(np.float64)
     stretch = rope.factor * length / rope.original_max_position - (rope.factor - 1)
     base = rope.theta * stretch ** (rope.rotary_dim / (rope.rotary_dim - 2))
-    return 1.0 / base.float()[:, None] ** _exponents(rope)
+    powers = base.astype(np.float32).astype(np.float64)[:, None] ** _exponents(rope)
+    inverse: Floats = np.float32(1) / powers.astype(np.float32)
+    return inverse
 
 
-def _llama3(rope: RopeSpec, inverse: Tensor) -> Tensor:
+def _llama3(rope: RopeSpec, inverse: Floats) -> Floats:
     """Scale as Llama 3.1: divide long waves by the factor, keep short ones, blend in between."""
-    turns = rope.original_max_position / (2 * math.pi / inverse)
-    smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    smooth = smooth.clamp(0.0, 1.0)
-    return (1 - smooth) * inverse / rope.factor + smooth * inverse
+    turns = np.float32(rope.original_max_position) / (np.float32(2 * math.pi) / inverse)
+    low, high = np.float32(rope.low_freq_factor), np.float32(rope.high_freq_factor)
+    smooth = np.clip((turns - low) / (high - low), np.float32(0), np.float32(1))
+    result: Floats = (1 - smooth) * inverse / np.float32(rope.factor) + smooth * inverse
+    return result
 
 
-def _yarn(rope: RopeSpec, inverse: Tensor) -> Tensor:
+def _yarn(rope: RopeSpec, inverse: Floats) -> Floats:
     """Scale as YaRN (arXiv 2309.00071), section 3.2: ramp from extrapolation to interpolation."""
 
     def dimension(turns: float) -> float:
@@ -96,7 +109,9 @@ def _yarn(rope: RopeSpec, inverse: Tensor) -> Tensor:
     low, high = max(low, 0), min(high, rope.rotary_dim - 1)
     if low == high:
         high += 0.001  # no division by zero
-    index = torch.arange(rope.rotary_dim // 2, dtype=torch.float32)
-    ramp = ((index - low) / (high - low)).clamp(0.0, 1.0)
+    index = np.arange(rope.rotary_dim // 2, dtype=np.float32)
+    ramp = np.clip((index - np.float32(low)) / np.float32(high - low), np.float32(0), np.float32(1))
     keep = 1 - ramp
-    return 1.0 / (rope.factor * rope.theta ** _exponents(rope)) * (1 - keep) + inverse * keep
+    stretched = np.float32(1) / (np.float32(rope.factor) * _powers(rope))
+    result: Floats = stretched * (1 - keep) + inverse * keep
+    return result

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from octavo import _native
 from octavo.kernels.memory import placeholder
 from octavo.system.distributed import GroupMemory, Rank
+from octavo.system.tensor import Tensor, from_numpy, itemsize
 
 _ALIGNMENT = 64  # a cache line
 
@@ -37,7 +34,7 @@ class Columns:
     begin: int
     end: int
 
-    def empty(self, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def empty(self, rows: int, dtype: str) -> tuple[Tensor, Tensor]:
         """Return a dense tensor [rows, size], and the rank's columns of it."""
         whole = self.buffers.rows(self.name, rows, self.size, dtype)
         return whole, whole[:, self.begin : self.end]
@@ -78,7 +75,7 @@ class SharedBuffers:
         dtype: type of activations.
     """
 
-    def __init__(self, rank: Rank, most_rows: Mapping[BufferRows, int], dtype: torch.dtype) -> None:
+    def __init__(self, rank: Rank, most_rows: Mapping[BufferRows, int], dtype: str) -> None:
         self.rank = rank
         self.dtype = dtype
         self._rows_of_kind = most_rows
@@ -92,13 +89,13 @@ class SharedBuffers:
         name: str,
         size: int,
         part: tuple[int, int],
-        dtype: torch.dtype,
+        dtype: str,
         rows: BufferRows = "tokens",
     ) -> Columns:
         """Reserve a buffer, or make it large enough; see `Parts.columns`."""
         assert self._memory is None, "buffers are reserved before they are attached"
         self._most_rows[name] = self._rows_of_kind[rows]
-        nbytes = size * dtype.itemsize
+        nbytes = size * itemsize(dtype)
         self._row_nbytes[name] = max(self._row_nbytes.get(name, 0), nbytes)
         return Columns(self, name, size, *part)
 
@@ -117,7 +114,7 @@ class SharedBuffers:
         assert begin + self.nbytes <= len(memory.data), "the group's memory is too small"
         self._memory, self._begin = memory, begin
 
-    def rows(self, name: str, rows: int, size: int, dtype: torch.dtype) -> Tensor:
+    def rows(self, name: str, rows: int, size: int, dtype: str) -> Tensor:
         """Return the first rows of a buffer; placeholders if a recording only measures memory."""
         if self._memory is None:
             return placeholder(rows, size, dtype=dtype)
@@ -127,8 +124,8 @@ class SharedBuffers:
             if other == name:
                 break
             begin += self._nbytes_of(other)
-        nbytes = math.prod((rows, size)) * dtype.itemsize
-        data = torch.from_numpy(self._memory.data[begin : begin + nbytes])
+        nbytes = rows * size * itemsize(dtype)
+        data = from_numpy(self._memory.data[begin : begin + nbytes])
         return data.view(dtype).view(rows, size)
 
     def barrier(self) -> None:

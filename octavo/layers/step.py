@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from octavo import _native
 from octavo.attention.base import AttentionBackend
+from octavo.system.tensor import Tensor
 
 
 @dataclass(slots=True)

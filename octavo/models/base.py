@@ -4,26 +4,22 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
-from torch import Tensor
-
 from octavo.layers.step import StepContext
 from octavo.models.spec import ModelSpec
+from octavo.system.tensor import Tensor
 
 
 class Model(Protocol):
-    """Loaded model; call it under `torch.inference_mode`.
+    """Loaded model.
 
     Attributes:
         spec: description of the model.
-        device: device of the weights.
     """
 
     spec: ModelSpec
-    device: torch.device
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> str:
         """Type of weights and activations."""
         ...
 

@@ -9,10 +9,9 @@ from octavo.errors import ConfigError
 from octavo.system.dtypes import DTYPE_NBYTES
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from octavo.attention.base import AttentionBackend, AttentionMetadata
     from octavo.layers.step_table import StepTable
+    from octavo.system.tensor import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +108,6 @@ class AttentionCache:
         self, memory: Tensor, block_size: int, dtype: str, backend: AttentionBackend
     ) -> Tensor:
         """Return the backend's tensor of keys and values; see `AttentionBackend`."""
-        import torch
-
         from octavo.attention.base import KV_CACHE_DTYPES
 
         nbytes = self.block_nbytes(block_size, dtype)
@@ -119,10 +116,11 @@ class AttentionCache:
                 f"attention_backend={backend.name} does not support layers that cache "
                 "blocks of different sizes; use attention_backend=cpu or reference."
             )
-        kind = KV_CACHE_DTYPES.get(dtype) or getattr(torch, dtype)
+        kind = KV_CACHE_DTYPES.get(dtype, dtype)
         heads = self.num_kv_heads, self.head_size
         shape = backend.kv_cache_shape(len(memory), block_size, *heads, kind)
-        return memory[:, :nbytes].view(kind).view(shape)
+        tensor: Tensor = backend.typed(memory[:, :nbytes], kind).view(shape)
+        return tensor
 
     def metadata(
         self, table: StepTable[Tensor], group: int, max_query_len: int, max_seq_len: int

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from octavo.kernels.base import PackedWeight
 from octavo.layers.layer import Layer
 from octavo.layers.step import StepContext
 from octavo.models.blocks.base import Parts
 from octavo.models.blocks.norm import build_norm
 from octavo.models.spec import ModelSpec
+from octavo.system.tensor import Tensor
 
 
 class DecoderModel:
@@ -22,7 +21,6 @@ class DecoderModel:
 
     def __init__(self, spec: ModelSpec, parts: Parts) -> None:
         self.spec = spec
-        self.device = parts.device
         self.dtype = parts.dtype
         if spec.has_head:
             self.head = spec.head.build(parts)

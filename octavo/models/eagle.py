@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from octavo.errors import ModelError
 from octavo.layers.layer import SequentialLayer
@@ -15,6 +14,7 @@ from octavo.models.blocks.base import Parts
 from octavo.models.blocks.norm import build_norm
 from octavo.models.heads import EagleSpec, LMHeadSpec
 from octavo.models.spec import ModelSpec
+from octavo.system.tensor import HostTensor, Tensor, full
 
 
 class EagleModel:
@@ -35,13 +35,12 @@ class EagleModel:
         self.spec: ModelSpec = spec
         self.kept_layers = spec.kept_layers
         """Layers of the target with the hidden states that `combine` uses."""
-        self.device = parts.device
         layer = spec.layers[0].build(parts.of("layers.0"), (0,))
         assert isinstance(layer, SequentialLayer)
         self._layer = layer
         self._fc = spec.fc.build(parts.of("fc"))
         self._ops = parts.ops
-        self.dtype = parts.tensor("layers.0.feed_forward_norm.weight").dtype
+        self.dtype = parts.dtype
 
     def input_shape(self, num_tokens: int) -> tuple[int, ...]:
         """Return the shape of `inputs` for steps of `num_tokens` tokens."""
@@ -64,8 +63,8 @@ class EagleModel:
             hidden: [T, hidden_size], from `combine` or guessed.
         """
         tokens, size = hidden.shape
-        self.inputs[:tokens, :size] = embedding
-        self.inputs[:tokens, size:] = hidden
+        self._ops.copy_(self.inputs[:tokens, :size], embedding)
+        self._ops.copy_(self.inputs[:tokens, size:], hidden)
 
     def forward(self, input_ids: Tensor, step: StepContext) -> Tensor:
         """Return [T, hidden_size], guesses of the next tokens' hidden states."""
@@ -115,9 +114,9 @@ class Eagle3Model(EagleModel):
         self._hidden_norm = spec.hidden_norm.build(parts.of("hidden_norm"))
         self._norm = build_norm(spec.head.norm, parts.of("norm"))
         self._lm_head = spec.head.build(parts)
-        self._token_ids = torch.arange(spec.num_draft_tokens)
+        self._token_ids = np.arange(spec.num_draft_tokens)
 
-    def set_offsets(self, d2t: Tensor) -> None:
+    def set_offsets(self, d2t: HostTensor) -> None:
         """Set the map from the head's vocabulary to the target's vocabulary.
 
         Args:
@@ -127,11 +126,12 @@ class Eagle3Model(EagleModel):
             ModelError: the results are no tokens of the target.
         """
         count, vocab_size = len(self._token_ids), self.spec.vocab_size
-        if d2t.shape != (count,) or d2t.is_floating_point():
+        offsets = d2t.numpy()
+        if offsets.shape != (count,) or offsets.dtype.kind not in "iu":
             raise ModelError(
                 f"d2t of the EAGLE-3 head must be {count} integers, draft_vocab_size of config.json"
             )
-        self._token_ids = torch.arange(count) + d2t.to(torch.int64)
+        self._token_ids = np.arange(count) + offsets.astype(np.int64)
         if self._token_ids.min() < 0 or self._token_ids.max() >= vocab_size:
             raise ModelError(f"d2t of the EAGLE-3 head names tokens beyond {vocab_size}.")
 
@@ -141,12 +141,16 @@ class Eagle3Model(EagleModel):
 
     def combine(self, hidden: Tensor, kept: Sequence[Tensor]) -> Tensor:
         """Implement `EagleModel`."""
-        return self._fc(torch.cat(list(kept), dim=1))
+        tokens, size = hidden.shape
+        both = self._ops.empty(tokens, len(kept) * size, like=hidden)
+        for i, part in enumerate(kept):
+            self._ops.copy_(both[:, i * size : (i + 1) * size], part)
+        return self._fc(both)
 
     def fill(self, embedding: Tensor, hidden: Tensor) -> None:
         """Implement `EagleModel`."""
-        self.inputs[0, : len(hidden)] = embedding
-        self.inputs[1, : len(hidden)] = hidden
+        self._ops.copy_(self.inputs[0, : len(hidden)], embedding)
+        self._ops.copy_(self.inputs[1, : len(hidden)], hidden)
 
     def forward(self, input_ids: Tensor, step: StepContext) -> Tensor:
         """Implement `EagleModel`."""
@@ -165,6 +169,6 @@ class Eagle3Model(EagleModel):
     def guess(self, hidden: Tensor, target: Model | LMHead) -> Tensor:
         """Return the logits; tokens outside of the head's vocabulary are never drafted."""
         own = self._lm_head(self._norm(hidden))
-        logits = own.new_full((len(hidden), self.spec.vocab_size), -torch.inf)
-        logits[:, self._token_ids] = own
-        return logits
+        logits = full((len(hidden), self.spec.vocab_size), -np.inf, "float32")
+        logits.numpy()[:, self._token_ids] = self._ops.to_host(own)
+        return self._ops.to_device(logits)

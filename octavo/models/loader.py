@@ -6,9 +6,10 @@ import math
 import pkgutil
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from octavo import _native
 from octavo.checkpoints.base import Checkpoint, Source, Tensors
@@ -21,7 +22,8 @@ from octavo.models.blocks.base import Parts
 from octavo.models.spec import ModelSpec
 from octavo.models.weight_cache import Progress, WeightCache, weights_key
 from octavo.models.weights import Weight
-from octavo.quantization.base import Part
+from octavo.quantization.base import IntArray, Part
+from octavo.system.tensor import HostTensor, Tensor, empty, itemsize, numpy_dtype
 
 _Loaded = Tensor | PackedWeight | QuantizedWeight
 
@@ -30,8 +32,7 @@ def load_model(
     spec: ModelSpec,
     checkpoint: Checkpoint,
     *,
-    dtype: torch.dtype,
-    device: torch.device,
+    dtype: str,
     max_model_len: int | None = None,
     ops: Ops,
     progress: Progress | None = None,
@@ -49,7 +50,6 @@ def load_model(
         spec: the model, or a rank's part of it; its weights have their forms.
         checkpoint: the model's tensors.
         dtype: type of weights and activations: float32, float16 or bfloat16.
-        device: the device of the weights.
         max_model_len: rows of the rotary tables; default: the model's context.
         ops: the table of operations.
         progress: called while tensors are loaded.
@@ -65,15 +65,13 @@ def load_model(
         spec,
         checkpoint,
         dtype=dtype,
-        device=device,
         ops=ops,
         cache=cache,
     )
-    with torch.inference_mode():
-        loaded = weights.load(progress)
-        length = max_model_len or spec.max_model_len
-        parts = Parts(loaded, ops, device=device, max_model_len=length, shared=shared)
-        model = build_model(spec, parts)
+    loaded = weights.load(progress)
+    length = max_model_len or spec.max_model_len
+    parts = Parts(loaded, ops, dtype=dtype, max_model_len=length, shared=shared)
+    model = build_model(spec, parts)
     if keep is not None:
         keep.append(weights)
     return model
@@ -92,12 +90,11 @@ class LoadedWeights:
         spec: ModelSpec,
         checkpoint: Checkpoint,
         *,
-        dtype: torch.dtype,
-        device: torch.device,
+        dtype: str,
         ops: Ops,
         cache: WeightCache | None,
     ) -> None:
-        self._checkpoint, self._dtype, self._device, self._ops = checkpoint, dtype, device, ops
+        self._checkpoint, self._dtype, self._ops = checkpoint, dtype, ops
         self._weights = spec.weights()
         for weight in self._weights:
             limit = weight.form.max_inputs
@@ -106,8 +103,8 @@ class LoadedWeights:
                     f"{weight.name} has {weight.shape[1]} inputs, and quantization="
                     f"{weight.form.name} supports {limit} at most; leave quantization out."
                 )
-        self._open = partial(checkpoint.open, spec.expected, device)
-        self._key = partial(weights_key, spec, checkpoint, _name(dtype))
+        self._open = partial(checkpoint.open, spec.expected)
+        self._key = partial(weights_key, spec, checkpoint, dtype)
         self._cache = cache if ops.packs_weights else None
         self._memory = _Memory(self._weights, dtype, ops)
         self._made_of: bytes | None = None
@@ -140,16 +137,15 @@ class LoadedWeights:
         Raises:
             ModelError: the weights cannot be read, or have changed.
         """
-        with torch.inference_mode():
-            if not same:
-                self.load(progress)
-            elif not self._read_cache(progress):
-                if self._key() != self._made_of:
-                    raise ModelError(
-                        f"{self._checkpoint.path} has changed since the model was loaded. Put the "
-                        "old files back, or load the new ones: sleep with level=2, then wake up."
-                    )
-                self._pack(progress)
+        if not same:
+            self.load(progress)
+        elif not self._read_cache(progress):
+            if self._key() != self._made_of:
+                raise ModelError(
+                    f"{self._checkpoint.path} has changed since the model was loaded. Put the "
+                    "old files back, or load the new ones: sleep with level=2, then wake up."
+                )
+            self._pack(progress)
 
     def _read_cache(self, progress: Progress | None) -> dict[str, _Loaded]:
         """Return the weights from the cache; empty if it does not have them."""
@@ -180,15 +176,18 @@ class LoadedWeights:
         out = self._memory.place(weight)
         result: _Loaded
         if weight.kind == "linear":
-            moved = [tuple(tensor.to(self._device) for tensor in part) for part in parts]
-            result = weight.form.pack(self._ops, moved, weight.packed(_name(self._dtype)), out)
+            result = weight.form.pack(self._ops, parts, weight.packed(self._dtype), out)
         else:
-            if out is None:
-                result = torch.empty(weight.shape, dtype=self._dtype, device=self._device)
-            else:
-                result = out.view(self._dtype).view(weight.shape)
-            rows = [tensor.to(self._device, self._dtype) for (tensor,) in parts]
-            torch.cat(rows, out=result)
+            whole_weight = (
+                empty(*weight.shape, dtype=self._dtype)
+                if out is None
+                else out.view(self._dtype).view(weight.shape)
+            )
+            np.concatenate(
+                [_same_bytes(tensor, self._dtype) for (tensor,) in parts],
+                out=_same_bytes(whole_weight, self._dtype),
+            )
+            result = self._ops.to_device(whole_weight)
         for tensor in whole:
             tensors.done(tensor)
         return result
@@ -203,7 +202,7 @@ def build_model(spec: ModelSpec, parts: Parts) -> Model:
 class _Memory:
     """Memory of a model's weights: one mapping, so that huge pages are well filled."""
 
-    def __init__(self, weights: list[Weight], dtype: torch.dtype, ops: Ops) -> None:
+    def __init__(self, weights: list[Weight], dtype: str, ops: Ops) -> None:
         self._dtype = dtype
         self._places: dict[str, slice] = {}
         self.nbytes = 0
@@ -215,10 +214,10 @@ class _Memory:
 
     def _nbytes_of(self, weight: Weight) -> int:
         if weight.kind != "linear":
-            return math.prod(weight.shape) * self._dtype.itemsize
-        return weight.form.nbytes(weight.packed(_name(self._dtype)))
+            return math.prod(weight.shape) * itemsize(self._dtype)
+        return weight.form.nbytes(weight.packed(self._dtype))
 
-    def place(self, weight: Weight) -> Tensor | None:
+    def place(self, weight: Weight) -> HostTensor | None:
         """Return a weight's memory, uint8; None for operations that do not pack weights."""
         return None if self._memory is None else self._memory[self._places[weight.name]]
 
@@ -228,7 +227,7 @@ class _Memory:
         assert place is not None
         if weight.kind != "linear":
             return place.view(self._dtype).view(weight.shape)
-        return weight.form.wrap(place, weight.packed(_name(self._dtype)))
+        return weight.form.wrap(place, weight.packed(self._dtype))
 
     def read(self, cache: WeightCache, key: bytes, progress: Progress | None) -> bool:
         """Fill all memory from a cache; return False if the cache does not have the weights."""
@@ -249,11 +248,17 @@ class _Memory:
         cache.keep(key, self._memory.numpy(), still)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _same_bytes(tensor: HostTensor, dtype: str) -> NDArray[Any]:
+    """Return the numbers of a tensor in a type; in a type that numpy lacks, as unsigned integers.
+
+    numpy copies those faster.
+    """
+    array = tensor.numpy()
+    array = array if tensor.dtype == dtype else array.astype(numpy_dtype(dtype))
+    return array.view(np.uint16) if itemsize(dtype) == 2 else array
 
 
-def _read(weight: Weight, tensors: Tensors) -> tuple[list[Part], list[Tensor]]:
+def _read(weight: Weight, tensors: Tensors) -> tuple[list[Part], list[HostTensor]]:
     """Return the parts of a weight, module by module, and the whole tensors that contain them."""
     parts, whole = [], []
     step = weight.form.num_tensors
@@ -269,16 +274,15 @@ def _read(weight: Weight, tensors: Tensors) -> tuple[list[Part], list[Tensor]]:
     return parts, whole
 
 
-def _rows(source: Source, weight: Weight) -> list[slice | Tensor]:
+def _rows(source: Source, weight: Weight) -> list[slice | IntArray]:
     """Return the rows of a module that a weight needs."""
     parts = source.parts
     match source.transform:
         case "by_group":
             rows, queries = weight.whole_rows, source.group_queries
-            heads = torch.arange(rows).view(source.groups, queries + 2, -1)
-            order = torch.cat(
-                [part.flatten() for part in heads.split_with_sizes((queries, 1, 1), dim=1)]
-            )
+            heads = np.arange(rows).reshape(source.groups, queries + 2, -1)
+            split = np.split(heads, (queries, queries + 1), axis=1)
+            order = np.concatenate([part.ravel() for part in split])
             return [order[begin:end] for begin, end in parts or ((0, rows),)]
         case "skip_rows":
             parts = ((source.shape[0] - weight.shape[0], source.shape[0]),)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-from torch.nn import functional as F
-
 from octavo.models.blocks.base import Parts
 from octavo.models.heads import MedusaSpec
+from octavo.system.tensor import Tensor, full
 
 
 class MedusaModel:
@@ -23,6 +20,7 @@ class MedusaModel:
             [linear.build(parts.of(f"blocks.{i}.{j}")) for j, linear in enumerate(block)]
             for i, block in enumerate(spec.blocks)
         ]
+        self._ops = parts.ops
         self._lm_heads = [
             lm_head.build(parts.of(f"lm_heads.{i}")) for i, lm_head in enumerate(spec.lm_heads)
         ]
@@ -38,5 +36,13 @@ class MedusaModel:
             float32 [R, vocab_size].
         """
         for linear in self._blocks[head]:
-            hidden = hidden + F.silu(linear(hidden))
-        return self._lm_heads[head](hidden, torch.float32)
+            hidden = self._ops.add(hidden, self._silu(linear(hidden)))
+        return self._lm_heads[head](hidden, "float32")
+
+    def _silu(self, x: Tensor) -> Tensor:
+        """Return silu(x) of x [R, hidden_size]: silu(x) * 1."""
+        rows, size = x.shape
+        gate_up = self._ops.empty(rows, 2 * size, like=x)
+        self._ops.copy_(gate_up[:, :size], x)
+        self._ops.copy_(gate_up[:, size:], self._ops.to_device(full(x.shape, 1.0, "float32")))
+        return self._ops.act_and_mul(gate_up, "silu")

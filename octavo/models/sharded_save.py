@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-from safetensors.torch import save_file
+from safetensors import serialize_file
 
 from octavo.checkpoints.base import Checkpoint, Source
 from octavo.checkpoints.sharded_state import FUSED, SHARDED_PATTERN, ShardedStateFolder
@@ -14,6 +13,7 @@ from octavo.errors import ConfigError, UnsupportedError
 from octavo.models.cache import AttentionCache
 from octavo.models.spec import ModelSpec
 from octavo.quantization.plain import Plain
+from octavo.system.tensor import HostTensor, concatenate, dense, zeros
 
 # Modules that are divided by rows, by rows of the padded vocabulary, or by columns.
 _ROWS = frozenset(FUSED)
@@ -55,21 +55,21 @@ def save_sharded_state(
             f"path={str(target)!r} holds a sharded state already; choose another folder."
         )
     plan, heads = _plan(spec), _num_kv_heads(spec, size)
-    stored = checkpoint.open(spec.expected, torch.device("cpu"))
+    stored = checkpoint.open(spec.expected)
 
-    def tensors(rank: int) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(rank: int) -> Iterator[tuple[str, HostTensor]]:
         for name, sources in plan.items():
             mine = []
             for source in sources:
                 tensor = stored.read(source)
-                mine.append(_share(source, tensor, rank, size, heads).to(getattr(torch, dtype)))
-            yield name, torch.cat(mine)  # a copy, so that no file keeps another one open
+                mine.append(dense(_share(source, tensor, rank, size, heads), dtype))
+            yield name, concatenate(mine)
 
     try:
         target.mkdir(parents=True, exist_ok=True)
         for rank in range(size):
             for part, state in enumerate(_in_files(tensors(rank), max_size)):
-                save_file(state, target / SHARDED_PATTERN.format(rank=rank, part=part))
+                _save(state, target / SHARDED_PATTERN.format(rank=rank, part=part))
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigError(f"path={str(target)!r} cannot be written to: {reason}.") from None
@@ -117,14 +117,15 @@ def _num_kv_heads(spec: ModelSpec, size: int) -> int:
     return heads.pop()
 
 
-def _share(source: Source, tensor: torch.Tensor, rank: int, size: int, heads: int) -> torch.Tensor:
+def _share(source: Source, tensor: HostTensor, rank: int, size: int, heads: int) -> HostTensor:
     """Return a rank's part of a tensor; `heads` is the number of heads of keys and values."""
     module, _, kind = source.name.rpartition(".")
     last = module.rpartition(".")[2]
     dim, count = 0, size
     if last in _VOCABULARY:
         padding = -len(tensor) % _VOCABULARY_MULTIPLE
-        tensor = torch.cat([tensor, tensor.new_zeros(padding, *tensor.shape[1:])])
+        more = zeros(padding, *tensor.shape[1:], dtype=tensor.dtype)
+        tensor = concatenate([tensor, more])
     elif last in ("k_proj", "v_proj"):  # ranks may share heads
         count = min(size, heads)
     elif last in _COLUMNS and kind == "weight":
@@ -136,14 +137,28 @@ def _share(source: Source, tensor: torch.Tensor, rank: int, size: int, heads: in
             f"tensor_parallel_size={size} cannot be saved: vLLM divides the {tensor.shape[dim]} "
             f"{'columns' if dim else 'rows'} of {source.name} equally."
         )
-    return tensor.chunk(count, dim)[rank * count // size]
+    part = tensor.shape[dim] // count
+    return tensor.split_with_sizes([part] * count, dim)[rank * count // size]
+
+
+def _save(state: dict[str, HostTensor], file: Path) -> None:
+    """Write a safetensors file."""
+    tensors = {
+        name: {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data": tensor.view("uint8").numpy().tobytes(),
+        }
+        for name, tensor in state.items()
+    }
+    serialize_file(tensors, file, {"format": "pt"})
 
 
 def _in_files(
-    tensors: Iterator[tuple[str, torch.Tensor]], max_size: int | None
-) -> Iterator[dict[str, torch.Tensor]]:
+    tensors: Iterator[tuple[str, HostTensor]], max_size: int | None
+) -> Iterator[dict[str, HostTensor]]:
     """Return the tensors of each file."""
-    state: dict[str, torch.Tensor] = {}
+    state: dict[str, HostTensor] = {}
     nbytes = 0
     for name, tensor in tensors:
         if state and max_size is not None and nbytes + tensor.nbytes > max_size:

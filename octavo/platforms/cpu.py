@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from octavo.config import cache_folder
 from octavo.errors import ConfigError
@@ -28,11 +28,10 @@ from octavo.system.dtypes import DTYPE_NBYTES
 from octavo.worker.platform import Platform, require_package
 
 if TYPE_CHECKING:
-    import torch
-
     from octavo.attention.base import AttentionBackend
     from octavo.config import DeviceConfig
     from octavo.kernels.base import Ops
+    from octavo.system.tensor import Tensor
     from octavo.worker.graphs import EagerSteps, StepRunner
     from octavo.worker.input_batch import InputBatch
 
@@ -72,11 +71,9 @@ class CPUPlatform(Platform):
 
     def estimate_memory(self, setup: WorkerSetup) -> MemoryBudget | None:
         """Return the exact memory of all parts, computed without loading."""
-        import torch
-
         from octavo.worker.scratch import measure_scratch
 
-        backend = self.make_attention_backend(setup, torch.device("cpu"))
+        backend = self.make_attention_backend(setup, self.name)
         draft = setup.draft
         scratches = tuple(
             Scratch.most([measure_scratch(rank, backend) for rank in stage.peers])
@@ -88,10 +85,8 @@ class CPUPlatform(Platform):
             draft_scratch = measure_scratch(draft, backend) if layers else Scratch(0, 0, 0)
         return memory_budget(setup, scratches, draft_scratch)
 
-    def open_device(self, setup: WorkerSetup) -> torch.device:
+    def open_device(self, setup: WorkerSetup) -> str:
         """Implement `Platform`."""
-        import torch
-
         from octavo.kernels.tuning import tune
 
         config = setup.config.device
@@ -103,22 +98,26 @@ class CPUPlatform(Platform):
             cores = num_cpus() if config.numa_node is None else len(numa_cpus(config.numa_node))
             threads = max(1, cores // setup.rank.world_size)
         set_num_threads(threads)
+        if not self.is_native(config) or config.attention_backend == "reference":
+            import torch
+
+            torch.set_num_threads(1)  # no second pool competes for the cores
         cache = cache_folder()
         tune(None if cache is None else cache / "tuning", cpu_model())
-        return torch.device("cpu")
+        return "cpu"
 
-    def make_ops(self, config: DeviceConfig) -> Ops:
+    def make_ops(self, config: DeviceConfig, device: Any) -> Ops:
         """Return the native operations, or Triton's with attention_backend=triton."""
         if config.attention_backend == "triton":
             _require_interpreter()
             from octavo.kernels.triton.ops import TritonOps
 
-            return TritonOps(batch_invariant=config.batch_invariant, upcast=True)
+            return cast("Ops", TritonOps(batch_invariant=config.batch_invariant, upcast=True))
         from octavo.kernels.native import NativeOps
 
         return NativeOps()
 
-    def make_attention_backend(self, setup: WorkerSetup, device: torch.device) -> AttentionBackend:
+    def make_attention_backend(self, setup: WorkerSetup, device: Any) -> AttentionBackend:
         """Return the attention backend of the settings; auto selects the native one."""
         config = setup.config.device
         match config.attention_backend:
@@ -128,27 +127,33 @@ class CPUPlatform(Platform):
                 return CPUAttention()
             case "triton":
                 _require_interpreter()
+                import torch
+
                 from octavo.attention.triton import TritonAttention
 
-                return TritonAttention(
-                    device, setup.max_model_len, batch_invariant=config.batch_invariant
+                attention = TritonAttention(
+                    torch.device("cpu"),
+                    setup.max_model_len,
+                    batch_invariant=config.batch_invariant,
                 )
+                return cast("AttentionBackend", attention)
             case "reference":
+                require_package("attention_backend=reference", "torch", "'octavo[torch]'")
                 from octavo.attention.reference import ReferenceAttention
+                from octavo.kernels.torch_tensors import ForHost
 
-                return ReferenceAttention()
+                return cast("AttentionBackend", ForHost(ReferenceAttention()))
         raise ConfigError(
             f"attention_backend={config.attention_backend} does not work on device={self.name}; "
             "use auto, cpu or reference."
         )
 
-    def allocate_cache(
-        self, num_blocks: int, block_nbytes: int, device: torch.device
-    ) -> torch.Tensor:
+    def allocate_cache(self, num_blocks: int, block_nbytes: int, ops: Ops) -> Tensor:
         """Implement `Platform`; the system allocates pages when they are first written."""
         from octavo.kernels.memory import map_memory
 
-        return map_memory(num_blocks * block_nbytes).view(num_blocks, block_nbytes)
+        memory = map_memory(num_blocks * block_nbytes)
+        return ops.to_device(memory.view(num_blocks, block_nbytes))
 
     def make_steps(
         self,
@@ -279,7 +284,7 @@ def _draft_nbytes(setup: WorkerSetup, draft: WorkerSetup, scratch: Scratch) -> i
 
 def _require_interpreter() -> None:
     """Raise ConfigError if Triton's kernels cannot run on this processor."""
-    require_package("attention_backend=triton", "triton", "triton")
+    require_package("attention_backend=triton", "triton", "'octavo[cuda]'")
     if os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigError(
             "attention_backend=triton needs a CUDA device. On a CPU use attention_backend=cpu; "

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, cast
 
 from octavo.errors import ConfigError, EngineDeadError
 from octavo.plan.memory import MemoryBudget, MemoryItem
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from octavo.attention.base import AttentionBackend
     from octavo.config import DeviceConfig
     from octavo.kernels.base import Ops
+    from octavo.system.tensor import Tensor
     from octavo.worker.graphs import EagerSteps, StepRunner
     from octavo.worker.input_batch import InputBatch
 
@@ -61,29 +63,32 @@ class CUDAPlatform(Platform):
                 dtype, or the model cannot fit.
         """
         self.check_available()
+        require_package("device=cuda", "torch", "'octavo[cuda]'")
         device = _select_device(setup.dtype)
         sys.setswitchinterval(machine.SWITCH_INTERVAL)
         _check_weights(setup, device)
         return device
 
-    def make_ops(self, config: DeviceConfig) -> Ops:
+    def make_ops(self, config: DeviceConfig, device: Any) -> Ops:
         """Return Triton's operations."""
-        require_package("device=cuda", "triton", "triton")
+        require_package("device=cuda", "torch", "'octavo[cuda]'")
+        require_package("device=cuda", "triton", "'octavo[cuda]'")
         from octavo.kernels.triton.ops import TritonOps
 
-        return TritonOps(batch_invariant=config.batch_invariant)
+        return cast("Ops", TritonOps(device, batch_invariant=config.batch_invariant))
 
     def make_attention_backend(self, setup: WorkerSetup, device: torch.device) -> AttentionBackend:
         """Return the attention backend of the settings; auto selects Triton's."""
         config = setup.config.device
         match config.attention_backend:
             case "auto" | "triton":
-                require_package("attention_backend=triton", "triton", "triton")
+                require_package("attention_backend=triton", "triton", "'octavo[cuda]'")
                 from octavo.attention.triton import TritonAttention
 
-                return TritonAttention(
+                attention = TritonAttention(
                     device, setup.max_model_len, batch_invariant=config.batch_invariant
                 )
+                return cast("AttentionBackend", attention)
             case "flashinfer":
                 if setup.spec.uses_alibi or setup.dtype == "float32":
                     raise ConfigError(
@@ -94,23 +99,24 @@ class CUDAPlatform(Platform):
                 require_package("attention_backend=flashinfer", "flashinfer", "flashinfer-python")
                 from octavo.attention.flashinfer import FlashInferAttention
 
-                return FlashInferAttention(device)
+                return cast("AttentionBackend", FlashInferAttention(device))
             case "reference":
                 from octavo.attention.reference import ReferenceAttention
 
-                return ReferenceAttention()
+                return cast("AttentionBackend", ReferenceAttention())
         raise ConfigError(
             f"attention_backend={config.attention_backend} does not work on device={self.name}; "
             "use auto, triton, flashinfer or reference."
         )
 
-    def allocate_cache(
-        self, num_blocks: int, block_nbytes: int, device: torch.device
-    ) -> torch.Tensor:
+    def allocate_cache(self, num_blocks: int, block_nbytes: int, ops: Ops) -> Tensor:
         """Implement `Platform`."""
         import torch
 
-        return torch.zeros(num_blocks, block_nbytes, dtype=torch.uint8, device=device)
+        from octavo.kernels.triton.ops import TritonOps
+
+        assert isinstance(ops, TritonOps)
+        return torch.zeros(num_blocks, block_nbytes, dtype=torch.uint8, device=ops.device)
 
     def make_steps(
         self,
@@ -136,6 +142,21 @@ class CUDAPlatform(Platform):
         if capture and (sizes := _captured_sizes(setup)):
             steps.capture(sizes)
         return steps
+
+    @contextlib.contextmanager
+    def computing(self, what: str) -> Iterator[None]:
+        """Implement `Platform`."""
+        import torch
+
+        try:
+            with torch.inference_mode():
+                yield
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"The GPU's memory ran out while {what}: {error}. Lower gpu_memory_utilization "
+                "(other processes need their share), max_num_batched_tokens or max_num_seqs, or "
+                "use a smaller model."
+            ) from error
 
     def allocated_nbytes(self, device: torch.device) -> int:
         """Implement `Platform`."""

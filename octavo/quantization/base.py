@@ -6,14 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from octavo.checkpoints.base import Source
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
+    from octavo.system.tensor import HostTensor
 
-Part = tuple["Tensor", ...]
+IntArray = NDArray[np.int64]
+Part = tuple["HostTensor", ...]
 """Rows of a module: the same rows of each tensor that the form reads."""
 
 
@@ -65,8 +68,8 @@ class WeightForm(Protocol):
 
     def cut(
         self,
-        tensors: Sequence[Tensor],
-        rows: Sequence[slice | Tensor],
+        tensors: Sequence[HostTensor],
+        rows: Sequence[slice | IntArray],
         columns: tuple[int, int] | None,
     ) -> list[Part]:
         """Return parts of a module: views where possible.
@@ -83,7 +86,7 @@ class WeightForm(Protocol):
         ...
 
     def pack(
-        self, ops: Ops, parts: Sequence[Part], shape: PackedShape, out: Tensor | None = None
+        self, ops: Ops, parts: Sequence[Part], shape: PackedShape, out: HostTensor | None = None
     ) -> PackedWeight | QuantizedWeight:
         """Return a packed weight.
 
@@ -95,6 +98,6 @@ class WeightForm(Protocol):
         """
         ...
 
-    def wrap(self, data: Tensor, shape: PackedShape) -> PackedWeight | QuantizedWeight:
+    def wrap(self, data: HostTensor, shape: PackedShape) -> PackedWeight | QuantizedWeight:
         """Return a packed weight for the bytes that `pack` wrote earlier: uint8 [`nbytes`]."""
         ...

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 from octavo.checkpoints.base import Source
 from octavo.kernels.sizes import packed_nbytes
-from octavo.quantization.base import PackedShape, Part
+from octavo.quantization.base import IntArray, PackedShape, Part
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
     from octavo.kernels.base import Ops, PackedWeight
+    from octavo.system.tensor import HostTensor
 
 
 class FromFloats:
@@ -28,28 +26,30 @@ class FromFloats:
 
     def cut(
         self,
-        tensors: Sequence[Tensor],
-        rows: Sequence[slice | Tensor],
+        tensors: Sequence[HostTensor],
+        rows: Sequence[slice | IntArray],
         columns: tuple[int, int] | None,
     ) -> list[Part]:
         """Implement `WeightForm`."""
+        from octavo.system.tensor import from_numpy
+
         (tensor,) = tensors
         if columns is not None:
             tensor = tensor[:, slice(*columns)]
-        return [(tensor[selected],) for selected in rows]
+        return [
+            (tensor[selected] if isinstance(selected, slice) else from_numpy(tensor.numpy()[selected]),)
+            for selected in rows
+        ]
 
 
-def floats(parts: Sequence[Part], dtype: torch.dtype) -> list[Tensor]:
+def floats(parts: Sequence[Part], dtype: str) -> list[HostTensor]:
     """Return the single tensor of each part, contiguous; round float64 to `dtype`.
 
     The result is a list even for one part, so that no table of operations keeps a mapped file.
     """
-    import torch
+    from octavo.system.tensor import dense
 
-    return [
-        (tensor.to(dtype) if tensor.dtype == torch.float64 else tensor).contiguous()
-        for (tensor,) in parts
-    ]
+    return [dense(tensor, dtype if tensor.dtype == "float64" else None) for (tensor,) in parts]
 
 
 @dataclass(frozen=True)
@@ -64,23 +64,17 @@ class Plain(FromFloats):
         return packed_nbytes(shape.n, shape.k, shape.dtype)
 
     def pack(
-        self, ops: Ops, parts: Sequence[Part], shape: PackedShape, out: Tensor | None = None
+        self, ops: Ops, parts: Sequence[Part], shape: PackedShape, out: HostTensor | None = None
     ) -> PackedWeight:
         """Implement `WeightForm`."""
-        import torch
+        return ops.pack_weight(floats(parts, shape.dtype), shape.dtype, out)
 
-        dtype: torch.dtype = getattr(torch, shape.dtype)
-        return ops.pack_weight(floats(parts, dtype), dtype, out)
-
-    def wrap(self, data: Tensor, shape: PackedShape) -> PackedWeight:
+    def wrap(self, data: HostTensor, shape: PackedShape) -> PackedWeight:
         """Implement `WeightForm`."""
-        import torch
-
         from octavo import _native
         from octavo.kernels.base import PackedWeight
 
-        dtype: torch.dtype = getattr(torch, shape.dtype)
-        return PackedWeight(data, shape.n, shape.k, dtype, _native.panel())
+        return PackedWeight(data, shape.n, shape.k, shape.dtype, _native.panel())
 
 
 PLAIN = Plain()

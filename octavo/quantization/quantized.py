@@ -10,9 +10,8 @@ from octavo.quantization.base import PackedShape, Part
 from octavo.quantization.plain import FromFloats, floats
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from octavo.kernels.base import Ops, QuantizedWeight
+    from octavo.system.tensor import HostTensor
 
 
 class FromFloatsQuantized(FromFloats):
@@ -30,14 +29,12 @@ class FromFloatsQuantized(FromFloats):
         return quantized_nbytes(shape.n, shape.k, *self._format(shape))
 
     def pack(
-        self, ops: Ops, parts: Sequence[Part], shape: PackedShape, out: Tensor | None = None
+        self, ops: Ops, parts: Sequence[Part], shape: PackedShape, out: HostTensor | None = None
     ) -> QuantizedWeight:
         """Implement `WeightForm`."""
-        import torch
+        return ops.quantize_weight(floats(parts, "float32"), *self._format(shape), out)
 
-        return ops.quantize_weight(floats(parts, torch.float32), *self._format(shape), out)
-
-    def wrap(self, data: Tensor, shape: PackedShape) -> QuantizedWeight:
+    def wrap(self, data: HostTensor, shape: PackedShape) -> QuantizedWeight:
         """Implement `WeightForm`."""
         from octavo import _native
         from octavo.kernels.base import QuantizedWeight

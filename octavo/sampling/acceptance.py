@@ -9,13 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from octavo.kernels.base import Ops
-from octavo.kernels.memory import to_device
-from octavo.kernels.reference import sampling_weights
+from octavo.kernels.sampling_weights import sampling_weights
 from octavo.sampling.sizes import rows_per_chunk
+from octavo.system.tensor import Tensor
 
 # Thresholds of typical acceptance: a draft is kept if its probability is above the smaller of the
 # first, and the second times exp(-entropy).
@@ -34,7 +33,7 @@ class Drafted:
     """[A], rows of the drafts, without duplicates."""
     token_ids: NDArray[np.int64]
     """[A]"""
-    probs: torch.Tensor | None
+    probs: NDArray[np.float32] | None
     """float32 [A, V], distribution that each draft was drawn from; None: each was certain."""
     accept: NDArray[np.float64]
     """[A] random numbers in [0, 1) that decide if a draft is kept."""
@@ -44,10 +43,10 @@ class Drafted:
 
 def accept_drafts(
     ops: Ops,
-    logits: torch.Tensor,
+    logits: Tensor,
     params: NDArray[np.void],
     drafted: Drafted,
-    token_ids: torch.Tensor,
+    token_ids: Tensor,
 ) -> None:
     """Replace tokens by accepted drafts, and by recovered tokens where a draft is rejected.
 
@@ -65,17 +64,19 @@ def accept_drafts(
         token_ids: int64 [R], the sampled tokens; changed in place. -1 in a failed row stays.
     """
     step = rows_per_chunk(logits.shape[1])
+    tokens: NDArray[np.int64] = ops.to_host(token_ids)
     for begin in range(0, len(drafted.at), step):
         some = slice(begin, begin + step)
-        at = to_device(drafted.at[some], logits.device)
-        weights = sampling_weights(ops, logits[at], params[drafted.at[some]])
-        chosen = _choose(weights, drafted, some, token_ids[at])
-        token_ids[at] = torch.where(token_ids[at] < 0, token_ids[at], chosen)
+        at = drafted.at[some]
+        weights = sampling_weights(ops, ops.embedding(logits, ops.to_device(at)), params[at])
+        chosen = _choose(weights, drafted, some, tokens[at])
+        tokens[at] = np.where(tokens[at] < 0, tokens[at], chosen)
+    ops.copy_(token_ids, ops.to_device(tokens))
 
 
 def _choose(
-    weights: torch.Tensor, drafted: Drafted, some: slice, sampled: torch.Tensor
-) -> torch.Tensor:
+    weights: NDArray[np.int64], drafted: Drafted, some: slice, sampled: NDArray[np.int64]
+) -> NDArray[np.int64]:
     """Return accepted drafts, or the tokens in their places; see `accept_drafts`.
 
     Args:
@@ -88,22 +89,25 @@ def _choose(
         int64 [A].
     """
     drafts, accept, recover = (
-        to_device(array[some], weights.device)[:, None]
-        for array in (drafted.token_ids, drafted.accept, drafted.recover)
+        array[some] for array in (drafted.token_ids, drafted.accept, drafted.recover)
     )
-    p = weights.to(torch.float64) / weights.sum(-1, keepdim=True)
-    likely = p.gather(1, drafts)
+    p = weights / weights.sum(-1, keepdims=True)
+    likely = np.take_along_axis(p, drafts[:, None], 1)[:, 0]
     if drafted.typical:
-        entropy = torch.special.entr(p).sum(-1, keepdim=True)
-        keep = likely > (_DELTA * torch.exp(-entropy)).clamp_max(_EPSILON)
-        return torch.where(keep, drafts, sampled[:, None])[:, 0]
+        logs = np.log(p, where=p > 0, out=np.zeros_like(p))
+        entropy = -(p * logs).sum(-1)
+        return np.where(likely > np.minimum(_DELTA * np.exp(-entropy), _EPSILON), drafts, sampled)
     if drafted.probs is None:
-        q = torch.zeros_like(p).scatter_(1, drafts, 1.0)
+        q = np.zeros_like(p)
+        np.put_along_axis(q, drafts[:, None], 1.0, 1)
     else:
-        q = drafted.probs[some].to(torch.float64)
-    cumulative = (p - q).clamp_min(0.0).cumsum(-1)
-    total = cumulative[:, -1:]
+        q = drafted.probs[some].astype(np.float64)
+    cumulative = np.maximum(p - q, 0.0).cumsum(-1)
+    total = cumulative[:, -1]
     # If rounding leaves no excess of p over q, the two are equal.
-    keep = (accept * q.gather(1, drafts) < likely) | (total == 0)
-    recovered = torch.searchsorted(cumulative, recover * total, right=True)
-    return torch.where(keep, drafts, recovered)[:, 0]
+    keep = (accept * np.take_along_axis(q, drafts[:, None], 1)[:, 0] < likely) | (total == 0)
+    recovered = [
+        np.searchsorted(row, number, side="right")
+        for row, number in zip(cumulative, recover * total, strict=True)
+    ]
+    return np.where(keep, drafts, np.asarray(recovered, np.int64))

@@ -8,19 +8,20 @@ import pkgutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import entry_points
+from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 
 from octavo.errors import ConfigError, RequestError
 from octavo.kernels.base import Ops
-from octavo.kernels.memory import to_device
 from octavo.sampling.logits_processors.base import LogitsProcessor, LongArray, NewRow, StepRows
 from octavo.sampling.sizes import rows_per_chunk
 from octavo.sampling.vllm_logits_processors import LogitsProcessor as VllmLogitsProcessor
 from octavo.sampling.vllm_logits_processors import PerRequest
+from octavo.system.tensor import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ def load_plugins(max_num_rows: int, vocab_size: int) -> list[LogitsProcessor]:
             plugins.append(_Plugin(point.name, kind(max_num_rows, vocab_size)))
         except Exception as error:
             raise ConfigError(
-                f"The {where} cannot be used: {error!r}. Fix or uninstall it."
+                f"The {where} cannot be used: {error!r}. {_advice(error)}Fix or uninstall it."
             ) from error
     return plugins
 
@@ -100,9 +101,15 @@ def load_named(
             plugins.append(_Plugin(name, inner))
         except _FAULTS as error:
             raise ConfigError(
-                f"logits_processors has {name!r}, which cannot be used: {error!r}."
+                f"logits_processors has {name!r}, which cannot be used: {error!r}. {_advice(error)}"
             ) from error
     return plugins
+
+
+def _advice(error: BaseException) -> str:
+    """Return a sentence for an error whose reason is that torch is not installed."""
+    missing = isinstance(error, ModuleNotFoundError) and error.name == "torch"
+    return "Logits processors need torch: pip install 'octavo[torch]'. " if missing else ""
 
 
 def _find_class(name: str) -> type:
@@ -189,7 +196,7 @@ class _Plugin(LogitsProcessor):
             return step
         return step if self._failed.keys() & step.rows.tolist() else selected
 
-    def apply(self, ops: Ops, logits: torch.Tensor, step: StepRows) -> None:
+    def apply(self, ops: Ops, logits: Tensor, step: StepRows) -> None:
         """Pass the plug-in its rows, in portions, which bound the memory.
 
         Raises:
@@ -201,13 +208,15 @@ class _Plugin(LogitsProcessor):
                 raise self._failed[row]
             for begin in range(0, len(step.at), count):
                 some = step.take(slice(begin, begin + count))
-                at = to_device(some.at, logits.device)
-                own = logits[at]
                 places = np.arange(len(some.at))
-                self._inner.apply(ops, own, StepRows(places, some.rows, some.num_output_tokens))
-                logits[at] = own
+                chosen = StepRows(places, some.rows, some.num_output_tokens)
+                ops.change_rows(logits, some.at, partial(self._change, chosen))
         except _FAULTS as error:
             raise self._error(error) from error
+
+    def _change(self, step: StepRows, ops: Ops, logits: Any) -> None:
+        """Have the plug-in change the logits of its rows, a torch.Tensor."""
+        self._inner.apply(ops, logits, step)
 
     def _error(self, error: BaseException) -> RequestError:
         return RequestError(f"logits processor {self._name} failed: {error}", "extra_args")

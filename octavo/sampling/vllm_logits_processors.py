@@ -13,9 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
-from typing import Any, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from octavo.kernels.base import Ops
 from octavo.messages import CoreSamplingParams
@@ -23,6 +21,9 @@ from octavo.sampling.logits_processors import base
 from octavo.sampling.logits_processors.base import LongArray, NewRow, StepRows
 from octavo.sampling.vllm_config import VllmConfig
 from octavo.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    import torch
 
 S = TypeVar("S")
 
@@ -40,7 +41,7 @@ RemovedRequest = int
 AddedRequest = tuple[int, SamplingParams, list[int] | None, list[int]]
 """Index, parameters, prompt, and the list of generated tokens, which grows automatically."""
 MovedRequest = tuple[int, int, MoveDirectionality]
-RequestLogitsProcessor = Callable[..., torch.Tensor]
+RequestLogitsProcessor = Callable[..., Any]
 """Processor of one request: maps ([prompt,] generated tokens, logits [V]) to logits."""
 
 
@@ -111,6 +112,15 @@ class AdapterLogitsProcessor(LogitsProcessor):
             return None
         takes_prompt = len(inspect.signature(process).parameters) == 3
         return partial(process, *([prompt, output] if takes_prompt else [output]))
+
+
+def make_processor(
+    kind: type[LogitsProcessor], vllm_config: VllmConfig, device: Any
+) -> LogitsProcessor:
+    """Return a processor for logits on a platform's device."""
+    import torch
+
+    return kind(vllm_config, torch.device(device), False)
 
 
 def process_dict_updates(
@@ -207,7 +217,7 @@ class PerRequest(base.LogitsProcessor):
             self._live[row].output.append(token)
             self._live[row].processor.update_state(None)
 
-    def apply(self, ops: Ops, logits: torch.Tensor, step: StepRows) -> None:
+    def apply(self, ops: Ops, logits: Any, step: StepRows) -> None:
         """Pass each processor its own row."""
         for at, row in zip(step.at.tolist(), step.rows.tolist(), strict=True):
             live, own = self._live[row], logits[at : at + 1]

@@ -289,18 +289,12 @@ def check_num_threads(num_threads: int | None) -> int:
 def set_num_threads(num_threads: int | None) -> int:
     """Set the size of the pool of computing threads; return its size.
 
-    The pool is that of the native kernels. Torch's operations between them are small: they stay on
-    the calling thread, so that no second pool competes for the cores.
-
     Raises:
         ConfigError: more threads than cores are configured.
     """
-    import torch
-
     from octavo import _native
 
     cores = check_num_threads(num_threads)
-    torch.set_num_threads(1)
     _native.set_num_threads(num_threads or cores)
     return num_threads or cores
 

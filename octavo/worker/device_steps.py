@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.kernels.memory import is_host
+from octavo.kernels.torch_tensors import torch_dtype
 from octavo.kernels.triton.ops import TritonOps
 from octavo.kernels.triton.tokens import take_tokens
 from octavo.layers.step_table import SAMPLING_ROW_WORDS, StepLayout, StepSize, StepTable
@@ -105,8 +105,8 @@ class DeviceSteps:
     ) -> None:
         self._eager, self._ops, self._batch = eager, ops, batch
         self._largest, self._max_model_len = largest, max_model_len
-        self.device = eager.model.device
-        self._apart = not is_host(self.device)  # False with Triton's interpreter
+        self.device = ops.device
+        self._apart = self.device.type != "cpu"  # False with Triton's interpreter
         nbytes = batch.layout(largest).nbytes
         self._host = [
             torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self._apart)
@@ -121,7 +121,7 @@ class DeviceSteps:
         self._rows = self._sampled[:0]  # the rows that sample in the last step
         # Results of captured steps of all sizes, which share this memory.
         spec, new = eager.model.spec, self._sampled.new_empty
-        self._hidden = new((rows, spec.hidden_size), dtype=eager.model.dtype)
+        self._hidden = new((rows, spec.hidden_size), dtype=torch_dtype(eager.model.dtype))
         self._kept = {layer: torch.empty_like(self._hidden) for layer in eager.kept_layers}
         self._logits = new((rows, spec.vocab_size), dtype=torch.float32)
         self._tokens = new((rows,))

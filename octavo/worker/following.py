@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from octavo.messages import (
     GrammarOutput,
@@ -19,6 +18,7 @@ from octavo.messages import (
     SchedulerOutput,
 )
 from octavo.observability.profiler import span
+from octavo.system.tensor import Tensor
 from octavo.worker.input_batch import IntArray, LongArray
 from octavo.worker.model_runner import Drafts, ModelRunner, PendingOutput
 
@@ -105,6 +105,6 @@ class FollowingRunner(ModelRunner):
     def _remove_sampling(self, row: int) -> None:
         """Do nothing: another rank samples."""
 
-    def _prompt_lists(self, logits: torch.Tensor, targets: IntArray, k: int) -> LogprobsLists:
+    def _prompt_lists(self, logits: Tensor, targets: IntArray, k: int) -> LogprobsLists:
         """Return an empty list: another rank reads the logprobs."""
         return LogprobsLists.join([])

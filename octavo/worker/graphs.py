@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from octavo import _native
 from octavo.attention.base import AttentionBackend
+from octavo.kernels.base import Ops
 from octavo.kernels.memory import Arena
 from octavo.kernels.native import NativeOps
 from octavo.layers.step import StepContext
@@ -26,9 +25,10 @@ from octavo.layers.step_table import StepTable
 from octavo.models.base import Model
 from octavo.models.cache import CacheSpec
 from octavo.models.decoder import DecoderModel
+from octavo.system.tensor import HostTensor, Tensor, empty
 from octavo.worker.input_batch import StepBuffers, StepInputs
 
-_NO_LOGITS = torch.empty(0, 0)
+_NO_LOGITS = empty(0, 0, dtype="float32")
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -83,6 +83,7 @@ class EagerSteps:
 
     Args:
         model: the model to run.
+        ops: the model's table of operations.
         backend: computes attention.
         caches: the model's caches, as its blocks use them.
         kinds: the kind of cache of each KV-cache group.
@@ -96,6 +97,7 @@ class EagerSteps:
     def __init__(
         self,
         model: Model,
+        ops: Ops,
         backend: AttentionBackend,
         caches: Sequence[Any],
         kinds: Sequence[CacheSpec],
@@ -107,6 +109,7 @@ class EagerSteps:
     ) -> None:
         self._buffers = buffers
         self.model = model
+        self._ops = ops
         self.backend = backend
         self.caches = caches
         self._kinds, self._groups = kinds, groups
@@ -153,12 +156,12 @@ class EagerSteps:
         """Implement `StepRunner`."""
         table = inputs.table.first(inputs.size)
         max_seq_len = int(table.seq_lens.max())
-        tensors = table.map(torch.from_numpy)
+        tensors = table.map(self._ops.to_device)
         step = self.context(tensors, int(inputs.counts.max()), max_seq_len)
         if inputs.embeds and self.model.spec.has_embed:
             assert isinstance(self.model, DecoderModel)
             step.embeds = self.model.embed_input_ids(tensors.input_ids)
-            _put_embeds(step.embeds, inputs.embeds)
+            _put_embeds(self._ops, step.embeds, inputs.embeds)
         hidden = self.model.forward(tensors.input_ids, step)
         if step.handed is not None:
             return StepResult(hidden, _NO_LOGITS, step.kept, handed=step.handed)
@@ -188,18 +191,21 @@ class CapturedSteps:
         prompt_embeds: bool = False,
     ) -> None:
         self._buffers = buffers = eager.buffers(0, 0)
+        self._ops = ops
         self._owners = eager, activations, logits  # keeps the memory that the plan refers to
         self._plan = _native.Plan()
-        table = buffers.table.map(torch.from_numpy)
+        table = buffers.table.map(ops.to_device)
         step = eager.context(table, len(table.input_ids), 0)
-        self._look_up, self._embeds = _native.Plan(), None
+        self._look_up = _native.Plan()
+        self._embeds: Tensor | None = None
         if prompt_embeds and eager.model.spec.has_embed:
             assert isinstance(eager.model, DecoderModel)
             with ops.record(self._look_up, activations):
                 self._embeds = step.embeds = eager.model.embed_input_ids(table.input_ids)
         with ops.record(self._plan, activations):
             self._hidden = eager.model.forward(table.input_ids, step)
-        self._logits, self._handed = _NO_LOGITS, step.handed
+        self._logits: Tensor = _NO_LOGITS
+        self._handed = step.handed
         if step.handed is None:
             self._plan.bind("samples")
             with ops.record(self._plan, logits):
@@ -218,14 +224,14 @@ class CapturedSteps:
         size = inputs.size
         if self._embeds is not None:
             self._look_up.run(size.tokens, size.requests, size.samples)
-            _put_embeds(self._embeds, inputs.embeds)
+            _put_embeds(self._ops, self._embeds, inputs.embeds)
         self._plan.run(size.tokens, size.requests, size.samples)
         kept = {layer: hidden[: size.tokens] for layer, hidden in self._kept.items()}
         hidden, logits = self._hidden[: size.tokens], self._logits[: size.samples]
         return StepResult(hidden, logits, kept, handed=self._handed)
 
 
-def _put_embeds(x: Tensor, embeds: Sequence[tuple[int, Tensor]]) -> None:
+def _put_embeds(ops: Ops, x: Tensor, embeds: Sequence[tuple[int, HostTensor]]) -> None:
     """Write prompt embeddings to their rows of `x` [T, embed_size], in its dtype."""
     for begin, rows in embeds:
-        x[begin : begin + len(rows)] = rows
+        ops.copy_(x[begin : begin + len(rows)], ops.to_device(rows))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from octavo.layers.shared import BufferRows, SharedBuffers
 from octavo.plan.group_layout import HANDED_SLOTS, SLOT_HEAD_NBYTES, GroupLayout
 from octavo.plan.setup import WorkerSetup
 from octavo.system.distributed import COUNTER_NBYTES, GroupMemory
+from octavo.system.tensor import HostTensor, Tensor, empty, from_numpy
 from octavo.worker.graphs import StepResult, StepRunner
 from octavo.worker.input_batch import StepBuffers, StepInputs
 from octavo.worker.token_broadcast import TokenBroadcast
@@ -29,16 +28,16 @@ def make_buffers(setup: WorkerSetup) -> SharedBuffers | None:
         "samples": samples,
         "prompt_logprobs": setup.prompt_logprobs_rows,
     }
-    return SharedBuffers(setup.rank, most_rows, getattr(torch, setup.dtype))
+    return SharedBuffers(setup.rank, most_rows, setup.dtype)
 
 
-def make_received(setup: WorkerSetup, dtype: torch.dtype) -> Handed | None:
+def make_received(setup: WorkerSetup, dtype: str) -> Handed | None:
     """Return memory for the output of the stage before; None for the first stage."""
     if setup.rank.is_first:
         return None
     shape = setup.max_num_batched_tokens, setup.spec.hidden_size
-    residual = torch.empty(shape, dtype=dtype) if setup.spec.hands_residual else None
-    return torch.empty(shape, dtype=dtype), residual
+    residual = empty(*shape, dtype=dtype) if setup.spec.hands_residual else None
+    return empty(*shape, dtype=dtype), residual
 
 
 class Group:
@@ -85,8 +84,8 @@ class _Channel:
         self._taken = memory.counter(begin + COUNTER_NBYTES)
         begin += 2 * COUNTER_NBYTES
         size = layout.slot_nbytes
-        self._slots: list[Tensor] = [
-            torch.from_numpy(memory.data[begin + i * size : begin + (i + 1) * size])
+        self._slots: list[HostTensor] = [
+            from_numpy(memory.data[begin + i * size : begin + (i + 1) * size])
             for i in range(HANDED_SLOTS)
         ]
         self._step = 0
@@ -97,9 +96,9 @@ class _Channel:
         self._taken.wait(self._step - HANDED_SLOTS)
         size = 0
         for tensor, place in self._places(handed, rows):
-            place.copy_(tensor)
+            _copy(place, tensor)
             size += place.nbytes
-        self._slots[self._step % HANDED_SLOTS][:8].view(torch.int64)[0] = size
+        self._slots[self._step % HANDED_SLOTS][:8].view("int64").numpy()[0] = size
         self._sent.post(self._step)
 
     def receive(self, into: Handed, rows: int) -> None:
@@ -107,20 +106,25 @@ class _Channel:
         self._step += 1
         self._sent.wait(self._step)
         for tensor, place in self._places(into, rows):
-            tensor.copy_(place)
+            _copy(tensor, place)
         self._taken.post(self._step)
 
-    def _places(self, handed: Handed, rows: int) -> list[tuple[Tensor, Tensor]]:
+    def _places(self, handed: Handed, rows: int) -> list[tuple[HostTensor, HostTensor]]:
         """Return pairs of the tensors' rows and their places in the memory in this step."""
         slot, begin = self._slots[self._step % HANDED_SLOTS], SLOT_HEAD_NBYTES
         places = []
         for tensor in handed:
             if tensor is not None:
-                part = tensor[:rows]
+                part: HostTensor = tensor[:rows]
                 place = slot[begin : begin + part.nbytes].view(part.dtype).view(part.shape)
                 places.append((part, place))
                 begin += part.nbytes
         return places
+
+
+def _copy(out: HostTensor, x: HostTensor) -> None:
+    """Copy the bytes of a dense tensor."""
+    out.view("uint8").numpy()[...] = x.view("uint8").numpy()
 
 
 class _StageSteps:

@@ -8,19 +8,18 @@ counts may include rejected drafts.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from octavo import _native
 from octavo.kv_cache.groups import KVCacheConfig
 from octavo.layers.step_table import STEP_ARRAYS, StepArray, StepLayout, StepSize, StepTable
 from octavo.messages import NewRequestData, PromptEmbeds, ScheduledRequest
+from octavo.system.tensor import HostTensor, from_numpy
 
 IntArray = npt.NDArray[np.int32]
 LongArray = npt.NDArray[np.int64]
@@ -72,7 +71,7 @@ class StepInputs:
     """Size of the step."""
     table: HostTable
     """Arrays of the step; they may be larger than `size`."""
-    embeds: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    embeds: list[tuple[int, HostTensor]] = field(default_factory=list)
     """Prompt embeddings: the index of their first token in the batch, and [tokens, embed_size] in
     any dtype. The ids of these tokens are placeholders."""
 
@@ -113,7 +112,7 @@ class InputBatch:
         self.block_tables: IntArray = np.zeros((num_groups, max_num_seqs, self.blocks), np.int32)
         self.num_blocks: LongArray = np.zeros((num_groups, max_num_seqs), np.int64)
         self.row_of: dict[str, int] = {}
-        self.embeds: dict[int, torch.Tensor] = {}
+        self.embeds: dict[int, HostTensor] = {}
         """Prompt embeddings by row, [tokens, embed_size]; they replace the first token ids."""
         self.owners: LongArray = np.zeros(max_num_seqs, np.int64)
         """Number of requests that each row has had."""
@@ -254,7 +253,7 @@ class InputBatch:
             else [],
         )
 
-    def _gather_embeds(self, num_reqs: int, starts: IntArray) -> list[tuple[int, torch.Tensor]]:
+    def _gather_embeds(self, num_reqs: int, starts: IntArray) -> list[tuple[int, HostTensor]]:
         found = []
         for i in range(num_reqs):
             row = int(self._rows[i])
@@ -265,11 +264,7 @@ class InputBatch:
         return found
 
 
-def _as_tensor(embeds: PromptEmbeds) -> torch.Tensor:
+def _as_tensor(embeds: PromptEmbeds) -> HostTensor:
     """Return a tensor [tokens, embed_size] on the bytes of the message, without a copy."""
-    data = embeds.data
-    # ctypes hides that the bytes are read-only, about which torch would warn.
-    buffer = (ctypes.c_char * len(data)).from_address(np.frombuffer(data, np.uint8).ctypes.data)
-    buffer.owner = data  # type: ignore[attr-defined]  # keeps it alive
-    flat = torch.frombuffer(buffer, dtype=getattr(torch, embeds.dtype))
-    return flat.view(embeds.num_tokens, embeds.size)
+    data = from_numpy(np.frombuffer(embeds.data, np.uint8))
+    return data.view(embeds.dtype).view(embeds.num_tokens, embeds.size)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 
 from octavo import _native
-from octavo.attention.base import copy_blocks
 from octavo.checkpoints.registry import open_checkpoint
-from octavo.kernels.memory import is_host, release_memory, to_device
+from octavo.kernels.base import HostCopy
+from octavo.kernels.memory import release_memory
 from octavo.kv_cache.groups import KVCacheConfig
 from octavo.messages import (
     CoreSamplingParams,
@@ -33,7 +34,9 @@ from octavo.sampling.plugins import load_named, load_plugins
 from octavo.sampling.sampler import FEW_CANDIDATES, NOT_FINITE, Sampler, prompt_logprobs
 from octavo.sampling.state import SamplingState
 from octavo.sampling.vllm_config import VllmConfig
+from octavo.sampling.vllm_logits_processors import make_processor
 from octavo.system.device import cpu_memory
+from octavo.system.tensor import Tensor
 from octavo.worker.graphs import EagerSteps, StepResult, StepRunner
 from octavo.worker.group import Group, make_buffers, make_received
 from octavo.worker.input_batch import (
@@ -71,7 +74,7 @@ class _ComputedStep:
 class RunnerState:
     """State of a model runner, without the model: the live requests and the step runner."""
 
-    kv_tensors: list[torch.Tensor]
+    kv_tensors: list[Tensor]
     """The physical tensors of the KV cache."""
     batch: InputBatch
     sampling: SamplingState
@@ -79,35 +82,11 @@ class RunnerState:
     proposer: Proposer | None
 
 
-class SampledTokens:
-    """Tokens int64 [S] that are being copied to the host; on a CPU no copy is needed."""
-
-    def __init__(self, tokens: torch.Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._tokens = tokens
-        if not is_host(tokens.device):
-            self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            self._tokens.copy_(tokens, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def ready(self) -> bool:
-        """Return True if `numpy` does not wait."""
-        return self._event is None or bool(self._event.query())
-
-    def numpy(self) -> LongArray:
-        """Return the tokens, int64 [S]; wait for them. -1: the row's logits were not finite."""
-        if self._event is not None:
-            self._event.synchronize()
-        array: LongArray = self._tokens.numpy()
-        return array
-
-
 class PendingOutput:
     """Result of a step; its tokens may not have arrived from the device yet."""
 
     def __init__(
-        self, output: ModelRunnerOutput, indices: LongArray, tokens: SampledTokens | None
+        self, output: ModelRunnerOutput, indices: LongArray, tokens: HostCopy | None
     ) -> None:
         self._output = output  # all but the tokens
         self._indices = indices  # the requests of the tokens
@@ -137,7 +116,7 @@ class _Unknown:
     rows: LongArray
     owners: LongArray
     places: LongArray
-    tokens: SampledTokens
+    tokens: HostCopy
 
 
 class ModelRunner:
@@ -147,7 +126,7 @@ class ModelRunner:
         self,
         setup: WorkerSetup,
         platform: Platform,
-        device: torch.device,
+        device: Any,
         make_proposer: MakeProposer = lambda target: None,
     ) -> None:
         self.device = device
@@ -155,11 +134,11 @@ class ModelRunner:
         self.spec = setup.spec
         self.setup = setup
         self.platform = platform
-        self.ops = platform.make_ops(setup.config.device)
+        self.ops = platform.make_ops(setup.config.device, device)
         self.backend = platform.make_attention_backend(setup, device)
         config = setup.config
         self._weights: list[LoadedWeights] = []
-        self._caches: list[torch.Tensor] = []
+        self._caches: list[Tensor] = []
         """KV caches of all models; a sleeping engine releases them."""
         self._released = False
         # Before the weights: errors in the settings must be reported at once.
@@ -171,7 +150,7 @@ class ModelRunner:
                 config.model.logits_processors,
                 rows,
                 vocab_size,
-                lambda kind: kind(vllm_config, device, False),
+                lambda kind: make_processor(kind, vllm_config, device),
             ),
         ]
         buffers = make_buffers(setup)
@@ -179,8 +158,7 @@ class ModelRunner:
             self.model = load_model(
                 setup.part,
                 open_checkpoint(setup.model_path, config.load.load_format, config.model.seed),
-                dtype=getattr(torch, setup.dtype),
-                device=device,
+                dtype=setup.dtype,
                 max_model_len=setup.max_model_len,
                 ops=self.ops,
                 progress=progress,
@@ -207,7 +185,7 @@ class ModelRunner:
         if config.cache.kv_transfer_config is not None:
             self.progress = _native.StepProgress()
         self._step: _ComputedStep | None = None
-        self._draft_probs: torch.Tensor | None = None
+        self._draft_probs: NDArray[np.float32] | None = None
         """Probabilities of the current step's drafts; see `Proposal`."""
         speculative = config.speculation.speculative_config
         self._acceptance = "exact" if speculative is None else speculative.acceptance
@@ -252,10 +230,10 @@ class ModelRunner:
         self._released = False
 
     def _make_state(self, kv: KVCacheConfig, *, capture: bool) -> RunnerState:
-        setup, device = self.setup, self.device
+        setup = self.setup
         dtype = setup.kv_cache_dtype
         kv_tensors = [
-            self.platform.allocate_cache(kv.num_blocks, nbytes, device)
+            self.platform.allocate_cache(kv.num_blocks, nbytes, self.ops)
             for nbytes in kv.slot_nbytes(dtype)
         ]
         kv_caches = [
@@ -267,6 +245,7 @@ class ModelRunner:
         received = make_received(setup, self.model.dtype)
         eager = EagerSteps(
             self.model,
+            self.ops,
             self.backend,
             kv_caches,
             [group.cache for group in kv.groups],
@@ -427,7 +406,7 @@ class ModelRunner:
                 errors[inputs.req_ids[indices[i]]] = message
             for i, lists in sampled.logprobs.items():
                 output.logprobs[inputs.req_ids[indices[i]]] = lists
-        on_their_way, ones = SampledTokens(tokens), inputs.num_samples[indices]
+        on_their_way, ones = self.ops.copy_to_host(tokens), inputs.num_samples[indices]
         if on_their_way.ready() and not self._unknown:
             known = np.maximum(on_their_way.numpy(), 0)  # any token: a failed row is not used
             state.batch.append(rows, known, ones)
@@ -465,13 +444,13 @@ class ModelRunner:
             """Sample rows of logits, `ahead` tokens after the last token in the sampling state."""
             logits = step.result.logits
             if len(at) < num_rows:
-                logits = logits[to_device(at, self.device)]
+                logits = self.ops.embedding(logits, self.ops.to_device(at))
             allowed = None if bitmask is None else _select(bitmask, at)
             metadata = state.sampling.metadata(all_rows[at], ahead, allowed)
             if self._acceptance != "exact":
                 metadata = replace(metadata, drafted=self._drafted(drafts, at, all_rows, ahead))
             sampled = self.sampler.sample(logits, metadata)
-            tokens[at] = sampled.token_ids.cpu().numpy()
+            tokens[at] = self.ops.to_host(sampled.token_ids)
             logprobs.update((int(at[i]), lists) for i, lists in sampled.logprobs.items())
             for i, message in sampled.errors.items():
                 tokens[at[i]], errors[int(at[i])] = UNKNOWN, message
@@ -527,7 +506,7 @@ class ModelRunner:
             self._acceptance == "typical",
             np.flatnonzero(own),
             drafts[some],
-            None if probs is None else probs[to_device(of_probs[some], probs.device)],
+            None if probs is None else probs[of_probs[some]],
             accept=sampling.uniforms(all_rows[some], ahead[own], ACCEPT),
             recover=sampling.uniforms(all_rows[some], ahead[own], RECOVER),
         )
@@ -613,7 +592,7 @@ class ModelRunner:
                 self._prompt_logprobs.pop(req_id, None)
                 self._forced.pop(req_id, None)
         if scheduler_output.blocks_to_copy:
-            copy_blocks(state.kv_tensors, scheduler_output.blocks_to_copy)
+            self.ops.copy_blocks(state.kv_tensors, scheduler_output.blocks_to_copy)
             if state.proposer is not None:
                 state.proposer.copy_blocks(scheduler_output.blocks_to_copy)
         if scheduler_output.loaded_block_ids and state.proposer is not None:
@@ -648,7 +627,7 @@ class ModelRunner:
             self._failed[req_id] = f"its sampling parameters cannot be used: {error}"
 
     def _compute_prompt_logprobs(
-        self, inputs: StepInputs, hidden: torch.Tensor
+        self, inputs: StepInputs, hidden: Tensor
     ) -> dict[str, LogprobsLists]:
         """Return the logprobs of this step's prompt tokens, for the requests that need them."""
         result: dict[str, LogprobsLists] = {}
@@ -676,9 +655,8 @@ class ModelRunner:
             result[req_id] = LogprobsLists.join(parts)
         return result
 
-    def _prompt_lists(self, logits: torch.Tensor, targets: IntArray, k: int) -> LogprobsLists:
-        ids = to_device(targets.astype(np.int64), self.device)
-        return prompt_logprobs(self.sampler.ops, logits, ids, k)
+    def _prompt_lists(self, logits: Tensor, targets: IntArray, k: int) -> LogprobsLists:
+        return prompt_logprobs(self.ops, logits, targets.astype(np.int64), k)
 
 
 def _ranges(starts: LongArray, counts: LongArray) -> LongArray:

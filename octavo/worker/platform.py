@@ -5,18 +5,18 @@ from __future__ import annotations
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 from octavo.errors import ConfigError
 from octavo.plan.memory import MemoryBudget
 from octavo.plan.setup import WorkerSetup
 
 if TYPE_CHECKING:
-    import torch
-
     from octavo.attention.base import AttentionBackend
     from octavo.config import DeviceConfig
     from octavo.kernels.base import Ops
+    from octavo.system.tensor import Tensor
     from octavo.worker.graphs import EagerSteps, StepRunner
     from octavo.worker.input_batch import InputBatch
 
@@ -71,15 +71,18 @@ class Platform(ABC):
         return None
 
     @abstractmethod
-    def open_device(self, setup: WorkerSetup) -> torch.device:
+    def open_device(self, setup: WorkerSetup) -> Any:
         """Prepare the device, and make the calling thread the one that computes.
+
+        Returns:
+            The device, for the other methods.
 
         Raises:
             ConfigError: the device cannot be used, or the settings or the model do not fit it.
         """
 
     @abstractmethod
-    def make_ops(self, config: DeviceConfig) -> Ops:
+    def make_ops(self, config: DeviceConfig, device: Any) -> Ops:
         """Return the table of operations.
 
         Raises:
@@ -87,7 +90,7 @@ class Platform(ABC):
         """
 
     @abstractmethod
-    def make_attention_backend(self, setup: WorkerSetup, device: torch.device) -> AttentionBackend:
+    def make_attention_backend(self, setup: WorkerSetup, device: Any) -> AttentionBackend:
         """Return the configured attention backend; for "auto", the best one.
 
         Raises:
@@ -96,9 +99,7 @@ class Platform(ABC):
         """
 
     @abstractmethod
-    def allocate_cache(
-        self, num_blocks: int, block_nbytes: int, device: torch.device
-    ) -> torch.Tensor:
+    def allocate_cache(self, num_blocks: int, block_nbytes: int, ops: Ops) -> Tensor:
         """Return zeros for blocks of a cache: uint8 [num_blocks, block_nbytes]."""
 
     @abstractmethod
@@ -121,14 +122,25 @@ class Platform(ABC):
             capture: True if steps may be captured now.
         """
 
-    def allocated_nbytes(self, device: torch.device) -> int:
+    def computing(self, what: str) -> AbstractContextManager[None]:
+        """Return a context in which the thread computes.
+
+        Args:
+            what: description of the computation, for error messages.
+
+        Raises:
+            ConfigError: the device's memory is too small.
+        """
+        return nullcontext()
+
+    def allocated_nbytes(self, device: Any) -> int:
         """Return the bytes that this process has on the device; 0 if it does not measure them."""
         return 0
 
     def measure_memory(
         self,
         setup: WorkerSetup,
-        device: torch.device,
+        device: Any,
         run_largest_step: Callable[[], int],
         allocated_before: int,
     ) -> MemoryBudget:
@@ -143,7 +155,7 @@ class Platform(ABC):
         """
         raise NotImplementedError(f"{self.name} estimates its memory")
 
-    def cause(self, device: torch.device, error: BaseException) -> BaseException:
+    def cause(self, device: Any, error: BaseException) -> BaseException:
         """Return the cause of a step's failure: `EngineDeadError` if the device is lost."""
         return error
 

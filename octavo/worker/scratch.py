@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from octavo import _native
 from octavo.attention.base import AttentionBackend
 from octavo.attention.cpu import CPUAttention
@@ -28,6 +25,7 @@ from octavo.plan.memory import Scratch
 from octavo.plan.setup import WorkerSetup
 from octavo.sampling.sizes import kernel_nbytes
 from octavo.system.device import num_cpus
+from octavo.system.tensor import Tensor
 from octavo.worker.graphs import CapturedSteps, EagerSteps
 from octavo.worker.group import make_buffers
 from octavo.worker.input_batch import StepBuffers
@@ -42,7 +40,7 @@ class _RecordedAttention(CPUAttention):
         block_size: int,
         num_kv_heads: int,
         head_size: int,
-        dtype: torch.dtype | None = None,
+        dtype: str | None = None,
     ) -> tuple[int, ...]:
         """Implement `CPUAttention`."""
         return (num_blocks, 2, num_kv_heads, block_size, head_size)
@@ -58,8 +56,7 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend) -> Scratch:
     Raises:
         ConfigError: the backend does not support the model's heads or the block size.
     """
-    config, spec, device = setup.config, setup.part, torch.device("cpu")
-    dtype: torch.dtype = getattr(torch, setup.dtype)
+    config, spec, dtype = setup.config, setup.part, setup.dtype
     tokens, threads = setup.max_num_batched_tokens, config.device.num_threads or num_cpus()
     largest = LargestStep(tokens, setup.max_model_len, threads)
     kernels = max(
@@ -75,7 +72,7 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend) -> Scratch:
     parts = Parts(
         {weight.name: _weight(weight, dtype) for weight in weights},
         ops,
-        device=device,
+        dtype=dtype,
         max_model_len=1,
         shared=(buffers := make_buffers(setup)),
     )
@@ -85,23 +82,23 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend) -> Scratch:
     model = build_model(spec, parts)
     if isinstance(model, EagleModel):
         model.inputs = placeholder(*model.input_shape(tokens), dtype=dtype)
-    with torch.inference_mode():
-        CapturedSteps(
-            EagerSteps(
-                model,
-                backend,
-                caches,
-                [group.cache for group in kv.groups],
-                kv.layer_to_group,
-                StepBuffers(layout, placeholder(layout.nbytes, dtype=torch.uint8).numpy()),
-                setup.kept_layers,
-                None if setup.rank.is_first else _received(setup, dtype),
-            ),
+    CapturedSteps(
+        EagerSteps(
+            model,
             ops,
-            activations=activations,
-            logits=logits,
-            prompt_embeds=config.model.enable_prompt_embeds,
-        )
+            backend,
+            caches,
+            [group.cache for group in kv.groups],
+            kv.layer_to_group,
+            StepBuffers(layout, placeholder(layout.nbytes, dtype="uint8").numpy()),
+            setup.kept_layers,
+            None if setup.rank.is_first else _received(setup, dtype),
+        ),
+        ops,
+        activations=activations,
+        logits=logits,
+        prompt_embeds=config.model.enable_prompt_embeds,
+    )
     if spec.has_head:
         kernels += kernel_nbytes(threads, spec.vocab_size)
     inputs = max(weight.shape[1] for weight in weights if weight.kind == "linear")
@@ -113,18 +110,18 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend) -> Scratch:
 
 def _view(cache: CacheSpec, block_size: int, dtype: str, backend: AttentionBackend) -> Any:
     """Return a cache of one block without memory."""
-    memory = placeholder(1, cache.block_nbytes(block_size, dtype), dtype=torch.uint8)
+    memory = placeholder(1, cache.block_nbytes(block_size, dtype), dtype="uint8")
     return cache.view(memory, block_size, dtype, backend)
 
 
-def _received(setup: WorkerSetup, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def _received(setup: WorkerSetup, dtype: str) -> tuple[Tensor, Tensor | None]:
     x = placeholder(setup.max_num_batched_tokens, setup.spec.hidden_size, dtype=dtype)
     return x, x if setup.spec.hands_residual else None
 
 
-def _weight(weight: Weight, dtype: torch.dtype) -> Tensor | PackedWeight | QuantizedWeight:
+def _weight(weight: Weight, dtype: str) -> Tensor | PackedWeight | QuantizedWeight:
     """Return a weight without data; packed weights also represent quantized ones."""
     if weight.kind != "linear":
         return placeholder(*weight.shape, dtype=dtype)
     n, k = weight.shape
-    return PackedWeight(placeholder(0, dtype=torch.uint8), n, k, dtype, _native.panel())
+    return PackedWeight(placeholder(0, dtype="uint8"), n, k, dtype, _native.panel())

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from octavo.errors import ConfigError
 from octavo.kv_cache.groups import KVCacheConfig
 from octavo.messages import GrammarOutput, KVConnectorOutput, SchedulerOutput
 from octavo.observability.profiler import drain_kernels, span
@@ -38,7 +34,7 @@ class Worker:
         self._platform = platform
         self.device = platform.open_device(setup)
         self._allocated_before = platform.allocated_nbytes(self.device)
-        with torch.inference_mode(), _out_of_memory("loading the model"):
+        with self._platform.computing("loading the model"):
             more = (make_proposer,) if setup.rank.drafts else ()
             runner = ModelRunner if setup.rank.samples else FollowingRunner
             self._runner: ModelRunner | None = runner(setup, platform, self.device, *more)
@@ -54,7 +50,7 @@ class Worker:
 
     def measure_memory(self) -> MemoryBudget:
         """Implement `Executor.measure_memory`."""
-        with torch.inference_mode(), _out_of_memory("running the largest step"):
+        with self._platform.computing("running the largest step"):
             return self._platform.measure_memory(
                 self.runner.setup,
                 self.device,
@@ -64,7 +60,7 @@ class Worker:
 
     def initialize_kv_cache(self, kv_cache: KVCacheConfig) -> None:
         """Implement `Executor.initialize_kv_cache`."""
-        with torch.inference_mode(), _out_of_memory("allocating the KV cache and capturing steps"):
+        with self._platform.computing("allocating the KV cache and capturing steps"):
             self.runner.initialize_kv_cache(kv_cache)
         self._transfers = make_transfers(
             self.runner, kv_cache.num_blocks, lambda output: self._on_transfer(output)
@@ -83,7 +79,7 @@ class Worker:
     ) -> None:
         """Run the forward pass of a step; call `announce` with its drafts before."""
         self._step += 1
-        with torch.inference_mode(), span("execute_model") as note:
+        with self._platform.computing("running a step"), span("execute_model") as note:
             note(
                 step=self._step,
                 requests=len(scheduler_output.scheduled_reqs),
@@ -101,7 +97,7 @@ class Worker:
 
     def sample_tokens(self, grammar: GrammarOutput | None = None) -> PendingOutput:
         """Sample the tokens of the last step; see `StepHandle.sample`."""
-        with torch.inference_mode(), span("sample_tokens") as note:
+        with self._platform.computing("sampling"), span("sample_tokens") as note:
             note(step=self._step)
             try:
                 output = self.runner.sample_tokens(grammar)
@@ -161,15 +157,3 @@ class Worker:
             self._transfers = None
         self._runner = None
 
-
-@contextlib.contextmanager
-def _out_of_memory(what: str) -> Iterator[None]:
-    """Replace an out-of-memory error by a `ConfigError` that names the settings to lower."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(
-            f"The GPU's memory ran out while {what}: {error}. Lower gpu_memory_utilization (other "
-            "processes need their share), max_num_batched_tokens or max_num_seqs, or use a "
-            "smaller model."
-        ) from error

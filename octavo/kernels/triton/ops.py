@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import numpy as np
 import torch
@@ -12,8 +13,8 @@ from torch.nn import functional as F
 
 from octavo.errors import ConfigError
 from octavo.kernels.base import Gate, Gelu, PackedWeight, QuantizedWeight
-from octavo.kernels.memory import to_device
 from octavo.kernels.reference import ReferenceOps, into
+from octavo.kernels.torch_tensors import torch_dtype
 from octavo.kernels.triton import activation as _activation
 from octavo.kernels.triton import gemm, norm, sample
 
@@ -22,13 +23,21 @@ class TritonOps(ReferenceOps):
     """Implementation of `Ops` for CUDA, or for a CPU by Triton's interpreter.
 
     Args:
+        device: the device of the tensors.
         batch_invariant: True if the number of rows must not change a bit of a row of `linear`.
         upcast: multiply in float32: Triton's interpreter cannot multiply bfloat16.
     """
 
     name = "triton"
 
-    def __init__(self, *, batch_invariant: bool = False, upcast: bool = False) -> None:
+    def __init__(
+        self,
+        device: str | torch.device = "cpu",
+        *,
+        batch_invariant: bool = False,
+        upcast: bool = False,
+    ) -> None:
+        super().__init__(device)
         self.batch_invariant = batch_invariant
         self.upcast = upcast
         # Have cuBLAS add the parts of a split sum in float32, too.
@@ -47,18 +56,19 @@ class TritonOps(ReferenceOps):
         x: Tensor,
         weight: PackedWeight | QuantizedWeight,
         bias: Tensor | None = None,
-        out_dtype: torch.dtype | None = None,
+        out_dtype: str | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """Use cuBLAS, or the kernel that uses the same tile for every number of rows."""
         assert isinstance(weight, PackedWeight), "quantized weights are not supported on CUDA yet"
+        table = cast(Tensor, weight.data)
+        dtype = x.dtype if out_dtype is None else torch_dtype(out_dtype)
         if self.batch_invariant:
-            y = gemm.linear(x, weight.data, bias, out_dtype or x.dtype, upcast=self.upcast)
-            return into(out, y)
-        if out_dtype is None or out_dtype == x.dtype:
-            return into(out, F.linear(x, weight.data, bias))
+            return into(out, gemm.linear(x, table, bias, dtype, upcast=self.upcast))
+        if dtype == x.dtype:
+            return into(out, F.linear(x, table, bias))
         if x.is_cuda:  # rounded once, to the wider type
-            y = torch.mm(x, weight.data.T, out_dtype=out_dtype)
+            y = torch.mm(x, table.T, out_dtype=dtype)
             return into(out, y if bias is None else y + bias)
         return super().linear(x, weight, bias, out_dtype, out)
 
@@ -92,7 +102,7 @@ class TritonOps(ReferenceOps):
 
     def sample(self, x: Tensor, params: NDArray[np.void]) -> Tensor:
         """Run one program for each row, without sorting."""
-        rows = to_device(params.view(np.int64).reshape(len(params), -1), x.device)
+        rows = self.to_device(params.view(np.int64).reshape(len(params), -1))
         out = torch.empty(len(x), dtype=torch.int64, device=x.device)
         sample.sample(x, rows, out)
         return out
@@ -103,4 +113,4 @@ class TritonOps(ReferenceOps):
 
     def apply_bitmask_(self, x: Tensor, bitmask: Tensor, rows: Tensor) -> None:
         """Mask in one pass over the rows with a mask."""
-        sample.apply_bitmask(x, bitmask.to(x.device), rows.to(x.device))
+        sample.apply_bitmask(x, bitmask, rows)

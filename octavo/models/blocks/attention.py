@@ -169,11 +169,10 @@ class AttentionSpec(BlockSpec):
 
     def build(self, parts: Parts, caches: tuple[int, ...]) -> Attention:
         """Implement `BlockSpec`."""
-        import torch
-
         from octavo.attention.base import AttentionParams
         from octavo.layers.attention import Attention
         from octavo.layers.rotary import build_cos_sin_cache
+        from octavo.system.tensor import from_numpy
 
         rope = self.positions if isinstance(self.positions, RopeSpec) else None
         alibi = self.positions if isinstance(self.positions, Alibi) else None
@@ -196,7 +195,7 @@ class AttentionSpec(BlockSpec):
                 logits_soft_cap=self.soft_cap,
                 alibi_slopes=None
                 if alibi is None
-                else parts.table(alibi, lambda: torch.tensor(alibi.slopes, dtype=torch.float32)),
+                else parts.table(alibi, lambda: from_numpy(np.array(alibi.slopes, np.float32))),
             ),
             cos_sin_cache=None
             if rope is None

@@ -15,13 +15,11 @@ from octavo.models.weights import Names, Weight
 from octavo.system.distributed import Rank
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
     from octavo.attention.base import AttentionBackend
     from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
     from octavo.layers.layer import Block
     from octavo.layers.shared import BufferRows, Columns, SharedBuffers
+    from octavo.system.tensor import HostTensor, Tensor
 
 
 class Table(Protocol):
@@ -104,7 +102,7 @@ class Parts:
     Args:
         weights: all loaded weights by name; linear ones are packed.
         ops: table of operations that packed them.
-        device: device of the weights.
+        dtype: type of weights and activations.
         max_model_len: longest context.
         shared: buffers in which ranks combine their results; None: one rank computes the model.
     """
@@ -114,12 +112,13 @@ class Parts:
         weights: Mapping[str, Tensor | PackedWeight | QuantizedWeight],
         ops: Ops,
         *,
-        device: torch.device,
+        dtype: str,
         max_model_len: int,
         shared: SharedBuffers | None = None,
     ) -> None:
         self.ops = ops
-        self.device = device
+        self.dtype = dtype
+        """Type of the model, and of all weights that are not quantized."""
         self.max_model_len = max_model_len
         self._shared = shared
         self._weights = weights
@@ -136,11 +135,6 @@ class Parts:
         parts._own = f"{self._own}{part}."
         return parts
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Data type of the model, and of all weights that are not quantized."""
-        return next(w.dtype for w in self._weights.values() if hasattr(w, "dtype"))
-
     def has(self, name: str) -> bool:
         """Return True if the block has a weight with this name."""
         return self._own + name in self._weights
@@ -151,10 +145,10 @@ class Parts:
 
     def tensor(self, name: str) -> Tensor:
         """Return a weight that is not linear."""
-        from torch import Tensor
+        from octavo.kernels.base import PackedWeight, QuantizedWeight
 
         weight = self.any(name)
-        assert isinstance(weight, Tensor)
+        assert not isinstance(weight, PackedWeight | QuantizedWeight)
         return weight
 
     def columns(
@@ -162,7 +156,7 @@ class Parts:
         name: str,
         size: int,
         part: tuple[int, int],
-        dtype: torch.dtype | None = None,
+        dtype: str | None = None,
         rows: BufferRows = "tokens",
     ) -> Columns:
         """Reserve a buffer of which each rank fills some columns; see `SharedBuffers`.
@@ -182,8 +176,8 @@ class Parts:
         """True if ranks split the rows of norms; see `Rank`."""
         return self._shared is not None and self._shared.rank.splits_rows
 
-    def table(self, table: Table, compute: Callable[[], Tensor]) -> Tensor:
+    def table(self, table: Table, compute: Callable[[], HostTensor]) -> Tensor:
         """Return a table on the device; compute it at the first call."""
         if table not in self._tables:
-            self._tables[table] = compute().to(self.device)
+            self._tables[table] = self.ops.to_device(compute())
         return self._tables[table]

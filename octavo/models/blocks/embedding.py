@@ -71,11 +71,12 @@ class EmbedSpec:
     def build(self, parts: Parts, shared: PackedWeight | None) -> Embedding:
         """Return the live block; `shared` is the LM head's weight if it is also the table."""
         from octavo.layers.embedding import Embedding
+        from octavo.system.tensor import round_to
 
         return Embedding(
             parts.ops,
             parts.tensor("weight") if shared is None else shared,
-            scale=self.scale,
+            scale=None if self.scale is None else round_to(self.scale, parts.dtype),
             scale_given=self.scale_given,
             project=None if self.project is None else self.project.build(parts.of("project")),
             positions=None if self.positions is None else parts.tensor("positions"),

@@ -45,8 +45,6 @@ class HeadSpec:
 
     def build(self, parts: Parts) -> Head:
         """Return the live block, without the norm."""
-        import torch
-
         from octavo.layers.head import Head
 
         lm_head, columns, prompt = self.lm_head.build(parts.of("lm_head")), None, None
@@ -54,7 +52,7 @@ class HeadSpec:
             size, part = self.lm_head.whole_outputs, self.lm_head.parts[0]
             rows: tuple[BufferRows, BufferRows] = "samples", "prompt_logprobs"
             columns, prompt = (
-                parts.columns(f"{kind}.logits", size, part, torch.float32, kind) for kind in rows
+                parts.columns(f"{kind}.logits", size, part, "float32", kind) for kind in rows
             )
             lm_head = replace(lm_head, columns=columns)
 

@@ -150,13 +150,11 @@ class LinearSpec:
             parts: its weights.
             shared: name of the buffer in which ranks combine their parts of the result.
         """
-        import torch
-        from torch import Tensor
-
+        from octavo.kernels.base import PackedWeight, QuantizedWeight
         from octavo.layers.linear import Linear, SummedLinear
 
         weight = parts.any("weight")
-        assert not isinstance(weight, Tensor)
+        assert isinstance(weight, PackedWeight | QuantizedWeight)
         columns = None
         if shared is not None and self.parts is not None:
             (part,) = self.parts
@@ -167,5 +165,5 @@ class LinearSpec:
         assert shared is not None
         index, size = self.summand
         part = index * self.outputs, (index + 1) * self.outputs
-        columns = parts.columns(shared, size * self.outputs, part, torch.float32)
+        columns = parts.columns(shared, size * self.outputs, part, "float32")
         return SummedLinear(parts.ops, weight, bias, columns, size)

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from octavo.kernels.base import Ops
 from octavo.messages import CoreSamplingParams
+from octavo.system.tensor import Tensor
 
 LongArray = NDArray[np.int64]
 
@@ -97,12 +97,13 @@ class LogitsProcessor(ABC):
         return step
 
     @abstractmethod
-    def apply(self, ops: Ops, logits: torch.Tensor, step: StepRows) -> None:
+    def apply(self, ops: Ops, logits: Tensor, step: StepRows) -> None:
         """Change logits in place, only those of `step.at`.
 
         Args:
             ops: operations on the logits' device; their reductions do not depend on other rows.
-            logits: float32 [R, V]. A plug-in receives its own rows only, some at a time, so that R
-                = A, `step.at` counts them, and copies of them stay within the memory plan.
+            logits: float32 [R, V]. A plug-in receives a torch.Tensor with its own rows only, some
+                at a time, so that R = A, `step.at` counts them, and copies of them stay within the
+                memory plan.
             step: the result of `select`.
         """

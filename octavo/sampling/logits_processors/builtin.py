@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from octavo.kernels.base import Ops
-from octavo.kernels.memory import to_device
 from octavo.messages import NO_TOKEN, BadWordsTokenIds
 from octavo.sampling.logits_processors.base import LogitsProcessor, LongArray, NewRow, StepRows
+from octavo.system.tensor import Tensor
 
 IntArray = NDArray[np.int32]
 
@@ -38,11 +37,9 @@ class GrammarBitmask(LogitsProcessor):
         """Return False: it keeps no state."""
         return False
 
-    def apply(self, ops: Ops, logits: torch.Tensor, step: StepRows) -> None:
+    def apply(self, ops: Ops, logits: Tensor, step: StepRows) -> None:
         """Exclude all other tokens."""
-        # Arrays of a message are read-only, which torch warns of.
-        words = np.require(self.words, requirements="W")
-        ops.apply_bitmask_(logits, to_device(words, logits.device), _at(step, logits))
+        ops.apply_bitmask_(logits, ops.to_device(self.words), ops.to_device(step.at))
 
 
 class AllowedTokenIds(LogitsProcessor):
@@ -63,10 +60,10 @@ class AllowedTokenIds(LogitsProcessor):
         """Drop the bitmask."""
         self._bitmasks.pop(row, None)
 
-    def apply(self, ops: Ops, logits: torch.Tensor, step: StepRows) -> None:
+    def apply(self, ops: Ops, logits: Tensor, step: StepRows) -> None:
         """Exclude all other tokens."""
         words = np.stack([self._bitmasks[row] for row in step.rows.tolist()])
-        ops.apply_bitmask_(logits, to_device(words, logits.device), _at(step, logits))
+        ops.apply_bitmask_(logits, ops.to_device(words), ops.to_device(step.at))
 
 
 @dataclass(slots=True)
@@ -131,9 +128,9 @@ class BadWords(LogitsProcessor):
         """Return the rows that just generated the beginning of a word, or have one-token words."""
         return step.take(np.asarray([row in self._banned for row in step.rows.tolist()], np.bool_))
 
-    def apply(self, ops: Ops, logits: torch.Tensor, step: StepRows) -> None:
+    def apply(self, ops: Ops, logits: Tensor, step: StepRows) -> None:
         """Exclude the tokens."""
-        logits[_entries(step, self._banned, logits)] = -math.inf
+        ops.set_at_(logits, *_entries(step, self._banned), -math.inf)
 
     def _find(self, row: int) -> None:
         banned = self._words[row].banned()
@@ -170,9 +167,9 @@ class MinTokens(LogitsProcessor):
         """Return the rows with fewer tokens than the minimum."""
         return step.take(step.num_output_tokens < self._min_tokens[step.rows])
 
-    def apply(self, ops: Ops, logits: torch.Tensor, step: StepRows) -> None:
+    def apply(self, ops: Ops, logits: Tensor, step: StepRows) -> None:
         """Exclude the stop tokens."""
-        logits[_entries(step, self._stop_ids, logits)] = -math.inf
+        ops.set_at_(logits, *_entries(step, self._stop_ids), -math.inf)
 
 
 class LogitBias(LogitsProcessor):
@@ -197,23 +194,16 @@ class LogitBias(LogitsProcessor):
         self._token_ids.pop(row, None)
         self._values.pop(row, None)
 
-    def apply(self, ops: Ops, logits: torch.Tensor, step: StepRows) -> None:
+    def apply(self, ops: Ops, logits: Tensor, step: StepRows) -> None:
         """Add the values."""
         values = np.concatenate([self._values[row] for row in step.rows.tolist()])
-        logits[_entries(step, self._token_ids, logits)] += to_device(values, logits.device)
+        ops.add_at_(logits, *_entries(step, self._token_ids), values)
 
 
-def _at(step: StepRows, logits: torch.Tensor) -> torch.Tensor:
-    return to_device(step.at, logits.device)
-
-
-def _entries(
-    step: StepRows, token_ids: dict[int, LongArray], logits: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each row's tokens as an index into the logits: parallel int64 [E]."""
+def _entries(step: StepRows, token_ids: dict[int, LongArray]) -> tuple[LongArray, LongArray]:
+    """Return each row's tokens as places in the logits: rows and columns, int64 [E]."""
     ids = [token_ids[row] for row in step.rows.tolist()]
-    rows = np.repeat(step.at, [len(some) for some in ids])
-    return to_device(rows, logits.device), to_device(np.concatenate(ids), logits.device)
+    return np.repeat(step.at, [len(some) for some in ids]), np.concatenate(ids)
 
 
 def _make_words(words: BadWordsTokenIds, output: Sequence[int]) -> _Words:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from octavo.kernels.base import Ops
-from octavo.kernels.memory import to_device
 from octavo.sampling.logits_processors.base import LogitsProcessor, LongArray, NewRow, StepRows
 from octavo.sampling.sizes import rows_per_chunk
+from octavo.system.tensor import Tensor
 
 # Counts of a token: the lowest bit is set if it is in the prompt, the others count outputs.
 _IN_PROMPT = 1
@@ -78,31 +77,22 @@ class Penalties(LogitsProcessor):
         """Return the rows with a token to penalise."""
         return step.take(self._num_seen[step.rows] > 0)
 
-    def apply(self, ops: Ops, logits: torch.Tensor, step: StepRows) -> None:
+    def apply(self, ops: Ops, logits: Tensor, step: StepRows) -> None:
         """Process the rows in portions, which bound the memory."""
         # A portion has at most this number of entries and those of one more row.
         portion = max(1, rows_per_chunk(self.vocab_size) * self.vocab_size // 4)
         ends = np.cumsum(self._num_seen[step.rows])
         starts = np.flatnonzero(np.diff((ends - 1) // portion)) + 1
         for begin, end in zip([0, *starts], [*starts, len(ends)], strict=True):
-            self._apply(logits, step.take(slice(begin, end)))
+            self._apply(ops, logits, step.take(slice(begin, end)))
 
-    def _apply(self, logits: torch.Tensor, step: StepRows) -> None:
+    def _apply(self, ops: Ops, logits: Tensor, step: StepRows) -> None:
         """Penalise all seen tokens of some rows, as parallel arrays [E]; no logit appears twice."""
         lengths = self._num_seen[step.rows]
         rows = np.repeat(step.rows, lengths)
         columns = np.arange(len(rows)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         token_ids = self._seen[rows, columns].astype(np.int64)
         output_counts = (self._counts[rows, token_ids] // _ONE_OUTPUT).astype(np.float32)
-        arrays = (output_counts, self._repetition[rows], self._frequency[rows])
-        counts, repetition, frequency = (to_device(array, logits.device) for array in arrays)
-        presence = to_device(self._presence[rows], logits.device)
-        at = (
-            to_device(np.repeat(step.at, lengths), logits.device),
-            to_device(token_ids, logits.device),
-        )
-        values = logits[at]
-        values = torch.where(values > 0, values / repetition, values * repetition)
-        values -= frequency * counts
-        values -= presence * (counts > 0)
-        logits[at] = values
+        penalties = self._repetition[rows], self._frequency[rows], self._presence[rows]
+        at = np.repeat(step.at, lengths)
+        ops.penalize_(logits, at, token_ids, output_counts, penalties)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from octavo.attention.base import AttentionBackend
 from octavo.kernels.base import Ops
@@ -18,6 +17,7 @@ from octavo.models.base import Model
 from octavo.models.loader import LoadedWeights
 from octavo.plan.setup import WorkerSetup
 from octavo.sampling.state import SamplingState
+from octavo.system.tensor import Tensor
 from octavo.worker.graphs import StepResult
 from octavo.worker.input_batch import InputBatch, StepInputs
 from octavo.worker.platform import Platform
@@ -51,7 +51,7 @@ class Proposal:
 
     token_ids: Sequence[Sequence[int]]
     """[R][...] drafts of each request after its last token; may be empty."""
-    probs: Tensor | None = None
+    probs: NDArray[np.float32] | None = None
     """float32 [all drafts, vocab]: the distribution of each draft; None: each was certain."""
 
 

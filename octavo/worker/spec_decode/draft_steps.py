@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from octavo import _native
-from octavo.attention.base import copy_blocks
 from octavo.checkpoints.registry import open_checkpoint
-from octavo.kernels.reference import sampling_weights
+from octavo.kernels.sampling_weights import sampling_weights
 from octavo.kv_cache.groups import find_full_attention
 from octavo.layers.step_table import StepLayout, StepSize
 from octavo.models.base import Model
@@ -24,6 +22,7 @@ from octavo.models.weight_cache import WeightCache
 from octavo.plan.setup import WorkerSetup
 from octavo.sampling.acceptance import DRAFT
 from octavo.sampling.sizes import rows_per_chunk
+from octavo.system.tensor import Tensor
 from octavo.worker.graphs import EagerSteps, StepResult
 from octavo.worker.input_batch import StepBuffers, StepInputs
 from octavo.worker.spec_decode.base import LongArray, Proposal, Target
@@ -56,8 +55,7 @@ def _load(target: Target, setup: WorkerSetup, spec: ModelSpec) -> Model:
     return load_model(
         spec,
         open_checkpoint(setup.model_path, config.load.load_format, config.model.seed),
-        dtype=getattr(torch, setup.dtype),
-        device=target.model.device,
+        dtype=setup.dtype,
         max_model_len=setup.max_model_len,
         ops=target.ops,
         cache=WeightCache.from_config(config),
@@ -89,18 +87,19 @@ class DraftSteps:
         dtype, caches = setup.kv_cache_dtype, setup.spec.caches
         memory = [
             target.platform.allocate_cache(
-                kv.num_blocks, cache.block_nbytes(kv.block_size, dtype), model.device
+                kv.num_blocks, cache.block_nbytes(kv.block_size, dtype), target.ops
             )
             for cache in caches
         ]
         target.caches.extend(memory)
+        self._memory = memory
         self._caches = [
             cache.view(tensor, kv.block_size, dtype, target.backend)
             for cache, tensor in zip(caches, memory, strict=True)
         ]
         layout = StepLayout(setup.largest_step, batch.blocks, 1)
         eager = EagerSteps(
-            *(model, target.backend, self._caches, caches[:1], [0] * len(caches)),
+            *(model, target.ops, target.backend, self._caches, caches[:1], [0] * len(caches)),
             StepBuffers(layout),
             setup.kept_layers,
         )
@@ -160,7 +159,7 @@ class DraftSteps:
 
     def copy_blocks(self, src_dst_pairs: Sequence[tuple[int, int]]) -> None:
         """Implement `Proposer`."""
-        copy_blocks(self._caches, src_dst_pairs)
+        self._target.ops.copy_blocks(self._memory, src_dst_pairs)
 
 
 class DraftSampler:
@@ -181,9 +180,9 @@ class DraftSampler:
         self._rejection = speculative.acceptance == "rejection"
         self._target, self._rows, self._counts = target, rows, counts
         self._drafts: list[list[int]] = [[] for _ in rows]
-        self._probs: list[list[torch.Tensor]] = [[] for _ in rows]
+        self._probs: list[list[NDArray[np.float32]]] = [[] for _ in rows]
 
-    def sample(self, at: LongArray, logits: torch.Tensor) -> tuple[LongArray, LongArray]:
+    def sample(self, at: LongArray, logits: Tensor) -> tuple[LongArray, LongArray]:
         """Draw one more draft for requests that have equal numbers of drafts.
 
         Args:
@@ -199,7 +198,7 @@ class DraftSampler:
         params = sampling.params(rows, ahead)
         if self._rejection:
             params["stream"] = DRAFT
-        tokens: LongArray = ops.sample(logits, params).numpy()
+        tokens: LongArray = ops.to_host(ops.sample(logits, params))
         good = tokens >= 0  # else the logits are not finite: drafts end there
         for i in np.flatnonzero(good).tolist():
             self._drafts[at[i]].append(int(tokens[i]))
@@ -208,8 +207,8 @@ class DraftSampler:
             for begin in range(0, len(at), step):
                 weights = sampling_weights(
                     ops, logits[begin : begin + step], params[begin : begin + step]
-                ).to(torch.float32)
-                probs = weights / weights.sum(-1, keepdim=True)
+                )
+                probs = (weights / weights.sum(-1, keepdims=True)).astype(np.float32)
                 for i in np.flatnonzero(good[begin : begin + step]).tolist():
                     self._probs[at[begin + i]].append(probs[i])
         more = np.flatnonzero(good & (self._counts[at] > num_drafts + 1))
@@ -218,4 +217,4 @@ class DraftSampler:
     def proposal(self) -> Proposal:
         """Return all drafts."""
         probs = [row for rows in self._probs for row in rows]
-        return Proposal(self._drafts, torch.stack(probs) if probs else None)
+        return Proposal(self._drafts, np.stack(probs) if probs else None)

@@ -13,9 +13,9 @@ lowers the acceptance of drafts but changes no answer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from octavo.checkpoints.safetensors_folder import SafetensorsFolder
@@ -24,10 +24,14 @@ from octavo.messages import NewRequestData
 from octavo.models.decoder import DecoderModel
 from octavo.models.eagle import Eagle3Model, EagleModel
 from octavo.models.heads import MOST_LATE, read_lm_head
+from octavo.system.tensor import Tensor, numpy_dtype, zeros
 from octavo.worker.graphs import StepResult
 from octavo.worker.input_batch import StepInputs
 from octavo.worker.spec_decode.base import LongArray, Proposal, Proposer, Target
 from octavo.worker.spec_decode.draft_steps import DraftSampler, DraftSteps, load_draft, load_lm_head
+
+Hidden = NDArray[Any]
+"""Hidden states in the model's type."""
 
 _NONE = -1
 # Number of sampled steps without drafts after which the proposer stops computing.
@@ -57,17 +61,18 @@ class EagleProposer(Proposer):
         self._guesser = main if lm_head is None else load_lm_head(target, lm_head)
         """Model with the LM head for the guesses."""
         shape = model.input_shape(setup.max_num_batched_tokens)
-        model.inputs = torch.zeros(shape, dtype=main.dtype)
+        model.inputs = zeros(*shape, dtype=main.dtype)
         # The head's token at a position is the next one.
         self._steps = DraftSteps(target, model, shift=1)
         self._max_model_len = self._steps.setup.max_model_len
-        self._guess = torch.zeros(num_rows, main.spec.hidden_size, dtype=main.dtype)
+        dtype = numpy_dtype(main.dtype)
+        self._guess: Hidden = np.zeros((num_rows, main.spec.hidden_size), dtype)
         """Guessed hidden state of the last token, by row."""
         self._of: LongArray = np.zeros(num_rows, np.int64)
         """Number of the row's tokens when `_guess` was computed, by row."""
         self._seen: LongArray = np.zeros(num_rows, np.int64)
         """First position that is not computed, by row; `_NONE`: no step has been observed."""
-        self._late = torch.zeros(num_rows, MOST_LATE, main.spec.hidden_size, dtype=main.dtype)
+        self._late: Hidden = np.zeros((num_rows, MOST_LATE, main.spec.hidden_size), dtype)
         """Hidden states that are not computed yet, by row and position modulo `MOST_LATE`."""
         self._idle_steps = 0
 
@@ -91,9 +96,13 @@ class EagleProposer(Proposer):
             return
         right = np.flatnonzero(positions < np.repeat(ends, inputs.counts))
         whole = len(right) == len(positions)
-        picked = slice(len(right)) if whole else torch.from_numpy(right)
-        kept = [result.kept[layer][picked] for layer in self._model.kept_layers]
-        hidden = self._model.combine(result.hidden[picked], kept)
+        ops = self.target.ops
+        kept = [result.kept[layer] for layer in self._model.kept_layers]
+        states = [result.hidden, *kept]
+        if not whole:
+            picked = ops.to_device(right)
+            states = [ops.embedding(state, picked) for state in states]
+        hidden = self._model.combine(states[0], states[1:])
         rows, starts, ends = rows[some], starts[some], ends[some]
         self._seen[rows] = np.where(self._seen[rows] == _NONE, starts, self._seen[rows])
         self._idle_steps += inputs.size.samples > 0
@@ -104,17 +113,16 @@ class EagleProposer(Proposer):
             return
         at, of = positions[right], np.repeat(rows, ends - starts)
         late = at >= np.repeat(ends, ends - starts) - MOST_LATE
-        places = torch.from_numpy(of[late]), torch.from_numpy(at[late] % MOST_LATE)
-        self._late[places] = hidden[torch.from_numpy(np.flatnonzero(late))]
+        self._late[of[late], at[late] % MOST_LATE] = ops.to_host(hidden)[late]
 
     def _compute(
-        self, rows: LongArray, starts: LongArray, ends: LongArray, hidden: torch.Tensor
+        self, rows: LongArray, starts: LongArray, ends: LongArray, hidden: Tensor
     ) -> None:
         """Compute tokens from the target's hidden states [T, hidden_size]."""
         num_tokens = self.target.batch.num_tokens[rows]
         last = ends == num_tokens - 1
         guesses = self._run(rows, starts, ends - starts, last, hidden)
-        self._guess[torch.from_numpy(rows[last])] = guesses
+        self._guess[rows[last]] = self.target.ops.to_host(guesses)
         self._of[rows[last]] = num_tokens[last]
         self._seen[rows] = ends
 
@@ -128,8 +136,8 @@ class EagleProposer(Proposer):
         rows, starts, ends, counts = rows[some], starts[some], ends[some], counts[some]
         first = np.cumsum(counts) - counts
         positions = np.arange(counts.sum()) + np.repeat(starts - first, counts)
-        of = torch.from_numpy(np.repeat(rows, counts))
-        self._compute(rows, starts, ends, self._late[of, torch.from_numpy(positions % MOST_LATE)])
+        late = self._late[np.repeat(rows, counts), positions % MOST_LATE]
+        self._compute(rows, starts, ends, self.target.ops.to_device(late))
 
     def propose(self, rows: LongArray, counts: LongArray) -> Proposal:
         """Implement `Proposer`."""
@@ -141,11 +149,12 @@ class EagleProposer(Proposer):
         self._catch_up(rows[behind], num_tokens[behind] - 1)
         at = np.flatnonzero((self._of[rows] == num_tokens) & (counts > 0))
         sampler, ahead = DraftSampler(self.target, rows, counts), 0
-        hidden = self._guess[torch.from_numpy(rows[at])]
+        ops = self.target.ops
+        hidden = ops.to_device(self._guess[rows[at]])
         while len(at):
             logits = self._model.guess(hidden, self._guesser)
             more, tokens = sampler.sample(at, logits)
-            at, hidden = at[more], hidden[torch.from_numpy(more)]
+            at, hidden = at[more], ops.embedding(hidden, ops.to_device(more))
             if len(at):
                 some, ends = rows[at], num_tokens[at] + ahead
                 batch.token_ids[some, ends] = tokens
@@ -160,8 +169,8 @@ class EagleProposer(Proposer):
         starts: LongArray,
         counts: LongArray,
         wanted: NDArray[np.bool_],
-        hidden: torch.Tensor,
-    ) -> torch.Tensor:
+        hidden: Tensor,
+    ) -> Tensor:
         """Return the guesses for the last tokens of rows; see `DraftSteps.gather`.
 
         Args:
@@ -169,7 +178,7 @@ class EagleProposer(Proposer):
         """
         inputs = self._steps.gather(rows, starts, counts, wanted)
         ids, positions = (
-            torch.from_numpy(array[: inputs.size.tokens])
+            self.target.ops.to_device(array[: inputs.size.tokens])
             for array in (inputs.table.input_ids, inputs.table.positions)
         )
         self._model.fill(self._main.embed(ids, positions), hidden)
