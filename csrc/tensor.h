@@ -111,7 +111,8 @@ struct Tensor {
         throw std::invalid_argument("the strides do not allow this view without a copy");
       last = first - 1;
     }
-    for (; to >= 0; to--) result.strides[to] = 1;  // sizes of 1
+    for (; to >= 0; to--)  // sizes of 1
+      result.strides[to] = to + 1 < result.dims ? result.shape[to + 1] * result.strides[to + 1] : 1;
     return result;
   }
 

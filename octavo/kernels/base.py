@@ -160,7 +160,9 @@ class Ops(Protocol):
         """Write x to `out`, of the same shape, in the type of `out`; both may have any strides."""
         ...
 
-    def copy_blocks(self, caches: Sequence[Tensor], src_dst_pairs: Sequence[tuple[int, int]]) -> None:
+    def copy_blocks(
+        self, caches: Sequence[Tensor], src_dst_pairs: Sequence[tuple[int, int]]
+    ) -> None:
         """Copy rows within each of the caches, uint8; read all sources before the first write."""
         ...
 
@@ -437,10 +439,8 @@ class Ops(Protocol):
         """
         ...
 
-    def set_at_(
-        self, x: Tensor, rows: LongArray, columns: LongArray | None, value: float
-    ) -> None:
-        """Set elements (rows[i], columns[i]) of x [M, V] to a number; without columns, whole rows."""
+    def set_at_(self, x: Tensor, rows: LongArray, columns: LongArray | None, value: float) -> None:
+        """Set elements (rows[i], columns[i]) of x [M, V], or whole rows, to a number."""
         ...
 
     def add_at_(
@@ -473,9 +473,7 @@ class Ops(Protocol):
         """
         ...
 
-    def change_rows(
-        self, x: Tensor, rows: LongArray, change: Callable[[Ops, Any], object]
-    ) -> None:
+    def change_rows(self, x: Tensor, rows: LongArray, change: Callable[[Ops, Any], object]) -> None:
         """Have a plug-in change rows of float32 x [M, V].
 
         Args:

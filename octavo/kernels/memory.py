@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 import sys
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo import _native
-from octavo.system.tensor import HostTensor, empty, from_numpy, itemsize
+from octavo.system.tensor import HostTensor, Tensor, empty, from_numpy, itemsize
 
 _ALIGNMENT = 64  # a cache line
 _HUGE_PAGE = 2 * 2**20
@@ -43,7 +44,7 @@ def map_memory(nbytes: int) -> HostTensor:
     return tensor[start : start + nbytes]
 
 
-def release_memory(tensor: HostTensor) -> None:
+def release_memory(tensor: Tensor) -> None:
     """Return the pages of mapped memory to the system.
 
     The tensor keeps its address, and its contents become zeros. The system allocates pages again on
@@ -52,7 +53,7 @@ def release_memory(tensor: HostTensor) -> None:
     if sys.platform == "linux":
         _native.release_pages(tensor.data_ptr(), tensor.nbytes)
     else:
-        tensor.numpy()[...] = 0
+        ctypes.memset(tensor.data_ptr(), 0, tensor.nbytes)
 
 
 class _Nowhere:

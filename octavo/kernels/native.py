@@ -154,7 +154,9 @@ class NativeOps:
         assert out.shape == x.shape
         self.to_host(out)[...] = self.to_host(x)
 
-    def copy_blocks(self, caches: Sequence[Tensor], src_dst_pairs: Sequence[tuple[int, int]]) -> None:
+    def copy_blocks(
+        self, caches: Sequence[Tensor], src_dst_pairs: Sequence[tuple[int, int]]
+    ) -> None:
         src, dst = np.array(src_dst_pairs, np.int64).reshape(-1, 2).T
         for cache in caches:
             blocks = self.to_host(cache)
@@ -173,9 +175,7 @@ class NativeOps:
 
     def _empty(self, *shape: int, dtype: str) -> Tensor:
         arena = self._recording.arena
-        return (
-            empty(*shape, dtype=dtype) if arena is None else arena.empty(*shape, dtype=dtype)
-        )
+        return empty(*shape, dtype=dtype) if arena is None else arena.empty(*shape, dtype=dtype)
 
     def _result(self, out: Tensor | None, *shape: int, dtype: str) -> Tensor:
         """Return `out` if that is given, or else new memory."""
@@ -727,9 +727,7 @@ class NativeOps:
         ranks: LongArray = ahead.sum(-1) + 1
         return ranks
 
-    def set_at_(
-        self, x: Tensor, rows: LongArray, columns: LongArray | None, value: float
-    ) -> None:
+    def set_at_(self, x: Tensor, rows: LongArray, columns: LongArray | None, value: float) -> None:
         self.to_host(x)[rows if columns is None else (rows, columns)] = value
 
     def add_at_(
@@ -754,9 +752,7 @@ class NativeOps:
             values -= presence * (counts > 0)
         logits[rows, columns] = values
 
-    def change_rows(
-        self, x: Tensor, rows: LongArray, change: Callable[[Ops, Any], object]
-    ) -> None:
+    def change_rows(self, x: Tensor, rows: LongArray, change: Callable[[Ops, Any], object]) -> None:
         """Import torch, which plug-ins need."""
         from octavo.kernels.torch_tensors import with_torch
 

@@ -179,7 +179,9 @@ class ReferenceOps:
     def copy_(self, out: Tensor, x: Tensor) -> None:
         out.copy_(x)
 
-    def copy_blocks(self, caches: Sequence[Tensor], src_dst_pairs: Sequence[tuple[int, int]]) -> None:
+    def copy_blocks(
+        self, caches: Sequence[Tensor], src_dst_pairs: Sequence[tuple[int, int]]
+    ) -> None:
         src, dst = self.to_device(np.array(src_dst_pairs, np.int64).reshape(-1, 2)).unbind(1)
         for cache in caches:
             cache[dst] = cache[src]
@@ -216,7 +218,9 @@ class ReferenceOps:
         assert weight.panel == 0, "weight was packed by another table"
         if isinstance(weight, QuantizedWeight):
             return into(out, self._linear_q(x, weight, bias, out_dtype))
-        y = F.linear(x.float(), weight.data.float(), None if bias is None else bias.float())
+        y = F.linear(
+            x.float(), cast(Tensor, weight.data).float(), None if bias is None else bias.float()
+        )
         return into(out, y.to(_either(out_dtype, x)))
 
     def _linear_q(
@@ -259,20 +263,19 @@ class ReferenceOps:
         """Store numbers in units of their scales [N, groups, group], a scale after each group."""
         rows = []
         for part in parts:
+            codes, scales = cast(Tensor, part.codes), cast(Tensor, part.scales)
             match format:
                 case "int8":
-                    numbers = part.codes.float() - 128
+                    numbers = codes.float() - 128
                 case "int4_levels":
-                    numbers = LEVELS[part.codes.long()] / 16
+                    numbers = LEVELS[codes.long()] / 16
                 case "int4":
-                    numbers = part.codes.float() - 8
+                    numbers = codes.float() - 8
                 case "int4_zeros":
                     assert part.zeros is not None
-                    zeros = part.zeros.float().repeat_interleave(group_size, 1)[:, :k]
-                    numbers = part.codes.float() - zeros
-            rows.append(
-                torch.cat([_in_groups(numbers, group_size or k), part.scales[..., None]], 2)
-            )
+                    zeros = cast(Tensor, part.zeros).float().repeat_interleave(group_size, 1)[:, :k]
+                    numbers = codes.float() - zeros
+            rows.append(torch.cat([_in_groups(numbers, group_size or k), scales[..., None]], 2))
         data = torch.cat(rows)
         assert data.shape[0] == n
         return QuantizedWeight(data, n, k, format, group_size, panel=0)
@@ -443,9 +446,7 @@ class ReferenceOps:
         ahead = (x > value) | ((x == value) & lower)
         return self.to_host(ahead.sum(-1) + 1)
 
-    def set_at_(
-        self, x: Tensor, rows: LongArray, columns: LongArray | None, value: float
-    ) -> None:
+    def set_at_(self, x: Tensor, rows: LongArray, columns: LongArray | None, value: float) -> None:
         at = (self.to_device(rows),)
         x[at if columns is None else (*at, self.to_device(columns))] = value
 
@@ -471,9 +472,7 @@ class ReferenceOps:
         values -= presence * (number > 0)
         x[at] = values
 
-    def change_rows(
-        self, x: Tensor, rows: LongArray, change: Callable[[Ops, Any], object]
-    ) -> None:
+    def change_rows(self, x: Tensor, rows: LongArray, change: Callable[[Ops, Any], object]) -> None:
         at = self.to_device(rows)
         own = x[at]
         change(cast(Ops, self), own)

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.utils.dlpack
 from numpy.typing import NDArray
 
 from octavo.kernels.base import Ops
@@ -29,9 +30,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 def as_torch(x: HostTensor | NDArray[Any]) -> torch.Tensor:
     """Return torch's tensor on the same memory; never write to it if the memory is read-only."""
     tensor = x if isinstance(x, HostTensor) else from_numpy(x)
-    if tensor.dtype.startswith("float8"):  # DLPack has them since torch 2.10 only
-        return torch.from_dlpack(tensor.view("uint8")).view(torch_dtype(tensor.dtype))
-    return torch.from_dlpack(tensor)
+    if tensor.dtype.startswith("float8"):  # torch's DLPack lacks them
+        return as_torch(tensor.view("uint8")).view(torch_dtype(tensor.dtype))
+    # DLPack drops the strides of dimensions with one element.
+    strides = [tensor.stride(dim) for dim in range(tensor.ndim)]
+    return torch.utils.dlpack.from_dlpack(tensor).as_strided(tensor.shape, strides)
 
 
 def from_torch(x: torch.Tensor) -> HostTensor:

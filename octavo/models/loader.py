@@ -253,7 +253,7 @@ def _same_bytes(tensor: HostTensor, dtype: str) -> NDArray[Any]:
 
     numpy copies those faster.
     """
-    array = tensor.numpy()
+    array: NDArray[Any] = tensor.numpy()
     array = array if tensor.dtype == dtype else array.astype(numpy_dtype(dtype))
     return array.view(np.uint16) if itemsize(dtype) == 2 else array
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from safetensors import serialize_file
 
@@ -143,7 +144,7 @@ def _share(source: Source, tensor: HostTensor, rank: int, size: int, heads: int)
 
 def _save(state: dict[str, HostTensor], file: Path) -> None:
     """Write a safetensors file."""
-    tensors = {
+    tensors: dict[str, Any] = {
         name: {
             "dtype": tensor.dtype,
             "shape": list(tensor.shape),

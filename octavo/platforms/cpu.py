@@ -74,6 +74,10 @@ class CPUPlatform(Platform):
         from octavo.worker.scratch import measure_scratch
 
         backend = self.make_attention_backend(setup, self.name)
+        if setup.config.device.attention_backend == "triton":
+            from octavo.kernels.torch_tensors import ForHost
+
+            backend = cast("AttentionBackend", ForHost(backend))
         draft = setup.draft
         scratches = tuple(
             Scratch.most([measure_scratch(rank, backend) for rank in stage.peers])

@@ -36,10 +36,11 @@ class FromFloats:
         (tensor,) = tensors
         if columns is not None:
             tensor = tensor[:, slice(*columns)]
-        return [
-            (tensor[selected] if isinstance(selected, slice) else from_numpy(tensor.numpy()[selected]),)
-            for selected in rows
-        ]
+        cut: list[Part] = []
+        for selected in rows:
+            whole = isinstance(selected, slice)
+            cut.append((tensor[selected] if whole else from_numpy(tensor.numpy()[selected]),))
+        return cut
 
 
 def floats(parts: Sequence[Part], dtype: str) -> list[HostTensor]:

@@ -88,9 +88,7 @@ def _choose(
     Returns:
         int64 [A].
     """
-    drafts, accept, recover = (
-        array[some] for array in (drafted.token_ids, drafted.accept, drafted.recover)
-    )
+    drafts, accept, recover = drafted.token_ids[some], drafted.accept[some], drafted.recover[some]
     p = weights / weights.sum(-1, keepdims=True)
     likely = np.take_along_axis(p, drafts[:, None], 1)[:, 0]
     if drafted.typical:

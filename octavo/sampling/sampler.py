@@ -92,7 +92,7 @@ class Sampler:
             drafted = metadata.drafted
             accept_drafts(self.ops, logits, metadata.params, drafted, output.token_ids)
         if not changes:
-            for row in self._failed_rows(output.token_ids):
+            for row in np.flatnonzero(self.ops.to_host(output.token_ids) < 0).tolist():
                 errors[row] = NOT_FINITE
         if len(asking):
             good = np.asarray([row not in errors for row in asking.tolist()])

@@ -110,7 +110,8 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     except TypeError:
         import ml_dtypes  # only needed for the numbers of such types
 
-        return np.dtype(getattr(ml_dtypes, name))
+        dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+        return dtype
 
 
 def round_to(number: float, dtype: str) -> float:

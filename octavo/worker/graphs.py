@@ -156,7 +156,7 @@ class EagerSteps:
         """Implement `StepRunner`."""
         table = inputs.table.first(inputs.size)
         max_seq_len = int(table.seq_lens.max())
-        tensors = table.map(self._ops.to_device)
+        tensors: StepTable[Tensor] = table.map(self._ops.to_device)
         step = self.context(tensors, int(inputs.counts.max()), max_seq_len)
         if inputs.embeds and self.model.spec.has_embed:
             assert isinstance(self.model, DecoderModel)
@@ -194,7 +194,7 @@ class CapturedSteps:
         self._ops = ops
         self._owners = eager, activations, logits  # keeps the memory that the plan refers to
         self._plan = _native.Plan()
-        table = buffers.table.map(ops.to_device)
+        table: StepTable[Tensor] = buffers.table.map(ops.to_device)
         step = eager.context(table, len(table.input_ids), 0)
         self._look_up = _native.Plan()
         self._embeds: Tensor | None = None

@@ -156,4 +156,3 @@ class Worker:
             self._transfers.shutdown()
             self._transfers = None
         self._runner = None
-

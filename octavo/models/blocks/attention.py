@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from octavo.errors import ConfigError
 from octavo.layers.rope_spec import RopeSpec
 from octavo.models.blocks.base import BlockSpec, LargestStep, Table

@@ -97,7 +97,7 @@ class HeadNormsSpec:
         """Return the live block."""
         from octavo.layers.norm import HeadNorms
 
-        return HeadNorms(parts.ops, parts.tensor("weight").unbind(), self.eps)
+        return HeadNorms(parts.ops, tuple(parts.tensor("weight").unbind()), self.eps)
 
 
 NormSpec = RMSNormSpec | LayerNormSpec

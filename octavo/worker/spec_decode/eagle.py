@@ -115,9 +115,7 @@ class EagleProposer(Proposer):
         late = at >= np.repeat(ends, ends - starts) - MOST_LATE
         self._late[of[late], at[late] % MOST_LATE] = ops.to_host(hidden)[late]
 
-    def _compute(
-        self, rows: LongArray, starts: LongArray, ends: LongArray, hidden: Tensor
-    ) -> None:
+    def _compute(self, rows: LongArray, starts: LongArray, ends: LongArray, hidden: Tensor) -> None:
         """Compute tokens from the target's hidden states [T, hidden_size]."""
         num_tokens = self.target.batch.num_tokens[rows]
         last = ends == num_tokens - 1
