@@ -6,7 +6,7 @@ import functools
 import importlib.util
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -23,7 +23,9 @@ def triton_ops() -> list[Ops]:
         return []
     from octavo.kernels.triton.ops import TritonOps
 
-    return [TritonOps(upcast=True)]
+    from tests.torch_ops import Named
+
+    return [cast("Ops", Named(TritonOps(upcast=True)))]
 
 
 def prepare_interpreter() -> None:

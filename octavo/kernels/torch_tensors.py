@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -78,15 +79,7 @@ class WithTorch:
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute; a method is wrapped."""
-        found = getattr(self.inner, name)
-        if not callable(found):
-            return found
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            given = [_from(arg) for arg in args]
-            return _to(found(*given, **{key: _from(arg) for key, arg in kwargs.items()}))
-
-        return call
+        return _to(getattr(self.inner, name))
 
 
 class ForHost:
@@ -101,16 +94,7 @@ class ForHost:
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute; a method is wrapped."""
-        found = getattr(self.inner, name)
-        if not callable(found):
-            return found
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            given = [_to(arg) for arg in args]
-            with torch.inference_mode():
-                return _from(found(*given, **{key: _to(arg) for key, arg in kwargs.items()}))
-
-        return call
+        return _from(getattr(self.inner, name))
 
 
 def with_torch(ops: Ops, array: NDArray[np.float32]) -> tuple[Ops, torch.Tensor]:
@@ -119,28 +103,35 @@ def with_torch(ops: Ops, array: NDArray[np.float32]) -> tuple[Ops, torch.Tensor]
 
 
 def _from(x: Any) -> Any:
-    return _convert(x, torch.Tensor, from_torch, torch.dtype, dtype_name)
+    """Return x with torch's tensors replaced by the host's, and torch's types by their names."""
+    if isinstance(x, torch.Tensor):
+        return from_torch(x)
+    return dtype_name(x) if isinstance(x, torch.dtype) else _convert(x, _from, _to)
 
 
 def _to(x: Any) -> Any:
-    return _convert(x, HostTensor, as_torch, (), lambda dtype: dtype)
+    """Return x with the host's tensors replaced by torch's."""
+    return as_torch(x) if isinstance(x, HostTensor) else _convert(x, _to, _from)
 
 
-def _convert(
-    x: Any, tensor: Any, change: Callable[[Any], Any], dtype: Any, name: Callable[[Any], Any]
-) -> Any:
-    """Return x with the tensors in it, and those in its fields, changed."""
-    if isinstance(x, tensor):
-        return change(x)
-    if isinstance(x, dtype):
-        return name(x)
+def _convert(x: Any, convert: Callable[[Any], Any], back: Callable[[Any], Any]) -> Any:
+    """Return x with its parts, or the results of a function, converted.
+
+    Args:
+        x: a list, a tuple, a dataclass, a function, or another value, which stays the same.
+        convert: converts a part or a result.
+        back: converts an argument of a function.
+    """
     if isinstance(x, list | tuple):
-        return type(x)(_convert(part, tensor, change, dtype, name) for part in x)
+        return type(x)(map(convert, x))
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
-        values = {
-            field.name: _convert(getattr(x, field.name), tensor, change, dtype, name)
-            for field in dataclasses.fields(x)
-            if field.init
-        }
-        return dataclasses.replace(x, **values)
+        fields = (field.name for field in dataclasses.fields(x) if field.init)
+        return dataclasses.replace(x, **{name: convert(getattr(x, name)) for name in fields})
+    if isinstance(x, types.FunctionType | types.MethodType):
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = {key: back(arg) for key, arg in kwargs.items()}
+            return convert(x(*map(back, args), **given))
+
+        return call
     return x

@@ -3,8 +3,8 @@
 import torch
 
 from octavo.attention.base import AttentionBackend
-from octavo.attention.cpu import CPUAttention
 from octavo.attention.reference import ReferenceAttention
+from tests.torch_ops import cpu_attention
 
 
 def make_backend(name: str, max_model_len: int = 1024) -> AttentionBackend:
@@ -13,4 +13,4 @@ def make_backend(name: str, max_model_len: int = 1024) -> AttentionBackend:
         from octavo.attention.triton import TritonAttention
 
         return TritonAttention(torch.device("cpu"), max_model_len)
-    return {"cpu": CPUAttention, "reference": ReferenceAttention}[name]()
+    return {"cpu": cpu_attention, "reference": ReferenceAttention}[name]()

@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from octavo.kernels.base import Ops
-from octavo.kernels.native import NativeOps
-from octavo.kernels.reference import ReferenceOps
+from tests.torch_ops import native_ops, reference_ops
 from tests.triton import triton_ops
 
-TABLES = [NativeOps(), ReferenceOps(), *triton_ops()]
+TABLES = [native_ops(), reference_ops(), *triton_ops()]
 tables = pytest.mark.parametrize("ops", TABLES, ids=lambda ops: ops.name)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from octavo.kernels import native
+from tests.torch_ops import native_ops
 
 BASES = {
     "amx": "avx512_bf16",
@@ -56,7 +57,7 @@ def test_products_of_bytes_are_the_same_bits(
     format: Literal["int8", "int4_levels"], group: int
 ) -> None:
     """With instructions for them and without, in vectors of one width."""
-    ops = native.NativeOps()
+    ops = native_ops()
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(130, 257, generator=generator)
     x = torch.randn(9, 257, generator=generator)

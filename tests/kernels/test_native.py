@@ -14,8 +14,9 @@ from octavo.kernels import native
 from octavo.kernels.base import Gate, PackedWeight, QuantizedWeight
 from octavo.kernels.native import NativeOps
 from octavo.kernels.reference import ReferenceOps
+from tests.torch_ops import native_ops, reference_ops
 
-ops, reference = NativeOps(), ReferenceOps()
+ops, reference = native_ops(), reference_ops()
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 pytestmark = pytest.mark.usefixtures("isa")
 
@@ -565,7 +566,7 @@ def test_number_of_threads() -> None:
 @pytest.mark.parametrize("columns", [64, 37])
 def test_results_go_where_they_are_wanted(dtype: torch.dtype, columns: int) -> None:
     """The results are in columns of wider rows, with the same bits; other columns stay."""
-    ops, k = NativeOps(), 48
+    ops, k = native_ops(), 48
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(5, k, generator=generator).to(dtype)
     weight = torch.randn(2 * columns, k, generator=generator).to(dtype)

@@ -12,9 +12,9 @@ import torch
 
 from octavo import _native
 from octavo.kernels import native
-from octavo.kernels.native import NativeOps
+from tests.torch_ops import native_ops
 
-ops = NativeOps()
+ops = native_ops()
 
 
 @pytest.fixture(autouse=True)
@@ -119,13 +119,14 @@ def test_a_refused_call_leaves_the_pool_as_it_was():
 
 def test_idle_threads_use_no_processor():
     code = """
-import time, torch
+import time
 from octavo import _native
 from octavo.kernels.native import NativeOps
+from octavo.system.tensor import full
 _native.set_num_threads(8)
 ops = NativeOps()
-x = torch.ones(64, 512)
-ops.linear(x, ops.pack_weight(torch.ones(512, 512)))
+x = full((64, 512), 1, "float32")
+ops.linear(x, ops.pack_weight(full((512, 512), 1, "float32")))
 time.sleep(0.05)
 before = time.process_time()
 time.sleep(0.5)

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from octavo.kernels import native
 from octavo.kernels.base import Codes, QuantFormat, QuantizedWeight
-from octavo.kernels.native import NativeOps
-from octavo.kernels.reference import LEVELS, ReferenceOps
+from octavo.kernels.reference import LEVELS
 from octavo.kernels.sizes import quantized_nbytes
+from tests.torch_ops import native_ops, reference_ops
 
-ops, reference = NativeOps(), ReferenceOps()
+ops, reference = native_ops(), reference_ops()
 pytestmark = pytest.mark.usefixtures("isa")
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 

@@ -14,15 +14,15 @@ from torch import Tensor
 
 from octavo.kernels import native
 from octavo.kernels.base import SAMPLING_ROW
-from octavo.kernels.native import NativeOps
 from octavo.kernels.reference import ReferenceOps
+from tests.torch_ops import native_ops
 
 
 class Ranking(ReferenceOps):
     """Reference with the native exponential, so that weights agree to the last bit."""
 
     def exp(self, x: Tensor) -> Tensor:
-        return NativeOps().exp(x)
+        return native_ops().exp(x)
 
 
 def params(rows: int, **given: float) -> NDArray[np.void]:
@@ -61,7 +61,7 @@ def test_same_tokens_as_the_reference(data: st.DataObject) -> None:
     try:
         for isa in native.available_isas():
             native.set_isa(isa)
-            assert torch.equal(NativeOps().sample(x, chosen), Ranking().sample(x, chosen)), isa
+            assert torch.equal(native_ops().sample(x, chosen), Ranking().sample(x, chosen)), isa
     finally:
         native.set_isa(before)
 
@@ -82,7 +82,7 @@ def test_same_tokens_as_the_reference(data: st.DataObject) -> None:
 def test_a_whole_vocabulary(isa: str, given: dict[str, float]) -> None:
     x = torch.randn(12, 50_257, generator=torch.Generator().manual_seed(0)) * 4
     assert torch.equal(
-        NativeOps().sample(x, params(12, **given)), Ranking().sample(x, params(12, **given))
+        native_ops().sample(x, params(12, **given)), Ranking().sample(x, params(12, **given))
     )
 
 
@@ -92,8 +92,8 @@ def test_rows_without_a_finite_maximum(isa: str) -> None:
     x[1, 50] = math.inf
     x[2] = -math.inf
     for given in ({"temperature": 0.0}, {}, {"top_p": 0.5}):
-        assert NativeOps().sample(x, params(4, **given)).tolist()[:3] == [-1, -1, -1]
-    largest = NativeOps().row_max(x)
+        assert native_ops().sample(x, params(4, **given)).tolist()[:3] == [-1, -1, -1]
+    largest = native_ops().row_max(x)
     assert largest[0].isnan()
     assert largest[1:].tolist() == [math.inf, -math.inf, x[3].max().item()]
 
@@ -103,5 +103,5 @@ def test_threads_change_nothing(one_and_two_threads: tuple[int, int]) -> None:
     tokens = []
     for threads in one_and_two_threads:
         native.set_num_threads(threads)
-        tokens.append(NativeOps().sample(x, params(64, top_p=0.9)))
+        tokens.append(native_ops().sample(x, params(64, top_p=0.9)))
     assert torch.equal(*tokens)

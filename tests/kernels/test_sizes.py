@@ -4,8 +4,8 @@ import sys
 import pytest
 import torch
 
-from octavo.kernels.native import NativeOps
 from octavo.kernels.sizes import packed_nbytes
+from tests.torch_ops import native_ops
 
 
 def test_imports_no_torch() -> None:
@@ -16,7 +16,7 @@ def test_imports_no_torch() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (64, 64), (65, 63), (1000, 576)])
 def test_is_what_packing_takes(n: int, k: int, dtype: str) -> None:
-    ops = NativeOps()
+    ops = native_ops()
     weight = torch.zeros(n, k, dtype=getattr(torch, dtype))
     assert ops.pack_weight(weight).nbytes == packed_nbytes(n, k, dtype)
 

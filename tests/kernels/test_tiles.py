@@ -11,9 +11,9 @@ from torch import Tensor
 
 from octavo import _native
 from octavo.kernels import native
-from octavo.kernels.native import NativeOps
+from tests.torch_ops import native_ops
 
-ops = NativeOps()
+ops = native_ops()
 
 
 def variants() -> list[str]:

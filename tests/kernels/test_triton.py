@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.kernels.base import SAMPLING_ROW
-from octavo.kernels.reference import ReferenceOps
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from octavo.kernels.triton import fp8, gemm, kv_write
 from octavo.kernels.triton.ops import TritonOps
+from tests.torch_ops import Named, reference_ops
 
-ops, reference = TritonOps(upcast=True), ReferenceOps()
+ops, reference = Named(TritonOps(upcast=True)), reference_ops()
 # The interpreter truncates float32 to bfloat16 instead of rounding: one unit in the last place.
 ERROR = {torch.float32: 1e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-6}
 dtypes = pytest.mark.parametrize("dtype", list(ERROR), ids=str)

@@ -12,8 +12,8 @@ import torch
 
 from octavo import _native
 from octavo.kernels import native, tuning
-from octavo.kernels.native import NativeOps
 from octavo.kernels.tuning import DEFAULT, GRAINS, SPINS, Tuning, choose, measure, tune
+from tests.torch_ops import native_ops
 
 OTHER = Tuning(not DEFAULT.past_caches, 200, 2500)
 
@@ -82,7 +82,7 @@ def test_what_is_better_at_times_only_is_not_taken(monkeypatch):
 
 def test_no_choice_changes_a_bit():
     generator = torch.Generator().manual_seed(0)
-    ops = NativeOps()
+    ops = native_ops()
     native.set_num_threads(2)
     for dtype in (torch.bfloat16, torch.float32):
         weight = ops.pack_weight(torch.randn(320, 256, generator=generator).to(dtype))
