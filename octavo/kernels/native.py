@@ -701,9 +701,8 @@ class NativeOps:
         """
         numbers = self.to_host(x)
         dim = numbers.shape[1]
-        # NaN counts as -inf; adding 0.0 makes -0.0 equal to 0.0.
-        plain = np.where(np.isnan(numbers), np.float32(-np.inf), numbers) + np.float32(0)
-        bits = plain.view(np.int32)
+        numbers = np.where(np.isnan(numbers), np.float32(-np.inf), numbers)
+        bits = (numbers + np.float32(0)).view(np.int32)  # -0.0 is equal to 0.0
         bits ^= (bits >> 31) & 0x7FFFFFFF  # negative floats sort backwards as integers
         keys = bits.astype(np.int64) << 32
         keys |= _LOW_WORD - np.arange(dim)

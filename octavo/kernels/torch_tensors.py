@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import numpy as np
@@ -130,8 +130,12 @@ def _convert(x: Any, convert: Callable[[Any], Any], back: Callable[[Any], Any]) 
     if isinstance(x, types.FunctionType | types.MethodType):
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            given = {key: back(arg) for key, arg in kwargs.items()}
-            return convert(x(*map(back, args), **given))
+            given = [back(arg) for arg in (*args, *kwargs.values())]
+            result = x(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
+            for own, other in zip((*args, *kwargs.values()), given, strict=True):
+                if result is other:
+                    return own
+            return convert(result)
 
         return call
-    return x
+    return map(convert, x) if isinstance(x, Iterator) else x

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from octavo.attention.base import AttentionBackend, AttentionMetadata, AttentionParams
+from octavo.kernels.torch_tensors import dtype_name
 
 NOWHERE = 1 << 30  # a block that cannot be read
 
@@ -100,7 +101,7 @@ class Case:
         free = order.int().tolist()
         cache_dtype = self.cache_dtype or self.dtype
         shape = backend.kv_cache_shape(
-            num_blocks, self.block_size, self.kv_heads, self.head_size, cache_dtype
+            num_blocks, self.block_size, self.kv_heads, self.head_size, dtype_name(cache_dtype)
         )
         kv_cache = new_cache(shape, cache_dtype)
         table = torch.full((len(blocks_of), max([1, *blocks_of]) + 1), NOWHERE, dtype=torch.int32)

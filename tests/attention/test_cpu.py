@@ -12,13 +12,15 @@ from octavo.attention.base import (
     AttentionParams,
     LargestAttention,
 )
-from octavo.attention.cpu import BLOCK_SIZES, CPUAttention
+from octavo.attention.cpu import BLOCK_SIZES
 from octavo.attention.reference import ReferenceAttention
 from octavo.errors import ConfigError
 from octavo.kernels import native
+from octavo.kernels.torch_tensors import dtype_name
 from tests.attention.cases import Case, assert_near, new_cache
+from tests.torch_ops import cpu_attention
 
-backend = CPUAttention()
+backend = cpu_attention()
 BYTES = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 byte_caches = pytest.mark.parametrize("cache_dtype", BYTES, ids=str)
@@ -175,7 +177,9 @@ def test_head_sizes_of_caches_of_bytes(cache_dtype: torch.dtype) -> None:
 def through_the_cache(value: Tensor, cache_dtype: torch.dtype, backend: AttentionBackend) -> Tensor:
     """Return values [T, 8] read back from a cache, by tokens that attend only to themselves."""
     tokens = len(value)
-    kv_cache = new_cache(backend.kv_cache_shape(tokens, 8, 1, 8, cache_dtype), cache_dtype)
+    kv_cache = new_cache(
+        backend.kv_cache_shape(tokens, 8, 1, 8, dtype_name(cache_dtype)), cache_dtype
+    )
     slots = torch.arange(tokens) * 8
     key = torch.zeros_like(value)
     backend.write_kv(key[:, None], value[:, None], kv_cache, slots)
@@ -363,7 +367,7 @@ def test_block_size_changes_no_bit() -> None:
 
 def test_shapes_it_cannot_do() -> None:
     assert backend.kv_cache_shape(3, 16, 2, 64) == (3, 2, 2, 16, 64)
-    assert backend.kv_cache_shape(3, 16, 2, 64, torch.int8) == (3, 2, 2, 16, 68)
+    assert backend.kv_cache_shape(3, 16, 2, 64, "int8") == (3, 2, 2, 16, 68)
     with pytest.raises(ConfigError, match="block_size=24"):
         backend.kv_cache_shape(3, 24, 2, 64)
     for head_size in (0, 513):
@@ -383,7 +387,7 @@ def test_what_each_thread_takes_is_planned() -> None:
             head_size=head_size,
             num_threads=threads,
         )
-        return CPUAttention().scratch_nbytes(largest)
+        return cpu_attention().scratch_nbytes(largest)
 
     assert planned(2, 64) == 2 * planned(1, 64)
     assert planned(1, 64) >= 36 * 64 * (2 + 4 + 4) + 36 * 64 * (4 + 2)

@@ -100,4 +100,4 @@ def test_steps_of_the_same_size_have_plans_of_their_own(backend):
 
 def test_no_cache_of_bytes(backend):
     with pytest.raises(ConfigError, match="kv_cache_dtype"):
-        backend.kv_cache_shape(4, 16, 2, 64, torch.int8)
+        backend.kv_cache_shape(4, 16, 2, 64, "int8")

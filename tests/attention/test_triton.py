@@ -164,4 +164,4 @@ def test_what_it_cannot_do() -> None:
     with pytest.raises(ConfigError, match="head_size=512"):
         backend().kv_cache_shape(4, 16, 2, 512)
     with pytest.raises(ConfigError, match="int8"):
-        backend().kv_cache_shape(4, 16, 2, 64, torch.int8)
+        backend().kv_cache_shape(4, 16, 2, 64, "int8")

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.kernels.base import SAMPLING_ROW
+from octavo.kernels.reference import ReferenceOps
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
@@ -109,7 +110,7 @@ def test_linear_of_one_tile_size(rows: int, n: int, k: int, dtype: torch.dtype) 
 
 
 def test_batch_invariant_linear() -> None:
-    invariant = TritonOps(batch_invariant=True, upcast=True)
+    invariant = Named(TritonOps(batch_invariant=True, upcast=True))
     x, weight = random(70, 40), invariant.pack_weight(random(50, 40, seed=1))
     whole = invariant.linear(x, weight)
     for rows in (1, 3, 64):
