@@ -40,6 +40,14 @@ struct Tensor {
   }
   int64_t nbytes() const { return numel() * type->itemsize(); }
 
+  // Sizes come from callers: their product must be a number of bytes.
+  void check_size() const {
+    int64_t nbytes = type->itemsize();
+    for (int i = 0; i < dims; i++)
+      if (__builtin_mul_overflow(nbytes, shape[i] > 0 ? shape[i] : 1, &nbytes))
+        throw std::invalid_argument("the sizes of the tensor are too large");
+  }
+
   void add_dim(int64_t size, int64_t stride) {
     if (dims == kMaxDims) throw std::invalid_argument("a tensor has at most 8 dimensions");
     shape[dims] = size;
@@ -76,15 +84,15 @@ struct Tensor {
   Tensor view(std::span<const int64_t> sizes) const {
     Tensor result{data, type};
     const int64_t count = numel();
-    int64_t known = 1;
+    int64_t known = 1;  // product of the given sizes
     int open = -1;
     for (size_t i = 0; i < sizes.size(); i++) {
       if (sizes[i] == -1 && open < 0)
         open = int(i);
       else if (sizes[i] < 0)
         throw std::invalid_argument("sizes are not negative, and only one may be -1");
-      else
-        known *= sizes[i];
+      else if (__builtin_mul_overflow(known, sizes[i], &known))
+        throw std::invalid_argument("the sizes of the view are too large");
       result.add_dim(sizes[i], 0);
     }
     if (open >= 0) result.shape[open] = known > 0 ? count / known : 0;

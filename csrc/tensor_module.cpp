@@ -131,8 +131,12 @@ Held get_item(const Held& self, nb::handle index) {
     }
   }
   nb::tuple parts = PyTuple_Check(index.ptr()) ? nb::borrow<nb::tuple>(index) : nb::make_tuple(index);
-  int used = 0;
-  for (nb::handle part : parts) used += part.ptr() != Py_Ellipsis && part.ptr() != Py_None;
+  int used = 0, ellipses = 0;
+  for (nb::handle part : parts) {
+    used += part.ptr() != Py_Ellipsis && part.ptr() != Py_None;
+    ellipses += part.ptr() == Py_Ellipsis;
+  }
+  if (ellipses > 1) throw nb::index_error("an index has at most one ...");
   int dim = 0;
   for (nb::handle part : parts) {
     if (part.ptr() == Py_Ellipsis) {
@@ -161,6 +165,7 @@ Held allocate(const nb::args& args, const std::string& dtype, bool zeros) {
     if (size < 0) throw nb::value_error("sizes are not negative");
     t.add_dim(size, 0);
   }
+  t.check_size();
   t.set_dense();
   const size_t nbytes = size_t(t.nbytes()), rounded = (nbytes + kAlignment) / kAlignment * kAlignment;
   void* memory = std::aligned_alloc(kAlignment, rounded);
@@ -176,8 +181,9 @@ const TensorType& numpy_type(char kind, int itemsize, nb::handle array) {
     char kind;
     uint8_t code;
   } kKinds[] = {{'f', 2}, {'i', 0}, {'u', 1}, {'b', 6}};
+  const bool is_float8 = kind == 'f' && itemsize == 1;
   for (const auto& it : kKinds)
-    if (it.kind == kind) return tensor_type(it.code, uint8_t(8 * itemsize));
+    if (it.kind == kind && !is_float8) return tensor_type(it.code, uint8_t(8 * itemsize));
   return tensor_type(nb::cast<std::string>(array.attr("dtype").attr("name")));
 }
 
