@@ -177,16 +177,18 @@ def pss_of(pid: int) -> tuple[float, float]:
 
 def measure_kills(python: str, model: str, flags: Sequence[str], kills: int) -> list[float]:
     pauses: list[float] = []
-    with serving(python, model, [*flags, "--max-restarts", str(10 * kills)]) as (port, _):
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=LIMIT) as client:
-            while True:
-                with contextlib.suppress(httpx.HTTPError):
-                    if client.get("/health").status_code == 200:
-                        break
-                time.sleep(0.01)
-            for _ in range(kills):
-                time.sleep(1.5)  # the spare interpreter, if any, gets ready
-                pauses.append(pause_after_kill(client, model, port))
+    with (
+        serving(python, model, [*flags, "--max-restarts", str(10 * kills)]) as (port, _),
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=LIMIT) as client,
+    ):
+        while True:
+            with contextlib.suppress(httpx.HTTPError):
+                if client.get("/health").status_code == 200:
+                    break
+            time.sleep(0.01)
+        for _ in range(kills):
+            time.sleep(1.5)  # the spare interpreter, if any, gets ready
+            pauses.append(pause_after_kill(client, model, port))
     return pauses
 
 

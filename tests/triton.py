@@ -22,7 +22,6 @@ def triton_ops() -> list[Ops]:
     if not HAS_TRITON:
         return []
     from octavo.kernels.triton.ops import TritonOps
-
     from tests.torch_ops import Named
 
     return [cast("Ops", Named(TritonOps(upcast=True)))]

@@ -69,11 +69,8 @@ def modules_of(pid: int) -> set[str]:
 
 def answers_of_a_server(client: httpx.Client) -> list[object]:
     """Return answers of the API's kinds of requests."""
-    schema = {
-        "type": "object",
-        "properties": {"name": {"enum": ["Tom", "Lily"]}},
-        "required": ["name"],
-    }
+    schema = {"type": "object", "properties": {"a": {"enum": ["b", "c"]}}, "required": ["a"]}
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}
     bodies: list[tuple[str, dict[str, object]]] = [
         ("/v1/completions", COMPLETION | {"logprobs": 2, "n": 2, "temperature": 0.8, "seed": 1}),
         ("/v1/completions", COMPLETION | {"use_beam_search": True, "n": 2}),
@@ -82,15 +79,7 @@ def answers_of_a_server(client: httpx.Client) -> list[object]:
             COMPLETION | {"structured_outputs": {"json": schema}, "max_tokens": 40},
         ),
         ("/v1/completions", COMPLETION | {"structured_outputs": {"regex": "[a-c]{4}"}}),
-        (
-            "/v1/chat/completions",
-            {
-                "model": MODEL,
-                "messages": [{"role": "user", "content": "Hi"}],
-                "max_tokens": 8,
-                "seed": 1,
-            },
-        ),
+        ("/v1/chat/completions", chat | {"seed": 1}),
     ]
     answers = []
     for path, body in bodies:
