@@ -1,7 +1,7 @@
-"""Trial of the wheel of `make wheel`, as by a user. It is installed into a separate environment,
-where nothing can be compiled, and generates; with qemu-user also on old processors.
+"""Trial of the wheel of `make wheel`, as by a user. It is installed into an empty environment, where
+nothing can be compiled, and generates and serves; with qemu-user also on old processors.
 
-    python tests/try_wheel.py dist --torch torch==2.13.0
+    python tests/try_wheel.py dist
 """
 
 import argparse
@@ -46,10 +46,20 @@ def check_files(wheel: Path) -> None:
     assert not differ, differ
 
 
+def size_of(env: Path, suffix: str = "") -> float:
+    """Return the size of an environment's packages in MB, without pip and setuptools."""
+    (packages,) = env.glob("lib/python3*/site-packages")
+    return sum(
+        file.stat().st_size / 1e6
+        for file in packages.rglob(f"*{suffix}")
+        if file.is_file()
+        and not file.relative_to(packages).parts[0].startswith(("pip", "setuptools", "pkg_res"))
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("dist", type=Path, help="Folder with one wheel and one sdist.")
-    parser.add_argument("--torch", required=True, help="What to install of PyTorch.")
     args = parser.parse_args()
     (wheel,) = args.dist.resolve().glob("*.whl")
     (sdist,) = args.dist.resolve().glob("*.tar.gz")
@@ -73,8 +83,12 @@ def main() -> None:
                 sys.exit(f"{done.stdout}{done.stderr}\n{' '.join(map(str, command))} failed.")
             return done.stdout
 
-        for package in (args.torch, wheel):
-            run(python, "-m", "pip", "install", "--quiet", "--only-binary", ":all:", package)
+        pip = (python, "-m", "pip", "--disable-pip-version-check")
+        run(*pip, "install", "--quiet", "--only-binary", ":all:", wheel)
+        print(f"site-packages: {size_of(env):.0f} MB without pip, ", end="")
+        print(f"{size_of(env, '.pyc'):.0f} MB of it byte code", flush=True)
+        installed = {line.split("==")[0] for line in run(*pip, "freeze").splitlines()}
+        assert not installed & {"torch", "triton", "transformers", "xgrammar"}, installed
         story = run(env / "bin" / "octavo", "run", "Once upon a time", "--max-tokens", "20")
         assert story.strip(), story
         isa, text = json.loads(run(python, "-c", GENERATE))
