@@ -32,7 +32,7 @@ ENV PATH=/opt/octavo/bin:$PATH \
     XDG_CACHE_HOME=/cache \
     HF_HOME=/cache/huggingface \
     PYTHONPYCACHEPREFIX=/cache/python
-USER octavo
+USER 10001
 VOLUME /cache
 EXPOSE 8000
 HEALTHCHECK --start-period=5m --interval=10s --timeout=5s CMD ["python3", "-c", \

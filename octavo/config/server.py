@@ -141,7 +141,7 @@ class ServerConfig(Section, frozen=True):
     warm_spare: Annotated[
         bool | None,
         Meta(
-            description="Keep a spare process ready that replaces a dead engine (256 MiB, and as"
+            description="Keep a spare process ready that replaces a dead engine (96 MiB, and as"
             " much for each worker process); default: on, except if that reduces the KV cache."
         ),
     ] = None

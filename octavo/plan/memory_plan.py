@@ -24,7 +24,7 @@ MIB = 2**20
 # 8 MB.
 SERVER_NBYTES = 256 * 2**20
 # Spare process: an interpreter with torch that waits to replace an engine or a worker.
-SPARE_NBYTES = 256 * 2**20
+SPARE_NBYTES = 96 * 2**20
 
 
 @dataclass(frozen=True)

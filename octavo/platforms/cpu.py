@@ -37,8 +37,10 @@ if TYPE_CHECKING:
 
 # Maximum default size of the KV cache: the machine has other users than the engine.
 DEFAULT_KV_NBYTES = 4 * 2**30
-# Interpreter, torch and the other libraries (230 MiB after import), a tokenizer, messages.
-RUNTIME_NBYTES = 272 * 2**20
+# Interpreter and libraries (56 MiB after import), a tokenizer, messages.
+RUNTIME_NBYTES = 88 * 2**20
+# The same without the tokenizer and the front end's libraries (48 MiB after import).
+WORKER_RUNTIME_NBYTES = 64 * 2**20
 
 
 class CPUPlatform(Platform):
@@ -251,7 +253,9 @@ def memory_budget(
         available=cpu_memory(config.device.numa_node)[1],
         most_kv_cache=DEFAULT_KV_NBYTES,
         items=(
-            MemoryItem("runtime", RUNTIME_NBYTES * (1 + config.num_worker_processes)),
+            MemoryItem(
+                "runtime", RUNTIME_NBYTES + WORKER_RUNTIME_NBYTES * config.num_worker_processes
+            ),
             MemoryItem("weights", weights),
             MemoryItem("activations", activations, "step"),
             MemoryItem("logits", logits, "step"),
