@@ -110,7 +110,7 @@ def main() -> None:
     """Print a line for each attack."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--url", help="a running server")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=10.0, help="duration of each measurement")
     options = parser.parse_args()
     spawn = multiprocessing.get_context("spawn")
     with contextlib.nullcontext(options.url) if options.url else server() as url:

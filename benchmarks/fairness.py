@@ -100,12 +100,18 @@ def show(name: str, times: list[float], alone: list[float]) -> float:
 def main() -> int:
     """Print the three measurements; return status 1 if the target is missed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seconds", type=float, default=30.0, help="of each measurement")
-    parser.add_argument("--tokens", type=int, default=480, help="of the light key's prompts")
-    parser.add_argument("--flooders", type=int, default=32, help="prompts of the flood at a time")
-    parser.add_argument("--flood-tokens", type=int, default=1500, help="of each of them")
+    parser.add_argument("--seconds", type=float, default=30.0, help="duration of each measurement")
+    parser.add_argument("--tokens", type=int, default=480, help="length of the light key's prompts")
     parser.add_argument(
-        "--flags", default="--max-num-batched-tokens 128 --max-num-seqs 16", help="the server's"
+        "--flooders", type=int, default=32, help="number of concurrent prompts of the flood"
+    )
+    parser.add_argument(
+        "--flood-tokens", type=int, default=1500, help="length of each prompt of the flood"
+    )
+    parser.add_argument(
+        "--flags",
+        default="--max-num-batched-tokens 128 --max-num-seqs 16",
+        help="flags of octavo serve",
     )
     options = parser.parse_args()
     spawn = multiprocessing.get_context("spawn")

@@ -128,7 +128,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rates", type=float, nargs="+", default=[25e3, 50e3, 100e3, 150e3])
     parser.add_argument("--engines", type=int, default=4)
-    parser.add_argument("--requests", type=int, default=64, help="of each engine")
+    parser.add_argument(
+        "--requests", type=int, default=64, help="number of requests of each engine"
+    )
     parser.add_argument("--seconds", type=float, default=4.0)
     args = parser.parse_args()
     sys.setswitchinterval(SWITCH_INTERVAL)  # as servers have it
