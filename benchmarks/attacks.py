@@ -109,7 +109,7 @@ def attack(url: str, path: str, data: bytes) -> None:
 def main() -> None:
     """Print a line for each attack."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--url", help="a running server")
+    parser.add_argument("--url", help="address of a running server")
     parser.add_argument("--seconds", type=float, default=10.0, help="duration of each measurement")
     options = parser.parse_args()
     spawn = multiprocessing.get_context("spawn")

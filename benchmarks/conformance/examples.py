@@ -102,9 +102,9 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run the examples and report; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.conformance.examples")
     parser.add_argument("checkout", type=Path, help="folder with vLLM's examples/")
-    parser.add_argument("--only", default="", help="part of the names of the scripts to be run")
+    parser.add_argument("--only", default="", help="run only scripts with this text in their names")
     parser.add_argument("--write", action="store_true", help="write the table into docs/vllm.md")
-    parser.add_argument("--jobs", type=int, default=2, help="scripts that are run at once")
+    parser.add_argument("--jobs", type=int, default=2, help="number of concurrent scripts")
     options = parser.parse_args(words)
     examples = options.checkout.resolve() / "examples"
     names = [name for name in scripts(examples) if options.only in name]
