@@ -119,7 +119,7 @@ async def measure(rate: float, engines: int, requests: int, seconds: float) -> N
     quarter = len(ages) // 4
     first, last = (1000 * statistics.median(part) for part in (ages[:quarter], ages[-quarter:]))
     print(
-        f"asked {rate:9,.0f}/s  came {num_tokens / wall:9,.0f}/s  "
+        f"target {rate:9,.0f}/s  delivered {num_tokens / wall:9,.0f}/s  "
         f"per second of CPU {num_tokens / cpu:9,.0f}  age {first:7.2f} ms, then {last:7.2f} ms"
     )
 

@@ -77,21 +77,17 @@ class StepArray(Protocol):
     @property
     def name(self) -> str:
         """Key in `StepContext.arrays`."""
-        ...
 
     @property
     def dtype(self) -> str:
         """Data type: "int32" or "int64"."""
-        ...
 
     @property
     def dims(self) -> tuple[str | int, ...]:
         """Dimensions: first "tokens", "requests" or "samples", then numbers."""
-        ...
 
     def make_filler(self, max_num_rows: int) -> StepFiller:
         """Return the filler of the array, for a batch of `max_num_rows` rows."""
-        ...
 
 
 @dataclass(slots=True)

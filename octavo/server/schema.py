@@ -461,9 +461,8 @@ class GenerationBody(ServedBody, StructuredOutputsBody):
     length_penalty: Float | None = None
     """Beam search: above 1 favours long answers. Default 1."""
     early_stopping: bool | Literal["never"] | None = None
-    """End of a beam search, once n beams have finished. true: at once; false: if no unfinished
-    beam has a better score at its present length; never: only if none can reach a better score.
-    Default false."""
+    """End of a beam search after n finished beams. true: at once; false (default): if no unfinished
+    beam has a better score at its present length; never: only if none can reach a better score."""
 
     unsupported = known_fields.GENERATION
     inner: ClassVar[Mapping[str, type[Body]]] = {
