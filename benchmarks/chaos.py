@@ -637,17 +637,23 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kills", type=int, default=100, help="in each layout")
+    parser.add_argument("--kills", type=int, default=100, help="number of kills in each layout")
     parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=["plain"])
-    parser.add_argument("--roles", nargs="+", choices=ROLES, default=ROLES, help="of what dies")
+    parser.add_argument(
+        "--roles", nargs="+", choices=ROLES, default=ROLES, help="kinds of processes to end"
+    )
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["SIGKILL", "SIGSTOP"])
-    parser.add_argument("--at-once", type=int, default=2, help="the most that die together")
-    parser.add_argument("--pause", type=float, default=1.0, help="seconds between, at most")
+    parser.add_argument(
+        "--at-once", type=int, default=2, help="maximum number of processes that end together"
+    )
+    parser.add_argument("--pause", type=float, default=1.0, help="maximum seconds between kills")
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model")
-    parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="of octavo serve")
+    parser.add_argument(
+        "--flags", nargs=argparse.REMAINDER, default=[], help="flags of octavo serve"
+    )
     return parser.parse_args(argv)
 
 

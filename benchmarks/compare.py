@@ -75,26 +75,34 @@ def _parser() -> argparse.ArgumentParser:
     install = commands.add_parser("install", help="install peers, make and convert models")
     install.add_argument("--peers", type=names, default=list(ENGINES[1:]), metavar="A,B")
     install.add_argument("--into", type=Path, required=True, metavar="FOLDER")
-    install.add_argument("--again", action="store_true", help="also those that are installed")
+    install.add_argument("--again", action="store_true", help="reinstall peers that are installed")
     install.set_defaults(command=_install)
 
-    run = commands.add_parser("run", help="measure")
+    run = commands.add_parser("run", help="measure all engines")
     run.add_argument("--workloads", type=names, default=list(WORKLOADS), metavar="W1,W2")
     run.add_argument("--engines", type=names, default=list(ENGINES[:4]), metavar="A,B")
     run.add_argument(
-        "--before", metavar="PYTHON", help="interpreter of another build of Octavo, measured, too"
+        "--before",
+        metavar="PYTHON",
+        help="interpreter of another build of Octavo to measure as well",
     )
     run.add_argument("--repeats", type=int, default=3, metavar="N")
     run.add_argument("--models", type=Path, required=True, metavar="FOLDER")
     run.add_argument(
-        "--peers", type=Path, metavar="FOLDER", help="where they are [the parent of --models]"
+        "--peers", type=Path, metavar="FOLDER", help="folder of the peers [the parent of --models]"
     )
     run.add_argument("--out", type=Path, required=True, metavar="FILE")
     run.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data" / "workloads")
     run.add_argument("--quick", action="store_true", help="few, short requests, to test drivers")
     run.add_argument("--skip-missing", action="store_true", help="leave out missing peers")
     run.add_argument("--resume", action="store_true", help="continue the results file")
-    run.add_argument("--silence", type=float, default=900.0, metavar="S", help="give up after")
+    run.add_argument(
+        "--silence",
+        type=float,
+        default=900.0,
+        metavar="S",
+        help="seconds without progress until an engine fails",
+    )
     run.set_defaults(command=_run)
 
     show = commands.add_parser("report", help="print the tables, write docs/performance.md")

@@ -19,49 +19,17 @@ import argparse
 import asyncio
 import contextlib
 import multiprocessing
-import os
 import random
-import re
 import shlex
-import signal
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
 
 import httpx
+from attacks import server
 
 LIGHT, FLOOD = "light-key", "flood-key"
 # Ids that every model has, and that are no special tokens in most.
 FIRST_ID, NUM_IDS = 100, 150
-
-
-@contextlib.contextmanager
-def server(flags: list[str]) -> Iterator[str]:
-    """Start a server with two keys; yield its address."""
-    command = [sys.executable, "-m", "octavo", "serve", "--host", "127.0.0.1", "--port", "0"]
-    process = subprocess.Popen(
-        [*command, "--api-key", LIGHT, "--api-key", FLOOD, *flags],
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "NO_COLOR": "1"},
-    )
-    assert process.stderr is not None
-    try:
-        url = ""
-        for line in process.stderr:
-            if found := re.search(r"listening on (\S+)", line):
-                url = found[1]
-            if " ready: " in line:
-                break
-        else:
-            raise SystemExit("the server did not start")
-        threading.Thread(target=process.stderr.read, daemon=True).start()
-        yield url
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(60)
 
 
 def prompt(chance: random.Random, length: int) -> list[int]:
@@ -132,16 +100,22 @@ def show(name: str, times: list[float], alone: list[float]) -> float:
 def main() -> int:
     """Print the three measurements; return status 1 if the target is missed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seconds", type=float, default=30.0, help="of each measurement")
-    parser.add_argument("--tokens", type=int, default=480, help="of the light key's prompts")
-    parser.add_argument("--flooders", type=int, default=32, help="prompts of the flood at a time")
-    parser.add_argument("--flood-tokens", type=int, default=1500, help="of each of them")
+    parser.add_argument("--seconds", type=float, default=30.0, help="duration of each measurement")
+    parser.add_argument("--tokens", type=int, default=480, help="length of the light key's prompts")
     parser.add_argument(
-        "--flags", default="--max-num-batched-tokens 128 --max-num-seqs 16", help="the server's"
+        "--flooders", type=int, default=32, help="number of concurrent prompts of the flood"
+    )
+    parser.add_argument(
+        "--flood-tokens", type=int, default=1500, help="length of each prompt of the flood"
+    )
+    parser.add_argument(
+        "--flags",
+        default="--max-num-batched-tokens 128 --max-num-seqs 16",
+        help="flags of octavo serve",
     )
     options = parser.parse_args()
     spawn = multiprocessing.get_context("spawn")
-    with server(shlex.split(options.flags)) as url:
+    with server(["--api-key", LIGHT, "--api-key", FLOOD, *shlex.split(options.flags)]) as url:
         first_token_times(url, LIGHT, options.tokens, 2.0)
         print(f"{'':22}{'requests':>8}{'p50 ms':>10}{'p99 ms':>10}{'ratio':>8}")
         alone = first_token_times(url, LIGHT, options.tokens, options.seconds)

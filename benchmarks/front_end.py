@@ -18,22 +18,17 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import uvloop
 
 from octavo.config import EngineConfig
-from octavo.executor.base import Executor
 from octavo.fleet.start import EngineProcesses
 from octavo.frontend.async_llm import AsyncLLM
-from octavo.kv_cache.groups import KVCacheConfig
 from octavo.messages import EngineCoreOutputs, GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from octavo.plan.memory import MemoryBudget
 from octavo.plan.setup import WorkerSetup
 from octavo.sampling_params import RequestOutputKind, SamplingParams
-from octavo.simulation.simulation import BatchReader
+from octavo.simulation.simulation import BatchReader, ModellessExecutor
 from octavo.system import clock
 from octavo.system.device import SWITCH_INTERVAL
 from octavo.worker.platform import Platform
@@ -62,7 +57,7 @@ class PacedStep(Future[ModelRunnerOutput]):
         return self._output
 
 
-class PacedExecutor(Executor):
+class PacedExecutor(ModellessExecutor):
     """Executor without a model that makes tokens at a given rate."""
 
     def __init__(self, setup: WorkerSetup, platform: Platform) -> None:
@@ -78,26 +73,6 @@ class PacedExecutor(Executor):
             [[TOKEN] if gets_token else [] for gets_token in sampled],
         )
         return PacedStep(self._free_at, output)
-
-    def measure_memory(self) -> MemoryBudget:
-        """Raise NotImplementedError: there is no model."""
-        raise NotImplementedError
-
-    def initialize_kv_cache(self, kv_cache: KVCacheConfig) -> None:
-        """Do nothing: there is no KV cache."""
-
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Any]:
-        """Return []: there are no workers."""
-        return []
-
-    def shutdown(self) -> None:
-        """Implement `Executor`."""
 
 
 async def measure(rate: float, engines: int, requests: int, seconds: float) -> None:
@@ -144,7 +119,7 @@ async def measure(rate: float, engines: int, requests: int, seconds: float) -> N
     quarter = len(ages) // 4
     first, last = (1000 * statistics.median(part) for part in (ages[:quarter], ages[-quarter:]))
     print(
-        f"asked {rate:9,.0f}/s  came {num_tokens / wall:9,.0f}/s  "
+        f"target {rate:9,.0f}/s  delivered {num_tokens / wall:9,.0f}/s  "
         f"per second of CPU {num_tokens / cpu:9,.0f}  age {first:7.2f} ms, then {last:7.2f} ms"
     )
 
@@ -153,7 +128,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rates", type=float, nargs="+", default=[25e3, 50e3, 100e3, 150e3])
     parser.add_argument("--engines", type=int, default=4)
-    parser.add_argument("--requests", type=int, default=64, help="of each engine")
+    parser.add_argument(
+        "--requests", type=int, default=64, help="number of requests of each engine"
+    )
     parser.add_argument("--seconds", type=float, default=4.0)
     args = parser.parse_args()
     sys.setswitchinterval(SWITCH_INTERVAL)  # as servers have it

@@ -527,7 +527,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--model", help="default: the built-in one")
+    parser.add_argument("--model", help="model; default: the built-in one")
     args = parser.parse_args()
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -1,24 +1,25 @@
 #!/usr/bin/env bash
-# Checks and measures Octavo on a GPU, in one table and under 8 minutes.
+# Check and measure Octavo on a GPU; print one table in under 8 minutes.
 #
 #   benchmarks/gpu_check.sh [--wheels FOLDER] [--out FILE] [--quick]
 #
-# Needs this repository and a Python (PYTHON names it; default: .venv's if there is one, or python3) that
-# has torch for CUDA, Triton and transformers. Octavo itself is built from the source, which takes a C++ compiler and, in that
-# Python, scikit-build-core, nanobind, cmake and ninja; or it comes from FOLDER, with whatever else the
-# Python lacks: of the packages that Octavo needs here, transformers brings all but msgspec. All of it is
-# installed into build/gpu_check; the Python stays as it is, and nothing is fetched from a network.
+# Requirements: this repository, and a Python with torch for CUDA, Triton and transformers (set PYTHON;
+# default: that of .venv if it exists, otherwise python3). The script builds Octavo from the source. This
+# needs a C++ compiler and, in that Python, scikit-build-core, nanobind, cmake and ninja. With --wheels
+# it installs Octavo from FOLDER instead, and other packages that the Python lacks; transformers requires
+# all packages that Octavo needs here, except msgspec. The script installs into build/gpu_check, does not
+# change the Python, and does not use the network.
 #
-# FOLDER is made elsewhere, by a Python of the same version on the same kind of machine:
+# Build FOLDER on another machine of the same kind, with the same version of Python:
 #
 #   python -m pip wheel --no-deps -w FOLDER .
 #   python -m pip wheel --no-deps -w FOLDER msgspec
 #
-# (--no-deps: without it torch and all of CUDA come along.) Where the versions differ, the second is
-# `pip download --no-deps -d FOLDER --only-binary :all: --python-version 3.12 msgspec`, and octavo's wheel
-# is left out and built on the machine.
+# Without --no-deps, pip would add torch and all of CUDA. If the versions of Python differ, replace the
+# second command by `pip download --no-deps -d FOLDER --only-binary :all: --python-version 3.12 msgspec`,
+# and omit the first: the script then builds Octavo on the GPU's machine.
 #
-# Exit status: 0 all well, 1 a check failed, 3 no GPU, 4 something that is needed is missing.
+# Exit status: 0 success, 1 a check failed, 3 no GPU, 4 a requirement is missing.
 set -euo pipefail
 folder=
 arguments=()
@@ -72,7 +73,7 @@ if [[ -n $folder ]]; then
   ((${#wheels[@]})) || missing "there is no wheel in $folder"
   "${install[@]}" "${wheels[@]}" || missing "the wheels in $folder cannot be installed in $python"
 fi
-# -P: octavo as installed, not the folder of that name here.
+# -P: import the installed octavo, not this repository's folder.
 where() { "$python" -P -c 'import octavo._native; print(octavo.__file__)' 2>/dev/null || true; }
 if [[ ! -d $target/octavo && $(where) != $PWD/octavo/* ]]; then  # not an editable install of this folder
   "${install[@]}" --no-build-isolation . || missing "octavo cannot be built by $python, and no wheel was given"

@@ -326,10 +326,12 @@ def measure(server: Server, data: bytes, seconds: float, attackers: int) -> Resu
 def main() -> None:
     """Print a line for each grammar and backend."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seconds", type=float, default=6.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=6.0, help="duration of each measurement")
     parser.add_argument("--backends", nargs="+", default=BACKENDS, choices=BACKENDS)
-    parser.add_argument("--only", default="", help="text in the names of grammars")
-    parser.add_argument("--attackers", type=int, default=1, help="who send at once")
+    parser.add_argument(
+        "--only", default="", help="run only grammars with this text in their names"
+    )
+    parser.add_argument("--attackers", type=int, default=1, help="number of concurrent attackers")
     options = parser.parse_args()
     missed: list[str] = []
     count = 0

@@ -450,7 +450,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model")
-    parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="of octavo serve")
+    parser.add_argument(
+        "--flags", nargs=argparse.REMAINDER, default=[], help="flags of octavo serve"
+    )
     return parser.parse_args(argv)
 
 

@@ -56,7 +56,12 @@ def main() -> None:
     """Start the workers and measure."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--messages", type=int, default=5000)
-    parser.add_argument("--size", type=int, default=400, help="bytes; about a step of 8 requests")
+    parser.add_argument(
+        "--size",
+        type=int,
+        default=400,
+        help="bytes of a message; default: about a step of 8 requests",
+    )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--models", type=Path, required=True, metavar="FOLDER")
-    add("--peers", type=Path, metavar="FOLDER", help="where llama is [the parent of --models]")
+    add("--peers", type=Path, metavar="FOLDER", help="folder of llama.cpp [the parent of --models]")
     add("--out", type=Path, required=True, metavar="FILE")
     add("--isas", type=names, metavar="A,B", help="instruction sets [all that this machine has]")
     add("--sizes", type=names, default=[SMALL], metavar="A,B", help=f"models [{SMALL}]")
@@ -60,7 +60,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--data", type=Path, default=ROOT.parent / "shared" / "data" / "workloads")
     add("--quick", action="store_true", help="few, short requests, to test drivers")
     add("--resume", action="store_true", help="continue the results file")
-    add("--silence", type=float, default=900.0, metavar="S", help="give up after")
+    add(
+        "--silence",
+        type=float,
+        default=900.0,
+        metavar="S",
+        help="seconds without progress until an engine fails",
+    )
     return parser
 
 

@@ -54,8 +54,8 @@ def settings() -> str:
         _NOTE,
         "Every setting is a flag of `octavo serve`, `octavo run` and the benchmarks, and an"
         " argument of `LLM(...)`. Settings of the HTTP server are flags of `octavo serve` only."
-        " Flags may be written with underscores. `--no-...` turns off a switch that is on (True in"
-        " Python). Sizes are in bytes: 4096, 512M, 1.5G.",
+        " Flags may contain underscores instead of hyphens. `--no-...` turns off a switch that is"
+        " on (True in Python). Sizes are in bytes: 4096, 512M, 1.5G.",
     ]
     for name, section in get_type_hints(EngineConfig).items():
         parts += [f"## {name.capitalize()}", section.__doc__ or ""]
@@ -107,8 +107,8 @@ def api() -> str:
             f'client = OpenAI(base_url="{ADDRESS}/v1", api_key="none")',
         ),
         "If the server has an API key (`--api-key`), pass the key to the client, and"
-        " `-H 'Authorization: Bearer KEY'` to `curl`. A field with the value null counts as not"
-        " given. The server rejects fields of other servers that it does not support. It lists"
+        " `-H 'Authorization: Bearer KEY'` to `curl`. A field with the value null counts as"
+        " missing. The server rejects fields of other servers that it does not support. It lists"
         " unknown fields in the header `X-Octavo-Ignored-Fields`, or rejects them with"
         " `--strict-fields`.",
     ]
@@ -244,7 +244,8 @@ def _type(schema: dict[str, Any]) -> str:
         values = schema.get("enum") or [schema["const"]]
         return " or ".join(f"`{json.dumps(value)}`" for value in values)
     if schema.get("type") == "array":
-        return f"list of {_type(schema.get('items', {}))}"
+        items = _type(schema.get("items", {}))
+        return f"list of ({items})" if " or " in items else f"list of {items}"
     return str(schema.get("type", "any"))
 
 

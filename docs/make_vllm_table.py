@@ -44,19 +44,19 @@ no effect; otherwise Octavo rejects it and names an alternative, so that nothing
 dropped. This page lists all flags, arguments, request fields, routes and metrics of vLLM 0.32;
 `docs/make_vllm_table.py` generates it from the code.
 
-- Flags may be written with `_` for `-`; each flag may appear once.
-- Numbers: `4k` is 4,000, `4K` is 4,096, and the same with `m`, `g` and `t`; `--max-model-len auto`
-  is the maximum that fits in memory.
-- JSON may be split: `--speculative-config.method ngram`, `-sc.method=ngram`; `--flag.key+ a,b` adds
-  to a list.
+- Flags may contain `_` instead of `-`; each flag may appear once.
+- Numbers: `4k` is 4,000 and `4K` is 4,096; `m`, `g` and `t` work the same way.
+  `--max-model-len auto` is the maximum that fits in memory.
+- Keys of a JSON value may be separate flags: `--speculative-config.method ngram`,
+  `-sc.method=ngram`. `--flag.key+ a,b` adds `a` and `b` to a list.
 - `--config FILE` reads a YAML file with the names of flags as keys; flags override it.
 
 ## Scripts
 
 `python -m octavo.compat.vllm script.py` runs a script unchanged. If the script uses a part of vLLM
-that Octavo lacks, it fails with one sentence that describes the part and an alternative. To convert
-a script to Octavo, import from `octavo` instead of `vllm`, with the modules of this table; `octavo
-serve` replaces `python -m vllm.entrypoints.openai.api_server`.
+that Octavo lacks, the script fails with one sentence that describes the part and an alternative.
+To convert a script to Octavo, import from `octavo` instead of `vllm`, with the modules of this
+table; `octavo serve` replaces `python -m vllm.entrypoints.openai.api_server`.
 
 | vLLM's module | Octavo's |
 | --- | --- |
@@ -74,8 +74,8 @@ Logits processors for vLLM (`vllm.v1.sample.logits_processor`) run unchanged, as
 `LLM(logits_processors=[...])` or `--logits-processors module:Class`. Each request has its own
 object of the class, with a batch of only that request at index 0, so that answers do not depend on
 other requests. If the engine runs in a separate process, the class must be importable by its name.
-The class sees the request's numbers, penalties, seed and `extra_args`, but no texts. Logits
-processors also work with speculative decoding.
+The class sees the request's numeric parameters, such as penalties and seed, and `extra_args`, but
+no texts. Logits processors also work with speculative decoding.
 
 ## Examples
 

@@ -299,7 +299,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     logit_bias: dict[int, float] | None = None
     """Token ids with values to add to their logits; -100 to 100."""
     allowed_token_ids: list[int] | None = None
-    """Tokens that the answer may contain."""
+    """The only tokens that the answer may contain; default: all."""
     bad_words: list[str] | None = None
     """Texts that the answer must not contain."""
     truncate_prompt_tokens: int | None = None

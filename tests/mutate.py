@@ -1,15 +1,15 @@
-"""Put faults into the code, one at a time, and report those that no test finds.
+"""Report faults that no test finds: put faults into the code, one at a time, and run the tests.
 
     python tests/mutate.py --paths octavo/scheduler octavo/kv_cache --count 30 --seed 1
 
-The faults are a random sample of possible slips: a comparison that is off by one, a condition that
-is dropped, a call that is missing. Each is put into a copy of the tree. There the tests that mirror
-the module run, then the others named in `WIDER`; a run that takes too long counts as found. Results
-are written to `--output` (JSON, and Markdown next to it) after each fault, and a second run with
-the same arguments continues from there; `--again` tries the surviving faults once more.
+The faults are a random sample of possible mistakes: a comparison that is off by one, a missing
+condition, a missing call. The script puts each fault into a copy of the repository. It runs the
+tests that mirror the module there, then the tests in `WIDER`; a timeout counts as found. After each
+fault it writes the results to `--output` (JSON, and Markdown next to it). A second run with the
+same arguments continues from there; `--again` tests the surviving faults once more.
 
-mutmut is unsuitable: it learns within its own process which tests reach a function, and so reports
-that code in the engine-core process has no tests.
+mutmut is unsuitable: it observes only its own process to learn which tests reach a function, so it
+reports that code in the engine-core process has no tests.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ WIDER = {
     ],
 }
 
-# Loaded once, so that each run of tests starts with them; they are never changed.
+# Modules that every run of tests needs; imported once, before the forks.
 WARM = ["pytest", "numpy", "torch", "transformers", "hypothesis", "fastapi", "httpx", "uvicorn"]
 MEMORY = 12 * 2**30  # bytes that a run may map for data: a fault can request any number
 SLACK = 10.0  # seconds for a run, in addition to twice its time without a fault
@@ -144,7 +144,7 @@ def find_sites(path: str, source: bytes) -> list[list[Fault]]:
 
 
 def changes_program(fault: Fault, source: bytes) -> bool:
-    """Return whether the changed file is a valid and different program."""
+    """Return True if the changed file is a valid and different program."""
     try:
         compile(fault.apply(source), fault.path, "exec", ast.PyCF_ONLY_AST)
     except SyntaxError:
@@ -153,7 +153,7 @@ def changes_program(fault: Fault, source: bytes) -> bool:
 
 
 class _Finder(ast.NodeVisitor):
-    """Finder of changes to the steps of a program: no texts, no annotations, no log lines."""
+    """Finder of possible faults; skips texts, annotations and log lines."""
 
     def __init__(self, path: str, source: bytes) -> None:
         self.path, self.source = path, source
@@ -226,7 +226,7 @@ class _Finder(ast.NodeVisitor):
     def visit_Expr(self, node: ast.Expr) -> None:
         call = node.value.value if isinstance(node.value, ast.Await) else node.value
         if isinstance(call, ast.Call):
-            if _is_talk(call):
+            if _is_logging(call):
                 return
             self.add(node, "dropped call", "pass")
         self.generic_visit(node)
@@ -339,7 +339,7 @@ def _name(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
-def _is_talk(call: ast.Call) -> bool:
+def _is_logging(call: ast.Call) -> bool:
     function = call.func
     if isinstance(function, ast.Attribute):
         return _name(function.value) in ("logger", "logging", "warnings")
@@ -366,7 +366,7 @@ def sample(paths: Sequence[str], count: int, seed: int) -> list[Fault]:
 
 
 def stages_for(path: str) -> list[list[str]]:
-    """Return test files that may find a fault in a module: its mirror, then those around it."""
+    """Return the test files that may find a fault in a module: its mirror, then others."""
     module = Path(path)
     folder = "tests" / module.parent.relative_to("octavo")
     mirror = [f"{folder}/test_{module.stem}.py"]
@@ -396,7 +396,7 @@ class Tree:
         names = subprocess.run(listing, cwd=ROOT, check=True, capture_output=True).stdout.split(
             b"\0"
         )
-        # Another process answers, since this one must not load the code that will be changed.
+        # In another process, because this one must not load the code that will be changed.
         code = "from octavo import _native; print(_native.__file__, end='')"
         native = subprocess.run(
             [sys.executable, "-c", code], check=True, capture_output=True
@@ -408,7 +408,7 @@ class Tree:
         shutil.copy2(native.decode(), folder / "octavo")
         # The tests' models are next to the tree.
         if (ROOT.parent / "shared").exists():
-            with contextlib.suppress(FileExistsError):  # another job was first
+            with contextlib.suppress(FileExistsError):  # another process was faster
                 (folder.parent / "shared").symlink_to(ROOT.parent / "shared")
         self.path = folder.parent / f"{folder.name}-path"
         self.path.mkdir()
@@ -435,7 +435,9 @@ class Tree:
                 os._exit(code)
         code = None
         while code is None and time.monotonic() - start < timeout:
-            pid, status = os.waitpid(-1, os.WNOHANG)  # orphans, too: tests check that they ended
+            pid, status = os.waitpid(
+                -1, os.WNOHANG
+            )  # also reap orphans: tests check that they ended
             if pid == child:
                 code = os.waitstatus_to_exitcode(status)
             elif not pid:
@@ -466,7 +468,7 @@ class Tree:
         sys.dont_write_bytecode = True
         sys.path = [str(self.folder), *sys.path[1:]]  # the first is the folder of this file
         sys.meta_path.insert(0, PathFinder)
-        # The first failing example is enough; the same ones each time.
+        # Stop at the first failing example; run the same examples each time.
         phases = (Phase.explicit, Phase.generate)
         settings.register_profile("mutate", deadline=None, database=None, phases=phases)
         options = ["-x", "-p", "no:cacheprovider", "--assert=plain", "--tb=short", "-rfE"]
@@ -547,7 +549,7 @@ def report(results: Sequence[dict[str, object]]) -> str:
 
 
 def _fingerprint() -> str:
-    """Return a hash of all that affects tests: while it stays, their times stay valid."""
+    """Return a hash of all that affects tests: the measured times are valid until it changes."""
     digest = hashlib.sha256()
     for file in sorted([*ROOT.glob("octavo/**/*.py"), *ROOT.glob("tests/**/*.py")]):
         digest.update(file.read_bytes())
@@ -628,11 +630,13 @@ class Session:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--paths", nargs="+", default=["octavo"], help="files and folders")
-    parser.add_argument("--count", type=int, default=30, help="of faults")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=2, help="at a time")
-    parser.add_argument("--output", type=Path, default=ROOT / "build/mutate.json")
-    parser.add_argument("--again", action="store_true", help="try survivors once more")
+    parser.add_argument("--count", type=int, default=30, help="number of faults")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
+    parser.add_argument("--jobs", type=int, default=2, help="number of concurrent test processes")
+    parser.add_argument(
+        "--output", type=Path, default=ROOT / "build/mutate.json", help="file of results"
+    )
+    parser.add_argument("--again", action="store_true", help="test surviving faults once more")
     args = parser.parse_args(argv)
     faults = sample(args.paths, args.count, args.seed)
     session = Session(faults, args.output, again=args.again)
@@ -647,7 +651,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ):
         try:
             session.run(pool)
-        except BaseException:  # Ctrl-C: running tests are not awaited
+        except BaseException:  # Ctrl-C: do not wait for running tests
             _end_children()
             raise
     session.save()

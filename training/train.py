@@ -1,11 +1,12 @@
-"""``python -m training.train main|draft|eagle|medusa|lora``: makes the built-in models.
+"""Training of the built-in models: ``python -m training.train main|draft|eagle|medusa|lora``.
 
-The data are read from ``../shared/data/text`` next to the repository (``--data``). The state of a
-run for its continuation is in ``runs/<kind>``; the result is written to ``octavo/builtin``.
+The script reads texts from ``../shared/data/text`` next to the repository (``--data``). It saves
+checkpoints in ``runs/<kind>``, from which ``--resume`` continues, and exports the model to
+``octavo/builtin``.
 
-Heads (``eagle``, ``medusa``) can be made for any Llama that fits in memory: ``--base``, ``--out``,
-and in ``--data`` any ``*.txt``, from whose first words the model writes the training text
-(kept in ``runs/<base>-text.jsonl``).
+Heads (``eagle``, ``medusa``) can be trained for any Llama that fits in memory: give ``--base``,
+``--out`` and ``--data``, a folder of ``*.txt`` files. The model continues the first words of these
+texts, and its answers are the training text (saved in ``runs/<base>-text.jsonl``).
 """
 
 from __future__ import annotations
@@ -267,18 +268,20 @@ def report(history: History, parameters: int) -> None:
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m training.train", description=__doc__)
     parser.add_argument("kind", choices=("main", "draft", "eagle", "medusa", "lora"))
-    parser.add_argument("--out", type=Path, help="folder to export to")
+    parser.add_argument("--out", type=Path, help="folder for the exported model")
     parser.add_argument(
-        "--minutes", type=float, help="time budget (60, draft 10, heads 15, lora 3)"
+        "--minutes", type=float, help="time budget; default: 60, draft 10, heads 15, lora 3"
     )
-    parser.add_argument("--resume", action="store_true", help="go on from runs/<kind>")
     parser.add_argument(
-        "--start", type=Path, help="folder of what to go on from: the same kind and shape"
+        "--resume", action="store_true", help="continue from the checkpoint in runs/<kind>"
     )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--data", type=Path, default=DATA, help="folder of the texts (*.txt)")
     parser.add_argument(
-        "--base", type=Path, default=BUILTIN / "stories", help="the main model: a Llama's folder"
+        "--start", type=Path, help="folder of a model to start from; needs the same kind and shape"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the data and the weights")
+    parser.add_argument("--data", type=Path, default=DATA, help="folder of texts (*.txt)")
+    parser.add_argument(
+        "--base", type=Path, default=BUILTIN / "stories", help="folder of the main model, a Llama"
     )
     args = parser.parse_args(argv)
     if args.out is None:

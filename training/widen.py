@@ -1,4 +1,4 @@
-"""``python -m training.widen``: a small Llama in the shape of a large one, with the same answers.
+"""Small Llama in the shape of a large one, with the same answers: ``python -m training.widen``.
 
 A benchmark of speculative decoding depends on the model's answers and on the cost of a step. This
 tool combines the two: the weights of a small Llama are in matrices of a large one's size, and the
@@ -246,7 +246,9 @@ def main(argv: list[str] | None = None) -> None:
         prog="python -m training.widen", description=(__doc__ or "").partition("\n\n")[0]
     )
     parser.add_argument(
-        "--model", default="octavo/stories", help="a built-in model or its heads, or a folder"
+        "--model",
+        default="octavo/stories",
+        help="name of a built-in model or of its heads, or a folder",
     )
     parser.add_argument(
         "--shape",
@@ -254,9 +256,11 @@ def main(argv: list[str] | None = None) -> None:
         help=f"{', '.join(SHAPES)}, or a folder with a Llama's config.json",
     )
     parser.add_argument(
-        "--keep-vocabulary", action="store_true", help="the small model's, whatever the shape says"
+        "--keep-vocabulary",
+        action="store_true",
+        help="keep the size of the small model's vocabulary, instead of the shape's",
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the result")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     args = parser.parse_args(argv)
     name = args.model.removeprefix("octavo/")

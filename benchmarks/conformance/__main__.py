@@ -46,10 +46,12 @@ def main(words: Sequence[str] | None = None) -> int:
     """Fetch, run and report; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.conformance")
     parser.add_argument("--out", type=Path, help="file for the table; default: standard output")
-    parser.add_argument("--sdist", type=Path, help="vLLM's source distribution, if it is here")
-    parser.add_argument("--work", type=Path, help="folder to keep what is fetched in")
-    parser.add_argument("--only", default="", help="part of the names of the files to be run")
-    parser.add_argument("--jobs", type=int, default=2, help="files that are run at once")
+    parser.add_argument(
+        "--sdist", type=Path, help="file of vLLM's source distribution; default: download it"
+    )
+    parser.add_argument("--work", type=Path, help="folder for downloads")
+    parser.add_argument("--only", default="", help="run only files with this text in their names")
+    parser.add_argument("--jobs", type=int, default=2, help="number of concurrent files")
     options = parser.parse_args(words)
     with tempfile.TemporaryDirectory() as temporary:
         work = (options.work or Path(temporary)).resolve()

@@ -44,21 +44,21 @@ _NAME = re.compile(r"""["']([\w.-]+/[\w.-]+)["']""")
 
 # Examples that a text model in Python cannot run, by patterns of paths.
 LEFT_OUT = {
-    "applications/chatbot/*": "pages for people, of gradio and streamlit",
+    "applications/chatbot/*": "web pages made with Gradio and Streamlit",
     "applications/rag/*": "needs a vector database",
     "disaggregated/disaggregated_encoder/*": "a proxy for pictures",
     "disaggregated/*/*proxy*": "proxies in front of vLLM's KV connectors",
-    "features/kv_events/*": "waits for events without an end",
+    "features/kv_events/*": "waits for events and never ends",
     "features/structured_diffusion/*": "a server of a diffusion model",
     "generate/multimodal/*": "pictures, sounds and videos",
-    "pooling/*client*": "clients of servers of pooling models",
-    "pooling/*online*": "clients of servers of pooling models",
+    "pooling/*client*": "clients of a server for pooling models",
+    "pooling/*online*": "clients of a server for pooling models",
     "pooling/*vision*": "pictures, sounds and videos",
     "pooling/*/col*": "pictures, sounds and videos",
     "pooling/plugin/*": "pictures, sounds and videos",
-    "pooling/score/convert*": "a converter of files that uses transformers only",
-    "pooling/*requests*": "clients of servers of pooling models",
-    "rl/rdt_vllm_serve.py": "functions of another script",
+    "pooling/score/convert*": "converts files with transformers, without vLLM",
+    "pooling/*requests*": "clients of a server for pooling models",
+    "rl/rdt_vllm_serve.py": "has only functions for another script",
     "scale_out/example_mm_serve.py": "pictures, sounds and videos",
     "speech_to_text/*": "pictures, sounds and videos",
 }
@@ -102,9 +102,9 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run the examples and report; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.conformance.examples")
     parser.add_argument("checkout", type=Path, help="folder with vLLM's examples/")
-    parser.add_argument("--only", default="", help="part of the names of the scripts to be run")
+    parser.add_argument("--only", default="", help="run only scripts with this text in their names")
     parser.add_argument("--write", action="store_true", help="write the table into docs/vllm.md")
-    parser.add_argument("--jobs", type=int, default=2, help="scripts that are run at once")
+    parser.add_argument("--jobs", type=int, default=2, help="number of concurrent scripts")
     options = parser.parse_args(words)
     examples = options.checkout.resolve() / "examples"
     names = [name for name in scripts(examples) if options.only in name]
@@ -275,8 +275,8 @@ def table(lines: Sequence[Line], of_version: str) -> str:
     head = (
         f"Of the {len(lines)} scripts under `examples/` of vLLM {of_version} that use a text "
         f"model, {works} work with a tiny model instead of theirs; each of the others ends with "
-        "the given message. `python -m benchmarks.conformance.examples` generates this section. "
-        "Left out are " + _listed(LEFT_OUT) + "."
+        "the message in the table. `python -m benchmarks.conformance.examples` generates this "
+        "section. Left out are " + _listed(LEFT_OUT) + "."
     )
     return "\n".join([head, "", "| script | result |", "| --- | --- |", *rows])
 

@@ -277,13 +277,13 @@ def _notes(data: dict[str, Any]) -> list[str]:
         notes.append(
             f"Highest rate: TTFT p99 under {TTFT_LIMIT_MS / 1e3:g} s and TPOT p99 under"
             f" {TPOT_LIMIT_MS:g} ms; tried {LADDER[0]:g} to {LADDER[-1]:g} requests/s in steps of"
-            " 10 %; 0 means not even the lowest."
+            " 10 %; 0: the lowest rate already exceeds a limit."
         )
     if any("bandwidth_gb_s" in sample["metrics"] for sample in data["samples"]):
         notes.append(
-            "% of the read bandwidth: of what the same cores read right before and right after that"
-            " very measurement, where both agree within 10 %; nominal bits of the weights (int4:"
-            " 4.5) count."
+            "% of the read bandwidth: relative to the bandwidth of the same cores just before and"
+            " just after the measurement, if the two agree within 10 %; the bytes read are those of"
+            " the weights at their nominal number of bits (int4: 4.5)."
         )
     by_reason: dict[tuple[str, str], list[str]] = {}
     for absence in data["absences"]:

@@ -97,7 +97,7 @@ _LENGTHS: tuple[tuple[str, int | None, str], ...] = (
     ("random-input-len", 1024, "random: tokens of a prompt after the prefix"),
     ("random-output-len", 128, "random: tokens to generate"),
     ("random-prefix-len", 0, "random: tokens that all prompts begin with"),
-    ("sharegpt-output-len", None, "sharegpt: tokens to generate; default: as the answer has"),
+    ("sharegpt-output-len", None, "sharegpt: tokens to generate; default: those of the answer"),
     ("sonnet-input-len", 550, "sonnet: tokens of a prompt"),
     ("sonnet-output-len", 150, "sonnet: tokens to generate"),
     ("sonnet-prefix-len", 200, "sonnet: tokens that all prompts begin with"),

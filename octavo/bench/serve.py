@@ -100,10 +100,8 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_load_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the load: the requests and their times."""
-    add_dataset_arguments(parser)
-    add = parser.add_argument_group("load").add_argument
+def add_rate_arguments(add: Callable[..., Any]) -> None:
+    """Add the flags of the times of requests."""
     add(
         "--request-rate",
         type=float,
@@ -118,6 +116,13 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="Shape of the gamma distribution of gaps; 1 is Poisson, below 1 is burstier [1].",
     )
+
+
+def add_load_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the load: the requests and their times."""
+    add_dataset_arguments(parser)
+    add = parser.add_argument_group("load").add_argument
+    add_rate_arguments(add)
     add("--max-concurrency", type=int, metavar="N", help="Maximum number of requests in flight.")
     add(
         "--num-warmups",

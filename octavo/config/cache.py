@@ -26,16 +26,17 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     publisher: Literal["zmq", "null"] = "zmq"
     """zmq: publish over ZMQ; null: do not publish."""
     endpoint: Annotated[str, Meta(pattern=_ENDPOINT)] = "tcp://127.0.0.1:5557"
-    """Address to which subscribers connect; with several engines, the port of the first one. With
-    `tcp://*:5557`, every host that can reach the machine can read the tokens of all prompts."""
+    """Address to which subscribers connect. With several engines, each adds its rank to the port.
+    With `tcp://*:5557`, every host that can reach the machine can read the tokens of all
+    prompts."""
     replay_endpoint: Annotated[str, Meta(pattern=_ENDPOINT)] | None = None
-    """Address at which subscribers request missed events; with several engines, the port of the
-    first one."""
+    """Address at which subscribers request missed events. With several engines, each adds its rank
+    to the port."""
     buffer_steps: Annotated[int, Meta(ge=1, le=10_000_000)] = 10_000
     """Maximum number of batches kept for `replay_endpoint`; together at most 64 MiB."""
     hwm: Annotated[int, Meta(ge=1, le=10_000_000)] = 100_000
     """Maximum number of batches that wait for a slow subscriber; the subscriber misses further
-    ones. A subscriber with 64 MiB of unread batches is disconnected."""
+    batches. A subscriber with 64 MiB of unread batches is disconnected."""
     max_queue_size: Annotated[int, Meta(ge=1, le=10_000_000)] = 100_000
     """Maximum number of batches that wait to be sent."""
     topic: str = ""

@@ -41,7 +41,8 @@ class ModelConfig(Section, frozen=True):
         ),
     ] = False
     trust_remote_code: Annotated[
-        bool, Meta(description="Accept models that contain their own code, which is never run.")
+        bool,
+        Meta(description="Accept models that contain their own code; Octavo never runs that code."),
     ] = False
     dtype: Annotated[
         Dtype,
@@ -66,7 +67,7 @@ class ModelConfig(Section, frozen=True):
     max_logprobs: Annotated[
         int,
         Meta(
-            description="Maximum number of logprobs that a request may request; -1: no limit.",
+            description="Maximum number of logprobs per token in a request; -1: no limit.",
             ge=-1,
         ),
     ] = 20

@@ -10,7 +10,7 @@ from octavo.config.section import PositiveInt, Section
 
 
 class SchedulerConfig(Section, frozen=True):
-    """Selection of the requests of a step and of their numbers of tokens."""
+    """Choice of the requests of each step, and of their numbers of tokens."""
 
     max_num_batched_tokens: Annotated[
         PositiveInt | None,

@@ -86,7 +86,8 @@ class ServerConfig(Section, frozen=True):
     max_connections_per_client: Annotated[
         int,
         Meta(
-            description="Maximum connections per client address; a proxy is one. 0: no limit.",
+            description="Maximum connections per client address; a proxy counts as one client."
+            " 0: no limit.",
             ge=0,
         ),
     ] = 2048
@@ -141,8 +142,9 @@ class ServerConfig(Section, frozen=True):
     warm_spare: Annotated[
         bool | None,
         Meta(
-            description="Keep a spare process ready that replaces a dead engine (96 MiB, and as"
-            " much for each worker process); default: on, except if that reduces the KV cache."
+            description="Keep a spare process ready that replaces a dead engine (96 MiB, and"
+            " another 96 MiB for each worker process); default: on, unless that reduces the KV"
+            " cache."
         ),
     ] = None
     record: Annotated[

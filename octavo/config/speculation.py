@@ -75,7 +75,7 @@ class SpeculationConfig(Section, frozen=True):
     speculative_config: Annotated[
         SpeculativeConfig | None,
         Meta(
-            description='Drafting of tokens, as JSON: {"method": "ngram",'
+            description='Method that drafts tokens, as JSON: {"method": "ngram",'
             ' "num_speculative_tokens": 5, "prompt_lookup_max": 5, "prompt_lookup_min": 3}, or'
             ' {"model": "..."} with a draft model, EAGLE or Medusa heads.'
         ),

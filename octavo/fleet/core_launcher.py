@@ -138,6 +138,32 @@ class CoreProcess:
             folder.close()
 
 
+def usable_process(spare: CoreProcess | None, warm: EngineConfig | None = None) -> CoreProcess:
+    """Return the spare if it is usable; otherwise end it and return a new process.
+
+    Args:
+        spare: process that was started earlier, if any.
+        warm: see `CoreProcess`; for a new process.
+
+    Raises:
+        OSError: the system lacks resources for the process.
+    """
+    if spare is not None:
+        if spare.usable:
+            return spare
+        spare.shutdown(0.0)
+    return CoreProcess(warm=warm)
+
+
+def usable_spare(spare: CoreProcess | None, warm: EngineConfig) -> CoreProcess | None:
+    """Return a usable spare, see `usable_process`; None if the system lacks resources."""
+    try:
+        return usable_process(spare, warm)
+    except OSError as error:
+        logger.warning("there is no warm spare: %s", reason_of(error))
+        return None
+
+
 class IpcChannel:
     """Implementation of `Channel` by two Unix sockets.
 
@@ -240,11 +266,8 @@ class CoreLauncher:
         Raises:
             OSError: the system lacks resources for the process.
         """
-        process, self._spare = self._spare, None
-        if process is not None and not process.usable:
-            process.shutdown(0.0)
-            process = None
-        process = process or CoreProcess()
+        spare, self._spare = self._spare, None
+        process = usable_process(spare)
         try:
             process.start(self.make_setup(ready, engine_index))
         except OSError:
@@ -275,15 +298,7 @@ class CoreLauncher:
 
     def make_spare(self) -> None:
         """Start a spare interpreter that a later process can use, if none exists."""
-        if self._spare is not None:
-            if self._spare.usable:
-                return
-            self._spare.shutdown(0.0)
-            self._spare = None
-        try:
-            self._spare = CoreProcess(warm=self._config)
-        except OSError as error:
-            logger.warning("there is no warm spare: %s", reason_of(error))
+        self._spare = usable_spare(self._spare, self._config)
 
     def shutdown(self) -> None:
         """End the spare. May be called twice."""

@@ -36,7 +36,7 @@ from octavo.fleet.cluster import (
     Kill,
     Launch,
 )
-from octavo.fleet.core_launcher import CoreProcess
+from octavo.fleet.core_launcher import CoreProcess, usable_process, usable_spare
 from octavo.fleet.data_parallel import share_cores
 from octavo.models.hub import resolve_folders
 from octavo.models.registry import read_spec
@@ -222,7 +222,7 @@ class _Node:
         elif kind == cluster.STOP:
             self._end(decode(payload, type=bytes), lambda process: process.kill("it was stopped"))
         elif kind == cluster.SPARE:
-            self._make_spare()
+            self._spare = usable_spare(self._spare, self._latest)
         elif kind == cluster.LEAVE:
             logger.info("the head node ends, and so does this one")
             return False
@@ -253,12 +253,9 @@ class _Node:
             log_format=self._server_config.log_format,
             reached_by=replace(self._reached, launch_id=setup.reached_by.launch_id),
         )
-        process, self._spare = self._spare, None
+        spare, self._spare = self._spare, None
         try:
-            if process is not None and not process.usable:
-                process.shutdown(0.0)
-                process = None
-            process = process or CoreProcess()
+            process = usable_process(spare)
             process.start(setup)
         except OSError as error:
             how = f"no process can be started: {reason_of(error)}"
@@ -271,17 +268,6 @@ class _Node:
         process = self._processes.get(launch_id)
         if process is not None:
             how(process)
-
-    def _make_spare(self) -> None:
-        if self._spare is not None:
-            if self._spare.usable:
-                return
-            self._spare.shutdown(0.0)
-            self._spare = None
-        try:
-            self._spare = CoreProcess(warm=self._latest)
-        except OSError as error:
-            logger.warning("there is no warm spare: %s", reason_of(error))
 
     def _look_at_processes(self) -> None:
         for launch_id, process in list(self._processes.items()):

@@ -72,26 +72,22 @@ class StepFiller(Protocol):
 
 
 class StepArray(Protocol):
-    """Array of a step that a block declares. It is hashable; blocks with equal arrays share one.
-
-    Attributes:
-        name: key in `StepContext.arrays`.
-        dtype: "int32" or "int64".
-        dims: first "tokens", "requests" or "samples", then numbers.
-    """
+    """Array of a step that a block declares. It is hashable; blocks with equal arrays share one."""
 
     @property
-    def name(self) -> str: ...  # noqa: D102
+    def name(self) -> str:
+        """Key in `StepContext.arrays`."""
 
     @property
-    def dtype(self) -> str: ...  # noqa: D102
+    def dtype(self) -> str:
+        """Data type: "int32" or "int64"."""
 
     @property
-    def dims(self) -> tuple[str | int, ...]: ...  # noqa: D102
+    def dims(self) -> tuple[str | int, ...]:
+        """Dimensions: first "tokens", "requests" or "samples", then numbers."""
 
     def make_filler(self, max_num_rows: int) -> StepFiller:
         """Return the filler of the array, for a batch of `max_num_rows` rows."""
-        ...
 
 
 @dataclass(slots=True)
@@ -135,6 +131,7 @@ class StepTable(Generic[Array]):
         }
 
         def cut(array: Array, dims: tuple[str | int, ...]) -> Array:
+            # `Array` has no bound, because numpy's, torch's and host arrays share no base class.
             part: Array = array[tuple([parts.get(dim, slice(None)) for dim in dims])]  # type: ignore[index]
             return part
 

@@ -126,7 +126,8 @@ class RouterConfig(Section, frozen=True):
     health_check_timeout: Annotated[
         float,
         Meta(
-            description="Maximum seconds of a health check; a server is lost after two timeouts.",
+            description="Maximum seconds of a health check; after two timeouts in a row the server"
+            " counts as lost.",
             gt=0,
         ),
     ] = 5.0

@@ -37,7 +37,7 @@ async def create_chat_completion(request: Request) -> Response:
 
 
 async def create_batch_chat_completion(request: Request) -> Response:
-    """Write the next message of each of several chats; the choices are in their order."""
+    """Write the next message of several chats; the choices are in the order of the chats."""
     limit = state_of(request).config.max_request_bytes
     return await ChatCompletion.respond(request, await read_model(request, BatchChatBody, limit))
 

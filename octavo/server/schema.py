@@ -215,7 +215,7 @@ class ContentPart(Body):
     """Part of a message's content."""
 
     type: str
-    """text."""
+    """Kind of the part: text."""
     text: str
     """Text of the part."""
 
@@ -240,7 +240,7 @@ class ToolCall(Body):
     id: str | None = None
     """Id of the call, repeated in the tool's message."""
     type: Literal["function"] = "function"
-    """function."""
+    """Kind of the tool: function."""
     function: FunctionCall
     """Called function."""
 
@@ -267,7 +267,7 @@ class Tool(Body):
     inner = _TOOL_PARTS
 
     type: Literal["function"] = "function"
-    """function."""
+    """Kind of the tool: function."""
     function: FunctionDefinition
     """Function of the tool."""
 
@@ -451,8 +451,8 @@ class GenerationBody(ServedBody, StructuredOutputsBody):
     return_tokens_as_token_ids: bool | None = None
     """Show tokens in logprobs as token_id:N."""
     deadline_ms: Milliseconds | None = None
-    """Milliseconds after which the request fails with 408; it fails at once with 429 if they
-    cannot suffice. Also as the header X-Deadline-Ms."""
+    """Milliseconds after which the request fails with 408; it fails at once with 429 if that
+    time cannot suffice. Also as the header X-Deadline-Ms."""
     max_ttft_ms: Milliseconds | None = None
     """Deadline of the first token, like deadline_ms. Also as the header X-Max-TTFT-Ms."""
 
@@ -461,7 +461,8 @@ class GenerationBody(ServedBody, StructuredOutputsBody):
     length_penalty: Float | None = None
     """Beam search: above 1 favours long answers. Default 1."""
     early_stopping: bool | Literal["never"] | None = None
-    """Beam search: stop at n finished beams; never: if none can improve."""
+    """End of a beam search after n finished beams. true: at once; false (default): if no unfinished
+    beam has a better score at its present length; never: only if none can reach a better score."""
 
     unsupported = known_fields.GENERATION
     inner: ClassVar[Mapping[str, type[Body]]] = {
@@ -616,7 +617,7 @@ class CompletionBody(GenerationBody):
     echo: bool | None = None
     """Repeat the prompt before each answer."""
     logprobs: Int | None = None
-    """Return the logprobs of each token and of this number of most probable ones."""
+    """Return the logprob of each token, and those of this number of most probable tokens."""
     best_of: Int | None = None
     """Number of answers to generate, of which the n best are returned; not with stream."""
 

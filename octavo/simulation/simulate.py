@@ -21,7 +21,7 @@ from rich.console import Console
 from octavo.bench import plots, results
 from octavo.bench.datasets import BenchRequest, add_dataset_arguments, load_dataset
 from octavo.bench.metrics import RequestRecord, print_summary, summarize
-from octavo.bench.serve import arrival_times
+from octavo.bench.serve import add_rate_arguments, arrival_times
 from octavo.bench.sweep import Probe, Slos, best_probe, find_max_rate, parse_slos
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig
@@ -86,20 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="Requests of a trace: Azure's (.csv) or Mooncake's (.jsonl, with shared prefixes).",
     )
-    add(
-        "--request-rate",
-        type=float,
-        default=math.inf,
-        metavar="X",
-        help="Requests per second; inf: all at once, traces at their recorded times [inf].",
-    )
-    add(
-        "--burstiness",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="Shape of the gamma distribution of gaps; 1 is Poisson, below 1 is burstier [1].",
-    )
+    add_rate_arguments(add)
     add_dataset_arguments(parser)
     add_engine_settings(parser, exclude=("seed",))  # one seed for the data set and the engine
 

@@ -203,7 +203,31 @@ class VirtualClock:
         return clock.from_monotonic(self.seconds)
 
 
-class ModelledExecutor(Executor):
+class ModellessExecutor(Executor):
+    """Base of executors that compute no model."""
+
+    def measure_memory(self) -> MemoryBudget:
+        """Raise NotImplementedError: there is no model."""
+        raise NotImplementedError
+
+    def initialize_kv_cache(self, kv_cache: KVCacheConfig) -> None:
+        """Do nothing: there is no KV cache."""
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Return []: there are no workers."""
+        return []
+
+    def shutdown(self) -> None:
+        """Implement `Executor`."""
+
+
+class ModelledExecutor(ModellessExecutor):
     """Executor with modelled step times, one step after the other.
 
     Args:
@@ -231,26 +255,6 @@ class ModelledExecutor(Executor):
             [[0] if gets_token else [] for gets_token in sampled],
         )
         return ModelledStep(self._clock, self._free_at, output)
-
-    def measure_memory(self) -> MemoryBudget:
-        """Raise NotImplementedError: there is no model."""
-        raise NotImplementedError
-
-    def initialize_kv_cache(self, kv_cache: KVCacheConfig) -> None:
-        """Do nothing: there is no KV cache."""
-
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Any]:
-        """Return []: there are no workers."""
-        return []
-
-    def shutdown(self) -> None:
-        """Implement `Executor`."""
 
 
 class ModelledStep(Future[ModelRunnerOutput]):

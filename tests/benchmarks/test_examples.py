@@ -65,7 +65,7 @@ def test_a_script_is_run_in_a_folder_of_its_own(tmp_path, monkeypatch):
     (checkout / "x.py").write_text("import vllm.lora\n")
     environment = {**os.environ, "PYTHONPATH": str(examples.ROOT)}
     line = examples.run(tmp_path, environment, checkout, "x.py")
-    assert line.outcome.startswith("vllm.lora is vLLM's support for adapters")
+    assert line.outcome.startswith("Octavo does not have vllm.lora (vLLM's support for LoRA")
     assert (tmp_path / "runs" / "x.py" / "printed by x.txt").exists()
 
 

@@ -6,25 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from octavo import LLM, SamplingParams
+from octavo import LLM
+from tests.e2e.test_kv_cache_dtype import answers
 
 ROOT = Path(__file__).parents[2]
 TEXT = ROOT.parent / "shared/data/text/tinystories-sample-2M.txt"
 MODELS = ROOT.parent / "shared/data/models"
 
 PROMPTS = [[700 + 13 * i + j for j in range(5 + 9 * i)] for i in range(12)]
-
-
-def answers(llm, prompts):
-    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=3)
-    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-    return [
-        (
-            list(o.outputs[0].token_ids),
-            [{t: e.logprob for t, e in row.items()} for row in o.outputs[0].logprobs],
-        )
-        for o in outputs
-    ]
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])

@@ -92,21 +92,26 @@ def one():
     executor.shutdown()
 
 
+def check_messages(executor, num_workers):
+    """Check that every rank gets every message in order, and that rank 0 answers."""
+    executor.initialize_kv_cache(KVCacheConfig(9, 16, make_kv_cache_groups(SPEC.caches)))
+    steps = []
+    for i in range(40):
+        steps.append(executor.execute(work("a", str(i), tokens=i)))
+        steps[-1] = steps[-1].sample(GrammarOutput([str(i)], bytes(300_000)) if i % 2 else None)
+    outputs = [step.result(20) for step in steps]
+    assert [output.req_ids for output in outputs] == [["a", str(i)] for i in range(40)]
+    assert {tokens[0] for output in outputs for tokens in output.sampled_token_ids} == {0}
+    expected = [["initialize", 9, 1]]
+    for i in range(40):
+        expected += [["execute", i, ["a", str(i)]], ["sample", [str(i)] if i % 2 else None]]
+    assert executor.collective_rpc("history") == [expected] * num_workers
+
+
 class TestFourWorkers:
     def test_every_rank_gets_every_message_in_order_and_rank_0_answers(self, four):
         assert four.max_in_flight == 2
-        four.initialize_kv_cache(KVCacheConfig(9, 16, make_kv_cache_groups(SPEC.caches)))
-        steps = []
-        for i in range(40):
-            steps.append(four.execute(work("a", str(i), tokens=i)))
-            steps[-1] = steps[-1].sample(GrammarOutput([str(i)], bytes(300_000)) if i % 2 else None)
-        outputs = [step.result(20) for step in steps]
-        assert [output.req_ids for output in outputs] == [["a", str(i)] for i in range(40)]
-        assert {tokens[0] for output in outputs for tokens in output.sampled_token_ids} == {0}
-        expected = [["initialize", 9, 1]]
-        for i in range(40):
-            expected += [["execute", i, ["a", str(i)]], ["sample", [str(i)] if i % 2 else None]]
-        assert four.collective_rpc("history") == [expected] * 4
+        check_messages(four, 4)
 
     def test_methods_are_called_by_name(self, four):
         answers = four.collective_rpc("describe", args=(1, "a"), kwargs={"b": [None, 2.5]})

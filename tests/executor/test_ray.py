@@ -17,13 +17,11 @@ import pytest
 from octavo.config import BUILTIN_MODEL, EngineConfig
 from octavo.errors import ConfigError, EngineDeadError, EngineStoppedError
 from octavo.executor.registry import get_executor_class
-from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
-from octavo.messages import GrammarOutput
 from octavo.plan.memory import Scratch
 from octavo.plan.setup import WorkerSetup
 from octavo.platforms.cpu import CPUPlatform
 from octavo.system.distributed import Rank
-from tests.executor.test_multiproc import FAKES, PATH, SPEC, gone, run, work
+from tests.executor.test_multiproc import FAKES, PATH, SPEC, check_messages, gone, run, work
 
 ray = pytest.importorskip("ray", reason="Ray is not installed (pip install ray)")
 
@@ -97,18 +95,7 @@ class TestTwoNodes:
         assert gone(pids)
 
     def test_every_rank_gets_every_message_in_order_and_rank_0_answers(self, two):
-        two.initialize_kv_cache(KVCacheConfig(9, 16, make_kv_cache_groups(SPEC.caches)))
-        steps = []
-        for i in range(40):
-            steps.append(two.execute(work("a", str(i), tokens=i)))
-            steps[-1] = steps[-1].sample(GrammarOutput([str(i)], bytes(300_000)) if i % 2 else None)
-        outputs = [step.result(20) for step in steps]
-        assert [output.req_ids for output in outputs] == [["a", str(i)] for i in range(40)]
-        assert {tokens[0] for output in outputs for tokens in output.sampled_token_ids} == {0}
-        expected = [["initialize", 9, 1]]
-        for i in range(40):
-            expected += [["execute", i, ["a", str(i)]], ["sample", [str(i)] if i % 2 else None]]
-        assert two.collective_rpc("history") == [expected] * 2
+        check_messages(two, 2)
 
     def test_each_has_a_node_of_its_own_and_the_variables_that_count(self, two):
         assert [rank for rank, *_ in two.collective_rpc("describe")] == [0, 1]

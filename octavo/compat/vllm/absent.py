@@ -25,7 +25,7 @@ _PARTS: dict[str, tuple[str, str]] = {
     "EmbeddingRequestOutput": ("an answer of an embedding model", _POOLING),
     "ModelRegistry": ("vLLM's registry of model classes", _OWN_CODE),
     "PoolingOutput": ("an answer of a pooling model", _POOLING),
-    "PoolingParams": ("the parameters of pooling models (embeddings, classes, scores)", _POOLING),
+    "PoolingParams": ("the parameters of models for embeddings, classes and scores", _POOLING),
     "PoolingRequestOutput": ("an answer of a pooling model", _POOLING),
     "ScoringOutput": ("an answer of a scoring model", _POOLING),
     "ScoringRequestOutput": ("an answer of a scoring model", _POOLING),
@@ -82,7 +82,7 @@ _PARTS: dict[str, tuple[str, str]] = {
     "ir": ("vLLM's intermediate representation of operations", _OWN_CODE),
     "kernels": ("vLLM's kernels", _OWN_CODE),
     "logging_utils": ("vLLM's log formats", "use log_level and log_format"),
-    "lora": ("vLLM's support for adapters (LoRA)", _ADAPTERS),
+    "lora": ("vLLM's support for LoRA adapters", _ADAPTERS),
     "model_executor": ("vLLM's code of models, layers and loaders", _OWN_CODE),
     "model_executor.determinism": (
         "vLLM's batch-invariant kernels",
@@ -94,7 +94,7 @@ _PARTS: dict[str, tuple[str, str]] = {
         "vLLM's loaders of weights",
         "Octavo reads safetensors files and packs them once; see load_format in docs/settings.md",
     ),
-    "model_inspection": ("vLLM's printer of models", _OWN_CODE),
+    "model_inspection": ("vLLM's functions that print models", _OWN_CODE),
     "models": ("vLLM's code of models", _OWN_CODE),
     "multimodal": ("vLLM's support for pictures, sounds and videos", _MEDIA),
     "parser": ("vLLM's parsers of tool calls and reasoning", _PARSERS),
@@ -106,7 +106,7 @@ _PARTS: dict[str, tuple[str, str]] = {
         "vLLM's loader of plug-ins",
         "Octavo finds plug-ins by entry points (docs/architecture.md, Recipes)",
     ),
-    "pooling_params": ("the parameters of pooling models (embeddings, classes, scores)", _POOLING),
+    "pooling_params": ("the parameters of models for embeddings, classes and scores", _POOLING),
     "profiler": ("vLLM's profilers of layers", "use profiler_dir"),
     "ray": ("vLLM's set-up of Ray", "use distributed_executor_backend=ray"),
     "reasoning": ("vLLM's parsers of reasoning", _PARSERS),
@@ -125,8 +125,8 @@ _PARTS: dict[str, tuple[str, str]] = {
     "tilelang_utils": ("vLLM's helpers for TileLang kernels", _OWN_CODE),
     "triton_utils": ("vLLM's helpers for Triton", _OWN_CODE),
     "usage": ("vLLM's usage reports", "Octavo sends no reports; leave it out"),
-    "utils": ("vLLM's helper functions", "write it yourself"),
-    "utils.print_utils": ("vLLM's printer of embeddings", _POOLING),
+    "utils": ("vLLM's helper functions", "write your own function instead"),
+    "utils.print_utils": ("vLLM's functions that print embeddings", _POOLING),
     "utils.serial_utils": ("vLLM's encodings of embeddings", _POOLING),
     "v1": ("vLLM's internal engine", "use LLM, LLMEngine or AsyncLLM"),
     "v1.attention": ("vLLM's attention backends", _OWN_CODE),
@@ -174,8 +174,8 @@ def sentence(path: str, present: Mapping[str, Mapping[str, Any]]) -> str:
         if found is not None:
             what, instead = found
             part = "vllm." + ".".join(parts[:length])
-            is_ = "is" if part == path else f"belongs to {part},"
-            return f"{path} {is_} {what}, which Octavo does not have: {instead}."
+            whole = "" if part == path else f"part of {part}, "
+            return f"Octavo does not have {path} ({whole}{what}): {instead}."
     known = {*present, *(f"{m}.{n}" for m, names in present.items() for n in names)}
     known |= {f"vllm.{part}" for part in _PARTS}
     close = difflib.get_close_matches(path, sorted(known), 1, cutoff=0.75)

@@ -73,10 +73,10 @@ def test_a_script_runs_unchanged(tmp_path):
         "tokens 3",
         "tokens 3",
         "6 generated True",
-        "vllm.PoolingParams is the parameters of pooling models (embeddings, classes, scores), "
-        "which Octavo does not have: Octavo generates text only.",
-        "vllm.model_executor.model_loader.DefaultModelLoader belongs to "
-        "vllm.model_executor.model_loader, vLLM's loaders of weights, which Octavo does not have: "
+        "Octavo does not have vllm.PoolingParams (the parameters of models for embeddings, classes "
+        "and scores): Octavo generates text only.",
+        "Octavo does not have vllm.model_executor.model_loader.DefaultModelLoader (part of "
+        "vllm.model_executor.model_loader, vLLM's loaders of weights): "
         "Octavo reads safetensors files and packs them once; see load_format in docs/settings.md.",
         "True",
     ]
@@ -106,11 +106,14 @@ def installed(monkeypatch):
 @pytest.mark.parametrize(
     ("statement", "said"),
     [
-        ("from vllm import PoolingParams", "parameters of pooling models"),
-        ("from vllm.lora.request import LoRARequest", "vllm.lora is vLLM's support for adapters"),
+        ("from vllm import PoolingParams", "parameters of models for embeddings"),
+        (
+            "from vllm.lora.request import LoRARequest",
+            r"vllm.lora \(vLLM's support for LoRA adapters",
+        ),
         (
             "import vllm.v1.core.sched.output",
-            "sched belongs to vllm.v1.core, vLLM's internal scheduler",
+            r"sched \(part of vllm.v1.core, vLLM's internal scheduler",
         ),
         ("from vllm.config import SamplingParams", "is in vllm and vllm.sampling_params, not in"),
         ("from vllm.utils import get_ip", "Octavo's get_ip is in vllm.utils.network_utils"),
@@ -128,7 +131,7 @@ def test_a_name_that_is_absent_is_no_attribute(installed):
     import vllm as module
 
     assert not hasattr(module, "PoolingParams")
-    with pytest.raises(AttributeError, match="PoolingParams is the parameters of pooling"):
+    with pytest.raises(AttributeError, match=r"does not have vllm\.PoolingParams"):
         _ = module.PoolingParams
     assert importlib.import_module("vllm.envs").VLLM_HTTP_TIMEOUT_KEEP_ALIVE == 5
     with pytest.raises(AttributeError, match=r"VLLM_FROBNICATE .* is not set"):
@@ -160,7 +163,7 @@ def test_a_sentence_of_a_thread_and_of_a_process(tmp_path, start):
     script.write_text(f"def f(): import vllm.lora\n{start}\n")
     done = run(str(script))
     (sentence,) = done.stderr.splitlines()
-    assert sentence.startswith(f"{script}:1: error: vllm.lora is")
+    assert sentence.startswith(f"{script}:1: error: Octavo does not have vllm.lora")
 
 
 def test_a_server_that_refuses(tmp_path):
@@ -184,8 +187,11 @@ def test_flags_of_a_script_and_of_the_engine():
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("from vllm.lora.request import LoRARequest", "vllm.lora is vLLM's support for adapters"),
-        ("import vllm; vllm.PoolingParams", "vllm.PoolingParams is"),
+        (
+            "from vllm.lora.request import LoRARequest",
+            "vllm.lora (vLLM's support for LoRA adapters",
+        ),
+        ("import vllm; vllm.PoolingParams", "does not have vllm.PoolingParams"),
         ("import vllm; vllm.LLM(enable_lora=True)", "merge the adapter"),
         ("import frobnicate", "the package frobnicate is not installed"),
     ],
