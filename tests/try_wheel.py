@@ -1,5 +1,5 @@
-"""Trial of the wheel of `make wheel`, as by a user. It is installed into an empty environment, where
-nothing can be compiled, and generates and serves; with qemu-user also on old processors.
+"""Trial of the wheel of `make wheel`, as by a user. It is installed into an empty environment,
+where nothing can be compiled, and generates; with qemu-user also on old processors.
 
     python tests/try_wheel.py dist
 """
