@@ -9,8 +9,9 @@ from pathlib import Path
 
 from octavo.checkpoints.base import FLOATS, Expected, LoadFormat, Source, shorten_names
 from octavo.checkpoints.config_json import ConfigJson
+from octavo.checkpoints.mapped_file import StoredTensor
 from octavo.checkpoints.model_files import refuse_lfs_pointer
-from octavo.checkpoints.safetensors_header import StoredTensor, read_header
+from octavo.checkpoints.safetensors_header import read_header
 from octavo.errors import ModelError, reason_of
 
 

@@ -8,7 +8,7 @@ from octavo.checkpoints.base import Checkpoint, LoadFormat
 from octavo.checkpoints.dummy import Dummy
 from octavo.checkpoints.safetensors_folder import SafetensorsFolder
 from octavo.checkpoints.sharded_state import ShardedStateFolder
-from octavo.checkpoints.torch_folder import TorchFolder
+from octavo.checkpoints.torch_folder import TORCH_PATTERN, TorchFolder
 
 
 def open_checkpoint(path: Path, load_format: LoadFormat = "auto", seed: int = 0) -> Checkpoint:
@@ -16,13 +16,16 @@ def open_checkpoint(path: Path, load_format: LoadFormat = "auto", seed: int = 0)
 
     Args:
         path: the model's folder.
-        load_format: auto and safetensors read *.safetensors; pt reads pytorch_model*.bin;
-            sharded_state reads vLLM's files of each rank; dummy generates random weights.
+        load_format: auto reads *.safetensors, or pytorch_model*.bin if there are none;
+            safetensors and pt read only the one or the other; sharded_state reads vLLM's files of
+            each rank; dummy generates random weights.
         seed: seed of random weights.
     """
     match load_format:
         case "dummy":
             return Dummy(path, seed)
+        case "auto" if not any(path.glob("*.safetensors")) and any(path.glob(TORCH_PATTERN)):
+            return TorchFolder(path, load_format)
         case "pt":
             return TorchFolder(path, load_format)
         case "sharded_state":

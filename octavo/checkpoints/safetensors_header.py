@@ -1,36 +1,20 @@
-"""Safetensors files: their headers, and mapped tensors."""
+"""Headers of safetensors files."""
 
 from __future__ import annotations
 
-import math
-import mmap
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from octavo.checkpoints.config_json import MOST_JSON_NBYTES
+from octavo.checkpoints.mapped_file import StoredTensor
 from octavo.checkpoints.model_files import refuse_lfs_pointer, require_file
 from octavo.errors import ModelError
-from octavo.system.tensor import HostTensor, from_numpy, itemsize
 
 _DTYPES = {"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 _DTYPES |= {f"F{bits}": f"float{bits}" for bits in (16, 32, 64)}
 _DTYPES |= {f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)} | {"U8": "uint8"}
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """Tensor of a file."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
-    """Name of the type; the file's own name if tensors do not have the type."""
-    begin: int = 0
-    """Position of its first byte in the file."""
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
@@ -64,24 +48,3 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         raise ModelError(
             f"{file} is damaged or cut off ({error}); download the file again."
         ) from None
-
-
-class MappedFile:
-    """Safetensors file in memory, read by the system when it is used.
-
-    Args:
-        file: the file, which `read_header` has accepted.
-    """
-
-    def __init__(self, file: Path) -> None:
-        with file.open("rb") as stream:
-            self._bytes = np.frombuffer(
-                mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ), np.uint8
-            )
-
-    def tensor(self, stored: StoredTensor) -> HostTensor:
-        """Return a view of a tensor, which cannot be written to."""
-        nbytes = math.prod(stored.shape) * itemsize(stored.dtype)
-        data = from_numpy(self._bytes[stored.begin : stored.begin + nbytes])
-        tensor: HostTensor = data.view(stored.dtype).view(*stored.shape)
-        return tensor

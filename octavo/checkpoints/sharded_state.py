@@ -13,7 +13,8 @@ from pathlib import Path
 
 from octavo.checkpoints.base import Expected, Source, Tensors
 from octavo.checkpoints.folder import Folder, require_dtype, require_no_more
-from octavo.checkpoints.safetensors_header import MappedFile, StoredTensor, read_header
+from octavo.checkpoints.mapped_file import MappedFile, StoredTensor
+from octavo.checkpoints.safetensors_header import read_header
 from octavo.errors import ModelError
 from octavo.system.tensor import HostTensor, concatenate
 

@@ -1,20 +1,22 @@
-"""Model folder with PyTorch files. Imports torch only when tensors are read."""
+"""Model folder with PyTorch files."""
 
 from __future__ import annotations
 
-import zipfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from octavo.checkpoints.base import Expected, Source, Tensors
+from octavo.checkpoints.base import Expected
 from octavo.checkpoints.folder import Folder, list_files, match_names
+from octavo.checkpoints.mapped_file import MappedFile, MappedTensors, StoredTensor
 from octavo.checkpoints.model_files import refuse_lfs_pointer, require_file, without_weights
-from octavo.checkpoints.safetensors_header import StoredTensor
+from octavo.checkpoints.torch_file import TorchFileError, read_torch_file
 from octavo.errors import ModelError
-from octavo.system.tensor import HostTensor, from_dlpack
+from octavo.system.tensor import itemsize
 
-if TYPE_CHECKING:
-    from torch import Tensor
+# Entries of a file: its tensors and a few more. A tensor needs some 200 bytes of program.
+_MAX_ENTRIES = 2**16
+_MAX_PROGRAM_NBYTES = 2**22
+TORCH_PATTERN = "pytorch_model*.bin"
+"""Names of PyTorch files."""
 
 
 class TorchFolder(Folder):
@@ -23,57 +25,43 @@ class TorchFolder(Folder):
     @property
     def weight_files(self) -> list[Path]:
         """Implement `Checkpoint`."""
-        return list_files(self.path, "pytorch_model.bin.index.json", "pytorch_model*.bin")
+        return list_files(self.path, "pytorch_model.bin.index.json", TORCH_PATTERN)
 
-    def open(self, expected: Expected) -> TorchTensors:
-        """Map the files until all tensors are loaded; see `Checkpoint`."""
+    def open(self, expected: Expected) -> MappedTensors:
+        """Map the files; see `Checkpoint`."""
         files = self.weight_files
         if not files:
-            raise without_weights(self.path, "pytorch_model*.bin")
-        tensors: dict[str, Tensor] = {}
-        stored: dict[str, StoredTensor] = {}
-        for file in files:
-            state = _load(file)
-            tensors |= state
-            stored |= {
-                name: StoredTensor(file, tuple(t.shape), str(t.dtype).removeprefix("torch."))
-                for name, t in state.items()
-            }
-        names = match_names(self.path, stored, expected)
-        return TorchTensors({name: tensors[found] for name, found in names.items()})
+            raise without_weights(self.path, TORCH_PATTERN)
+        stored = {name: found for file in files for name, found in _read_header(file).items()}
+        return MappedTensors(stored, match_names(self.path, stored, expected))
 
 
-class TorchTensors(Tensors):
-    """Tensors in memory.
+def _read_header(file: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a PyTorch file by name.
 
-    Args:
-        tensors: tensors by the names that the model expects.
+    Raises:
+        ModelError: the file is damaged, or holds something else than a dictionary of tensors.
     """
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self._tensors = tensors
-
-    def read(self, source: Source) -> HostTensor:
-        """Implement `Tensors`."""
-        return from_dlpack(self._tensors[source.name])
-
-
-def _load(file: Path) -> dict[str, Tensor]:
-    import torch
-    from torch import Tensor
-
     require_file(file)
-    refuse_lfs_pointer(file)
     try:
-        # Files older than torch 1.6 are not zip archives and cannot be mapped.
-        state = torch.load(
-            file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
+        refuse_lfs_pointer(file)
+        tensors = read_torch_file(
+            MappedFile(file).data,
+            max_entries=_MAX_ENTRIES,
+            max_program_nbytes=_MAX_PROGRAM_NBYTES,
         )
-    except Exception as error:  # a broken file may cause any exception in the unpickler
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else "empty"
+    except (OSError, ValueError) as error:
         raise ModelError(
-            f"{file} is damaged, cut off, or holds more than tensors ({reason})."
+            f"{file} is damaged or cut off ({error}); download the file again."
         ) from None
-    if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
-        raise ModelError(f"{file} must hold a dictionary of tensors.")
-    return state
+    except TorchFileError as error:
+        raise ModelError(f"{file} cannot be read: {error}.") from None
+    if not isinstance(tensors, dict):
+        raise ModelError(f"{file} holds one tensor, not a dictionary of tensors.")
+    for name, tensor in tensors.items():
+        if tensor.begin % itemsize(tensor.dtype):
+            raise ModelError(f"{file}: {name} is not aligned; save the file again with torch.save.")
+    return {
+        name: StoredTensor(file, it.shape, it.dtype, it.begin, it.strides)
+        for name, it in tensors.items()
+    }

@@ -120,8 +120,8 @@ class LoadConfig(Section, frozen=True):
     load_format: Annotated[
         Literal["auto", "safetensors", "pt", "sharded_state", "dummy"],
         Meta(
-            description="auto and safetensors read safetensors; pt allows PyTorch .bin files"
-            " (pickle); sharded_state: vLLM's saved file of each rank; dummy: random weights."
+            description="auto: safetensors, or PyTorch .bin files if there are none; safetensors;"
+            " pt: .bin files; sharded_state: vLLM's saved file of each rank; dummy: random weights."
         ),
     ] = "auto"
     download_dir: Annotated[

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from safetensors import serialize_file
+from safetensors.numpy import save_file
 
 from octavo.checkpoints.base import Checkpoint, Source
 from octavo.checkpoints.sharded_state import FUSED, SHARDED_PATTERN, ShardedStateFolder
@@ -144,15 +143,7 @@ def _share(source: Source, tensor: HostTensor, rank: int, size: int, heads: int)
 
 def _save(state: dict[str, HostTensor], file: Path) -> None:
     """Write a safetensors file."""
-    tensors: dict[str, Any] = {
-        name: {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "data": tensor.view("uint8").numpy().tobytes(),
-        }
-        for name, tensor in state.items()
-    }
-    serialize_file(tensors, file, {"format": "pt"})
+    save_file({name: tensor.numpy() for name, tensor in state.items()}, file, {"format": "pt"})
 
 
 def _in_files(

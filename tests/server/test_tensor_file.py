@@ -85,15 +85,15 @@ def test_in_base64():
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        (torch.zeros(2, 4, dtype=torch.int64), "of type Long"),
-        (torch.zeros(2, 4, dtype=torch.bool), "of type Bool"),
+        (torch.zeros(2, 4, dtype=torch.int64), "of type int64"),
+        (torch.zeros(2, 4, dtype=torch.bool), "of type bool"),
         (torch.zeros(2, 4, dtype=torch.float8_e4m3fn), "prompt_embeds"),
         (torch.zeros(4), r"shape \[4\]"),
         (torch.zeros(2, 3, 4), r"shape \[2, 3, 4\]"),
         (torch.zeros(2, 0), "without numbers"),
         (torch.zeros(1, 4).expand(10**9, 4), "share memory"),
         (torch.zeros(2, 4).to_sparse(), "something else"),
-        ({"a": torch.zeros(2, 4)}, "something else"),
+        ({"a": torch.zeros(2, 4)}, "holds a dictionary"),
         ([torch.zeros(2, 4)], "something else"),
         ("text", "something else"),
         (torch.nn.Linear(2, 2), "something else|too large"),
