@@ -116,8 +116,6 @@ def read_torch_file(
     if len(programs) != 1:
         raise TorchFileError("it has no data.pkl")
     folder = programs[0].removesuffix("data.pkl")
-    if folder + "constants.pkl" in entries:
-        raise TorchFileError("it is a TorchScript archive; save the model's state_dict instead")
     if folder + "byteorder" in entries:
         begin, end = entries[folder + "byteorder"]
         if data[begin:end] != b"little":
@@ -358,7 +356,10 @@ def _read_entry(data: memoryview, at: int) -> tuple[str, tuple[int, int], int]:
     size, packed, offset = _widen(data[name_end:extra_end], [size, packed, fields[16]])
     text = _quote(name.decode())
     if method != _STORED or flags & _ENCRYPTED or packed != size:
-        raise TorchFileError(f"its entry {text} is compressed or encrypted")
+        raise TorchFileError(
+            f"its entry {text} is compressed or encrypted (as in TorchScript); save a state_dict "
+            "with torch.save"
+        )
     local = _unpack(_LOCAL, data, offset, b"PK\x03\x04")
     begin = offset + _LOCAL.size + local[9]
     sizes = (0, _ALL_ONES, size)  # the size may follow the bytes, or be in another field
