@@ -53,7 +53,7 @@ def resolve_model(
         model: octavo/stories (or -draft, -eagle, -medusa), a folder, or a hub id such as org/name.
         revision: branch, tag or commit on the hub.
         download_dir: folder for downloads; default: the hub client's cache.
-        load_format: format of the weight files: auto, safetensors, pt or dummy (no files).
+        load_format: format of the weight files, as in `open_checkpoint`.
 
     Raises:
         ModelError: a local path is not a folder, or contains pipes or devices.
@@ -155,7 +155,8 @@ def _download(
 
     offline = hub_offline()
     where = f"revision {revision!r} of {repo_id}" if revision else repo_id
-    try:
+
+    def download(load_format: str) -> Path:
         folder = huggingface_hub.snapshot_download(
             repo_id,
             revision=revision,
@@ -164,6 +165,12 @@ def _download(
             ignore_patterns=_IGNORED,
             local_files_only=offline,
         )
+        return Path(folder)
+
+    try:
+        folder = download(load_format)
+        if load_format == "auto" and not any(folder.glob("*.safetensors")):
+            folder = download("pt")
     except errors.HFValidationError:
         raise HubError(
             f"{repo_id!r} is neither a folder here nor a hub id (org/name).{_similar(repo_id)}"
@@ -208,7 +215,7 @@ def _download(
             f"Downloading {where} failed: {type(error).__name__}: {_first_line(error)}. Check the "
             "network and try again: downloaded data is kept."
         ) from error
-    return Path(folder)
+    return folder
 
 
 def _similar(name: str) -> str:

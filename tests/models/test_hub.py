@@ -116,6 +116,8 @@ def test_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("auto", {"model-00001-of-00002.safetensors", "model.safetensors"}),
         ("pt", {"pytorch_model.bin", "pytorch_model-00001-of-00002.bin"}),
+        # The folder has no safetensors after the first download.
+        ("auto or pt", {"pytorch_model.bin", "pytorch_model-00001-of-00002.bin"}),
         ("dummy", set()),
     ],
 )
@@ -124,7 +126,9 @@ def test_only_needed_files(
 ) -> None:
     fake = FakeHub(tmp_path)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
-    resolve_model("org/name", load_format=load_format)
+    if load_format == "auto":
+        (tmp_path / "model.safetensors").touch()
+    resolve_model("org/name", load_format=load_format.removesuffix(" or pt"))
     always = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer.model"}
     always |= {"chat_template.jinja", "merges.txt", "vocab.json", "model.safetensors.index.json"}
     repo = always | {"model.safetensors", "model-00001-of-00002.safetensors", "README.md"}

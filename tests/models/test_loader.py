@@ -71,26 +71,20 @@ def test_bare_model_names(case: str, tmp_path: Path) -> None:
     assert torch.equal(logits(load(tmp_path)), expected)
 
 
-def test_torch_files_only_when_asked_for(folder: Path) -> None:
+def test_torch_files(folder: Path) -> None:
     expected = logits(load(folder))
     state = tensors(folder)
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"holds no \*\.safetensors"):
         load(folder)
-    for zipped in (True, False):
-        torch.save(state, folder / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
-        with pytest.raises(ModelError, match=r"pickles, which can run code.*load_format=pt"):
-            load(folder)
-        assert torch.equal(logits(load(folder, load_format="pt")), expected)
-
-
-def test_torch_file_with_code_is_refused(folder: Path) -> None:
-    torch.save({"a": Path("x"), "b": torch.zeros(1)}, folder / "pytorch_model.bin")
-    with pytest.raises(ModelError, match="holds more than tensors"):
-        load(folder, load_format="pt")
-    (folder / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(ModelError, match=r"pytorch_model\.bin is damaged"):
-        load(folder, load_format="pt")
+    names = list(state)
+    for part in (0, 1):
+        some = {name: state[name] for name in names[part::2]}
+        torch.save(some, folder / f"pytorch_model-{part}.bin")
+    assert torch.equal(logits(load(folder)), expected)
+    assert torch.equal(logits(load(folder, load_format="pt")), expected)
+    with pytest.raises(ModelError, match=r"holds PyTorch \.bin files and no safetensors"):
+        load(folder, load_format="safetensors")
 
 
 def test_missing_and_unexpected_tensors(folder: Path) -> None:
