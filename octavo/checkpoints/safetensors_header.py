@@ -44,7 +44,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
                 )
                 for name, s in slices.items()
             }
-    except (SafetensorError, OSError, ValueError, msgspec.DecodeError) as error:
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise ModelError(
             f"{file} is damaged or cut off ({error}); download the file again."
         ) from None
