@@ -118,7 +118,7 @@ def read_torch_file(
     folder = programs[0].removesuffix("data.pkl")
     if folder + "byteorder" in entries:
         begin, end = entries[folder + "byteorder"]
-        if data[begin:end] != b"little":
+        if bytes(data[begin:end][:8]) != b"little":
             raise TorchFileError("its byte order is not little-endian")
     begin, end = entries[programs[0]]
     if end - begin > max_program_nbytes:
@@ -312,8 +312,8 @@ def _read_entries(data: memoryview, most: int) -> dict[str, tuple[int, int]]:
     Raises:
         TorchFileError: an entry is compressed or encrypted, or the archive is damaged.
     """
-    if data[:4] != b"PK\x03\x04":
-        if data[:1] == b"\x80":
+    if bytes(data[:4]) != b"PK\x03\x04":
+        if bytes(data[:1]) == b"\x80":
             raise TorchFileError(
                 "it has the form of torch before version 1.6; load it with "
                 "torch.load(weights_only=True), and save it again with safetensors"
@@ -326,8 +326,10 @@ def _read_entries(data: memoryview, most: int) -> dict[str, tuple[int, int]]:
             raise TorchFileError(f"its zip archive has more than {most} entries")
         for _ in range(count):
             name, place, at = _read_entry(data, at)
-            if name in found or at > end:
+            if at > end:
                 raise ValueError
+            if name in found:
+                raise TorchFileError(f"its zip archive has {_quote(name)} twice")
             found[name] = place
     except (struct.error, ValueError, LookupError):
         raise TorchFileError("its zip archive is damaged or cut off") from None
@@ -340,7 +342,7 @@ def _find_directory(data: memoryview) -> tuple[int, int, int]:
     at = len(data) - len(tail) + tail.rindex(b"PK\x05\x06")
     *_, count, nbytes, begin, _ = _unpack(_END, data, at, b"PK\x05\x06")
     at -= _END_LOCATOR.size
-    if at >= 0 and data[at : at + 4] == b"PK\x06\x07":
+    if at >= 0 and bytes(data[at : at + 4]) == b"PK\x06\x07":
         _, _, at, _ = _unpack(_END_LOCATOR, data, at, b"PK\x06\x07")
         *_, count, nbytes, begin = _unpack(_END64, data, at, b"PK\x06\x06")
     return count, begin, begin + nbytes

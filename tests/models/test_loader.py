@@ -157,7 +157,6 @@ def test_memory_stays_near_one_copy(tmp_path: Path) -> None:
     config |= {"num_hidden_layers": 6, "head_dim": 128, "vocab_size": 1000}
     make_hf("LlamaForCausalLM", **config).to(torch.bfloat16).save_pretrained(tmp_path)
     code = f"""
-import torch
 from octavo.kernels.native import NativeOps
 from octavo.models.loader import load_model
 from octavo.models.registry import read_spec
@@ -167,10 +166,9 @@ checkpoint = open_checkpoint(Path({str(tmp_path)!r}))
 spec = read_spec(checkpoint)
 def anonymous():
     return 1024 * int(next(l for l in open("/proc/self/status") if "RssAnon" in l).split()[1])
-load = lambda **kw: load_model(spec, checkpoint, dtype=torch.bfloat16,
-                               device=torch.device("cpu"), ops=NativeOps(), **kw)
 begin, peak = anonymous(), []
-model = load(progress=lambda done, total: peak.append(anonymous()))
+model = load_model(spec, checkpoint, dtype="bfloat16", ops=NativeOps(),
+                   progress=lambda done, total: peak.append(anonymous()))
 print(max(peak) - begin, spec.weight_nbytes("bfloat16"))
 """
     run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
