@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
+from typing import ClassVar
 
 from octavo.checkpoints.base import FLOATS, Expected, LoadFormat, Source, shorten_names
 from octavo.checkpoints.config_json import ConfigJson
-from octavo.checkpoints.mapped_file import StoredTensor
-from octavo.checkpoints.model_files import refuse_lfs_pointer
+from octavo.checkpoints.mapped_file import MappedFile, MappedTensors, StoredTensor
+from octavo.checkpoints.model_files import refuse_lfs_pointer, without_weights
 from octavo.checkpoints.safetensors_header import read_header
 from octavo.errors import ModelError, reason_of
+from octavo.system.tensor import HostTensor
 
 
 class Folder:
@@ -66,6 +69,47 @@ class Folder:
     def file_names(self, pattern: str) -> list[str]:
         """Implement `Checkpoint`."""
         return sorted(str(file.relative_to(self.path)) for file in self.path.glob(pattern))
+
+
+class MappedFolder(Folder, ABC):
+    """Folder whose weight files are mapped."""
+
+    index: ClassVar[str]
+    """Name of the file that names the weight files."""
+    pattern: ClassVar[str]
+    """Names of the weight files where there is no index."""
+
+    @abstractmethod
+    def read_header(self, file: Path) -> dict[str, StoredTensor]:
+        """Return the tensors of a file by name.
+
+        Raises:
+            ModelError: the file is damaged, or of another kind.
+        """
+
+    @property
+    def weight_files(self) -> list[Path]:
+        """Implement `Checkpoint`."""
+        return list_files(self.path, self.index, self.pattern)
+
+    def open(self, expected: Expected) -> MappedTensors:
+        """Map the files; see `Checkpoint`."""
+        files = self.weight_files
+        if not files:
+            raise without_weights(self.path, self.pattern)
+        stored = {name: found for file in files for name, found in self.read_header(file).items()}
+        return MappedTensors(stored, match_names(self.path, stored, expected))
+
+    def read_tensor(self, name: str) -> HostTensor:
+        """Return a tensor that is not one of the model's weights.
+
+        Raises:
+            ModelError: the folder has no tensor of that name, or its file is damaged.
+        """
+        for file in self.weight_files:
+            if stored := self.read_header(file).get(name):
+                return MappedFile(file).tensor(stored)
+        raise ModelError(f"{self.path} lacks the tensor {name}.")
 
 
 def list_files(folder: Path, index: str, pattern: str) -> list[Path]:

@@ -55,6 +55,11 @@ def without_weights(folder: Path, pattern: str) -> ModelError:
         folder: a folder with config.json.
         pattern: pattern of the names of weight files.
     """
+    for load_format, other in (("safetensors", "*.safetensors"), ("pt", "pytorch_model*.bin")):
+        if other != pattern and any(folder.glob(other)):
+            return ModelError(
+                f"{folder} holds {other} files and no {pattern}; set load_format={load_format}."
+            )
     return _of_another_kind(folder) or ModelError(
         f"{folder} holds no {pattern} files: the download is incomplete, or the model is published "
         "in another format. Download the model again, or choose one with *.safetensors."

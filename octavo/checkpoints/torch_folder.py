@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from octavo.checkpoints.base import Expected
-from octavo.checkpoints.folder import Folder, list_files, match_names
-from octavo.checkpoints.mapped_file import MappedFile, MappedTensors, StoredTensor
-from octavo.checkpoints.model_files import refuse_lfs_pointer, require_file, without_weights
+from octavo.checkpoints.folder import MappedFolder
+from octavo.checkpoints.mapped_file import MappedFile, StoredTensor
+from octavo.checkpoints.model_files import refuse_lfs_pointer, require_file
 from octavo.checkpoints.torch_file import TorchFileError, read_torch_file
 from octavo.errors import ModelError
 from octavo.system.tensor import itemsize
@@ -15,53 +14,38 @@ from octavo.system.tensor import itemsize
 # Entries of a file: its tensors and a few more. A tensor needs some 200 bytes of program.
 _MAX_ENTRIES = 2**16
 _MAX_PROGRAM_NBYTES = 2**22
-TORCH_PATTERN = "pytorch_model*.bin"
-"""Names of PyTorch files."""
 
 
-class TorchFolder(Folder):
+class TorchFolder(MappedFolder):
     """`Checkpoint` in files of `torch.save`."""
 
-    @property
-    def weight_files(self) -> list[Path]:
-        """Implement `Checkpoint`."""
-        return list_files(self.path, "pytorch_model.bin.index.json", TORCH_PATTERN)
+    index = "pytorch_model.bin.index.json"
+    pattern = "pytorch_model*.bin"
 
-    def open(self, expected: Expected) -> MappedTensors:
-        """Map the files; see `Checkpoint`."""
-        files = self.weight_files
-        if not files:
-            raise without_weights(self.path, TORCH_PATTERN)
-        stored = {name: found for file in files for name, found in _read_header(file).items()}
-        return MappedTensors(stored, match_names(self.path, stored, expected))
-
-
-def _read_header(file: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a PyTorch file by name.
-
-    Raises:
-        ModelError: the file is damaged, or holds something else than a dictionary of tensors.
-    """
-    require_file(file)
-    try:
-        refuse_lfs_pointer(file)
-        tensors = read_torch_file(
-            MappedFile(file).data,
-            max_entries=_MAX_ENTRIES,
-            max_program_nbytes=_MAX_PROGRAM_NBYTES,
-        )
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"{file} is damaged or cut off ({error}); download the file again."
-        ) from None
-    except TorchFileError as error:
-        raise ModelError(f"{file} cannot be read: {error}.") from None
-    if not isinstance(tensors, dict):
-        raise ModelError(f"{file} holds one tensor, not a dictionary of tensors.")
-    for name, tensor in tensors.items():
-        if tensor.begin % itemsize(tensor.dtype):
-            raise ModelError(f"{file}: {name} is not aligned; save the file again with torch.save.")
-    return {
-        name: StoredTensor(file, it.shape, it.dtype, it.begin, it.strides)
-        for name, it in tensors.items()
-    }
+    def read_header(self, file: Path) -> dict[str, StoredTensor]:
+        """Implement `MappedFolder`."""
+        require_file(file)
+        try:
+            refuse_lfs_pointer(file)
+            tensors = read_torch_file(
+                MappedFile(file).data,
+                max_entries=_MAX_ENTRIES,
+                max_program_nbytes=_MAX_PROGRAM_NBYTES,
+            )
+        except (OSError, ValueError) as error:
+            raise ModelError(
+                f"{file} is damaged or cut off ({error}); download the file again."
+            ) from None
+        except TorchFileError as error:
+            raise ModelError(f"{file} cannot be read: {error}.") from None
+        if not isinstance(tensors, dict):
+            raise ModelError(f"{file} holds one tensor, not a dictionary of tensors.")
+        for name, tensor in tensors.items():
+            if tensor.begin % itemsize(tensor.dtype):
+                raise ModelError(
+                    f"{file}: {name} is not aligned; save the file again with torch.save."
+                )
+        return {
+            name: StoredTensor(file, it.shape, it.dtype, it.begin, it.strides)
+            for name, it in tensors.items()
+        }

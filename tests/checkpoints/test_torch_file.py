@@ -15,8 +15,8 @@ import torch
 
 from octavo.checkpoints.base import Expected, Source
 from octavo.checkpoints.mapped_file import MappedFile
-from octavo.checkpoints.registry import open_checkpoint
-from octavo.checkpoints.torch_folder import _read_header
+from octavo.checkpoints.registry import open_checkpoint, open_mapped_folder
+from octavo.checkpoints.torch_folder import TorchFolder
 from octavo.errors import ModelError
 
 FLOATS = ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
@@ -92,8 +92,11 @@ def test_nothing_is_copied(tmp_path):
 def test_safetensors_come_first(tmp_path):
     torch.save(STATE, tmp_path / "pytorch_model.bin")
     assert [file.name for file in open_checkpoint(tmp_path).weight_files] == ["pytorch_model.bin"]
-    with pytest.raises(ModelError, match=r"holds PyTorch \.bin files .*set load_format to auto"):
+    with pytest.raises(ModelError, match=r"\.bin files and no \*\.safetensors; set load_format=pt"):
         open_checkpoint(tmp_path, "safetensors").open(Expected("Any", [], ""))
+    assert open_mapped_folder(tmp_path).read_tensor("b").shape == (7,)
+    with pytest.raises(ModelError, match="lacks the tensor d2t"):
+        open_mapped_folder(tmp_path).read_tensor("d2t")
     (tmp_path / "model.safetensors").touch()
     assert [file.name for file in open_checkpoint(tmp_path).weight_files] == ["model.safetensors"]
 
@@ -243,6 +246,7 @@ def test_numbers_that_are_not_aligned(tmp_path):
 def test_changed_files(tmp_path):
     """Files with random changes are read as torch reads them, or are refused."""
     rng, file = random.Random(0), tmp_path / "pytorch_model.bin"
+    folder = TorchFolder(tmp_path, "pt")
     module = torch.nn.Linear(3, 5, dtype=torch.bfloat16)
     files = [FILE, saved(module.state_dict()), saved({"a": STATE["a"][:, ::2], "b": STATE["b"]})]
     num_read = 0
@@ -261,7 +265,7 @@ def test_changed_files(tmp_path):
                 data[at:at] = data[at : at + rng.randrange(1, 40)]
         file.write_bytes(data)
         try:
-            tensors = _read_header(file)
+            tensors = folder.read_header(file)
         except ModelError:
             continue
         num_read += 1

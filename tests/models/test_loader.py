@@ -83,7 +83,7 @@ def test_torch_files(folder: Path) -> None:
         torch.save(some, folder / f"pytorch_model-{part}.bin")
     assert torch.equal(logits(load(folder)), expected)
     assert torch.equal(logits(load(folder, load_format="pt")), expected)
-    with pytest.raises(ModelError, match=r"holds PyTorch \.bin files and no safetensors"):
+    with pytest.raises(ModelError, match=r"\.bin files and no \*\.safetensors; set load_format=pt"):
         load(folder, load_format="safetensors")
 
 

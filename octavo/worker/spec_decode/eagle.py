@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.checkpoints.safetensors_folder import SafetensorsFolder
+from octavo.checkpoints.registry import open_mapped_folder
 from octavo.errors import ConfigError
 from octavo.messages import NewRequestData
 from octavo.models.decoder import DecoderModel
@@ -53,7 +53,7 @@ class EagleProposer(Proposer):
         if isinstance(model, Eagle3Model):
             draft = target.setup.draft
             assert draft is not None
-            folder = SafetensorsFolder(draft.model_path, "safetensors")
+            folder = open_mapped_folder(draft.model_path)
             model.set_offsets(folder.read_tensor("d2t"))
         self._model, self._main = model, main
         setup, num_rows = target.setup, len(target.batch.token_ids)
