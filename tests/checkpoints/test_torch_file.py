@@ -16,6 +16,7 @@ import torch
 from octavo.checkpoints.base import Expected, Source
 from octavo.checkpoints.mapped_file import MappedFile
 from octavo.checkpoints.registry import open_checkpoint, open_mapped_folder
+from octavo.checkpoints.torch_file import TorchFileError, read_torch_file
 from octavo.checkpoints.torch_folder import TorchFolder
 from octavo.errors import ModelError
 
@@ -232,6 +233,24 @@ def test_two_entries_of_one_name(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(data)
     with pytest.raises(ModelError, match=r"zip archive has archive/data\.pkl twice"):
         read(tmp_path, {"a": (3, 4), "b": (7,)})
+
+
+def test_sizes_in_zip64_fields(monkeypatch):
+    """Entries of 4 GiB have such fields."""
+    entries = [("a/data/0", STATE["a"].numpy().tobytes()), ("a/data/1", bytes(14))]
+    limits = {"max_entries": 9, "max_program_nbytes": 999}
+    plain = zipped(*entries, ("a/data.pkl", PROGRAM))
+    monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 10)
+    wide = zipped(*entries, ("a/data.pkl", PROGRAM))
+    assert len(wide) > len(plain)
+    for data in (plain, wide):
+        tensor = read_torch_file(memoryview(data), **limits)["a"]
+        assert data[tensor.begin : tensor.begin + 48] == entries[0][1]
+    field = struct.pack("<HHQQ", 1, 16, 48, 48)
+    assert field in wide
+    cut = wide.replace(field, struct.pack("<HHQQ", 1, 16, 2**63, 2**63))
+    with pytest.raises(TorchFileError, match="its entry a/data/0 is cut off"):
+        read_torch_file(memoryview(cut), **limits)
 
 
 def test_numbers_that_are_not_aligned(tmp_path):
