@@ -85,14 +85,15 @@ class _Tokens:
     """Vocabulary with the attributes that llguidance expects."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._encode = vocabulary.encode
+        self._vocabulary = vocabulary
         self.tokens = vocabulary.token_bytes
         self.eos_token_id = vocabulary.stop_token_ids[0]
         self.bos_token_id = None
         self.special_token_ids = vocabulary.stop_token_ids
 
     def __call__(self, text: str) -> list[int]:
-        return self._encode(text)
+        # Not the space that sentencepiece puts before a text: the library would fail on it.
+        return self._vocabulary.tokenize(text, b"", 4 * len(text))
 
 
 class _Compiled(CompiledGrammar):
