@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import llguidance
 import numpy as np
@@ -20,7 +18,6 @@ from octavo.structured_output.base import (
     CompiledGrammar,
     Grammar,
     GrammarBackend,
-    check_ebnf,
     check_satisfiable,
     is_ebnf,
 )
@@ -30,12 +27,10 @@ from octavo.structured_output.json_schema import (
     parse_json,
     schemas_of,
 )
+from octavo.structured_output.lark import lark_from_ebnf, lark_from_tag
 from octavo.structured_output.regex import Set, Token, parse, to_rust, whole
 from octavo.structured_output.rewrite import combined, rewrite
 from octavo.structured_output.vocabulary import Vocabulary
-
-if TYPE_CHECKING:
-    from llguidance._lib import JsonCompileOptions
 
 # Maximum number of lexer states; each uses 1 to 2 kB.
 _MAX_LEXER_STATES = 25_000
@@ -43,8 +38,6 @@ _MAX_LEXER_STATES = 25_000
 _MAX_ITEMS = 5_000
 # Keywords of old drafts that the library does not know.
 _IGNORED = ("divisibleBy", "extends", "disallow")
-
-_WIDE_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*(\\u[0-9a-fA-F]{4}|\\U[0-9a-fA-F]{8})")
 
 
 class LLGuidanceBackend(GrammarBackend):
@@ -69,9 +62,11 @@ class LLGuidanceBackend(GrammarBackend):
         """Implement `GrammarBackend`."""
         try:
             source = _source(spec)
-        except (ValueError, RecursionError, KeyError, TypeError) as error:
-            if isinstance(error, GrammarError):
-                raise
+        except GrammarError:
+            raise
+        except KeyError as error:
+            raise _refusal(f"the field {error} is missing") from None
+        except (ValueError, RecursionError, TypeError, AttributeError) as error:
             raise _refusal(str(error)) from None
         matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
         if matcher.is_error():
@@ -170,9 +165,10 @@ class _Grammar(Grammar):
 def _source(spec: GrammarSpec) -> str:
     """Return the source of a grammar in the library's format."""
     if spec.kind == "json_object":
-        return _from_schema('{"type": "object"}', spec)
+        return LLMatcher.grammar_from_json_schema(_write_schema({"type": "object"}, spec))
     if spec.kind == "json":
-        return _from_schema(spec.text, spec)
+        schema = _write_schema(parse_json(spec.text), spec)
+        return LLMatcher.grammar_from_json_schema(schema)
     if spec.kind == "regex":
         return LLMatcher.grammar_from_regex(to_rust(whole(parse(spec.text), spec.text)))
     if spec.kind == "choice":
@@ -183,29 +179,26 @@ def _source(spec: GrammarSpec) -> str:
         # One terminal, since a rule with thousands of them exceeds the parser's limits.
         return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + literals)
     if spec.kind == "grammar":
-        if is_ebnf(spec.text):
-            check_ebnf(spec.text)
-            if found := _WIDE_ESCAPE.search(spec.text):
-                # The library drops leading zeros and then reads digits that follow.
-                raise _refusal(f"the escape {found[1]} is not supported; write the character")
-            return str(llguidance.grammar_from("grammar", spec.text))
-        return LLMatcher.grammar_from_lark(spec.text)
-    return _from_structural_tag(parse_json(spec.text), spec)
+        return LLMatcher.grammar_from_lark(
+            lark_from_ebnf(spec.text) if is_ebnf(spec.text) else spec.text
+        )
+    return lark_from_tag(parse_json(spec.text), lambda schema: _write_schema(schema, spec))
 
 
-def _from_schema(text: str, spec: GrammarSpec) -> str:
-    schema = parse_json(text)
+def _write_schema(schema: Any, spec: GrammarSpec) -> str:
+    """Return a schema, rewritten for the library and with the library's options in it."""
+    if schema is True:
+        schema = {}
     rewrite(schema, spec.additional_properties, spec.strict)
+    if not isinstance(schema, dict):
+        raise _refusal(f"the schema {json.dumps(schema)[:80]} allows no text")
     _check_schema(schema)
     _mend(schema)
     _check_bounds(schema)
-    overrides: JsonCompileOptions = {"lenient": False}
+    options: dict[str, Any] = {"lenient": False}
     if not spec.any_whitespace:
-        overrides["whitespace_flexible"] = False
-        overrides["item_separator"], overrides["key_separator"] = ", ", ": "
-    return LLMatcher.grammar_from_json_schema(
-        json.dumps(schema, ensure_ascii=False), overrides=overrides
-    )
+        options |= {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    return json.dumps(schema | {"x-guidance": options}, ensure_ascii=False)
 
 
 def _check_schema(root: Any) -> None:
@@ -288,28 +281,6 @@ def _keep_controls_out(tokens: list[Token]) -> list[Token]:
 
 def _has_quotes(chars: Set) -> bool:
     return all(any(a <= ord(char) <= b for a, b in chars.ranges) for char in '"\\')
-
-
-def _from_structural_tag(tag: Any, spec: GrammarSpec) -> str:
-    if not isinstance(tag, dict) or "structures" not in tag:
-        raise _refusal('a structural tag must have "structures" and "triggers"')
-    tags = []
-    for structure in tag["structures"]:
-        begin = structure["begin"]
-        trigger = next((t for t in tag["triggers"] if begin.startswith(t)), None)
-        if trigger is None:
-            raise _refusal(f"no trigger begins the tag {begin!r}")
-        tags.append(
-            llguidance.StructTag(
-                trigger=trigger,
-                begin=begin,
-                grammar=_from_schema(json.dumps(structure["schema"]), spec),
-                end=structure["end"],
-            )
-        )
-    with contextlib.suppress(AssertionError):
-        return str(llguidance.StructTag.to_grammar(tags, assume_special=False))
-    raise _refusal("the structural tag has no structures")
 
 
 def _refusal(message: str) -> GrammarError:
