@@ -36,6 +36,27 @@ from octavo.structured_output.vocabulary import Vocabulary
 _MAX_LEXER_STATES = 25_000
 # Maximum number of parser items at one place of a text: each optional property uses 4.
 _MAX_ITEMS = 5_000
+_ESCAPED = "%[0-9a-fA-F]{2}"
+_HOST = rf"(?:[\w.~!$&'()*+,;=-]|{_ESCAPED})*"
+_USER = rf"(?:[\w.~!$&'()*+,;=:-]|{_ESCAPED})*@"
+_PATH = rf"(?:[\w.~!$&'()*+,;=:@-]|{_ESCAPED})"
+_TAIL = rf"(?:[\w.~!$&'()*+,;=:@/?-]|{_ESCAPED})*"
+_NAME = rf"(?:\w|{_ESCAPED})+(?:\.(?:\w|{_ESCAPED})+)*(?::[1-9]\d{{0,3}}|\*)?"
+# Formats that the library does not know, of RFC 3986 and RFC 6570.
+_PATTERNS = {
+    "uri-reference": (
+        r"^(?:(?:[A-Za-z][A-Za-z0-9+.-]*:)?"
+        rf"(?://(?:{_USER})?(?:\[[0-9a-fA-Fv:.]+\]|{_HOST})(?::\d*)?(?:/{_PATH}*)*"
+        rf"|/(?:{_PATH}+(?:/{_PATH}*)*)?)"
+        rf"|[A-Za-z][A-Za-z0-9+.-]*:(?:{_PATH}+(?:/{_PATH}*)*)?"
+        rf"|(?:(?:[\w.~!$&'()*+,;=@-]|{_ESCAPED})+(?:/{_PATH}*)*)?)"
+        rf"(?:\?{_TAIL})?(?:#{_TAIL})?$"
+    ),
+    "uri-template": (
+        rf"^(?:[!#$&-;=?-\[\]_a-z~\u{{a0}}-\u{{d7ff}}\u{{e000}}-\u{{10ffff}}]|{_ESCAPED}"
+        rf"|\{{[+#./;?&=,!@|]?{_NAME}(?:,{_NAME})*\}})*$"
+    ),
+}
 # Keywords of old drafts that the library does not know.
 _IGNORED = ("divisibleBy", "extends", "disallow")
 
@@ -250,6 +271,8 @@ def _mend(root: Any) -> None:
     parts = {id(schema) for schema in combined(root)}
     for schema in schemas_of(root):
         additional = schema.get("additionalProperties", True)
+        if schema.get("format") in _PATTERNS and "pattern" not in schema:
+            schema["pattern"] = _PATTERNS[schema.pop("format")]
         pattern, patterns = schema.get("pattern"), schema.get("patternProperties")
         is_open = patterns is None and additional in (True, {}) and id(schema) not in parts
         if schema.get("properties") and is_open:
