@@ -53,15 +53,31 @@ def lark_from_ebnf(text: str) -> str:
     check_ebnf(text)
     # The converter makes a rule without recursion one terminal, which the lexer reads greedily; it
     # excepts the rule root. With this rule a grammar without recursion is one terminal, and exact.
-    names = {"root": "whole"}
+    names = _Names()
     rules = "".join(_mend(token, names) for token in _EBNF_TOKENS.finditer(text))
     return str(llguidance.grammar_from("grammar", f"root ::= whole\n{rules}"))
 
 
-def _mend(token: re.Match[str], names: dict[str, str]) -> str:
+class _Names(dict[str, str]):
+    """Names of rules that stay different when the converter makes them lower-case."""
+
+    def __init__(self) -> None:
+        super().__init__(root="whole")
+        self._taken = {"root", "start", "whole"}
+
+    def __missing__(self, name: str) -> str:
+        found, number = name.replace("-", "_").lower(), len(self)
+        while found in self._taken or not _LOWER.fullmatch(found):
+            found, number = f"rule_{number}", number + 1
+        self._taken.add(found)
+        self[name] = found
+        return found
+
+
+def _mend(token: re.Match[str], names: _Names) -> str:
     """Return a token of EBNF as the library's converter reads it.
 
-    The converter needs each rule in one line, knows few escapes, and makes all names lower-case.
+    The converter needs each rule in one line, and knows few escapes.
     """
     kind, value = token.lastgroup, token[0]
     if kind in ("text", "set"):
@@ -73,10 +89,6 @@ def _mend(token: re.Match[str], names: dict[str, str]) -> str:
             return _gbnf_set(chars)
         return f'"{"".join(_gbnf_char(char) for char, _ in chars)}" '
     if kind in ("rule", "name"):
-        if value not in names:
-            lower = value.replace("-", "_").lower()
-            is_free = _LOWER.fullmatch(lower) and lower not in {"root", "start", *names.values()}
-            names[value] = lower if is_free else f"rule_{len(names)}"
         return ("\n" if kind == "rule" else "") + names[value] + " "
     return f"{value} " if kind else " "
 
