@@ -155,7 +155,7 @@ def lark_from_tag(tag: Any, write_schema: Callable[[Any], str]) -> str:
                 "content": {"type": "json_schema", "json_schema": item["schema"]},
                 "end": item["end"],
             }
-            for item in tag["structures"]
+            for item in _list(tag, "structures")
         ]
         tag = {"format": {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}}
     if not isinstance(tag, dict) or "format" not in tag:
@@ -187,10 +187,10 @@ class _TagWriter:
         if regular is not None:
             return self._add("T", ": ", f"{regular} {_any_of(map(_literal, ends or ()))}")
         if kind == "sequence":
-            *others, last = self._merge_regular(content["elements"])
+            *others, last = self._merge_regular(_list(content, "elements"))
             return " ".join([*(self.write(e, None) for e in others), self.write(last, ends)])
         if kind == "or":
-            return _any_of(self.write(element, ends) for element in content["elements"])
+            return _any_of(self.write(element, ends) for element in _list(content, "elements"))
         if kind in ("any_text", "triggered_tags"):
             return self._write_free(content, ends)
         return f"{self._write_closed(kind, content)} {_any_of(map(_literal, ends or ()))}"
@@ -215,7 +215,7 @@ class _TagWriter:
             pattern = content["pattern"]
             return f"/(?:{to_rust(whole(parse(pattern), pattern))})/"
         if kind in ("sequence", "or"):
-            elements = content["elements"]
+            elements = _list(content, "elements")
             parts = [part for e in elements if (part := self._write_regular(e)) is not None]
             if len(parts) < len(elements):
                 return None
@@ -243,7 +243,7 @@ class _TagWriter:
         if kind in (*_QUANTIFIERS, "repeat"):
             return f"({self.write(content['content'], None)}){_quantifier(content)}"
         if kind == "tags_with_separator":
-            tags = [self._write_closed("tag", tag) for tag in content["tags"]]
+            tags = [self._write_closed("tag", tag) for tag in _list(content, "tags")]
             tag = self._add("r", ": ", _any_of(tags))
             if not content.get("stop_after_first"):
                 tag = f"({tag} ({_literal(content['separator'])} {tag})*)"
@@ -259,16 +259,14 @@ class _TagWriter:
             return finish
         tags = list[str]()
         after: dict[str, list[str]] = {}
-        for tag in content["tags"]:
+        for tag in _list(content, "tags"):
             begin, inner = tag["begin"], self._add("r", ": ", self._write_content(tag))
-            triggers = [text for text in content["triggers"] if begin.startswith(text)]
+            tags.append(f"{_literal(begin)} {inner}")
+            triggers = [text for text in _list(content, "triggers") if begin.startswith(text)]
             if not triggers:
                 raise _refusal(f"no trigger begins the tag {begin[:80]!r}")
             trigger = min(triggers, key=len)  # the first that the text contains
             after.setdefault(trigger, []).append(f"{_literal(begin[len(trigger) :])} {inner}")
-            tags.append(f"{_literal(begin)} {inner}")
-        if not tags:
-            raise _refusal("the structural tag has no structures")
         calls = [
             f"{self._write_text_before(text)} {_any_of(found)}" for text, found in after.items()
         ]
@@ -294,8 +292,16 @@ class _TagWriter:
         return name
 
 
+def _list(content: Any, field: str) -> list[Any]:
+    """Return a field that is a list with at least one value."""
+    found = content[field]
+    if not isinstance(found, list) or not found:
+        raise _refusal(f"{field} of a structural tag must be a list that is not empty")
+    return found
+
+
 def _ends(tag: Any) -> list[str]:
-    return [tag["end"]] if isinstance(tag["end"], str) else tag["end"]
+    return _list(tag, "end") if isinstance(tag["end"], list) else [tag["end"]]
 
 
 def _any_of(expressions: Iterable[str]) -> str:
