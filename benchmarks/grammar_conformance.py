@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import importlib.util
 import json
 import random
 import sys
@@ -41,7 +42,8 @@ from octavo.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from octavo.structured_output.vocabulary import Vocabulary
 
-BACKENDS = ("auto", "llguidance", "xgrammar")
+HAS_XGRAMMAR = importlib.util.find_spec("xgrammar") is not None
+BACKENDS = ("auto", "llguidance", "xgrammar") if HAS_XGRAMMAR else ("auto", "llguidance")
 VALIDATORS: dict[str, Any] = {
     "draft4": jsonschema.Draft4Validator,
     "draft6": jsonschema.Draft6Validator,
@@ -383,8 +385,9 @@ def report(results: dict[tuple[str, str], Result]) -> str:
         counts.append([cases, backend, compiled, refused, *judged, *walks, *odd])
         compiling, masking = percentiles(r.compile_times, 1e-3), percentiles(r.mask_times, 1e-6)
         times.append([cases, backend, *compiling, *masking])
-    head = ["cases", "backend", "compiled", "refused", "right", "wrongly accepted"]
-    head += ["wrongly refused", "compact only", "walks", "wrong walks", "wrong masks", "crashes"]
+    head = ["cases", "backend", "schemas compiled", "schemas refused", "instances right"]
+    head += ["wrongly accepted", "wrongly refused", "compact only", "walks", "wrong walks"]
+    head += ["wrong masks", "crashes"]
     parts.append(table("Verdicts", counts, head))
     head = ["cases", "backend", *(f"compile {p} (ms)" for p in ("p50", "p90", "p99", "max"))]
     head += [f"mask {p} (us)" for p in ("p50", "p90", "p99", "max")]
@@ -436,16 +439,16 @@ def make_backends(names: Sequence[str], model: str) -> tuple[Vocabulary, dict[st
     """Return a model's tokens, and backends for them."""
     from octavo.structured_output.llguidance_backend import LLGuidanceBackend
     from octavo.structured_output.vocabulary import Vocabulary
-    from octavo.structured_output.xgrammar_backend import XGrammarBackend
 
     path = resolve_model(model)
     spec = read_spec(open_checkpoint(path))
     tokenizer = Tokenizer.from_folder(path)
     vocabulary = Vocabulary.from_tokenizer(tokenizer, spec.vocab_size, spec.eos_token_ids)
-    made: dict[str, GrammarBackend] = {
-        "llguidance": LLGuidanceBackend(vocabulary),
-        "xgrammar": XGrammarBackend(vocabulary),
-    }
+    made: dict[str, GrammarBackend] = {"llguidance": LLGuidanceBackend(vocabulary)}
+    if HAS_XGRAMMAR:
+        from octavo.structured_output.xgrammar_backend import XGrammarBackend
+
+        made["xgrammar"] = XGrammarBackend(vocabulary)
     made["auto"] = Auto(list(made.values()))
     return vocabulary, {name: made[name] for name in names}
 

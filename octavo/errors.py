@@ -95,6 +95,13 @@ class GrammarError(RequestError):
         super().__init__(message, "structured_outputs", "invalid_grammar")
 
 
+GRAMMAR_PACKAGES = {
+    "llguidance": "pip install llguidance",
+    "xgrammar": "pip install 'octavo[xgrammar]'",
+}
+"""Packages of the grammar backends, in order of preference, with the command that installs each."""
+
+
 class GrammarBusyError(RequestError):
     """Grammar that was not compiled in time, since others had precedence; try again later."""
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, NoReturn, TypeAlias, cast
 
 import msgspec
 
-from octavo.errors import RequestError, UnsupportedError
+from octavo.errors import GRAMMAR_PACKAGES, RequestError, UnsupportedError
 
 # Below this, division by the temperature would overflow float32: the request becomes greedy.
 SAMPLING_EPS = 1e-5
@@ -164,7 +164,8 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
         if self.backend != "auto" and importlib.util.find_spec(self.backend) is None:
             raise RequestError(
                 f"backend={_show(backend)} needs the package {self.backend}, which is not "
-                f"installed: install it (`pip install {self.backend}`), or leave backend out.",
+                f"installed: install it (`{GRAMMAR_PACKAGES[self.backend]}`), or leave backend "
+                "out.",
                 "backend",
             )
         _refuse_unsupported(self, REFUSED_STRUCTURED_OUTPUTS)

@@ -14,7 +14,7 @@ from octavo.config.parallel import ParallelConfig
 from octavo.config.scheduler import SchedulerConfig
 from octavo.config.section import ConfigField, Section, _unknown, build_section, section_fields
 from octavo.config.speculation import SpeculationConfig
-from octavo.errors import ConfigError
+from octavo.errors import GRAMMAR_PACKAGES, ConfigError
 
 
 class EngineConfig(Section, frozen=True):
@@ -93,7 +93,7 @@ class EngineConfig(Section, frozen=True):
         if backend != "auto" and importlib.util.find_spec(backend) is None:
             raise ConfigError(
                 f"guided_decoding_backend={backend!r} needs the package {backend}, which is not "
-                f"installed: install it (`pip install {backend}`), or leave "
+                f"installed: install it (`{GRAMMAR_PACKAGES[backend]}`), or leave "
                 "guided_decoding_backend out."
             )
         if budget is not None and budget < sched.max_num_seqs:

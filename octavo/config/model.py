@@ -86,7 +86,8 @@ class ModelConfig(Section, frozen=True):
         Literal["auto", "xgrammar", "llguidance"],
         Meta(
             description="Backend of structured outputs for requests that name none; auto: the "
-            "first one that supports the request."
+            "first one that is installed and supports the request. xgrammar needs the extra "
+            "octavo[xgrammar]."
         ),
     ] = "auto"
     allow_additional_properties: Annotated[

@@ -19,6 +19,7 @@ from octavo.config import EngineConfig
 from octavo.engine.checks import check_settings
 from octavo.engine.core import EngineCore
 from octavo.engine.worker_setup import make_worker_setup
+from octavo.errors import GRAMMAR_PACKAGES
 from octavo.executor.base import Executor
 from octavo.executor.registry import get_executor_class
 from octavo.kv_cache.events import KVEventLog
@@ -51,16 +52,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-GRAMMAR_BACKENDS = ("llguidance", "xgrammar")
-"""Grammar backends, in order of preference."""
-
 MakeExecutor = Callable[[WorkerSetup, Platform], Executor]
 
 
 def grammar_backends() -> Sequence[str]:
     """Return the installed grammar backends; if none is installed, all, for their errors."""
-    installed = [name for name in GRAMMAR_BACKENDS if importlib.util.find_spec(name) is not None]
-    return installed or GRAMMAR_BACKENDS
+    installed = [name for name in GRAMMAR_PACKAGES if importlib.util.find_spec(name) is not None]
+    return installed or list(GRAMMAR_PACKAGES)
 
 
 def make_engine_core(
@@ -245,7 +243,8 @@ def _memory_items(config: EngineConfig, spec: ModelSpec) -> list[MemoryItem]:
         items.append(MemoryItem("KV connector", nbytes, note=" for blocks"))
     if not config.model.skip_tokenizer_init:
         note = " at most, for processes of structured output"
-        items.append(MemoryItem("grammars", grammar_memory(spec.vocab_size), "serving", note))
+        nbytes = grammar_memory(spec.vocab_size, grammar_backends())
+        items.append(MemoryItem("grammars", nbytes, "serving", note))
     return items
 
 

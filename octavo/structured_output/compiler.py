@@ -17,7 +17,6 @@ ends: first one that no request uses, then the largest that compiles, then the l
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
 import logging
 import os
@@ -34,6 +33,7 @@ from typing import TypeVar
 import msgspec
 
 from octavo.errors import (
+    GRAMMAR_PACKAGES,
     GrammarBusyError,
     GrammarError,
     RequestError,
@@ -42,6 +42,7 @@ from octavo.errors import (
     signal_name,
 )
 from octavo.messages import GrammarSpec
+from octavo.structured_output.base import is_ebnf
 from octavo.structured_output.client import (
     PROCESS_NBYTES,
     Compile,
@@ -89,6 +90,10 @@ _BUSY = GrammarBusyError(
     f"The grammar was not compiled within {WAIT_SECONDS:g} s, because grammars of the same client "
     "or other work had precedence; try again later."
 )
+
+# Memory of a backend's helper process, and for each token of the vocabulary, as measured:
+# interpreter, library and tokenizer. xgrammar's package imports torch.
+_HELPER_NBYTES = {"llguidance": (32 * 2**20, 1024), "xgrammar": (208 * 2**20, 768)}
 
 # Processor time for all matching of a request, and for feeding each token of its given output.
 MATCH_SECONDS, MATCH_SECONDS_PER_TOKEN = 2.0, 0.02
@@ -375,7 +380,7 @@ class GrammarCompiler:
         """Compile a grammar by the next backend, or report its errors."""
         if not job.backends:
             self._running.remove(job)
-            self._finish(job, _join(job.errors))
+            self._finish(job, self._join(job))
             return
         name = job.backends[0]
         helper = self._helpers.get(name)
@@ -506,6 +511,21 @@ class GrammarCompiler:
         self._end_process(job)
         self._finish(job, error)
 
+    def _join(self, job: _Compile) -> RequestError:
+        """Return one error for the errors of all backends."""
+        if not any(isinstance(error, GrammarError) for error in job.errors):
+            return job.errors[0]
+        messages = dict.fromkeys(error.message for error in job.errors)
+        _, spec = job.key
+        is_fit = spec.kind in ("json", "structural_tag") or (
+            spec.kind == "grammar" and is_ebnf(spec.text)
+        )
+        refused = any(message.startswith("llguidance:") for message in messages)
+        if spec.backend == "auto" and "xgrammar" not in self._backends and is_fit and refused:
+            install = GRAMMAR_PACKAGES["xgrammar"]
+            messages[f"The package xgrammar may support it, but is not installed: {install}"] = None
+        return GrammarError("No grammar for this: " + " | ".join(messages))
+
     def _finish(self, job: _Compile, error: RequestError | None) -> None:
         self._done(Ready(job.key, error))
 
@@ -620,17 +640,15 @@ class GrammarCompiler:
         )
 
 
-def grammar_memory(vocab_size: int) -> int:
+def grammar_memory(vocab_size: int, backends: Sequence[str]) -> int:
     """Return the maximum memory of all grammar processes of one engine, in bytes.
 
     Args:
         vocab_size: width of the logits.
+        backends: names of the installed backends.
     """
-    # Measured: interpreter, library and tokenizer. xgrammar's package imports torch.
-    helpers = 32 * 2**20 + 1024 * vocab_size
-    if importlib.util.find_spec("xgrammar") is not None:
-        helpers += 208 * 2**20 + 768 * vocab_size
-    return helpers + TOTAL_NBYTES
+    helpers = [_HELPER_NBYTES[name] for name in backends]
+    return TOTAL_NBYTES + sum(nbytes + per_token * vocab_size for nbytes, per_token in helpers)
 
 
 def _send_grammar(process: GrammarProcess, spec: GrammarSpec) -> None:
@@ -669,12 +687,3 @@ def _loading_error(answer: Loaded) -> RequestError:
     if isinstance(error, RequestError):
         return error  # the model's tokenizer is unsuitable
     return StepFailedError(f"The grammar library cannot be loaded: {answer.error}")
-
-
-def _join(errors: Sequence[RequestError]) -> RequestError:
-    """Return one error for the errors of all backends."""
-    refusals = [error for error in errors if isinstance(error, GrammarError)]
-    if not refusals:
-        return errors[0]
-    messages = dict.fromkeys(error.message for error in errors)
-    return GrammarError("No grammar for this: " + " | ".join(messages))

@@ -243,6 +243,8 @@ class _Size:
                         self.add_schema(inner)
                     elif key == "pattern" and isinstance(inner, str):
                         self._add_patterns([inner])
+                    elif key == "grammar" and isinstance(inner, str):
+                        self.add_pattern(inner, _EBNF)
                     else:
                         todo.append(inner)
                         if key == "triggers" and isinstance(inner, list):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import llguidance
 import numpy as np
@@ -20,7 +18,6 @@ from octavo.structured_output.base import (
     CompiledGrammar,
     Grammar,
     GrammarBackend,
-    check_ebnf,
     check_satisfiable,
     is_ebnf,
 )
@@ -30,21 +27,38 @@ from octavo.structured_output.json_schema import (
     parse_json,
     schemas_of,
 )
+from octavo.structured_output.lark import lark_from_ebnf, lark_from_tag
 from octavo.structured_output.regex import Set, Token, parse, to_rust, whole
 from octavo.structured_output.rewrite import combined, rewrite
 from octavo.structured_output.vocabulary import Vocabulary
-
-if TYPE_CHECKING:
-    from llguidance._lib import JsonCompileOptions
 
 # Maximum number of lexer states; each uses 1 to 2 kB.
 _MAX_LEXER_STATES = 25_000
 # Maximum number of parser items at one place of a text: each optional property uses 4.
 _MAX_ITEMS = 5_000
+_ESCAPED = "%[0-9a-fA-F]{2}"
+_HOST = rf"(?:[\w.~!$&'()*+,;=-]|{_ESCAPED})*"
+_USER = rf"(?:[\w.~!$&'()*+,;=:-]|{_ESCAPED})*@"
+_PATH = rf"(?:[\w.~!$&'()*+,;=:@-]|{_ESCAPED})"
+_TAIL = rf"(?:[\w.~!$&'()*+,;=:@/?-]|{_ESCAPED})*"
+_NAME = rf"(?:\w|{_ESCAPED})+(?:\.(?:\w|{_ESCAPED})+)*(?::[1-9]\d{{0,3}}|\*)?"
+# Formats that the library does not know, of RFC 3986 and RFC 6570.
+_PATTERNS = {
+    "uri-reference": (
+        r"^(?:(?:[A-Za-z][A-Za-z0-9+.-]*:)?"
+        rf"(?://(?:{_USER})?(?:\[[0-9a-fA-Fv:.]+\]|{_HOST})(?::\d*)?(?:/{_PATH}*)*"
+        rf"|/(?:{_PATH}+(?:/{_PATH}*)*)?)"
+        rf"|[A-Za-z][A-Za-z0-9+.-]*:(?:{_PATH}+(?:/{_PATH}*)*)?"
+        rf"|(?:(?:[\w.~!$&'()*+,;=@-]|{_ESCAPED})+(?:/{_PATH}*)*)?)"
+        rf"(?:\?{_TAIL})?(?:#{_TAIL})?$"
+    ),
+    "uri-template": (
+        rf"^(?:[!#$&-;=?-\[\]_a-z~\u{{a0}}-\u{{d7ff}}\u{{e000}}-\u{{10ffff}}]|{_ESCAPED}"
+        rf"|\{{[+#./;?&=,!@|]?{_NAME}(?:,{_NAME})*\}})*$"
+    ),
+}
 # Keywords of old drafts that the library does not know.
 _IGNORED = ("divisibleBy", "extends", "disallow")
-
-_WIDE_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*(\\u[0-9a-fA-F]{4}|\\U[0-9a-fA-F]{8})")
 
 
 class LLGuidanceBackend(GrammarBackend):
@@ -69,9 +83,11 @@ class LLGuidanceBackend(GrammarBackend):
         """Implement `GrammarBackend`."""
         try:
             source = _source(spec)
-        except (ValueError, RecursionError, KeyError, TypeError) as error:
-            if isinstance(error, GrammarError):
-                raise
+        except GrammarError:
+            raise
+        except KeyError as error:
+            raise _refusal(f"the field {error} is missing") from None
+        except (ValueError, RecursionError, TypeError, AttributeError) as error:
             raise _refusal(str(error)) from None
         matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
         if matcher.is_error():
@@ -85,14 +101,15 @@ class _Tokens:
     """Vocabulary with the attributes that llguidance expects."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._encode = vocabulary.encode
+        self._vocabulary = vocabulary
         self.tokens = vocabulary.token_bytes
         self.eos_token_id = vocabulary.stop_token_ids[0]
         self.bos_token_id = None
         self.special_token_ids = vocabulary.stop_token_ids
 
     def __call__(self, text: str) -> list[int]:
-        return self._encode(text)
+        # Not the space that sentencepiece puts before a text: the library would fail on it.
+        return self._vocabulary.tokenize(text, b"", 4 * len(text))
 
 
 class _Compiled(CompiledGrammar):
@@ -169,9 +186,10 @@ class _Grammar(Grammar):
 def _source(spec: GrammarSpec) -> str:
     """Return the source of a grammar in the library's format."""
     if spec.kind == "json_object":
-        return _from_schema('{"type": "object"}', spec)
+        return LLMatcher.grammar_from_json_schema(_write_schema({"type": "object"}, spec))
     if spec.kind == "json":
-        return _from_schema(spec.text, spec)
+        schema = _write_schema(parse_json(spec.text), spec)
+        return LLMatcher.grammar_from_json_schema(schema)
     if spec.kind == "regex":
         return LLMatcher.grammar_from_regex(to_rust(whole(parse(spec.text), spec.text)))
     if spec.kind == "choice":
@@ -182,29 +200,26 @@ def _source(spec: GrammarSpec) -> str:
         # One terminal, since a rule with thousands of them exceeds the parser's limits.
         return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + literals)
     if spec.kind == "grammar":
-        if is_ebnf(spec.text):
-            check_ebnf(spec.text)
-            if found := _WIDE_ESCAPE.search(spec.text):
-                # The library drops leading zeros and then reads digits that follow.
-                raise _refusal(f"the escape {found[1]} is not supported; write the character")
-            return str(llguidance.grammar_from("grammar", spec.text))
-        return LLMatcher.grammar_from_lark(spec.text)
-    return _from_structural_tag(parse_json(spec.text), spec)
+        return LLMatcher.grammar_from_lark(
+            lark_from_ebnf(spec.text) if is_ebnf(spec.text) else spec.text
+        )
+    return lark_from_tag(parse_json(spec.text), lambda schema: _write_schema(schema, spec))
 
 
-def _from_schema(text: str, spec: GrammarSpec) -> str:
-    schema = parse_json(text)
+def _write_schema(schema: Any, spec: GrammarSpec) -> str:
+    """Return a schema, rewritten for the library and with the library's options in it."""
+    if schema is True:
+        schema = {}
     rewrite(schema, spec.additional_properties, spec.strict)
+    if not isinstance(schema, dict):
+        raise _refusal(f"the schema {json.dumps(schema)[:80]} allows no text")
     _check_schema(schema)
     _mend(schema)
     _check_bounds(schema)
-    overrides: JsonCompileOptions = {"lenient": False}
+    options: dict[str, Any] = {"lenient": False}
     if not spec.any_whitespace:
-        overrides["whitespace_flexible"] = False
-        overrides["item_separator"], overrides["key_separator"] = ", ", ": "
-    return LLMatcher.grammar_from_json_schema(
-        json.dumps(schema, ensure_ascii=False), overrides=overrides
-    )
+        options |= {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    return json.dumps(schema | {"x-guidance": options}, ensure_ascii=False)
 
 
 def _check_schema(root: Any) -> None:
@@ -256,6 +271,8 @@ def _mend(root: Any) -> None:
     parts = {id(schema) for schema in combined(root)}
     for schema in schemas_of(root):
         additional = schema.get("additionalProperties", True)
+        if schema.get("format") in _PATTERNS and "pattern" not in schema:
+            schema["pattern"] = _PATTERNS[schema.pop("format")]
         pattern, patterns = schema.get("pattern"), schema.get("patternProperties")
         is_open = patterns is None and additional in (True, {}) and id(schema) not in parts
         if schema.get("properties") and is_open:
@@ -287,28 +304,6 @@ def _keep_controls_out(tokens: list[Token]) -> list[Token]:
 
 def _has_quotes(chars: Set) -> bool:
     return all(any(a <= ord(char) <= b for a, b in chars.ranges) for char in '"\\')
-
-
-def _from_structural_tag(tag: Any, spec: GrammarSpec) -> str:
-    if not isinstance(tag, dict) or "structures" not in tag:
-        raise _refusal('a structural tag must have "structures" and "triggers"')
-    tags = []
-    for structure in tag["structures"]:
-        begin = structure["begin"]
-        trigger = next((t for t in tag["triggers"] if begin.startswith(t)), None)
-        if trigger is None:
-            raise _refusal(f"no trigger begins the tag {begin!r}")
-        tags.append(
-            llguidance.StructTag(
-                trigger=trigger,
-                begin=begin,
-                grammar=_from_schema(json.dumps(structure["schema"]), spec),
-                end=structure["end"],
-            )
-        )
-    with contextlib.suppress(AssertionError):
-        return str(llguidance.StructTag.to_grammar(tags, assume_special=False))
-    raise _refusal("the structural tag has no structures")
 
 
 def _refusal(message: str) -> GrammarError:

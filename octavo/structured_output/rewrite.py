@@ -59,6 +59,12 @@ _CONSTRAINTS = frozenset(
 )
 _NAMING = ("properties", "patternProperties")
 _IN_PLACE = ("allOf", "anyOf", "oneOf")
+_EVALUATING = frozenset(
+    {
+        *(*_IN_PLACE, "not", "if", "then", "else", "dependentSchemas", "dependencies"),
+        *("$ref", "$dynamicRef", "$recursiveRef"),
+    }
+)
 # Maximum number of alternatives of one schema, all keywords multiplied, and of new schemas.
 _MAX_ALTERNATIVES, _MAX_SCHEMAS = 64, 5000
 # Maximum length of a negated enum's texts: the opposite is a nested regular expression.
@@ -107,6 +113,8 @@ class _Rewriter:
         # With an $id inside, references may have other targets than those that `refer` finds.
         has_ids = any("$id" in schema for schema in self._schemas if schema is not root)
         self._root = None if has_ids else root
+        for schema in self._schemas:
+            _simplify(schema)
         # New schemas would count as evaluated ones.
         self._is_evaluated = any(
             "unevaluatedProperties" in schema or "unevaluatedItems" in schema
@@ -116,8 +124,8 @@ class _Rewriter:
     def run(self) -> None:
         """Rewrite all schemas of the document."""
         for schema in self._schemas:
-            _simplify(schema)
-        for schema in self._schemas:
+            if not self._is_evaluated:
+                _settle_names(schema)
             self._rewrite(schema)
 
     def _rewrite(self, schema: dict[str, Any]) -> None:
@@ -277,6 +285,34 @@ def _simplify(schema: dict[str, Any]) -> None:
         value = schema.get(name)
         if isinstance(value, float) and value.is_integer():
             schema[name] = int(value)
+    if schema.keys().isdisjoint(_EVALUATING):  # no schema beside these evaluates a part
+        if "unevaluatedProperties" in schema:
+            schema.setdefault("additionalProperties", schema.pop("unevaluatedProperties"))
+        if "unevaluatedItems" in schema and "contains" not in schema:
+            rest = "additionalItems" if isinstance(schema.get("items"), list) else "items"
+            schema.setdefault(rest, schema.pop("unevaluatedItems"))
+
+
+def _settle_names(schema: dict[str, Any]) -> None:
+    """Replace `propertyNames` with a pattern or values, if the schema itself names nothing."""
+    names, rest = schema.get("propertyNames"), schema.get("additionalProperties", True)
+    if names is True:
+        names = {}
+    if not isinstance(names, dict) or names.get("type", "string") != "string":
+        return
+    limits = {key: value for key, value in names.items() if key not in (*_ANNOTATIONS, "type")}
+    values = limits.get("enum", [limits["const"]] if "const" in limits else None)
+    if limits and not schema.keys().isdisjoint(_NAMING):
+        return
+    if len(limits) == 1 and isinstance(values, list):
+        schema["properties"] = {value: rest for value in values if isinstance(value, str)}
+    elif list(limits) == ["pattern"] and "required" not in schema:
+        schema["patternProperties"] = {limits["pattern"]: rest}
+    elif limits or "format" in names:
+        return
+    del schema["propertyNames"]
+    if limits:
+        schema["additionalProperties"] = False
 
 
 def _but(*types: str) -> dict[str, Any]:

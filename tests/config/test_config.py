@@ -264,6 +264,7 @@ def test_a_grammar_backend_that_is_not_installed_is_refused(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     message = refused(guided_decoding_backend="llguidance")
     assert "guided_decoding_backend='llguidance' needs the package llguidance" in message
+    assert "pip install 'octavo[xgrammar]'" in refused(guided_decoding_backend="xgrammar")
 
 
 def test_choices_are_named():

@@ -12,8 +12,17 @@ from octavo.errors import GrammarBusyError, GrammarError
 from octavo.messages import GrammarSpec
 from octavo.structured_output import compiler as module
 from octavo.structured_output.client import PROCESS_NBYTES
-from octavo.structured_output.compiler import GrammarCompiler, Placed, Ready
+from octavo.structured_output.compiler import GrammarCompiler, Placed, Ready, grammar_memory
 from tests.structured_output.toys import ThreadHelper, ThreadProcess, ToyBackend, spec
+
+
+def test_memory_counts_installed_backends_only():
+    light, both = (
+        grammar_memory(50_000, backends)
+        for backends in (["llguidance"], ["llguidance", "xgrammar"])
+    )
+    assert light < 300 * 2**20
+    assert both > light + 200 * 2**20
 
 
 class Compilers:

@@ -92,6 +92,12 @@ TOO_LARGE = [
         GrammarSpec("structural_tag", '{"format": {"type": "regex", "pattern": "a{1000000}"}}'),
         "1000000 characters and names after",
     ),
+    (
+        GrammarSpec(
+            "structural_tag", '{"format": {"type": "grammar", "grammar": "root ::= [a]{1000000}"}}'
+        ),
+        "1000000 characters and names after",
+    ),
 ]
 
 

@@ -185,9 +185,16 @@ def test_the_helper_is_started_with_the_first_grammar(backend):
     manager.shutdown()
 
 
+def raising(message):
+    def compile_grammar(grammar):
+        raise GrammarError(message)
+
+    return compile_grammar
+
+
 def test_the_next_backend_compiles_what_one_refuses():
     first, second = ToyBackend("xgrammar"), ToyBackend("llguidance")
-    first.compile = lambda grammar: (_ for _ in ()).throw(GrammarError("keyword foo"))
+    first.compile = raising("keyword foo")
     manager = make_manager(first, second)
     assert finish(manager, make("3")) == {}
     assert second.compiled == ["3"]
@@ -197,6 +204,28 @@ def test_the_next_backend_compiles_what_one_refuses():
     assert finish(manager, bad)[bad].message == (
         "No grammar for this: keyword foo | llguidance cannot sing"
     )
+    manager.shutdown()
+
+
+def test_an_error_names_the_extra_that_may_support_the_grammar():
+    """The extra helps neither with a grammar that is wrong, nor if the request names a backend."""
+    backend = ToyBackend("llguidance")
+    manager = make_manager(backend)
+
+    def refusal(text, wanted="auto"):
+        request = make(text, backend=wanted)
+        return finish(manager, request)[request].message
+
+    ebnf = 'root ::= "a"'
+    backend.compile = raising("llguidance: foo is not supported")
+    assert refusal(ebnf) == (
+        "No grammar for this: llguidance: foo is not supported | The package xgrammar may support "
+        "it, but is not installed: pip install 'octavo[xgrammar]'"
+    )
+    for text, wanted in (('start: "a"', "auto"), (ebnf, "llguidance")):
+        assert refusal(text, wanted) == "No grammar for this: llguidance: foo is not supported"
+    backend.compile = raising("The grammar is not valid JSON")
+    assert refusal(ebnf + " ") == "No grammar for this: The grammar is not valid JSON"
     manager.shutdown()
 
 

@@ -56,6 +56,16 @@ EXACT = [
     {**OBJECT, "dependencies": {"a": ["b"]}},
     {"type": "array", "maxItems": 3, "contains": {"type": "integer"}},
     {"type": "array", "maxItems": 2, "contains": {"const": "x"}, "minContains": 0},
+    {"type": "object", "propertyNames": {"pattern": "^[ab]$"}},
+    {"propertyNames": {"enum": ["a", "c"]}, "additionalProperties": {"type": "string"}},
+    {"propertyNames": {"const": "a"}, "required": ["a"]},
+    {"propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}},
+    {"propertyNames": True, "properties": {"a": {"type": "null"}}},
+    {**OBJECT, "unevaluatedProperties": False},
+    {"properties": {"a": True}, "unevaluatedProperties": {"type": "string"}},
+    {"additionalProperties": {"type": "null"}, "unevaluatedProperties": False},
+    {"type": "array", "prefixItems": [True], "unevaluatedItems": {"type": "integer"}},
+    {"items": {"type": "string"}, "unevaluatedItems": False},
 ]  # fmt: skip
 # Schemas without an exact rewriting; no backend accepts them.
 REFUSED = [
@@ -67,6 +77,12 @@ REFUSED = [
     ({"type": "array", "contains": {"type": "integer"}}, "contains"),
     ({"type": "array", "maxItems": 2, "contains": {}, "maxContains": 1}, "ontains"),
     ({"not": {"properties": {"a": {"const": "x"}}}, "unevaluatedProperties": False}, "not"),
+    ({"type": "object", "propertyNames": {"maxLength": 1}}, "propertyNames|maxLength"),
+    (
+        {"type": "object", "properties": {"a": True}, "propertyNames": {"const": "a"}},
+        "propertyNames",
+    ),
+    ({"type": "array", "contains": True, "unevaluatedItems": False}, "contains"),
     (
         {"dependentRequired": {name: ["b"] for name in "cdefghij"}, "type": "object"},
         "dependentRequired",
@@ -105,6 +121,36 @@ def test_unknown_formats_are_annotations(backend):
         GrammarSpec("json", json.dumps(schema | {"format": "date"}))
     )
     assert not accepts(compiled, '"x"')
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        (
+            "uri-reference",
+            [
+                "",
+                "/a/b?c=%20#d",
+                "//u:p@x.org:80/",
+                "//[::1]/",
+                "http://x/a:b",
+                "a/b:c",
+                "mailto:x",
+            ],
+            ["a b", "1:b", "//a@b@c/", "//x:y/", "%2", "a#b#c", "\\\\x"],
+        ),
+        (
+            "uri-template",
+            ["", "/a/{b}", "{?x,y*}{+p:3}", "%20{a.b}é"],
+            ["{a", "a}", "{}", "{a b}", "<"],
+        ),
+    ],
+)
+def test_formats_that_llguidance_does_not_know(name, right, wrong):
+    spec = GrammarSpec("json", json.dumps({"type": "string", "format": name}))
+    compiled = ALL_BYTES["llguidance"].compile(spec)
+    assert [t for t in right if not accepts(compiled, json.dumps(t, ensure_ascii=False))] == []
+    assert [t for t in wrong if accepts(compiled, json.dumps(t, ensure_ascii=False))] == []
 
 
 @pytest.mark.parametrize("backend", ALL_BYTES)
