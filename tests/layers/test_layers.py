@@ -9,8 +9,6 @@ from torch.nn import functional as F
 from octavo.attention.base import AttentionMetadata, AttentionParams
 from octavo.attention.reference import ReferenceAttention
 from octavo.kernels.base import Ops
-from octavo.kernels.native import NativeOps
-from octavo.kernels.reference import ReferenceOps
 from octavo.layers.attention import Attention
 from octavo.layers.embedding import Embedding
 from octavo.layers.head import Head
@@ -20,11 +18,13 @@ from octavo.layers.mlp import MLP, get_activation
 from octavo.layers.norm import LayerNorm, NoNorm, RMSNorm
 from octavo.layers.step import StepContext
 from octavo.models.positions import alibi_slopes_bloom, alibi_slopes_mpt
+from octavo.system.tensor import round_to
+from tests.torch_ops import native_ops, reference_ops
 
 STEP = StepContext(torch.arange(5), [], [], None)  # type: ignore[arg-type]
 
 
-@pytest.fixture(params=[NativeOps, ReferenceOps], ids=["native", "reference"])
+@pytest.fixture(params=[native_ops, reference_ops], ids=["native", "reference"])
 def ops(request: pytest.FixtureRequest) -> Ops:
     torch.manual_seed(0)
     return request.param()
@@ -44,7 +44,7 @@ def test_linear_in_another_type_and_with_a_gate(ops: Ops) -> None:
     x, weight = torch.randn(5, 12).bfloat16(), torch.randn(8, 12).bfloat16()
     bias = torch.randn(8).bfloat16()
     linear = Linear(ops, ops.pack_weight(weight), bias)
-    wide = linear(x, torch.float32)
+    wide = linear(x, "float32")
     assert wide.dtype == torch.float32
     close(wide, F.linear(x.float(), weight.float(), bias.float()))
     assert torch.equal(wide.bfloat16(), linear(x))
@@ -149,8 +149,7 @@ def test_embedding(ops: Ops) -> None:
         norm=norm,
     )
     close(embedding(ids, positions), norm(weight[ids] @ project.T + table[positions]))
-    # The factor has the weights' precision, as in transformers.
-    scaled = Embedding(ops, weight.bfloat16(), scale=48**0.5)(ids, positions)
+    scaled = Embedding(ops, weight.bfloat16(), scale=round_to(48**0.5, "bfloat16"))(ids, positions)
     assert torch.equal(scaled, weight.bfloat16()[ids] * torch.tensor(48**0.5).bfloat16())
 
 

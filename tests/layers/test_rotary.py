@@ -3,15 +3,18 @@
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from octavo.checkpoints.config_json import ConfigJson
+from octavo.kernels.torch_tensors import as_torch
 from octavo.layers import rotary
-from octavo.layers.rotary import build_cos_sin_cache
+from octavo.layers.rope_spec import RopeSpec
 from octavo.models.positions import read_rope
+from tests.layers import torch_rotary
 
 MAX_POSITION = 64
 HEAD = 32
@@ -57,6 +60,10 @@ def config_of(name: str, **more: Any) -> LlamaConfig:
 def spec_of(config: LlamaConfig) -> Any:
     data = ConfigJson(config.to_dict(), "config.json")
     return read_rope(data, head_size=HEAD, max_position=MAX_POSITION)
+
+
+def build_cos_sin_cache(rope: RopeSpec, max_position: int) -> torch.Tensor:
+    return as_torch(rotary.build_cos_sin_cache(rope, max_position))
 
 
 def expected_rows(config: LlamaConfig, positions: torch.Tensor, seq_len: int | None) -> Any:
@@ -149,3 +156,52 @@ def test_partial() -> None:
     torch.testing.assert_close(
         build_cos_sin_cache(spec, 10)[:, :4], angles.cos(), atol=1e-6, rtol=0
     )
+
+
+def real_rope(name: str, head: int) -> RopeSpec:
+    """Return the parameters of a published model; `head` replaces its size of a head."""
+    kind, _, theta = name.partition(" ")
+    more: dict[str, Any] = {
+        "linear": {"original_max_position": 4096, "factor": 4.0},
+        "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        "yarn": {"original_max_position": 32768, "factor": 4.0, "attention_factor": 1.1386},
+        "longrope": {
+            "original_max_position": 4096,
+            "attention_factor": 1.19,
+            "short_factor": tuple(1 + 0.04 * i for i in range(head // 2)),
+            "long_factor": tuple(1.08 + 1.3 * i for i in range(head // 2)),
+        },
+        "dynamic": {"original_max_position": 2048, "factor": 4.0},
+    }.get(kind, {})
+    return RopeSpec(kind, float(theta), head, **{"original_max_position": 8192} | more)
+
+
+@pytest.mark.parametrize("head", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(f"default {theta}" for theta in ("1e4", "5e5", "1e6", "5e6", "1e7")),
+        *("linear 1e4", "linear 1e6", "llama3 5e5", "yarn 1e6", "yarn 1e4", "longrope 1e4"),
+        *("dynamic 1e4", "dynamic 1e6"),
+    ],
+)
+def test_equals_the_formulas_in_torch(name: str, head: int) -> None:
+    """Torch's powers may be wrong in the last bit; where they are right, no bit differs."""
+    rope = real_rope(name, head)
+    length = 4 * rope.original_max_position
+    inverse = torch_rotary.inverse_frequencies(rope, length)
+    if rope.rope_type == "dynamic":
+        found = torch.from_numpy(rotary._dynamic(rope, np.arange(length)))
+    else:
+        found = torch.from_numpy(rotary._inverse_frequencies(rope, length))
+    ulps = (found.view(torch.int32) - inverse.view(torch.int32)).abs()
+    # A reciprocal may double the distance of powers in ulps.
+    assert ulps.max() <= (2 if rope.rope_type == "dynamic" else 1)
+    assert (ulps > 0).float().mean() < 0.04
+    positions = torch.arange(0, length, 97)
+    if rope.rope_type == "dynamic":
+        inverse, ulps = inverse[positions], ulps[positions]
+    expected = torch_rotary.build_cos_sin_cache(rope, inverse, positions)
+    same = (ulps == 0).expand(len(positions), -1).repeat(1, 2)
+    table = build_cos_sin_cache(rope, length)[positions]
+    assert torch.equal(table[same], expected[same])

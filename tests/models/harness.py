@@ -2,25 +2,26 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
 from torch import Tensor
 
-from octavo.attention.base import AttentionMetadata
+from octavo.attention.base import AttentionBackend, AttentionMetadata
+from octavo.attention.cpu import CPUAttention
 from octavo.checkpoints.base import LoadFormat
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import ModelConfig
 from octavo.kernels.native import NativeOps
+from octavo.kernels.torch_tensors import ForHost, as_torch, from_torch
 from octavo.layers.step import StepContext
 from octavo.models.base import Model
 from octavo.models.loader import load_model
 from octavo.models.registry import read_spec
 from octavo.models.spec import ModelSpec
+from octavo.system.tensor import HostTensor, full
 from tests.attention.backends import make_backend
-
-CPU = torch.device("cpu")
 
 
 class Runner:
@@ -35,7 +36,11 @@ class Runner:
         block_size: int = 16,
     ) -> None:
         self.model = model
-        self.backend = make_backend(backend)
+        self.backend = (
+            CPUAttention()
+            if backend == "cpu"
+            else cast(AttentionBackend, ForHost(make_backend(backend)))
+        )
         per_req = -(-max_len // block_size)
         shapes = [
             self.backend.kv_cache_shape(
@@ -44,7 +49,7 @@ class Runner:
             for cache in model.spec.caches
         ]
         # Slots that were never written must never be read.
-        self.kv_caches = [torch.full(shape, torch.nan, dtype=model.dtype) for shape in shapes]
+        self.kv_caches = [full(shape, torch.nan, model.dtype) for shape in shapes]
         blocks = torch.randperm(
             num_reqs * per_req, generator=torch.Generator().manual_seed(0), dtype=torch.int32
         )
@@ -52,7 +57,7 @@ class Runner:
         self.block_size = block_size
         self.num_computed = [0] * num_reqs
         self.kept_layers: tuple[int, ...] = ()
-        self.kept: dict[int, Tensor] = {}
+        self.kept: dict[int, HostTensor] = {}
 
     def step(self, scheduled: dict[int, list[int]]) -> dict[int, Tensor]:
         """Compute tokens for some requests; return their logits [tokens, vocab_size]."""
@@ -72,21 +77,21 @@ class Runner:
             num_tokens=len(ids),
             max_query_len=max(len(t) for t in scheduled.values()),
             max_seq_len=max(lens),
-            query_start_loc=torch.tensor(starts, dtype=torch.int32),
-            seq_lens=torch.tensor(lens, dtype=torch.int32),
-            block_table=self.block_table[list(scheduled)].contiguous(),
-            slot_mapping=torch.cat(slots),
+            query_start_loc=from_torch(torch.tensor(starts, dtype=torch.int32)),
+            seq_lens=from_torch(torch.tensor(lens, dtype=torch.int32)),
+            block_table=from_torch(self.block_table[list(scheduled)].contiguous()),
+            slot_mapping=from_torch(torch.cat(slots)),
         )
-        with torch.inference_mode():
-            step = StepContext(
-                torch.cat(positions),
-                self.kv_caches,
-                [metadata] * len(self.kv_caches),
-                self.backend,
-                self.kept_layers,
-                self.kept,
-            )
-            logits = self.model.head(self.model.forward(torch.tensor(ids), step))
+        step = StepContext(
+            from_torch(torch.cat(positions)),
+            self.kv_caches,
+            [metadata] * len(self.kv_caches),
+            self.backend,
+            self.kept_layers,
+            self.kept,
+        )
+        hidden = self.model.forward(from_torch(torch.tensor(ids)), step)
+        logits = as_torch(self.model.head(hidden))
         return {req: logits[starts[i] : starts[i + 1]] for i, req in enumerate(scheduled)}
 
 
@@ -182,9 +187,7 @@ def spec_of(folder: Path, **settings: Any) -> ModelSpec:
     return read_spec(open_checkpoint(folder), ModelConfig(**settings))
 
 
-def save_and_load(
-    hf_model: Any, folder: Path, dtype: torch.dtype = torch.float32, **options: Any
-) -> Model:
+def save_and_load(hf_model: Any, folder: Path, dtype: str = "float32", **options: Any) -> Model:
     """Save a transformers model and load it as Octavo's."""
     hf_model.save_pretrained(folder)
     return load(folder, dtype, **options)
@@ -192,7 +195,7 @@ def save_and_load(
 
 def load(
     folder: Path,
-    dtype: torch.dtype = torch.float32,
+    dtype: str = "float32",
     load_format: LoadFormat = "auto",
     quantization: str | None = None,
     **options: Any,
@@ -201,7 +204,7 @@ def load(
     checkpoint = open_checkpoint(folder, load_format)
     options = {"ops": NativeOps()} | options
     spec = spec_of(folder, quantization=quantization)
-    return load_model(spec, checkpoint, dtype=dtype, device=CPU, **options)
+    return load_model(spec, checkpoint, dtype=dtype, **options)
 
 
 def make_prompts(vocab_size: int, lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -18,13 +19,15 @@ from octavo.checkpoints.registry import open_checkpoint
 from octavo.errors import ConfigError, ModelError, OctavoError
 from octavo.kernels.base import Ops, PackedWeight
 from octavo.kernels.native import NativeOps
+from octavo.kernels.torch_tensors import as_torch, from_torch
 from octavo.models.loader import LoadedWeights
 from octavo.models.weight_cache import WeightCache, weights_key
 from octavo.quantization import registry
-from octavo.quantization.base import PackedShape, Part
+from octavo.quantization.base import IntArray, PackedShape, Part
 from octavo.quantization.plain import PLAIN, Plain
 from octavo.system.distributed import Rank
-from tests.models.harness import CPU, generate, load, make_hf, make_prompts, spec_of
+from octavo.system.tensor import HostTensor
+from tests.models.harness import generate, load, make_hf, make_prompts, spec_of
 from tests.models.test_parity import CASES, VOCAB
 
 GROUP = 4
@@ -49,8 +52,8 @@ class Toy(Plain):
 
     def cut(
         self,
-        tensors: Sequence[Tensor],
-        rows: Sequence[slice | Tensor],
+        tensors: Sequence[HostTensor],
+        rows: Sequence[slice | IntArray],
         columns: tuple[int, int] | None,
     ) -> list[Part]:
         codes, scales = tensors
@@ -60,9 +63,10 @@ class Toy(Plain):
         return [(codes[selected], scales[selected]) for selected in rows]
 
     def pack(
-        self, ops: Ops, parts: Sequence[Part], shape: PackedShape, out: Tensor | None = None
+        self, ops: Ops, parts: Sequence[Part], shape: PackedShape, out: HostTensor | None = None
     ) -> PackedWeight:
-        return super().pack(ops, [(restored(*part),) for part in parts], shape, out)
+        whole = [from_torch(restored(*map(as_torch, part))) for part in parts]
+        return super().pack(ops, [(part,) for part in whole], shape, out)
 
 
 def restored(codes: Tensor, scales: Tensor) -> Tensor:
@@ -145,8 +149,7 @@ def test_ranks_have_parts_of_it(quantized: tuple[Path, Path]) -> None:
         part = spec_of(folder).split(rank)
         weights = LoadedWeights(
             *(part, open_checkpoint(folder)),
-            dtype=torch.float32,
-            device=CPU,
+            dtype="float32",
             ops=NativeOps(),
             cache=None,
         )
@@ -156,8 +159,8 @@ def test_ranks_have_parts_of_it(quantized: tuple[Path, Path]) -> None:
         rank = Rank(index, 2, reduces=reduces)
         found, expected = (packed(folder, rank) for folder in quantized)
         for name, weight in found.items():
-            one, other = (getattr(w, "data", w) for w in (weight, expected[name]))
-            assert torch.equal(one, other), name
+            one, other = (getattr(w, "data", w).numpy() for w in (weight, expected[name]))
+            assert np.array_equal(one, other), name
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import torch
 from safetensors.numpy import save_file
 
 from octavo import _native
@@ -18,7 +17,7 @@ from octavo.models.loader import LoadedWeights, load_model
 from octavo.models.spec import ModelSpec
 from octavo.models.weight_cache import WeightCache, weights_key
 from octavo.system.distributed import Rank
-from tests.models.harness import CPU, save_config, spec_of
+from tests.models.harness import save_config, spec_of
 from tests.models.test_parity import CASES
 
 FORMS = (None, "int8", "int4")
@@ -75,8 +74,7 @@ def test_packed_bytes(dtype: str, quantization: str | None, expected: str, tmp_p
         load_model(
             spec,
             open_checkpoint(tmp_path),
-            dtype=getattr(torch, dtype),
-            device=CPU,
+            dtype=dtype,
             ops=NativeOps(),
             cache=cache,
             keep=kept,

@@ -11,9 +11,9 @@ import torch
 
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.kernels.native import NativeOps
+from octavo.kernels.torch_tensors import as_torch, from_torch, torch_dtype
 from octavo.models.loader import load_model
 from tests.models.harness import (
-    CPU,
     Runner,
     assert_same_as_hf,
     generate,
@@ -220,7 +220,8 @@ def test_parity(case: str, tmp_path: Path) -> None:
     prompts = make_prompts(VOCAB, LENGTHS)
     with torch.inference_mode():  # users make prompt_embeds so
         embeds = hf_model.get_input_embeddings()(torch.tensor(prompts[-1]))
-    assert torch.equal(model.embed_input_ids(torch.tensor(prompts[-1])), embeds)
+    found = model.embed_input_ids(from_torch(torch.tensor(prompts[-1])))
+    assert torch.equal(as_torch(found), embeds)
     generated = generate(model, prompts, NUM_TOKENS)
     assert_same_as_hf(hf_model, prompts, generated)
     # Greedy tokens that always repeat would prove little.
@@ -242,12 +243,12 @@ def test_hidden_states_behind_layers(case: str, tmp_path: Path) -> None:
     runner.step({0: prompt})
     assert set(runner.kept) == {0, 1}
     for layer, hidden in runner.kept.items():
-        torch.testing.assert_close(hidden, expected[layer + 1][0], atol=1e-3, rtol=1e-4)
+        torch.testing.assert_close(as_torch(hidden), expected[layer + 1][0], atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize("case", ["llama", "gemma2", "bloom", "olmo2", "cohere2", "falcon-40b"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_chunked_prefill_changes_no_bit(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_chunked_prefill_changes_no_bit(case: str, dtype: str, tmp_path: Path) -> None:
     architecture, config = CASES[case]
     model = save_and_load(make_hf(architecture, **config), tmp_path, dtype)
     prompts = make_prompts(VOCAB, LENGTHS)
@@ -264,12 +265,16 @@ def test_chunked_prefill_changes_no_bit(case: str, dtype: torch.dtype, tmp_path:
 @pytest.mark.parametrize("case", ["qwen2", "gemma3", "opt", "olmo2", "granite", "cohere"])
 def test_low_precision_is_near_float32(case: str, tmp_path: Path) -> None:
     architecture, config = CASES[case]
-    make_hf(architecture, **config).save_pretrained(tmp_path)
+    hf_model = make_hf(architecture, **config)
+    hf_model.save_pretrained(tmp_path)
     prompts = make_prompts(VOCAB, (9, 30))
+    ids = torch.tensor(prompts[0])
     exact = generate(load(tmp_path), prompts, 1).logits
-    for dtype in (torch.bfloat16, torch.float16):
+    for dtype in ("bfloat16", "float16"):
         model = load(tmp_path, dtype)
         assert model.dtype == dtype
+        embed = copy.deepcopy(hf_model).to(torch_dtype(dtype)).get_input_embeddings()
+        assert torch.equal(as_torch(model.embed_input_ids(from_torch(ids))), embed(ids))
         for a, b in zip(generate(model, prompts, 1).logits, exact, strict=True):
             assert a.dtype == torch.float32
             assert torch.nn.functional.cosine_similarity(a, b, dim=-1).min() > 0.98
@@ -391,8 +396,7 @@ def test_dummy_weights_run(shared_data: Path) -> None:
         load_model(
             spec,
             open_checkpoint(Path("nowhere"), "dummy", seed),
-            dtype=torch.float32,
-            device=CPU,
+            dtype="float32",
             ops=NativeOps(),
         )
         for seed in (1, 1, 2)

@@ -20,8 +20,6 @@ TOY = '''
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import torch
-
 from octavo.layers.linear import Linear
 from octavo.models.blocks.base import BlockSpec
 from octavo.models.blocks.linear import LinearSpec
@@ -63,7 +61,7 @@ class Contrary:
     """Holds for likely what Llama holds for unlikely."""
 
     def __init__(self, spec, parts):
-        self.spec, self.device = spec, parts.device
+        self.spec = spec
         self.llama = DecoderModel(spec, parts)
         self.dtype, self.scale_ = self.llama.dtype, parts.ops.scale_
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from octavo.errors import ModelError
@@ -18,6 +17,7 @@ from octavo.models.cache import AttentionCache
 from octavo.models.config_defaults import DEFAULTS
 from octavo.models.registry import FAMILIES
 from octavo.models.spec import ModelSpec
+from octavo.system.tensor import HostTensor
 from tests.models.harness import load, save_config, spec_of
 from tests.models.test_parity import CASES
 
@@ -334,13 +334,12 @@ def test_dtype_from_the_checkpoint(tmp_path: Path) -> None:
 
 def tensors_of(value: object, seen: dict[int, int]) -> None:
     """Return the bytes of all tensors that an object reaches, by address."""
-    if isinstance(value, torch.Tensor):
-        storage = value.untyped_storage()
-        seen[storage.data_ptr()] = storage.nbytes()
+    if isinstance(value, HostTensor):
+        seen[value.data_ptr()] = value.nbytes
     elif isinstance(value, (list, tuple)):
         for item in value:
             tensors_of(item, seen)
-    elif type(value).__module__.startswith("octavo"):
+    elif type(value).__module__.startswith(("octavo", "toy_family")):
         names = getattr(value, "__dict__", None) or getattr(type(value), "__slots__", ())
         for name in names:
             tensors_of(getattr(value, name), seen)
@@ -355,7 +354,7 @@ def test_weight_nbytes_is_exact(
     case: str, dtype: str, quantization: str | None, tmp_path: Path
 ) -> None:
     save_config(tmp_path, *CASES[case])
-    model = load(tmp_path, getattr(torch, dtype), "dummy", quantization)
+    model = load(tmp_path, dtype, "dummy", quantization)
     seen: dict[int, int] = {}
     tensors_of(model, seen)
     planned = model.spec.weight_nbytes(dtype)

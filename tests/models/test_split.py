@@ -21,7 +21,7 @@ from octavo.models.spec import divide_layers
 from octavo.models.weight_cache import weights_key
 from octavo.quantization.int4 import SMALL
 from octavo.system.distributed import GroupMemory, Rank
-from tests.models.harness import CPU, Runner, load, make_hf, spec_of
+from tests.models.harness import Runner, load, make_hf, spec_of
 from tests.models.test_parity import CASES, VOCAB
 
 TOKENS = 64
@@ -49,7 +49,7 @@ def run(model, join) -> list[Tensor]:
 def run_ranks(
     folder: Path,
     size: int,
-    dtype: torch.dtype,
+    dtype: str,
     quantization: str | None,
     *,
     reduces: bool = False,
@@ -67,7 +67,6 @@ def run_ranks(
             spec.split(rank),
             open_checkpoint(folder),
             dtype=dtype,
-            device=CPU,
             ops=NativeOps(),
             shared=buffers,
         )
@@ -88,9 +87,7 @@ def run_ranks(
         os.close(descriptor)
 
 
-def check(
-    case: str, tmp_path: Path, size: int, dtype: torch.dtype, form: str | None, **more: int
-) -> None:
+def check(case: str, tmp_path: Path, size: int, dtype: str, form: str | None, **more: int) -> None:
     architecture, config = CASES[case]
     make_hf(architecture, **config | more).save_pretrained(tmp_path)
     whole = load(tmp_path, dtype, quantization=form)
@@ -103,7 +100,7 @@ def check(
 
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_have_the_bits_of_one(case: str, tmp_path: Path) -> None:
-    check(case, tmp_path, 2, torch.bfloat16, None)
+    check(case, tmp_path, 2, "bfloat16", None)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -111,7 +108,7 @@ def test_rows_of_norms_are_divided(case: str, tmp_path: Path) -> None:
     """Sequence parallelism: the same bits, exact or not."""
     architecture, config = CASES[case]
     make_hf(architecture, **config).save_pretrained(tmp_path)
-    dtype = torch.bfloat16
+    dtype = "bfloat16"
     whole = load(tmp_path, dtype)
     got = run_ranks(tmp_path, 2, dtype, None, splits_rows=True)
     assert all(map(torch.equal, got, run(whole, lambda: None)))
@@ -123,7 +120,7 @@ def test_rows_of_norms_are_divided(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", ["llama", "gemma2", "bloom"])
 @pytest.mark.parametrize("form", [None, "int8", "int4"])
 def test_types_and_forms(case: str, form: str | None, tmp_path: Path) -> None:
-    check(case, tmp_path, 2, torch.float32, form)
+    check(case, tmp_path, 2, "float32", form)
 
 
 @pytest.mark.parametrize("case", ["llama", "gemma2", "bloom", "olmo2"])
@@ -134,16 +131,16 @@ def test_uneven_heads(case: str, heads: int, kv_heads: int, size: int, tmp_path:
     more = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": 8 * heads}
     if case == "bloom":
         more = {"n_head": heads, "hidden_size": 8 * heads}
-    check(case, tmp_path, size, torch.bfloat16, None, **more)
+    check(case, tmp_path, size, "bfloat16", None, **more)
 
 
 @pytest.mark.parametrize("size", [3, 6])
 def test_more_ranks(size: int, tmp_path: Path) -> None:
-    check("bloom", tmp_path, size, torch.bfloat16, None)
+    check("bloom", tmp_path, size, "bfloat16", None)
 
 
 def test_keys_of_one_head_are_several_ranks(tmp_path: Path) -> None:
-    check("llama", tmp_path, 4, torch.bfloat16, None)
+    check("llama", tmp_path, 4, "bfloat16", None)
 
 
 @pytest.mark.parametrize("heads", [(9, 3), (12, 1), (12, 4), (14, 2), (6, 6)])
@@ -198,7 +195,7 @@ def test_ranks_without_any_outputs_are_refused(tmp_path: Path) -> None:
 def test_parts_of_int4_weights_are_written_as_the_whole(tmp_path: Path) -> None:
     """They are small enough for int8 by themselves."""
     sizes = {"hidden_size": 256, "intermediate_size": 320, "head_dim": 64}
-    check("llama", tmp_path, 2, torch.bfloat16, "int4", **sizes)
+    check("llama", tmp_path, 2, "bfloat16", "int4", **sizes)
     names = {w.name: w for w in spec_of(tmp_path).split(Rank(0, 2)).weights()}
     part = names["layers.0.o_proj.weight"]
     assert part.shape[0] * part.shape[1] < SMALL <= part.whole_rows * part.shape[1]
@@ -232,9 +229,7 @@ def test_stages_have_every_weight_once_but_for_a_tied_table(case: str, tmp_path:
     assert set(names) == whole
     assert len(names) - len(whole) == spec.tied
     for stage in stages:
-        load_model(
-            stage, open_checkpoint(tmp_path), dtype=torch.float32, device=CPU, ops=NativeOps()
-        )
+        load_model(stage, open_checkpoint(tmp_path), dtype="float32", ops=NativeOps())
 
 
 def test_what_no_stage_has_is_still_found(tmp_path: Path) -> None:
@@ -245,9 +240,7 @@ def test_what_no_stage_has_is_still_found(tmp_path: Path) -> None:
     save_file(model.state_dict() | more, tmp_path / "model.safetensors", {"format": "pt"})
     stage = spec_of(tmp_path).stage(1, 3)
     with pytest.raises(ModelError, match=r"1 tensors that .* does not have: .*strange"):
-        load_model(
-            stage, open_checkpoint(tmp_path), dtype=torch.float32, device=CPU, ops=NativeOps()
-        )
+        load_model(stage, open_checkpoint(tmp_path), dtype="float32", ops=NativeOps())
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
@@ -296,7 +289,7 @@ def test_sums_over_ranks(case: str, tmp_path: Path) -> None:
     """The model is the same, except the order in which its numbers are summed."""
     architecture, config = CASES[case]
     make_hf(architecture, **config).save_pretrained(tmp_path)
-    dtype = torch.float32
+    dtype = "float32"
     whole = load(tmp_path, dtype)
     expected = run(whole, lambda: None)
     got = run_ranks(tmp_path, 2, dtype, None, reduces=True)
@@ -311,9 +304,9 @@ def test_quantized_sums_over_ranks(form: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 320, "head_dim": 32}
     architecture, config = CASES["llama"]
     make_hf(architecture, **config | sizes).save_pretrained(tmp_path)
-    whole = load(tmp_path, torch.float32, quantization=form)
+    whole = load(tmp_path, "float32", quantization=form)
     expected = torch.cat(run(whole, lambda: None))
-    got = torch.cat(run_ranks(tmp_path, 2, torch.float32, form, reduces=True))
+    got = torch.cat(run_ranks(tmp_path, 2, "float32", form, reduces=True))
     # Each part is rounded separately.
     assert torch.nn.functional.cosine_similarity(got, expected).min() > 0.97
 

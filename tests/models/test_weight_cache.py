@@ -367,7 +367,7 @@ def test_reading_ahead_reads_the_weights_or_what_was_kept(
                 thread.join()
 
     ahead()
-    logits(folder, cache, dtype=torch.float32)
+    logits(folder, cache, dtype="float32")
     ahead()
     assert files == [folder / "model.safetensors", *(tmp_path / "cache").glob("*.weights")]
 

@@ -1,9 +1,8 @@
-import torch
-
 from octavo.kernels.native import NativeOps
 from octavo.quantization.base import PackedShape
 from octavo.quantization.int4 import SMALL, Int4
 from octavo.quantization.int8 import Int8
+from octavo.system.tensor import HostTensor, full
 
 
 def test_nbytes() -> None:
@@ -17,8 +16,12 @@ def test_small_layers_are_int8() -> None:
     n = SMALL // k
     large, small = PackedShape(n, k, "float32"), PackedShape(n - 1, k, "float32")
     ops = NativeOps()
-    assert Int4().pack(ops, [(torch.ones(n, k),)], large).format == "int4_levels"
+
+    def ones(rows: int) -> tuple[HostTensor]:
+        return (full((rows, k), 1.0, "float32"),)
+
+    assert Int4().pack(ops, [ones(n)], large).format == "int4_levels"
     # The layer counts, not its parts.
-    assert Int4().pack(ops, [(torch.ones(n // 2, k),)] * 2, large).format == "int4_levels"
-    assert Int4().pack(ops, [(torch.ones(n - 1, k),)], small).format == "int8"
+    assert Int4().pack(ops, [ones(n // 2)] * 2, large).format == "int4_levels"
+    assert Int4().pack(ops, [ones(n - 1)], small).format == "int8"
     assert Int4().nbytes(small) == Int8().nbytes(small)

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from octavo.config import EngineConfig, config_fields
 from octavo.errors import ConfigError
-from octavo.kernels.native import NativeOps
-from octavo.kernels.reference import ReferenceOps
+from octavo.kernels.base import Ops
+from octavo.kernels.torch_tensors import from_torch
 from octavo.quantization.base import PackedShape
 from octavo.quantization.registry import FORMS
+from tests.torch_ops import native_ops, reference_ops
 
-CPU = torch.device("cpu")
 NAMES = next(f for f in config_fields() if f.name == "quantization").choices or ()
 
 
@@ -44,15 +44,15 @@ def test_the_setting() -> None:
 
 
 @pytest.mark.parametrize("name", [None, *NAMES])
-@pytest.mark.parametrize("ops", [NativeOps(), ReferenceOps()], ids=lambda ops: ops.name)
+@pytest.mark.parametrize("ops", [native_ops(), reference_ops()], ids=lambda ops: ops.name)
 @pytest.mark.parametrize("rows", [(7,), (64,), (96, 32, 32), (700, 700)])
 @pytest.mark.parametrize("k", [48, 172, 256])
-def test_pack(name: str | None, ops: ReferenceOps, rows: tuple[int, ...], k: int) -> None:
+def test_pack(name: str | None, ops: Ops, rows: tuple[int, ...], k: int) -> None:
     """Any shape, in parts of any type: a product has a small error, and the size is as planned."""
     form = FORMS[name]
     parts = [weight(n, k) for n in rows]
     shape = PackedShape(sum(rows), k, "float32")
-    packed = form.pack(ops, [(part.to(torch.bfloat16),) for part in parts], shape)
+    packed = form.pack(ops, [(from_torch(part.to(torch.bfloat16)),) for part in parts], shape)
     assert (packed.n, packed.k) == (sum(rows), k)
     if ops.name == "native":
         assert packed.nbytes == form.nbytes(shape)
