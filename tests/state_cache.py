@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from octavo.errors import ConfigError
 from octavo.kv_cache.groups import MANAGERS
 from octavo.kv_cache.kinds.base import SingleTypeKVCacheManager
+from octavo.system.tensor import HostTensor
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class StateCache:
 
     def view(self, memory, block_size, dtype, backend):
         """float32 [num_blocks, nbytes / 4]."""
-        return memory[:, : self.nbytes].view(torch.float32)
+        return memory[:, : self.nbytes].view("float32")
 
     def metadata(self, table, group, max_query_len, max_seq_len):
         return StateMetadata(table.query_start_loc, table.block_tables[group])
@@ -46,14 +45,14 @@ class StateCache:
 class StateMetadata:
     """Positions of the states of a step's requests; the tables may be larger."""
 
-    query_start_loc: torch.Tensor
-    block_table: torch.Tensor
+    query_start_loc: HostTensor
+    block_table: HostTensor
 
     def rows(self, requests: int):
         """Yield (block, first token, end) of each request."""
         for i in range(requests):
-            begin, end = self.query_start_loc[i : i + 2].tolist()
-            yield int(self.block_table[i, 0]), begin, end
+            begin, end = self.query_start_loc.numpy()[i : i + 2].tolist()
+            yield int(self.block_table.numpy()[i, 0]), begin, end
 
 
 class StateManager(SingleTypeKVCacheManager):

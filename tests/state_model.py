@@ -7,7 +7,7 @@ by token, so its bits depend on nothing else.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import torch
+import numpy as np
 
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.models.blocks.base import BlockSpec, Parts
@@ -75,12 +75,15 @@ class State:
         starts = step.arrays["state_starts"]
 
         def run(tokens, requests):
+            numbers, answers = values.numpy(), out.numpy()
+            kept, begins = states.numpy(), starts.numpy()
             for i, (block, begin, end) in enumerate(metadata.rows(requests)):
-                state = torch.zeros_like(states[block]) if starts[i] else states[block]
+                state = np.zeros_like(kept[block]) if begins[i] else kept[block]
                 for token in range(begin, end):
-                    state = DECAY * state + (1 - DECAY) * values[token].float()
-                    out[token] = state
-                states[block] = state
+                    new = numbers[token].astype(np.float32)
+                    state = np.float32(DECAY) * state + np.float32(1 - DECAY) * new
+                    answers[token] = state
+                kept[block] = state
 
         self.ops.call(run, x.shape[0], len(starts))
         return self.out_proj(out)
