@@ -13,6 +13,7 @@ from gpu.base import Bench, Card
 from octavo.attention.base import AttentionMetadata, AttentionParams, Rotary
 from octavo.attention.triton import TritonAttention
 from octavo.kernels.base import SAMPLING_ROW
+from octavo.kernels.torch_tensors import from_torch
 from octavo.kernels.triton.ops import TritonOps
 
 
@@ -34,7 +35,7 @@ def measure_kernels(bench: Bench) -> None:
     """Measure bandwidth or FLOP/s of each kernel, as a share of the GPU's."""
     gpu, sizes, card = bench.gpu, bench.sizes, bench.card
     device = gpu.device
-    ops = TritonOps()
+    ops = TritonOps(device)
     bf16: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
 
     def memory(what: str, nbytes: float, run: Callable[[], object], aim: float = 0.0) -> None:
@@ -91,8 +92,8 @@ def measure_kernels(bench: Bench) -> None:
     share = attention_flop(heads * size, sizes.prefill) / gpu.seconds(run) / card.peak
     bench.add(f"kernel: attention, prefill of {sizes.prefill:,}", f"{share:.0%} of the matrix peak")
 
-    n, invariant = sizes.linear, TritonOps(batch_invariant=True)
-    packed = ops.pack_weight(torch.randn(n, n, **bf16))
+    n, invariant = sizes.linear, TritonOps(device, batch_invariant=True)
+    packed = ops.pack_weight(from_torch(torch.randn(n, n, dtype=torch.bfloat16)))
     for count in sizes.linear_rows:
         x = torch.randn(count, n, **bf16)
         plain, fixed = (gpu.seconds(partial(o.linear, x, packed)) for o in (ops, invariant))
