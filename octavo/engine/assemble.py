@@ -107,7 +107,7 @@ def make_engine_core(
     config, budget = setup.config, setup.max_num_batched_tokens
     checkpoint = open_checkpoint(model_path, config.load.load_format)
     for stage in setup.stages:
-        read_ahead(config, stage.part, checkpoint, setup.dtype)  # while torch is imported
+        read_ahead(config, stage.part, checkpoint, setup.dtype)  # while the memory is planned
     make_executor = make_executor or import_executor(config)
     estimate = platform.estimate_memory(setup)
     if estimate is not None:  # reject a plan that does not fit before loading

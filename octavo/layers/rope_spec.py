@@ -1,4 +1,4 @@
-"""Parameters of a rotary embedding: plain data, no torch."""
+"""Parameters of a rotary embedding: plain data."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def _dynamic(rope: RopeSpec, positions: NDArray[np.int64]) -> Floats:
 
 def _llama3(rope: RopeSpec, inverse: Floats) -> Floats:
     """Scale as Llama 3.1: divide long waves by the factor, keep short ones, blend in between."""
-    # As torch divides a number by a tensor: by its reciprocal, which rounds twice.
+    # transformers multiplies by reciprocals here, and so rounds twice.
     wavelengths = np.float32(1) / inverse * np.float32(2 * math.pi)
     turns = np.float32(1) / wavelengths * np.float32(rope.original_max_position)
     low, high = np.float32(rope.low_freq_factor), np.float32(rope.high_freq_factor)

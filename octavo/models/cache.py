@@ -1,4 +1,4 @@
-"""Kinds of cache: the state of computed tokens that a model's blocks keep. Imports no torch."""
+"""Kinds of cache: the state of computed tokens that a model's blocks keep."""
 
 from __future__ import annotations
 

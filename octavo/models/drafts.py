@@ -1,4 +1,4 @@
-"""Draft model of another model: find it, read it, and check that the two match. No torch."""
+"""Draft model of another model: find it, read it, and check that the two match."""
 
 from __future__ import annotations
 

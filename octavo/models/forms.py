@@ -1,4 +1,4 @@
-"""Choice of the form of each linear weight of a model. Imports no torch."""
+"""Choice of the form of each linear weight of a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Specifications of heads that draft from another model's hidden states. No torch.
+"""Specifications of heads that draft from another model's hidden states.
 
 Names and shapes are those of vLLM's `MedusaModel`, `EagleLlamaForCausalLM` and
 `LlamaForCausalLMEagle3`.

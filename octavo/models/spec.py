@@ -1,4 +1,4 @@
-"""Specification of a model: its parts and its memory, as read from its folder. No torch."""
+"""Specification of a model: its parts and its memory, as read from its folder."""
 
 from __future__ import annotations
 

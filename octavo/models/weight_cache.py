@@ -4,8 +4,6 @@ A file contains the memory of a loaded model (`octavo.models.loader`), a checksu
 and a digest of the checksums and of the key: the sources of the memory. A file that does not match
 is deleted and written again. The weights are copied from the file, not mapped: mapped files use
 small pages, or huge pages of the system's choice, which slows down every decode step.
-
-Imports no torch: files are read ahead while torch is imported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Weights of a model: names, shapes in memory, and their sources in a checkpoint. No torch."""
+"""Weights of a model: names, shapes in memory, and their sources in a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Interface of a weight's form: plain, or quantized in some format. Imports no torch."""
+"""Interface of a weight's form: plain, or quantized in some format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights in the model's type, and the common part of forms that read floats. Imports no torch."""
+"""Weights in the model's type, and the common part of forms that read floats."""
 
 from __future__ import annotations
 

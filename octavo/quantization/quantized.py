@@ -1,4 +1,4 @@
-"""Forms that quantize weights of floats while they are loaded. Imports no torch."""
+"""Forms that quantize weights of floats while they are loaded."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Blocks of a model: a torch-free spec for each kind of block, which builds the live block."""
+"""Blocks of a model: a spec for each kind of block, which builds the live block."""
