@@ -128,6 +128,21 @@ class HostCopy(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """`HostCopy` of numbers that the host has."""
+
+    array: NDArray[Any]
+
+    def ready(self) -> bool:
+        """Return True."""
+        return True
+
+    def numpy(self) -> NDArray[Any]:
+        """Return the numbers."""
+        return self.array
+
+
 class Ops(Protocol):
     """Operations on tensors of one device.
 

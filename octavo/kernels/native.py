@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -15,6 +14,7 @@ from octavo import _native
 from octavo._native import kernels
 from octavo.kernels.base import (
     SAMPLING_ROW,
+    Arrived,
     Codes,
     Gate,
     Gelu,
@@ -90,21 +90,6 @@ def _new_quantized(
     return QuantizedWeight(data, n, k, format, group_size, _native.panel())
 
 
-@dataclass(frozen=True, slots=True)
-class _Arrived:
-    """`HostCopy` of numbers that the host has."""
-
-    array: NDArray[Any]
-
-    def ready(self) -> bool:
-        """Return True."""
-        return True
-
-    def numpy(self) -> NDArray[Any]:
-        """Return the numbers."""
-        return self.array
-
-
 class NativeOps:
     """Implementation of `Ops` by the native kernels; see `Ops` for shapes and meaning.
 
@@ -148,7 +133,7 @@ class NativeOps:
         return array
 
     def copy_to_host(self, x: Tensor) -> HostCopy:
-        return _Arrived(self.to_host(x))
+        return Arrived(self.to_host(x))
 
     def copy_(self, out: Tensor, x: Tensor) -> None:
         assert out.shape == x.shape

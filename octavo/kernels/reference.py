@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo.kernels.base import (
+    Arrived,
     Codes,
     Gate,
     Gelu,
@@ -134,22 +135,6 @@ def _quantize_levels(groups: Tensor) -> tuple[Tensor, Tensor]:
     return q.to(torch.uint8), scale[..., 0]
 
 
-class _Arrived:
-    """`HostCopy` of a tensor on the CPU."""
-
-    def __init__(self, x: Tensor) -> None:
-        self._x = x
-
-    def ready(self) -> bool:
-        """Return True."""
-        return True
-
-    def numpy(self) -> NDArray[Any]:
-        """Return the numbers."""
-        array: NDArray[Any] = self._x.numpy()
-        return array
-
-
 class ReferenceOps:
     """Implementation of `Ops` in torch; see `Ops` for shapes and meaning.
 
@@ -174,7 +159,7 @@ class ReferenceOps:
         return array
 
     def copy_to_host(self, x: Tensor) -> HostCopy:
-        return Copying(x) if x.is_cuda else _Arrived(x)
+        return Copying(x) if x.is_cuda else Arrived(x.numpy())
 
     def copy_(self, out: Tensor, x: Tensor) -> None:
         out.copy_(x)
