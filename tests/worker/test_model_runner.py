@@ -31,7 +31,6 @@ from octavo.sampling.sampler import NOT_FINITE
 from octavo.worker import model_runner
 from octavo.worker.graphs import CapturedSteps, EagerSteps
 from octavo.worker.model_runner import ModelRunner
-from octavo.worker.scratch import measure_scratch
 from octavo.worker.spec_decode.base import LongArray, Proposal, Proposer, Target
 from tests.models.harness import make_hf
 from tests.models.test_parity import CASES, VOCAB
@@ -75,8 +74,9 @@ class Runner:
             kept_layers=(0, len(spec.layers) - 1),
         )
         platform = CPUPlatform()
-        backend = platform.make_attention_backend(setup, "cpu")
-        setup = replace(setup, scratches=(measure_scratch(setup, backend),))
+        budget = platform.estimate_memory(setup)
+        assert budget is not None
+        setup = replace(setup, scratches=budget.scratches)
         self.runner = ModelRunner(setup, platform, "cpu", self._make_proposer)
         kv = KVCacheConfig(4 * BLOCKS + 1, BLOCK_SIZE, make_kv_cache_groups(spec.caches))
         self.runner.initialize_kv_cache(kv)
