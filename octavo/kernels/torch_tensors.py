@@ -35,6 +35,7 @@ def as_torch(x: HostTensor | NDArray[Any]) -> torch.Tensor:
         return as_torch(tensor.view("uint8")).view(torch_dtype(tensor.dtype))
     # DLPack drops the strides of dimensions with one element.
     strides = [tensor.stride(dim) for dim in range(tensor.ndim)]
+    assert min(strides, default=0) >= 0, "torch, which has no negative strides, would abort"
     return torch.utils.dlpack.from_dlpack(tensor).as_strided(tensor.shape, strides)
 
 

@@ -1,10 +1,12 @@
 """Processors of other packages: they are found, and their faults affect only their requests."""
 
+import sys
+
 import numpy as np
 import pytest
 
 from octavo.errors import ConfigError, RequestError
-from octavo.sampling.plugins import load_plugins
+from octavo.sampling.plugins import load_named, load_plugins
 from octavo.sampling.state import SamplingState
 from tests.params import Params
 from tests.plugins import NO_REPEAT, install
@@ -172,6 +174,15 @@ def test_what_cannot_be_loaded_is_named(tmp_path, monkeypatch, name):
         load_plugins(2, VOCAB)
     assert f"entry point bad_{name}_point = bad_{name}:{kind}" in str(error.value)
     assert f"package bad_{name} " in str(error.value)
+
+
+def test_without_torch_the_extra_is_named(tmp_path, monkeypatch):
+    install(tmp_path, monkeypatch, NO_REPEAT, "NoRepeat", "no_torch")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ConfigError, match=r"no_torch_point.*pip install 'octavo\[torch\]'"):
+        load_plugins(2, VOCAB)
+    with pytest.raises(ConfigError, match=r"'no_torch:NoRepeat'.*pip install 'octavo\[torch\]'"):
+        load_named(["no_torch:NoRepeat"], 2, VOCAB, lambda kind: kind())
 
 
 def test_two_cannot_take_one_key(tmp_path, monkeypatch):
