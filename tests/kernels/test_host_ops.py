@@ -107,7 +107,7 @@ def test_set_at(x: Any) -> None:
 def test_add_at(x: Any) -> None:
     rows, columns = some_places(x)
     values = RNG.normal(size=len(rows)).astype(np.float32)
-    values[::5] = -np.inf
+    values[::5], values[1::5] = -np.inf, np.inf
     check(x, lambda ops, x: ops.add_at_(x, rows, columns, values))
 
 
@@ -140,12 +140,11 @@ def test_a_plug_in_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         NATIVE.change_rows(strided(LOGITS["distinct"]), np.arange(1), lambda ops, x: None)
 
 
-@pytest.mark.parametrize("from_type", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("from_type", ["float64", "float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("to_type", ["float32", "float16", "bfloat16"])
 def test_copy_rounds_like_torch(from_type: str, to_type: str) -> None:
-    numbers = RNG.normal(size=(5, 33)).astype(np.float32) * np.float32(10.0) ** RNG.integers(-9, 5)
-    numbers[0, :4] = np.inf, -np.inf, np.nan, -0.0
-    numbers[1, :2] = 1e-41, 6e-8
+    numbers = RNG.normal(size=(5, 33)) * 10.0 ** RNG.integers(-9, 5, (5, 1))
+    numbers[0, :8] = np.inf, -np.inf, np.nan, -0.0, 1e-41, 6e-8, 1e300, -3.4e38
     x = dense(from_numpy(numbers), from_type)
     seen = []
     for ops in (NATIVE, REFERENCE):
