@@ -74,6 +74,7 @@ def accept_drafts(
     ops.copy_(token_ids, ops.to_device(tokens))
 
 
+@np.errstate(all="ignore")  # for rows that failed
 def _choose(
     p: NDArray[np.float64], drafted: Drafted, some: slice, sampled: NDArray[np.int64]
 ) -> NDArray[np.int64]:

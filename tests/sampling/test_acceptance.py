@@ -96,7 +96,8 @@ def test_typical_keeps_what_is_likely_enough():
     assert (tokens == np.where(likely[drafts], drafts, plain)).all()
 
 
-def test_rows_that_failed_and_rows_without_drafts_stay():
+@pytest.mark.parametrize("typical", [False, True])
+def test_rows_that_failed_and_rows_without_drafts_stay(typical):
     numbers = LOGITS.repeat(3, 0)
     numbers[1] = np.nan
     logits = tensor(numbers)
@@ -105,7 +106,7 @@ def test_rows_that_failed_and_rows_without_drafts_stay():
     tokens = OPS.sample(logits, params)
     before = tokens.numpy().tolist()
     assert before[1] == -1
-    drafted = Drafted(False, np.array([2, 1]), np.array([1, 1]), None, np.zeros(2), np.zeros(2))
+    drafted = Drafted(typical, np.array([2, 1]), np.array([1, 1]), None, np.zeros(2), np.zeros(2))
     accept_drafts(OPS, logits, params, drafted, tokens)
     assert tokens.numpy().tolist() == [before[0], -1, 1]
 
