@@ -461,10 +461,7 @@ class Ops(Protocol):
     def add_at_(
         self, x: Tensor, rows: LongArray, columns: LongArray, values: NDArray[np.float32]
     ) -> None:
-        """Add values [E] to elements (rows[i], columns[i]) of float32 x [M, V].
-
-        Of several values for one element, the last one is added.
-        """
+        """Add values [E] to elements (rows[i], columns[i]) of float32 x [M, V], all distinct."""
         ...
 
     def penalize_(
