@@ -27,7 +27,7 @@ from octavo.kernels.base import (
     QuantizedWeight,
 )
 from octavo.kernels.sampling_weights import sampling_weights
-from octavo.kernels.torch_tensors import Copying, as_torch, dtype_name, torch_dtype
+from octavo.kernels.torch_tensors import Copying, as_torch, dtype_name, from_torch, torch_dtype
 from octavo.system.tensor import HostTensor
 
 LEVELS = torch.tensor([-127.0, -101, -76, -58, -44, -31, -20, -10, 0, 10, 20, 31, 43, 58, 74, 95])
@@ -155,7 +155,7 @@ class ReferenceOps:
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def to_host(self, x: Tensor) -> NDArray[Any]:
-        array: NDArray[Any] = x.cpu().numpy()
+        array: NDArray[Any] = from_torch(x.cpu()).numpy()
         return array
 
     def copy_to_host(self, x: Tensor) -> HostCopy:
