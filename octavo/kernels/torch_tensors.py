@@ -99,7 +99,12 @@ class ForHost:
 
 
 def with_torch(ops: Ops, array: NDArray[np.float32]) -> tuple[Ops, torch.Tensor]:
-    """Return CPU operations for torch's tensors, and an array as such a tensor."""
+    """Return CPU operations for torch's tensors, and an array as such a tensor.
+
+    Torch computes on the calling thread: a second pool would compete for the cores, and sums would
+    depend on the number of threads.
+    """
+    torch.set_num_threads(1)
     return cast(Ops, WithTorch(ops)), torch.from_numpy(array)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from octavo.kernels.native import NativeOps
 from octavo.kernels.reference import ReferenceOps
@@ -131,6 +132,15 @@ def test_change_rows() -> None:
         logits += ops.embedding(logits, ops.argmax(logits) * 0)
 
     check(LOGITS["special"], lambda ops, x: ops.change_rows(x, rows, change))
+
+
+def test_a_plug_in_computes_on_one_thread() -> None:
+    before, seen = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+    x = strided(LOGITS["distinct"])
+    NATIVE.change_rows(x, np.arange(1), lambda ops, x: seen.append(torch.get_num_threads()))
+    torch.set_num_threads(before)
+    assert seen == [1]
 
 
 def test_a_plug_in_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
