@@ -740,11 +740,11 @@ class NativeOps:
 
     def change_rows(self, x: Tensor, rows: LongArray, change: Callable[[Ops, Any], object]) -> None:
         """Import torch, which plug-ins need."""
-        from octavo.kernels.torch_tensors import with_torch
+        from octavo.kernels.torch_tensors import change_with_torch
 
         numbers = self.to_host(x)
         own = numbers[rows]
-        change(*with_torch(self, own))
+        change_with_torch(self, own, change)
         numbers[rows] = own
 
     def embedding(self, weight: Tensor | PackedWeight, ids: Tensor) -> Tensor:

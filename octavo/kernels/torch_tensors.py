@@ -98,14 +98,17 @@ class ForHost:
         return _from(getattr(self.inner, name))
 
 
-def with_torch(ops: Ops, array: NDArray[np.float32]) -> tuple[Ops, torch.Tensor]:
-    """Return CPU operations for torch's tensors, and an array as such a tensor.
+def change_with_torch(
+    ops: Ops, array: NDArray[np.float32], change: Callable[[Ops, Any], object]
+) -> None:
+    """Call `change` with CPU operations for torch's tensors, and an array as such a tensor.
 
     Torch computes on the calling thread: a second pool would compete for the cores, and sums would
     depend on the number of threads.
     """
     torch.set_num_threads(1)
-    return cast(Ops, WithTorch(ops)), torch.from_numpy(array)
+    with torch.no_grad():
+        change(cast(Ops, WithTorch(ops)), torch.from_numpy(array))
 
 
 def _from(x: Any) -> Any:

@@ -134,11 +134,16 @@ def test_change_rows() -> None:
     check(LOGITS["special"], lambda ops, x: ops.change_rows(x, rows, change))
 
 
-def test_a_plug_in_computes_on_one_thread() -> None:
-    before, seen = torch.get_num_threads(), []
+def test_a_plug_in_computes_on_one_thread_and_without_gradients() -> None:
+    before, weight, seen = torch.get_num_threads(), torch.nn.Parameter(torch.ones(300)), []
+
+    def change(ops: Any, logits: Any) -> None:
+        seen.append(torch.get_num_threads())
+        logits += weight
+        assert ops.argmax(logits).numpy() == logits.numpy().argmax()
+
     torch.set_num_threads(2)
-    x = strided(LOGITS["distinct"])
-    NATIVE.change_rows(x, np.arange(1), lambda ops, x: seen.append(torch.get_num_threads()))
+    NATIVE.change_rows(strided(LOGITS["distinct"]), np.arange(1), change)
     torch.set_num_threads(before)
     assert seen == [1]
 
