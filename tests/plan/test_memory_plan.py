@@ -69,7 +69,7 @@ def test_parts_add_up_and_stay_below_the_limit():
 def test_a_spare_counts_with_its_workers(layout, spares):
     assert plan(request_memory=2**20, **layout)[0].nbytes("warm spare") == 0
     result, _ = plan(request_memory=2**20, warm_spare=True, **layout)
-    assert result.nbytes("warm spare") == spares * 256 * 2**20
+    assert result.nbytes("warm spare") == spares * 96 * 2**20
 
 
 def test_processes_for_grammars_count_beside_the_engines_own():
@@ -138,7 +138,7 @@ def test_several_engines_have_a_share_each(monkeypatch):
 
 
 def test_what_does_not_fit_a_share_is_refused(monkeypatch):
-    monkeypatch.setattr(cpu, "cpu_memory", lambda node: (2**36, 600 * 2**20))
+    monkeypatch.setattr(cpu, "cpu_memory", lambda node: (2**36, 300 * 2**20))
     plan(max_num_seqs=1)
     with pytest.raises(ConfigError, match=r"of what is free, among 4 engines\)"):
         plan(max_num_seqs=1, data_parallel_size=4)
@@ -359,7 +359,7 @@ def test_a_servers_plan_has_its_own_process_and_the_requests(monkeypatch):
     assert served.items[: len(alone.items)] == alone.items
     assert (served.nbytes("server"), served.nbytes("requests")) == (256 * MIB, 50 * MIB)
     assert served.total == alone.total + 306 * MIB
-    assert alone.nbytes("runtime") == 272 * MIB
+    assert alone.nbytes("runtime") == cpu.RUNTIME_NBYTES
     # With just as much as that, all of it fits; without the server more would.
     monkeypatch.setattr(cpu, "cpu_memory", lambda node: (2**40, served.total))
     settings["gpu_memory_utilization"] = 1.0
