@@ -1,4 +1,4 @@
-"""Messages between an executor and its worker processes. No torch.
+"""Messages between an executor and its worker processes.
 
 Steps and their results use shared memory (`message_queue.py`). Rare messages use a pipe from each
 worker, and are preceded by a length of 4 bytes.

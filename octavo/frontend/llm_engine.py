@@ -291,7 +291,7 @@ class LLMEngine:
             ConfigError: the folder already holds weight files of that form, or is not writable.
             UnsupportedError: the settings or the model do not support this form.
         """
-        from octavo.models.sharded_save import save_sharded_state  # imports torch
+        from octavo.models.sharded_save import save_sharded_state
 
         config = self.config
         if pattern not in (None, SHARDED_PATTERN):

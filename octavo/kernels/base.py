@@ -128,6 +128,21 @@ class HostCopy(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """`HostCopy` of numbers that the host has."""
+
+    array: NDArray[Any]
+
+    def ready(self) -> bool:
+        """Return True."""
+        return True
+
+    def numpy(self) -> NDArray[Any]:
+        """Return the numbers."""
+        return self.array
+
+
 class Ops(Protocol):
     """Operations on tensors of one device.
 
@@ -446,10 +461,7 @@ class Ops(Protocol):
     def add_at_(
         self, x: Tensor, rows: LongArray, columns: LongArray, values: NDArray[np.float32]
     ) -> None:
-        """Add values [E] to elements (rows[i], columns[i]) of float32 x [M, V].
-
-        Of several values for one element, the last one is added.
-        """
+        """Add values [E] to elements (rows[i], columns[i]) of float32 x [M, V], all distinct."""
         ...
 
     def penalize_(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -15,6 +14,7 @@ from octavo import _native
 from octavo._native import kernels
 from octavo.kernels.base import (
     SAMPLING_ROW,
+    Arrived,
     Codes,
     Gate,
     Gelu,
@@ -90,21 +90,6 @@ def _new_quantized(
     return QuantizedWeight(data, n, k, format, group_size, _native.panel())
 
 
-@dataclass(frozen=True, slots=True)
-class _Arrived:
-    """`HostCopy` of numbers that the host has."""
-
-    array: NDArray[Any]
-
-    def ready(self) -> bool:
-        """Return True."""
-        return True
-
-    def numpy(self) -> NDArray[Any]:
-        """Return the numbers."""
-        return self.array
-
-
 class NativeOps:
     """Implementation of `Ops` by the native kernels; see `Ops` for shapes and meaning.
 
@@ -148,11 +133,12 @@ class NativeOps:
         return array
 
     def copy_to_host(self, x: Tensor) -> HostCopy:
-        return _Arrived(self.to_host(x))
+        return Arrived(self.to_host(x))
 
     def copy_(self, out: Tensor, x: Tensor) -> None:
         assert out.shape == x.shape
-        self.to_host(out)[...] = self.to_host(x)
+        with np.errstate(all="ignore"):  # numbers beyond the type of `out` become infinite
+            self.to_host(out)[...] = self.to_host(x)
 
     def copy_blocks(
         self, caches: Sequence[Tensor], src_dst_pairs: Sequence[tuple[int, int]]
@@ -732,7 +718,8 @@ class NativeOps:
     def add_at_(
         self, x: Tensor, rows: LongArray, columns: LongArray, values: NDArray[np.float32]
     ) -> None:
-        self.to_host(x)[rows, columns] += values
+        with np.errstate(all="ignore"):
+            self.to_host(x)[rows, columns] += values
 
     def penalize_(
         self,
@@ -753,11 +740,11 @@ class NativeOps:
 
     def change_rows(self, x: Tensor, rows: LongArray, change: Callable[[Ops, Any], object]) -> None:
         """Import torch, which plug-ins need."""
-        from octavo.kernels.torch_tensors import with_torch
+        from octavo.kernels.torch_tensors import change_with_torch
 
         numbers = self.to_host(x)
         own = numbers[rows]
-        change(*with_torch(self, own))
+        change_with_torch(self, own, change)
         numbers[rows] = own
 
     def embedding(self, weight: Tensor | PackedWeight, ids: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo.kernels.base import (
+    Arrived,
     Codes,
     Gate,
     Gelu,
@@ -26,7 +27,7 @@ from octavo.kernels.base import (
     QuantizedWeight,
 )
 from octavo.kernels.sampling_weights import sampling_weights
-from octavo.kernels.torch_tensors import Copying, as_torch, dtype_name, torch_dtype
+from octavo.kernels.torch_tensors import Copying, as_torch, dtype_name, from_torch, torch_dtype
 from octavo.system.tensor import HostTensor
 
 LEVELS = torch.tensor([-127.0, -101, -76, -58, -44, -31, -20, -10, 0, 10, 20, 31, 43, 58, 74, 95])
@@ -134,22 +135,6 @@ def _quantize_levels(groups: Tensor) -> tuple[Tensor, Tensor]:
     return q.to(torch.uint8), scale[..., 0]
 
 
-class _Arrived:
-    """`HostCopy` of a tensor on the CPU."""
-
-    def __init__(self, x: Tensor) -> None:
-        self._x = x
-
-    def ready(self) -> bool:
-        """Return True."""
-        return True
-
-    def numpy(self) -> NDArray[Any]:
-        """Return the numbers."""
-        array: NDArray[Any] = self._x.numpy()
-        return array
-
-
 class ReferenceOps:
     """Implementation of `Ops` in torch; see `Ops` for shapes and meaning.
 
@@ -170,11 +155,11 @@ class ReferenceOps:
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def to_host(self, x: Tensor) -> NDArray[Any]:
-        array: NDArray[Any] = x.cpu().numpy()
+        array: NDArray[Any] = from_torch(x.cpu()).numpy()
         return array
 
     def copy_to_host(self, x: Tensor) -> HostCopy:
-        return Copying(x) if x.is_cuda else _Arrived(x)
+        return Copying(x) if x.is_cuda else Arrived(x.numpy())
 
     def copy_(self, out: Tensor, x: Tensor) -> None:
         out.copy_(x)

@@ -38,3 +38,11 @@ def sampling_weights(ops: Ops, x: Tensor, params: NDArray[np.void]) -> LongArray
     ranked = np.where(temperature == 0.0, np.where(rank == 0, 2**40, 0), ranked)
     np.put_along_axis(weights, ids, ranked, 1)
     return weights
+
+
+def sampling_probs(ops: Ops, x: Tensor, params: NDArray[np.void]) -> NDArray[np.float64]:
+    """Return the probability of each token, float64 [M, V], from `sampling_weights`."""
+    weights = sampling_weights(ops, x, params)
+    with np.errstate(all="ignore"):  # undefined rows
+        probs: NDArray[np.float64] = weights / weights.sum(-1, keepdims=True)
+    return probs

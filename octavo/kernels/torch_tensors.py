@@ -35,6 +35,7 @@ def as_torch(x: HostTensor | NDArray[Any]) -> torch.Tensor:
         return as_torch(tensor.view("uint8")).view(torch_dtype(tensor.dtype))
     # DLPack drops the strides of dimensions with one element.
     strides = [tensor.stride(dim) for dim in range(tensor.ndim)]
+    assert min(strides, default=0) >= 0, "torch, which has no negative strides, would abort"
     return torch.utils.dlpack.from_dlpack(tensor).as_strided(tensor.shape, strides)
 
 
@@ -97,9 +98,17 @@ class ForHost:
         return _from(getattr(self.inner, name))
 
 
-def with_torch(ops: Ops, array: NDArray[np.float32]) -> tuple[Ops, torch.Tensor]:
-    """Return CPU operations for torch's tensors, and an array as such a tensor."""
-    return cast(Ops, WithTorch(ops)), torch.from_numpy(array)
+def change_with_torch(
+    ops: Ops, array: NDArray[np.float32], change: Callable[[Ops, Any], object]
+) -> None:
+    """Call `change` with CPU operations for torch's tensors, and an array as such a tensor.
+
+    Torch computes on the calling thread: a second pool would compete for the cores, and sums would
+    depend on the number of threads.
+    """
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        change(cast(Ops, WithTorch(ops)), torch.from_numpy(array))
 
 
 def _from(x: Any) -> Any:

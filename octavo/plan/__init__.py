@@ -1,1 +1,1 @@
-"""Plans that control plane and data plane share before a model is loaded. Without torch."""
+"""Plans that control plane and data plane share before a model is loaded."""

@@ -1,4 +1,4 @@
-"""Memory of drafting without a model. Imports no torch, for the memory plan."""
+"""Memory of drafting without a model."""
 
 from __future__ import annotations
 

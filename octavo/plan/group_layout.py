@@ -1,4 +1,4 @@
-"""Layout of the memory that the ranks of a model share. Imports no torch."""
+"""Layout of the memory that the ranks of a model share."""
 
 from __future__ import annotations
 

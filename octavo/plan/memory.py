@@ -1,4 +1,4 @@
-"""Memory of a device and of steps, for the memory plan. Imports no torch."""
+"""Memory of a device and of steps, for the memory plan."""
 
 from __future__ import annotations
 

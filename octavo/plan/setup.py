@@ -1,4 +1,4 @@
-"""Setup of a worker. Imports no torch, so that the control plane can create it."""
+"""Setup of a worker, which the control plane creates."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.kernels.base import Ops
-from octavo.kernels.sampling_weights import sampling_weights
+from octavo.kernels.sampling_weights import sampling_probs
 from octavo.sampling.sizes import rows_per_chunk
 from octavo.system.tensor import Tensor
 
@@ -68,19 +68,20 @@ def accept_drafts(
     for begin in range(0, len(drafted.at), step):
         some = slice(begin, begin + step)
         at = drafted.at[some]
-        weights = sampling_weights(ops, ops.embedding(logits, ops.to_device(at)), params[at])
-        chosen = _choose(weights, drafted, some, tokens[at])
+        probs = sampling_probs(ops, ops.embedding(logits, ops.to_device(at)), params[at])
+        chosen = _choose(probs, drafted, some, tokens[at])
         tokens[at] = np.where(tokens[at] < 0, tokens[at], chosen)
     ops.copy_(token_ids, ops.to_device(tokens))
 
 
+@np.errstate(all="ignore")  # for rows that failed
 def _choose(
-    weights: NDArray[np.int64], drafted: Drafted, some: slice, sampled: NDArray[np.int64]
+    p: NDArray[np.float64], drafted: Drafted, some: slice, sampled: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """Return accepted drafts, or the tokens in their places; see `accept_drafts`.
 
     Args:
-        weights: int64 [A, V], weights of the tokens for sampling.
+        p: float64 [A, V], probabilities of the tokens.
         drafted: the drafts.
         some: slice of the drafts.
         sampled: int64 [A], the tokens sampled in the rows of the drafts.
@@ -89,7 +90,6 @@ def _choose(
         int64 [A].
     """
     drafts, accept, recover = drafted.token_ids[some], drafted.accept[some], drafted.recover[some]
-    p = weights / weights.sum(-1, keepdims=True)
     likely = np.take_along_axis(p, drafts[:, None], 1)[:, 0]
     if drafted.typical:
         logs = np.log(p, where=p > 0, out=np.zeros_like(p))

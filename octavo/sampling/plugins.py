@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import logging
 import pkgutil
 import sys
@@ -147,6 +148,7 @@ class _Plugin(LogitsProcessor):
 
     def __init__(self, name: str, inner: LogitsProcessor) -> None:
         super().__init__(inner.max_num_rows, inner.vocab_size)
+        importlib.import_module("torch")  # the logits of plug-ins are torch's tensors
         self._name, self._inner = name, inner
         self.extra_args, self.needs_tokens = inner.extra_args, inner.needs_tokens
         self.takes_all = inner.takes_all

@@ -26,8 +26,6 @@ from octavo.system.tensor import Tensor
 
 LongArray = NDArray[np.int64]
 
-# Maximum number of candidates for which `Ops.top_k` is the fastest way to find them.
-FEW_CANDIDATES = 64
 NOT_FINITE = "the model's logits for it are not finite (NaN or infinity)"
 
 

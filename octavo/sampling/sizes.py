@@ -1,4 +1,4 @@
-"""Memory sizes of sampling, without torch: the memory plan precedes its import."""
+"""Memory sizes of sampling, for the memory plan."""
 
 from __future__ import annotations
 

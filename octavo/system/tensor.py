@@ -130,7 +130,8 @@ def dense(tensor: HostTensor, dtype: str | None = None) -> HostTensor:
     """Return the tensor in a type with its elements in order; a copy only if it differs."""
     array: NDArray[Any] = tensor.numpy()
     if dtype is not None and dtype != tensor.dtype:
-        array = array.astype(numpy_dtype(dtype))
+        with np.errstate(all="ignore"):  # numbers beyond the type become infinite
+            array = array.astype(numpy_dtype(dtype))
     elif tensor.is_contiguous():
         return tensor
     return from_numpy(np.ascontiguousarray(array))

@@ -31,7 +31,7 @@ from octavo.sampling.acceptance import ACCEPT, RECOVER, Drafted
 from octavo.sampling.logits_processors.builtin import GrammarBitmask
 from octavo.sampling.metadata import SamplingMetadata
 from octavo.sampling.plugins import load_named, load_plugins
-from octavo.sampling.sampler import FEW_CANDIDATES, NOT_FINITE, Sampler, prompt_logprobs
+from octavo.sampling.sampler import NOT_FINITE, Sampler, prompt_logprobs
 from octavo.sampling.state import SamplingState
 from octavo.sampling.vllm_config import VllmConfig
 from octavo.sampling.vllm_logits_processors import make_processor
@@ -288,12 +288,12 @@ class ModelRunner:
         groups = setup.kv_cache_groups
         kv = KVCacheConfig(blocks + 1, cache.block_size, groups)
         self._state = self._make_state(kv, capture=False)
-        # The parameters that need most memory: changed logits next to a copy of them, and more
-        # candidates than the sampler finds without sorting.
+        # The parameters that need most memory: changed logits next to a copy of them, and
+        # candidates, for which logits are sorted.
         params = CoreSamplingParams(
             temperature=1.0,
             top_p=0.9,
-            logprobs=min(FEW_CANDIDATES + 1, setup.spec.vocab_size),
+            logprobs=1,
             logit_bias=(np.int32(0).tobytes(), np.float32(1).tobytes()),
         )
         # All requests write to the same blocks: their results are not used.

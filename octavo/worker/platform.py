@@ -1,4 +1,4 @@
-"""Interface of platforms, the kinds of devices. Imports no torch: all processes use it."""
+"""Interface of platforms, the kinds of devices; all processes use it."""
 
 from __future__ import annotations
 

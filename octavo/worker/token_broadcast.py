@@ -1,7 +1,4 @@
-"""Broadcast of sampled tokens and of drafts to all ranks of a model, through shared memory.
-
-Imports no torch.
-"""
+"""Broadcast of sampled tokens and of drafts to all ranks of a model, through shared memory."""
 
 from __future__ import annotations
 

@@ -7,12 +7,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
+import numpy as np
 import psutil
+
+from octavo import LLM
+from octavo.system.tensor import from_numpy
 
 
 @dataclass
@@ -113,3 +118,11 @@ def wait_for(server: Server, path: str, timeout: float = 60) -> float:
                 return time.monotonic() - started
         time.sleep(0.05)
     raise TimeoutError(f"{path} did not answer 200: {server.log.read_text()}")
+
+
+def embed(llm: LLM, token_ids: Sequence[int]) -> Any:
+    """Return the embeddings of tokens as a tensor of torch."""
+    from octavo.kernels.torch_tensors import as_torch  # servers' tests start without torch
+
+    ids = from_numpy(np.array(token_ids))
+    return llm.apply_model(lambda model: as_torch(model.embed_input_ids(ids)).clone())[0]

@@ -4,12 +4,12 @@ import random
 from dataclasses import dataclass
 
 import pytest
-import torch
 from msgspec.structs import replace
 
 from octavo import LLM, SamplingParams
 from octavo.kernels import native
 from tests.drafts import SETTINGS, Drafter
+from tests.e2e.harness import embed
 from tests.models.harness import make_hf
 from tests.plugins import NO_REPEAT, install
 
@@ -281,14 +281,7 @@ def test_embeddings_instead_of_tokens(dtype, expected, settings):
         ]
         by_ids = [answers(llm, [target])[0] for target in targets]
         assert by_ids[0] == expected[0]
-
-        def look_up(model):
-            return [model.embed_input_ids(torch.tensor(ids)).clone() for ids, _ in targets]
-
-        given = [
-            ({"prompt_embeds": rows}, its_params)
-            for rows, (_, its_params) in zip(llm.apply_model(look_up)[0], targets, strict=True)
-        ]
+        given = [({"prompt_embeds": embed(llm, ids)}, its_params) for ids, its_params in targets]
         hits = llm.stats().prefix_cache_hits
         assert [answers(llm, [target])[0] for target in given] == by_ids
         assert llm.stats().prefix_cache_hits == hits  # not those of the ids

@@ -11,7 +11,6 @@ from itertools import pairwise
 
 import psutil
 import pytest
-import torch
 
 from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError, EngineDeadError, SleepError
@@ -382,7 +381,7 @@ def test_ranks_sleep_and_wake_up(layout, method, in_ranks, monkeypatch):
         runners = [rank._worker.runner for rank in llm.llm_engine.client.core.executor.ranks]
         for level in (1, 2):
             llm.sleep(level)
-            assert not any(cache.any() for runner in runners for cache in runner._caches)
+            assert not any(c.numpy().any() for runner in runners for c in runner._caches)
             each = [runner.memory_to_reload()[0] for runner in runners]
             with monkeypatch.context() as patch:  # enough for each rank, but not for both
                 free = 2**40, sum(each) - 1
@@ -397,8 +396,7 @@ def test_ranks_sleep_and_wake_up(layout, method, in_ranks, monkeypatch):
 def test_embeddings_as_prompts(in_ranks):
     settings = STORIES | {"enable_prompt_embeds": True}
     with LLM(**settings) as llm:
-        ids = torch.arange(200, 240)
-        embeds = llm.apply_model(lambda model: model.embed_input_ids(ids).clone())[0]
+        embeds = harness.embed(llm, range(200, 240))
         expected = stories(llm, [{"prompt_embeds": embeds}])
     in_ranks(2)
     with LLM(**settings) as llm:

@@ -38,5 +38,5 @@ def test_the_resident_size_keeps_to_the_plan():
     assert start <= planned - kv_cache
     assert full >= start + 0.8 * kv_cache
     # Of the plan only the allowance for libraries and some buffers may be unused.
-    assert planned - full < 0.35 * runtime
+    assert planned - full < 0.5 * runtime
     assert "memory plan: " in done.stderr

@@ -13,7 +13,7 @@ from octavo.config.engine_args import AsyncEngineArgs
 from octavo.errors import ConfigError, RequestError
 from octavo.frontend.async_llm import AsyncLLM
 from octavo.sampling_params import RequestOutputKind, StructuredOutputsParams
-from tests.e2e.harness import serve
+from tests.e2e.harness import embed, serve
 
 IDS = list(range(200, 260))
 SETTINGS = {"max_model_len": 256, "enable_prompt_embeds": True, "dtype": "bfloat16"}
@@ -28,7 +28,7 @@ def llm():
 
 @pytest.fixture(scope="module")
 def embeds(llm):
-    return llm.apply_model(lambda model: model.embed_input_ids(torch.tensor(IDS)).clone())[0]
+    return embed(llm, IDS)
 
 
 def answers(llm, prompt, params):

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
-import torch
 import zmq
 
 from octavo import LLM, SamplingParams, _native
@@ -20,6 +19,7 @@ from octavo.executor.relay import Relay, RelayKey, Stream, find_streams
 from octavo.layers.step_table import StepSize
 from octavo.plan.group_layout import GroupLayout
 from octavo.system.distributed import GroupMemory, Rank
+from octavo.system.tensor import from_numpy, zeros
 from octavo.worker.group import _Channel
 from octavo.worker.token_broadcast import TokenBroadcast
 from tests.ranks import RanksExecutor, use_ranks
@@ -111,8 +111,7 @@ def hosts():
 
 def test_what_a_stage_hands_on_crosses_and_no_more_than_that(hosts):
     first, second = hosts
-    generator = torch.Generator().manual_seed(1)
-    steps = [torch.randn(2, 8, HIDDEN, generator=generator) for _ in range(50)]
+    steps = np.random.default_rng(1).normal(size=(50, 2, 8, HIDDEN)).astype(np.float32)
     rows = [1 + i % 8 for i in range(50)]
     sent = []
     send = first.relay.send
@@ -120,32 +119,32 @@ def test_what_a_stage_hands_on_crosses_and_no_more_than_that(hosts):
 
     def run():
         for (x, residual), n in zip(steps, rows, strict=True):
-            first.channel.send((x, residual), n)
+            first.channel.send((from_numpy(x), from_numpy(residual)), n)
 
     thread = threading.Thread(target=run)
     thread.start()
-    into = torch.empty(8, HIDDEN), torch.empty(8, HIDDEN)
+    into = [zeros(8, HIDDEN, dtype="float32") for _ in range(2)]
     for step, n in zip(steps, rows, strict=True):
         second.channel.receive(into, n)
         for got, expected in zip(into, step, strict=True):
-            assert torch.equal(got[:n], expected[:n])
+            assert (got.numpy()[:n] == expected[:n]).all()
     thread.join(10)
     assert [size - 64 for size in sent] == [2 * 4 * HIDDEN * n for n in rows]
 
 
 def test_who_sends_waits_for_who_takes(hosts):
     first, second = hosts
-    x = torch.zeros(8, HIDDEN)
+    x = np.zeros((8, HIDDEN), np.float32)
     thread = threading.Thread(
-        target=lambda: [first.channel.send((x + i, None), 8) for i in (1, 2, 3)]
+        target=lambda: [first.channel.send((from_numpy(x + i), None), 8) for i in (1, 2, 3)]
     )
     thread.start()
     thread.join(0.3)
     assert thread.is_alive(), "two steps ahead is as far as it may be"
-    into = torch.empty(8, HIDDEN)
+    into = zeros(8, HIDDEN, dtype="float32")
     for i in (1, 2, 3):
         second.channel.receive((into, None), 8)
-        assert torch.equal(into, x + i)
+        assert (into.numpy() == x + i).all()
     thread.join(10)
     assert not thread.is_alive()
 

@@ -24,6 +24,7 @@ from octavo.plan.setup import WorkerSetup
 from octavo.platforms import cpu
 from octavo.sampling.sizes import state_nbytes
 from octavo.structured_output.base import MAX_FORCED
+from octavo.system.tensor import itemsize
 from octavo.worker.input_batch import InputBatch
 from tests.attention.backends import make_backend
 from tests.triton import needs_triton
@@ -68,7 +69,7 @@ def test_parts_add_up_and_stay_below_the_limit():
 def test_a_spare_counts_with_its_workers(layout, spares):
     assert plan(request_memory=2**20, **layout)[0].nbytes("warm spare") == 0
     result, _ = plan(request_memory=2**20, warm_spare=True, **layout)
-    assert result.nbytes("warm spare") == spares * 256 * 2**20
+    assert result.nbytes("warm spare") == spares * 96 * 2**20
 
 
 def test_processes_for_grammars_count_beside_the_engines_own():
@@ -137,7 +138,7 @@ def test_several_engines_have_a_share_each(monkeypatch):
 
 
 def test_what_does_not_fit_a_share_is_refused(monkeypatch):
-    monkeypatch.setattr(cpu, "cpu_memory", lambda node: (2**36, 600 * 2**20))
+    monkeypatch.setattr(cpu, "cpu_memory", lambda node: (2**36, 300 * 2**20))
     plan(max_num_seqs=1)
     with pytest.raises(ConfigError, match=r"of what is free, among 4 engines\)"):
         plan(max_num_seqs=1, data_parallel_size=4)
@@ -214,10 +215,9 @@ def test_a_block_of_bytes_is_as_large_as_planned(name, backend):
     shape = make_backend(backend, 64).kv_cache_shape(
         3, 16, SPEC.caches[0].num_kv_heads, SPEC.caches[0].head_size, dtype
     )
-    assert (
-        3 * result.block_nbytes
-        == len(kv_cache.slot_nbytes("float32")) * math.prod(shape) * dtype.itemsize
-    )
+    assert 3 * result.block_nbytes == len(kv_cache.slot_nbytes("float32")) * math.prod(
+        shape
+    ) * itemsize(dtype)
     assert result.num_blocks > 1.85 * plan(kv_cache_memory_bytes="8M")[0].num_blocks
 
 
@@ -359,7 +359,7 @@ def test_a_servers_plan_has_its_own_process_and_the_requests(monkeypatch):
     assert served.items[: len(alone.items)] == alone.items
     assert (served.nbytes("server"), served.nbytes("requests")) == (256 * MIB, 50 * MIB)
     assert served.total == alone.total + 306 * MIB
-    assert alone.nbytes("runtime") == 272 * MIB
+    assert alone.nbytes("runtime") == cpu.RUNTIME_NBYTES
     # With just as much as that, all of it fits; without the server more would.
     monkeypatch.setattr(cpu, "cpu_memory", lambda node: (2**40, served.total))
     settings["gpu_memory_utilization"] = 1.0

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from octavo import _native
 from octavo.checkpoints.registry import open_checkpoint
@@ -19,7 +18,6 @@ from octavo.platforms.cpu import CPUPlatform
 from tests.triton import needs_triton
 
 PATH = resolve_model(BUILTIN_MODEL)
-CPU = torch.device("cpu")
 
 
 def setup(**settings: object) -> WorkerSetup:
@@ -38,22 +36,22 @@ def setup(**settings: object) -> WorkerSetup:
 )
 def test_choice(name: str, ops: str, chosen: str) -> None:
     asked, platform = setup(attention_backend=name), CPUPlatform()
-    assert platform.make_ops(asked.config.device).name == ops
-    assert platform.make_attention_backend(asked, CPU).name == chosen
+    assert platform.make_ops(asked.config.device, "cpu").name == ops
+    assert platform.make_attention_backend(asked, "cpu").name == chosen
 
 
 def test_no_triton_without_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     asked, platform = setup(attention_backend="triton"), CPUPlatform()
     with pytest.raises(ConfigError, match="triton"):
-        platform.make_ops(asked.config.device)
+        platform.make_ops(asked.config.device, "cpu")
     with pytest.raises(ConfigError, match="triton"):
-        platform.make_attention_backend(asked, CPU)
+        platform.make_attention_backend(asked, "cpu")
 
 
 def test_what_needs_a_gpu_is_refused() -> None:
     with pytest.raises(ConfigError, match="flashinfer does not work on device=cpu; use auto"):
-        CPUPlatform().make_attention_backend(setup(attention_backend="flashinfer"), CPU)
+        CPUPlatform().make_attention_backend(setup(attention_backend="flashinfer"), "cpu")
 
 
 def test_the_estimate_is_of_the_largest_step() -> None:
@@ -61,7 +59,7 @@ def test_the_estimate_is_of_the_largest_step() -> None:
     assert budget is not None
     (scratch,) = budget.scratches
     assert budget.nbytes("activations") == scratch.activations + scratch.kernels
-    assert isinstance(CPUPlatform().make_ops(EngineConfig().device), NativeOps)
+    assert isinstance(CPUPlatform().make_ops(EngineConfig().device, "cpu"), NativeOps)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +84,7 @@ def test_a_device_that_is_opened_goes_by_what_suits_the_machine(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(tuning, "measure", lambda: Tuning(False, 200, 2500))
     try:
-        assert CPUPlatform().open_device(setup(num_threads=1)) == CPU
+        assert CPUPlatform().open_device(setup(num_threads=1)) == "cpu"
         assert _native.tuning() == (False, 200, 2500)
         assert list((tmp_path / "octavo" / "tuning").glob("*.json"))
     finally:

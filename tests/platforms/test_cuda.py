@@ -126,7 +126,9 @@ def test_other_backends() -> None:
         CUDAPlatform().make_attention_backend(setup(attention_backend="cpu"), CUDA)
 
 
-def test_without_triton_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"device=cuda needs the package triton.*pip install"):
-        CUDAPlatform().make_ops(setup().config.device)
+@pytest.mark.parametrize("package", ["torch", "triton"])
+def test_a_missing_package_names_the_extra(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name != package or None)
+    message = rf"device=cuda needs the package {package}.*pip install 'octavo\[cuda\]'"
+    with pytest.raises(ConfigError, match=message):
+        CUDAPlatform().make_ops(setup().config.device, CUDA)

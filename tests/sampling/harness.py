@@ -1,15 +1,16 @@
 """Batches built from parameters, and a slow, obvious sampler."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
-import torch
 
 from octavo.kernels.base import SAMPLING_ROW, Ops
 from octavo.kernels.reference import token_numbers
 from octavo.sampling.metadata import SamplingMetadata
+from octavo.sampling.sampler import Sampler
 from octavo.sampling.state import SamplingState
+from octavo.system.tensor import HostTensor, empty
 from tests.params import Params
 
 
@@ -31,6 +32,23 @@ def make_state(rows: list[Row], vocab_size: int) -> SamplingState:
 
 def make_metadata(rows: list[Row], vocab_size: int) -> SamplingMetadata:
     return make_state(rows, vocab_size).metadata(np.arange(len(rows)))
+
+
+def tensor(numbers: object) -> HostTensor:
+    """Return a copy of numbers as float32."""
+    copy = empty(*np.shape(numbers), dtype="float32")
+    copy.numpy()[...] = numbers
+    return copy
+
+
+def random_logits(*shape: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def run(sampler: Sampler, logits: np.ndarray, metadata: SamplingMetadata):
+    """Sample from a copy of logits; return the output with an array of tokens."""
+    out = sampler.sample(tensor(logits), metadata)
+    return replace(out, token_ids=out.token_ids.numpy())
 
 
 def random_row(rng: np.random.Generator, vocab_size: int) -> Row:
@@ -101,7 +119,7 @@ def reference_sample(logits: np.ndarray, row: Row, ops: Ops) -> int:
     if p.greedy:
         return ranking[0]
     shifted = (z - z.max()) / np.float32(p.temperature)
-    probs = ops.exp(torch.from_numpy(shifted[None])).numpy()[0]
+    probs = ops.to_host(ops.exp(tensor(shifted[None])))[0]
     weights = [int(float(q) * 2**40) if q >= np.float32(p.min_p) else 0 for q in probs]
     kept = ranking[: p.top_k or vocab_size]
     total = sum(weights[t] for t in kept)

@@ -2,22 +2,23 @@
 
 import numpy as np
 import pytest
-import torch
 from scipy import stats
 
 from octavo.kernels.base import SAMPLING_ROW
 from octavo.kernels.native import NativeOps
-from octavo.kernels.reference import ReferenceOps, sampling_weights, token_numbers
+from octavo.kernels.reference import token_numbers
+from octavo.kernels.sampling_weights import sampling_weights
 from octavo.sampling import philox
 from octavo.sampling.acceptance import ACCEPT, DRAFT, RECOVER, Drafted, accept_drafts
+from tests.sampling.harness import tensor
 
 OPS = NativeOps()
 NUM_ROWS, VOCAB = 40_000, 10
 SEEDS = np.arange(NUM_ROWS, dtype=np.uint64)
 POSITIONS = np.full(NUM_ROWS, 3, np.uint32)
-LOGITS = torch.tensor([[2.0, 1.0, 0.5, 0.0, -0.5, 1.5, -30.0, 0.2, 0.9, -1.0]])
+LOGITS = np.array([[2.0, 1.0, 0.5, 0.0, -0.5, 1.5, -30.0, 0.2, 0.9, -1.0]], np.float32)
 # Probabilities of the draft: a token too often, one too seldom, one that the target never has.
-DRAFT_PROBS = torch.tensor([[0.05, 0.3, 0.1, 0.02, 0.03, 0.2, 0.1, 0.1, 0.05, 0.05]])
+DRAFT_PROBS = np.array([[0.05, 0.3, 0.1, 0.02, 0.03, 0.2, 0.1, 0.1, 0.05, 0.05]], np.float32)
 
 
 def run(*, typical=False, certain=None, **params):
@@ -27,23 +28,23 @@ def run(*, typical=False, certain=None, **params):
     for name, value in params.items():
         row[name] = value
     row["seed"], row["position"] = SEEDS, POSITIONS
-    logits = LOGITS.repeat(NUM_ROWS, 1)
+    logits = tensor(LOGITS.repeat(NUM_ROWS, 0))
     tokens = OPS.sample(logits, row)
     plain = tokens.numpy().copy()
     uniform = philox.uniform(SEEDS, POSITIONS, DRAFT)
-    drafts = np.searchsorted(np.cumsum(DRAFT_PROBS.numpy()[0]), uniform, side="right")
+    drafts = np.searchsorted(np.cumsum(DRAFT_PROBS[0]), uniform, side="right")
     drafts = np.minimum(drafts, VOCAB - 1) if certain is None else np.full(NUM_ROWS, certain)
     drafted = Drafted(
         typical,
         np.arange(NUM_ROWS),
         drafts,
-        None if certain is not None else DRAFT_PROBS.repeat(NUM_ROWS, 1),
+        None if certain is not None else DRAFT_PROBS.repeat(NUM_ROWS, 0),
         accept=philox.uniform(SEEDS, POSITIONS, ACCEPT),
         recover=philox.uniform(SEEDS, POSITIONS, RECOVER),
     )
     accept_drafts(OPS, logits, row, drafted, tokens)
-    weights = sampling_weights(OPS, LOGITS, row[:1])[0].to(torch.float64)
-    return tokens.numpy(), drafts, plain, (weights / weights.sum()).numpy()
+    weights = sampling_weights(OPS, tensor(LOGITS), row[:1])[0]
+    return tokens.numpy(), drafts, plain, weights / weights.sum()
 
 
 def check_distribution(tokens, p):
@@ -69,7 +70,7 @@ def test_rejection_keeps_the_distribution(params, certain):
     tokens, drafts, plain, p = run(certain=certain, **params)
     check_distribution(tokens, p)
     kept = (tokens == drafts).mean()
-    q = DRAFT_PROBS[0].numpy() if certain is None else np.eye(VOCAB)[certain]
+    q = DRAFT_PROBS[0] if certain is None else np.eye(VOCAB)[certain]
     best = np.minimum(p, q).sum()
     assert abs(kept - best) < 0.01, "as often as can be"
     if params == {"temperature": 0.0}:
@@ -95,39 +96,42 @@ def test_typical_keeps_what_is_likely_enough():
     assert (tokens == np.where(likely[drafts], drafts, plain)).all()
 
 
-def test_rows_that_failed_and_rows_without_drafts_stay():
-    logits = LOGITS.repeat(3, 1)
-    logits[1] = torch.nan
+@pytest.mark.parametrize("typical", [False, True])
+def test_rows_that_failed_and_rows_without_drafts_stay(typical):
+    numbers = LOGITS.repeat(3, 0)
+    numbers[1] = np.nan
+    logits = tensor(numbers)
     params = np.zeros(3, SAMPLING_ROW)
     params["temperature"], params["top_p"] = 1.0, 1.0
     tokens = OPS.sample(logits, params)
-    before = tokens.tolist()
+    before = tokens.numpy().tolist()
     assert before[1] == -1
-    drafted = Drafted(False, np.array([2, 1]), np.array([1, 1]), None, np.zeros(2), np.zeros(2))
+    drafted = Drafted(typical, np.array([2, 1]), np.array([1, 1]), None, np.zeros(2), np.zeros(2))
     accept_drafts(OPS, logits, params, drafted, tokens)
-    assert tokens.tolist() == [before[0], -1, 1]
+    assert tokens.numpy().tolist() == [before[0], -1, 1]
 
 
 def test_the_least_random_number_recovers_a_token_that_has_a_share():
     """The rejected draft has no share, and is the first of the vocabulary."""
     params = np.zeros(1, SAMPLING_ROW)
     params["temperature"], params["top_p"] = 1.0, 1.0
-    tokens = OPS.sample(LOGITS, params)
+    logits = tensor(LOGITS)
+    tokens = OPS.sample(logits, params)
     most = np.full(1, 1 - 2.0**-53)
     drafted = Drafted(False, np.array([0]), np.array([0]), None, most, np.zeros(1))
-    accept_drafts(OPS, LOGITS, params, drafted, tokens)
-    assert tokens.tolist() == [1]
+    accept_drafts(OPS, logits, params, drafted, tokens)
+    assert tokens.numpy().tolist() == [1]
 
 
 def test_weights_are_those_that_are_sampled_by():
     rng = np.random.default_rng(0)
-    logits = torch.from_numpy(rng.normal(size=(200, 30)).astype(np.float32))
+    logits = tensor(rng.normal(size=(200, 30)))
     params = np.zeros(200, SAMPLING_ROW)
     params["temperature"] = rng.choice([0.0, 0.7, 1.0], 200)
     params["top_p"] = rng.choice([1.0, 0.8], 200)
     params["top_k"] = rng.choice([0, 5], 200)
     params["min_p"] = rng.choice([0.0, 0.1], 200)
     params["seed"] = np.arange(200)
-    weights = sampling_weights(ReferenceOps(), logits, params)
-    tokens = OPS.sample(logits, params)
-    assert (weights.gather(1, tokens[:, None]) > 0).all()
+    weights = sampling_weights(OPS, logits, params)
+    tokens = OPS.sample(logits, params).numpy()
+    assert (weights[np.arange(200), tokens] > 0).all()

@@ -2,24 +2,26 @@
 
 import numpy as np
 import pytest
-import torch
 
 from octavo.kernels.native import NativeOps
 from tests.params import Params
-from tests.sampling.harness import Row, make_metadata, random_row, reference_process
+from tests.sampling.harness import (
+    Row,
+    make_metadata,
+    random_logits,
+    random_row,
+    reference_process,
+    tensor,
+)
 
 VOCAB = 150
 
 
 def processed(logits, rows):
-    out = torch.from_numpy(logits.copy())
+    out = tensor(logits)
     for processor, step in make_metadata(rows, VOCAB).processors:
         processor.apply(NativeOps(), out, step)
     return out.numpy()
-
-
-def random_logits(rows, seed=0):
-    return np.random.default_rng(seed).normal(size=(rows, VOCAB)).astype(np.float32) * 5
 
 
 PROMPT, OUTPUT = [5, 6, 6, 140], [6, 7, 7, 7, 149, 1, 2]
@@ -55,7 +57,7 @@ ALONE = {
 def test_one_feature(fields):
     row = Row(Params(temperature=0.0, max_tokens=50, **fields), PROMPT, OUTPUT)
     plain = Row(Params(temperature=0.0), PROMPT, OUTPUT)
-    logits = random_logits(3)
+    logits = random_logits(3, VOCAB, seed=0) * 5
     logits[1, 6] = -np.inf  # another processor may have excluded a token that is penalised
     got = processed(logits, [plain, row, plain])
     np.testing.assert_array_equal(got[1], reference_process(logits[1], row))
@@ -65,7 +67,7 @@ def test_one_feature(fields):
 def test_random_batches():
     rng = np.random.default_rng(1)
     rows = [random_row(rng, VOCAB) for _ in range(80)]
-    logits = random_logits(len(rows), seed=2)
+    logits = random_logits(len(rows), VOCAB, seed=2) * 5
     got = processed(logits, rows)
     for i, row in enumerate(rows):
         np.testing.assert_array_equal(got[i], reference_process(logits[i], row))

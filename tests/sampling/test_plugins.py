@@ -1,14 +1,16 @@
 """Processors of other packages: they are found, and their faults affect only their requests."""
 
+import sys
+
 import numpy as np
 import pytest
-import torch
 
 from octavo.errors import ConfigError, RequestError
-from octavo.sampling.plugins import load_plugins
+from octavo.sampling.plugins import load_named, load_plugins
 from octavo.sampling.state import SamplingState
 from tests.params import Params
 from tests.plugins import NO_REPEAT, install
+from tests.sampling.harness import random_logits, run
 
 VOCAB = 60
 GREEDY = {"temperature": 0.0}
@@ -41,15 +43,15 @@ def test_only_who_asks_for_it_gets_it(make_state, sampler):
     state.add_row(2, asks(no_repeat=2), [1, 5, 6, 7], 1)
     assert state.needs_tokens(np.array([2]))
     assert state.metadata(np.array([0])).plain
-    logits = torch.zeros(2, VOCAB)
-    logits[:, 5:8] = torch.tensor([1.0, 2.0, 3.0])
+    logits = np.zeros((2, VOCAB))
+    logits[:, 5:8] = 1.0, 2.0, 3.0
     rows = np.array([0, 2])
-    assert sampler.sample(logits.clone(), state.metadata(rows)).token_ids.tolist() == [7, 5]
+    assert run(sampler, logits, state.metadata(rows)).token_ids.tolist() == [7, 5]
     state.append(rows, np.array([7, 5, 7]), np.array([1, 2]))
-    assert sampler.sample(logits.clone(), state.metadata(rows)).token_ids.tolist() == [7, 6]
+    assert run(sampler, logits, state.metadata(rows)).token_ids.tolist() == [7, 6]
     state.remove_row(2)
     state.add_row(2, params(**GREEDY), [1], 1)
-    assert sampler.sample(logits.clone(), state.metadata(rows)).token_ids.tolist() == [7, 7]
+    assert run(sampler, logits, state.metadata(rows)).token_ids.tolist() == [7, 7]
 
 
 def test_a_resumed_request_and_one_of_many_are_no_others(make_state, sampler, monkeypatch):
@@ -59,19 +61,19 @@ def test_a_resumed_request_and_one_of_many_are_no_others(make_state, sampler, mo
     rng = np.random.default_rng(0)
     kinds = [asks(no_repeat=1 + i) if i % 3 else params(**GREEDY) for i in range(6)]
     outputs = [rng.integers(0, VOCAB, 4).tolist() for _ in kinds]
-    logits = torch.from_numpy(rng.normal(size=(6, VOCAB)).astype(np.float32))
+    logits = rng.normal(size=(6, VOCAB)).astype(np.float32)
     for row, kind in enumerate(kinds):
         for token in outputs[row]:
             logits[row, token] += 10
         state.add_row(row, kind, [3, *outputs[row][:2]], 1)
     state.append(np.arange(6), np.array([o[2:] for o in outputs]).flatten(), np.full(6, 2))
-    together = sampler.sample(logits.clone(), state.metadata(np.arange(6))).token_ids.tolist()
+    together = run(sampler, logits, state.metadata(np.arange(6))).token_ids.tolist()
     for row, kind in enumerate(kinds):
         resumed = SamplingState(1, VOCAB, load_plugins(1, VOCAB))
         resumed.add_row(0, kind, [3, *outputs[row]], 1)
         alone = resumed.metadata(np.array([0]))
-        assert sampler.sample(logits[row : row + 1].clone(), alone).token_ids[0] == together[row]
-        expected = logits[row].clone()
+        assert run(sampler, logits[row : row + 1], alone).token_ids[0] == together[row]
+        expected = logits[row].copy()
         if row % 3:
             expected[outputs[row][-1 - row :]] = -np.inf
         assert together[row] == expected.argmax()
@@ -136,8 +138,8 @@ def test_what_it_does_wrong_fails_its_requests_only(make_state, sampler, where):
     for row, kind in enumerate((params(**GREEDY, logprobs=1), asks(fail_in=where))):
         state.add_row(row, kind, [1], 1)
     state.append(rows, rows, np.ones(2, np.int64))
-    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1))
-    out = sampler.sample(logits.clone(), state.metadata(rows))
+    logits = random_logits(2, VOCAB, seed=1)
+    out = run(sampler, logits, state.metadata(rows))
     assert out.token_ids[0] == logits[0].argmax()
     assert 0 in out.logprobs
     if where == "remove_row":
@@ -148,7 +150,7 @@ def test_what_it_does_wrong_fails_its_requests_only(make_state, sampler, where):
         assert out.errors == {1: message}
     state.remove_row(1)
     state.add_row(1, asks(fail_in=None), [1], 1)
-    out = sampler.sample(logits.clone(), state.metadata(rows))
+    out = run(sampler, logits, state.metadata(rows))
     assert (out.token_ids[1], out.errors) == (7, {})
 
 
@@ -172,6 +174,15 @@ def test_what_cannot_be_loaded_is_named(tmp_path, monkeypatch, name):
         load_plugins(2, VOCAB)
     assert f"entry point bad_{name}_point = bad_{name}:{kind}" in str(error.value)
     assert f"package bad_{name} " in str(error.value)
+
+
+def test_without_torch_the_extra_is_named(tmp_path, monkeypatch):
+    install(tmp_path, monkeypatch, NO_REPEAT, "NoRepeat", "no_torch")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ConfigError, match=r"no_torch_point.*pip install 'octavo\[torch\]'"):
+        load_plugins(2, VOCAB)
+    with pytest.raises(ConfigError, match=r"'no_torch:NoRepeat'.*pip install 'octavo\[torch\]'"):
+        load_named(["no_torch:NoRepeat"], 2, VOCAB, lambda kind: kind())
 
 
 def test_two_cannot_take_one_key(tmp_path, monkeypatch):
@@ -217,9 +228,9 @@ def test_a_fault_fails_who_asked_for_it_and_nobody_else(make_state, sampler, fau
     state.add_row(0, params(**GREEDY), [1], 1)
     state.add_row(1, asks(fault=fault), [1], 1)
     state.append(np.array([0, 1]), np.array([3, 4]), np.ones(2, np.int64))
-    logits = torch.zeros(2, VOCAB)
+    logits = np.zeros((2, VOCAB))
     logits[:, 5] = 1.0
-    output = sampler.sample(logits, state.metadata(np.array([0, 1])))
+    output = run(sampler, logits, state.metadata(np.array([0, 1])))
     assert list(output.errors) == [1]
     assert "logits processor broken" in output.errors[1]
     assert output.token_ids[0] == 5
@@ -229,5 +240,5 @@ def test_what_one_does_with_its_arguments_the_next_answer_does_not_see(make_stat
     state, shared = make_state(BROKEN, "Broken", "broken"), asks(fault="no")
     for row in (0, 1):
         state.add_row(row, shared, [1], 1)
-    output = sampler.sample(torch.zeros(2, VOCAB), state.metadata(np.array([0, 1])))
+    output = run(sampler, np.zeros((2, VOCAB)), state.metadata(np.array([0, 1])))
     assert output.token_ids.tolist() == [7, 7]

@@ -2,14 +2,23 @@
 
 import numpy as np
 import pytest
-import torch
 from scipy import stats
+from scipy.special import log_softmax
 
 from octavo.kernels import native
 from octavo.sampling.logits_processors.builtin import GrammarBitmask
-from octavo.sampling.sampler import Sampler, prompt_logprobs, top_candidates
+from octavo.sampling.sampler import Sampler, prompt_logprobs
 from tests.params import Params, unpack_logprobs
-from tests.sampling.harness import Row, make_metadata, make_state, random_row, reference_sample
+from tests.sampling.harness import (
+    Row,
+    make_metadata,
+    make_state,
+    random_logits,
+    random_row,
+    reference_sample,
+    run,
+    tensor,
+)
 
 GREEDY = Params(temperature=0.0)
 
@@ -18,28 +27,28 @@ def draw(sampler, logits, params, count):
     """Draw `count` tokens from the same logits [V] at the output positions 0, 1, 2 ..."""
     metadata = make_state([Row(params)], logits.shape[0]).metadata(np.zeros(count, np.int64))
     metadata.params["position"] = np.arange(count)
-    out = sampler.sample(logits.expand(count, -1).clone(), metadata)
+    out = run(sampler, np.broadcast_to(logits, (count, len(logits))), metadata)
     assert out.errors == {}
-    return out.token_ids.numpy()
+    return out.token_ids
 
 
 def sample(sampler, logits, rows):
-    return sampler.sample(logits.clone(), make_metadata(rows, logits.shape[1]))
+    return run(sampler, logits, make_metadata(rows, logits.shape[1]))
 
 
 # --- greedy ---------------------------------------------------------------------------------
 
 
 def test_greedy_takes_the_lowest_id_among_equals(sampler):
-    logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [-1.0, -1.0, -1.0, -2.0], [0.0, -0.0, 0.0, -1.0]])
+    logits = np.array([[1.0, 3.0, 3.0, 2.0], [-1.0, -1.0, -1.0, -2.0], [0.0, -0.0, 0.0, -1.0]])
     out = sample(sampler, logits, [Row(GREEDY)] * 3)
-    assert out.token_ids.dtype == torch.int64
+    assert out.token_ids.dtype == np.int64
     assert out.token_ids.tolist() == [1, 0, 0]
     assert out.logprobs == {}
     assert out.errors == {}
 
 
-def test_a_plain_step_is_one_operation(ops):
+def test_a_plain_step_is_one_operation_and_its_result(ops):
     calls = []
 
     class Spy:
@@ -47,12 +56,12 @@ def test_a_plain_step_is_one_operation(ops):
             calls.append(name)
             return getattr(ops, name)
 
-    sample(Sampler(Spy()), torch.randn(9, 50), [Row(GREEDY)] * 9)
-    assert calls == ["sample"]
+    sample(Sampler(Spy()), random_logits(9, 50, seed=0), [Row(GREEDY)] * 9)
+    assert calls == ["sample", "to_host"]
 
 
 def test_greedy_rows_among_sampled_ones(sampler):
-    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(0))
+    logits = random_logits(6, 50, seed=0)
     rows = [Row(GREEDY if i % 2 else Params(seed=i)) for i in range(6)]
     tokens = sample(sampler, logits, rows).token_ids
     assert tokens[1::2].tolist() == logits[1::2].argmax(-1).tolist()
@@ -73,25 +82,24 @@ def test_equals_the_slow_reference(sampler, ops, vocab_size, count, levels):
     values = rng.normal(size=(count, vocab_size)) * 4
     if levels:
         values = np.round(values / levels) * levels
-    logits = torch.from_numpy(values.astype(np.float32))
+    logits = values.astype(np.float32)
     out = sample(sampler, logits, rows)
     assert out.errors == {}
     for i, row in enumerate(rows):
-        assert out.token_ids[i] == reference_sample(logits[i].numpy(), row, ops), (i, row.params)
+        assert out.token_ids[i] == reference_sample(logits[i], row, ops), (i, row.params)
 
 
 def test_flat_nucleus_needs_the_whole_ranking(sampler, ops):
-    generator = torch.Generator().manual_seed(1)
-    logits = torch.randn(3, 3000, generator=generator) * 0.1
+    logits = random_logits(3, 3000, seed=1) * 0.1
     logits[1] = 0.0
     logits[2] *= 100
     rows = [Row(Params(seed=i, top_p=0.97)) for i in range(3)]
     tokens = sample(sampler, logits, rows).token_ids.tolist()
-    assert tokens == [reference_sample(logits[i].numpy(), rows[i], ops) for i in range(3)]
+    assert tokens == [reference_sample(logits[i], rows[i], ops) for i in range(3)]
 
 
 @pytest.mark.parametrize("k", [1, 3, 64, 65, 999, 1000])
-def test_top_candidates_order(ops, k):
+def test_order_of_the_largest(ops, k):
     rng = np.random.default_rng(0)
     values = np.round(rng.normal(size=(4, 1000)) * 3).astype(np.float32)
     values[0, :500] = -np.inf
@@ -99,8 +107,8 @@ def test_top_candidates_order(ops, k):
     values[2] *= 1e37
     values[3] = (np.float32(1.5).view(np.int32) + np.arange(1000, dtype=np.int32)).view(np.float32)
     expected = np.stack([np.lexsort((np.arange(1000), -row))[:k] for row in values])
-    got = top_candidates(ops, torch.from_numpy(values), k)
-    np.testing.assert_array_equal(got.numpy(), expected)
+    got = ops.to_host(ops.top_k(tensor(values), k)[1])
+    np.testing.assert_array_equal(got, expected)
 
 
 @pytest.mark.parametrize("isa", native.available_isas())
@@ -108,7 +116,7 @@ def test_min_p_one_keeps_the_most_probable(sampler, isa):
     before = native.isa()
     native.set_isa(isa)
     try:
-        logits = torch.tensor([0.0, 2.0, 1.9999999, 2.0])
+        logits = np.array([0.0, 2.0, 1.9999999, 2.0])
         tokens = draw(sampler, logits, Params(seed=3, min_p=1.0), 200)
     finally:
         native.set_isa(before)
@@ -127,8 +135,8 @@ def test_batch_invariance(sampler, vocab_size):
     """A row alone, among 64 others, and among the same ones in another order."""
     rng = np.random.default_rng(7)
     rows = [random_row(rng, vocab_size) for _ in range(65)]
-    logits = torch.from_numpy(rng.normal(size=(65, vocab_size)).astype(np.float32) * 3)
-    logits[50, 3] = torch.nan
+    logits = rng.normal(size=(65, vocab_size)).astype(np.float32) * 3
+    logits[50, 3] = np.nan
     together = sample(sampler, logits, rows)
     order = rng.permutation(65)
     shuffled = sample(sampler, logits[order], [rows[i] for i in order])
@@ -143,16 +151,16 @@ def test_batch_invariance(sampler, vocab_size):
 def test_chunks_change_nothing(sampler, monkeypatch):
     rng = np.random.default_rng(8)
     rows = [random_row(rng, 300) for _ in range(40)]
-    logits = torch.from_numpy(rng.normal(size=(40, 300)).astype(np.float32) * 3)
+    logits = rng.normal(size=(40, 300)).astype(np.float32) * 3
     whole = sample(sampler, logits, rows)
     monkeypatch.setattr("octavo.sampling.sizes.CHUNK_ELEMENTS", 3 * 300)
     parts = sample(sampler, logits, rows)
-    assert torch.equal(whole.token_ids, parts.token_ids)
+    assert whole.token_ids.tolist() == parts.token_ids.tolist()
     assert whole.logprobs == parts.logprobs
 
 
 def test_seed_and_position_determine_the_draw(sampler):
-    logits = torch.zeros(1000)
+    logits = np.zeros(1000)
     one = draw(sampler, logits, Params(seed=5), 50)
     again = draw(sampler, logits, Params(seed=5), 50)
     other = draw(sampler, logits, Params(seed=6), 50)
@@ -167,7 +175,7 @@ def test_seed_and_position_determine_the_draw(sampler):
 # --- distributions --------------------------------------------------------------------------
 
 DRAWS = 20_000
-LOGITS = torch.from_numpy(np.random.default_rng(11).normal(size=50).astype(np.float32) * 1.5)
+LOGITS = random_logits(50, seed=11) * 1.5
 
 
 def softmax(z):
@@ -177,7 +185,7 @@ def softmax(z):
 
 def expected_probs(params, prompt=(), output=()):
     """Return float64 probabilities by the definitions of the parameters."""
-    z = LOGITS.numpy().astype(np.float64)
+    z = LOGITS.astype(np.float64)
     for t in set(prompt) | set(output):
         z[t] = z[t] / params.repetition_penalty if z[t] > 0 else z[t] * params.repetition_penalty
     for t in set(output):
@@ -220,7 +228,7 @@ def test_distribution_with_penalties(sampler):
     state = make_state([Row(params, prompt, output)], len(LOGITS))
     metadata = state.metadata(np.zeros(DRAWS, np.int64))
     metadata.params["position"] = np.arange(DRAWS)
-    tokens = sampler.sample(LOGITS.expand(DRAWS, -1).clone(), metadata).token_ids.numpy()
+    tokens = run(sampler, np.broadcast_to(LOGITS, (DRAWS, 50)), metadata).token_ids
     check_distribution(tokens, expected_probs(params, prompt, output))
 
 
@@ -241,44 +249,44 @@ def check_distribution(tokens, probs):
 
 
 def test_very_low_temperature_is_greedy_without_overflow(sampler):
-    logits = torch.tensor([3e38, -3e38, 2.9e38, -torch.inf])
+    logits = np.array([3e38, -3e38, 2.9e38, -np.inf])
     assert set(draw(sampler, logits, Params(seed=1, temperature=1e-4), 100)) == {0}
 
 
 def test_very_high_temperature_is_nearly_uniform(sampler):
     tokens = draw(sampler, LOGITS, Params(seed=1, temperature=100.0), DRAWS)
-    check_distribution(tokens, softmax(LOGITS.numpy().astype(np.float64) / 100))
+    check_distribution(tokens, softmax(LOGITS.astype(np.float64) / 100))
 
 
 def test_tiny_top_p_keeps_one(sampler):
     tokens = draw(sampler, LOGITS, Params(seed=1, top_p=1e-6), 100)
     assert set(tokens) == {int(LOGITS.argmax())}
     # The first of equal tokens.
-    assert set(draw(sampler, torch.zeros(9), Params(seed=1, top_p=1e-6), 100)) == {0}
+    assert set(draw(sampler, np.zeros(9), Params(seed=1, top_p=1e-6), 100)) == {0}
 
 
 def test_top_k_cuts_between_equals_by_id(sampler):
-    logits = torch.tensor([1.0, 5.0, 2.0, 2.0, 2.0, 0.0])
+    logits = np.array([1.0, 5.0, 2.0, 2.0, 2.0, 0.0])
     assert set(draw(sampler, logits, Params(seed=1, top_k=3), 2000)) == {1, 2, 3}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 100.0])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.999}, {"top_k": 70}], ids=str)
 def test_one_token_left(sampler, temperature, filters):
-    logits = torch.full((100,), -torch.inf)
+    logits = np.full(100, -np.inf)
     logits[41] = -3.0
     params = Params(seed=1, temperature=temperature, **filters)
     assert set(draw(sampler, logits, params, 100)) == {41}
     allowed = Params(seed=1, temperature=temperature, allowed_token_ids=[17], **filters)
-    assert sample(sampler, torch.randn(1, 100), [Row(allowed)]).token_ids.tolist() == [17]
+    assert sample(sampler, random_logits(1, 100, seed=0), [Row(allowed)]).token_ids.tolist() == [17]
 
 
 def test_rows_that_cannot_be_sampled_fail_alone(sampler):
-    logits = torch.randn(7, 40, generator=torch.Generator().manual_seed(0))
-    logits[1, 7] = torch.nan
-    logits[2, 7] = torch.inf
-    logits[3] = -torch.inf
-    logits[4, :20] = -torch.inf
+    logits = random_logits(7, 40, seed=0)
+    logits[1, 7] = np.nan
+    logits[2, 7] = np.inf
+    logits[3] = -np.inf
+    logits[4, :20] = -np.inf
     asks = Params(seed=1, logprobs=2)
     nothing_left = Params(seed=1, logprobs=2, allowed_token_ids=[3])
     rows = [Row(p) for p in (asks, asks, GREEDY, asks, nothing_left, GREEDY, asks)]
@@ -294,13 +302,13 @@ def test_rows_that_cannot_be_sampled_fail_alone(sampler):
 
 def test_penalty_that_overflows_fails_its_row(sampler):
     params = Params(temperature=0.0, repetition_penalty=1e-30)
-    out = sample(sampler, torch.full((2, 4), 1e20), [Row(params, prompt=[1]), Row(GREEDY)])
+    out = sample(sampler, np.full((2, 4), 1e20), [Row(params, prompt=[1]), Row(GREEDY)])
     assert list(out.errors) == [0]
     assert out.token_ids.tolist() == [-1, 0]
 
 
 def test_no_rows(sampler):
-    out = sample(sampler, torch.empty(0, 30), [])
+    out = sample(sampler, np.empty((0, 30)), [])
     assert out.token_ids.shape == (0,)
 
 
@@ -308,19 +316,19 @@ def test_no_rows(sampler):
 
 
 def test_grammar_restricts_its_rows_only(sampler):
-    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(3))
+    logits = random_logits(3, 40, seed=3)
     params = Params(seed=1, logprobs=1)
     state = make_state([Row(GREEDY), Row(params), Row(params)], 40)
     words = np.array([[0, 1 << 5], [0, 0]], np.int32)
     metadata = state.metadata(np.arange(3), grammar=GrammarBitmask(np.array([1, 2]), words))
     assert not metadata.plain
-    out = sampler.sample(logits.clone(), metadata)
+    out = run(sampler, logits, metadata)
     assert out.token_ids.tolist() == [logits[0].argmax().item(), 37, -1]
     assert list(out.errors) == [2]
     # Logprobs are those of the model, without the grammar.
-    expected = logits[1].log_softmax(-1)
+    expected = log_softmax(logits[1])
     ids, values, _ = unpack_logprobs(out.logprobs[1])
-    np.testing.assert_allclose(values[0][0], expected[37].item(), atol=1e-5)
+    np.testing.assert_allclose(values[0][0], expected[37], atol=1e-5)
     assert ids[0][1] == logits[1].argmax()
 
 
@@ -329,18 +337,18 @@ def test_grammar_beside_drafts_and_other_processors(sampler):
     rng = np.random.default_rng(11)
     rows = [random_row(rng, 70) for _ in range(6)]
     rows[2] = Row(Params(seed=7, min_tokens=3, all_stop_token_ids=[5], max_tokens=9), [1], [2])
-    logits = torch.from_numpy(rng.normal(size=(9, 70)).astype(np.float32))
+    logits = rng.normal(size=(9, 70)).astype(np.float32)
     state = make_state(rows, 70)
     at = np.array([1, 3, 4, 5, 8])  # rows 3 to 5 are the third request's
     words = rng.integers(-(2**31), 2**31, (5, 3)).astype(np.int32)
     which, offsets = np.array([0, 1, 2, 2, 2, 2, 3, 4, 5]), np.array([0, 0, 0, 1, 2, 3, 0, 0, 0])
     metadata = state.metadata(which, offsets, GrammarBitmask(at, words))
-    out = sampler.sample(logits.clone(), metadata)
+    out = run(sampler, logits, metadata)
     for i, (row, offset) in enumerate(zip(which, offsets, strict=True)):
         own = words[at == i]
         grammar = GrammarBitmask(np.zeros(len(own), np.int64), own) if len(own) else None
         alone = state.metadata(np.array([row]), np.array([offset]), grammar)
-        alone_out = sampler.sample(logits[i : i + 1].clone(), alone)
+        alone_out = run(sampler, logits[i : i + 1], alone)
         token = out.token_ids[i].item()
         assert token == alone_out.token_ids[0]
         if len(own) and token >= 0:
@@ -353,12 +361,11 @@ def test_grammar_beside_drafts_and_other_processors(sampler):
 
 def check_logprobs(lists, logits, tokens, k):
     """Check one position for each row of logits: the token, its rank, and the k best."""
-    expected = torch.log_softmax(logits.double(), -1).numpy()
-    values = logits.numpy()
+    expected = log_softmax(logits.astype(np.float64), -1)
     ids, found, ranks = unpack_logprobs(lists)
     assert len(ids) == len(tokens)
     for i, token in enumerate(tokens):
-        order = np.lexsort((np.arange(values.shape[1]), -values[i])).tolist()
+        order = np.lexsort((np.arange(logits.shape[1]), -logits[i])).tolist()
         assert ids[i] == [token, *order[:k]]
         assert ranks[i] == order.index(token) + 1
         np.testing.assert_allclose(found[i], expected[i][ids[i]], atol=2e-5)
@@ -367,9 +374,9 @@ def check_logprobs(lists, logits, tokens, k):
 @pytest.mark.parametrize("k", [0, 1, 5, 64, 70, 100])
 @pytest.mark.parametrize("ties", [False, True])
 def test_logprobs_are_of_the_raw_logits(sampler, k, ties):
-    logits = torch.randn(4, 100, generator=torch.Generator().manual_seed(k)) * 3
+    logits = random_logits(4, 100, seed=k) * 3
     if ties:
-        logits = logits.round()
+        logits = np.round(logits)
     rows = [
         Row(Params(temperature=t, seed=4, logprobs=k, logit_bias=bias, top_k=3))
         for t in (0.0, 2.0)
@@ -383,7 +390,7 @@ def test_logprobs_are_of_the_raw_logits(sampler, k, ties):
 
 
 def test_logprobs_of_the_whole_vocabulary_beside_fewer(sampler):
-    logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(5))
+    logits = random_logits(3, 100, seed=5)
     rows = [Row(Params(seed=1, logprobs=k)) for k in (-1, 2, None)]
     out = sample(sampler, logits, rows)
     assert sorted(out.logprobs) == [0, 1]
@@ -394,15 +401,15 @@ def test_logprobs_of_the_whole_vocabulary_beside_fewer(sampler):
 def test_logprobs_of_certain_tokens(sampler):
     """They are in the requested order, next to rows with other requests or the same number of most
     probable tokens, and of the raw logits."""
-    logits = torch.randn(6, 100, generator=torch.Generator().manual_seed(5))
+    logits = random_logits(6, 100, seed=5)
     asked = [[7, 3, 99], None, [0, 0, 7], [50], None, list(range(100))]
     bias = {7: 50.0}
     rows = [
         Row(Params(seed=1, logprob_token_ids=ids, logprobs=None if ids else k, logit_bias=bias))
         for ids, k in zip(asked, (None, 3, None, None, None, None), strict=True)
     ]
-    expected = torch.log_softmax(logits.double(), -1).numpy()
-    out = sample(sampler, logits.clone(), rows)
+    expected = log_softmax(logits.astype(np.float64), -1)
+    out = sample(sampler, logits, rows)
     assert out.token_ids.tolist() == [7] * 6
     assert sorted(out.logprobs) == [0, 1, 2, 3, 5]
     check_logprobs(out.logprobs.pop(1), logits[1:2], [7], 3)
@@ -415,8 +422,8 @@ def test_logprobs_of_certain_tokens(sampler):
 
 def test_prompt_logprobs(ops, monkeypatch):
     monkeypatch.setattr("octavo.sampling.sizes.CHUNK_ELEMENTS", 3 * 60)
-    logits = torch.randn(10, 60, generator=torch.Generator().manual_seed(6))
-    targets = torch.arange(10) * 5
+    logits = random_logits(10, 60, seed=6)
+    targets = np.arange(10) * 5
     for k, count in ((0, 0), (3, 3), (-1, 60)):
-        lists = prompt_logprobs(ops, logits, targets, k)
+        lists = prompt_logprobs(ops, tensor(logits), targets, k)
         check_logprobs(lists, logits, targets.tolist(), count)

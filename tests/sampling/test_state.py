@@ -5,7 +5,6 @@ import math
 import msgspec
 import numpy as np
 import pytest
-import torch
 
 from octavo.kernels.native import NativeOps
 from octavo.messages import BadWordsTokenIds
@@ -19,6 +18,7 @@ from octavo.sampling.logits_processors.penalties import Penalties
 from octavo.sampling.metadata import NO_LOGPROBS
 from octavo.sampling.sizes import state_nbytes
 from octavo.sampling.state import SamplingState
+from octavo.system.tensor import from_numpy
 from tests.params import Params, core_params
 
 VOCAB = 100
@@ -26,11 +26,11 @@ VOCAB = 100
 
 def changed(meta, *kinds, logit=2.0):
     """Return (row, token) -> the logit changed by processors of the given kinds."""
-    logits = torch.full((meta.num_rows, VOCAB), logit)
+    logits = np.full((meta.num_rows, VOCAB), logit, np.float32)
     for processor, step in meta.processors:
         if isinstance(processor, kinds):
-            processor.apply(NativeOps(), logits, step)
-    at = (logits != logit).nonzero().tolist()
+            processor.apply(NativeOps(), from_numpy(logits), step)
+    at = np.argwhere(logits != logit).tolist()
     return {(row, token): logits[row, token].item() for row, token in at}
 
 
@@ -271,10 +271,10 @@ def test_penalties_come_in_portions(monkeypatch):
     rows = np.array([*range(19, 0, -1)])
     portions, apply = [], Penalties._apply
 
-    def spy(self, logits, step):
-        before = logits.clone()
-        apply(self, logits, step)
-        portions.append(int((logits != before).sum()))
+    def spy(self, ops, logits, step):
+        before = logits.numpy().copy()
+        apply(self, ops, logits, step)
+        portions.append(int((logits.numpy() != before).sum()))
 
     monkeypatch.setattr(Penalties, "_apply", spy)
     expected = changed(state.metadata(rows), Penalties)

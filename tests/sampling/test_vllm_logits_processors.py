@@ -19,6 +19,7 @@ from octavo.sampling.vllm_logits_processors import (
     process_dict_updates,
 )
 from tests.params import Params
+from tests.sampling.harness import run
 
 VOCAB = 60
 
@@ -138,20 +139,20 @@ def test_a_resumed_request_and_one_of_many_are_no_others(module, sampler):
     rng = np.random.default_rng(0)
     kinds = [greedy(no_repeat=2), greedy(), greedy(only=7), greedy(only=8)]
     outputs = [rng.integers(0, VOCAB, 3).tolist() for _ in kinds]
-    logits = torch.from_numpy(rng.normal(size=(4, VOCAB)).astype(np.float32))
+    logits = rng.normal(size=(4, VOCAB))
     for row, kind in enumerate(kinds):
         logits[row, outputs[row]] += 10
         state.add_row(row, kind, [3 + row, *outputs[row][: 1 if row < 3 else 0]], 1)
     three = np.arange(3)
     state.append(three, np.array([o[1:] for o in outputs[:3]]).flatten(), np.full(3, 2))
-    together = sampler.sample(logits.clone(), state.metadata(np.arange(4))).token_ids.tolist()
+    together = run(sampler, logits, state.metadata(np.arange(4))).token_ids.tolist()
     assert together[0] not in outputs[0][1:]
     assert together[1] in outputs[1]
     assert together[2:] == [5, 8]
     for row in range(3):
         alone = make_state(*names, rows=1)
         alone.add_row(0, kinds[row], [3 + row, *outputs[row]], 1)
-        got = sampler.sample(logits[row : row + 1].clone(), alone.metadata(np.array([0])))
+        got = run(sampler, logits[row : row + 1], alone.metadata(np.array([0])))
         assert got.token_ids[0] == together[row]
 
 
@@ -164,9 +165,9 @@ def test_what_keeps_the_most_probable_token_is_not_shown_greedy_rows(module, sam
     ((_, step),) = metadata.processors
     assert 30 not in step.rows
     # It excludes tokens 1 below the best: only after the temperature this includes token 6.
-    logits = torch.full((31, VOCAB), -9.0)
+    logits = np.full((31, VOCAB), -9.0)
     logits[:, 5], logits[:, 6] = 1.0, 0.4
-    assert set(sampler.sample(logits, metadata).token_ids.tolist()) == {5}
+    assert set(run(sampler, logits, metadata).token_ids.tolist()) == {5}
 
 
 def test_parameters_that_it_does_not_like_fail_their_request(module):

@@ -20,7 +20,7 @@ from octavo.models.loader import load_model
 from octavo.models.registry import read_spec
 from octavo.worker.graphs import EagerSteps, graph_sizes
 from octavo.worker.input_batch import UNKNOWN, InputBatch, StepBuffers
-from tests.models.harness import CPU, make_hf
+from tests.models.harness import make_hf
 from tests.models.test_parity import CASES
 
 pytest.importorskip("triton", reason="the package triton is not installed")
@@ -61,11 +61,9 @@ def make_steps(folder: Path) -> tuple[DeviceSteps, InputBatch]:
     make_hf(architecture, **config | {"num_hidden_layers": 2}).save_pretrained(folder)
     checkpoint, ops = open_checkpoint(folder), TritonOps(upcast=True)
     spec = read_spec(checkpoint)
-    model = load_model(
-        spec, checkpoint, dtype=torch.float32, device=CPU, max_model_len=MAX_LEN, ops=ops
-    )
+    model = load_model(spec, checkpoint, dtype="float32", max_model_len=MAX_LEN, ops=ops)
     kv = KVCacheConfig(MAX_REQS * BLOCKS + 1, BLOCK_SIZE, make_kv_cache_groups(spec.caches))
-    backend = TritonAttention(CPU, MAX_LEN)
+    backend = TritonAttention(torch.device("cpu"), MAX_LEN)
     shape = backend.kv_cache_shape(
         kv.num_blocks, BLOCK_SIZE, spec.caches[0].num_kv_heads, spec.caches[0].head_size
     )
@@ -74,7 +72,7 @@ def make_steps(folder: Path) -> tuple[DeviceSteps, InputBatch]:
     largest = StepSize(64, MAX_REQS, MAX_REQS)
     buffers = StepBuffers(batch.layout(largest))
     eager = EagerSteps(
-        model, backend, caches, spec.caches[:1], [0] * len(spec.layers), buffers, (0,)
+        model, ops, backend, caches, spec.caches[:1], [0] * len(spec.layers), buffers, (0,)
     )
     steps = DeviceSteps(eager, ops, batch, largest=largest, max_model_len=MAX_LEN)
     for i, req_id in enumerate("abc"):

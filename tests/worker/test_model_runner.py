@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-import torch
 
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig
+from octavo.kernels.base import Arrived
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.messages import (
     BadWordsTokenIds,
@@ -30,10 +30,9 @@ from octavo.platforms.cpu import CPUPlatform
 from octavo.sampling.sampler import NOT_FINITE
 from octavo.worker import model_runner
 from octavo.worker.graphs import CapturedSteps, EagerSteps
-from octavo.worker.model_runner import ModelRunner, SampledTokens
-from octavo.worker.scratch import measure_scratch
+from octavo.worker.model_runner import ModelRunner
 from octavo.worker.spec_decode.base import LongArray, Proposal, Proposer, Target
-from tests.models.harness import CPU, make_hf
+from tests.models.harness import make_hf
 from tests.models.test_parity import CASES, VOCAB
 from tests.params import core_params, unpack_logprobs
 from tests.triton import needs_triton
@@ -75,12 +74,12 @@ class Runner:
             kept_layers=(0, len(spec.layers) - 1),
         )
         platform = CPUPlatform()
-        backend = platform.make_attention_backend(setup, CPU)
-        setup = replace(setup, scratches=(measure_scratch(setup, backend),))
-        self.runner = ModelRunner(setup, platform, CPU, self._make_proposer)
+        budget = platform.estimate_memory(setup)
+        assert budget is not None
+        setup = replace(setup, scratches=budget.scratches)
+        self.runner = ModelRunner(setup, platform, "cpu", self._make_proposer)
         kv = KVCacheConfig(4 * BLOCKS + 1, BLOCK_SIZE, make_kv_cache_groups(spec.caches))
-        with torch.inference_mode():
-            self.runner.initialize_kv_cache(kv)
+        self.runner.initialize_kv_cache(kv)
         self._first_block = 1
 
     def _make_proposer(self, target: Target) -> Proposer:
@@ -129,13 +128,12 @@ class Runner:
             finished_req_ids=list(finished),
             blocks_to_copy=list(copies),
         )
-        with torch.inference_mode():
-            self.proposer.drafts = drafts
-            self.runner.execute_model(work)
-            if scheduled:
-                assert self.runner._step is not None
-                self.result = self.runner._step.result
-            return self.runner.sample_tokens(grammar)
+        self.proposer.drafts = drafts
+        self.runner.execute_model(work)
+        if scheduled:
+            assert self.runner._step is not None
+            self.result = self.runner._step.result
+        return self.runner.sample_tokens(grammar)
 
     def generate(self, request: ScheduledRequest, count: int) -> list[int]:
         """Return the tokens of a request that runs alone."""
@@ -160,7 +158,7 @@ def runner(folder: Path) -> Runner:
 def late(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Return a list; sampled tokens arrive from the device only once it contains True."""
     arrived = [False]
-    monkeypatch.setattr(SampledTokens, "ready", lambda self: arrived[0])
+    monkeypatch.setattr(Arrived, "ready", lambda self: arrived[0])
     return arrived
 
 
@@ -177,7 +175,7 @@ class NanRow:
     def run(self, inputs, params):
         self.ids = np.append(self.ids, inputs.table.first(inputs.size).input_ids)
         result = self.steps.run(inputs, params)
-        result.logits[self.row :][:1] = torch.nan
+        result.logits[self.row :][:1].numpy()[...] = np.nan
         return result
 
 
@@ -489,9 +487,10 @@ def test_hidden_states_of_layers_are_kept(folder: Path, kind: str) -> None:
             each.step(counts, new, drafts=drafts)
             result, model = each.result, each.runner.model
             assert list(result.kept) == [0, len(model.spec.layers) - 1]
-            normed = model.norm(result.kept[len(model.spec.layers) - 1].clone())
-            torch.testing.assert_close(normed, result.hidden, rtol=1e-3, atol=1e-4)
-            kept.append([hidden.clone() for hidden in result.kept.values()])
+            normed = model.norm(result.kept[len(model.spec.layers) - 1])
+            to_host = each.runner.ops.to_host
+            np.testing.assert_allclose(to_host(normed), to_host(result.hidden), 1e-3, 1e-4)
+            kept.append([to_host(hidden).copy() for hidden in result.kept.values()])
         for one, other in zip(*kept, strict=True):
             assert len(one) == sum(counts.values()) + len(drafts)
-            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+            np.testing.assert_allclose(one, other, 1e-3, 1e-4)

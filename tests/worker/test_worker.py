@@ -40,6 +40,7 @@ class Card(CPUPlatform):
     """Processor that reports memory as torch does for a GPU."""
 
     measure_memory = CUDAPlatform.measure_memory
+    computing = CUDAPlatform.computing
     cause = CUDAPlatform.cause
 
 
@@ -149,8 +150,7 @@ def test_the_largest_step(
     steps: list[SchedulerOutput] = []
     monkeypatch.setattr(worker.runner, "execute_model", steps.append)  # it runs: see above
     monkeypatch.setattr(worker.runner, "sample_tokens", lambda: SimpleNamespace(get=list))
-    with torch.inference_mode():
-        nbytes = worker.runner.run_largest_step()
+    nbytes = worker.runner.run_largest_step()
     spec = setup.spec
     of_block = 2 * len(spec.layers) * 8 * spec.caches[0].num_kv_heads * spec.caches[0].head_size * 4
     assert nbytes == (blocks + 1) * of_block  # including the free one
@@ -211,9 +211,9 @@ def test_threads_and_node_are_set_before_the_model_is_loaded(
 
     class Runner:
         def __init__(
-            self, setup: WorkerSetup, platform: object, device: torch.device, make_proposer: object
+            self, setup: WorkerSetup, platform: object, device: str, make_proposer: object
         ) -> None:
-            calls.append(("load", device.type))
+            calls.append(("load", device))
 
     for name in ("bind_to_numa_node", "set_num_threads"):
         monkeypatch.setattr(cpu, name, lambda value, name=name: calls.append((name, value)))

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from octavo import _native
 from octavo.checkpoints.registry import open_checkpoint
-from octavo.kernels.sampling_weights import sampling_weights
+from octavo.kernels.sampling_weights import sampling_probs
 from octavo.kv_cache.groups import find_full_attention
 from octavo.layers.step_table import StepLayout, StepSize
 from octavo.models.base import Model
@@ -205,11 +205,9 @@ class DraftSampler:
         if self._rejection:
             step = rows_per_chunk(logits.shape[1])
             for begin in range(0, len(at), step):
-                weights = sampling_weights(
-                    ops, logits[begin : begin + step], params[begin : begin + step]
-                )
-                probs = (weights / weights.sum(-1, keepdims=True)).astype(np.float32)
-                for i in np.flatnonzero(good[begin : begin + step]).tolist():
+                some = slice(begin, begin + step)
+                probs = sampling_probs(ops, logits[some], params[some]).astype(np.float32)
+                for i in np.flatnonzero(good[some]).tolist():
                     self._probs[at[begin + i]].append(probs[i])
         more = np.flatnonzero(good & (self._counts[at] > num_drafts + 1))
         return more, tokens[more]
