@@ -199,6 +199,7 @@ Held from_numpy(nb::object array) {
       throw nb::value_error("the array's strides are not whole numbers of elements");
     t.add_dim(it->shape[i], it->strides[i] / it->itemsize);
   }
+  if (t.numel() == 0) t.set_dense();
   t.writable = it->flags & kWritable;
   t.owner = std::move(array);
   return t;
@@ -250,6 +251,8 @@ struct ExportedTensor {
 };
 
 nb::object to_dlpack(const Held& t) {
+  for (int i = 0; i < t.dims; i++)
+    if (t.strides[i] < 0) throw nb::buffer_error("torch aborts at negative strides; make a copy");
   auto out = std::make_unique<ExportedTensor>();
   out->tensor = t;
   out->managed.tensor = {t.data,

@@ -77,6 +77,15 @@ def test_dlpack_keeps_the_memory() -> None:
     del unused
 
 
+def test_negative_strides_are_not_passed_on() -> None:
+    with pytest.raises(BufferError, match="negative"):
+        counted(3)[::-1].__dlpack__()
+
+
+def test_empty_arrays_are_dense() -> None:
+    assert from_numpy(np.zeros((4, 3))[[]]).stride(1) == 1
+
+
 def test_views_keep_the_memory_and_the_last_one_frees_it() -> None:
     array = np.arange(10)
     gone = weakref.ref(array)
