@@ -1,4 +1,4 @@
-"""Interface of a checkpoint: its config, its files, and its tensors. Imports no torch."""
+"""Interface of a checkpoint: its config, its files, and its tensors."""
 
 from __future__ import annotations
 

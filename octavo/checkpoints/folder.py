@@ -1,4 +1,4 @@
-"""Hugging Face model folder with any kind of weight files. Imports no torch."""
+"""Hugging Face model folder with any kind of weight files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Identity of a model, independent of its path. No torch."""
+"""Identity of a model, independent of its path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors for files and folders that cannot be read as a model, with solutions. No torch."""
+"""Errors for files and folders that cannot be read as a model, with solutions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes of packed data for the memory plan. Imports no torch, so the control plane may use it."""
+"""Sizes of packed data for the memory plan."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 A connector has two halves, which share only the metadata of steps: the scheduler's half decides
 which blocks to save and load; the worker's half, one in each process that computes, copies them.
-Imports no torch.
 """
 
 from __future__ import annotations

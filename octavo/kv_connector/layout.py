@@ -1,4 +1,4 @@
-"""Layout of a block of the KV cache, for connectors that copy it. Imports no torch."""
+"""Layout of a block of the KV cache, for connectors that copy it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Declaration of a step's arrays, and their layout in one piece of memory.
 
 Layout, views on host and device, and native addresses (`StepArrays` in csrc/inputs.h) follow from
-the declaration. The memory plan uses this module, so it imports neither torch nor the compiled
+the declaration. The memory plan uses this module, so it does not import the compiled
 extension.
 """
 

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP server. Imports no torch."""
+"""The OpenAI-compatible HTTP server."""

@@ -1,4 +1,4 @@
-"""Processes of one host that compute one model together, and their shared memory. No torch.
+"""Processes of one host that compute one model together, and their shared memory.
 
 Linear layers are split by their outputs, so each number is still summed by one process in the same
 order: with any number of processes, the bits are those of one process. Inputs that a next layer

@@ -1,4 +1,4 @@
-"""Bytes of one number of each type of weights, activations and caches. No torch."""
+"""Bytes of one number of each type of weights, activations and caches."""
 
 from __future__ import annotations
 

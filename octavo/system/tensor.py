@@ -1,4 +1,4 @@
-"""Tensors: views of numbers in memory. Imports no torch.
+"""Tensors: views of numbers in memory.
 
 `HostTensor` is Octavo's own class, for the memory of the host. It has no arithmetic: the kernels
 compute, and where speed does not matter numpy does, on `HostTensor.numpy()`. So layers that are
