@@ -178,7 +178,7 @@ def pss_of(pid: int) -> tuple[float, float]:
 def measure_kills(python: str, model: str, flags: Sequence[str], kills: int) -> list[float]:
     pauses: list[float] = []
     with (
-        serving(python, model, [*flags, "--max-restarts", str(10 * kills)]) as (port, _),
+        serving(python, model, [*flags, "--max-engine-restarts", str(10 * kills)]) as (port, _),
         httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=LIMIT) as client,
     ):
         while True:

@@ -15,11 +15,13 @@ import zmq
 import zmq.asyncio
 
 from octavo.config import EngineConfig
+from octavo.engine.checks import check_requirements
 from octavo.engine.core_messages import WARM, CoreProcessSetup, CoreReady
 from octavo.errors import reason_of, signal_name
 from octavo.plan.memory_plan import MemoryPlan
+from octavo.platforms.registry import get_platform
 from octavo.system import clock
-from octavo.system.device import is_stopped, num_cpus
+from octavo.system.device import is_stopped, num_cpus, numa_cpus
 from octavo.system.socket_folder import SocketFolder
 
 logger = logging.getLogger(__name__)
@@ -41,6 +43,9 @@ class CoreProcess:
         """Addresses of the sockets for requests and outputs; the process only binds the first."""
         self._folder: SocketFolder | None = None
         """Folder of the sockets."""
+        self._channel: IpcChannel | None = None
+        self.started = False
+        """True if `start` has been called."""
         self._process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "octavo.engine.core_process"),
@@ -57,12 +62,20 @@ class CoreProcess:
         """True if `kill_if_stopped` ended the process."""
 
     def start(self, setup: CoreProcessSetup) -> None:
-        """Send the setup, so that the process loads the model. Call this once."""
+        """Open the channel, and send the setup, so that the process loads the model.
+
+        Call this once.
+
+        Raises:
+            OSError: the system lacks resources for sockets.
+        """
+        self.started = True
         if setup.reached_by is None:
             self._folder = SocketFolder("octavo-engine-")
             self.input_address, self.output_address = (
                 f"ipc://{self._folder.path}/{name}" for name in ("input", "output")
             )
+            self._channel = IpcChannel(self.input_address, self.output_address)
         setup = msgspec.structs.replace(
             setup,
             input_address=self.input_address,
@@ -78,12 +91,9 @@ class CoreProcess:
             self._process.stdin.flush()
 
     def open_channel(self) -> IpcChannel:
-        """Open the channel to the process; call `start` first.
-
-        Raises:
-            OSError: the system lacks resources for sockets.
-        """
-        return IpcChannel(self.input_address, self.output_address)
+        """Return the channel to the process; call `start` first."""
+        assert self._channel is not None
+        return self._channel
 
     def describe_exit(self) -> str | None:
         """Describe how the process ended; return None while it runs."""
@@ -125,6 +135,8 @@ class CoreProcess:
 
         May be called twice.
         """
+        if self._channel is not None:
+            self._channel.close()
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # its setup may still be unread
             self._process.stdin.close()
@@ -227,7 +239,7 @@ class CoreLauncher:
         default_batched_tokens: see `make_engine_core`.
         request_memory: see `make_engine_core`.
         warm_spare: see `make_engine_core`.
-        process: the first process, not started yet; None: create one.
+        process: the first process, started or not; None: create one.
         log_level: minimum level that a process logs.
         log_format: "text" or "json".
         record: the recording that the processes add to, if any.
@@ -267,6 +279,8 @@ class CoreLauncher:
             OSError: the system lacks resources for the process.
         """
         spare, self._spare = self._spare, None
+        if spare is not None and spare.started:
+            return spare
         process = usable_process(spare)
         try:
             process.start(self.make_setup(ready, engine_index))
@@ -305,6 +319,32 @@ class CoreLauncher:
         spare, self._spare = self._spare, None
         if spare is not None:
             spare.shutdown(0.0)
+
+
+def share_cores(config: EngineConfig) -> EngineConfig:
+    """Return the settings of each engine, with its share of the cores.
+
+    Raises:
+        ConfigError: see `check_requirements`.
+    """
+    size, device = config.parallel.data_parallel_size, config.device
+    check_requirements(config, get_platform(device.device))
+    if size == 1:
+        return config
+    cores = num_cpus() if device.numa_node is None else len(numa_cpus(device.numa_node))
+    local = config.parallel.num_local_engines
+    workers = local * config.world_size
+    threads = device.num_threads or max(1, cores // workers)
+    if workers * threads > cores:
+        logger.warning(
+            "%d processes with %d threads each exceed the %d available cores: they wait for each "
+            "other, which slows every step",
+            workers,
+            threads,
+            cores,
+        )
+    replace = msgspec.structs.replace
+    return replace(config, device=replace(device, num_threads=threads))
 
 
 def with_kv_cache_of(config: EngineConfig, plan: MemoryPlan) -> EngineConfig:

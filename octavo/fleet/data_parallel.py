@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 
 from octavo.config import EngineConfig
-from octavo.engine.checks import check_requirements
 from octavo.engine.core_messages import CoreReady
 from octavo.errors import EngineDeadError, NodeMissingError, ScalingError
 from octavo.fleet.cluster import ClusterKey, Hub, RemoteLauncher
@@ -26,9 +25,8 @@ from octavo.fleet.routing import Router
 from octavo.fleet.supervisor import SUSPECT, Recovery, Supervisor
 from octavo.messages import EngineCoreOutputs, EngineCoreRequest
 from octavo.observability.scheduler_stats import SchedulerStats
-from octavo.platforms.registry import get_platform
 from octavo.system import clock
-from octavo.system.device import cpu_memory, num_cpus, numa_cpus
+from octavo.system.device import cpu_memory, num_cpus
 
 logger = logging.getLogger(__name__)
 
@@ -36,32 +34,6 @@ logger = logging.getLogger(__name__)
 JOIN_SECONDS = 600.0
 # Interval of checks for that timeout.
 _JOIN_POLL = 1.0
-
-
-def share_cores(config: EngineConfig) -> EngineConfig:
-    """Return the settings of each engine, with its share of the cores.
-
-    Raises:
-        ConfigError: see `check_requirements`.
-    """
-    size, device = config.parallel.data_parallel_size, config.device
-    check_requirements(config, get_platform(device.device))
-    if size == 1:
-        return config
-    cores = num_cpus() if device.numa_node is None else len(numa_cpus(device.numa_node))
-    local = config.parallel.num_local_engines
-    workers = local * config.world_size
-    threads = device.num_threads or max(1, cores // workers)
-    if workers * threads > cores:
-        logger.warning(
-            "%d processes with %d threads each exceed the %d available cores: they wait for each "
-            "other, which slows every step",
-            workers,
-            threads,
-            cores,
-        )
-    replace = msgspec.structs.replace
-    return replace(config, device=replace(device, num_threads=threads))
 
 
 class DataParallelClient:

@@ -5,21 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
 from octavo.checkpoints.identity import model_hash
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig
-from octavo.fleet.core_launcher import CoreLauncher, CoreProcess
-from octavo.fleet.data_parallel import DataParallelClient, share_cores
-from octavo.fleet.supervisor import Recovery, Supervisor
+from octavo.errors import OctavoError, reason_of
+from octavo.fleet.core_launcher import CoreLauncher, CoreProcess, share_cores
 from octavo.messages import EngineCoreRequest
+from octavo.models.hub import local_folder
 from octavo.observability.recording import RecordSettings
 from octavo.platforms.registry import get_platform
 
+if TYPE_CHECKING:
+    from octavo.fleet.data_parallel import DataParallelClient
+    from octavo.fleet.supervisor import Recovery, Supervisor
+
 Unfinished = Callable[[], list[EngineCoreRequest]]
-OnRecovery = Callable[[Recovery], None]
+OnRecovery: TypeAlias = "Callable[[Recovery], None]"
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,7 @@ class EngineProcesses:
             which it is replaced; a step may take as long.
         max_engine_restarts: maximum number of replacements of an engine within ten minutes.
         warm_spare: True to keep an interpreter ready for replacements; None: if memory allows.
-        process: the first engine process, not started yet; None: create one.
+        process: the first engine process, started or not; None: create one.
         request_memory: bytes that unfinished requests may occupy, here and in the engine.
         log_level: minimum level that the engine process logs.
         log_format: "text" or "json".
@@ -46,6 +51,26 @@ class EngineProcesses:
     log_level: str = "info"
     log_format: str = "text"
     record: RecordSettings | None = None
+
+
+def start_loading(config: EngineConfig, processes: EngineProcesses) -> None:
+    """Let `processes.process` load the model before `start_engines`, which continues with it.
+
+    Without effect if there is no such process, if there are several engines, or if a download or
+    the begin of a recording must precede the loading.
+
+    Raises:
+        ConfigError, ModelError: settings or the model's folder are bad.
+        OctavoError: the system lacks resources for sockets.
+    """
+    process, path = processes.process, local_folder(config.model.model)
+    is_alone = config.parallel.of_server().data_parallel_size == 1
+    if process is not None and path is not None and is_alone and processes.record is None:
+        launcher = _make_launcher(_of_server(config), path, processes)
+        try:
+            process.start(launcher.make_setup(None, engine_index=0))
+        except OSError as error:
+            raise OctavoError(f"The engine cannot be started: {reason_of(error)}.") from error
 
 
 def start_engines(
@@ -67,20 +92,12 @@ def start_engines(
             them.
         on_recovery: see `Supervisor`.
     """
-    parallel = config.parallel.of_server()
-    config = share_cores(msgspec.structs.replace(config, parallel=parallel))
+    config = _of_server(config)
+    parallel = config.parallel
     size = parallel.data_parallel_size
-    launcher = CoreLauncher(
-        config,
-        path,
-        default_batched_tokens=get_platform(config.device.device).server_batched_tokens,
-        request_memory=processes.request_memory,
-        warm_spare=processes.warm_spare,
-        process=processes.process,
-        log_level=processes.log_level,
-        log_format=processes.log_format,
-        record=None if processes.record is None else processes.record.path,
-    )
+    launcher = _make_launcher(config, path, processes)
+    from octavo.fleet.supervisor import Supervisor
+
     restarts, timeout = processes.max_engine_restarts, processes.progress_timeout
     if size == 1 and not parallel.enable_elastic_ep:
         return Supervisor(
@@ -91,6 +108,8 @@ def start_engines(
             on_recovery=on_recovery,
             number=parallel.first_engine if parallel.numbered else None,
         )
+    from octavo.fleet.data_parallel import DataParallelClient
+
     remote = parallel.num_local_engines < size
     return DataParallelClient(
         launcher,
@@ -102,4 +121,23 @@ def start_engines(
         max_restarts=restarts,
         progress_timeout=timeout,
         on_recovery=on_recovery,
+    )
+
+
+def _of_server(config: EngineConfig) -> EngineConfig:
+    """Return the settings of each engine of a server."""
+    return share_cores(msgspec.structs.replace(config, parallel=config.parallel.of_server()))
+
+
+def _make_launcher(config: EngineConfig, path: Path, processes: EngineProcesses) -> CoreLauncher:
+    return CoreLauncher(
+        config,
+        path,
+        default_batched_tokens=get_platform(config.device.device).server_batched_tokens,
+        request_memory=processes.request_memory,
+        warm_spare=processes.warm_spare,
+        process=processes.process,
+        log_level=processes.log_level,
+        log_format=processes.log_format,
+        record=None if processes.record is None else processes.record.path,
     )

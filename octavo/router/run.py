@@ -16,18 +16,17 @@ from octavo.router.app import build_app
 from octavo.router.config import RouterConfig
 from octavo.router.state import RouterState
 from octavo.server.auth import with_all_keys
-from octavo.server.run import (
+from octavo.server.listen import (
     address_of,
     allow_files,
     bind,
     bind_unix,
     client_address,
     is_any_address,
-    log_host_check,
-    prepare_process,
-    serve_app,
     tls_context,
 )
+from octavo.server.run import log_host_check, prepare_process
+from octavo.server.serve import serve_app
 from octavo.system.logs import setup_logging
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,9 @@ from octavo.fleet.coordinator_client import CoordinatorClient, CoordinatorProces
 from octavo.frontend.async_llm import AsyncLLM
 from octavo.server.api_servers import REPLACED, APIServerSetup
 from octavo.server.child_process import Parent, read_message
-from octavo.server.run import END_SIGNALS, allow_files, prepare_process, serve
+from octavo.server.listen import allow_files
+from octavo.server.run import prepare_process
+from octavo.server.serve import END_SIGNALS, serve
 from octavo.server.state import ServerState
 from octavo.system import clock
 from octavo.system.device import signal_at_parents_end

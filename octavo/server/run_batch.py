@@ -23,7 +23,8 @@ import msgspec
 from octavo.config import EngineConfig, ServerConfig
 from octavo.errors import ConfigError
 from octavo.server.app import build_app
-from octavo.server.run import start_engine
+from octavo.server.run import engine_processes
+from octavo.server.serve import start_engine
 from octavo.server.state import ServerState
 from octavo.system.logs import setup_logging
 
@@ -74,7 +75,10 @@ def run_batch(
                 f"output_file={output_file!r} cannot be written: {error.strerror}."
             ) from None
         with answers:
-            state = ServerState(config, engine_config, lambda: start_engine(config, engine_config))
+            processes = engine_processes(config)
+            state = ServerState(
+                config, engine_config, lambda: start_engine(config, engine_config, processes)
+            )
             asyncio.run(_answer_all(state, lines, answers))
     return 0
 

@@ -11,8 +11,7 @@ import pytest
 from octavo.config import EngineConfig
 from octavo.engine.core_messages import CoreProcessSetup
 from octavo.fleet import core_launcher
-from octavo.fleet.core_launcher import CoreLauncher, CoreProcess
-from octavo.fleet.mp_client import AsyncMPClient
+from octavo.fleet.core_launcher import CoreLauncher, CoreProcess, IpcChannel
 
 
 def setup() -> CoreProcessSetup:
@@ -93,7 +92,7 @@ def test_a_spare_has_imported_what_an_engine_needs():
     made = launcher()
     made.make_spare()
     maps = Path(f"/proc/{made._spare.pid}/maps")
-    wanted = {"libtorch_cpu"}
+    wanted = {"_native"}
     end = time.monotonic() + 60
     while missing := {name for name in wanted if name not in maps.read_text()}:
         assert time.monotonic() < end, missing
@@ -164,8 +163,6 @@ def test_a_start_removes_the_sockets_of_engines_that_were_killed_with_their_serv
 
 
 def test_an_address_that_cannot_be_had(tmp_path):
-    process = CoreProcess()
-    process.input_address = process.output_address = f"ipc://{tmp_path}/no/such/folder"
+    address = f"ipc://{tmp_path}/no/such/folder"
     with pytest.raises(OSError, match="No such file"):
-        AsyncMPClient(process)
-    process.shutdown()
+        IpcChannel(address, address)

@@ -15,14 +15,14 @@ from types import SimpleNamespace
 from octavo import cli
 from octavo.errors import EngineDeadError
 from octavo.fleet import core_launcher
-from octavo.server import protocol, run
+from octavo.server import protocol, run, serve
 from tests.server.fake_engine import FakeAsyncLLM
 
 
 def main() -> int:
     mode = sys.argv[1]
 
-    async def start(config, engine_config, process):
+    async def start(config, engine_config, processes):
         # The server's changes to its process, for tests.
         logging.getLogger("octavo").info(
             "process",
@@ -43,11 +43,12 @@ def main() -> int:
             asyncio.get_running_loop().call_later(0.3, engine.loaded.set)
         return engine
 
-    run.start_engine = start
+    run.start_loading = lambda engine_config, processes: None
+    serve.start_engine = start
     core_launcher.CoreProcess = lambda warm: SimpleNamespace(shutdown=lambda timeout: None)
     if mode == "impatient":
         protocol.HEAD_TIMEOUT = protocol.SEND_TIMEOUT = 0.5
-        run.KEEP_ALIVE_TIMEOUT = 1
+        serve.KEEP_ALIVE_TIMEOUT = 1
     flags = sys.argv[2:]
     host = [] if "--host" in flags else ["--host", "127.0.0.1"]
     port = [] if "--port" in flags else ["--port", "0"]

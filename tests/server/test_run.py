@@ -24,7 +24,7 @@ from octavo.config import EngineConfig, ServerConfig
 from octavo.errors import ConfigError, OctavoError
 from octavo.fleet.start import EngineProcesses
 from octavo.observability.recording import RecordSettings
-from octavo.server import run
+from octavo.server import listen, run, serve
 from octavo.server.state import ServerState
 from octavo.system.device import SWITCH_INTERVAL
 
@@ -171,7 +171,7 @@ def test_who_waits_while_the_engine_is_replaced_is_answered_before_the_end(loadi
         state.engine = SimpleNamespace(loading=loading, ready=False, asleep=False)
         state.num_active = 1
         state.cut = lambda: ends.append("cut")
-        shutdown = run._Shutdown(state, SimpleNamespace())
+        shutdown = serve._Shutdown(state, SimpleNamespace())
         shutdown.on_signal(signal.SIGTERM)
         await asyncio.sleep(0.05)
         state.num_active = 0
@@ -275,7 +275,7 @@ def test_wrong_tls_settings(tmp_path):
         {"ssl_keyfile": str(text), "ssl_certfile": str(text)},
     ):
         with pytest.raises(ConfigError, match="ssl_"):
-            run.tls_context(ServerConfig(**settings))
+            listen.tls_context(ServerConfig(**settings))
 
 
 def test_a_taken_port_is_told_before_anything_is_loaded():
@@ -284,9 +284,9 @@ def test_a_taken_port_is_told_before_anything_is_loaded():
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(OctavoError, match=f"port {port}"):
-            run.bind("127.0.0.1", port)
+            listen.bind("127.0.0.1", port)
     with pytest.raises(ConfigError, match="host="):
-        run.bind("no.such.host.invalid", 0)
+        listen.bind("no.such.host.invalid", 0)
 
 
 def test_a_unix_socket(tmp_path):
@@ -302,7 +302,7 @@ def test_a_unix_socket(tmp_path):
             answer = client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 3})
             assert answer.json()["choices"][0]["text"] == "Hel"
         with pytest.raises(OctavoError, match=f"Unix socket {path}: Address already in use"):
-            run.bind_unix(path)
+            listen.bind_unix(path)
         server.signal(signal.SIGTERM)
         assert server.wait() == 0
         assert not Path(path).exists()
@@ -316,11 +316,11 @@ def test_what_is_no_unix_socket_is_left_alone(tmp_path):
     file = tmp_path / "notes.txt"
     file.write_text("mine")
     with pytest.raises(OctavoError, match=r"notes\.txt: Address already in use"):
-        run.bind_unix(str(file))
+        listen.bind_unix(str(file))
     assert file.read_text() == "mine"
     for path in (str(tmp_path / "no" / "folder"), str(tmp_path / ("x" * 200))):
         with pytest.raises(OctavoError, match="Choose another --uds"):
-            run.bind_unix(path)
+            listen.bind_unix(path)
 
 
 @pytest.mark.parametrize(
@@ -333,10 +333,10 @@ def test_what_is_no_unix_socket_is_left_alone(tmp_path):
     ],
 )
 def test_what_is_found_before_the_model_is_loaded(flags, said, monkeypatch, capsys):
-    async def start(config, engine_config):
+    async def start(config, engine_config, processes):
         pytest.fail("the model is loaded")
 
-    monkeypatch.setattr(run, "start_engine", start)
+    monkeypatch.setattr(serve, "start_engine", start)
     before = sys.getswitchinterval()
     try:
         assert cli.main(["serve", "--host", "127.0.0.1", "--port", "0", *flags]) != 0
@@ -346,15 +346,8 @@ def test_what_is_found_before_the_model_is_loaded(flags, said, monkeypatch, caps
     assert said in capsys.readouterr().err
 
 
-def test_the_engine_is_started_with_what_the_server_knows(monkeypatch):
-    seen = {}
-
-    async def start(config, processes, **kwargs):
-        seen.update(processes=processes, **kwargs)
-
-    monkeypatch.setattr(run.AsyncLLM, "start", start)
-    config = EngineConfig.from_kwargs(model="org/name", served_model_name=["a", "b"])
-    server_config = ServerConfig(
+def test_engine_processes_have_the_settings_of_the_server():
+    config = ServerConfig(
         progress_timeout=7.0,
         max_engine_restarts=2,
         warm_spare=False,
@@ -362,12 +355,10 @@ def test_the_engine_is_started_with_what_the_server_knows(monkeypatch):
         record_prompts="hash",
         record_max_bytes=2**20,
         request_memory_bytes=2**21,
-        metrics_prefix="vllm",
         log_level="debug",
         log_format="json",
     )
-    asyncio.run(run.start_engine(server_config, config))
-    processes = EngineProcesses(
+    assert run.engine_processes(config) == EngineProcesses(
         progress_timeout=7.0,
         max_engine_restarts=2,
         warm_spare=False,
@@ -376,7 +367,6 @@ def test_the_engine_is_started_with_what_the_server_knows(monkeypatch):
         log_format="json",
         record=RecordSettings("run.rec", "hash", 2**20),
     )
-    assert seen == {"processes": processes, "metrics_prefix": "vllm"}
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def answer(monkeypatch, tmp_path):
     """Answer lines by a fake engine; return the written answers."""
 
     def run(*lines, engine=None, **settings):
-        async def start(config, engine_config):
+        async def start(config, engine_config, processes):
             return engine or FakeAsyncLLM(engine_config)
 
         monkeypatch.setattr(run_batch, "start_engine", start)
