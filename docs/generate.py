@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from fastapi.routing import APIRoute
 from pydantic import BaseModel
+from starlette.routing import Route
 
 from octavo.config import (
     BUILTIN_MODEL,
@@ -25,7 +25,7 @@ from octavo.config import (
 from octavo.config.arguments import shown_default
 from octavo.engine.checks import REQUIREMENTS
 from octavo.router.config import RouterConfig
-from octavo.server.app import build_app
+from octavo.server.app import ROUTES
 from octavo.server.body import Body
 from octavo.server.field_docs import attribute_docs, field_doc
 from octavo.server.openapi import OPERATIONS, InvocationBody
@@ -39,7 +39,6 @@ from octavo.server.schema import (
     ScaleBody,
     TokenizeBody,
 )
-from octavo.server.state import ServerState
 from octavo.server.structured_outputs import StructuredOutputsBody
 
 HERE = Path(__file__).parent
@@ -162,7 +161,7 @@ _CLIENT_METHODS = {
 """Methods of OpenAI's client by route."""
 
 
-def curl_line(route: APIRoute) -> str:
+def curl_line(route: Route) -> str:
     """Return a `curl` command that requests a route."""
     url = ADDRESS + _address(route.path)
     if "GET" in route.methods:
@@ -172,7 +171,7 @@ def curl_line(route: APIRoute) -> str:
     return f"{line} -X POST" if body is None else f"{line} -d '{json.dumps(_EXAMPLES[body])}'"
 
 
-def openai_line(route: APIRoute) -> str:
+def openai_line(route: Route) -> str:
     """Return code that requests a route with OpenAI's client."""
     operation = OPERATIONS[route.path]
     given = {} if operation.body is None else _EXAMPLES[operation.body]
@@ -195,15 +194,10 @@ def openai_line(route: APIRoute) -> str:
     return line
 
 
-def _routes() -> Iterator[APIRoute]:
-    async def never() -> Any:
-        raise AssertionError("no engine is started")
-
-    app = build_app(ServerState(ServerConfig(), EngineConfig(), never))
-    found: dict[str, APIRoute] = {}  # the first route of each address: GET before POST
-    for route in app.routes:
-        if isinstance(route, APIRoute):
-            found.setdefault(route.path, route)
+def _routes() -> Iterator[Route]:
+    found: dict[str, Route] = {}  # the first route of each address: GET before POST
+    for path, endpoint, method in ROUTES:
+        found.setdefault(path, Route(path, endpoint, methods=[method]))
     return iter(found.values())
 
 

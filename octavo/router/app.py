@@ -6,8 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import msgspec
-from fastapi import FastAPI
-from starlette.exceptions import HTTPException
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,9 +15,9 @@ from octavo.observability.metrics import CONTENT_TYPE
 from octavo.router.job import read_job
 from octavo.router.proxy import ProxyResponse
 from octavo.router.state import RouterState, router_of
-from octavo.server.app import add_layers
+from octavo.server.app import App, add_layers
 from octavo.server.body import read_body
-from octavo.server.errors import RouteError, on_http_exception
+from octavo.server.errors import RouteError
 from octavo.server.middleware import context_of
 from octavo.system.offload import offload
 
@@ -42,40 +41,15 @@ _NOT_PASSED_ON = frozenset(
 )
 
 
-def build_app(state: RouterState) -> FastAPI:
+def build_app(state: RouterState) -> App:
     """Make the application; its lifespan starts the router's servers."""
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
         state.start()
         yield
 
-    app = FastAPI(
-        openapi_url=None,
-        docs_url=None,
-        redoc_url=None,
-        title="Octavo router",
-        version=__version__,
-        lifespan=lifespan,
-        redirect_slashes=False,
-        exception_handlers={HTTPException: on_http_exception},
-    )
-    for path, endpoint, methods in (
-        ("/", index, ["GET"]),
-        ("/health", health, ["GET"]),
-        ("/ping", health, ["GET", "POST"]),
-        ("/ready", ready, ["GET"]),
-        ("/load", load, ["GET"]),
-        ("/version", version, ["GET"]),
-        ("/metrics", metrics, ["GET"]),
-        ("/v1/streams/{stream_id:path}", streams, ["GET"]),
-        ("/v1/{rest:path}", proxy, ["GET", "POST", "DELETE"]),
-        ("/invocations", proxy, ["POST"]),
-        ("/inference/v1/generate", proxy, ["POST"]),
-        ("/tokenize", proxy, ["POST"]),
-        ("/detokenize", proxy, ["POST"]),
-    ):
-        app.add_api_route(path, endpoint, methods=methods, response_class=Response)
+    app = App(_ROUTES, lifespan, state.config.root_path)
     add_layers(app, state)
     return app
 
@@ -161,3 +135,23 @@ async def proxy(request: Request) -> Response:
 
 def _json(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(value), status, headers, "application/json")
+
+
+_ROUTES = (
+    ("/", index, "GET"),
+    ("/health", health, "GET"),
+    ("/ping", health, "GET"),
+    ("/ping", health, "POST"),
+    ("/ready", ready, "GET"),
+    ("/load", load, "GET"),
+    ("/version", version, "GET"),
+    ("/metrics", metrics, "GET"),
+    ("/v1/streams/{stream_id:path}", streams, "GET"),
+    ("/v1/{rest:path}", proxy, "GET"),
+    ("/v1/{rest:path}", proxy, "POST"),
+    ("/v1/{rest:path}", proxy, "DELETE"),
+    ("/invocations", proxy, "POST"),
+    ("/inference/v1/generate", proxy, "POST"),
+    ("/tokenize", proxy, "POST"),
+    ("/detokenize", proxy, "POST"),
+)

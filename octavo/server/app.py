@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import inspect
 import pkgutil
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import cache
+from typing import Any, TypeAlias
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
-from octavo import __version__
 from octavo.errors import ConfigError
 from octavo.server import admin, health, model_list
 from octavo.server.chat import create_batch_chat_completion, create_chat_completion
@@ -27,93 +29,126 @@ from octavo.server.generate import create_token_generation
 from octavo.server.http_state import HttpState
 from octavo.server.invocations import create_invocation
 from octavo.server.middleware import RequestMiddleware
-from octavo.server.openapi import OPERATIONS, document
 from octavo.server.resume_routes import get_stream, resumable
 from octavo.server.state import ServerState
 from octavo.server.tokenize import detokenize, tokenize
 
+Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
-def build_app(state: ServerState) -> FastAPI:
+
+@cache
+def description() -> dict[str, Any]:
+    """Return the content of /openapi.json; the first call imports FastAPI to make it."""
+    from octavo.server.openapi import describe_routes
+
+    return describe_routes(ROUTES)
+
+
+async def openapi(request: Request) -> Response:
+    """Return the OpenAPI description."""
+    described = await asyncio.to_thread(description)
+    if root := request.scope.get("root_path"):
+        described = {**described, "servers": [{"url": root}]}
+    return JSONResponse(described)
+
+
+async def docs(request: Request) -> Response:
+    """Return the description at /openapi.json as a page."""
+    return HTMLResponse(docs_page(await asyncio.to_thread(description)), headers=HEADERS)
+
+
+DOCUMENTATION: tuple[tuple[str, Endpoint, str], ...] = (
+    ("/openapi.json", openapi, "GET"),
+    ("/docs", docs, "GET"),
+)
+ROUTES: tuple[tuple[str, Endpoint, str], ...] = (
+    ("/", health.index, "GET"),
+    ("/health", health.health, "GET"),
+    ("/ping", health.health, "GET"),
+    ("/ping", health.health, "POST"),
+    ("/ready", health.ready, "GET"),
+    ("/load", health.load, "GET"),
+    ("/version", health.version, "GET"),
+    ("/metrics", health.metrics, "GET"),
+    ("/v1/models", model_list.list_models, "GET"),
+    ("/v1/models/{model:path}", model_list.get_model, "GET"),
+    ("/v1/completions", resumable(create_completion), "POST"),
+    ("/v1/chat/completions", resumable(create_chat_completion), "POST"),
+    ("/v1/chat/completions/batch", create_batch_chat_completion, "POST"),
+    ("/inference/v1/generate", resumable(create_token_generation), "POST"),
+    ("/invocations", resumable(create_invocation), "POST"),
+    ("/v1/streams/{stream_id:path}", get_stream, "GET"),
+    ("/tokenize", tokenize, "POST"),
+    ("/detokenize", detokenize, "POST"),
+    ("/tokenizer_info", model_list.tokenizer_info, "GET"),
+    ("/server_info", admin.server_info, "GET"),
+    ("/reset_prefix_cache", admin.reset_prefix_cache, "POST"),
+    ("/sleep", admin.sleep, "POST"),
+    ("/wake_up", admin.wake_up, "POST"),
+    ("/is_sleeping", admin.is_sleeping, "GET"),
+    ("/pause", admin.pause, "POST"),
+    ("/resume", admin.resume, "POST"),
+    ("/is_paused", admin.is_paused, "GET"),
+    ("/scale_elastic_ep", admin.scale_elastic_ep, "POST"),
+    ("/is_scaling_elastic_ep", admin.is_scaling_elastic_ep, "POST"),
+    ("/start_profile", admin.start_profile, "POST"),
+    ("/stop_profile", admin.stop_profile, "POST"),
+)
+"""Path, function and method of each route, without `DOCUMENTATION`."""
+
+
+class App(Starlette):
+    """Application that may have a path of its own at a proxy.
+
+    Args:
+        routes: path, function and method of each route.
+        lifespan: start and end of the application.
+        root_path: the path at the proxy.
+    """
+
+    def __init__(
+        self,
+        routes: Iterable[tuple[str, Endpoint, str]],
+        lifespan: Callable[[Starlette], AbstractAsyncContextManager[None]],
+        root_path: str,
+    ) -> None:
+        super().__init__(lifespan=lifespan, exception_handlers={HTTPException: on_http_exception})
+        self.router.redirect_slashes = False
+        for path, endpoint, method in routes:
+            route = Route(path, endpoint, methods=[method])
+            route.methods = {method}  # without HEAD, which Starlette adds to GET
+            self.router.routes.append(route)
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a connection."""
+        if self._root_path:
+            scope["root_path"] = self._root_path
+        await super().__call__(scope, receive, send)
+
+
+def build_app(state: ServerState) -> App:
     """Create the application; its lifespan starts the engine, which `state.close` ends."""
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
         state.start()
-        # Created once, on a thread: it takes a tenth of a second, which would delay streams.
-        described = asyncio.create_task(asyncio.to_thread(app.openapi))
         yield
-        await described
 
     documented = not state.config.disable_fastapi_docs
-    app = FastAPI(
-        openapi_url="/openapi.json" if documented else None,
-        docs_url=None,
-        title="Octavo",
-        version=__version__,
-        description="OpenAI-compatible inference server.",
-        lifespan=lifespan,
-        redirect_slashes=False,
-        redoc_url=None,
-        swagger_ui_oauth2_redirect_url=None,
-        exception_handlers={HTTPException: on_http_exception},
-    )
-    if documented:
-        app.add_route("/docs", docs, include_in_schema=False)
-    get, post = ["GET"], ["POST"]
-    for path, endpoint, methods in (
-        ("/", health.index, get),
-        ("/health", health.health, get),
-        ("/ping", health.health, get),
-        ("/ping", health.health, post),
-        ("/ready", health.ready, get),
-        ("/load", health.load, get),
-        ("/version", health.version, get),
-        ("/metrics", health.metrics, get),
-        ("/v1/models", model_list.list_models, get),
-        ("/v1/models/{model:path}", model_list.get_model, get),
-        ("/v1/completions", resumable(create_completion), post),
-        ("/v1/chat/completions", resumable(create_chat_completion), post),
-        ("/v1/chat/completions/batch", create_batch_chat_completion, post),
-        ("/inference/v1/generate", resumable(create_token_generation), post),
-        ("/invocations", resumable(create_invocation), post),
-        ("/v1/streams/{stream_id:path}", get_stream, get),
-        ("/tokenize", tokenize, post),
-        ("/detokenize", detokenize, post),
-        ("/tokenizer_info", model_list.tokenizer_info, get),
-        ("/server_info", admin.server_info, get),
-        ("/reset_prefix_cache", admin.reset_prefix_cache, post),
-        ("/sleep", admin.sleep, post),
-        ("/wake_up", admin.wake_up, post),
-        ("/is_sleeping", admin.is_sleeping, get),
-        ("/pause", admin.pause, post),
-        ("/resume", admin.resume, post),
-        ("/is_paused", admin.is_paused, get),
-        ("/scale_elastic_ep", admin.scale_elastic_ep, post),
-        ("/is_scaling_elastic_ep", admin.is_scaling_elastic_ep, post),
-        ("/start_profile", admin.start_profile, post),
-        ("/stop_profile", admin.stop_profile, post),
-    ):
-        app.add_api_route(
-            path,
-            endpoint,
-            methods=methods,
-            response_class=Response,
-            responses=OPERATIONS[path].responses(),
-            openapi_extra=OPERATIONS[path].extra(path),
-        )
-    document(app)
+    routes = (*DOCUMENTATION, *ROUTES) if documented else ROUTES
+    app = App(routes, lifespan, state.config.root_path)
     add_layers(app, state)
     return app
 
 
-def add_layers(app: FastAPI, state: HttpState) -> None:
+def add_layers(app: App, state: HttpState) -> None:
     """Add the layers of the settings to an application: keys, CORS, the operator's middleware.
 
     Raises:
         ConfigError: an error of `add_middleware`.
     """
     app.state.octavo = state
-    app.root_path = state.config.root_path
     # Middleware added later is called earlier: CORS answers preflights before keys are checked.
     app.add_middleware(RequestMiddleware, state=state)
     if state.config.allowed_origins:
@@ -128,7 +163,7 @@ def add_layers(app: FastAPI, state: HttpState) -> None:
         add_middleware(app, state.config.middleware)
 
 
-def add_middleware(app: FastAPI, paths: list[str]) -> None:
+def add_middleware(app: App, paths: list[str]) -> None:
     """Add the operator's middleware to an application; each layer wraps the previous one.
 
     Raises:
@@ -157,8 +192,3 @@ def add_middleware(app: FastAPI, paths: list[str]) -> None:
         app.middleware_stack = app.build_middleware_stack()  # else it fails at a request
     except Exception as error:
         raise ConfigError(f"middleware={paths} cannot be used: {error!r}.") from error
-
-
-async def docs(request: Request) -> Response:
-    """Return the description at /openapi.json as a page."""
-    return HTMLResponse(docs_page(request.app.openapi()), headers=HEADERS)

@@ -6,7 +6,7 @@ FastAPI cannot derive them: `octavo.server.body` parses bodies, and handlers wri
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -14,7 +14,9 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel, RootModel, TypeAdapter
 from pydantic.json_schema import JsonSchemaMode
+from starlette.responses import Response
 
+from octavo import __version__
 from octavo.server import answers
 from octavo.server.field_docs import describe
 from octavo.server.schema import (
@@ -164,26 +166,34 @@ OPERATIONS: dict[str, Operation] = {
 }
 
 
-def document(app: FastAPI) -> None:
-    """Add the schemas to FastAPI's OpenAPI description."""
-    make = app.openapi
+def describe_routes(
+    routes: Iterable[tuple[str, Callable[..., Any], str]],
+) -> dict[str, Any]:
+    """Return the OpenAPI description of routes: path, function and method of each."""
+    app = FastAPI(
+        title="Octavo", version=__version__, description="OpenAI-compatible inference server."
+    )
+    for path, endpoint, method in routes:
+        app.add_api_route(
+            path,
+            endpoint,
+            methods=[method],
+            response_class=Response,
+            responses=OPERATIONS[path].responses(),
+            openapi_extra=OPERATIONS[path].extra(path),
+        )
     models: list[type[object]] = [answers.ErrorAnswer]
     for operation in OPERATIONS.values():
         found = (operation.body, operation.answer, operation.chunk)
         models += [model for model in found if model is not None and model not in models]
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            inputs: list[tuple[str, JsonSchemaMode, TypeAdapter[object]]] = [
-                (model.__name__, "validation", TypeAdapter(model)) for model in models
-            ]
-            _, schemas = TypeAdapter.json_schemas(inputs, ref_template=_SCHEMA_REF)
-            describe(schemas["$defs"])
-            make().setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
-        assert app.openapi_schema is not None
-        return app.openapi_schema
-
-    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's documented way
+    inputs: list[tuple[str, JsonSchemaMode, TypeAdapter[object]]] = [
+        (model.__name__, "validation", TypeAdapter(model)) for model in models
+    ]
+    _, schemas = TypeAdapter.json_schemas(inputs, ref_template=_SCHEMA_REF)
+    describe(schemas["$defs"])
+    description = app.openapi()
+    description.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
+    return description
 
 
 def _ref(model: type[object]) -> dict[str, str]:

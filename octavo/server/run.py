@@ -85,10 +85,8 @@ def run_server(
             if config.api_server_count > 1:
                 from octavo.server.api_servers import serve_by_api_servers
 
-                return asyncio.run(
-                    serve_by_api_servers(config, engine_config, listener),
-                    loop_factory=uvloop.new_event_loop,
-                )
+                with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                    return runner.run(serve_by_api_servers(config, engine_config, listener))
             processes = engine_processes(config, process)
             start_loading(engine_config, processes)
 

@@ -12,12 +12,11 @@ from contextlib import AbstractContextManager, nullcontext
 
 import uvicorn
 import uvloop
-from fastapi import FastAPI
 
 from octavo.config import EngineConfig, ServerConfig
 from octavo.fleet.start import EngineProcesses
 from octavo.frontend.async_llm import AsyncLLM
-from octavo.server.app import build_app
+from octavo.server.app import App, build_app
 from octavo.server.http_state import HttpState
 from octavo.server.listen import address_of, client_address, tls_context
 from octavo.server.protocol import KEEP_ALIVE_TIMEOUT, make_protocol
@@ -111,7 +110,7 @@ async def serve(
 
 async def serve_app(
     state: HttpState,
-    app: FastAPI,
+    app: App,
     listener: socket.socket,
     hear: Callable[[Callable[[int], None]], None] = hear_signals,
 ) -> int:
