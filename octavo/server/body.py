@@ -44,7 +44,7 @@ M = TypeVar("M", bound="Body")
 class Body(BaseModel):
     """Base of the request bodies and of the objects in them."""
 
-    model_config = ConfigDict(strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(strict=True)
 
     unsupported: ClassVar[Unsupported] = {}
     """Unsupported fields that other servers know, and the values of each that are allowed."""

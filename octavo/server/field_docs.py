@@ -35,8 +35,10 @@ def field_doc(body: type[Body], name: str) -> str:
         KeyError: neither has a docstring.
     """
     for attribute, info in body.model_fields.items():
-        if (info.alias or attribute) == name and info.description is not None:
-            return " ".join(info.description.split())
+        if (info.alias or attribute) == name:
+            for kind in body.__mro__[: body.__mro__.index(Body)]:
+                if attribute in (docs := attribute_docs(kind)):
+                    return " ".join(docs[attribute].split())
     if name not in SamplingParams.__struct_fields__:
         raise KeyError(f"{body.__name__}.{name} has no docstring.")
     meaning = " ".join(attribute_docs(SamplingParams)[name].split())
