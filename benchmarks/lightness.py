@@ -3,8 +3,9 @@
     python benchmarks/lightness.py [MODEL] [--before OTHER/.venv/bin/python] [--repeats 9]
         [--kills 50] [--warm-spare] [-- FLAGS OF OCTAVO SERVE]
 
-Each turn starts a server, with this build and the other one alternating. Prints medians with the
-least and the most, in seconds since the start of the process:
+Each turn starts a server, with this build and the other one alternating. A start before the first
+turn compiles the modules of each build, as an installation does. Prints medians with the least and
+the most, in seconds since the start of the process:
 
   listening    the first connection is accepted
   ready        /health answers 200
@@ -30,6 +31,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -59,6 +61,8 @@ def main() -> int:
     builds = {"this build": sys.executable}
     if args.before is not None:
         builds["before"] = str(args.before.absolute())
+    for python in builds.values():
+        measure_start(python, args.model, flags)
     found: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in builds}
     for turn in range(args.repeats):
         order = list(builds) if turn % 2 == 0 else list(builds)[::-1]
@@ -89,10 +93,13 @@ def serving(python: str, model: str, flags: Sequence[str]) -> Iterator[tuple[int
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     folder = Path(python).parent.parent.parent  # of a checkout, whose build this interpreter uses
+    environment = {**os.environ, "PYTHONPYCACHEPREFIX": f"{tempfile.gettempdir()}/lightness-pyc"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     began = time.perf_counter()
     process = subprocess.Popen(
         [*(python, "-m", "octavo", "serve", model, "--port", str(port)), *flags],
         cwd=folder,
+        env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
