@@ -216,9 +216,11 @@ def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     """Return the parser of all commands.
 
     Args:
-        arguments: command line to parse. The parser has the flags of a benchmark only if the
-            command line names it, because they require importing its module.
+        arguments: command line to parse. The parser has the flags of the named command only; those
+            of the router, the simulation and the benchmarks require importing their modules.
+            Empty: it has the flags of all other commands.
     """
+    named = arguments[0] if arguments else None
     parser = _Parser(prog="octavo", description="LLM inference and serving.", epilog=_FIRST_STEPS)
     parser.add_argument("-v", "--version", action="version", version=f"octavo {__version__}")
     parser.set_defaults(command=None)
@@ -232,8 +234,9 @@ def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     )
     serve.add_argument("model_arg", nargs="?", metavar="MODEL", help=_MODEL_HELP)
     add_config_flag(serve)
-    add_settings(serve, "server", list(section_fields(ServerConfig, "server")))
-    add_engine_settings(serve)
+    if named in (None, "serve"):
+        add_settings(serve, "server", list(section_fields(ServerConfig, "server")))
+        add_engine_settings(serve)
     serve.set_defaults(command=_serve)
 
     router = commands.add_parser(
@@ -244,15 +247,15 @@ def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     )
     router.add_argument("model_arg", nargs="?", metavar="MODEL", help=_MODEL_HELP)
     add_config_flag(router)
-    if arguments and arguments[0] == "router":
+    if named == "router":
         from octavo.router.config import RouterConfig
 
         add_settings(router, "router", section_fields(RouterConfig, "router"))
-    add_settings(router, "server", list(section_fields(ServerConfig, "server")))
-    add_engine_settings(router)
+        add_settings(router, "server", list(section_fields(ServerConfig, "server")))
+        add_engine_settings(router)
     router.set_defaults(command=_route)
 
-    terminal = add_commands(commands)
+    terminal = add_commands(commands, named)
 
     batch = commands.add_parser(
         "run-batch",
@@ -266,8 +269,9 @@ def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     )
     batch.add_argument("-o", "--output-file", metavar="FILE", help="File to write the answers to.")
     add_config_flag(batch)
-    add_settings(batch, "answers", _batch_fields())
-    add_engine_settings(batch)
+    if named in (None, "run-batch"):
+        add_settings(batch, "answers", _batch_fields())
+        add_engine_settings(batch)
     batch.set_defaults(command=_run_batch)
 
     replay = commands.add_parser(
@@ -287,7 +291,8 @@ def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
         action="store_true",
         help="Replay even if the model differs from the recorded one.",
     )
-    add_engine_settings(replay)
+    if named in (None, "replay"):
+        add_engine_settings(replay)
     replay.set_defaults(command=_replay)
 
     collect = commands.add_parser(
@@ -298,8 +303,7 @@ def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     bench = commands.add_parser(
         "bench", help="measure latency, throughput, serving or start-up time"
     )
-    named = arguments[1] if len(arguments) > 1 and arguments[0] == "bench" else None
-    benchmark = _add_benchmarks(bench, named)
+    benchmark = _add_benchmarks(bench, arguments[1] if named == "bench" and arguments[1:] else None)
 
     simulate = commands.add_parser(
         "simulate",
@@ -307,7 +311,7 @@ def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
         usage="%(prog)s [MODEL] [flags]",
         epilog=_SIMULATE_EXAMPLES,
     )
-    if arguments and arguments[0] == "simulate":
+    if named == "simulate":
         _add_module(simulate, "octavo.simulation.simulate")
 
     completion = commands.add_parser(

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from octavo.compat.call_arguments import apply_tokenization, refuse_unsupported
 from octavo.config import BUILTIN_MODEL, EngineConfig, ModelConfig
-from octavo.config.engine_args import EngineArgs, engine_settings
+from octavo.config.engine_settings import engine_settings
 from octavo.errors import OctavoError, RequestError, UnsupportedError
 from octavo.frontend.beam_search import (
     Beam,
@@ -35,6 +35,7 @@ from octavo.sampling_params import BeamSearchParams, RequestOutputKind, Sampling
 from octavo.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from octavo.config.engine_args import EngineArgs
     from octavo.observability.metrics_reader import Metric
 
 Message = Mapping[str, Any]

@@ -11,7 +11,7 @@ from octavo.bench.metrics import RequestRecord
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig
 from octavo.config.arguments import engine_kwargs
-from octavo.config.engine_args import engine_settings
+from octavo.config.engine_settings import engine_settings
 from octavo.errors import ConfigError
 from octavo.llm import LLM
 from octavo.models.hub import resolve_folders

@@ -15,13 +15,11 @@ import zmq
 import zmq.asyncio
 
 from octavo.config import EngineConfig
-from octavo.engine.checks import check_requirements
 from octavo.engine.core_messages import WARM, CoreProcessSetup, CoreReady
 from octavo.errors import reason_of, signal_name
 from octavo.plan.memory_plan import MemoryPlan
-from octavo.platforms.registry import get_platform
 from octavo.system import clock
-from octavo.system.device import is_stopped, num_cpus, numa_cpus
+from octavo.system.device import is_stopped, num_cpus
 from octavo.system.socket_folder import SocketFolder
 
 logger = logging.getLogger(__name__)
@@ -319,32 +317,6 @@ class CoreLauncher:
         spare, self._spare = self._spare, None
         if spare is not None:
             spare.shutdown(0.0)
-
-
-def share_cores(config: EngineConfig) -> EngineConfig:
-    """Return the settings of each engine, with its share of the cores.
-
-    Raises:
-        ConfigError: see `check_requirements`.
-    """
-    size, device = config.parallel.data_parallel_size, config.device
-    check_requirements(config, get_platform(device.device))
-    if size == 1:
-        return config
-    cores = num_cpus() if device.numa_node is None else len(numa_cpus(device.numa_node))
-    local = config.parallel.num_local_engines
-    workers = local * config.world_size
-    threads = device.num_threads or max(1, cores // workers)
-    if workers * threads > cores:
-        logger.warning(
-            "%d processes with %d threads each exceed the %d available cores: they wait for each "
-            "other, which slows every step",
-            workers,
-            threads,
-            cores,
-        )
-    replace = msgspec.structs.replace
-    return replace(config, device=replace(device, num_threads=threads))
 
 
 def with_kv_cache_of(config: EngineConfig, plan: MemoryPlan) -> EngineConfig:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from octavo.config import EngineConfig
-from octavo.fleet.core_launcher import CoreLauncher, share_cores
+from octavo.fleet.core_launcher import CoreLauncher
 from octavo.fleet.data_parallel import DataParallelClient
+from octavo.fleet.start import share_cores
 from octavo.fleet.supervisor import Supervisor
 from octavo.messages import EngineCoreOutputs, EngineCoreRequest
 from octavo.plan.memory_plan import MemoryPlan

@@ -36,7 +36,8 @@ from octavo.fleet.cluster import (
     Kill,
     Launch,
 )
-from octavo.fleet.core_launcher import CoreProcess, share_cores, usable_process, usable_spare
+from octavo.fleet.core_launcher import CoreProcess, usable_process, usable_spare
+from octavo.fleet.start import share_cores
 from octavo.models.hub import resolve_folders
 from octavo.models.registry import read_spec
 from octavo.system.device import cpu_memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,16 +13,20 @@ import msgspec
 from octavo.checkpoints.identity import model_hash
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig
+from octavo.engine.checks import check_requirements
 from octavo.errors import OctavoError, reason_of
-from octavo.fleet.core_launcher import CoreLauncher, CoreProcess, share_cores
+from octavo.fleet.core_launcher import CoreLauncher, CoreProcess
 from octavo.messages import EngineCoreRequest
 from octavo.models.hub import local_folder
 from octavo.observability.recording import RecordSettings
 from octavo.platforms.registry import get_platform
+from octavo.system.device import num_cpus, numa_cpus
 
 if TYPE_CHECKING:
     from octavo.fleet.data_parallel import DataParallelClient
     from octavo.fleet.supervisor import Recovery, Supervisor
+
+logger = logging.getLogger(__name__)
 
 Unfinished = Callable[[], list[EngineCoreRequest]]
 OnRecovery: TypeAlias = "Callable[[Recovery], None]"
@@ -51,6 +56,32 @@ class EngineProcesses:
     log_level: str = "info"
     log_format: str = "text"
     record: RecordSettings | None = None
+
+
+def share_cores(config: EngineConfig) -> EngineConfig:
+    """Return the settings of each engine, with its share of the cores.
+
+    Raises:
+        ConfigError: see `check_requirements`.
+    """
+    size, device = config.parallel.data_parallel_size, config.device
+    check_requirements(config, get_platform(device.device))
+    if size == 1:
+        return config
+    cores = num_cpus() if device.numa_node is None else len(numa_cpus(device.numa_node))
+    local = config.parallel.num_local_engines
+    workers = local * config.world_size
+    threads = device.num_threads or max(1, cores // workers)
+    if workers * threads > cores:
+        logger.warning(
+            "%d processes with %d threads each exceed the %d available cores: they wait for each "
+            "other, which slows every step",
+            workers,
+            threads,
+            cores,
+        )
+    replace = msgspec.structs.replace
+    return replace(config, device=replace(device, num_threads=threads))
 
 
 def start_loading(config: EngineConfig, processes: EngineProcesses) -> None:

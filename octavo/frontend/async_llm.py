@@ -12,14 +12,13 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.compat.call_arguments import check_stat_loggers, refuse_unsupported
 from octavo.config import EngineConfig
-from octavo.config.engine_args import AsyncEngineArgs
 from octavo.engine.checks import check_recording
 from octavo.engine.record import make_recorder
 from octavo.errors import (
@@ -62,6 +61,9 @@ from octavo.sampling_params import BeamSearchParams, SamplingParams
 from octavo.system import clock
 from octavo.system.offload import offload
 from octavo.text.tokenizer import Tokenizer, require_tokenizer
+
+if TYPE_CHECKING:
+    from octavo.config.engine_args import AsyncEngineArgs
 
 logger = logging.getLogger(__name__)
 

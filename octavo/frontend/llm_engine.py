@@ -14,7 +14,6 @@ from octavo.checkpoints.registry import open_checkpoint
 from octavo.checkpoints.sharded_state import SHARDED_PATTERN
 from octavo.compat.call_arguments import apply_tokenization, refuse_unsupported
 from octavo.config import EngineConfig, ModelConfig
-from octavo.config.engine_args import EngineArgs
 from octavo.engine.assemble import make_engine_core
 from octavo.engine.checks import check_offline
 from octavo.errors import EngineDeadError, OctavoError, RequestError, UnsupportedError
@@ -36,6 +35,7 @@ from octavo.system import clock
 from octavo.text.tokenizer import Tokenizer, require_tokenizer
 
 if TYPE_CHECKING:
+    from octavo.config.engine_args import EngineArgs
     from octavo.fleet.isolated import IsolatedClient  # imports ZMQ
     from octavo.observability.metrics_reader import (
         Metric,  # imports Prometheus, which most programs do not need

@@ -26,7 +26,7 @@ from octavo.bench.sweep import Probe, Slos, best_probe, find_max_rate, parse_slo
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig
 from octavo.config.arguments import add_engine_settings, engine_kwargs
-from octavo.config.engine_args import engine_settings
+from octavo.config.engine_settings import engine_settings
 from octavo.errors import BenchError, ConfigError
 from octavo.kv_cache.groups import (
     KVCacheConfig,

@@ -23,7 +23,7 @@ from octavo.config import (
     settings_from_environment,
 )
 from octavo.config.arguments import add_engine_settings, engine_kwargs
-from octavo.config.engine_args import engine_settings
+from octavo.config.engine_settings import engine_settings
 from octavo.config.settings_file import add_config_flag
 from octavo.errors import ConfigError, HubError, OctavoError
 from octavo.system.logs import setup_logging
@@ -66,8 +66,13 @@ _PULL_EXAMPLE = """example:
 """
 
 
-def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
-    """Add the terminal's commands to the parser; return their parsers."""
+def add_commands(commands: Any, named: str | None) -> list[argparse.ArgumentParser]:
+    """Add the terminal's commands to the parser; return their parsers.
+
+    Args:
+        commands: subparsers of the whole parser.
+        named: only this command gets the engine's settings; None: each that has them.
+    """
     run = commands.add_parser(
         "run",
         help="generate in the terminal, without a server",
@@ -95,7 +100,8 @@ def add_commands(commands: Any) -> list[argparse.ArgumentParser]:
         help=f"{level.doc} [{level.default}]",
     )
     _add_sampling_flags(run, exclude="seed")  # it is an engine setting
-    add_engine_settings(run)
+    if named in (None, "run"):
+        add_engine_settings(run)
     run.set_defaults(command=run_model)
 
     chat = commands.add_parser(

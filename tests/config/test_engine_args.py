@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from octavo.config import BUILTIN_MODEL, EngineConfig, config_fields, optional_type
-from octavo.config.engine_args import AsyncEngineArgs, EngineArgs, engine_settings
+from octavo.config.engine_args import AsyncEngineArgs, EngineArgs
+from octavo.config.engine_settings import engine_settings
 from octavo.errors import ConfigError
 from octavo.frontend.environment import apply_environment
 

@@ -19,9 +19,9 @@ from octavo.errors import (
     ScalingError,
     StepFailedError,
 )
-from octavo.fleet import core_launcher, data_parallel, supervisor
-from octavo.fleet.core_launcher import share_cores
+from octavo.fleet import data_parallel, start, supervisor
 from octavo.fleet.data_parallel import DataParallelClient
+from octavo.fleet.start import share_cores
 from octavo.messages import (
     CoreSamplingParams,
     EngineCoreOutput,
@@ -535,7 +535,7 @@ def test_every_request_gets_each_token_once(size, count, poison, events):
 
 
 def test_cores_are_divided(monkeypatch, caplog):
-    monkeypatch.setattr(core_launcher, "num_cpus", lambda: 8)
+    monkeypatch.setattr(start, "num_cpus", lambda: 8)
 
     def threads(**how):
         config = EngineConfig.from_kwargs(device="cpu", **how)
@@ -558,7 +558,7 @@ def test_cores_are_divided(monkeypatch, caplog):
 
 
 def test_a_device_that_one_engine_takes(monkeypatch):
-    monkeypatch.setattr(core_launcher, "get_platform", lambda device: CUDAPlatform())
+    monkeypatch.setattr(start, "get_platform", lambda device: CUDAPlatform())
     share_cores(EngineConfig())
     with pytest.raises(ConfigError, match="data_parallel_size=2 is not supported on device=cuda"):
         share_cores(EngineConfig.from_kwargs(data_parallel_size=2))
