@@ -488,7 +488,7 @@ def _serve(args: argparse.Namespace) -> int:
 
         return run_node(server_config, engine_config)
 
-    from octavo.fleet.core_launcher import CoreProcess
+    from octavo.fleet.process import CoreProcess
 
     # The engine imports torch while this process imports the web framework. With several front
     # ends another process starts the engine.

@@ -3,7 +3,7 @@
 import sys
 from types import SimpleNamespace
 
-from octavo.fleet import core_launcher
+from octavo.fleet import process as process_module
 
 
 def stand_in(monkeypatch, seen):
@@ -16,7 +16,7 @@ def stand_in(monkeypatch, seen):
         return 0
 
     process = SimpleNamespace(shutdown=lambda timeout: None)
-    monkeypatch.setattr(core_launcher, "CoreProcess", lambda warm: process)
+    monkeypatch.setattr(process_module, "CoreProcess", lambda warm: process)
     module = SimpleNamespace(run_server=run_server)
     monkeypatch.setitem(sys.modules, "octavo.server.run", module)
     node = SimpleNamespace(run_node=run_server)

@@ -15,11 +15,6 @@ READY, OUTPUTS, RESULT, DEAD = b"R", b"O", b"V", b"D"
 STATE, PAGE = b"S", b"P"
 
 
-# Argument of a process that warms up before its setup arrives. The next argument is the number of
-# worker processes that it starts meanwhile.
-WARM = "warm"
-
-
 class ReachedBy(msgspec.Struct):
     """Address and keys by which an engine on another machine reaches its head node."""
 

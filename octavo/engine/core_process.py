@@ -35,7 +35,6 @@ from octavo.engine.core_messages import (
     READY,
     RESULT,
     UTILITY,
-    WARM,
     CoreDead,
     CoreProcessSetup,
     CoreReady,
@@ -62,12 +61,12 @@ def main() -> None:
     # The parent decides when to stop; a Ctrl-C in the terminal reaches the whole process group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if sys.argv[1:2] == [WARM]:
+    if sys.argv[1:]:
         # The process cannot read standard input while it imports. It may be killed at any time.
         signal_at_parents_end(signal.SIGKILL)
         if not _has_parent():  # the parent ended before the signal was set up
             os._exit(1)
-        _warm_up(int(sys.argv[2]))
+        _warm_up(int(sys.argv[1]))
     if not (head := sys.stdin.buffer.read(4)):
         os._exit(0)  # the spare process is not needed
     signal_at_parents_end(signal.SIGCONT)

@@ -12,7 +12,7 @@ import msgspec
 
 from octavo.engine import core_messages
 from octavo.errors import EngineDeadError, StepFailedError
-from octavo.fleet.core_launcher import IpcChannel
+from octavo.fleet.ipc_channel import IpcChannel
 from octavo.fleet.mp_client import AsyncMPClient
 from octavo.messages import EngineCoreOutputs, EngineCoreRequest
 

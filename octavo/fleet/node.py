@@ -36,7 +36,8 @@ from octavo.fleet.cluster import (
     Kill,
     Launch,
 )
-from octavo.fleet.core_launcher import CoreProcess, usable_process, usable_spare
+from octavo.fleet.core_launcher import usable_process, usable_spare
+from octavo.fleet.process import CoreProcess
 from octavo.fleet.start import share_cores
 from octavo.models.hub import resolve_folders
 from octavo.models.registry import read_spec

@@ -15,7 +15,8 @@ from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig
 from octavo.engine.checks import check_requirements
 from octavo.errors import OctavoError, reason_of
-from octavo.fleet.core_launcher import CoreLauncher, CoreProcess
+from octavo.fleet.core_launcher import CoreLauncher
+from octavo.fleet.process import CoreProcess
 from octavo.messages import EngineCoreRequest
 from octavo.models.hub import local_folder
 from octavo.observability.recording import RecordSettings

@@ -14,7 +14,7 @@ from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig, ServerConfig
 from octavo.engine.checks import check_recording, check_settings
 from octavo.errors import ConfigError
-from octavo.fleet.core_launcher import CoreProcess
+from octavo.fleet.process import CoreProcess
 from octavo.fleet.start import EngineProcesses, start_loading
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_spec

@@ -675,7 +675,7 @@ def test_a_spare_that_imports_ends_with_its_parent_at_once(tmp_path):
     code = """
 import time
 from octavo.config import EngineConfig
-from octavo.fleet.core_launcher import CoreProcess
+from octavo.fleet.process import CoreProcess
 spare = CoreProcess(warm=EngineConfig())
 print(spare.pid, flush=True)
 time.sleep(60)

@@ -11,7 +11,10 @@ import pytest
 from octavo.config import EngineConfig
 from octavo.engine.core_messages import CoreProcessSetup
 from octavo.fleet import core_launcher
-from octavo.fleet.core_launcher import CoreLauncher, CoreProcess, IpcChannel
+from octavo.fleet import process as process_module
+from octavo.fleet.core_launcher import CoreLauncher
+from octavo.fleet.ipc_channel import IpcChannel
+from octavo.fleet.process import CoreProcess
 
 
 def setup() -> CoreProcessSetup:
@@ -138,7 +141,7 @@ def test_one_that_stays_stopped_is_killed():
 def test_there_is_no_room_for_sockets(monkeypatch):
     process = CoreProcess()
     made = launcher(process=process)
-    monkeypatch.setattr(core_launcher, "SocketFolder", refuse)
+    monkeypatch.setattr(process_module, "SocketFolder", refuse)
     with pytest.raises(OSError, match="Resource temporarily unavailable"):
         made.launch(None)
     assert process.describe_exit() is not None  # it has been reaped

@@ -7,7 +7,7 @@ import pytest
 
 from octavo.config import BUILTIN_MODEL, EngineConfig
 from octavo.errors import EngineDeadError
-from octavo.fleet.core_launcher import CoreProcess
+from octavo.fleet.process import CoreProcess
 from octavo.fleet.start import EngineProcesses, start_engines, start_loading
 from octavo.models.hub import resolve_model
 from octavo.observability.recording import RecordSettings

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 from octavo import cli
 from octavo.errors import EngineDeadError
-from octavo.fleet import core_launcher
+from octavo.fleet import process
 from octavo.server import protocol, run, serve
 from tests.server.fake_engine import FakeAsyncLLM
 
@@ -45,7 +45,7 @@ def main() -> int:
 
     run.start_loading = lambda engine_config, processes: None
     serve.start_engine = start
-    core_launcher.CoreProcess = lambda warm: SimpleNamespace(shutdown=lambda timeout: None)
+    process.CoreProcess = lambda warm: SimpleNamespace(shutdown=lambda timeout: None)
     if mode == "impatient":
         protocol.HEAD_TIMEOUT = protocol.SEND_TIMEOUT = 0.5
         serve.KEEP_ALIVE_TIMEOUT = 1

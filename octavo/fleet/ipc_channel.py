@@ -1,0 +1,62 @@
+"""Channel to an engine process on this machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+
+class IpcChannel:
+    """Implementation of `Channel` by two Unix sockets.
+
+    Args:
+        input_address: address where the process receives messages.
+        output_address: address where it sends messages.
+
+    Raises:
+        OSError: the system lacks resources for sockets.
+    """
+
+    def __init__(self, input_address: str, output_address: str) -> None:
+        self._context = zmq.asyncio.Context()
+        try:
+            self._input = self._context.socket(zmq.PUSH)
+            self._output = self._context.socket(zmq.PULL)
+            self._input.set_hwm(0)  # requests may queue up while the process starts
+            self._input.connect(input_address)
+            self._output.bind(output_address)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise OSError(error.errno, error.strerror) from error
+
+    @property
+    def closed(self) -> bool:
+        """True after `close`."""
+        return bool(self._context.closed)
+
+    async def send(self, kind: bytes, payload: bytes) -> None:
+        """Implement `Channel`."""
+        await self._input.send_multipart([kind, payload])
+
+    async def receive(self, seconds: float) -> tuple[bytes, bytes] | None:
+        """Implement `Channel`."""
+        if not await self._output.poll(timeout=int(seconds * 1000)):
+            return None
+        kind, payload = await self._output.recv_multipart()
+        return kind, payload
+
+    def receive_nowait(self) -> tuple[bytes, bytes] | None:
+        """Implement `Channel`."""
+        try:
+            # Without waiting, the result is a future that is done.
+            received: Any = self._output.recv_multipart(zmq.NOBLOCK)
+            kind, payload = received.result()
+        except zmq.Again:
+            return None
+        return kind, payload
+
+    def close(self) -> None:
+        """Implement `Channel`."""
+        self._context.destroy(linger=0)
