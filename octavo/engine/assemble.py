@@ -61,6 +61,19 @@ def grammar_backends() -> Sequence[str]:
     return installed or list(GRAMMAR_PACKAGES)
 
 
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Disable garbage collections, which would search the many new objects that stay."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+@_no_garbage_collection()
 def make_engine_core(
     config: EngineConfig,
     spec: ModelSpec,
@@ -273,10 +286,7 @@ def _log_plan(plan: MemoryPlan, details: int) -> None:
 
 
 def import_executor(config: EngineConfig | None = None) -> MakeExecutor:
-    """Import the executor and, with workers in this process, torch: the slowest part of a start.
-
-    That import creates some 200,000 permanent objects. Garbage collections would search them
-    repeatedly and take a tenth of its time, so they are disabled.
+    """Import the executor and, with workers in this process, their modules.
 
     Args:
         config: the settings; None if they are not known yet.
@@ -286,14 +296,3 @@ def import_executor(config: EngineConfig | None = None) -> MakeExecutor:
     """
     with _no_garbage_collection():
         return get_executor_class(config or EngineConfig())
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()

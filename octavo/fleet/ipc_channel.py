@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 from typing import Any
 
 import zmq
 import zmq.asyncio
+
+# Interval of attempts to connect to a process that does not listen yet.
+_RECONNECT_MS = 5
 
 
 class IpcChannel:
@@ -14,22 +20,33 @@ class IpcChannel:
     Args:
         input_address: address where the process receives messages.
         output_address: address where it sends messages.
+        pid: process id; `receive` then returns at once when the process ends, on Linux. None: the
+            process is not a child of this one.
 
     Raises:
         OSError: the system lacks resources for sockets.
     """
 
-    def __init__(self, input_address: str, output_address: str) -> None:
+    def __init__(self, input_address: str, output_address: str, pid: int | None = None) -> None:
         self._context = zmq.asyncio.Context()
         try:
             self._input = self._context.socket(zmq.PUSH)
             self._output = self._context.socket(zmq.PULL)
             self._input.set_hwm(0)  # requests may queue up while the process starts
+            self._input.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
             self._input.connect(input_address)
             self._output.bind(output_address)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise OSError(error.errno, error.strerror) from error
+        self._poller = zmq.asyncio.Poller()
+        self._poller.register(self._output, zmq.POLLIN)
+        self._end: int | None = None
+        """Descriptor that is readable when the process has ended."""
+        if pid is not None and sys.platform == "linux":
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and been reaped
+                self._end = os.pidfd_open(pid)
+                self._poller.register(self._end, zmq.POLLIN)
 
     @property
     def closed(self) -> bool:
@@ -42,7 +59,7 @@ class IpcChannel:
 
     async def receive(self, seconds: float) -> tuple[bytes, bytes] | None:
         """Implement `Channel`."""
-        if not await self._output.poll(timeout=int(seconds * 1000)):
+        if self._output not in dict(await self._poller.poll(int(seconds * 1000))):
             return None
         kind, payload = await self._output.recv_multipart()
         return kind, payload
@@ -59,4 +76,7 @@ class IpcChannel:
 
     def close(self) -> None:
         """Implement `Channel`."""
+        end, self._end = self._end, None
+        if end is not None:
+            os.close(end)
         self._context.destroy(linger=0)

@@ -76,7 +76,7 @@ class CoreProcess:
             self.input_address, self.output_address = (
                 f"ipc://{self._folder.path}/{name}" for name in ("input", "output")
             )
-            self._channel = IpcChannel(self.input_address, self.output_address)
+            self._channel = IpcChannel(self.input_address, self.output_address, self.pid)
         setup = msgspec.structs.replace(
             setup,
             input_address=self.input_address,
