@@ -121,7 +121,7 @@ def make_engine_core(
     checkpoint = open_checkpoint(model_path, config.load.load_format)
     for stage in setup.stages:
         read_ahead(config, stage.part, checkpoint, setup.dtype)  # while the memory is planned
-    make_executor = make_executor or import_executor(config)
+    make_executor = make_executor or get_executor_class(config)
     estimate = platform.estimate_memory(setup)
     if estimate is not None:  # reject a plan that does not fit before loading
         plan, kv_cache = make_memory_plan(
@@ -283,16 +283,3 @@ def _log_plan(plan: MemoryPlan, details: int) -> None:
     logger.info("%s", total)
     for line in lines:
         logger.log(details, "%s", line)
-
-
-def import_executor(config: EngineConfig | None = None) -> MakeExecutor:
-    """Import the executor and, with workers in this process, their modules.
-
-    Args:
-        config: the settings; None if they are not known yet.
-
-    Raises:
-        ConfigError: see `get_executor_class`.
-    """
-    with _no_garbage_collection():
-        return get_executor_class(config or EngineConfig())

@@ -25,7 +25,8 @@ import msgspec
 import zmq
 
 from octavo.checkpoints.registry import open_checkpoint
-from octavo.engine.assemble import import_executor, make_engine_core
+from octavo.config import EngineConfig
+from octavo.engine.assemble import make_engine_core
 from octavo.engine.core import EngineCore
 from octavo.engine.core_messages import (
     ABORT,
@@ -42,6 +43,7 @@ from octavo.engine.core_messages import (
 from octavo.engine.head import ENGINE_IN, ENGINE_OUT, HELLO, connect
 from octavo.engine.record import StepRecorder
 from octavo.errors import EngineDeadError, EngineStoppedError, OctavoError
+from octavo.executor.registry import get_executor_class
 from octavo.messages import EngineCoreRequest, UtilityCall, UtilityResult
 from octavo.models.registry import read_spec
 from octavo.observability.profiler import span
@@ -149,7 +151,7 @@ def _warm_up(num_workers: int) -> None:
 
         make_spares(num_workers)
     else:
-        import_executor()
+        get_executor_class(EngineConfig())
 
 
 class _BusyLoop:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, Protocol
 
-from octavo.engine.core import EngineCore
 from octavo.errors import SleepError
 from octavo.messages import EngineCoreOutputs, EngineCoreRequest
 
 if TYPE_CHECKING:
+    from octavo.engine.core import EngineCore
     from octavo.engine.core_messages import CoreReady
 
 # Interval of checks for Ctrl-C.

@@ -14,18 +14,20 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from octavo.engine.core_messages import CoreReady
 from octavo.errors import EngineDeadError, EngineStoppedError, StepFailedError, reason_of
-from octavo.fleet.cluster import RemoteLauncher
-from octavo.fleet.core_launcher import CoreLauncher
 from octavo.fleet.mp_client import AsyncMPClient
 from octavo.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from octavo.observability.scheduler_stats import SchedulerStats
 from octavo.system import clock
+
+if TYPE_CHECKING:
+    from octavo.fleet.cluster import RemoteLauncher
+    from octavo.fleet.core_launcher import CoreLauncher
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,6 @@ import sys
 import pytest
 
 from octavo.config import EngineConfig
-from octavo.engine.assemble import import_executor
 from octavo.errors import ConfigError
 from octavo.executor.multiproc import MultiprocExecutor
 from octavo.executor.registry import get_executor_class
@@ -22,7 +21,6 @@ def test_known_ones_and_one_s_own():
     assert find("mp") is MultiprocExecutor
     assert find("tests.fakes.FakeExecutor") is FakeExecutor
     config = EngineConfig.from_kwargs(distributed_executor_backend="mp")
-    assert import_executor(config) is MultiprocExecutor
     assert (config.world_size, config.num_worker_processes) == (1, 1)
     assert EngineConfig().num_worker_processes == 0
 
