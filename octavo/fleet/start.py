@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,6 +17,7 @@ from octavo.engine.checks import check_requirements
 from octavo.errors import OctavoError, reason_of
 from octavo.fleet.core_launcher import CoreLauncher
 from octavo.fleet.process import CoreProcess
+from octavo.fleet.supervisor import Recovery, Supervisor
 from octavo.messages import EngineCoreRequest
 from octavo.models.hub import local_folder
 from octavo.observability.recording import RecordSettings
@@ -25,12 +26,11 @@ from octavo.system.device import num_cpus, numa_cpus
 
 if TYPE_CHECKING:
     from octavo.fleet.data_parallel import DataParallelClient
-    from octavo.fleet.supervisor import Recovery, Supervisor
 
 logger = logging.getLogger(__name__)
 
 Unfinished = Callable[[], list[EngineCoreRequest]]
-OnRecovery: TypeAlias = "Callable[[Recovery], None]"
+OnRecovery = Callable[[Recovery], None]
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,6 @@ def start_engines(
     parallel = config.parallel
     size = parallel.data_parallel_size
     launcher = _make_launcher(config, path, processes)
-    from octavo.fleet.supervisor import Supervisor
-
     restarts, timeout = processes.max_engine_restarts, processes.progress_timeout
     if size == 1 and not parallel.enable_elastic_ep:
         return Supervisor(

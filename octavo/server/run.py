@@ -88,7 +88,8 @@ def run_server(
                 with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                     return runner.run(serve_by_api_servers(config, engine_config, listener))
             processes = engine_processes(config, process)
-            start_loading(engine_config, processes)
+            if not config.middleware:  # else find errors of the operator's middleware first
+                start_loading(engine_config, processes)
 
             # Import the web framework while the engine loads the model.
             from octavo.server.serve import serve_engine

@@ -22,7 +22,7 @@ from octavo.errors import (
     ScalingError,
     UnmetDeadlineError,
 )
-from octavo.fleet import start
+from octavo.fleet import data_parallel, start
 from octavo.fleet.start import EngineProcesses
 from octavo.fleet.supervisor import Recovery
 from octavo.frontend import request_memory
@@ -695,7 +695,7 @@ class Several(Client):
 
 
 def test_the_number_of_engines_is_changed_though_nobody_waits_for_it(monkeypatch):
-    monkeypatch.setattr(start, "DataParallelClient", Several)
+    monkeypatch.setattr(data_parallel, "DataParallelClient", Several)
 
     async def test(engine, client):
         client.ready.set_result(READY)
