@@ -79,7 +79,7 @@ def test_embeddings_are_answered_before_texts(body, lengths, stream):
         ({"prompt_embeds": [encoded(), encoded(size=5)]}, "prompt_embeds", "of 5 numbers"),
         ({"prompt_embeds": encoded(value=float("nan"))}, "prompt_embeds", "not finite"),
         ({"prompt_embeds": encoded(value=float("-inf"))}, "prompt_embeds", "not finite"),
-        ({"prompt_embeds": encoded(dtype=torch.int32)}, "prompt_embeds", "of type Int;"),
+        ({"prompt_embeds": encoded(dtype=torch.int32)}, "prompt_embeds", "of type int32;"),
         ({"prompt_embeds": encoded(MAX_MODEL_LEN)}, "prompt_embeds", "no room"),
         ({"prompt_embeds": encoded(0)}, "prompt", "empty"),
         ({"prompt_embeds": encoded(), "echo": True}, "echo", "prompt_embeds"),
