@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping
@@ -109,6 +110,7 @@ class LLMEngine:
                 config, self.spec, path, default_batched_tokens=OFFLINE_BATCHED_TOKENS
             )
             self.client = InprocClient(core)
+            gc.collect()  # here, instead of in a step: a large KV cache has many objects
         max_model_len = self.memory_plan.max_model_len
         self.model_config: ModelConfig = msgspec.structs.replace(
             settings, max_model_len=max_model_len
