@@ -110,8 +110,7 @@ def test_servers(light: str, serve: Serve, layout: str) -> None:
         with serve(python, command, MODEL, *flags) as client:
             found.append(answers_of_a_server(client))
             assert modules_of(int(client.headers["x-server-pid"])) == set()
-    if "int8" not in flags:
-        assert found[0] == found[1]
+    assert found[0] == found[1]
 
 
 def test_prompt_embeds_and_sleep(light: str, serve: Serve) -> None:
