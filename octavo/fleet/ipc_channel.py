@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import os
 import sys
 from typing import Any
@@ -44,9 +44,15 @@ class IpcChannel:
         self._end: int | None = None
         """Descriptor that is readable when the process has ended."""
         if pid is not None and sys.platform == "linux":
-            with contextlib.suppress(ProcessLookupError):  # it has ended, and been reaped
+            try:
                 self._end = os.pidfd_open(pid)
                 self._poller.register(self._end, zmq.POLLIN)
+            except OSError as error:
+                # The process has been reaped, or a sandbox forbids the call: the end is then
+                # noticed by the caller's own checks.
+                if error.errno not in (errno.ESRCH, errno.ENOSYS, errno.EPERM):
+                    self._context.destroy(linger=0)
+                    raise
 
     @property
     def closed(self) -> bool:

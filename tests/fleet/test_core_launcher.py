@@ -1,7 +1,9 @@
 """Engine processes that cannot be started, or end in unusual ways."""
 
+import errno
 import os
 import signal
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -101,6 +103,21 @@ def test_a_spare_has_imported_what_an_engine_needs():
         assert time.monotonic() < end, missing
         time.sleep(0.05)
     made.shutdown()
+
+
+@pytest.mark.parametrize("reason", [errno.EPERM, errno.EMFILE])
+def test_a_channel_without_a_descriptor_of_the_process(monkeypatch, tmp_path, reason):
+    def forbidden(pid):
+        raise OSError(reason, "not here")
+
+    monkeypatch.setattr(os, "pidfd_open", forbidden, raising=False)
+    monkeypatch.setattr(sys, "platform", "linux")
+    addresses = f"ipc://{tmp_path}/in", f"ipc://{tmp_path}/out"
+    if reason == errno.EMFILE:
+        with pytest.raises(OSError, match="not here"):
+            IpcChannel(*addresses, os.getpid())
+    else:
+        IpcChannel(*addresses, os.getpid()).close()
 
 
 def test_a_spare_that_is_stopped_is_not_used():
