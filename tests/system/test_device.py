@@ -4,7 +4,6 @@ import os
 import threading
 
 import pytest
-import torch
 
 from octavo import LLM, _native
 from octavo.errors import ConfigError
@@ -148,17 +147,15 @@ def test_an_engine_on_a_node():
 
 
 def test_threads():
-    before = torch.get_num_threads()
+    before = _native.num_threads()
     try:
         assert device.set_num_threads(1) == 1
         assert _native.num_threads() == 1
-        assert torch.get_num_threads() == 1
         with pytest.raises(ConfigError, match="num_threads=5000"):
             device.set_num_threads(5000)
         assert device.set_num_threads(None) == device.num_cpus() == _native.num_threads()
-        assert torch.get_num_threads() == 1
     finally:
-        torch.set_num_threads(before)
+        _native.set_num_threads(before)
 
 
 def test_resident_memory_grows_with_what_is_touched():
