@@ -1,0 +1,32 @@
+"""Block types of GGUF: blocks of numbers that share scales, as llama.cpp's ggml defines them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class BlockType(NamedTuple):
+    """Size of the blocks of one type."""
+
+    numbers: int
+    """Number of weights in a block: successive inputs of one output."""
+    nbytes: int
+    """Bytes of a block in a file."""
+
+
+BLOCK_TYPES: dict[str, BlockType] = {
+    "q4_0": BlockType(32, 18),
+    "q4_1": BlockType(32, 20),
+    "q5_0": BlockType(32, 22),
+    "q5_1": BlockType(32, 24),
+    "q8_0": BlockType(32, 34),
+    "iq4_nl": BlockType(32, 18),
+    "mxfp4": BlockType(32, 17),
+    "q2_k": BlockType(256, 84),
+    "q3_k": BlockType(256, 110),
+    "q4_k": BlockType(256, 144),
+    "q5_k": BlockType(256, 176),
+    "q6_k": BlockType(256, 210),
+    "iq4_xs": BlockType(256, 136),
+}
+"""Block types that Octavo computes with, by ggml's name in lower case."""
