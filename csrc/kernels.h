@@ -108,8 +108,26 @@ struct LinearArgs {
   }
 };
 
-// Encoding of a quantized weight, see quant.h.
-enum class QuantFormat : int { int8 = 0, int4_levels = 1, int4 = 2, int4_zeros = 3 };
+// Encoding of a quantized weight, see quant.h; from q4_0 on: block types of GGUF, see blocks.h.
+enum class QuantFormat : int {
+  int8 = 0,
+  int4_levels = 1,
+  int4 = 2,
+  int4_zeros = 3,
+  q4_0 = 4,
+  q4_1 = 5,
+  q5_0 = 6,
+  q5_1 = 7,
+  q8_0 = 8,
+  iq4_nl = 9,
+  mxfp4 = 10,
+  q2_k = 11,
+  q3_k = 12,
+  q4_k = 13,
+  q5_k = 14,
+  q6_k = 15,
+  iq4_xs = 16
+};
 
 struct QuantizeArgs {
   const void* src;  // [rows, k]
@@ -135,6 +153,17 @@ struct PackQuantArgs {
   MEMBERS(codes, scales, zeros, dst, row0, rows, n, k, group, format)
 };
 
+struct PackBlocksArgs {
+  const void* src;  // [rows, src_stride bytes]: blocks of a file
+  int64_t src_stride;
+  void* dst;  // the whole packed weight
+  int64_t row0, rows;  // range of its n rows
+  int64_t n, k;
+  QuantFormat format;  // a block type
+
+  MEMBERS(src, src_stride, dst, row0, rows, n, k, format)
+};
+
 struct LinearQArgs {
   const void* x;  // [m, k]
   int64_t x_stride;
@@ -151,8 +180,12 @@ struct LinearQArgs {
           out_dtype)
   void resize(const StepSize& size) { m = size.rows; }
   Work work() const {
+    // Bytes of a number; of block types those of the file
+    constexpr double kBlocks[] = {4.5, 5, 5.5, 6, 8.5, 4.5, 4.25, 2.625, 3.4375, 4.5, 5.5, 6.5625, 4.25};
     const double scale = 2 + (format == QuantFormat::int4_zeros);
-    const double weight = format == QuantFormat::int8 ? 1.0 : 0.5 + scale / double(group);
+    const double weight = format == QuantFormat::int8    ? 1.0
+                          : format >= QuantFormat::q4_0 ? kBlocks[int(format) - int(QuantFormat::q4_0)] / 8
+                                                        : 0.5 + scale / double(group);
     const int64_t width = gated == Gated::none ? n : n / 2;
     return {weight * n * k + double(size_of(dtype)) * m * k + double(size_of(out_dtype)) * m * width,
             2.0 * m * n * k};
@@ -335,6 +368,20 @@ struct GatherArgs {
   Work work() const { return {double(size_of(dtype)) * rows * dim * 2, 0.0}; }
 };
 
+struct GatherBlocksArgs {
+  const void* table;  // packed blocks [n, dim]
+  int64_t n;
+  const int64_t* ids;  // as above
+  void* out;  // [rows, dim], dense
+  int64_t rows, dim;
+  QuantFormat format;
+  DType dtype;
+
+  MEMBERS(table, n, ids, out, rows, dim, format, dtype)
+  void resize(const StepSize& size) { rows = size.rows; }
+  Work work() const { return {double(size_of(dtype)) * rows * dim * 1.5, 0.0}; }
+};
+
 struct AddArgs {
   const void *x, *y;  // [rows, dim]
   void* out;
@@ -419,27 +466,29 @@ struct AttentionArgs {
 };
 
 // Every kernel, with its arguments.
-#define OCTAVO_KERNELS(KERNEL)          \
-  KERNEL(pack_weight, PackArgs)         \
-  KERNEL(linear, LinearArgs)            \
-  KERNEL(quantize_weight, QuantizeArgs) \
-  KERNEL(pack_quant, PackQuantArgs)     \
-  KERNEL(linear_q, LinearQArgs)         \
-  KERNEL(rms_norm, RmsNormArgs)         \
-  KERNEL(layer_norm, LayerNormArgs)     \
-  KERNEL(gated, GatedArgs)              \
-  KERNEL(unary, UnaryArgs)              \
-  KERNEL(rotary, RotaryArgs)            \
-  KERNEL(softmax, SoftmaxArgs)          \
-  KERNEL(argmax, ArgmaxArgs)            \
-  KERNEL(row_max, RowMaxArgs)           \
-  KERNEL(sample, SampleArgs)            \
-  KERNEL(top_k, TopKArgs)               \
-  KERNEL(apply_bitmask, BitmaskArgs)    \
-  KERNEL(gather, GatherArgs)            \
-  KERNEL(add, AddArgs)                  \
-  KERNEL(sum_parts, SumPartsArgs)       \
-  KERNEL(write_kv, WriteKvArgs)         \
+#define OCTAVO_KERNELS(KERNEL)            \
+  KERNEL(pack_weight, PackArgs)           \
+  KERNEL(linear, LinearArgs)              \
+  KERNEL(quantize_weight, QuantizeArgs)   \
+  KERNEL(pack_quant, PackQuantArgs)       \
+  KERNEL(linear_q, LinearQArgs)           \
+  KERNEL(pack_blocks, PackBlocksArgs)     \
+  KERNEL(rms_norm, RmsNormArgs)           \
+  KERNEL(layer_norm, LayerNormArgs)       \
+  KERNEL(gated, GatedArgs)                \
+  KERNEL(unary, UnaryArgs)                \
+  KERNEL(rotary, RotaryArgs)              \
+  KERNEL(softmax, SoftmaxArgs)            \
+  KERNEL(argmax, ArgmaxArgs)              \
+  KERNEL(row_max, RowMaxArgs)             \
+  KERNEL(sample, SampleArgs)              \
+  KERNEL(top_k, TopKArgs)                 \
+  KERNEL(apply_bitmask, BitmaskArgs)      \
+  KERNEL(gather, GatherArgs)              \
+  KERNEL(gather_blocks, GatherBlocksArgs) \
+  KERNEL(add, AddArgs)                    \
+  KERNEL(sum_parts, SumPartsArgs)         \
+  KERNEL(write_kv, WriteKvArgs)           \
   KERNEL(attention, AttentionArgs)
 
 struct KernelTable {

@@ -14,30 +14,14 @@
 //   others  [n / kPanel][ceil(k / group)]{ codes [group / 8][kPanel][4], the first four of eight in
 //           the low halves of the bytes; float16 scales [kPanel]; int4_zeros: zeros [kPanel] }
 #pragma once
-#include "gemm.h"
+#include "blocks.h"
 #if defined(OCTAVO_TILES)
 #include "gemm_tiles.h"
 #endif
 
 OCTAVO_BEGIN
 
-constexpr int kQuad = 4;  // codes in a lane
-#if defined(__AVX512VNNI__) || (defined(OCTAVO_NEON) && defined(__ARM_FEATURE_DOTPROD))
-constexpr int kQuantRows8 = 6, kQuantRows4 = 6;  // rows at once, limited by registers
-#elif defined(__AVX512F__) || defined(OCTAVO_NEON)
-constexpr int kQuantRows8 = 4, kQuantRows4 = 4;
-#elif defined(__AVXVNNI__)
-constexpr int kQuantRows8 = 2, kQuantRows4 = 4;
-#else
-constexpr int kQuantRows8 = 2, kQuantRows4 = 2;
-#endif
-#if defined(OCTAVO_SIGNED_CODES)
-constexpr int kCodeOffset = 128;  // decode() subtracts it from int8 and int4_levels to make them signed
-#else
-constexpr int kCodeOffset = 0;
-#endif
 constexpr int64_t kQuantBlock8 = 2048;  // steps of K of a panel that stay in the cache
-constexpr int64_t kQuantChunk = 4 * kRowBlock;  // rows of x quantized together
 // int8 uses tiles for more rows than this; with fewer rows vectors are as fast as memory. 4 bits do
 // not use tiles: a product of tiles takes as long for a group's 32 inputs as for 64, and each
 // group's sums would go through memory to be scaled.
@@ -49,112 +33,18 @@ constexpr int64_t kVectorRows = 4;
 // Zero is a level. The error is 7 % smaller than with 16 even steps.
 constexpr int8_t kLevels[16] = {-127, -101, -76, -58, -44, -31, -20, -10,
                                 0,    10,   20,  31,  43,  58,  74,  95};
-constexpr float kTiny = 1e-35f;  // smaller numbers count as zero: their inverse would overflow
-constexpr int kAhead = 4096;  // prefetch distance in bytes, for few rows
 
-typedef int8_t vb __attribute__((vector_size(W)));
-
-INLINE vf to_float(vi v) {
-#if defined(__AVX512F__)
-  return (vf)_mm512_cvtepi32_ps((__m512i)v);
-#else
-  return __builtin_convertvector(v, vf);
-#endif
-}
-
-// Rounds to the nearest integer, ties to even, for magnitudes below 2^22.
-INLINE vi round_to_int(vf v) {
-  const vf magic = splat(12582912.0f);  // 1.5 * 2^23: the last bit of a sum with it has the value 1
-  return (vi)(v + magic) - (vi)magic;
-}
-
-INLINE vb to_bytes(vi v) {
-#if defined(__AVX512F__)
-  return (vb)_mm512_cvtepi32_epi8((__m512i)v);
-#else
-  return __builtin_convertvector(v, vb);
-#endif
-}
-
-INLINE vi load_zeros(const uint8_t* p) {
-#if defined(__AVX512F__)
-  return (vi)_mm512_cvtepu8_epi32(load_raw<__m128i>(p));
-#else
-  typedef uint8_t vub __attribute__((vector_size(W)));
-  return __builtin_convertvector(load_raw<vub>(p), vi);
-#endif
-}
-
-// a * b for 0 <= a < 2^15 and b of 16 bits
-INLINE vi multiply_small(vi a, vi b) {
-#if defined(__AVX512F__)
-  return (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);
-#elif defined(__AVX2__)
-  return (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
-#else
-  return a * b;
-#endif
-}
-
-// acc + the products of four decoded codes (bytes, unsigned except for kCodeOffset) and four signed
-// bytes in each lane
-INLINE vi dot(vi acc, vu codes, vi x) {
-#if defined(__AVX512VNNI__)
-  return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)codes, (__m512i)x);
-#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
-  return (vi)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)codes, (__m256i)x);
-#elif defined(__AVX512F__) || defined(__AVX2__)
-  // Bytes 0 and 2, then 1 and 3, as 16-bit numbers: nothing can saturate
-  typedef int16_t vs __attribute__((vector_size(4 * W)));
-  vu even = codes & 0x00ff00ffu, odd = (codes >> 8) & 0x00ff00ffu;
-  vs x_even = (vs)((vs)x << 8) >> 8, x_odd = (vs)x >> 8;
-#if defined(__AVX512F__)
-  vu sum = (vu)_mm512_madd_epi16((__m512i)even, (__m512i)x_even) +
-           (vu)_mm512_madd_epi16((__m512i)odd, (__m512i)x_odd);
-#else
-  vu sum = (vu)_mm256_madd_epi16((__m256i)even, (__m256i)x_even) +
-           (vu)_mm256_madd_epi16((__m256i)odd, (__m256i)x_odd);
-#endif
-  return (vi)((vu)acc + sum);  // unsigned, since intermediate sums may wrap around
-#elif defined(OCTAVO_NEON)
-  return neon_dot(acc, codes, x);
-#else
-  UNROLL for (int i = 0; i < kQuad; i++)
-    acc = (vi)((vu)acc + ((codes >> (8 * i)) & 0xffu) * (vu)((x << (24 - 8 * i)) >> 24));
-  return acc;
-#endif
-}
-
-typedef uint8_t vbytes __attribute__((vector_size(4 * W)));
-
-// kLevels + 128 - kCodeOffset, once for each 16 bytes of a vector
-struct LevelBytes {
-  uint8_t bytes[4 * W];
-  constexpr LevelBytes() : bytes() {
-    for (int i = 0; i < 4 * W; i++) bytes[i] = uint8_t(kLevels[i % 16] + 128 - kCodeOffset);
-  }
-};
-alignas(64) constexpr LevelBytes kLevelBytes;
+alignas(64) constexpr LevelBytes kLevelBytes{kLevels};
 
 // Decodes codes, one per byte, to the bytes that dot() multiplies
 template <QuantFormat F>
 INLINE vu decode(vu codes) {
-  if constexpr (F == QuantFormat::int8) {
+  if constexpr (F == QuantFormat::int8)
     return codes ^ (kCodeOffset * 0x01010101u);
-  } else if constexpr (F != QuantFormat::int4_levels) {
+  else if constexpr (F != QuantFormat::int4_levels)
     return codes;
-  } else {
-    const vbytes t = load_raw<vbytes>(kLevelBytes.bytes);
-#if defined(__AVX512F__)
-    return (vu)_mm512_shuffle_epi8((__m512i)t, (__m512i)codes);
-#elif defined(__AVX2__)
-    return (vu)_mm256_shuffle_epi8((__m256i)t, (__m256i)codes);
-#elif defined(OCTAVO_NEON)
-    return neon_lookup((vu)t, codes);
-#else
-    return (vu)__builtin_shuffle(t, (vbytes)codes);
-#endif
-  }
+  else
+    return look_up(load_raw<vbytes>(kLevelBytes.bytes), codes);
 }
 
 // ---- rows of x ----
@@ -178,23 +68,6 @@ struct QuantRows {
     return q + row * stride + k;
   }
 };
-
-// Returns the largest magnitude; NaN if any number is NaN.
-template <class T>
-INLINE float largest(const T* x, int64_t count) {
-  vi most = {};  // as bits, where NaN is above infinity
-  for (int64_t k = 0; k < count; k += W) {
-    vi v = (vi)load(x + k, int(min<int64_t>(W, count - k))) & 0x7fffffff;
-    most = v > most ? v : most;
-  }
-  int32_t lanes[W], top = 0;
-  memcpy(lanes, &most, sizeof lanes);
-  for (int i = 0; i < W; i++) top = max(top, lanes[i]);
-  return load_raw<float>(&top);
-}
-
-INLINE float inverse_scale(float most) { return most < kTiny ? 0.0f : 127.0f / most; }
-INLINE float byte_scale(float most) { return most < kTiny ? 0.0f : most / 127.0f; }
 
 template <class T>
 void quantize_row(const T* x, int64_t k, const QuantRows& to, int64_t row) {
@@ -418,12 +291,14 @@ INLINE void linear_q_typed(const LinearQArgs& a, T) {
         case QuantFormat::int4: return panel4<QuantFormat::int4>(a, x, first, rows, col, c);
         case QuantFormat::int4_zeros:
           return panel4<QuantFormat::int4_zeros>(a, x, first, rows, col, c);
+        default: return;  // linear_blocks computes block types
       }
     });
   }
 }
 
 void linear_q(const LinearQArgs& a) {
+  if (is_block_type(a.format)) return linear_blocks(a);
   with_type(a.dtype, [&](auto t) { linear_q_typed(a, t); });
 }
 
@@ -482,16 +357,6 @@ void pack_rows(const PackQuantArgs& a) {
         scales[kPanel * sizeof(f16) + n - col] = n < end ? a.zeros[at] : 0;
     }
   }
-}
-
-// Calls f(first, rows) for the rows row0 ... row0 + rows of a weight, cut at the panels.
-template <class F>
-INLINE void for_panels(int64_t row0, int64_t rows, int64_t cost, F f) {
-  const int64_t end = row0 + rows, first = row0 / kPanel;
-  parallel_for(ceil_div(end, kPanel) - first, cost, [&](int64_t i) {
-    const int64_t from = max((first + i) * kPanel, row0);
-    f(from, min((first + i + 1) * kPanel, end) - from);
-  });
 }
 
 void pack_quant(const PackQuantArgs& a) {

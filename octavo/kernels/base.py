@@ -62,7 +62,25 @@ SAMPLING_ROW = np.dtype(
 """
 
 
-QuantFormat = Literal["int8", "int4_levels", "int4", "int4_zeros"]
+QuantFormat = Literal[
+    "int8",
+    "int4_levels",
+    "int4",
+    "int4_zeros",
+    "q4_0",
+    "q4_1",
+    "q5_0",
+    "q5_1",
+    "q8_0",
+    "iq4_nl",
+    "mxfp4",
+    "q2_k",
+    "q3_k",
+    "q4_k",
+    "q5_k",
+    "q6_k",
+    "iq4_xs",
+]
 """Encoding of a quantized weight in unsigned codes:
 
 - int8: scale * (code - 128), one float32 scale for each output.
@@ -70,7 +88,8 @@ QuantFormat = Literal["int8", "int4_levels", "int4", "int4_zeros"]
 - int4: scale * (code - 8).
 - int4_zeros: scale * (code - zero), zeros from 0 to 15.
 
-All but int8 have one float16 scale for each output and each group of 32, 64 or 128 inputs.
+These but int8 have one float16 scale for each output and each group of 32, 64 or 128 inputs. The
+others are the block types of `octavo.system.block_types`.
 """
 
 
@@ -83,7 +102,7 @@ class QuantizedWeight:
         n: outputs.
         k: inputs.
         format: encoding of the numbers.
-        group_size: inputs that share a scale; 0 with int8: all of them.
+        group_size: inputs that share a scale; 0 with int8: all of them; 0 with block types.
         panel: columns that the layout keeps together; 0 for plain rows.
     """
 
@@ -235,6 +254,20 @@ class Ops(Protocol):
         self, n: int, k: int, format: QuantFormat, group_size: int, parts: Iterable[Codes]
     ) -> QuantizedWeight:
         """Pack the codes of a weight [N, K] that arrive in parts of rows, from first to last."""
+        ...
+
+    def pack_blocks(
+        self,
+        blocks: Sequence[HostTensor],
+        block_type: QuantFormat,
+        k: int,
+        out: Tensor | None = None,
+    ) -> QuantizedWeight:
+        """Pack the blocks of a GGUF file: parts uint8 [N_i, bytes of K numbers], stacked along N.
+
+        Codes, scales and minima stay as they are. `linear` then quantizes x in groups of 32. `out`
+        is as in `quantize_weight`.
+        """
         ...
 
     def rms_norm(
@@ -496,6 +529,14 @@ class Ops(Protocol):
         """
         ...
 
-    def embedding(self, weight: Tensor | PackedWeight, ids: Tensor) -> Tensor:
-        """Return rows `ids` [T] int64 of weight [V, D], packed or plain: [T, D]."""
+    def embedding(
+        self,
+        weight: Tensor | PackedWeight | QuantizedWeight,
+        ids: Tensor,
+        dtype: str | None = None,
+    ) -> Tensor:
+        """Return rows `ids` [T] int64 of weight [V, D], packed or plain: [T, D].
+
+        Rows of blocks are rounded to `dtype`; other quantized weights are not supported.
+        """
         ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,12 +27,13 @@ from octavo.kernels.base import (
 )
 from octavo.kernels.memory import Arena
 from octavo.kernels.sizes import packed_nbytes, quantized_nbytes
+from octavo.system.block_types import BLOCK_TYPES
 from octavo.system.tensor import HostTensor, Tensor, empty, from_numpy
 
 DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
 """Codes of DType in csrc/kernels.h."""
 
-_QUANT_FORMATS = {"int8": 0, "int4_levels": 1, "int4": 2, "int4_zeros": 3}
+_QUANT_FORMATS = {name: code for code, name in enumerate(get_args(QuantFormat))}
 """Codes of QuantFormat in csrc/kernels.h."""
 
 # Gated and Unary in csrc/kernels.h
@@ -81,8 +82,11 @@ class _Recording(threading.local):
 def _new_quantized(
     n: int, k: int, format: QuantFormat, group_size: int, out: Tensor | None = None
 ) -> QuantizedWeight:
-    assert group_size == 0 if format == "int8" else group_size in (32, 64, 128)
-    assert 0 < k <= 2**17, "sums of 32 bits hold no more products"
+    if format in BLOCK_TYPES:
+        assert k % BLOCK_TYPES[format].numbers == 0
+    else:
+        assert group_size == 0 if format == "int8" else group_size in (32, 64, 128)
+        assert 0 < k <= 2**17, "sums of 32 bits hold no more products"
     nbytes = quantized_nbytes(n, k, format, group_size)
     data = empty(nbytes, dtype="uint8") if out is None else out
     assert data.nbytes == nbytes
@@ -321,6 +325,34 @@ class NativeOps:
             )
             row += rows
         assert row == n
+        return packed
+
+    def pack_blocks(
+        self,
+        blocks: Sequence[HostTensor],
+        block_type: QuantFormat,
+        k: int,
+        out: Tensor | None = None,
+    ) -> QuantizedWeight:
+        """Pack into panels of columns, see csrc/blocks.h."""
+        n, size = sum(part.shape[0] for part in blocks), BLOCK_TYPES[block_type]
+        packed = _new_quantized(n, k, block_type, 0, out)
+        row = 0
+        for part in blocks:
+            assert part.shape[1] == k // size.numbers * size.nbytes
+            assert part.dtype == "uint8"
+            assert part.stride(1) == 1
+            kernels.pack_blocks(
+                src=part.data_ptr(),
+                src_stride=part.stride(0),
+                dst=packed.data.data_ptr(),
+                row0=row,
+                rows=part.shape[0],
+                n=n,
+                k=k,
+                format=_QUANT_FORMATS[block_type],
+            )
+            row += part.shape[0]
         return packed
 
     def rms_norm(
@@ -747,17 +779,37 @@ class NativeOps:
         change_with_torch(self, own, change)
         numbers[rows] = own
 
-    def embedding(self, weight: Tensor | PackedWeight, ids: Tensor) -> Tensor:
+    def embedding(
+        self,
+        weight: Tensor | PackedWeight | QuantizedWeight,
+        ids: Tensor,
+        dtype: str | None = None,
+    ) -> Tensor:
         """Copy the rows, also from a packed weight. Ids outside of the table yield NaN."""
+        assert ids.dtype == "int64"
+        assert ids.is_contiguous()
         packed = isinstance(weight, PackedWeight)
-        if isinstance(weight, PackedWeight):
+        if isinstance(weight, PackedWeight | QuantizedWeight):
             assert weight.panel == _native.panel(), "weight was packed for another instruction set"
             table, n, dim, stride = weight.data, weight.n, weight.k, 0
         else:
             _rows(weight)
             table, (n, dim), stride = weight, weight.shape, weight.stride(0)
-        assert ids.dtype == "int64"
-        assert ids.is_contiguous()
+        if isinstance(weight, QuantizedWeight):
+            assert weight.format in BLOCK_TYPES
+            assert dtype is not None
+            out = self._empty(len(ids), dim, dtype=dtype)
+            kernels.gather_blocks(
+                table=table.data_ptr(),
+                n=n,
+                ids=ids.data_ptr(),
+                out=out.data_ptr(),
+                rows=len(ids),
+                dim=dim,
+                format=_QUANT_FORMATS[weight.format],
+                dtype=DTYPE_CODES[dtype],
+            )
+            return out
         out = self._empty(len(ids), dim, dtype=weight.dtype)
         kernels.gather(
             table=table.data_ptr(),

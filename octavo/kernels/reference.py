@@ -26,8 +26,10 @@ from octavo.kernels.base import (
     QuantFormat,
     QuantizedWeight,
 )
+from octavo.kernels.dequantize import dequantize
 from octavo.kernels.sampling_weights import sampling_weights
 from octavo.kernels.torch_tensors import Copying, as_torch, dtype_name, from_torch, torch_dtype
+from octavo.system.block_types import BLOCK_TYPES
 from octavo.system.tensor import HostTensor
 
 LEVELS = torch.tensor([-127.0, -101, -76, -58, -44, -31, -20, -10, 0, 10, 20, 31, 43, 58, 74, 95])
@@ -215,6 +217,10 @@ class ReferenceOps:
         bias: Tensor | None,
         out_dtype: str | None,
     ) -> Tensor:
+        if weight.format in BLOCK_TYPES:
+            q, scales = to_bytes(_in_groups(x.float(), 32))
+            y = (q * scales).flatten(1) @ cast(Tensor, weight.data).T
+            return (y if bias is None else y + bias.float()).to(_either(out_dtype, x))
         wide = _in_groups(x.float(), weight.group_size or weight.k)
         q, scales = to_bytes(wide)
         y = torch.zeros(x.shape[0], weight.n)
@@ -264,6 +270,20 @@ class ReferenceOps:
         data = torch.cat(rows)
         assert data.shape[0] == n
         return QuantizedWeight(data, n, k, format, group_size, panel=0)
+
+    def pack_blocks(
+        self,
+        blocks: Sequence[HostTensor],
+        block_type: QuantFormat,
+        k: int,
+        out: HostTensor | None = None,
+    ) -> QuantizedWeight:
+        """Store float32 numbers [N, K]."""
+        assert out is None
+        data = np.concatenate(
+            [dequantize(self.to_host(cast(Tensor, b)), block_type) for b in blocks]
+        )
+        return QuantizedWeight(torch.from_numpy(data), len(data), k, block_type, 0, panel=0)
 
     def rms_norm(
         self,
@@ -463,6 +483,12 @@ class ReferenceOps:
         change(cast(Ops, self), own)
         x[at] = own
 
-    def embedding(self, weight: Tensor | PackedWeight, ids: Tensor) -> Tensor:
-        table = weight.data if isinstance(weight, PackedWeight) else weight
-        return F.embedding(ids, cast(Tensor, table))
+    def embedding(
+        self,
+        weight: Tensor | PackedWeight | QuantizedWeight,
+        ids: Tensor,
+        dtype: str | None = None,
+    ) -> Tensor:
+        table = weight.data if isinstance(weight, PackedWeight | QuantizedWeight) else weight
+        rows = F.embedding(ids, cast(Tensor, table))
+        return rows.to(_either(dtype, rows)) if isinstance(weight, QuantizedWeight) else rows

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from octavo.system.block_types import BLOCK_TYPES
 from octavo.system.dtypes import DTYPE_NBYTES
 
 PANEL = 64
 """Multiple that the outputs of a packed weight are padded to: the widest panel of all ISAs."""
+
+
+_MORE = {"q3_k": 4, "q4_k": 4, "q5_k": 4, "q2_k": 16, "iq4_xs": 2}
+"""Bytes of a block that packing adds: scales of 4 or 6 bits become bytes."""
 
 
 def packed_nbytes(n: int, k: int, dtype: str) -> int:
@@ -21,9 +26,12 @@ def quantized_nbytes(n: int, k: int, format: str, group_size: int) -> int:
         n: outputs.
         k: inputs, padded to whole groups, with int8 to a multiple of 64.
         format: `octavo.kernels.base.QuantFormat`.
-        group_size: inputs that share a scale; 0 with int8.
+        group_size: inputs that share a scale; 0 with int8 and with block types.
     """
     outputs = -(-n // PANEL) * PANEL
+    if format in BLOCK_TYPES:
+        block = BLOCK_TYPES[format]
+        return outputs * k // block.numbers * (block.nbytes + _MORE.get(format, 0))
     if format == "int8":
         return outputs * (-(-k // 64) * 64 + 4)
     return outputs * -(-k // group_size) * (group_size // 2 + 2 + (format == "int4_zeros"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.kernels.base import Ops, PackedWeight
+from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
 from octavo.layers.linear import Linear
 from octavo.layers.norm import Norm
 from octavo.system.tensor import Tensor
@@ -15,8 +15,8 @@ class Embedding:
     """Map from token ids and positions to the first hidden states."""
 
     ops: Ops
-    weight: Tensor | PackedWeight
-    """[vocab_size, embed_size] in the model's dtype; packed if the LM head shares it."""
+    weight: Tensor | PackedWeight | QuantizedWeight
+    """[vocab_size, embed_size]; packed if the LM head shares it, or if it is quantized."""
     scale: float | None = None
     """Factor of the embedding (Gemma), rounded to the model's dtype."""
     scale_given: bool = False
@@ -27,10 +27,12 @@ class Embedding:
     """Learned positions [max_position, hidden_size], which are added."""
     norm: Norm | None = None
     """Norm applied last (BLOOM)."""
+    dtype: str | None = None
+    """Type of the result of a quantized table."""
 
     def look_up(self, input_ids: Tensor) -> Tensor:
         """Map input_ids [T] int64 to [T, embed_size], the form of prompts' embeddings."""
-        x = self.ops.embedding(self.weight, input_ids)
+        x = self.ops.embedding(self.weight, input_ids, self.dtype)
         if self.scale is not None and not self.scale_given:
             self.ops.scale_(x, self.scale)
         return x

@@ -43,6 +43,41 @@ class Linear:
 
 
 @dataclass(slots=True)
+class StackedLinear(Linear):
+    """Linear layer whose weight is several weights of different forms."""
+
+    weights: tuple[PackedWeight | QuantizedWeight, ...] = ()
+    """Weights [out_features_i, in_features], from the first output on."""
+
+    def __call__(self, x: Tensor, out_dtype: str | None = None) -> Tensor:
+        """Map [T, in_features] to [T, out_features]; see `Linear`."""
+        assert out_dtype in (None, x.dtype)
+        if self.columns is None:
+            return self._multiply(x)
+        whole, own = self.columns.empty(x.shape[0], x.dtype)
+        self._multiply(x, own)
+        self.columns.join()
+        return whole
+
+    def act_and_mul(self, x: Tensor, activation: Gate, out: Tensor | None = None) -> Tensor:
+        """Map [T, in_features] to [T, out_features / 2]; see `Linear`."""
+        return self.ops.act_and_mul(self._multiply(x), activation, out)
+
+    def _multiply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the products with all weights: out [T, out_features]."""
+        if out is None:
+            width = sum(weight.n for weight in self.weights)
+            out = self.ops.empty(x.shape[0], width, like=x)
+        begin = 0
+        for weight in self.weights:
+            end = begin + weight.n
+            bias = None if self.bias is None else self.bias[begin:end]
+            self.ops.linear(x, weight, bias, None, out[:, begin:end])
+            begin = end
+        return out
+
+
+@dataclass(slots=True)
 class SummedLinear(Linear):
     """Linear layer that sums the results of the ranks' inputs, in order."""
 

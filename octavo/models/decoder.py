@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from octavo.kernels.base import PackedWeight
 from octavo.layers.layer import Layer
 from octavo.layers.step import StepContext
 from octavo.models.blocks.base import Parts
@@ -30,7 +29,6 @@ class DecoderModel:
             )
         if spec.has_embed:
             shared = None if parts.has("embed.weight") else self.head.lm_head.weight
-            assert shared is None or isinstance(shared, PackedWeight)
             self.embed = spec.embed.build(parts.of("embed"), shared)
         self.layers: list[Layer] = []
         first = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
 
@@ -50,9 +50,12 @@ def assign(spec: _Spec, setting: str | None, config: ConfigJson) -> _Spec:
             f"quantization={setting}: the checkpoint is quantized already, by {method}; leave the "
             "setting out."
         )
+    groups = read(described)
+    if isinstance(groups, Mapping):
+        by_name = groups
+        return _with_forms(spec, lambda module: by_name.get(module, PLAIN), by_name.get)
     lm_head = [module for module, _ in spec.head.lm_head.modules]
     left_out = [pattern for field in _LEFT_OUT for pattern in _texts(described, field)]
-    groups = read(described)
 
     def choose(module: str) -> WeightForm:
         if not any(_matches(module, pattern, described) for pattern in left_out):
@@ -84,10 +87,19 @@ def _matches(module: str, pattern: str, config: ConfigJson) -> bool:
         ) from None
 
 
-def _with_forms(spec: _Spec, choose: Callable[[str], WeightForm]) -> _Spec:
+def _with_forms(
+    spec: _Spec,
+    choose: Callable[[str], WeightForm],
+    choose_table: Callable[[str], WeightForm | None] = lambda module: None,
+) -> _Spec:
     """Return the spec, in which each linear weight has the form that `choose` returns for its name.
 
     Layers that share one object still share it if their forms are equal.
+
+    Args:
+        spec: the model.
+        choose: returns the form of a module.
+        choose_table: returns the form of the embedding; None: it stays plain.
     """
     made: dict[int, list[LayerSpec]] = {}
     layers = []
@@ -98,7 +110,8 @@ def _with_forms(spec: _Spec, choose: Callable[[str], WeightForm]) -> _Spec:
             known.append(new)
         layers.append(known[known.index(new)])
     others: _Spec = _replace(replace(spec, layers=()), "", choose)
-    return replace(others, layers=tuple(layers))
+    embed = replace(others.embed, form=choose_table(others.embed.module) or PLAIN)
+    return replace(others, layers=tuple(layers), embed=embed)
 
 
 def _replace(value: Any, prefix: str, choose: Callable[[str], WeightForm]) -> Any:
@@ -110,7 +123,8 @@ def _replace(value: Any, prefix: str, choose: Callable[[str], WeightForm]) -> An
         choose: see `_with_forms`.
     """
     if isinstance(value, LinearSpec):
-        return replace(value, form=_form_of(value, prefix, choose))
+        forms = tuple(choose(f"{prefix}{module}") for module, _ in value.modules)
+        return replace(value, forms=() if set(forms) == {PLAIN} else forms)
     if isinstance(value, tuple):
         items = [_replace(item, prefix, choose) for item in value]
         same = all(new is old for new, old in zip(items, value, strict=True))
@@ -120,20 +134,3 @@ def _replace(value: Any, prefix: str, choose: Callable[[str], WeightForm]) -> An
         changed = {name: item for name, item in new.items() if item is not getattr(value, name)}
         return replace(value, **changed) if changed else value
     return value
-
-
-def _form_of(linear: LinearSpec, prefix: str, choose: Callable[[str], WeightForm]) -> WeightForm:
-    """Return the form of a weight, which must be the same for all its stacked modules.
-
-    Raises:
-        ModelError: the modules have different forms.
-    """
-    forms = {f"{prefix}{module}": choose(f"{prefix}{module}") for module, _ in linear.modules}
-    first, *rest = forms.values()
-    if any(form != first for form in rest):
-        kinds = ", ".join(f"{module} is {form.name}" for module, form in forms.items())
-        raise ModelError(
-            f"{kinds}: Octavo computes these modules as one, so they must have one form. Choose a "
-            "checkpoint in which they have the same form."
-        )
-    return first

@@ -17,7 +17,7 @@ from octavo.models.blocks.head import HeadSpec
 from octavo.models.blocks.layer import LayerSpec
 from octavo.models.cache import CacheSpec
 from octavo.models.weights import Names, Weight
-from octavo.quantization.plain import Plain
+from octavo.quantization.plain import PLAIN
 from octavo.system.distributed import Rank
 from octavo.system.dtypes import DTYPE_NBYTES
 
@@ -150,13 +150,14 @@ class ModelSpec:
     def weights(self) -> list[Weight]:
         """Return all weights, in the order in which the forward pass uses them.
 
-        If the LM head and the embedding are tied, a whole and plain LM head is the table of both.
+        If the LM head and the embedding are tied, a whole LM head of the embedding's form is the
+        table of both.
         """
         lm_head = self.head.lm_head
         whole = self.has_embed and self.has_head and lm_head.parts is None
         weights: list[Weight] = []
         if self.has_embed:
-            shared = self.tied and isinstance(lm_head.form, Plain) and whole
+            shared = self.tied and whole and (lm_head.forms or (PLAIN,)) == (self.embed.form,)
             weights += self.embed.weights(Names("embed."), shared=shared)
         for i, layer in enumerate(self.layers):
             checkpoint = self.layer_names.format(self.first_layer + i)

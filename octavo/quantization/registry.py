@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.quantization.base import WeightForm
+from octavo.quantization.gguf import read_gguf
 from octavo.quantization.int4 import Int4
 from octavo.quantization.int8 import Int8
 from octavo.quantization.plain import PLAIN
@@ -18,5 +19,7 @@ Groups = Sequence[tuple[Sequence[str], WeightForm]]
 modules except the LM head; a text that begins with re: is a regular expression for the beginning
 of names; any other text matches consecutive parts of a name."""
 
-METHODS: dict[str, Callable[[ConfigJson], Groups]] = {}
-"""Readers of config.json's quantization_config, by `quant_method`."""
+Reader = Callable[[ConfigJson], Groups | Mapping[str, WeightForm]]
+METHODS: dict[str, Reader] = {"gguf": read_gguf}
+"""Readers of config.json's quantization_config, by `quant_method`. A mapping has the forms of
+modules by their names, the embedding among them; other modules are plain."""

@@ -53,7 +53,7 @@ def masked(x: Tensor) -> Tensor:
     return x
 
 
-NOT_IN_STEPS = {"pack_weight", "quantize_weight", "pack_quantized", "empty"}
+NOT_IN_STEPS = {"pack_weight", "quantize_weight", "pack_blocks", "pack_quantized", "empty"}
 NOT_IN_STEPS |= {"to_device", "to_host", "copy_to_host", "copy_", "copy_blocks"}
 NOT_IN_STEPS |= {"gather", "ranks", "set_at_", "add_at_", "penalize_", "change_rows"}
 """Operations that a recorded step does not have."""

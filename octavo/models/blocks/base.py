@@ -139,6 +139,14 @@ class Parts:
         """Return True if the block has a weight with this name."""
         return self._own + name in self._weights
 
+    def linear(self, name: str) -> PackedWeight | QuantizedWeight:
+        """Return a packed weight."""
+        from octavo.kernels.base import PackedWeight, QuantizedWeight
+
+        weight = self.any(name)
+        assert isinstance(weight, PackedWeight | QuantizedWeight)
+        return weight
+
     def any(self, name: str) -> Tensor | PackedWeight | QuantizedWeight:
         """Return a weight of any kind."""
         return self._weights[self._own + name]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from octavo.checkpoints.base import Source
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.norm import NormSpec
 from octavo.models.weights import Names, Weight
+from octavo.quantization.base import WeightForm
+from octavo.quantization.plain import PLAIN
 
 if TYPE_CHECKING:
-    from octavo.kernels.base import PackedWeight
+    from octavo.kernels.base import PackedWeight, QuantizedWeight
     from octavo.layers.embedding import Embedding
     from octavo.models.blocks.base import Parts
 
@@ -47,13 +49,16 @@ class EmbedSpec:
     positions: PositionsSpec | None = None
     norm: NormSpec | None = None
     """Norm that is applied last (BLOOM)."""
+    form: WeightForm = PLAIN
+    """Form of the table of tokens in the checkpoint and in memory."""
 
     def weights(self, names: Names, *, shared: bool) -> Iterator[Weight]:
         """Yield all weights, except a table that is shared with the LM head."""
         if not shared:
             shape = (self.vocab_size, self.size)
-            source = Source(f"{names.checkpoint}{self.module}.weight", shape)
-            yield Weight(f"{names.own}weight", "embedding", shape, (source,))
+            sources = self.form.sources(f"{names.checkpoint}{self.module}", *shape)
+            kind: Literal["embedding", "linear"] = "embedding" if self.form == PLAIN else "linear"
+            yield Weight(f"{names.own}weight", kind, shape, sources, form=self.form)
         if self.positions is not None:
             rows, skipped = self.positions.rows, self.positions.skipped
             source = Source(
@@ -68,17 +73,18 @@ class EmbedSpec:
         if self.project is not None:
             yield from self.project.weights(names.of("project"))
 
-    def build(self, parts: Parts, shared: PackedWeight | None) -> Embedding:
+    def build(self, parts: Parts, shared: PackedWeight | QuantizedWeight | None) -> Embedding:
         """Return the live block; `shared` is the LM head's weight if it is also the table."""
         from octavo.layers.embedding import Embedding
         from octavo.system.tensor import round_to
 
         return Embedding(
             parts.ops,
-            parts.tensor("weight") if shared is None else shared,
+            parts.any("weight") if shared is None else shared,
             scale=None if self.scale is None else round_to(self.scale, parts.dtype),
             scale_given=self.scale_given,
             project=None if self.project is None else self.project.build(parts.of("project")),
             positions=None if self.positions is None else parts.tensor("positions"),
             norm=None if self.norm is None else self.norm.build(parts.of("norm")),
+            dtype=parts.dtype,
         )

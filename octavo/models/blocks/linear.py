@@ -41,8 +41,9 @@ class LinearSpec:
     whole_inputs: int = 0
     summand: tuple[int, int] = (0, 1)
     """With `columns`: index of the rank, and number of the ranks; their results are summed."""
-    form: WeightForm = PLAIN
-    """Form of the weight in the checkpoint and in memory."""
+    forms: tuple[WeightForm, ...] = ()
+    """Form of each module in the checkpoint and in memory; empty: all are plain. Successive modules
+    of one form are one weight."""
 
     @property
     def outputs(self) -> int:
@@ -96,27 +97,55 @@ class LinearSpec:
         )
 
     def weights(self, names: Names) -> Iterator[Weight]:
-        """Yield the weight, then the bias."""
-        shape = (self.outputs, self.inputs)
-        whole = None if self.parts is None else self.whole_outputs
-        sources = self._sources(names, "weight")
-        yield Weight(f"{names.own}weight", "linear", shape, sources, whole, self.form)
+        """Yield the weight of each run of modules with one form, then the bias of all modules."""
+        is_part = self.parts is not None
+        for name, (begin, end) in self._runs().items():
+            sources = self._sources(names, "weight", begin, end)
+            rows = sum(rows for _, rows in self.modules[begin:end])
+            shape = self._outputs_of(begin, end), self.inputs
+            whole = rows if is_part else None
+            form = self.forms[begin] if self.forms else PLAIN
+            yield Weight(f"{names.own}{name}", "linear", shape, sources, whole, form)
         if self.bias:
-            sources = self._sources(names, "bias")
-            yield Weight(f"{names.own}bias", "vector", shape[:1], sources, whole)
+            sources = self._sources(names, "bias", 0, len(self.modules))
+            whole = self.whole_outputs if is_part else None
+            yield Weight(f"{names.own}bias", "vector", (self.outputs,), sources, whole)
 
-    def _sources(self, names: Names, kind: Literal["weight", "bias"]) -> tuple[Source, ...]:
-        """Return the tensors of all modules, each with the part that the rank needs."""
+    def _runs(self) -> dict[str, tuple[int, int]]:
+        """Return the name of each weight, and its modules as (begin, end).
+
+        A weight of which the rank computes no output is left out.
+        """
+        forms = self.forms or (PLAIN,)
+        starts = [i for i in range(len(forms)) if i == 0 or forms[i] != forms[i - 1]]
+        if len(starts) == 1:
+            return {"weight": (0, len(self.modules))}
+        ends = [*starts[1:], len(self.modules)]
+        runs = {f"weight.{i}": run for i, run in enumerate(zip(starts, ends, strict=True))}
+        return {name: run for name, run in runs.items() if self._outputs_of(*run)}
+
+    def _outputs_of(self, begin: int, end: int) -> int:
+        """Return the number of outputs that the rank computes of the modules [begin, end)."""
+        first = sum(rows for _, rows in self.modules[:begin])
+        rows = sum(rows for _, rows in self.modules[begin:end])
+        parts = self._parts_of(first, rows)
+        return rows if parts is None else sum(b - a for a, b in parts)
+
+    def _sources(
+        self, names: Names, kind: Literal["weight", "bias"], first: int, last: int
+    ) -> tuple[Source, ...]:
+        """Return the tensors of the modules [first, last), each with the part of the rank."""
         sources: list[Source] = []
         inputs = self.inputs if self.columns is None else self.whole_inputs
-        begin = 0
-        for module, rows in self.modules:
+        begin = sum(rows for _, rows in self.modules[:first])
+        for index, (module, rows) in enumerate(self.modules[first:last], first):
             name, parts = f"{names.checkpoint}{module}", self._parts_of(begin, rows)
             begin += rows
             if kind == "bias":
                 stored: tuple[Source, ...] = (Source(f"{name}.bias", (rows,)),)
             else:
-                stored = self.form.sources(name, rows, inputs)
+                form = self.forms[index] if self.forms else PLAIN
+                stored = form.sources(name, rows, inputs)
                 stored = tuple(replace(source, columns=self.columns) for source in stored)
             for source in stored:
                 if self.layout == "by_group":
@@ -150,16 +179,18 @@ class LinearSpec:
             parts: its weights.
             shared: name of the buffer in which ranks combine their parts of the result.
         """
-        from octavo.kernels.base import PackedWeight, QuantizedWeight
-        from octavo.layers.linear import Linear, SummedLinear
+        from octavo.layers.linear import Linear, StackedLinear, SummedLinear
 
-        weight = parts.any("weight")
-        assert isinstance(weight, PackedWeight | QuantizedWeight)
+        weights = tuple(parts.linear(name) for name in self._runs())
         columns = None
         if shared is not None and self.parts is not None:
             (part,) = self.parts
             columns = parts.columns(shared, self.whole_outputs, part)
         bias = parts.tensor("bias") if self.bias else None
+        if len(weights) > 1:
+            assert self.columns is None, "the sum over ranks has one module"
+            return StackedLinear(parts.ops, weights[0], bias, columns, weights)
+        (weight,) = weights
         if self.columns is None:
             return Linear(parts.ops, weight, bias, columns)
         assert shared is not None

@@ -1,0 +1,564 @@
+// Linear layers with weights in the block types of GGUF (ggml's layouts; the llama.cpp project
+// defines them): out = x * weight^T + bias. Codes, scales and minima are those of the file; x is
+// quantized to signed bytes with one float32 scale for each row and 32 inputs.
+//
+// A weight is scale * (code - zero) or scale * table[code], for some types minus or plus a minimum.
+// `BlockShape` describes a type. Its packed form: panels of kPanel outputs as in gemm.h; a panel is
+// a list of units of 32 inputs. A unit holds
+//   - its codes in bit planes: lane n of a vector belongs to output n, its bytes to four inputs (a
+//     quad). A plane of 8 bits has a vector for each of the 8 quads, one of 4 bits for two quads,
+//     one of 2 bits for four, one of 1 bit for eight; the first quad has the lowest bits. Types of
+//     3, 5 and 6 bits have two planes, the low bits first;
+//   - scales (and minima) of each group of 32 or 16 inputs, [kPanel] each.
+// Super-blocks of 256 inputs begin with float16 factors of their 8 units' scales (and minima).
+//
+// A result is the sum over groups, from first to last, in float32: for every number of rows of x.
+#pragma once
+#include "bytes.h"
+
+OCTAVO_BEGIN
+
+constexpr int kUnit = 32, kUnitQuads = kUnit / kQuad;
+constexpr int kSuperUnits = 8;  // units of a super-block
+constexpr int kStretch = 8;  // units that are unpacked at once, for many rows
+
+enum class BlockScale {
+  half,       // float16 scale of each group
+  half_min,   // float16 scale and minimum of each group; the minimum is added
+  super,      // signed byte of each group, times a float16 factor
+  super_min,  // likewise scale and minimum; the minimum is subtracted
+  exponent    // the power of two with this exponent (e8m0), halved
+};
+
+struct BlockShape {
+  int bits, group, zero;
+  BlockScale scale;
+  bool levels;  // codes are indices of a table
+};
+
+constexpr BlockShape block_shape(QuantFormat f) {
+  switch (f) {
+    case QuantFormat::q4_0: return {4, 32, 8, BlockScale::half, false};
+    case QuantFormat::q4_1: return {4, 32, 0, BlockScale::half_min, false};
+    case QuantFormat::q5_0: return {5, 32, 16, BlockScale::half, false};
+    case QuantFormat::q5_1: return {5, 32, 0, BlockScale::half_min, false};
+    case QuantFormat::q8_0: return {8, 32, 128, BlockScale::half, false};
+    case QuantFormat::iq4_nl: return {4, 32, 128, BlockScale::half, true};
+    case QuantFormat::mxfp4: return {4, 32, 128, BlockScale::exponent, true};
+    case QuantFormat::q2_k: return {2, 16, 0, BlockScale::super_min, false};
+    case QuantFormat::q3_k: return {3, 16, 4, BlockScale::super, false};
+    case QuantFormat::q4_k: return {4, 32, 0, BlockScale::super_min, false};
+    case QuantFormat::q5_k: return {5, 32, 0, BlockScale::super_min, false};
+    case QuantFormat::q6_k: return {6, 16, 32, BlockScale::super, false};
+    case QuantFormat::iq4_xs: return {4, 32, 128, BlockScale::super, true};
+    default: return {};
+  }
+}
+
+INLINE bool is_block_type(QuantFormat f) { return f >= QuantFormat::q4_0; }
+
+constexpr int8_t kIq4Levels[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                   1,    13,   25,  38,  53,  69,  89,  113};
+constexpr int8_t kMxfp4Levels[16] = {0, 1,  2,  3,  4,  6,  8,  12,
+                                     0, -1, -2, -3, -4, -6, -8, -12};  // twice the numbers of e2m1
+alignas(64) constexpr LevelBytes kIq4Bytes{kIq4Levels}, kMxfp4Bytes{kMxfp4Levels};
+
+template <QuantFormat F>
+struct Blocks {
+  static constexpr BlockShape shape = block_shape(F);
+  static constexpr int bits = shape.bits, groups = kUnit / shape.group;  // groups of a unit
+  static constexpr bool super =
+      shape.scale == BlockScale::super || shape.scale == BlockScale::super_min;
+  static constexpr bool min =
+      shape.scale == BlockScale::half_min || shape.scale == BlockScale::super_min;
+  static constexpr int numbers = super ? kUnit * kSuperUnits : kUnit;  // numbers of a block
+  static constexpr int scale_nbytes = shape.scale == BlockScale::half || shape.scale == BlockScale::half_min ? 2 : 1;
+  static constexpr int64_t codes_nbytes = kPanel * kUnit * bits / 8;
+  static constexpr int64_t group_nbytes = kPanel * scale_nbytes * (min ? 2 : 1);
+  static constexpr int64_t unit_nbytes = codes_nbytes + groups * group_nbytes;
+  static constexpr int64_t header_nbytes = super ? kPanel * 2 * (min ? 2 : 1) : 0;
+  // Bytes are signed, or unsigned with a zero of their own, as dot() needs them.
+  static constexpr int offset = shape.zero == 128 ? kCodeOffset : 0, zero = shape.zero - offset;
+
+  static INLINE int64_t panel_nbytes(int64_t k) {
+    return k / kUnit * unit_nbytes + (super ? k / (kUnit * kSuperUnits) * header_nbytes : 0);
+  }
+  // Position of a unit in a panel, and of its super-block
+  static INLINE int64_t unit_at(int64_t unit) {
+    return unit * unit_nbytes + (super ? (unit / kSuperUnits + 1) * header_nbytes : 0);
+  }
+  static INLINE int64_t header_at(int64_t unit) {
+    return unit / kSuperUnits * (header_nbytes + kSuperUnits * unit_nbytes);
+  }
+};
+
+// Moves the bits of a quad to the low bits of the bytes, and above `below`.
+template <int Bits>
+INLINE vu plane(const uint8_t* p, int quad, int below) {
+  constexpr int per_vector = 8 / Bits;
+  const vu v = load_raw<vu>(p + quad / per_vector * kPanel * kQuad);
+  const int shift = quad % per_vector * Bits - below;
+  const vu mask = (vu)splat_int(int32_t(0x01010101u * (((1u << Bits) - 1) << below)));
+  if constexpr (Bits == 8) return v;
+  return (shift >= 0 ? v >> (shift & 31) : v << (-shift & 31)) & mask;
+}
+
+// A panel's codes and scales as they are packed.
+template <QuantFormat F>
+struct PackedUnits {
+  using B = Blocks<F>;
+  static constexpr bool min = B::min;
+  const uint8_t* panel;
+  int col;  // first column
+  const uint8_t *header, *unit;
+
+  INLINE void go_to(int64_t u) {
+    unit = panel + B::unit_at(u);
+    header = panel + B::header_at(u);
+  }
+  INLINE void fetch() const {
+    if (col == 0)  // the first columns prefetch the whole panel
+      UNROLL for (int64_t i = 0; i < B::unit_nbytes; i += 64) __builtin_prefetch(unit + kAhead + i);
+  }
+  INLINE vu codes(int quad, int j) const {
+    const uint8_t* p = unit + (col + j * W) * kQuad;
+    constexpr int64_t plane4 = kPanel * kUnit / 2, plane2 = kPanel * kUnit / 4;
+    vu v;
+    if constexpr (B::bits == 8) v = plane<8>(p, quad, 0);
+    if constexpr (B::bits == 4) v = plane<4>(p, quad, 0);
+    if constexpr (B::bits == 5) v = plane<4>(p, quad, 0) | plane<1>(p + plane4, quad, 4);
+    if constexpr (B::bits == 6) v = plane<4>(p, quad, 0) | plane<2>(p + plane4, quad, 4);
+    if constexpr (B::bits == 2) v = plane<2>(p, quad, 0);
+    if constexpr (B::bits == 3) v = plane<2>(p, quad, 0) | plane<1>(p + plane2, quad, 2);
+    if constexpr (F == QuantFormat::mxfp4) return look_up(load_raw<vbytes>(kMxfp4Bytes.bytes), v);
+    if constexpr (B::shape.levels) return look_up(load_raw<vbytes>(kIq4Bytes.bytes), v);
+    return v ^ (B::offset * 0x01010101u);
+  }
+  INLINE vf scale(int group, int j) const { return number(group, j, 0); }
+  INLINE vf minimum(int group, int j) const {
+    const vf m = number(group, j, 1);
+    return B::super ? -m : m;
+  }
+
+ private:
+  INLINE vf number(int group, int j, int second) const {
+    const int at = col + j * W;
+    const uint8_t* p = unit + B::codes_nbytes + group * B::group_nbytes +
+                       (second * kPanel + at) * B::scale_nbytes;
+    if constexpr (B::shape.scale == BlockScale::exponent) {
+      // 2^(e - 128); e = 0 and 1 are subnormal
+      vi e = load_zeros(p);
+      return (vf)(e < 2 ? splat_int(0x00200000) << e : (e - 1) << 23);
+    } else if constexpr (!B::super) {
+      return widen(load_raw<vh>(p), f16{});
+    } else {
+      const vf factor = widen(load_raw<vh>(header + (second * kPanel + at) * 2), f16{});
+      return to_float((load_zeros(p) ^ 128) - 128) * factor;
+    }
+  }
+};
+
+// Units whose codes are unpacked to bytes, and scales to float32.
+template <QuantFormat F>
+struct UnpackedUnits {
+  using B = Blocks<F>;
+  static constexpr bool min = B::min;
+  alignas(64) uint8_t bytes[kStretch][kUnitQuads][kPanel * kQuad];
+  alignas(64) float scales[kStretch][B::groups][kPanel];
+  alignas(64) float minima[min ? kStretch : 1][B::groups][kPanel];
+
+  void unpack(const uint8_t* panel, int64_t first, int64_t count) {
+    PackedUnits<F> from{panel, 0, nullptr, nullptr};
+    for (int64_t u = 0; u < count; u++) {
+      from.go_to(first + u);
+      from.fetch();
+      UNROLL for (int q = 0; q < kUnitQuads; q++)
+        UNROLL for (int j = 0; j < kVectors; j++) {
+          const vu v = from.codes(q, j);
+          memcpy(bytes[u][q] + j * W * kQuad, &v, sizeof v);
+        }
+      UNROLL for (int g = 0; g < B::groups; g++)
+        UNROLL for (int j = 0; j < kVectors; j++) {
+          store(scales[u][g] + j * W, from.scale(g, j));
+          if constexpr (min) store(minima[u][g] + j * W, from.minimum(g, j));
+        }
+    }
+  }
+};
+
+template <QuantFormat F>
+struct UnpackedColumns {
+  static constexpr bool min = Blocks<F>::min;
+  const UnpackedUnits<F>& units;
+  int col;
+  int64_t first, unit;
+
+  INLINE void go_to(int64_t u) { unit = u - first; }
+  INLINE void fetch() const {}
+  INLINE vu codes(int quad, int j) const {
+    return load_raw<vu>(units.bytes[unit][quad] + (col + j * W) * kQuad);
+  }
+  INLINE vf scale(int group, int j) const { return load(units.scales[unit][group] + col + j * W); }
+  INLINE vf minimum(int group, int j) const { return load(units.minima[unit][group] + col + j * W); }
+};
+
+// Quantized rows of x.
+struct ByteRows {
+  int8_t* q;  // [rows][k]
+  float* scales;  // [rows][k / 32]
+  int32_t* sums;  // [rows][k / group]: sums of q
+  int64_t k;
+  int groups;  // groups of a unit
+};
+
+template <class T>
+void quantize_units(const T* x, const ByteRows& to, int64_t row) {
+  int8_t* q = to.q + row * to.k;
+  for (int64_t u = 0; u < to.k / kUnit; u++, x += kUnit, q += kUnit) {
+    const float most = largest(x, kUnit);
+    const vf inverse = splat(inverse_scale(most));
+    int32_t sums[2] = {};
+    UNROLL for (int j = 0; j < kUnit; j += W) {
+      const vi r = round_to_int(load(x + j) * inverse);
+      const vb b = to_bytes(r);
+      memcpy(q + j, &b, sizeof b);
+      UNROLL for (int i = 0; i < W; i++) sums[j / 16] += r[i];
+    }
+    to.scales[row * (to.k / kUnit) + u] = byte_scale(most);
+    int32_t* out = to.sums + (row * (to.k / kUnit) + u) * to.groups;
+    if (to.groups == 2)
+      out[0] = sums[0], out[1] = sums[1];
+    else
+      out[0] = sums[0] + sums[1];
+  }
+}
+
+// c[R][V * W] += x[R][units] * w[units][V * W]
+template <QuantFormat F, int R, int V, class Units>
+INLINE void block_dots(Units w, const ByteRows& x, int64_t row, int64_t first, int64_t count, float* c) {
+  using B = Blocks<F>;
+  constexpr int quads = kUnitQuads / B::groups;
+  const int64_t units = x.k / kUnit;
+  const int8_t* q = x.q + row * x.k;
+  const float* x_scales = x.scales + row * units;
+  const int32_t* x_sums = x.sums + row * units * B::groups;
+  vf sum[R][V];
+  UNROLL for (int i = 0; i < R; i++)
+    UNROLL for (int j = 0; j < V; j++) sum[i][j] = load(c + i * kPanel + j * W);
+  for (int64_t u = first; u < first + count; u++) {
+    w.go_to(u);
+    w.fetch();
+    UNROLL for (int g = 0; g < B::groups; g++) {
+      vi acc[R][V];
+      UNROLL for (int i = 0; i < R; i++) {
+        const vi s = B::zero ? splat_int(-B::zero * x_sums[(i * units + u) * B::groups + g]) : vi{};
+        UNROLL for (int j = 0; j < V; j++) acc[i][j] = s;
+      }
+      UNROLL for (int h = 0; h < quads; h++) {
+        vu b[V];
+        UNROLL for (int j = 0; j < V; j++) b[j] = w.codes(g * quads + h, j);
+        UNROLL for (int i = 0; i < R; i++) {
+          const vi s = splat_int(load_raw<int32_t>(q + i * x.k + u * kUnit + (g * quads + h) * kQuad));
+          UNROLL for (int j = 0; j < V; j++) acc[i][j] = dot(acc[i][j], b[j], s);
+        }
+      }
+      UNROLL for (int j = 0; j < V; j++) {
+        const vf scale = w.scale(g, j);
+        UNROLL for (int i = 0; i < R; i++)
+          sum[i][j] = fma(to_float(acc[i][j]) * splat(x_scales[i * units + u]), scale, sum[i][j]);
+        if constexpr (Units::min) {
+          const vf low = w.minimum(g, j);
+          UNROLL for (int i = 0; i < R; i++) {
+            const float total = float(x_sums[(i * units + u) * B::groups + g]);
+            sum[i][j] = fma(x_scales[i * units + u] * total, low, sum[i][j]);
+          }
+        }
+      }
+    }
+  }
+  UNROLL for (int i = 0; i < R; i++)
+    UNROLL for (int j = 0; j < V; j++) store(c + i * kPanel + j * W, sum[i][j]);
+}
+
+template <QuantFormat F, int R>
+void few_rows(int rows, const uint8_t* panel, const ByteRows& x, int64_t row, float* c) {
+  if (rows == R) {
+    constexpr int V = R == 1 || (W == 16 && R == 2) ? kVectors : kVectors / 2;
+    for (int col = 0; col < kPanel; col += V * W)
+      block_dots<F, R, V>(PackedUnits<F>{panel, col, nullptr, nullptr}, x, row, 0, x.k / kUnit, c + col);
+    return;
+  }
+  if constexpr (R > 1) few_rows<F, R - 1>(rows, panel, x, row, c);
+}
+
+template <QuantFormat F, int R>
+void many_rows(int rows, const UnpackedUnits<F>& w, const ByteRows& x, int64_t row, int64_t first,
+               int64_t count, float* c) {
+  if (rows == R) {
+    constexpr int V = R == 1 || (W == 16 && R == 2) ? kVectors : kVectors / 2;
+    for (int col = 0; col < kPanel; col += V * W)
+      block_dots<F, R, V>(UnpackedColumns<F>{w, col, first, 0}, x, row, first, count, c + col);
+    return;
+  }
+  if constexpr (R > 1) many_rows<F, R - 1>(rows, w, x, row, first, count, c);
+}
+
+template <QuantFormat F>
+void block_panel(const LinearQArgs& a, const ByteRows& x, int64_t first, int64_t rows, int64_t col,
+                 float* out) {
+  const uint8_t* panel =
+      static_cast<const uint8_t*>(a.weight) + col / kPanel * Blocks<F>::panel_nbytes(a.k);
+  memset(out, 0, rows * kPanel * sizeof(float));
+  constexpr int R = kQuantRows4;
+  if (rows <= R) return few_rows<F, R>(int(rows), panel, x, first, out);
+  UnpackedUnits<F> units;
+  const int64_t all = a.k / kUnit, passes = ceil_div(rows, R), some = ceil_div(rows, passes);
+  for (int64_t u = 0; u < all; u += kStretch) {
+    const int64_t count = min<int64_t>(kStretch, all - u);
+    units.unpack(panel, u, count);
+    for (int64_t i = 0; i < rows; i += some)
+      many_rows<F, R>(int(min(some, rows - i)), units, x, first + i, u, count, out + i * kPanel);
+  }
+}
+
+// Calls f with the block type as a constant.
+template <class F>
+INLINE void with_block_type(QuantFormat format, F f) {
+  switch (format) {
+#define CASE(type) \
+  case QuantFormat::type: return f(std::integral_constant<QuantFormat, QuantFormat::type>{});
+    CASE(q4_0) CASE(q4_1) CASE(q5_0) CASE(q5_1) CASE(q8_0) CASE(iq4_nl) CASE(mxfp4)
+    CASE(q2_k) CASE(q3_k) CASE(q4_k) CASE(q5_k) CASE(q6_k) CASE(iq4_xs)
+#undef CASE
+    default: return;
+  }
+}
+
+void linear_blocks(const LinearQArgs& a) {
+  const int64_t panels = ceil_div(a.n, kPanel), some = min(a.m, kQuantChunk), units = a.k / kUnit;
+  ByteRows x;
+  x.k = a.k;
+  x.groups = kUnit / block_shape(a.format).group;
+  x.q = static_cast<int8_t*>(
+      scratch(some * (a.k + units * (sizeof(float) + x.groups * sizeof(int32_t)))));
+  x.scales = reinterpret_cast<float*>(x.q + some * a.k);
+  x.sums = reinterpret_cast<int32_t*>(x.scales + some * units);
+  for (int64_t row0 = 0; row0 < a.m; row0 += some) {
+    const int64_t m = min(some, a.m - row0);
+    with_type(a.dtype, [&](auto t) {
+      using T = decltype(t);
+      parallel_for(m, 4 * m * a.k / W, [&](int64_t i) {
+        quantize_units(static_cast<const T*>(a.x) + (row0 + i) * a.x_stride, x, i);
+      });
+      for_tiles(a, t, row0, m, panels * kVectors * m * ceil_div(a.k, kQuad),
+                [&](int64_t first, int64_t rows, int64_t col, float* c, int64_t) {
+                  with_block_type(a.format, [&](auto format) {
+                    block_panel<decltype(format)::value>(a, x, first, rows, col, c);
+                  });
+                });
+    });
+  }
+}
+
+#if !defined(OCTAVO_BYTES_ONLY)
+// ---- packing ----
+
+// A block of one output: codes, and the bytes of the group's scales and minima as they are packed.
+struct Block {
+  uint8_t codes[kUnit * kSuperUnits];
+  uint8_t scales[16][2], minima[16][2];
+  uint8_t factors[2][2];
+};
+
+INLINE void read_nibbles(const uint8_t* from, uint8_t* codes) {
+  for (int i = 0; i < 16; i++) codes[i] = from[i] & 15, codes[i + 16] = from[i] >> 4;
+}
+
+// Reads a block of a file.
+template <QuantFormat F>
+INLINE const uint8_t* read_block(const uint8_t* p, Block& b) {
+  auto copy2 = [](uint8_t* to, const uint8_t* from) { memcpy(to, from, 2); };
+  if constexpr (F == QuantFormat::q4_0 || F == QuantFormat::iq4_nl) {
+    copy2(b.scales[0], p);
+    read_nibbles(p + 2, b.codes);
+    return p + 18;
+  } else if constexpr (F == QuantFormat::q4_1) {
+    copy2(b.scales[0], p), copy2(b.minima[0], p + 2);
+    read_nibbles(p + 4, b.codes);
+    return p + 20;
+  } else if constexpr (F == QuantFormat::q5_0 || F == QuantFormat::q5_1) {
+    copy2(b.scales[0], p);
+    p += 2;
+    if constexpr (F == QuantFormat::q5_1) copy2(b.minima[0], p), p += 2;
+    const uint32_t high = load_raw<uint32_t>(p);
+    read_nibbles(p + 4, b.codes);
+    for (int i = 0; i < kUnit; i++) b.codes[i] |= (high >> i & 1) << 4;
+    return p + 20;
+  } else if constexpr (F == QuantFormat::q8_0) {
+    copy2(b.scales[0], p);
+    for (int i = 0; i < kUnit; i++) b.codes[i] = p[2 + i] ^ 128;
+    return p + 34;
+  } else if constexpr (F == QuantFormat::mxfp4) {
+    b.scales[0][0] = *p;
+    read_nibbles(p + 1, b.codes);
+    return p + 17;
+  } else if constexpr (F == QuantFormat::q2_k) {
+    for (int i = 0; i < 16; i++) b.scales[i][0] = p[i] & 15, b.minima[i][0] = p[i] >> 4;
+    for (int i = 0; i < 256; i++)
+      b.codes[i] = p[16 + i / 128 * 32 + i % 32] >> (i % 128 / 32 * 2) & 3;
+    copy2(b.factors[0], p + 80), copy2(b.factors[1], p + 82);
+    return p + 84;
+  } else if constexpr (F == QuantFormat::q3_k) {
+    const uint8_t *high = p, *low = p + 32, *s = p + 96;
+    for (int i = 0; i < 256; i++)
+      b.codes[i] = (low[i / 128 * 32 + i % 32] >> (i % 128 / 32 * 2) & 3) |
+                   (high[i % 32] >> (i / 32) & 1) << 2;
+    for (int i = 0; i < 16; i++) {
+      const int four = i < 8 ? s[i] & 15 : s[i - 8] >> 4;
+      b.scales[i][0] = uint8_t((four | (s[8 + i % 4] >> (i / 4 * 2) & 3) << 4) - 32);
+    }
+    copy2(b.factors[0], p + 108);
+    return p + 110;
+  } else if constexpr (F == QuantFormat::q4_k || F == QuantFormat::q5_k) {
+    copy2(b.factors[0], p), copy2(b.factors[1], p + 2);
+    const uint8_t* s = p + 4;
+    for (int i = 0; i < 8; i++) {
+      b.scales[i][0] = i < 4 ? s[i] & 63 : (s[i + 4] & 15) | s[i - 4] >> 6 << 4;
+      b.minima[i][0] = i < 4 ? s[i + 4] & 63 : s[i + 4] >> 4 | s[i] >> 6 << 4;
+    }
+    const uint8_t *high = p + 16, *low = F == QuantFormat::q5_k ? p + 48 : p + 16;
+    for (int i = 0; i < 256; i++) {
+      b.codes[i] = low[i / 64 * 32 + i % 32] >> (i % 64 / 32 * 4) & 15;
+      if constexpr (F == QuantFormat::q5_k) b.codes[i] |= (high[i % 32] >> (i / 32) & 1) << 4;
+    }
+    return low + 128;
+  } else if constexpr (F == QuantFormat::q6_k) {
+    const uint8_t *low = p, *high = p + 128;
+    for (int i = 0; i < 256; i++) {
+      const int half = i / 128, part = i % 128 / 32, l = i % 32;
+      b.codes[i] = (low[half * 64 + part % 2 * 32 + l] >> (part / 2 * 4) & 15) |
+                   (high[half * 32 + l] >> (part * 2) & 3) << 4;
+    }
+    for (int i = 0; i < 16; i++) b.scales[i][0] = p[192 + i];
+    copy2(b.factors[0], p + 208);
+    return p + 210;
+  } else {
+    static_assert(F == QuantFormat::iq4_xs);
+    copy2(b.factors[0], p);
+    const int high = load_raw<uint16_t>(p + 2);
+    for (int i = 0; i < 8; i++) {
+      b.scales[i][0] = uint8_t(((p[4 + i / 2] >> (i % 2 * 4) & 15) | (high >> (2 * i) & 3) << 4) - 32);
+      read_nibbles(p + 8 + 16 * i, b.codes + kUnit * i);
+    }
+    return p + 136;
+  }
+}
+
+// Writes the bits [shift, shift + Bits) of a unit's codes into a plane, for the output at p.
+template <int Bits>
+INLINE void write_plane(const uint8_t* codes, int shift, uint8_t* p) {
+  constexpr int per_vector = 8 / Bits;
+  for (int v = 0; v < kUnitQuads / per_vector; v++) {
+    uint32_t lane = 0;
+    for (int i = 0; i < per_vector; i++) {
+      const uint32_t four = load_raw<uint32_t>(codes + (v * per_vector + i) * kQuad);
+      lane |= (four >> shift & 0x01010101u * ((1u << Bits) - 1)) << (i * Bits);
+    }
+    memcpy(p + v * kPanel * kQuad, &lane, sizeof lane);
+  }
+}
+
+template <QuantFormat F>
+void write_block(const Block& b, int64_t first_unit, int lane, uint8_t* panel) {
+  using B = Blocks<F>;
+  for (int u = 0; u < B::numbers / kUnit; u++) {
+    const uint8_t* codes = b.codes + u * kUnit;
+    uint8_t *unit = panel + B::unit_at(first_unit + u), *p = unit + lane * kQuad;
+    constexpr int64_t plane4 = kPanel * kUnit / 2, plane2 = kPanel * kUnit / 4;
+    if constexpr (B::bits == 8) write_plane<8>(codes, 0, p);
+    if constexpr (B::bits == 4 || B::bits == 5 || B::bits == 6) write_plane<4>(codes, 0, p);
+    if constexpr (B::bits == 2 || B::bits == 3) write_plane<2>(codes, 0, p);
+    if constexpr (B::bits == 5) write_plane<1>(codes, 4, p + plane4);
+    if constexpr (B::bits == 6) write_plane<2>(codes, 4, p + plane4);
+    if constexpr (B::bits == 3) write_plane<1>(codes, 2, p + plane2);
+    for (int g = 0; g < B::groups; g++) {
+      uint8_t* to = unit + B::codes_nbytes + g * B::group_nbytes;
+      memcpy(to + lane * B::scale_nbytes, b.scales[u * B::groups + g], B::scale_nbytes);
+      if constexpr (B::min)
+        memcpy(to + (kPanel + lane) * B::scale_nbytes, b.minima[u * B::groups + g], B::scale_nbytes);
+    }
+  }
+  if constexpr (B::super)
+    for (int i = 0; i < (B::min ? 2 : 1); i++)
+      memcpy(panel + B::header_at(first_unit) + (i * kPanel + lane) * 2, b.factors[i], 2);
+}
+
+void pack_blocks(const PackBlocksArgs& a) {
+  with_block_type(a.format, [&](auto format) {
+    constexpr QuantFormat F = decltype(format)::value;
+    using B = Blocks<F>;
+    for_panels(a.row0, a.rows, a.rows * a.k / kQuad, [&](int64_t first, int64_t rows) {
+      const int64_t col = first / kPanel * kPanel;
+      uint8_t* panel = static_cast<uint8_t*>(a.dst) + col / kPanel * B::panel_nbytes(a.k);
+      // The last row of the weight writes the padding.
+      const int64_t end = first + rows, padded = end == a.n ? col + kPanel : end;
+      for (int64_t n = first; n < padded; n++) {
+        const uint8_t* from = static_cast<const uint8_t*>(a.src) + (n - a.row0) * a.src_stride;
+        Block block = {};
+        for (int64_t k = 0; k < a.k; k += B::numbers) {
+          if (n < end) from = read_block<F>(from, block);
+          write_block<F>(block, k / kUnit, int(n - col), panel);
+        }
+      }
+    });
+  });
+}
+
+// ---- rows of a table ----
+
+// Writes the numbers of a unit of one output.
+template <QuantFormat F>
+INLINE void read_unit(const uint8_t* panel, int64_t u, int lane, float* out) {
+  using B = Blocks<F>;
+  PackedUnits<F> from{panel, lane / W * W, nullptr, nullptr};
+  from.go_to(u);
+  const int at = lane % W;
+  for (int g = 0; g < B::groups; g++) {
+    const float scale = from.scale(g, 0)[at];
+    float low = 0;
+    if constexpr (B::min) low = from.minimum(g, 0)[at];
+    for (int q = 0; q < kUnitQuads / B::groups; q++) {
+      const int quad = g * kUnitQuads / B::groups + q;
+      const uint32_t four = from.codes(quad, 0)[at];
+      for (int i = 0; i < kQuad; i++) {
+        const int byte = B::offset ? int8_t(four >> (8 * i)) : int(four >> (8 * i) & 255);
+        out[quad * kQuad + i] = fma(splat(scale), splat(float(byte - B::zero)), splat(low))[0];
+      }
+    }
+  }
+}
+
+void gather_blocks(const GatherBlocksArgs& a) {
+  with_block_type(a.format, [&](auto format) {
+    constexpr QuantFormat F = decltype(format)::value;
+    with_type(a.dtype, [&](auto t) {
+      using T = decltype(t);
+      parallel_for(a.rows, a.rows * a.dim * 4, [&](int64_t i) {
+        const int64_t id = a.ids[i];
+        T* out = static_cast<T*>(a.out) + i * a.dim;
+        alignas(64) float unit[kUnit];
+        const bool known = id >= 0 && id < a.n;
+        const uint8_t* panel = static_cast<const uint8_t*>(a.table) +
+                               (known ? id / kPanel * Blocks<F>::panel_nbytes(a.dim) : 0);
+        for (int j = 0; j < kUnit; j++) unit[j] = NAN;
+        for (int64_t u = 0; u < a.dim / kUnit; u++, out += kUnit) {
+          if (known) read_unit<F>(panel, u, int(id % kPanel), unit);
+          UNROLL for (int j = 0; j < kUnit; j += W) store(out + j, load(unit + j));
+        }
+      });
+    });
+  });
+}
+#endif
+
+OCTAVO_END

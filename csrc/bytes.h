@@ -1,0 +1,149 @@
+// Products of bytes: codes of weights, unsigned, and rows of x that are quantized to signed bytes.
+#pragma once
+#include "gemm.h"
+
+OCTAVO_BEGIN
+
+constexpr int kQuad = 4;  // codes in a lane
+#if defined(__AVX512VNNI__) || (defined(OCTAVO_NEON) && defined(__ARM_FEATURE_DOTPROD))
+constexpr int kQuantRows8 = 6, kQuantRows4 = 6;  // rows at once, limited by registers
+#elif defined(__AVX512F__) || defined(OCTAVO_NEON)
+constexpr int kQuantRows8 = 4, kQuantRows4 = 4;
+#elif defined(__AVXVNNI__)
+constexpr int kQuantRows8 = 2, kQuantRows4 = 4;
+#else
+constexpr int kQuantRows8 = 2, kQuantRows4 = 2;
+#endif
+#if defined(OCTAVO_SIGNED_CODES)
+constexpr int kCodeOffset = 128;  // decode() subtracts it from int8 and int4_levels to make them signed
+#else
+constexpr int kCodeOffset = 0;
+#endif
+constexpr int64_t kQuantChunk = 4 * kRowBlock;  // rows of x quantized together
+constexpr float kTiny = 1e-35f;  // smaller numbers count as zero: their inverse would overflow
+constexpr int kAhead = 4096;  // prefetch distance in bytes, for few rows
+
+typedef int8_t vb __attribute__((vector_size(W)));
+
+INLINE vf to_float(vi v) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_cvtepi32_ps((__m512i)v);
+#else
+  return __builtin_convertvector(v, vf);
+#endif
+}
+
+// Rounds to the nearest integer, ties to even, for magnitudes below 2^22.
+INLINE vi round_to_int(vf v) {
+  const vf magic = splat(12582912.0f);  // 1.5 * 2^23: the last bit of a sum with it has the value 1
+  return (vi)(v + magic) - (vi)magic;
+}
+
+INLINE vb to_bytes(vi v) {
+#if defined(__AVX512F__)
+  return (vb)_mm512_cvtepi32_epi8((__m512i)v);
+#else
+  return __builtin_convertvector(v, vb);
+#endif
+}
+
+INLINE vi load_zeros(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return (vi)_mm512_cvtepu8_epi32(load_raw<__m128i>(p));
+#else
+  typedef uint8_t vub __attribute__((vector_size(W)));
+  return __builtin_convertvector(load_raw<vub>(p), vi);
+#endif
+}
+
+// a * b for 0 <= a < 2^15 and b of 16 bits
+INLINE vi multiply_small(vi a, vi b) {
+#if defined(__AVX512F__)
+  return (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#else
+  return a * b;
+#endif
+}
+
+// acc + the products of four decoded codes (bytes, unsigned except for kCodeOffset) and four signed
+// bytes in each lane
+INLINE vi dot(vi acc, vu codes, vi x) {
+#if defined(__AVX512VNNI__)
+  return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)codes, (__m512i)x);
+#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
+  return (vi)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)codes, (__m256i)x);
+#elif defined(__AVX512F__) || defined(__AVX2__)
+  // Bytes 0 and 2, then 1 and 3, as 16-bit numbers: nothing can saturate
+  typedef int16_t vs __attribute__((vector_size(4 * W)));
+  vu even = codes & 0x00ff00ffu, odd = (codes >> 8) & 0x00ff00ffu;
+  vs x_even = (vs)((vs)x << 8) >> 8, x_odd = (vs)x >> 8;
+#if defined(__AVX512F__)
+  vu sum = (vu)_mm512_madd_epi16((__m512i)even, (__m512i)x_even) +
+           (vu)_mm512_madd_epi16((__m512i)odd, (__m512i)x_odd);
+#else
+  vu sum = (vu)_mm256_madd_epi16((__m256i)even, (__m256i)x_even) +
+           (vu)_mm256_madd_epi16((__m256i)odd, (__m256i)x_odd);
+#endif
+  return (vi)((vu)acc + sum);  // unsigned, since intermediate sums may wrap around
+#elif defined(OCTAVO_NEON)
+  return neon_dot(acc, codes, x);
+#else
+  UNROLL for (int i = 0; i < kQuad; i++)
+    acc = (vi)((vu)acc + ((codes >> (8 * i)) & 0xffu) * (vu)((x << (24 - 8 * i)) >> 24));
+  return acc;
+#endif
+}
+
+// Returns the largest magnitude; NaN if any number is NaN.
+template <class T>
+INLINE float largest(const T* x, int64_t count) {
+  vi most = {};  // as bits, where NaN is above infinity
+  for (int64_t k = 0; k < count; k += W) {
+    vi v = (vi)load(x + k, int(min<int64_t>(W, count - k))) & 0x7fffffff;
+    most = v > most ? v : most;
+  }
+  int32_t lanes[W], top = 0;
+  memcpy(lanes, &most, sizeof lanes);
+  for (int i = 0; i < W; i++) top = max(top, lanes[i]);
+  return load_raw<float>(&top);
+}
+
+INLINE float inverse_scale(float most) { return most < kTiny ? 0.0f : 127.0f / most; }
+INLINE float byte_scale(float most) { return most < kTiny ? 0.0f : most / 127.0f; }
+
+typedef uint8_t vbytes __attribute__((vector_size(4 * W)));
+
+// Returns entries of a table of 16 bytes, which t repeats, for codes, one per byte.
+INLINE vu look_up(vbytes t, vu codes) {
+#if defined(__AVX512F__)
+  return (vu)_mm512_shuffle_epi8((__m512i)t, (__m512i)codes);
+#elif defined(__AVX2__)
+  return (vu)_mm256_shuffle_epi8((__m256i)t, (__m256i)codes);
+#elif defined(OCTAVO_NEON)
+  return neon_lookup((vu)t, codes);
+#else
+  return (vu)__builtin_shuffle(t, (vbytes)codes);
+#endif
+}
+
+// Levels + 128 - kCodeOffset, once for each 16 bytes of a vector
+struct LevelBytes {
+  uint8_t bytes[4 * W];
+  constexpr LevelBytes(const int8_t (&levels)[16]) : bytes() {
+    for (int i = 0; i < 4 * W; i++) bytes[i] = uint8_t(levels[i % 16] + 128 - kCodeOffset);
+  }
+};
+
+// Calls f(first, rows) for the rows row0 ... row0 + rows of a weight, cut at the panels.
+template <class F>
+INLINE void for_panels(int64_t row0, int64_t rows, int64_t cost, F f) {
+  const int64_t end = row0 + rows, first = row0 / kPanel;
+  parallel_for(ceil_div(end, kPanel) - first, cost, [&](int64_t i) {
+    const int64_t from = max((first + i) * kPanel, row0);
+    f(from, min((first + i + 1) * kPanel, end) - from);
+  });
+}
+
+OCTAVO_END

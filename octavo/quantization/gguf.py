@@ -1,0 +1,105 @@
+"""Blocks of GGUF: codes, scales and minima as the file has them; 8-bit activations.
+
+Activations have one scale for each token and 32 inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, cast
+
+from octavo.checkpoints.base import Source
+from octavo.checkpoints.config_json import ConfigJson
+from octavo.errors import ConfigError
+from octavo.kernels.sizes import quantized_nbytes
+from octavo.quantization.base import IntArray, PackedShape, Part, WeightForm
+from octavo.system.block_types import BLOCK_TYPES
+
+if TYPE_CHECKING:
+    from octavo.kernels.base import Ops, QuantFormat, QuantizedWeight
+    from octavo.system.tensor import HostTensor
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Weights in blocks of one type, a key of `BLOCK_TYPES`."""
+
+    block_type: str
+
+    num_tensors: ClassVar[int] = 1
+    max_inputs: ClassVar[int | None] = None
+
+    @property
+    def name(self) -> str:
+        """Implement `WeightForm`."""
+        return f"gguf-{self.block_type}"
+
+    def sources(self, module: str, rows: int, inputs: int) -> tuple[Source, ...]:
+        """Return the tensor of raw blocks: uint8 [rows, bytes of a row]."""
+        size = BLOCK_TYPES[self.block_type]
+        shape = rows, -(-inputs // size.numbers) * size.nbytes
+        return (Source(f"{module}.weight", shape, dtypes=("uint8",)),)
+
+    def cut(
+        self,
+        tensors: Sequence[HostTensor],
+        rows: Sequence[slice | IntArray],
+        columns: tuple[int, int] | None,
+    ) -> list[Part]:
+        """Implement `WeightForm`.
+
+        Raises:
+            ConfigError: the columns divide a block.
+        """
+        from octavo.system.tensor import from_numpy
+
+        (tensor,) = tensors
+        if columns is not None:
+            size = BLOCK_TYPES[self.block_type]
+            if any(column % size.numbers for column in columns):
+                raise ConfigError(
+                    f"tensor_parallel_size divides the inputs of a weight at {columns[0]} and "
+                    f"{columns[1]}, inside its blocks of {size.numbers} numbers "
+                    f"({self.block_type}); lower it, or choose a file with smaller blocks (Q8_0)."
+                )
+            begin, end = (column // size.numbers * size.nbytes for column in columns)
+            tensor = tensor[:, begin:end]
+        cut: list[Part] = []
+        for selected in rows:
+            whole = isinstance(selected, slice)
+            cut.append((tensor[selected] if whole else from_numpy(tensor.numpy()[selected]),))
+        return cut
+
+    def nbytes(self, shape: PackedShape) -> int:
+        """Implement `WeightForm`."""
+        return quantized_nbytes(shape.n, shape.k, self.block_type, 0)
+
+    def pack(
+        self, ops: Ops, parts: Sequence[Part], shape: PackedShape, out: HostTensor | None = None
+    ) -> QuantizedWeight:
+        """Implement `WeightForm`."""
+        return ops.pack_blocks([blocks for (blocks,) in parts], self._format, shape.k, out)
+
+    def wrap(self, data: HostTensor, shape: PackedShape) -> QuantizedWeight:
+        """Implement `WeightForm`."""
+        from octavo import _native
+        from octavo.kernels.base import QuantizedWeight
+
+        return QuantizedWeight(data, shape.n, shape.k, self._format, 0, _native.panel())
+
+    @property
+    def _format(self) -> QuantFormat:
+        return cast("QuantFormat", self.block_type)
+
+
+def read_gguf(config: ConfigJson) -> Mapping[str, WeightForm]:
+    """Return the forms of the modules of a GGUF file.
+
+    Args:
+        config: the description that `checkpoints/gguf` makes: `types` maps the modules whose
+            weights are blocks to their block types.
+    """
+    forms = {block_type: Blocks(block_type) for block_type in BLOCK_TYPES}
+    types = config.get("types")
+    return {name: forms[block_type] for name, block_type in types.items()}
