@@ -103,6 +103,14 @@ INLINE vu plane(const uint8_t* p, int quad, int below) {
   return (shift >= 0 ? v >> (shift & 31) : v << (-shift & 31)) & mask;
 }
 
+// Prefetches the part of a unit that belongs to V vectors of columns.
+template <int V, int64_t Nbytes>
+INLINE void fetch_part(const uint8_t* unit, int col) {
+  constexpr int64_t part = Nbytes * V / kVectors;
+  UNROLL for (int64_t i = 0; i < part; i += 64)
+    __builtin_prefetch(unit + col / (V * W) * part + i);
+}
+
 // A panel's codes and scales as they are packed.
 template <QuantFormat F>
 struct PackedUnits {
@@ -110,15 +118,16 @@ struct PackedUnits {
   static constexpr bool min = B::min;
   const uint8_t* panel;
   int col;  // first column
-  const uint8_t *header, *unit;
+  const uint8_t *header = nullptr, *unit = nullptr;
 
   INLINE void go_to(int64_t u) {
     unit = panel + B::unit_at(u);
     header = panel + B::header_at(u);
   }
+  template <int V>
   INLINE void fetch() const {
-    if (col == 0)  // the first columns prefetch the whole panel
-      UNROLL for (int64_t i = 0; i < B::unit_nbytes; i += 64) __builtin_prefetch(unit + kAhead + i);
+    // The passes over a stretch for some columns each prefetch a part of the next stretch.
+    fetch_part<V, B::unit_nbytes>(unit + (V == kVectors ? kAhead : kStretch * B::unit_nbytes), col);
   }
   INLINE vu codes(int quad, int j) const {
     const uint8_t* p = unit + (col + j * W) * kQuad;
@@ -168,10 +177,9 @@ struct UnpackedUnits {
   alignas(64) float minima[min ? kStretch : 1][B::groups][kPanel];
 
   void unpack(const uint8_t* panel, int64_t first, int64_t count) {
-    PackedUnits<F> from{panel, 0, nullptr, nullptr};
+    PackedUnits<F> from{panel, 0};
     for (int64_t u = 0; u < count; u++) {
       from.go_to(first + u);
-      from.fetch();
       UNROLL for (int q = 0; q < kUnitQuads; q++)
         UNROLL for (int j = 0; j < kVectors; j++) {
           const vu v = from.codes(q, j);
@@ -191,10 +199,16 @@ struct UnpackedColumns {
   static constexpr bool min = Blocks<F>::min;
   const UnpackedUnits<F>& units;
   int col;
-  int64_t first, unit;
+  int64_t first;
+  const uint8_t* ahead;  // packed units that are prefetched meanwhile, or null
+  int64_t unit = 0;
 
   INLINE void go_to(int64_t u) { unit = u - first; }
-  INLINE void fetch() const {}
+  template <int V>
+  INLINE void fetch() const {
+    using B = Blocks<F>;
+    if (ahead) fetch_part<V, B::unit_nbytes>(ahead + unit * B::unit_nbytes, col);
+  }
   INLINE vu codes(int quad, int j) const {
     return load_raw<vu>(units.bytes[unit][quad] + (col + j * W) * kQuad);
   }
@@ -247,7 +261,7 @@ INLINE void block_dots(Units w, const ByteRows& x, int64_t row, int64_t first, i
     UNROLL for (int j = 0; j < V; j++) sum[i][j] = load(c + i * kPanel + j * W);
   for (int64_t u = first; u < first + count; u++) {
     w.go_to(u);
-    w.fetch();
+    w.template fetch<V>();
     UNROLL for (int g = 0; g < B::groups; g++) {
       vi acc[R][V];
       UNROLL for (int i = 0; i < R; i++) {
@@ -280,27 +294,17 @@ INLINE void block_dots(Units w, const ByteRows& x, int64_t row, int64_t first, i
     UNROLL for (int j = 0; j < V; j++) store(c + i * kPanel + j * W, sum[i][j]);
 }
 
-template <QuantFormat F, int R>
-void few_rows(int rows, const uint8_t* panel, const ByteRows& x, int64_t row, float* c) {
+// Multiplies `rows` rows; `columns(col)` returns the units from a column on.
+template <QuantFormat F, int R, class Columns>
+void block_rows(int rows, const ByteRows& x, int64_t row, int64_t first, int64_t count, float* c,
+                Columns columns) {
   if (rows == R) {
     constexpr int V = R == 1 || (W == 16 && R == 2) ? kVectors : kVectors / 2;
     for (int col = 0; col < kPanel; col += V * W)
-      block_dots<F, R, V>(PackedUnits<F>{panel, col, nullptr, nullptr}, x, row, 0, x.k / kUnit, c + col);
+      block_dots<F, R, V>(columns(col), x, row, first, count, c + col);
     return;
   }
-  if constexpr (R > 1) few_rows<F, R - 1>(rows, panel, x, row, c);
-}
-
-template <QuantFormat F, int R>
-void many_rows(int rows, const UnpackedUnits<F>& w, const ByteRows& x, int64_t row, int64_t first,
-               int64_t count, float* c) {
-  if (rows == R) {
-    constexpr int V = R == 1 || (W == 16 && R == 2) ? kVectors : kVectors / 2;
-    for (int col = 0; col < kPanel; col += V * W)
-      block_dots<F, R, V>(UnpackedColumns<F>{w, col, first, 0}, x, row, first, count, c + col);
-    return;
-  }
-  if constexpr (R > 1) many_rows<F, R - 1>(rows, w, x, row, first, count, c);
+  if constexpr (R > 1) block_rows<F, R - 1>(rows, x, row, first, count, c, columns);
 }
 
 template <QuantFormat F>
@@ -310,14 +314,26 @@ void block_panel(const LinearQArgs& a, const ByteRows& x, int64_t first, int64_t
       static_cast<const uint8_t*>(a.weight) + col / kPanel * Blocks<F>::panel_nbytes(a.k);
   memset(out, 0, rows * kPanel * sizeof(float));
   constexpr int R = kQuantRows4;
-  if (rows <= R) return few_rows<F, R>(int(rows), panel, x, first, out);
-  UnpackedUnits<F> units;
   const int64_t all = a.k / kUnit, passes = ceil_div(rows, R), some = ceil_div(rows, passes);
+  // Bytes need no unpacking.
+  if (passes == 1 || Blocks<F>::bits == 8) {
+    const int64_t stretch = rows == 1 ? all : kStretch;  // stays in L1 for all rows and columns
+    for (int64_t u = 0; u < all; u += stretch)
+      for (int64_t i = 0; i < rows; i += some)
+        block_rows<F, R>(int(min(some, rows - i)), x, first + i, u, min(stretch, all - u),
+                         out + i * kPanel, [&](int column) { return PackedUnits<F>{panel, column}; });
+    return;
+  }
+  UnpackedUnits<F> units;
   for (int64_t u = 0; u < all; u += kStretch) {
     const int64_t count = min<int64_t>(kStretch, all - u);
     units.unpack(panel, u, count);
     for (int64_t i = 0; i < rows; i += some)
-      many_rows<F, R>(int(min(some, rows - i)), units, x, first + i, u, count, out + i * kPanel);
+      block_rows<F, R>(int(min(some, rows - i)), x, first + i, u, count, out + i * kPanel,
+                       [&](int column) {
+                         const uint8_t* ahead = panel + Blocks<F>::unit_at(u + kStretch);
+                         return UnpackedColumns<F>{units, column, u, i ? nullptr : ahead};
+                       });
   }
 }
 
@@ -520,7 +536,7 @@ void pack_blocks(const PackBlocksArgs& a) {
 template <QuantFormat F>
 INLINE void read_unit(const uint8_t* panel, int64_t u, int lane, float* out) {
   using B = Blocks<F>;
-  PackedUnits<F> from{panel, lane / W * W, nullptr, nullptr};
+  PackedUnits<F> from{panel, lane / W * W};
   from.go_to(u);
   const int at = lane % W;
   for (int g = 0; g < B::groups; g++) {
