@@ -12,7 +12,7 @@ from octavo.checkpoints.config_json import ConfigJson
 if TYPE_CHECKING:
     from octavo.system.tensor import HostTensor
 
-LoadFormat = Literal["auto", "safetensors", "pt", "sharded_state", "dummy"]
+LoadFormat = Literal["auto", "safetensors", "pt", "gguf", "sharded_state", "dummy"]
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 _MAX_NAMES = 6
 """Number of names listed in an error message."""

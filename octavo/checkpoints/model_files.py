@@ -66,17 +66,8 @@ def without_weights(folder: Path, pattern: str) -> ModelError:
     )
 
 
-def gguf_file(path: str) -> ModelError:
-    """Return the error for a path to a GGUF file."""
-    return ModelError(
-        f"{path} is a GGUF file, the format of llama.cpp, which Octavo does not read; name the "
-        "folder, or the hub's name, of the original model (config.json, *.safetensors, "
-        "tokenizer.json)."
-    )
-
-
 def _of_another_kind(folder: Path) -> ModelError | None:
-    """Return the error for an adapter or for llama.cpp's format; None for other folders."""
+    """Return the error for an adapter or for GGUF files; None for other folders."""
     adapter = folder / "adapter_config.json"
     if adapter.exists():
         return ModelError(
@@ -84,7 +75,9 @@ def _of_another_kind(folder: Path) -> ModelError | None:
             "Merge it with peft (merge_and_unload, then save_pretrained) and name that folder."
         )
     for file in sorted(folder.glob("*.gguf")):
-        return gguf_file(str(file))
+        return ModelError(
+            f"{folder} holds GGUF files and a config.json; name a file, such as {file}."
+        )
     return None
 
 

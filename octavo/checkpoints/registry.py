@@ -7,21 +7,32 @@ from pathlib import Path
 from octavo.checkpoints.base import Checkpoint, LoadFormat
 from octavo.checkpoints.dummy import Dummy
 from octavo.checkpoints.folder import MappedFolder
+from octavo.checkpoints.gguf.file import GGUFFile
 from octavo.checkpoints.safetensors_folder import SafetensorsFolder
 from octavo.checkpoints.sharded_state import ShardedStateFolder
 from octavo.checkpoints.torch_folder import TorchFolder
+from octavo.errors import ModelError
 
 
 def open_checkpoint(path: Path, load_format: LoadFormat = "auto", seed: int = 0) -> Checkpoint:
     """Return the checkpoint at a path, without reading it.
 
     Args:
-        path: the model's folder.
-        load_format: auto reads *.safetensors, or pytorch_model*.bin if there are none;
-            safetensors and pt read only the one or the other; sharded_state reads vLLM's files of
-            each rank; dummy generates random weights.
+        path: the model's folder, or its GGUF file.
+        load_format: auto reads a GGUF file, or *.safetensors, or pytorch_model*.bin if there are
+            none; gguf, safetensors and pt read only the one kind; sharded_state reads vLLM's files
+            of each rank; dummy generates random weights.
         seed: seed of random weights.
+
+    Raises:
+        ModelError: the path is a file, and `load_format` needs a folder, or the other way round.
     """
+    if path.is_file():
+        if load_format not in ("auto", "gguf"):
+            raise ModelError(f"{path} is a GGUF file, and load_format={load_format}; leave it out.")
+        return GGUFFile(path)
+    if load_format == "gguf":
+        raise ModelError(f"load_format=gguf: {path} has no GGUF file; name the file.")
     match load_format:
         case "dummy":
             return Dummy(path, seed)

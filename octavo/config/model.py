@@ -119,10 +119,10 @@ class LoadConfig(Section, frozen=True):
     """Format, download folder and cache of the weights."""
 
     load_format: Annotated[
-        Literal["auto", "safetensors", "pt", "sharded_state", "dummy"],
+        Literal["auto", "safetensors", "pt", "gguf", "sharded_state", "dummy"],
         Meta(
-            description="auto: safetensors, or PyTorch .bin files if there are none; safetensors;"
-            " pt: .bin files; sharded_state: vLLM's saved file of each rank; dummy: random weights."
+            description="auto: safetensors, PyTorch .bin files if there are none, or the GGUF file"
+            " that is named; safetensors; pt: .bin files; gguf: a GGUF file; sharded_state: vLLM's saved file of each rank; dummy: random weights."
         ),
     ] = "auto"
     download_dir: Annotated[

@@ -7,7 +7,8 @@ import errno
 from pathlib import Path
 from typing import NamedTuple
 
-from octavo.checkpoints.model_files import gguf_file, require_file
+from octavo.checkpoints.gguf.file import find_gguf
+from octavo.checkpoints.model_files import require_file
 from octavo.config import (
     BUILTIN_DRAFT_MODEL,
     BUILTIN_EAGLE_HEAD,
@@ -29,6 +30,7 @@ _WEIGHTS = {
     "safetensors": ["*.safetensors"],
     "pt": ["pytorch_model*.bin"],
     "sharded_state": ["model-*-part-*.safetensors"],
+    "gguf": ["*.gguf"],
     "dummy": [],
 }
 # Model files that users pass instead of the model's folder.
@@ -66,8 +68,11 @@ def resolve_model(
 def local_folder(model: str) -> Path | None:
     """Return the folder of a built-in model or of a path; None if the name is a hub id.
 
+    A model in GGUF is a file: the file itself, or the only one of a folder without config.json.
+
     Raises:
-        ModelError: a local path is not a folder, or contains pipes or devices.
+        ModelError: a local path is neither a folder nor a GGUF file, contains pipes or devices, or
+            contains several GGUF models.
     """
     if model in _BUILTIN:
         if not (_BUILTIN[model] / "config.json").exists():
@@ -81,12 +86,14 @@ def local_folder(model: str) -> Path | None:
         for file in path.iterdir():
             if not file.is_dir():
                 require_file(file)
-        return path
+        return find_gguf(path) or path
     if path.exists():
+        require_file(path)
         if path.suffix == ".gguf":
-            raise gguf_file(model)
+            return path
         raise ModelError(
-            f"{model} is a file; name the model's folder (config.json, safetensors, tokenizer)."
+            f"{model} is a file; name the model's folder (config.json, safetensors, tokenizer), or "
+            "a GGUF file."
         )
     if path.suffix.lower() in _WEIGHT_FILES:
         raise ModelError(

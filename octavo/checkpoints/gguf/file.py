@@ -1,0 +1,307 @@
+"""Checkpoint in a GGUF file, or in its split parts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from octavo import _native
+from octavo.checkpoints.base import Expected, LoadFormat, Source, shorten_names
+from octavo.checkpoints.config_json import ConfigJson
+from octavo.checkpoints.gguf.config import Architecture, Description
+from octavo.checkpoints.gguf.header import GGUFHeader, GGUFTensor
+from octavo.checkpoints.gguf.tokenizer import tokenizer_texts
+from octavo.errors import ModelError
+from octavo.system.block_types import BLOCK_TYPES
+from octavo.system.tensor import HostTensor, from_numpy
+
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf$")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
+_MOST_PARTS = 1000
+
+
+class GGUFFile:
+    """`Checkpoint` in a GGUF file.
+
+    Args:
+        path: the file; of split files the first.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.load_format: LoadFormat = "gguf"
+
+    @property
+    def config_file(self) -> Path:
+        """Implement `Checkpoint`."""
+        return self.path
+
+    @cached_property
+    def weight_files(self) -> list[Path]:
+        """Implement `Checkpoint`."""
+        match = _PART.match(self.path.name)
+        if match is None:
+            return [self.path]
+        stem, index, count = match[1], int(match[2]), int(match[3])
+        if index != 1 or not 1 <= count <= _MOST_PARTS:
+            first = f"{stem}-00001-of-{count:05}.gguf"
+            raise ModelError(f"{self.path} is a part of a split model; name the first, {first}.")
+        names = [f"{stem}-{i:05}-of-{count:05}.gguf" for i in range(1, count + 1)]
+        missing = [name for name in names if not (self.path.parent / name).is_file()]
+        if missing:
+            raise ModelError(
+                f"{self.path} is the first of {count} parts, and these are missing: "
+                f"{shorten_names(missing)}. Download the model again."
+            )
+        return [self.path.parent / name for name in names]
+
+    @cached_property
+    def _headers(self) -> list[GGUFHeader]:
+        headers = [GGUFHeader(file) for file in self.weight_files]
+        for index, header in enumerate(headers):
+            split = [header.metadata.get(f"split.{name}", 0) for name in ("no", "count")]
+            if len(headers) > 1 and split != [index, len(headers)]:
+                raise ModelError(
+                    f"{header.file} says that it is part {split[0]} of {split[1]} (from 0), and its "
+                    f"name says {index} of {len(headers)}; download the model again."
+                )
+        return headers
+
+    @cached_property
+    def _tensors(self) -> dict[str, GGUFTensor]:
+        tensors: dict[str, GGUFTensor] = {}
+        for header in self._headers:
+            twice = tensors.keys() & header.tensors.keys()
+            if twice:
+                raise ModelError(
+                    f"{header.file} has tensors that an earlier part has, too: "
+                    f"{shorten_names(sorted(twice))}. Download the model again."
+                )
+            tensors |= header.tensors
+        return tensors
+
+    @cached_property
+    def _described(self) -> Description:
+        return Description(self.path, self._headers[0].metadata)
+
+    @cached_property
+    def config(self) -> ConfigJson:
+        """Return the config in the form of Hugging Face's config.json; see `Checkpoint`."""
+        tensors = self._tensors
+        embedding = tensors.get("token_embd.weight")
+        if embedding is None or len(embedding.shape) != 2:
+            raise ModelError(f"{self.path} lacks the tensor token_embd.weight of two dimensions.")
+        first = {name[6:] for name in tensors if name.startswith("blk.0.") and "bias" in name}
+        tied = "output.weight" not in tensors
+        config = self._described.config(embedding.shape[0], tied, first)
+        if (factors := tensors.get("rope_freqs.weight")) is not None:
+            config["rope_scaling"] = self._llama3(factors, config)
+        config["dtype"] = self.dtype
+        types = self._block_types()
+        if types:
+            config["quantization_config"] = {"quant_method": "gguf", "types": types}
+        return ConfigJson(config, str(self.path))
+
+    @property
+    def generation_config(self) -> ConfigJson | None:
+        """Ids of the tokens that end an answer."""
+        ids = {"eos_token_id": self._described.end_tokens()}
+        return ConfigJson(ids, str(self.path)) if ids["eos_token_id"] else None
+
+    @cached_property
+    def dtype(self) -> str:
+        """Type of the embedding if it has floats; else bfloat16."""
+        kinds = {tensor.type for tensor in self._tensors.values() if len(tensor.shape) > 1}
+        floats = kinds - BLOCK_TYPES.keys()
+        return floats.pop() if len(kinds) == 1 and floats else "bfloat16"
+
+    def read_text(self, name: str) -> str | None:
+        """Return a text that is made from the metadata; see `Checkpoint`."""
+        return self._texts.get(name)
+
+    @cached_property
+    def _texts(self) -> dict[str, str]:
+        try:
+            return tokenizer_texts(self._headers[0].metadata)
+        except ModelError as error:
+            raise ModelError(f"{self.path}: {error}") from None
+
+    def file_names(self, pattern: str) -> list[str]:
+        """Return no names: the file has no other files."""
+        return []
+
+    def open(self, expected: Expected) -> GGUFTensors:
+        """Compare the tensors with `expected`; see `Checkpoint`."""
+        architecture = self._described.architecture
+        names = {
+            source.name: _stored_name(source.name, architecture) for source in expected.sources
+        }
+        missing = [name for name in names.values() if name not in self._tensors]
+        if missing:
+            raise ModelError(
+                f"{self.path} lacks {len(missing)} tensors of {expected.architecture}: "
+                f"{shorten_names(missing)}. Download the model again."
+            )
+        used = {*names.values(), "rope_freqs.weight"}
+        used |= {_stored_name(name, architecture) for name in expected.elsewhere}
+        extra = [name for name in self._tensors if name not in used]
+        if extra:
+            raise ModelError(
+                f"{self.path} holds {len(extra)} tensors that {expected.architecture} with this "
+                f"metadata does not have: {shorten_names(extra)}."
+            )
+        for source in expected.sources:
+            tensor = self._tensors[names[source.name]]
+            shape, dtype = _stored_form(tensor)
+            if shape != source.shape:
+                raise ModelError(
+                    f"{tensor.file}: {tensor.name} has shape {list(shape)}, but the metadata "
+                    f"requires {list(source.shape)}."
+                )
+            if dtype not in source.dtypes:
+                raise ModelError(
+                    f"{tensor.file}: {tensor.name} has type {tensor.type.upper()}; supported here: "
+                    f"{', '.join(source.dtypes)}."
+                )
+        config = self.config
+        heads = config.integer("num_attention_heads")
+        kv_heads = config.integer("num_key_value_heads", default=heads)
+        tensors = {name: self._tensors[stored] for name, stored in names.items()}
+        return GGUFTensors(self._headers, tensors, architecture, heads, kv_heads)
+
+    def _block_types(self) -> dict[str, str]:
+        """Return the block types of modules by their names in Hugging Face's form."""
+        architecture = self._described.architecture
+        modules = {stored: name for name, stored in architecture.names.items()}
+        types: dict[str, str] = {}
+        for tensor in self._tensors.values():
+            stored = tensor.name.removesuffix(".weight")
+            if tensor.type not in BLOCK_TYPES or stored == tensor.name:
+                continue
+            match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stored)
+            if match is None:
+                name = modules.get(stored, stored)
+            else:
+                name = f"model.layers.{match[1]}.{modules.get(match[2], match[2])}"
+            types[name] = tensor.type
+        if "model.embed_tokens" in types and "output.weight" not in self._tensors:
+            types["lm_head"] = types["model.embed_tokens"]
+        return types
+
+    def _llama3(self, factors: GGUFTensor, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the rope scaling of Llama 3 that the file's factors of wavelengths follow from.
+
+        Raises:
+            ModelError: they follow from other parameters than Llama 3's.
+        """
+        header = next(header for header in self._headers if header.file == factors.file)
+        if factors.type != "float32":
+            raise ModelError(f"{factors.file}: {factors.name} has type {factors.type}, not F32.")
+        found = np.frombuffer(header.data, np.float32, factors.nbytes // 4, factors.begin)
+        factor = float(found.max())
+        original = 8192
+        theta = float(config.get("rope_theta", 10000.0))
+        wavelengths = 2 * np.pi * theta ** (np.arange(len(found)) / len(found))
+        smooth = np.clip((original / wavelengths - 1) / (4 - 1), 0, 1)
+        made = 1 / ((1 - smooth) / factor + smooth)
+        if not np.allclose(found, made, rtol=1e-3):
+            raise ModelError(
+                f"{factors.file}: {factors.name} has other factors than those of Llama 3, which is "
+                "not supported."
+            )
+        return {
+            "rope_type": "llama3",
+            "factor": factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": original,
+        }
+
+
+class GGUFTensors:
+    """`Tensors` of GGUF files, with the converter's changes undone.
+
+    Args:
+        headers: the files.
+        tensors: tensors by their names in Hugging Face's form.
+        architecture: the architecture.
+        num_heads: number of heads of queries.
+        num_kv_heads: number of heads of keys and values.
+    """
+
+    def __init__(
+        self,
+        headers: list[GGUFHeader],
+        tensors: Mapping[str, GGUFTensor],
+        architecture: Architecture,
+        num_heads: int,
+        num_kv_heads: int,
+    ) -> None:
+        self._data = {header.file: header.data for header in headers}
+        self._tensors, self._architecture = tensors, architecture
+        self._heads = {"q_proj": num_heads, "k_proj": num_kv_heads}
+
+    def read(self, source: Source) -> HostTensor:
+        """Return a view of the mapped file, or a changed copy."""
+        stored = self._tensors[source.name]
+        shape, dtype = _stored_form(stored)
+        data = np.frombuffer(self._data[stored.file], np.uint8, stored.nbytes, stored.begin)
+        architecture = self._architecture
+        module = source.name.split(".")[-2]
+        if architecture.permuted and module in self._heads:
+            rows, heads = shape[0], self._heads[module]
+            if rows % (2 * heads):
+                raise ModelError(f"{stored.file}: {stored.name} has {rows} rows for {heads} heads.")
+            halves = data.reshape(heads, rows // heads // 2, 2, -1)
+            data = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(-1)
+        if architecture.norm_shift and module.endswith("norm"):
+            floats = from_numpy(data).view(dtype).numpy().astype(np.float32)
+            return from_numpy((floats - architecture.norm_shift).reshape(shape))
+        tensor: HostTensor = from_numpy(data).view(dtype).view(shape)
+        return tensor
+
+    def done(self, tensor: HostTensor) -> None:
+        """Let the system drop the tensor's pages of the mapped file."""
+        for data in self._data.values():
+            whole = np.frombuffer(data, np.uint8)
+            if 0 <= tensor.data_ptr() - whole.ctypes.data < whole.nbytes:
+                _native.release_pages(tensor.data_ptr(), tensor.nbytes)
+
+
+def _stored_name(name: str, architecture: Architecture) -> str:
+    """Return the name in GGUF of a tensor; its own name if GGUF has none."""
+    module, _, kind = name.rpartition(".")
+    match = _LAYER.fullmatch(module)
+    if match is None:
+        return f"{architecture.names.get(module, module)}.{kind}"
+    return f"blk.{match[1]}.{architecture.names.get(match[2], match[2])}.{kind}"
+
+
+def _stored_form(tensor: GGUFTensor) -> tuple[tuple[int, ...], str]:
+    """Return the shape and the type that `GGUFTensors.read` gives a tensor."""
+    size = BLOCK_TYPES.get(tensor.type)
+    if size is None:
+        return tensor.shape, tensor.type
+    return (*tensor.shape[:-1], tensor.shape[-1] // size.numbers * size.nbytes), "uint8"
+
+
+def find_gguf(folder: Path) -> Path | None:
+    """Return the GGUF file of a folder that has no config.json; None: it has no such file.
+
+    Raises:
+        ModelError: there are several models.
+    """
+    if (folder / "config.json").exists():
+        return None
+    files = sorted(folder.glob("*.gguf"))
+    firsts = [file for file in files if not (part := _PART.match(file.name)) or int(part[2]) == 1]
+    models = [file for file in firsts if not file.name.startswith("mmproj")]
+    if len(models) > 1:
+        names = shorten_names([file.name for file in models])
+        raise ModelError(f"{folder} holds several GGUF models: {names}. Name one of these files.")
+    return models[0] if models else None
