@@ -122,7 +122,8 @@ class LoadConfig(Section, frozen=True):
         Literal["auto", "safetensors", "pt", "gguf", "sharded_state", "dummy"],
         Meta(
             description="auto: safetensors, PyTorch .bin files if there are none, or the GGUF file"
-            " that is named; safetensors; pt: .bin files; gguf: a GGUF file; sharded_state: vLLM's saved file of each rank; dummy: random weights."
+            " that is named; safetensors; pt: .bin files; gguf: a GGUF file; sharded_state:"
+            " vLLM's saved file of each rank; dummy: random weights."
         ),
     ] = "auto"
     download_dir: Annotated[

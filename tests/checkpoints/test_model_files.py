@@ -26,7 +26,8 @@ CONFIG = "config.json"
         ({"notes.txt": ""}, r"has no config\.json: a model is a folder"),
         ({"adapter_config.json": ADAPTER}, "is an adapter for org/base, not a model; .*Merge it"),
         ({"adapter_config.json": "{"}, "is an adapter, not a model; .*Merge it"),
-        ({"a-Q4.gguf": "GGUF"}, r"a-Q4\.gguf is a GGUF file.*of the original model"),
+        ({"a-Q4.gguf": "GGUF"}, r"a-Q4\.gguf is damaged at the version"),
+        ({"a.gguf": "GGUF", "b.gguf": ""}, r"holds several GGUF models: a\.gguf, b\.gguf"),
         # The tokenizer is missing, too: the config is checked first.
         ({CONFIG: "{"}, r"config\.json is damaged or cut off"),
         ({CONFIG: POINTER}, r"config\.json is a Git-LFS pointer.*`git lfs pull`"),
@@ -49,7 +50,7 @@ def test_what_the_folder_is(files: dict[str, str], message: str, tmp_path: Path)
         ("pytorch_model.bin", POINTER, r"pytorch_model\.bin is a Git-LFS pointer"),
         # Next to a config.json, but instead of the weights.
         ("adapter_config.json", ADAPTER, "is an adapter for org/base"),
-        ("a-Q4.gguf", "GGUF", r"a-Q4\.gguf is a GGUF file"),
+        ("a-Q4.gguf", "GGUF", r"holds GGUF files and a config\.json; name a file"),
         ("notes.txt", "", r"holds no \*\.safetensors files: .*Download the model again"),
     ],
 )

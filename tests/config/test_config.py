@@ -95,7 +95,7 @@ BAD = {
     "enable_sleep_mode": [1, "yes", None],
     "enforce_eager": ["no", 1],
     "enable_prompt_embeds": ["no", 1],
-    "load_format": ["gguf", None],
+    "load_format": ["npz", None],
     "download_dir": [5],
     "weight_cache": [1, ""],
     "weight_cache_bytes": [0, "much"],

@@ -66,14 +66,16 @@ class TestLocal:
             resolve_model(name)
 
     def test_file(self, tmp_path: Path) -> None:
-        for name, message in (
-            ("model.safetensors", "is a file; name the model's folder"),
-            ("model.gguf", "is a GGUF file, .* name the folder"),
-        ):
-            file = tmp_path / name
-            file.touch()
-            with pytest.raises(ModelError, match=message):
-                resolve_model(str(file))
+        file = tmp_path / "model.safetensors"
+        file.touch()
+        with pytest.raises(ModelError, match="is a file; name the model's folder"):
+            resolve_model(str(file))
+
+    def test_gguf_file(self, tmp_path: Path) -> None:
+        file = tmp_path / "model-00001-of-00002.gguf"
+        for name in (file.name, "model-00002-of-00002.gguf", "mmproj-model.gguf"):
+            (tmp_path / name).touch()
+        assert resolve_model(str(file)) == resolve_model(str(tmp_path)) == file
 
     def test_file_that_is_not_there(self) -> None:
         with pytest.raises(ModelError, match=r"model\.gguf does not exist; name the model's"):

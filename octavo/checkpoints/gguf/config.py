@@ -105,7 +105,7 @@ _FIELDS = {
     "rope_theta": "rope.freq_base",
     "sliding_window": "attention.sliding_window",
 }
-_LARGE_GEMMAS = {("gemma2", 46): 144.0, ("gemma3", 62): 168.0}
+_LARGE_GEMMAS: dict[tuple[str, Any], float] = {("gemma2", 46): 144.0, ("gemma3", 62): 168.0}
 """Scalars of queries of the 27B models, by architecture and layers; others use the head's size."""
 
 
@@ -168,7 +168,7 @@ class Description:
         self._add_tokens(config)
         if self.kind in ("gemma2", "gemma3"):
             default = config.get("head_dim", 256)
-            layers = config.get("num_hidden_layers")
+            layers = config.get("num_hidden_layers", 0)
             config["query_pre_attn_scalar"] = _LARGE_GEMMAS.get((self.kind, layers), default)
         head_dim, value_size = self.get("attention.key_length"), self.get("attention.value_length")
         if head_dim != value_size:

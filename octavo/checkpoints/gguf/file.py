@@ -67,8 +67,8 @@ class GGUFFile:
             split = [header.metadata.get(f"split.{name}", 0) for name in ("no", "count")]
             if len(headers) > 1 and split != [index, len(headers)]:
                 raise ModelError(
-                    f"{header.file} says that it is part {split[0]} of {split[1]} (from 0), and its "
-                    f"name says {index} of {len(headers)}; download the model again."
+                    f"{header.file} says that it is part {split[0]} (from 0) of {split[1]}, and "
+                    f"its name says {index} of {len(headers)}; download the model again."
                 )
         return headers
 

@@ -1,0 +1,257 @@
+"""GGUF files: whole models, types mixed in one file, split files, and damaged headers."""
+
+import os
+import random
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from octavo import LLM, SamplingParams
+from octavo.checkpoints.gguf.file import GGUFFile
+from octavo.checkpoints.gguf.header import GGUFHeader
+from octavo.checkpoints.registry import open_checkpoint
+from octavo.errors import ModelError, OctavoError
+from octavo.models.registry import read_spec
+from tests.gguf_files import VOCABULARY, convert, write_gguf
+from tests.models.harness import make_hf
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 256,
+}
+GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {"attention_bias": True}),
+    "qwen2": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3ForCausalLM", {"head_dim": 32}),
+    "gemma": ("GemmaForCausalLM", {"head_dim": 32}),
+    "gemma2": ("Gemma2ForCausalLM", GEMMA),
+    "gemma3": ("Gemma3ForCausalLM", GEMMA | {"num_hidden_layers": 7}),
+    "granite": ("GraniteForCausalLM", {"logits_scaling": 2.0, "attention_multiplier": 0.3}),
+    "smollm3": ("SmolLM3ForCausalLM", {"num_hidden_layers": 4, "pad_token_id": 0}),
+    "olmo2": ("Olmo2ForCausalLM", {}),
+    "phi3": ("Phi3ForCausalLM", {"pad_token_id": 0}),
+}
+PROMPT = [5, 9, 33, 2, 77, 40, 41, 42, 8, 101, 64, 3]
+
+
+def make(kind: str, path: Path, types: dict[str, str] | None = None) -> Any:
+    name, fields = MODELS[kind]
+    torch.manual_seed(0)
+    model = make_hf(name, **SIZES | fields).float().eval()
+    convert(model, kind, path, types)
+    return model
+
+
+def start(path: Path, **settings: Any) -> LLM:
+    return LLM(
+        str(path), max_model_len=128, kv_cache_memory_bytes="16M", max_num_seqs=8, **settings
+    )
+
+
+def logprobs(llm: LLM) -> np.ndarray[Any, Any]:
+    """Return the logprobs of the prompt's tokens."""
+    params = SamplingParams(max_tokens=4, temperature=0, prompt_logprobs=0, ignore_eos=True)
+    (output,) = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
+    rows = zip(output.prompt_logprobs[1:], PROMPT[1:], strict=True)
+    return np.array([row[token].logprob for row, token in rows])
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_logits_equal_transformers(kind: str, tmp_path: Path) -> None:
+    model = make(kind, tmp_path / "m.gguf")
+    with torch.no_grad():
+        rows = model(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
+    expected = [float(rows[i, token]) for i, token in enumerate(PROMPT[1:])]
+    with start(tmp_path / "m.gguf") as llm:
+        np.testing.assert_allclose(logprobs(llm), expected, atol=2e-4)
+
+
+MIXED = {"attn_v": "q8_0", "ffn_down": "f16", "token_embd": "q8_0", "": "q4_0"}
+
+
+def test_mixed_types(tmp_path: Path) -> None:
+    """Blocks are a little off the float model, by their own bits and by 8-bit activations."""
+    file = tmp_path / "m.gguf"
+    make("qwen2", tmp_path / "float.gguf")
+    make("qwen2", file, MIXED)
+    spec = read_spec(open_checkpoint(file))
+    names = {weight.name: weight.form.name for weight in spec.weights() if weight.kind == "linear"}
+    assert names["layers.0.qkv_proj.weight.0"] == "gguf-q4_0"
+    assert names["layers.0.qkv_proj.weight.1"] == names["lm_head.weight"] == "gguf-q8_0"
+    assert names["layers.0.down_proj.weight"] == "plain"
+    assert "embed.weight" not in names, "the tied table is in memory once"
+    with start(tmp_path / "float.gguf", dtype="float32") as llm:
+        expected = logprobs(llm)
+    with start(file, dtype="float32") as llm:
+        alone = logprobs(llm)
+        prompts = [{"prompt_token_ids": PROMPT[i:]} for i in range(8)]
+        params = SamplingParams(max_tokens=4, temperature=0, prompt_logprobs=0, ignore_eos=True)
+        together = llm.generate(prompts, params, use_tqdm=False)[0]
+        rows = zip(together.prompt_logprobs[1:], PROMPT[1:], strict=True)
+        assert [row[token].logprob for row, token in rows] == list(alone)
+    assert 0 < np.abs(alone - expected).max() < 0.4
+    with start(file, dtype="float32", tensor_parallel_size=2) as llm:
+        np.testing.assert_allclose(logprobs(llm), alone, atol=1e-5)
+
+
+def test_blocks_that_ranks_would_divide(tmp_path: Path) -> None:
+    make("llama", tmp_path / "m.gguf", {"": "q4_0"})
+    with pytest.raises(OctavoError, match="divides the inputs of a weight at 48 and 96, inside"):
+        start(tmp_path / "m.gguf", tensor_parallel_size=2, tensor_parallel_mode="reduce")
+
+
+def test_config_and_tokenizer(tmp_path: Path) -> None:
+    make("gemma3", tmp_path / "m.gguf", MIXED)
+    file = GGUFFile(tmp_path / "m.gguf")
+    assert file.dtype == "bfloat16"
+    assert file.config.get("rms_norm_eps") == 1e-6
+    assert file.generation_config is not None
+    assert file.generation_config.get("eos_token_id") == [127]
+    with start(tmp_path / "m.gguf") as llm:
+        assert llm.get_tokenizer().encode("ab<5>") == [94, 100]
+        llm.chat([{"role": "user", "content": "ab"}], SamplingParams(max_tokens=2), use_tqdm=False)
+
+
+def split(path: Path, folder: Path) -> list[Path]:
+    """Write the tensors of a file to two parts."""
+    header = GGUFHeader(path)
+    data = path.read_bytes()
+    tensors = {
+        name: (0, t.shape, data[t.begin : t.begin + t.nbytes]) for name, t in header.tensors.items()
+    }
+    names = list(tensors)
+    metadata = {"general.architecture": "llama"} | VOCABULARY
+    metadata |= {key: value for key, value in header.metadata.items() if key.startswith("llama.")}
+    parts = []
+    for index, own in enumerate((names[:5], names[5:])):
+        part = folder / f"m-{index + 1:05}-of-00002.gguf"
+        keys = {"split.no": index, "split.count": 2}
+        write_gguf(part, (metadata | keys) if index == 0 else keys, {n: tensors[n] for n in own})
+        parts.append(part)
+    return parts
+
+
+def test_split_files(tmp_path: Path) -> None:
+    make("llama", tmp_path / "whole.gguf")
+    (tmp_path / "parts").mkdir()
+    first, second = split(tmp_path / "whole.gguf", tmp_path / "parts")
+    with start(tmp_path / "whole.gguf") as llm:
+        expected = logprobs(llm)
+    with start(tmp_path / "parts") as llm:
+        assert np.array_equal(logprobs(llm), expected)
+    with pytest.raises(ModelError, match=r"name the first, m-00001-of-00002\.gguf"):
+        start(second)
+    copy = second.read_bytes()
+    second.write_bytes(first.read_bytes())
+    with pytest.raises(ModelError, match=r"says that it is part 0 \(from 0\) of 2, and its name"):
+        start(first)
+    second.unlink()
+    with pytest.raises(ModelError, match=r"are missing: m-00002-of-00002\.gguf"):
+        start(first)
+    assert copy
+
+
+HUGE = 2**60
+LLAMA = {"general.architecture": "llama"}
+BLOCK = (2, (2, 32), bytes(36))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "cannot be read"),
+        (b"GGML" + bytes(20), "is not a GGUF file"),
+        (b"GGUF" + struct.pack(">I", 3) + bytes(16), "is big-endian"),
+        (b"GGUF" + struct.pack("<I", 1) + bytes(16), "has version 1; supported: 2 and 3"),
+        (b"GGUF" + struct.pack("<IQQ", 3, HUGE, 0), "the number of tensors is 1152921504606846976"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, HUGE), "the number of metadata entries is"),
+        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, HUGE), "the length of a metadata key is"),
+        (b"GGUF" + struct.pack("<IQQQ1sI", 3, 0, 1, 1, b"k", 77), "k has a value of type 77"),
+        (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"k", 9, 8, 2**23), "is damaged at k"),
+        (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"k", 9, 9, 1), "k has a value of type 9"),
+        (b"GGUF" + struct.pack("<IQQQ1sIIQQ", 3, 0, 1, 1, b"k", 9, 8, 1, HUGE), "text 0 of k ends"),
+    ],
+)
+def test_damaged_headers(data: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(data)
+    with pytest.raises(ModelError, match=message):
+        GGUFHeader(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "tensors", "message"),
+    [
+        ({"general.alignment": 7}, {}, "general.alignment=7; it must be a multiple of 8"),
+        ({}, {"a": (16, (2, 256), bytes(132))}, "tensor a of type IQ2_XXS, .* supported: FLOAT32"),
+        ({}, {"a": (99, (2, 256), b"")}, "the tensor a of type number 99"),
+        ({}, {"a": (2, (2, 33), bytes(36))}, "33 columns, which blocks of 32 numbers"),
+        ({}, {"a": (2, (HUGE, HUGE, 32), b"")}, r"the tensor a \[1152921504606846976, .* bytes"),
+        ({}, {"a": (0, (0,), b"")}, "is damaged: the tensor a"),
+        ({}, {"a": (0, (16,), bytes(32)), "b": BLOCK}, "is damaged: a and b overlap"),
+    ],
+)
+def test_damaged_tensors(
+    metadata: dict[str, Any], tensors: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    write_gguf(tmp_path / "m.gguf", LLAMA | metadata, tensors)
+    with pytest.raises(ModelError, match=message):
+        GGUFHeader(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        (
+            {"general.architecture": "mamba"},
+            "architecture='mamba' is not supported; .*llama",
+        ),
+        ({"llama.rope.scaling.type": "own"}, "rope.scaling.type='own' is not supported"),
+        ({"llama.attention.value_length": 8}, "value_length=8 differs from key_length=None"),
+        ({"llama.feed_forward_length": [32, 64]}, "feed_forward_length differs between layers"),
+        ({}, "hidden_size"),
+    ],
+)
+def test_rejected_metadata(metadata: dict[str, Any], message: str, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", LLAMA | metadata, {"token_embd.weight": BLOCK})
+    with pytest.raises(ModelError, match=message):
+        read_spec(open_checkpoint(tmp_path / "m.gguf"))
+
+
+def test_mutations(tmp_path: Path) -> None:
+    """Random changes of the header end in a model or in an error that names the file.
+
+    OCTAVO_MUTATIONS sets another number of files.
+    """
+    make("qwen2", tmp_path / "m.gguf", MIXED)
+    data = (tmp_path / "m.gguf").read_bytes()
+    header = min(tensor.begin for tensor in GGUFHeader(tmp_path / "m.gguf").tensors.values())
+    random_numbers, file = random.Random(0), tmp_path / "x.gguf"
+    named: list[bool] = []
+    for _ in range(int(os.environ.get("OCTAVO_MUTATIONS", "60"))):
+        changed = bytearray(data)
+        for _ in range(random_numbers.choice((1, 1, 2, 8))):
+            changed[random_numbers.randrange(header)] = random_numbers.randrange(256)
+        if random_numbers.random() < 0.1:
+            changed = changed[: random_numbers.randrange(len(changed))]
+        file.write_bytes(changed)
+        try:
+            checkpoint = open_checkpoint(file)
+            spec = read_spec(checkpoint)
+            tensors = checkpoint.open(spec.expected)
+            for source in spec.expected.sources:
+                tensors.read(source)
+            checkpoint.read_text("tokenizer.json")
+        except ModelError as error:
+            named.append(str(file) in str(error))
+    assert named
+    assert all(named)
