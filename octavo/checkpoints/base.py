@@ -55,6 +55,17 @@ class Expected:
     """Regular expressions of names that are not weights."""
     elsewhere: frozenset[str] = frozenset()
     """Names of the tensors that only other pipeline stages need."""
+    prefixes: tuple[tuple[str, str], ...] = ()
+    """Pairs (expected, stored) of prefixes: other beginnings of names in checkpoints."""
+
+    def stored_names(self, name: str) -> list[str]:
+        """Return the names that a tensor may have in a checkpoint, the most usual one first."""
+        names = [name, name.removeprefix(self.bare_prefix)]
+        return names + [
+            stored + name.removeprefix(expected)
+            for expected, stored in self.prefixes
+            if name.startswith(expected)
+        ]
 
 
 class Tensors(Protocol):

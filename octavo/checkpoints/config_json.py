@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -68,6 +68,14 @@ class ConfigJson:
         """Return the object with some fields replaced; merge fields that are objects in both."""
         where = f"{self.where} with hf_overrides"
         return ConfigJson(_merge(self._data, fields), where)
+
+    def merged(self, name: str, kept: Sequence[str]) -> ConfigJson:
+        """Return the object with the fields of a nested object beside its own.
+
+        Where both have a field, that of the nested object is used, except the fields `kept`.
+        """
+        own = {field: self._data[field] for field in kept if self.has(field)}
+        return ConfigJson({**self._data, **self.section(name)._data, **own}, self.where)
 
     def error(self, name: str, expected: str) -> ModelError:
         """Return the error for a field with a wrong or unsupported value."""

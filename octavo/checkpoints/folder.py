@@ -155,8 +155,7 @@ def match_names(
     """
 
     def find(name: str) -> str | None:
-        bare = name.removeprefix(expected.bare_prefix)
-        return next((n for n in (name, bare) if n in stored), None)
+        return next((n for n in expected.stored_names(name) if n in stored), None)
 
     sources = expected.sources
     names = {s.name: found for s in sources if (found := find(s.name)) is not None}

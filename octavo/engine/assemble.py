@@ -116,6 +116,8 @@ def make_engine_core(
     check_settings(config, platform)
     directory = config.observability.profiler_dir
     profiler = None if directory is None else Profiler(directory)
+    if spec.left_out:
+        logger.info("%s is run as a text model, without %s", spec.architecture, spec.left_out)
     setup = make_worker_setup(config, spec, model_path, default_batched_tokens, engine_index)
     config, budget = setup.config, setup.max_num_batched_tokens
     checkpoint = open_checkpoint(model_path, config.load.load_format)

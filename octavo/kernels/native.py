@@ -563,16 +563,15 @@ class NativeOps:
         assert out.shape == x.shape
         assert x.stride(-1) == out.stride(-1) == factor.stride(-1) == 1
         assert x.dtype == factor.dtype == out.dtype
-        whole = factor.dim() > 1
-        assert factor.shape == x.shape if whole else factor.shape in ((dim,), (1,))
+        assert factor.shape in (x.shape, (dim,), (x.shape[0], 1), (1,))
         kernels.multiply(
             x=x.data_ptr(),
             factor=factor.data_ptr(),
             out=out.data_ptr(),
             x_stride=x.stride(0),
             x_head_stride=x.stride(1),
-            factor_stride=factor.stride(0) if whole else 0,
-            factor_head_stride=factor.stride(1) if whole else 0,
+            factor_stride=factor.stride(0) if factor.dim() > 1 else 0,
+            factor_head_stride=factor.stride(1) if factor.dim() == 3 else 0,
             factor_step=int(factor.shape[-1] == dim),
             out_stride=out.stride(0),
             out_head_stride=out.stride(1),

@@ -367,6 +367,8 @@ class ReferenceOps:
         activation: Gate | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
+        if factor.dim() == 2 < x.dim():
+            factor = factor[:, None]
         return into(out, x * (factor if activation is None else _GATES[activation](factor)))
 
     def sum_parts(

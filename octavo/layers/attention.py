@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from octavo.attention.base import AttentionParams, Rotary
 from octavo.kernels.base import Ops
@@ -21,7 +22,7 @@ class Attention:
     cache: int
     """Index of the layer's cache in `StepContext.caches`."""
     qkv_proj: Linear
-    """Projection to queries, keys and values, stacked; with `qk_proj` to values only."""
+    """Projection to queries, keys, values and gates, stacked; with `qk_proj` to values only."""
     o_proj: Linear
     """Projection from the heads' results to the hidden size."""
     num_heads: int
@@ -29,6 +30,8 @@ class Attention:
     num_kv_heads: int
     """Number of key and value heads; divides `num_heads`."""
     head_size: int
+    projected: tuple[int, int, int, int]
+    """Numbers of heads of queries, keys, values and gates in the result of `qkv_proj`."""
     params: AttentionParams
     cos_sin_cache: Tensor | None = None
     """Table of `octavo.layers.rotary`; None without rotary positions."""
@@ -37,6 +40,15 @@ class Attention:
     q_norm: RMSNorm | HeadNorms | None = None
     """Norm of each head of the queries, or of all of them together."""
     k_norm: RMSNorm | HeadNorms | None = None
+    v_norm: RMSNorm | None = None
+    """Norm of each head of the values. Without projected values, these are the keys before their
+    norm."""
+    has_keys: bool = True
+    """False if the cache is another layer's, which has written keys and values."""
+    gate: Literal["none", "own", "by_head"] = "none"
+    """Gate of the heads' results; see `AttentionSpec`."""
+    query_factors: Tensor | None = None
+    """Factor of the queries at each position: [positions, 1]."""
     qk_proj: tuple[Linear, Linear] | None = None
     """Projections to the queries and keys of all ranks, if these are normed over all heads."""
     clip: float | None = None
@@ -48,15 +60,21 @@ class Attention:
         """Map [T, hidden_size] to [T, hidden_size]; store this step's keys and values."""
         tokens, backend = x.shape[0], step.backend
         kv_cache, metadata = step.caches[self.cache], step.metadata[self.cache]
-        query, key, value = self._project(x)
+        query, key, value, gate = self._project(x)
         rotary = None
         if self.cos_sin_cache is not None:
             rotary = Rotary(
                 self.ops.rotary_embedding, step.positions, query, self.cos_sin_cache, self.is_neox
             )
-        backend.write_kv(key, value, kv_cache, metadata.slot_mapping, rotary)
-        if step.progress is not None:
-            step.progress.reach(self.cache + 1)
+        if self.has_keys:
+            backend.write_kv(key, value, kv_cache, metadata.slot_mapping, rotary)
+            if step.progress is not None:
+                step.progress.reach(self.cache + 1)
+        elif rotary is not None:
+            rotary(key)
+        if self.query_factors is not None:
+            factors = self.ops.embedding(self.query_factors, step.positions)
+            self.ops.multiply(query, factors, out=query)
         if self.columns is None:
             out = self.ops.empty(tokens, self.num_heads, self.head_size, like=x)
             whole = out.view(tokens, -1)
@@ -64,25 +82,37 @@ class Attention:
             whole, own = self.columns.empty(tokens, x.dtype)
             out = own.view(tokens, self.num_heads, self.head_size)
         backend.forward(query, kv_cache, metadata, out, self.params)
+        if gate is not None:
+            self.ops.multiply(out, gate, "sigmoid", out)
         if self.columns is not None:
             self.columns.join()
         return self.o_proj(whole)
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return normed queries [T, num_heads, D], keys and values [T, num_kv_heads, D]."""
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return normed queries [T, num_heads, D], keys and values [T, num_kv_heads, D], gates.
+
+        Gates have the queries' shape. Without own keys, keys and values have no heads.
+        """
         heads = self.qkv_proj(x)
         if self.clip is not None:
             self.ops.clamp_(heads, self.clip)
         heads = heads.view(x.shape[0], -1, self.head_size)
         if self.qk_proj is not None:
             query, key = self._norm_all(x)
-            return query, key, heads
-        split = self.num_heads, self.num_kv_heads, self.num_kv_heads
-        query, key, value = heads.split_with_sizes(split, dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
+            return query, key, heads, None
+        query, key, value, gate = heads.split_with_sizes(self.projected, dim=1)
+        if self.gate == "by_head":
+            query, gate = query[:, 0::2], query[:, 1::2]
+        if self.v_norm is not None and self.has_keys:
+            if value.shape[1]:
+                self.v_norm.heads_(value)
+            else:
+                value = self.v_norm(key)
+        if self.q_norm is not None:
             self.q_norm.heads_(query)
+        if self.k_norm is not None and self.has_keys:
             self.k_norm.heads_(key)
-        return query, key, value
+        return query, key, value, None if self.gate == "none" else gate
 
     def _norm_all(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return this rank's queries and keys, after the norms over all ranks' heads."""

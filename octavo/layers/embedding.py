@@ -29,12 +29,16 @@ class Embedding:
     """Norm applied last (BLOOM)."""
     dtype: str | None = None
     """Type of the result of a quantized table."""
+    norm_given: bool = True
+    """True if embeddings that arrive with a prompt still need the norm."""
 
     def look_up(self, input_ids: Tensor) -> Tensor:
         """Map input_ids [T] int64 to [T, embed_size], the form of prompts' embeddings."""
         x = self.ops.embedding(self.weight, input_ids, self.dtype)
         if self.scale is not None and not self.scale_given:
             self.ops.scale_(x, self.scale)
+        if self.norm is not None and not self.norm_given:
+            x = self.norm(x)
         return x
 
     def __call__(
@@ -51,6 +55,6 @@ class Embedding:
             x = self.project(x)
         if self.positions is not None:
             x = self.ops.add(x, self.ops.embedding(self.positions, positions))
-        if self.norm is not None:
+        if self.norm is not None and self.norm_given:
             x = self.norm(x)
         return x

@@ -16,6 +16,21 @@ _GEMMA = _LLAMA | {"hidden_act": "gelu_pytorch_tanh", "head_dim": 256, "num_key_
 _GLM = _LLAMA | {"head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7}
 _GLM |= {"max_position_embeddings": 131072}
 _COHERE = {"hidden_act": "silu", "layer_norm_eps": 1e-5, "max_position_embeddings": 8192}
+_MINISTRAL3 = _MISTRAL | {"rms_norm_eps": 1e-5, "max_position_embeddings": 262144}
+_MINISTRAL3 |= {"head_dim": 128, "sliding_window": None}
+_MINISTRAL3["rope_parameters"] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+_MUSE = {"hidden_activation": "silu", "rms_norm_eps": 1e-5, "num_key_value_heads": 2}
+_MUSE |= {"head_dim": 128, "max_position_embeddings": 131072, "sliding_window": 2048}
+_MUSE |= {"final_logit_softcapping": 20.0, "qk_scale_factor": 3.87, "post_norm_eps": 1e-8}
+_MUSE |= {"output_multiplier": 0.19611613513818404}
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"model_type": "llama"} | _LLAMA,
@@ -34,6 +49,19 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "Gemma3ForCausalLM": {"model_type": "gemma3_text"}
     | _GEMMA
     | {"max_position_embeddings": 131072},
+    "Gemma3ForConditionalGeneration": {"model_type": "gemma3"}
+    | _GEMMA
+    | {"max_position_embeddings": 131072, "num_attention_heads": 8, "vocab_size": 262208},
+    "Ministral3ForCausalLM": {"model_type": "ministral3"} | _MINISTRAL3,
+    "Mistral3ForConditionalGeneration": {"model_type": "mistral3"},
+    "Qwen2_5_VLForConditionalGeneration": {"model_type": "qwen2_5_vl"}
+    | _QWEN
+    | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80},
+    "Qwen3VLForConditionalGeneration": {"model_type": "qwen3_vl"}
+    | _QWEN
+    | {"head_dim": 128, "max_position_embeddings": 128000},
+    "LlavaForConditionalGeneration": {"model_type": "llava"},
+    "MuseGlimmerForConditionalGeneration": {"model_type": "muse_glimmer"} | _MUSE,
     "GlmForCausalLM": {"model_type": "glm"} | _GLM,
     "Glm4ForCausalLM": {"model_type": "glm4"} | _GLM,
     "Phi3ForCausalLM": {"model_type": "phi3"}

@@ -14,7 +14,7 @@ from octavo.config import ModelConfig
 from octavo.errors import ModelError
 from octavo.models import families
 from octavo.models.config_defaults import ARCHITECTURES, DEFAULTS
-from octavo.models.families.base import Family
+from octavo.models.families.base import OUTER_FIELDS, Family
 from octavo.models.forms import assign
 from octavo.models.spec import ModelSpec
 
@@ -59,6 +59,8 @@ def read_spec(checkpoint: Checkpoint, settings: ModelConfig = _DEFAULTS) -> Mode
             "architectures",
             f"{_kind_of(architectures[0])}; README.md lists the models that are",
         )
+    if config.has("text_config"):
+        config = config.merged("text_config", OUTER_FIELDS)
     config = config.filled(DEFAULTS.get(architectures[0], {}))
     if config.has("auto_map") and not settings.trust_remote_code:
         raise config.error(

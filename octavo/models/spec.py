@@ -50,6 +50,10 @@ class ModelSpec:
     """Prefix of names that checkpoints of the bare model (without LM head) omit, e.g. `model.`"""
     ignored: tuple[str, ...] = ()
     """Regular expressions of names in a checkpoint that are not weights."""
+    prefixes: tuple[tuple[str, str], ...] = ()
+    """Pairs (own, stored) of prefixes: other beginnings of names in a checkpoint."""
+    left_out: str = ""
+    """Parts of the published model that Octavo does not compute, for a message; "": none."""
     model_class: str = "octavo.models.decoder:DecoderModel"
     """Module and name of the `Model` that computes it."""
     first_layer: int = 0
@@ -102,6 +106,11 @@ class ModelSpec:
                 f"pipeline_parallel_size of more than 1 is not supported with {self.architecture}; "
                 "leave it out."
             )
+        if any(layer.reads() for layer in self.layers):
+            raise ConfigError(
+                f"pipeline_parallel_size of more than 1 is not supported with {self.architecture} "
+                "whose layers use the keys and values of other layers; leave it out."
+            )
         stage = replace(
             self,
             layers=self.layers[begin:end],
@@ -115,7 +124,7 @@ class ModelSpec:
     @property
     def hands_residual(self) -> bool:
         """True if the residual stream has two parts between layers; see `Layer`."""
-        return self.layers[0].arrangement != "post"
+        return self.layers[0].arrangement != "post" and self.layers[0].scalar is None
 
     @property
     def tied(self) -> bool:
@@ -170,7 +179,14 @@ class ModelSpec:
     def expected(self) -> Expected:
         """Tensors that a checkpoint must contain."""
         sources = [source for weight in self.weights() for source in weight.sources]
-        return Expected(self.architecture, sources, self.bare_prefix, self.ignored, self.elsewhere)
+        return Expected(
+            self.architecture,
+            sources,
+            self.bare_prefix,
+            self.ignored,
+            self.elsewhere,
+            self.prefixes,
+        )
 
     def weight_nbytes(self, dtype: str, max_model_len: int | None = None) -> int:
         """Return the bytes of the loaded model: all weights, and tables of positions.

@@ -250,7 +250,7 @@ def test_gated(name: Gate, f: Callable[[Tensor], Tensor], width: int, dtype: tor
     gate, up = x.double().chunk(2, dim=-1)
     assert_near(ops.act_and_mul(x, name), f(gate) * up, roundings=3)
     assert_near(reference.act_and_mul(x, name), f(gate) * up, roundings=3)
-    for factor in (gate, gate[0], gate[0, :1]):
+    for factor in (gate, gate[0], gate[:, :1], gate[0, :1]):
         factor = factor.to(dtype)
         expected = up * f(factor.double())
         for table in (ops, reference):
@@ -263,6 +263,7 @@ def test_factors_of_heads(dtype: torch.dtype) -> None:
     x = random(5, 6, 24, dtype=dtype)
     heads, gates = x[:, 0::2], x[:, 1::2]
     assert_same(ops.multiply(heads, gates), heads * gates)
+    assert_same(ops.multiply(heads, gates[:, 0, :1]), heads * gates[:, :1, :1])
     out = torch.full((5, 100), 7.0, dtype=dtype)
     ops.multiply(heads, gates, out=out[:, 9:81].view(5, 3, 24))
     assert_same(out[:, 9:81], (heads * gates).reshape(5, -1))

@@ -1,5 +1,6 @@
 """Runner of a model without the engine: KV caches, block tables, prefill and decode steps."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -140,21 +141,19 @@ def make_hf(architecture: str, seed: int = 0, **config: Any) -> Any:
     hf_config._attn_implementation = "sdpa" if config.get("alibi") else "eager"
     torch.manual_seed(seed)
     model = _model_class(architecture)(hf_config).eval()
-    gemma = architecture.startswith("Gemma")
     linear_std = 0.45 if architecture.startswith(("OPT", "GPT2", "Bloom")) else 0.25
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             norm = "norm" in name or "ln_" in name
             token = "embed_tokens" in name or name.endswith(("wte.weight", "embeddings.weight"))
-            if token and hf_config.tie_word_embeddings:
+            if token and getattr(hf_config, "tie_word_embeddings", False):
                 std = 0.04  # with larger weights each token would repeat the one before
             elif name.endswith("bias"):
                 std = 0.1  # with larger weights some tokens would win everywhere
             else:
                 std = 0.2 if norm else linear_std
-            parameter.normal_(std=std)
-            if norm and name.endswith("weight") and not gemma:
-                parameter.add_(1.0)
+            mean = parameter.mean().round() if norm and name.endswith("weight") else 0.0
+            parameter.normal_(std=std).add_(mean)  # 1, or 0 where the model itself adds 1
     model.tie_weights()
     return model
 
@@ -168,7 +167,7 @@ def _model_class(architecture: str) -> Any:
 def _config_class(architecture: str) -> Any:
     names = {"GPT2LMHeadModel": "GPT2", "Gemma3ForCausalLM": "Gemma3Text"}
     names["InternLM3ForCausalLM"] = "Llama"
-    name = names.get(architecture, architecture.removesuffix("ForCausalLM"))
+    name = names.get(architecture, re.sub("For(CausalLM|ConditionalGeneration)$", "", architecture))
     return getattr(transformers, f"{name}Config")
 
 

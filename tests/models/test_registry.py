@@ -189,7 +189,7 @@ def test_built_in_families_come_first_and_broken_ones_are_named(tmp_path: Path) 
         ("Qwen2ForSequenceClassification", "classifier"),
         ("T5ForConditionalGeneration", "encoder-decoder"),
         ("WhisperForConditionalGeneration", "sound"),
-        ("Qwen2_5_VLForConditionalGeneration", "images"),
+        ("PaliGemmaForConditionalGeneration", "images"),
         ("MixtralForCausalLM", "mixture of experts"),
         ("MambaForCausalLM", "recurrent layers"),
         ("Qwen4ForCausalLM", "of this name, the nearest is Qwen"),

@@ -22,7 +22,7 @@ from octavo.models.weight_cache import weights_key
 from octavo.quantization.int4 import SMALL
 from octavo.system.distributed import GroupMemory, Rank
 from tests.models.harness import Runner, load, make_hf, spec_of
-from tests.models.test_parity import CASES, VOCAB
+from tests.models.test_parity import CASES, TEXT_PARTS, VOCAB
 
 TOKENS = 64
 
@@ -88,7 +88,7 @@ def run_ranks(
 
 
 def check(case: str, tmp_path: Path, size: int, dtype: str, form: str | None, **more: int) -> None:
-    architecture, config = CASES[case]
+    architecture, config = (CASES | TEXT_PARTS)[case]
     make_hf(architecture, **config | more).save_pretrained(tmp_path)
     whole = load(tmp_path, dtype, quantization=form)
     expected = run(whole, lambda: None)
@@ -98,7 +98,7 @@ def check(case: str, tmp_path: Path, size: int, dtype: str, form: str | None, **
     assert torch.cat(expected).isfinite().all()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, "muse-glimmer"])
 def test_ranks_have_the_bits_of_one(case: str, tmp_path: Path) -> None:
     check(case, tmp_path, 2, "bfloat16", None)
 

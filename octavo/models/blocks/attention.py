@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from octavo.layers.attention import Attention
     from octavo.layers.linear import Linear
     from octavo.models.blocks.base import Parts
+    from octavo.system.tensor import HostTensor
+
+Gate = Literal["none", "own", "by_head"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,28 @@ class Alibi:
     def nbytes(self, max_model_len: int) -> int:
         """Implement `Table`."""
         return 4 * len(self.slopes)
+
+
+@dataclass(frozen=True)
+class QueryScale:
+    """Factor of the queries that grows with the position (Llama 4, Ministral 3).
+
+    It is 1 + beta * log(1 + floor(position / length)).
+    """
+
+    beta: float
+    length: int
+
+    def nbytes(self, max_model_len: int) -> int:
+        """Implement `Table`; upper bound for all types."""
+        return 4 * max_model_len
+
+    def compute(self, max_model_len: int, dtype: str) -> HostTensor:
+        """Return the factor of each position: [max_model_len, 1]."""
+        from octavo.system.tensor import dense, from_numpy
+
+        steps = np.arange(max_model_len) // self.length
+        return dense(from_numpy(1 + self.beta * np.log1p(steps)[:, None]), dtype)
 
 
 @dataclass(frozen=True)
@@ -67,6 +92,19 @@ class AttentionSpec(BlockSpec):
     qk_proj: tuple[LinearSpec, LinearSpec] | None = None
     """Separate projections to a rank's queries and keys, if a norm covers the heads of all ranks.
     `qkv_proj` then computes only the rank's values. None: `qkv_proj` computes all three."""
+    v_norm: RMSNormSpec | None = None
+    """Norm of each head of the values (Gemma 3n and 4)."""
+    values_are_keys: bool = False
+    """True if `qkv_proj` has no values: they are the keys before norm and rotation, with `v_norm`
+    (Gemma 4)."""
+    source: int | None = None
+    """Layer whose keys and values are used; `qkv_proj` then has no keys and values (Gemma 3n and
+    4). None: the layer has its own."""
+    gate: Gate = "none"
+    """Gate: the sigmoid of its outputs is a factor of the heads' results. own: the last outputs of
+    `qkv_proj` (Muse Glimmer). by_head: in `qkv_proj` each query head precedes its gate
+    (Qwen3.5)."""
+    query_scale: QueryScale | None = None
 
     def split(self, rank: Rank) -> AttentionSpec:
         """Return the attention of a rank's query heads, and of their heads of keys and values.
@@ -84,10 +122,14 @@ class AttentionSpec(BlockSpec):
             )
         (first, end), (first_kv, end_kv) = self._share(rank)
         heads, kv_heads = end - first, end_kv - first_kv
-        keys, values = self.num_heads, self.num_heads + self.num_kv_heads
         positions, size = self.positions, self.head_size
-        starts = (first, heads), (keys + first_kv, kv_heads), (values + first_kv, kv_heads)
-        parts = [(at * size, (at + n) * size) for at, n in starts]
+        part = replace(self, num_heads=heads, num_kv_heads=kv_heads)
+        starts = first * (2 if self.gate == "by_head" else 1), first_kv, first_kv, first
+        parts, begin = [], 0
+        for whole, at, own in zip(self.projected, starts, part.projected, strict=True):
+            if own:
+                parts.append(((begin + at) * size, (begin + at + own) * size))
+            begin += whole
         qk_proj = None
         if any(norm and norm.size != size for norm in (self.q_norm, self.k_norm)):
             qk_proj = self.qkv_proj.split(parts[0]), self.qkv_proj.split(parts[1])
@@ -99,19 +141,31 @@ class AttentionSpec(BlockSpec):
             positions = Alibi(positions.slopes[first : first + heads])
         o_proj = self.o_proj
         return replace(
-            self,
+            part,
             qkv_proj=self.qkv_proj.split(*parts),
             o_proj=o_proj.split_inputs((first * size, end * size), rank)
             if rank.reduces
             else o_proj.split(rank.share(o_proj.outputs)),
-            num_heads=heads,
-            num_kv_heads=kv_heads,
             positions=positions,
             q_norm=q_norm,
             k_norm=k_norm,
             first_head=first,
             first_kv_head=first_kv,
             qk_proj=qk_proj,
+        )
+
+    @property
+    def projected(self) -> tuple[int, int, int, int]:
+        """Numbers of heads of queries, keys, values and gates that `qkv_proj` computes, in order.
+
+        Gates by head count as queries.
+        """
+        keys = self.num_kv_heads if self.source is None else 0
+        return (
+            self.num_heads * (2 if self.gate == "by_head" else 1),
+            keys,
+            0 if self.values_are_keys else keys,
+            self.num_heads if self.gate == "own" else 0,
         )
 
     def _share(self, rank: Rank) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -148,17 +202,26 @@ class AttentionSpec(BlockSpec):
             yield from self.k_norm.weights(names.of("k_norm"))
         yield from self.o_proj.weights(names.of("o_proj"))
 
-    def caches(self) -> tuple[AttentionCache]:
-        """Return the cache of the keys and values of each token."""
+    def caches(self) -> tuple[AttentionCache, ...]:
+        """Return the cache of the keys and values of each token, unless it is another layer's."""
+        if self.source is not None:
+            return ()
         return (
             AttentionCache(
                 self.num_kv_heads, self.head_size, self.sliding_window, self.first_kv_head
             ),
         )
 
+    def reads(self) -> tuple[int, ...]:
+        """Return the layer whose keys and values it uses."""
+        return () if self.source is None else (self.source,)
+
     def tables(self) -> tuple[Table, ...]:
-        """Return the table of cosines and sines, or of slopes."""
-        return () if self.positions is None else (self.positions,)
+        """Return the tables of cosines and sines, or of slopes, of factors and of norms."""
+        tables: list[Table | None] = [self.positions, self.query_scale]
+        for norm in (self.q_norm, self.k_norm, self.v_norm):
+            tables += norm.tables() if isinstance(norm, RMSNormSpec) else ()
+        return tuple(table for table in tables if table is not None)
 
     def scratch_nbytes(self, backend: AttentionBackend, largest: LargestStep) -> int:
         """Return the bytes that the attention backend allocates for the largest step."""
@@ -178,6 +241,7 @@ class AttentionSpec(BlockSpec):
 
         rope = self.positions if isinstance(self.positions, RopeSpec) else None
         alibi = self.positions if isinstance(self.positions, Alibi) else None
+        scale = self.query_scale
         columns = None
         if self.o_proj.parts is not None:
             begin = self.first_head * self.head_size
@@ -205,6 +269,13 @@ class AttentionSpec(BlockSpec):
             is_neox=rope is None or rope.is_neox,
             q_norm=None if self.q_norm is None else self.q_norm.build(parts.of("q_norm")),
             k_norm=None if self.k_norm is None else self.k_norm.build(parts.of("k_norm")),
+            v_norm=None if self.v_norm is None else self.v_norm.build(parts.of("v_norm")),
+            projected=self.projected,
+            gate=self.gate,
+            has_keys=self.source is None,
+            query_factors=None
+            if scale is None
+            else parts.table(scale, lambda: scale.compute(parts.max_model_len, parts.dtype)),
             clip=self.clip,
             qk_proj=self._build_qk_proj(parts),
             columns=columns,

@@ -51,6 +51,9 @@ class EmbedSpec:
     """Norm that is applied last (BLOOM)."""
     form: WeightForm = PLAIN
     """Form of the table of tokens in the checkpoint and in memory."""
+    norm_given: bool = True
+    """True if the norm also applies to prompt embeddings. Clients send Muse Glimmer's already
+    normed."""
 
     def weights(self, names: Names, *, shared: bool) -> Iterator[Weight]:
         """Yield all weights, except a table that is shared with the LM head."""
@@ -87,4 +90,5 @@ class EmbedSpec:
             positions=None if self.positions is None else parts.tensor("positions"),
             norm=None if self.norm is None else self.norm.build(parts.of("norm")),
             dtype=parts.dtype,
+            norm_given=self.norm_given,
         )

@@ -15,26 +15,47 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Ones:
+    """Weight of a norm without one in the checkpoint."""
+
+    size: int
+
+    def nbytes(self, max_model_len: int) -> int:
+        """Implement `Table`; upper bound for all types."""
+        return 4 * self.size
+
+
+@dataclass(frozen=True)
 class RMSNormSpec:
     """Root-mean-square norm."""
 
-    module: str
-    """Module of the checkpoint."""
+    module: str | None
+    """Module of the checkpoint; None: the norm has no weight."""
     size: int
     eps: float
     weight_offset: float = 0.0
     """Term added to the weight (Gemma: 1)."""
 
     def weights(self, names: Names) -> Iterator[Weight]:
-        """Yield the weight; in dummy models it is 1 with its offset."""
+        """Yield the weight, if any; in dummy models it is 1 with its offset."""
+        if self.module is None:
+            return
         name, dummy = f"{names.checkpoint}{self.module}.weight", 1.0 - self.weight_offset
         source = Source(name, (self.size,), dummy=dummy)
         yield Weight(f"{names.own}weight", "vector", (self.size,), (source,))
 
+    def tables(self) -> tuple[Ones, ...]:
+        """Return the table that replaces a weight."""
+        return (Ones(self.size),) if self.module is None else ()
+
     def build(self, parts: Parts) -> RMSNorm:
         """Return the live block."""
         from octavo.layers.norm import RMSNorm
+        from octavo.system.tensor import full
 
+        if self.module is None:
+            ones = parts.table(Ones(self.size), lambda: full((self.size,), 1.0, parts.dtype))
+            return RMSNorm(parts.ops, ones, self.eps, 0.0)
         return RMSNorm(parts.ops, parts.tensor("weight"), self.eps, self.weight_offset)
 
 

@@ -31,6 +31,11 @@ GATED: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
+OUTER_FIELDS: tuple[str, ...] = ("architectures", "dtype", "torch_dtype", "tie_word_embeddings")
+OUTER_FIELDS += ("quantization_config", "compression_config", "eos_token_id", "bos_token_id")
+"""Fields of a model with towers that its text_config does not replace."""
+_TOWERS = r"(model\.)?(vision|visual|audio|image|multi_modal|embed_vision|embed_audio)[^.]*(\..*)?"
+"""Names of weights that process pictures or sound."""
 PLAIN: dict[str, Activation] = {
     "relu": "relu",
     "gelu": "gelu",
@@ -230,6 +235,25 @@ def model_spec(
     if spec.tied:
         return replace(spec, ignored=(*ignored, re.escape("lm_head.weight")))
     return spec
+
+
+def text_part(read: Family) -> Family:
+    """Return the reader of models that read pictures or sound, too: only their text is computed.
+
+    `read_spec` moves the fields of text_config to config.json itself.
+    """
+
+    def read_text_part(config: ConfigJson) -> ModelSpec:
+        spec = read(config)
+        tied = (r"language_model\.lm_head\.weight",) if spec.tied else ()
+        return replace(
+            spec,
+            ignored=(*spec.ignored, _TOWERS, *tied),
+            prefixes=(("model.", "model.language_model."), ("", "language_model.")),
+            left_out="pictures and sound",
+        )
+
+    return read_text_part
 
 
 def _dtype(config: ConfigJson) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from octavo.checkpoints.config_json import ConfigJson
-from octavo.models.families.base import Heads, read_num_layers, read_windows
+from octavo.models.families.base import Heads, read_num_layers, read_windows, text_part
 from octavo.models.families.gemma import sandwich_like
 from octavo.models.families.llama import read_max_position
 from octavo.models.positions import read_rope
@@ -50,4 +50,7 @@ def read(config: ConfigJson) -> ModelSpec:
     return variant.read(config)
 
 
-ARCHITECTURES = {"Gemma3ForCausalLM": read}
+ARCHITECTURES = {
+    "Gemma3ForCausalLM": read,
+    "Gemma3ForConditionalGeneration": text_part(read),
+}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.layers.rope_spec import RopeSpec
-from octavo.models.blocks.attention import AttentionSpec
+from octavo.models.blocks.attention import AttentionSpec, QueryScale
 from octavo.models.blocks.embedding import EmbedSpec
 from octavo.models.blocks.head import HeadSpec
 from octavo.models.blocks.layer import LayerSpec
@@ -48,6 +48,10 @@ class LlamaLike:
     norm: Literal["rms", "layer"] = "rms"
     """Kind of norm; layer: layer norms without a bias (Cohere)."""
     norm_offset: float = 0.0
+    out_norm_eps: float | None = None
+    """Term of the norms of blocks' results; None: that of the other norms."""
+    final_norm_offset: float | None = None
+    """Offset of the last norm's weight; None: `norm_offset`."""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -63,13 +67,18 @@ class LlamaLike:
     scale: float | None = None
     """Factor on the attention scores; None: by the size of a head."""
     soft_cap: float | None = None
-    qk_norm: Literal["none", "head", "all", "own"] = "none"
+    qk_norm: Literal["none", "head", "all", "own", "unit"] = "none"
     """RMS norm of queries and keys, over each head or over all heads together; own: a layer norm
-    over each head with separate weights."""
+    over each head with separate weights; unit: over each head, without weights."""
+    query_scale: QueryScale | None = None
+    attention_gate: str | None = None
+    """Module of a gate of the heads' results."""
 
     embed_scale: float | None = None
     embed_scale_given: bool = False
     """Value of `EmbedSpec.scale_given`."""
+    embed_norm: bool = False
+    """True if embeddings are normed, without a weight."""
     tied: bool = False
     """Default for a config without tie_word_embeddings: True if the LM head is the embedding."""
     logit_scale: float | None = None
@@ -94,24 +103,35 @@ class LlamaLike:
             gated=True,
         )
 
-        def norm(module: str | None) -> NormSpec | None:
+        def norm(module: str | None, eps: float = eps) -> NormSpec | None:
             if module is None:
                 return None
             if self.norm == "layer":
                 return LayerNormSpec(module, hidden, eps, bias=False)
             return RMSNormSpec(module, hidden, eps, self.norm_offset)
 
+        out_eps = eps if self.out_norm_eps is None else self.out_norm_eps
+        final_norm = norm("model.norm")
+        if self.final_norm_offset is not None:
+            final_norm = RMSNormSpec("model.norm", hidden, eps, self.final_norm_offset)
+        qkv_proj = heads.qkv_proj(*self.qkv_modules, bias=self.qkv_bias)
+        if self.attention_gate is not None:
+            gate = self.attention_gate, heads.num_heads * heads.head_size
+            qkv_proj = replace(qkv_proj, modules=(*qkv_proj.modules, gate))
+
         def qk_norm(module: str, num_heads: int) -> RMSNormSpec | HeadNormsSpec | None:
             if self.qk_norm == "none":
                 return None
             if self.qk_norm == "own":
                 return HeadNormsSpec(f"self_attn.{module}", num_heads, heads.head_size, eps)
+            if self.qk_norm == "unit":
+                return RMSNormSpec(None, heads.head_size, eps)
             size = heads.head_size * (1 if self.qk_norm == "head" else num_heads)
             return RMSNormSpec(f"self_attn.{module}", size, eps, self.norm_offset)
 
         def layer(rope: RopeSpec | None, window: int | None) -> LayerSpec:
             attention = AttentionSpec(
-                heads.qkv_proj(*self.qkv_modules, bias=self.qkv_bias),
+                qkv_proj,
                 heads.o_proj("self_attn.o_proj", bias=self.o_bias),
                 heads.num_heads,
                 heads.num_kv_heads,
@@ -122,14 +142,16 @@ class LlamaLike:
                 soft_cap=self.soft_cap,
                 q_norm=qk_norm("q_norm", heads.num_heads),
                 k_norm=qk_norm("k_norm", heads.num_kv_heads),
+                gate="none" if self.attention_gate is None else "own",
+                query_scale=self.query_scale,
             )
             return LayerSpec.of(
                 attention,
                 mlp,
                 norm(self.input_norm),
                 norm(self.feed_forward_norm),
-                norm(self.mixer_out_norm),
-                norm(self.feed_forward_out_norm),
+                norm(self.mixer_out_norm, out_eps),
+                norm(self.feed_forward_out_norm, out_eps),
                 self.arrangement,
                 self.residual_multiplier,
             )
@@ -141,6 +163,8 @@ class LlamaLike:
             hidden,
             scale=self.embed_scale,
             scale_given=self.embed_scale_given,
+            norm=RMSNormSpec(None, hidden, eps) if self.embed_norm else None,
+            norm_given=not self.embed_norm,
         )
         kinds = list(zip(ropes, self.windows or (None,) * num_layers, strict=True))
         layers = {kind: layer(*kind) for kind in set(kinds)}
@@ -149,7 +173,7 @@ class LlamaLike:
             embed=embed,
             layers=[layers[kind] for kind in kinds],
             head=HeadSpec(
-                norm("model.norm"),
+                final_norm,
                 read_lm_head(config, embed, tied=self.tied),
                 scale=self.logit_scale,
                 soft_cap=self.logit_soft_cap,
