@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from octavo.attention.base import AttentionParams, Rotary
 from octavo.kernels.base import Ops
@@ -30,8 +29,6 @@ class Attention:
     num_kv_heads: int
     """Number of key and value heads; divides `num_heads`."""
     head_size: int
-    projected: tuple[int, int, int, int]
-    """Numbers of heads of queries, keys, values and gates in the result of `qkv_proj`."""
     params: AttentionParams
     cos_sin_cache: Tensor | None = None
     """Table of `octavo.layers.rotary`; None without rotary positions."""
@@ -40,13 +37,8 @@ class Attention:
     q_norm: RMSNorm | HeadNorms | None = None
     """Norm of each head of the queries, or of all of them together."""
     k_norm: RMSNorm | HeadNorms | None = None
-    v_norm: RMSNorm | None = None
-    """Norm of each head of the values. Without projected values, these are the keys before their
-    norm."""
-    has_keys: bool = True
-    """False if the cache is another layer's, which has written keys and values."""
-    gate: Literal["none", "own", "by_head"] = "none"
-    """Gate of the heads' results; see `AttentionSpec`."""
+    gated: bool = False
+    """True if the sigmoid of a gate is a factor of each head's result."""
     query_factors: Tensor | None = None
     """Factor of the queries at each position: [positions, 1]."""
     qk_proj: tuple[Linear, Linear] | None = None
@@ -66,12 +58,9 @@ class Attention:
             rotary = Rotary(
                 self.ops.rotary_embedding, step.positions, query, self.cos_sin_cache, self.is_neox
             )
-        if self.has_keys:
-            backend.write_kv(key, value, kv_cache, metadata.slot_mapping, rotary)
-            if step.progress is not None:
-                step.progress.reach(self.cache + 1)
-        elif rotary is not None:
-            rotary(key)
+        backend.write_kv(key, value, kv_cache, metadata.slot_mapping, rotary)
+        if step.progress is not None:
+            step.progress.reach(self.cache + 1)
         if self.query_factors is not None:
             factors = self.ops.embedding(self.query_factors, step.positions)
             self.ops.multiply(query, factors, out=query)
@@ -91,7 +80,7 @@ class Attention:
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return normed queries [T, num_heads, D], keys and values [T, num_kv_heads, D], gates.
 
-        Gates have the queries' shape. Without own keys, keys and values have no heads.
+        Gates have the queries' shape.
         """
         heads = self.qkv_proj(x)
         if self.clip is not None:
@@ -100,19 +89,16 @@ class Attention:
         if self.qk_proj is not None:
             query, key = self._norm_all(x)
             return query, key, heads, None
-        query, key, value, gate = heads.split_with_sizes(self.projected, dim=1)
-        if self.gate == "by_head":
-            query, gate = query[:, 0::2], query[:, 1::2]
-        if self.v_norm is not None and self.has_keys:
-            if value.shape[1]:
-                self.v_norm.heads_(value)
-            else:
-                value = self.v_norm(key)
-        if self.q_norm is not None:
+        split = self.num_heads, self.num_kv_heads, self.num_kv_heads
+        gate = None
+        if self.gated:
+            query, key, value, gate = heads.split_with_sizes((*split, self.num_heads), dim=1)
+        else:
+            query, key, value = heads.split_with_sizes(split, dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
             self.q_norm.heads_(query)
-        if self.k_norm is not None and self.has_keys:
             self.k_norm.heads_(key)
-        return query, key, value, None if self.gate == "none" else gate
+        return query, key, value, gate
 
     def _norm_all(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return this rank's queries and keys, after the norms over all ranks' heads."""

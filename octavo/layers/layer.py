@@ -60,8 +60,6 @@ class SequentialLayer:
     sublayers: Sequence[LiveSublayer]
     multiplier: float | None
     """Factor on each block's output before it is added to the residual stream."""
-    scalar: Tensor | None = None
-    """Factor [1] of the residual stream after the layer."""
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, step: StepContext
@@ -75,10 +73,6 @@ class SequentialLayer:
             x = part.out_norm(part.block(x, step))
             if self.multiplier is not None:
                 x = self.ops.scale(x, self.multiplier)  # x may be shared with other ranks
-        if self.scalar is not None:
-            assert residual is not None
-            total = self.ops.add(x, residual)
-            return self.ops.multiply(total, self.scalar, out=total), None
         return x, residual
 
 

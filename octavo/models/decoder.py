@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 from octavo.layers.layer import Layer
 from octavo.layers.step import StepContext
 from octavo.models.blocks.base import Parts
@@ -33,10 +31,11 @@ class DecoderModel:
             shared = None if parts.has("embed.weight") else self.head.lm_head.weight
             self.embed = spec.embed.build(parts.of("embed"), shared)
         self.layers: list[Layer] = []
-        firsts = [0, *accumulate(len(layer.caches()) for layer in spec.layers)]
+        first = 0
         for i, layer in enumerate(spec.layers):
-            caches = [*range(firsts[i], firsts[i + 1]), *(firsts[other] for other in layer.reads())]
-            self.layers.append(layer.build(parts.of(f"layers.{i}"), tuple(caches)))
+            caches = tuple(range(first, first + len(layer.caches())))
+            self.layers.append(layer.build(parts.of(f"layers.{i}"), caches))
+            first += len(caches)
         self._add = parts.ops.add
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:

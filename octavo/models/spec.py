@@ -106,11 +106,6 @@ class ModelSpec:
                 f"pipeline_parallel_size of more than 1 is not supported with {self.architecture}; "
                 "leave it out."
             )
-        if any(layer.reads() for layer in self.layers):
-            raise ConfigError(
-                f"pipeline_parallel_size of more than 1 is not supported with {self.architecture} "
-                "whose layers use the keys and values of other layers; leave it out."
-            )
         stage = replace(
             self,
             layers=self.layers[begin:end],
@@ -124,7 +119,7 @@ class ModelSpec:
     @property
     def hands_residual(self) -> bool:
         """True if the residual stream has two parts between layers; see `Layer`."""
-        return self.layers[0].arrangement != "post" and self.layers[0].scalar is None
+        return self.layers[0].arrangement != "post"
 
     @property
     def tied(self) -> bool:

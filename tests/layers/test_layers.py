@@ -166,7 +166,6 @@ def test_attention_clips_and_scales(ops: Ops) -> None:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_size=head,
-        projected=(heads, kv_heads, kv_heads, 0),
         params=AttentionParams(scale=0.3),
         clip=1.0,
     )

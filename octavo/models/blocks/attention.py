@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from octavo.layers.linear import Linear
     from octavo.models.blocks.base import Parts
     from octavo.system.tensor import HostTensor
-
-Gate = Literal["none", "own", "by_head"]
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ class AttentionSpec(BlockSpec):
     """Attention with any number of query heads for each head of keys and values."""
 
     qkv_proj: LinearSpec
-    """Projection to all queries, all keys, all values."""
+    """Projection to all queries, all keys, all values, and all gates if there are any."""
     o_proj: LinearSpec
     num_heads: int
     num_kv_heads: int
@@ -92,18 +90,8 @@ class AttentionSpec(BlockSpec):
     qk_proj: tuple[LinearSpec, LinearSpec] | None = None
     """Separate projections to a rank's queries and keys, if a norm covers the heads of all ranks.
     `qkv_proj` then computes only the rank's values. None: `qkv_proj` computes all three."""
-    v_norm: RMSNormSpec | None = None
-    """Norm of each head of the values (Gemma 3n and 4)."""
-    values_are_keys: bool = False
-    """True if `qkv_proj` has no values: they are the keys before norm and rotation, with `v_norm`
-    (Gemma 4)."""
-    source: int | None = None
-    """Layer whose keys and values are used; `qkv_proj` then has no keys and values (Gemma 3n and
-    4). None: the layer has its own."""
-    gate: Gate = "none"
-    """Gate: the sigmoid of its outputs is a factor of the heads' results. own: the last outputs of
-    `qkv_proj` (Muse Glimmer). by_head: in `qkv_proj` each query head precedes its gate
-    (Qwen3.5)."""
+    gated: bool = False
+    """True if the sigmoid of a gate is a factor of each head's result (Muse Glimmer)."""
     query_scale: QueryScale | None = None
 
     def split(self, rank: Rank) -> AttentionSpec:
@@ -122,14 +110,12 @@ class AttentionSpec(BlockSpec):
             )
         (first, end), (first_kv, end_kv) = self._share(rank)
         heads, kv_heads = end - first, end_kv - first_kv
+        keys, values = self.num_heads, self.num_heads + self.num_kv_heads
         positions, size = self.positions, self.head_size
-        part = replace(self, num_heads=heads, num_kv_heads=kv_heads)
-        starts = first * (2 if self.gate == "by_head" else 1), first_kv, first_kv, first
-        parts, begin = [], 0
-        for whole, at, own in zip(self.projected, starts, part.projected, strict=True):
-            if own:
-                parts.append(((begin + at) * size, (begin + at + own) * size))
-            begin += whole
+        starts = [(first, heads), (keys + first_kv, kv_heads), (values + first_kv, kv_heads)]
+        if self.gated:
+            starts.append((values + self.num_kv_heads + first, heads))
+        parts = [(at * size, (at + n) * size) for at, n in starts]
         qk_proj = None
         if any(norm and norm.size != size for norm in (self.q_norm, self.k_norm)):
             qk_proj = self.qkv_proj.split(parts[0]), self.qkv_proj.split(parts[1])
@@ -141,31 +127,19 @@ class AttentionSpec(BlockSpec):
             positions = Alibi(positions.slopes[first : first + heads])
         o_proj = self.o_proj
         return replace(
-            part,
+            self,
             qkv_proj=self.qkv_proj.split(*parts),
             o_proj=o_proj.split_inputs((first * size, end * size), rank)
             if rank.reduces
             else o_proj.split(rank.share(o_proj.outputs)),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
             positions=positions,
             q_norm=q_norm,
             k_norm=k_norm,
             first_head=first,
             first_kv_head=first_kv,
             qk_proj=qk_proj,
-        )
-
-    @property
-    def projected(self) -> tuple[int, int, int, int]:
-        """Numbers of heads of queries, keys, values and gates that `qkv_proj` computes, in order.
-
-        Gates by head count as queries.
-        """
-        keys = self.num_kv_heads if self.source is None else 0
-        return (
-            self.num_heads * (2 if self.gate == "by_head" else 1),
-            keys,
-            0 if self.values_are_keys else keys,
-            self.num_heads if self.gate == "own" else 0,
         )
 
     def _share(self, rank: Rank) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -202,24 +176,18 @@ class AttentionSpec(BlockSpec):
             yield from self.k_norm.weights(names.of("k_norm"))
         yield from self.o_proj.weights(names.of("o_proj"))
 
-    def caches(self) -> tuple[AttentionCache, ...]:
-        """Return the cache of the keys and values of each token, unless it is another layer's."""
-        if self.source is not None:
-            return ()
+    def caches(self) -> tuple[AttentionCache]:
+        """Return the cache of the keys and values of each token."""
         return (
             AttentionCache(
                 self.num_kv_heads, self.head_size, self.sliding_window, self.first_kv_head
             ),
         )
 
-    def reads(self) -> tuple[int, ...]:
-        """Return the layer whose keys and values it uses."""
-        return () if self.source is None else (self.source,)
-
     def tables(self) -> tuple[Table, ...]:
         """Return the tables of cosines and sines, or of slopes, of factors and of norms."""
         tables: list[Table | None] = [self.positions, self.query_scale]
-        for norm in (self.q_norm, self.k_norm, self.v_norm):
+        for norm in (self.q_norm, self.k_norm):
             tables += norm.tables() if isinstance(norm, RMSNormSpec) else ()
         return tuple(table for table in tables if table is not None)
 
@@ -269,10 +237,7 @@ class AttentionSpec(BlockSpec):
             is_neox=rope is None or rope.is_neox,
             q_norm=None if self.q_norm is None else self.q_norm.build(parts.of("q_norm")),
             k_norm=None if self.k_norm is None else self.k_norm.build(parts.of("k_norm")),
-            v_norm=None if self.v_norm is None else self.v_norm.build(parts.of("v_norm")),
-            projected=self.projected,
-            gate=self.gate,
-            has_keys=self.source is None,
+            gated=self.gated,
             query_factors=None
             if scale is None
             else parts.table(scale, lambda: scale.compute(parts.max_model_len, parts.dtype)),

@@ -65,18 +65,11 @@ class BlockSpec(ABC):
 
         Args:
             parts: the block's weights and operations.
-            caches: indices in `StepContext.caches` of the block's caches, or of those it reads.
+            caches: indices of the block's caches in `StepContext.caches`.
         """
 
     def caches(self) -> tuple[CacheSpec, ...]:
         """Return the caches of the block's state."""
-        return ()
-
-    def reads(self) -> tuple[int, ...]:
-        """Return the layers of the model whose caches the block reads; it has none of its own.
-
-        Each has one cache, and is computed before the block.
-        """
         return ()
 
     def arrays(self) -> tuple[StepArray, ...]:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from octavo.checkpoints.base import Source
 from octavo.models.blocks.base import BlockSpec
 from octavo.models.blocks.norm import NormSpec, build_norm
 from octavo.models.cache import CacheSpec
@@ -61,9 +60,6 @@ class LayerSpec:
     post: a norm is applied to the sum of a block's input and output (OPT-350m)."""
     residual_multiplier: float | None = None
     """Factor on the output of each block of a sequential layer (Granite)."""
-    scalar: str | None = None
-    """Tensor of the checkpoint with one number, the factor of a sequential layer's result, residual
-    stream included (Gemma 4)."""
 
     @classmethod
     def of(
@@ -96,10 +92,6 @@ class LayerSpec:
         """Return the caches of all blocks, in order."""
         return tuple(cache for block in self.blocks for cache in block.caches())
 
-    def reads(self) -> tuple[int, ...]:
-        """Return the layers of the model whose caches the blocks read, in order."""
-        return tuple(layer for block in self.blocks for layer in block.reads())
-
     def with_blocks(self, blocks: list[BlockSpec]) -> LayerSpec:
         """Return the layer with its blocks replaced, one for one."""
         pairs = zip(self.sublayers, blocks, strict=True)
@@ -109,9 +101,6 @@ class LayerSpec:
         """Yield all weights, in the order of a sequential layer."""
         for sublayer in self.sublayers:
             yield from sublayer.weights(names)
-        if self.scalar is not None:
-            source = Source(f"{names.checkpoint}{self.scalar}", (1,), dummy=1.0)
-            yield Weight(f"{names.own}scalar", "vector", (1,), (source,))
 
     def split(self, rank: Rank) -> LayerSpec:
         """Return the part of the layer that a rank computes; norms are whole.
@@ -126,15 +115,14 @@ class LayerSpec:
 
         Args:
             parts: its weights and operations.
-            caches: indices of the caches of each block in turn in `StepContext.caches`: its own, or
-                those that it reads.
+            caches: indices of the layer's caches in `StepContext.caches`.
         """
         from octavo.layers.layer import LiveSublayer, ParallelLayer, PostNormLayer, SequentialLayer
 
         norms = [norm for s in self.sublayers for norm in s.norms.values() if norm is not None]
         size, live, first = norms[0].size, [], 0
         for sublayer in self.sublayers:
-            count = len(sublayer.block.caches()) + len(sublayer.block.reads())
+            count = len(sublayer.block.caches())
             (name, norm), (out_name, out_norm) = sublayer.norms.items()
             live.append(
                 LiveSublayer(
@@ -149,5 +137,4 @@ class LayerSpec:
             return PostNormLayer(live)
         if self.arrangement == "parallel":
             return ParallelLayer(parts.ops, live)
-        scalar = None if self.scalar is None else parts.tensor("scalar")
-        return SequentialLayer(parts.ops, live, self.residual_multiplier, scalar)
+        return SequentialLayer(parts.ops, live, self.residual_multiplier)

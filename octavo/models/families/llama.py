@@ -142,7 +142,7 @@ class LlamaLike:
                 soft_cap=self.soft_cap,
                 q_norm=qk_norm("q_norm", heads.num_heads),
                 k_norm=qk_norm("k_norm", heads.num_kv_heads),
-                gate="none" if self.attention_gate is None else "own",
+                gated=self.attention_gate is not None,
                 query_scale=self.query_scale,
             )
             return LayerSpec.of(
