@@ -32,7 +32,8 @@ _GEMMA = ("Gemma", "Gemma2", "Gemma3")
 _BIAS = ("Llama", "Qwen3", *_GEMMA, "Glm", "Glm4", "Olmo2", "Granite", "SmolLM3")
 _BIAS = (*_BIAS, "Cohere", "Cohere2")
 """Families whose attention may have a bias."""
-_ROPE = (*_BIAS, "Mistral", "Ministral", "Qwen2", "Phi3", "Phi", "Starcoder2", "InternLM3")
+_ROPE = (*_BIAS, "Mistral", "Ministral", "Ministral3", "Qwen2", "Phi3", "Phi", "Starcoder2")
+_ROPE = (*_ROPE, "InternLM3")
 _PLAIN = ("OPT", "Bloom", "Mpt", "Falcon")
 _NAMES = {"GPT2": "GPT2LMHeadModel"} | {name: f"{name}ForCausalLM" for name in (*_ROPE, *_PLAIN)}
 # Families with heads that transformers fits into the hidden size, or that may have any size.
@@ -40,7 +41,7 @@ _FITTED = ("Phi3", "Phi", "Olmo2", "Granite", "SmolLM3", "Starcoder2", "Cohere",
 _EITHER = ("Llama", "Qwen2", "InternLM3")
 # Families whose context transformers can scale.
 _SCALED = ("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "Granite", "InternLM3", "Olmo2")
-_SCALED = (*_SCALED, "Gemma", "Gemma2")
+_SCALED = (*_SCALED, "Gemma", "Gemma2", "Ministral3")
 
 
 def draw_model(rng: random.Random) -> tuple[str, dict[str, Any]]:
@@ -108,7 +109,7 @@ def _rope_model(
     else:
         config["head_dim"] = head
     window = rng.choice((1, 7, 20, 64))
-    if family in ("Mistral", "Phi3", "Starcoder2"):
+    if family in ("Mistral", "Ministral3", "Phi3", "Starcoder2"):
         config["sliding_window"] = rng.choice((None, window))
     if family == "Ministral":
         config["sliding_window"] = window  # transformers fails without
@@ -160,8 +161,10 @@ def _rope_model(
         rope["factor"] = 2.0
     if kind == "dynamic" and head == 2:
         rope = {"rope_type": "default", "rope_theta": 1e4}
-    if kind in ("yarn", "llama3"):
+    if kind in ("yarn", "llama3") or family == "Ministral3":
         rope["original_max_position_embeddings"] = original
+    if family == "Ministral3":
+        rope["llama_4_scaling_beta"] = rng.choice((0.1, 0.5))
     if kind == "llama3":
         rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     if kind == "longrope":

@@ -227,6 +227,32 @@ def test_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
         ("SmolLM3ForCausalLM", {"no_rope_layers": [1]}, r"no_rope_layers=.*each layer"),
         ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 2]}, r"no_rope_layers=.*each layer"),
         ("GlmForCausalLM", {"rope_scaling": {"rope_type": "mrope"}}, r"rope_type='mrope'"),
+        (
+            "Ministral3ForCausalLM",
+            {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}},
+            r"original_max_position_embeddings is missing",
+        ),
+        (
+            "MuseGlimmerForConditionalGeneration",
+            {"text_config": {"attention_bias": True}},
+            r"attention_bias=True.*no biases",
+        ),
+        (
+            "MuseGlimmerForConditionalGeneration",
+            {"text_config": {"layer_rope_theta": [1e4]}},
+            r"layer_rope_theta=",
+        ),
+        (
+            "Mistral3ForConditionalGeneration",
+            {"text_config": {"model_type": "mixtral"}},
+            r"model_type='mixtral'.*mistral, ministral3",
+        ),
+        (
+            "LlavaForConditionalGeneration",
+            {"text_config": {"model_type": "mixtral"}},
+            r"model_type='mixtral'.*llama, mistral, qwen2",
+        ),
+        ("Qwen3VLForConditionalGeneration", {"text_config": [1]}, r"text_config=\[1\].*object"),
     ],
 )
 def test_refused_by_family(
