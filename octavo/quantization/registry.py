@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from octavo.checkpoints.config_json import ConfigJson
-from octavo.quantization.base import WeightForm
+from octavo.quantization.awq import read_awq
+from octavo.quantization.base import Groups, WeightForm
 from octavo.quantization.int4 import Int4
 from octavo.quantization.int8 import Int8
 from octavo.quantization.plain import PLAIN
@@ -13,10 +14,5 @@ from octavo.quantization.plain import PLAIN
 FORMS: dict[str | None, WeightForm] = {None: PLAIN, "int8": Int8(), "int4": Int4()}
 """Forms by the value of the `quantization` setting; None keeps the model's type."""
 
-Groups = Sequence[tuple[Sequence[str], WeightForm]]
-"""Modules and their form: the first entry that matches a module counts. "Linear" matches all
-modules except the LM head; a text that begins with re: is a regular expression for the beginning
-of names; any other text matches consecutive parts of a name."""
-
-METHODS: dict[str, Callable[[ConfigJson], Groups]] = {}
+METHODS: dict[str, Callable[[ConfigJson], Groups]] = {"awq": read_awq}
 """Readers of config.json's quantization_config, by `quant_method`."""
