@@ -13,6 +13,7 @@ from torch import Tensor
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.errors import ModelError
 from octavo.kernels.native import NativeOps
+from octavo.models.weight_cache import WeightCache
 from octavo.quantization.awq import AWQ, read_awq
 from octavo.quantization.base import PackedShape, TensorError
 from octavo.system.tensor import from_numpy
@@ -131,6 +132,13 @@ def test_a_model(tmp_path: Path) -> None:
 
     got, want = logits(awq), logits(plain)
     assert (got - want).norm() < 0.05 * want.norm()
+    cache = WeightCache(tmp_path / "cache", 2**30)
+    for _ in range(2):  # written, then read
+        model = load(awq, cache=cache)
+        assert torch.equal(generate(model, make_prompts(64, (20,)), 1).logits[0], got)
+        if cache.writer is not None:
+            cache.writer.join()
+    assert len(list(cache.files())) == 1
     tensors["model.layers.0.mlp.up_proj.scales"][0, 0] = np.nan
     safetensors.numpy.save_file(tensors, awq / "model.safetensors")
     with pytest.raises(ModelError, match=r"^model.layers.0.mlp.up_proj.scales has numbers"):
