@@ -148,6 +148,37 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("GlmForCausalLM", WIDE_HEADS),
     "glm4": ("Glm4ForCausalLM", WIDE_HEADS | {"attention_bias": False}),
     "olmo2": ("Olmo2ForCausalLM", SIZES | {"attention_bias": True}),
+    "olmo3": (
+        "Olmo3ForCausalLM",
+        SIZES
+        | {"sliding_window": 9, "num_hidden_layers": 4}
+        | {
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            }
+        },
+    ),
+    "exaone4": (
+        "Exaone4ForCausalLM",
+        SIZES | {"sliding_window": 9, "sliding_window_pattern": 2},
+    ),
+    "exaone4-full": (
+        "Exaone4ForCausalLM",
+        SIZES
+        | {"sliding_window": None, "layer_types": ["full_attention"] * 3}
+        | {"num_key_value_heads": 1, "tie_word_embeddings": True},
+    ),
+    "seed-oss": ("SeedOssForCausalLM", WIDE_HEADS | {"attention_out_bias": True}),
+    "seed-oss-bias": (
+        "SeedOssForCausalLM",
+        WIDE_HEADS | {"attention_bias": False, "mlp_bias": True},
+    ),
+    "ernie": ("Ernie4_5ForCausalLM", WIDE_HEADS),
+    "ernie-bias": (
+        "Ernie4_5ForCausalLM",
+        WIDE_HEADS | {"use_bias": True, "tie_word_embeddings": False, "num_key_value_heads": 1},
+    ),
     "granite": (
         "GraniteForCausalLM",
         SIZES
