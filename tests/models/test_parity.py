@@ -356,12 +356,14 @@ def test_dynamic_ntk(tmp_path: Path) -> None:
         )
 
 
-def test_longrope(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", [1.0, 0.75])
+def test_longrope(part: float, tmp_path: Path) -> None:
     """The short factors up to the original context, the long ones where the table is longer."""
     config = SIZES | {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 48}
     config |= {"original_max_position_embeddings": 32, "pad_token_id": 0}
-    rope = LONGROPE | {"short_factor": [1 + 0.1 * i for i in range(8)]}
-    rope |= {"long_factor": [2 + 0.5 * i for i in range(8)]}
+    pairs = int(8 * part)
+    rope = LONGROPE | {"short_factor": [1 + 0.1 * i for i in range(pairs)]}
+    rope |= {"long_factor": [2 + 0.5 * i for i in range(pairs)], "partial_rotary_factor": part}
     hf_model = make_hf("Phi3ForCausalLM", **config, rope_parameters=rope)
     long = save_and_load(hf_model, tmp_path)
     assert long.spec.max_model_len == 128
