@@ -47,6 +47,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | _LLAMA
     | {"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096}
     | {"sliding_window_pattern": 4},
+    "HunYuanDenseV1ForCausalLM": {"model_type": "hunyuan_v1_dense"}
+    | _LLAMA
+    | {"rms_norm_eps": 1e-5},
     "SeedOssForCausalLM": {"model_type": "seed_oss"}
     | _LLAMA
     | {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 524288},

@@ -30,7 +30,7 @@ COMPARED = 4
 _SIZES = (8, 64, 97, 160, 256, 331, 458, 768, 1280)
 _GEMMA = ("Gemma", "Gemma2", "Gemma3")
 _BIAS = ("Llama", "Qwen3", *_GEMMA, "Glm", "Glm4", "Olmo2", "Granite", "SmolLM3")
-_BIAS = (*_BIAS, "Cohere", "Cohere2", "Olmo3", "SeedOss")
+_BIAS = (*_BIAS, "Cohere", "Cohere2", "Olmo3", "SeedOss", "HunYuanDenseV1")
 """Families whose attention may have a bias."""
 _ROPE = (*_BIAS, "Mistral", "Ministral", "Qwen2", "Phi3", "Phi", "Starcoder2", "InternLM3")
 _ROPE = (*_ROPE, "Exaone4", "Ernie4_5")
@@ -43,6 +43,7 @@ _EITHER = ("Llama", "Qwen2", "InternLM3")
 # Families whose context transformers can scale.
 _SCALED = ("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "Granite", "InternLM3", "Olmo2")
 _SCALED = (*_SCALED, "Gemma", "Gemma2", "Exaone4", "SeedOss", "Ernie4_5")
+_SCALED = (*_SCALED, "HunYuanDenseV1")
 
 
 def draw_model(rng: random.Random) -> tuple[str, dict[str, Any]]:

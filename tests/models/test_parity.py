@@ -169,6 +169,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"sliding_window": None, "layer_types": ["full_attention"] * 3}
         | {"num_key_value_heads": 1, "tie_word_embeddings": True},
     ),
+    "hunyuan": ("HunYuanDenseV1ForCausalLM", WIDE_HEADS),
+    "hunyuan-alpha": (
+        "HunYuanDenseV1ForCausalLM",
+        WIDE_HEADS
+        | {"attention_bias": True}
+        | {
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0}
+            | {"alpha": 50.0}
+        },
+    ),
     "seed-oss": ("SeedOssForCausalLM", WIDE_HEADS | {"attention_out_bias": True}),
     "seed-oss-bias": (
         "SeedOssForCausalLM",
