@@ -58,6 +58,8 @@ class AttentionSpec(BlockSpec):
     """Norm of the queries. Its size decides the scope: each head (Qwen3, Gemma 3), or all heads
     together (OLMo 2)."""
     k_norm: RMSNormSpec | HeadNormsSpec | None = None
+    norms_rotated: bool = False
+    """True if the norms apply to rotated queries and keys (HunYuan); False: before the rotation."""
     clip: float | None = None
     """Limit of queries, keys and values, which are cut to [-clip, clip] (MPT)."""
     first_head: int = 0
@@ -205,6 +207,7 @@ class AttentionSpec(BlockSpec):
             is_neox=rope is None or rope.is_neox,
             q_norm=None if self.q_norm is None else self.q_norm.build(parts.of("q_norm")),
             k_norm=None if self.k_norm is None else self.k_norm.build(parts.of("k_norm")),
+            norms_rotated=self.norms_rotated,
             clip=self.clip,
             qk_proj=self._build_qk_proj(parts),
             columns=columns,

@@ -67,6 +67,10 @@ class LlamaLike:
     """RMS norm of queries and keys, over each head or over all heads together; own: a layer norm
     over each head with separate weights."""
 
+    qk_norm_modules: tuple[str, str] = ("q_norm", "k_norm")
+    norms_rotated: bool = False
+    """Value of `AttentionSpec.norms_rotated`."""
+
     embed_scale: float | None = None
     embed_scale_given: bool = False
     """Value of `EmbedSpec.scale_given`."""
@@ -120,8 +124,9 @@ class LlamaLike:
                 rope,
                 sliding_window=visible(window, max_model_len),
                 soft_cap=self.soft_cap,
-                q_norm=qk_norm("q_norm", heads.num_heads),
-                k_norm=qk_norm("k_norm", heads.num_kv_heads),
+                q_norm=qk_norm(self.qk_norm_modules[0], heads.num_heads),
+                k_norm=qk_norm(self.qk_norm_modules[1], heads.num_kv_heads),
+                norms_rotated=self.norms_rotated,
             )
             return LayerSpec.of(
                 attention,
