@@ -15,6 +15,7 @@ INLINE void with_gate(Gated kind, F f) {
     case Gated::silu: return f([](vf x) { return silu(x); });
     case Gated::gelu: return f([](vf x) { return gelu(x); });
     case Gated::gelu_tanh: return f([](vf x) { return gelu_tanh(x); });
+    case Gated::sigmoid: return f([](vf x) { return sigmoid(x); });
   }
 }
 
@@ -83,6 +84,24 @@ void add(const AddArgs& a) {
       for_lanes(min(kPiece, a.dim - start),
                 [&](int64_t i, int n) { store(out + i, load(x + i, n) + load(y + i, n), n); });
     });
+  });
+}
+
+void multiply(const MultiplyArgs& a) {
+  norm_rows(a.rows, a.heads, a.dim, a.dtype, [&](auto t, int64_t row, int64_t head) {
+    using T = decltype(t);
+    const T* x = static_cast<const T*>(a.x) + row * a.x_stride + head * a.x_head_stride;
+    const T* factor =
+        static_cast<const T*>(a.factor) + row * a.factor_stride + head * a.factor_head_stride;
+    T* out = static_cast<T*>(a.out) + row * a.out_stride + head * a.out_head_stride;
+    auto apply = [&](auto f) {
+      for_lanes(a.dim, [&](int64_t i, int n) {
+        vf by = a.factor_step ? load(factor + i, n) : splat(float(load(factor, 1)[0]));
+        store(out + i, load(x + i, n) * round_to(f(by), t), n);
+      });
+    };
+    if (a.kind == Gated::none) return apply([](vf v) { return v; });
+    with_gate(a.kind, apply);
   });
 }
 

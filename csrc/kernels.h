@@ -34,7 +34,7 @@ struct i8 {
   int8_t value;
 };
 
-enum class Gated : int { none = -1, silu = 0, gelu = 1, gelu_tanh = 2 };
+enum class Gated : int { none = -1, silu = 0, gelu = 1, gelu_tanh = 2, sigmoid = 3 };
 enum class Unary : int {
   exp = 0,
   log = 1,
@@ -393,6 +393,22 @@ struct AddArgs {
   Work work() const { return {double(size_of(dtype)) * rows * dim * 3, 0.0}; }
 };
 
+// x * act(factor).
+struct MultiplyArgs {
+  const void *x, *factor;  // [rows, heads, dim]; the factor's steps may be 0
+  void* out;
+  int64_t x_stride, x_head_stride;
+  int64_t factor_stride, factor_head_stride, factor_step;  // the step is 1, or 0: one number
+  int64_t out_stride, out_head_stride, rows, heads, dim;
+  Gated kind;
+  DType dtype;
+
+  MEMBERS(x, factor, out, x_stride, x_head_stride, factor_stride, factor_head_stride, factor_step,
+          out_stride, out_head_stride, rows, heads, dim, kind, dtype)
+  void resize(const StepSize& size) { rows = size.rows; }
+  Work work() const { return {double(size_of(dtype)) * rows * heads * dim * 3, 0.0}; }
+};
+
 // Sum of the partial results of several ranks, always in the same order.
 struct SumPartsArgs {
   const float* x;  // [rows, parts, dim]
@@ -487,6 +503,7 @@ struct AttentionArgs {
   KERNEL(gather, GatherArgs)              \
   KERNEL(gather_blocks, GatherBlocksArgs) \
   KERNEL(add, AddArgs)                    \
+  KERNEL(multiply, MultiplyArgs)          \
   KERNEL(sum_parts, SumPartsArgs)         \
   KERNEL(write_kv, WriteKvArgs)           \
   KERNEL(attention, AttentionArgs)

@@ -101,6 +101,7 @@ INLINE vf erf(vf x) {
 }
 
 INLINE vf silu(vf x) { return x / (1.0f + exp(-x)); }
+INLINE vf sigmoid(vf x) { return 1.0f / (1.0f + exp(-x)); }
 INLINE vf gelu(vf x) { return 0.5f * x * (1.0f + erf(x * 0.70710678f)); }
 INLINE vf gelu_tanh(vf x) {
   return 0.5f * x * (1.0f + tanh(0.79788456f * fma(0.044715f * x * x, x, x)));

@@ -13,8 +13,9 @@ from octavo.system.tensor import HostTensor, Tensor
 
 LongArray = NDArray[np.int64]
 Gelu = Literal["none", "tanh"]
-Gate = Literal["silu", "gelu", "gelu_tanh"]
 """Method of computing GELU: exactly, with erf, or by its tanh approximation."""
+Gate = Literal["silu", "gelu", "gelu_tanh", "sigmoid"]
+"""Activation of a gate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,6 +351,23 @@ class Ops(Protocol):
 
     def add(self, x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
         """Return x + y, both [T, D]; `out` as in `linear`."""
+        ...
+
+    def multiply(
+        self,
+        x: Tensor,
+        factor: Tensor,
+        activation: Gate | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return x * act(factor); act(factor) is rounded to the dtype before the product.
+
+        Args:
+            x: [T, D] or [T, H, D], any strides of tokens and heads.
+            factor: of the shape of x, any strides; or [D], for all tokens; or [1].
+            activation: None: x * factor.
+            out: as in `rms_norm`.
+        """
         ...
 
     def sum_parts(

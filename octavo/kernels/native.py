@@ -37,7 +37,13 @@ _QUANT_FORMATS = {name: code for code, name in enumerate(get_args(QuantFormat))}
 """Codes of QuantFormat in csrc/kernels.h."""
 
 # Gated and Unary in csrc/kernels.h
-_GATES: dict[Gate | None, int] = {None: -1, "silu": 0, "gelu": 1, "gelu_tanh": 2}
+_GATES: dict[Gate | None, int] = {
+    None: -1,
+    "silu": 0,
+    "gelu": 1,
+    "gelu_tanh": 2,
+    "sigmoid": 3,
+}
 _EXP, _LOG, _TANH, _ERF, _GELU, _SOFT_CAP = 0, 1, 2, 3, {"none": 4, "tanh": 5}, 6
 _RELU, _SCALE, _CLAMP = 7, 8, 9
 
@@ -545,6 +551,41 @@ class NativeOps:
             out_stride=out.stride(0),
             rows=rows,
             dim=dim,
+            dtype=DTYPE_CODES[x.dtype],
+        )
+        return out
+
+    def multiply(
+        self,
+        x: Tensor,
+        factor: Tensor,
+        activation: Gate | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        if out is None:
+            out = self._empty(*x.shape, dtype=x.dtype)
+        dim = x.shape[-1]
+        assert x.dim() in (2, 3)
+        assert out.shape == x.shape
+        assert x.stride(-1) == out.stride(-1) == factor.stride(-1) == 1
+        assert x.dtype == factor.dtype == out.dtype
+        whole = factor.dim() > 1
+        assert factor.shape == x.shape if whole else factor.shape in ((dim,), (1,))
+        kernels.multiply(
+            x=x.data_ptr(),
+            factor=factor.data_ptr(),
+            out=out.data_ptr(),
+            x_stride=x.stride(0),
+            x_head_stride=x.stride(1),
+            factor_stride=factor.stride(0) if whole else 0,
+            factor_head_stride=factor.stride(1) if whole else 0,
+            factor_step=int(factor.shape[-1] == dim),
+            out_stride=out.stride(0),
+            out_head_stride=out.stride(1),
+            rows=x.shape[0],
+            heads=x.shape[1] if x.dim() == 3 else 1,
+            dim=dim,
+            kind=_GATES[activation],
             dtype=DTYPE_CODES[x.dtype],
         )
         return out

@@ -6,6 +6,7 @@ They favor readability and are not batch-invariant: torch chooses the order of s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -38,6 +39,14 @@ LEVELS = torch.tensor([-127.0, -101, -76, -58, -44, -31, -20, -10, 0, 10, 20, 31
 _CHUNK = 2**19  # elements per chunk where temporaries are large
 
 _TRIES = (0.96, 0.8, 1.04, 0.84, -0.76, 1.0)
+
+
+_GATES: dict[Gate, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "sigmoid": torch.sigmoid,
+}
 
 
 def into(out: Tensor | None, result: Tensor) -> Tensor:
@@ -337,10 +346,7 @@ class ReferenceOps:
     def act_and_mul(self, gate_up: Tensor, activation: Gate, out: Tensor | None = None) -> Tensor:
         """Compute like Hugging Face's LlamaMLP and GemmaMLP."""
         gate, up = gate_up.chunk(2, dim=-1)
-        if activation == "silu":
-            return into(out, F.silu(gate) * up)
-        approximate = "tanh" if activation == "gelu_tanh" else "none"
-        return into(out, F.gelu(gate, approximate=approximate) * up)
+        return into(out, _GATES[activation](gate) * up)
 
     def linear_act_and_mul(
         self,
@@ -360,6 +366,15 @@ class ReferenceOps:
 
     def add(self, x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
         return into(out, x + y)
+
+    def multiply(
+        self,
+        x: Tensor,
+        factor: Tensor,
+        activation: Gate | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        return into(out, x * (factor if activation is None else _GATES[activation](factor)))
 
     def sum_parts(
         self,

@@ -242,6 +242,7 @@ WIDTHS = [1, 3, 8, 17, 64, 2500]
         ("silu", torch.nn.functional.silu),
         ("gelu", torch.nn.functional.gelu),
         ("gelu_tanh", lambda x: torch.nn.functional.gelu(x, approximate="tanh")),
+        ("sigmoid", torch.sigmoid),
     ],
 )
 def test_gated(name: Gate, f: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype) -> None:
@@ -249,10 +250,28 @@ def test_gated(name: Gate, f: Callable[[Tensor], Tensor], width: int, dtype: tor
     gate, up = x.double().chunk(2, dim=-1)
     assert_near(ops.act_and_mul(x, name), f(gate) * up, roundings=3)
     assert_near(reference.act_and_mul(x, name), f(gate) * up, roundings=3)
+    for factor in (gate, gate[0], gate[0, :1]):
+        factor = factor.to(dtype)
+        expected = up * f(factor.double())
+        for table in (ops, reference):
+            assert_near(table.multiply(up.to(dtype), factor, name), expected, 1e-5, roundings=3)
 
 
 @dtypes
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_factors_of_heads(dtype: torch.dtype) -> None:
+    """Heads and their gates in turn in each row, as in some projections."""
+    x = random(5, 6, 24, dtype=dtype)
+    heads, gates = x[:, 0::2], x[:, 1::2]
+    assert_same(ops.multiply(heads, gates), heads * gates)
+    out = torch.full((5, 100), 7.0, dtype=dtype)
+    ops.multiply(heads, gates, out=out[:, 9:81].view(5, 3, 24))
+    assert_same(out[:, 9:81], (heads * gates).reshape(5, -1))
+    assert (out[:, :9] == 7).all()
+    assert (out[:, 81:] == 7).all()
+
+
+@dtypes
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "sigmoid"])
 @pytest.mark.parametrize("rows", [1, 5, 100])
 @pytest.mark.parametrize("width", [128, 96, 60])  # whole panels, on some processors, on none
 @pytest.mark.parametrize("with_bias", [True, False])
@@ -515,6 +534,7 @@ def row_operations(dim: int, dtype: torch.dtype) -> dict[str, Callable[[Tensor],
         "silu_and_mul": lambda x: ops.act_and_mul(x, "silu"),
         "gelu_and_mul": lambda x: ops.act_and_mul(x, "gelu"),
         "gelu_tanh_and_mul": lambda x: ops.act_and_mul(x, "gelu_tanh"),
+        "multiply": lambda x: ops.multiply(x, weight, "sigmoid"),
     }
     if dtype == torch.float32:
         operations |= {"softmax": ops.softmax, "log_softmax": ops.log_softmax}

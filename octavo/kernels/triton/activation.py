@@ -27,6 +27,9 @@ def _activate(x, KIND: tl.constexpr):
         y = x * tl.where(x < 0.0, e, 1.0) / (1.0 + e)
     elif KIND == "gelu_tanh":
         y = 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+    elif KIND == "sigmoid":
+        e = tl.exp(-tl.abs(x))
+        y = tl.where(x < 0.0, e, 1.0) / (1.0 + e)
     else:
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     return y
