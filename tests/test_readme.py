@@ -18,6 +18,8 @@ import pytest
 
 from octavo import cli
 from octavo.config import BUILTIN_MODEL
+from tests.gguf_files import convert
+from tests.models.harness import make_hf
 
 ROOT = Path(__file__).parents[1]
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
@@ -100,8 +102,13 @@ def test_the_other_python_examples_are_none():
 
 
 @pytest.mark.parametrize("words", [w for w in OCTAVO if w[0] == "run"], ids=" ".join)
-def test_octavo_run(words):
+def test_octavo_run(words, tmp_path):
     """Without a text, the command reads standard input, which ends at once."""
+    if words[-1].endswith(".gguf"):
+        words = [*words[:-1], str(tmp_path / words[-1])]
+        sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+        model = make_hf("LlamaForCausalLM", vocab_size=128, num_hidden_layers=1, **sizes)
+        convert(model, "llama", Path(words[-1]), {"": "q4_0"})
     text = None if len(words) > 1 and " " in words[-1] else "The dog"
     done = octavo(*here(words), capture_output=True, input=text)
     assert done.stdout.strip()

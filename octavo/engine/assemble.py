@@ -19,7 +19,7 @@ from octavo.config import EngineConfig
 from octavo.engine.checks import check_settings
 from octavo.engine.core import EngineCore
 from octavo.engine.worker_setup import make_worker_setup
-from octavo.errors import GRAMMAR_PACKAGES
+from octavo.errors import GRAMMAR_PACKAGES, ConfigError
 from octavo.executor.base import Executor
 from octavo.executor.registry import get_executor_class
 from octavo.kv_cache.events import KVEventLog
@@ -38,6 +38,7 @@ from octavo.plan.memory_plan import (
 )
 from octavo.plan.setup import WorkerSetup
 from octavo.platforms.registry import get_platform
+from octavo.quantization.plain import PLAIN
 from octavo.scheduler.listener import LogListener, StepListener
 from octavo.scheduler.scheduler import Scheduler
 from octavo.structured_output.client import GrammarHelper, HelperSetup
@@ -118,6 +119,12 @@ def make_engine_core(
     profiler = None if directory is None else Profiler(directory)
     if spec.left_out:
         logger.info("%s is run as a text model, without %s", spec.architecture, spec.left_out)
+    is_quantized = any(weight.form != PLAIN for weight in spec.weights())
+    if is_quantized and not platform.is_native(config.device):
+        raise ConfigError(
+            f"{config.model.model} is quantized, which only the CPU's own kernels support; use "
+            "device=cpu without attention_backend=triton, or a checkpoint in bfloat16."
+        )
     setup = make_worker_setup(config, spec, model_path, default_batched_tokens, engine_index)
     config, budget = setup.config, setup.max_num_batched_tokens
     checkpoint = open_checkpoint(model_path, config.load.load_format)

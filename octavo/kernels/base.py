@@ -252,9 +252,18 @@ class Ops(Protocol):
         ...
 
     def pack_quantized(
-        self, n: int, k: int, format: QuantFormat, group_size: int, parts: Iterable[Codes]
+        self,
+        n: int,
+        k: int,
+        format: QuantFormat,
+        group_size: int,
+        parts: Iterable[Codes],
+        out: Tensor | None = None,
     ) -> QuantizedWeight:
-        """Pack the codes of a weight [N, K] that arrive in parts of rows, from first to last."""
+        """Pack the codes of a weight [N, K] that arrive in parts of rows, from first to last.
+
+        `out` is memory for the result: uint8 [`kernels.sizes.quantized_nbytes`].
+        """
         ...
 
     def pack_blocks(

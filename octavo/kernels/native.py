@@ -300,10 +300,16 @@ class NativeOps:
         return packed
 
     def pack_quantized(
-        self, n: int, k: int, format: QuantFormat, group_size: int, parts: Iterable[Codes]
+        self,
+        n: int,
+        k: int,
+        format: QuantFormat,
+        group_size: int,
+        parts: Iterable[Codes],
+        out: Tensor | None = None,
     ) -> QuantizedWeight:
         """Pack into panels of columns, see csrc/quant.h."""
-        packed = _new_quantized(n, k, format, group_size)
+        packed = _new_quantized(n, k, format, group_size, out)
         groups = -(-k // (group_size or k))
         row = 0
         for part in parts:

@@ -258,9 +258,16 @@ class ReferenceOps:
         return self.pack_quantized(n, k, format, group_size, [part])
 
     def pack_quantized(
-        self, n: int, k: int, format: QuantFormat, group_size: int, parts: Iterable[Codes]
+        self,
+        n: int,
+        k: int,
+        format: QuantFormat,
+        group_size: int,
+        parts: Iterable[Codes],
+        out: HostTensor | None = None,
     ) -> QuantizedWeight:
         """Store numbers in units of their scales [N, groups, group], a scale after each group."""
+        assert out is None
         rows = []
         for part in parts:
             codes, scales = cast(Tensor, part.codes), cast(Tensor, part.scales)

@@ -41,6 +41,8 @@ class Attention:
     """True if the sigmoid of a gate is a factor of each head's result."""
     query_factors: Tensor | None = None
     """Factor of the queries at each position: [positions, 1]."""
+    norms_rotated: bool = False
+    """True if the norms follow the rotation."""
     qk_proj: tuple[Linear, Linear] | None = None
     """Projections to the queries and keys of all ranks, if these are normed over all heads."""
     clip: float | None = None
@@ -58,6 +60,11 @@ class Attention:
             rotary = Rotary(
                 self.ops.rotary_embedding, step.positions, query, self.cos_sin_cache, self.is_neox
             )
+        if self.norms_rotated:
+            if rotary is not None:
+                rotary(key)
+                rotary = None
+            self._norm_heads(query, key)
         backend.write_kv(key, value, kv_cache, metadata.slot_mapping, rotary)
         if step.progress is not None:
             step.progress.reach(self.cache + 1)
@@ -78,9 +85,10 @@ class Attention:
         return self.o_proj(whole)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return normed queries [T, num_heads, D], keys and values [T, num_kv_heads, D], gates.
+        """Return queries [T, num_heads, D], keys and values [T, num_kv_heads, D], and gates.
 
-        Gates have the queries' shape.
+        Queries and keys are normed, unless the norms follow the rotation. Gates have the queries'
+        shape.
         """
         heads = self.qkv_proj(x)
         if self.clip is not None:
@@ -95,10 +103,14 @@ class Attention:
             query, key, value, gate = heads.split_with_sizes((*split, self.num_heads), dim=1)
         else:
             query, key, value = heads.split_with_sizes(split, dim=1)
+        if not self.norms_rotated:
+            self._norm_heads(query, key)
+        return query, key, value, gate
+
+    def _norm_heads(self, query: Tensor, key: Tensor) -> None:
         if self.q_norm is not None and self.k_norm is not None:
             self.q_norm.heads_(query)
             self.k_norm.heads_(key)
-        return query, key, value, gate
 
     def _norm_all(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return this rank's queries and keys, after the norms over all ranks' heads."""

@@ -68,6 +68,23 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | _LLAMA
     | {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
     "Olmo2ForCausalLM": {"model_type": "olmo2"} | _LLAMA | {"rms_norm_eps": 1e-5},
+    "Olmo3ForCausalLM": {"model_type": "olmo3"}
+    | _LLAMA
+    | {"rms_norm_eps": 1e-5, "sliding_window": 4096},
+    "Exaone4ForCausalLM": {"model_type": "exaone4"}
+    | _LLAMA
+    | {"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096}
+    | {"sliding_window_pattern": 4},
+    "HunYuanDenseV1ForCausalLM": {"model_type": "hunyuan_v1_dense"}
+    | _LLAMA
+    | {"rms_norm_eps": 1e-5},
+    "SeedOssForCausalLM": {"model_type": "seed_oss"}
+    | _LLAMA
+    | {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 524288},
+    "Ernie4_5ForCausalLM": {"model_type": "ernie4_5"}
+    | _LLAMA
+    | {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5}
+    | {"max_position_embeddings": 131072},
     "GraniteForCausalLM": {"model_type": "granite"} | _LLAMA,
     "SmolLM3ForCausalLM": {"model_type": "smollm3"}
     | _LLAMA

@@ -22,7 +22,7 @@ from octavo.models.blocks.base import Parts
 from octavo.models.spec import ModelSpec
 from octavo.models.weight_cache import Progress, WeightCache, weights_key
 from octavo.models.weights import Weight
-from octavo.quantization.base import IntArray, Part
+from octavo.quantization.base import IntArray, Part, TensorError
 from octavo.system.tensor import HostTensor, Tensor, empty, itemsize, numpy_dtype
 
 _Loaded = Tensor | PackedWeight | QuantizedWeight
@@ -270,7 +270,11 @@ def _read(weight: Weight, tensors: Tensors) -> tuple[list[Part], list[HostTensor
             tensor.T if source.transform == "transpose" else tensor
             for tensor, source in zip(read, sources, strict=True)
         ]
-        parts += weight.form.cut(turned, _rows(sources[0], weight), sources[0].columns)
+        try:
+            parts += weight.form.cut(turned, _rows(sources[0], weight), sources[0].columns)
+        except TensorError as error:
+            module = sources[0].name.rpartition(".")[0]
+            raise ModelError(f"{module}.{error}") from None
     return parts, whole
 
 

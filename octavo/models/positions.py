@@ -95,6 +95,10 @@ def read_rope(
         factor = max_position / original
     else:
         factor = params.number("factor")
+    if rope_type == "dynamic" and params.has("alpha") and rotary_dim > 2:
+        # NTK with a fixed alpha (HunYuan): the base does not depend on the length of a sequence.
+        stretch: float = params.positive("alpha") ** (rotary_dim / (rotary_dim - 2))
+        return replace(spec, rope_type="default", theta=theta * stretch)
     if factor <= 0 or (rope_type == "dynamic" and rotary_dim == 2):
         raise params.error("factor", "it must be more than 0, and dynamic needs rotary_dim > 2")
     return _complete(spec, params, factor)

@@ -35,6 +35,18 @@ class PackedShape:
     decides the format of all parts."""
 
 
+class TensorError(Exception):
+    """Error for a tensor with impossible numbers.
+
+    Args:
+        tensor: last part of the tensor's name.
+        reason: the reason, and the fix.
+    """
+
+    def __init__(self, tensor: str, reason: str) -> None:
+        super().__init__(f"{tensor} {reason}")
+
+
 class WeightForm(Protocol):
     """Form of a linear weight in a checkpoint and in memory; a frozen dataclass.
 
@@ -78,6 +90,9 @@ class WeightForm(Protocol):
             tensors: the tensors of `sources`.
             rows: the outputs of each part: a slice, or int64 indices.
             columns: inputs [begin, end) of all parts; None: all.
+
+        Raises:
+            TensorError: the numbers of a tensor are impossible, or cannot be cut here.
         """
         ...
 
@@ -101,3 +116,9 @@ class WeightForm(Protocol):
     def wrap(self, data: HostTensor, shape: PackedShape) -> PackedWeight | QuantizedWeight:
         """Return a packed weight for the bytes that `pack` wrote earlier: uint8 [`nbytes`]."""
         ...
+
+
+Groups = Sequence[tuple[Sequence[str], WeightForm]]
+"""Modules and their form: the first entry that matches a module counts. "Linear" matches all
+modules except the LM head; a text that begins with re: is a regular expression for the beginning
+of names; any other text matches consecutive parts of a name."""

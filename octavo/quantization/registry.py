@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from octavo.checkpoints.config_json import ConfigJson
-from octavo.quantization.base import WeightForm
+from octavo.quantization.awq import read_awq
+from octavo.quantization.base import Groups, WeightForm
 from octavo.quantization.gguf import read_gguf
 from octavo.quantization.int4 import Int4
 from octavo.quantization.int8 import Int8
@@ -14,12 +15,7 @@ from octavo.quantization.plain import PLAIN
 FORMS: dict[str | None, WeightForm] = {None: PLAIN, "int8": Int8(), "int4": Int4()}
 """Forms by the value of the `quantization` setting; None keeps the model's type."""
 
-Groups = Sequence[tuple[Sequence[str], WeightForm]]
-"""Modules and their form: the first entry that matches a module counts. "Linear" matches all
-modules except the LM head; a text that begins with re: is a regular expression for the beginning
-of names; any other text matches consecutive parts of a name."""
-
 Reader = Callable[[ConfigJson], Groups | Mapping[str, WeightForm]]
-METHODS: dict[str, Reader] = {"gguf": read_gguf}
+METHODS: dict[str, Reader] = {"awq": read_awq, "gguf": read_gguf}
 """Readers of config.json's quantization_config, by `quant_method`. A mapping has the forms of
 modules by their names, the embedding among them; other modules are plain."""

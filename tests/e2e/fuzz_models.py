@@ -30,18 +30,20 @@ COMPARED = 4
 _SIZES = (8, 64, 97, 160, 256, 331, 458, 768, 1280)
 _GEMMA = ("Gemma", "Gemma2", "Gemma3")
 _BIAS = ("Llama", "Qwen3", *_GEMMA, "Glm", "Glm4", "Olmo2", "Granite", "SmolLM3")
-_BIAS = (*_BIAS, "Cohere", "Cohere2")
+_BIAS = (*_BIAS, "Cohere", "Cohere2", "Olmo3", "SeedOss", "HunYuanDenseV1")
 """Families whose attention may have a bias."""
 _ROPE = (*_BIAS, "Mistral", "Ministral", "Ministral3", "Qwen2", "Phi3", "Phi", "Starcoder2")
-_ROPE = (*_ROPE, "InternLM3")
+_ROPE = (*_ROPE, "InternLM3", "Exaone4", "Ernie4_5")
 _PLAIN = ("OPT", "Bloom", "Mpt", "Falcon")
 _NAMES = {"GPT2": "GPT2LMHeadModel"} | {name: f"{name}ForCausalLM" for name in (*_ROPE, *_PLAIN)}
 # Families with heads that transformers fits into the hidden size, or that may have any size.
 _FITTED = ("Phi3", "Phi", "Olmo2", "Granite", "SmolLM3", "Starcoder2", "Cohere", "Cohere2")
+_FITTED = (*_FITTED, "Olmo3", "Exaone4")
 _EITHER = ("Llama", "Qwen2", "InternLM3")
 # Families whose context transformers can scale.
 _SCALED = ("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "Granite", "InternLM3", "Olmo2")
-_SCALED = (*_SCALED, "Gemma", "Gemma2", "Ministral3")
+_SCALED = (*_SCALED, "Gemma", "Gemma2", "Ministral3", "Exaone4", "SeedOss", "Ernie4_5")
+_SCALED = (*_SCALED, "HunYuanDenseV1")
 
 
 def draw_model(rng: random.Random) -> tuple[str, dict[str, Any]]:
@@ -118,7 +120,7 @@ def _rope_model(
         config["max_window_layers"] = rng.randint(0, 4)
     if family in _BIAS:
         config["attention_bias"] = rng.random() < 0.3
-    if family in ("Llama", "Granite", "SmolLM3"):
+    if family in ("Llama", "Granite", "SmolLM3", "SeedOss"):
         config["mlp_bias"] = rng.random() < 0.3
     if family == "InternLM3":
         config |= dict.fromkeys(("attention_bias", "mlp_bias"), rng.random() < 0.5)
@@ -129,7 +131,13 @@ def _rope_model(
     if family == "SmolLM3":
         config |= {"no_rope_layer_interval": rng.randint(1, 4), "sliding_window": window}
         config["use_sliding_window"] = rng.random() < 0.5
-    if family == "Starcoder2":
+    if family == "SeedOss":
+        config["attention_out_bias"] = rng.random() < 0.5
+    if family in ("Olmo3", "Exaone4"):
+        config["sliding_window"] = window
+    if family == "Exaone4":
+        config["sliding_window_pattern"] = rng.randint(1, 4)
+    if family in ("Starcoder2", "Ernie4_5"):
         config["use_bias"] = rng.random() < 0.5
     if family in ("Cohere", "Cohere2"):
         config["logit_scale"] = rng.choice((0.0625, 1.0))
@@ -146,7 +154,7 @@ def _rope_model(
         config["attn_logit_softcapping"] = rng.choice((None, 50.0))
     if family == "Gemma3":
         config["sliding_window_pattern"] = rng.randint(1, 3)
-    if family in ("Gemma3", "Glm", "Glm4", "Phi"):
+    if family in ("Gemma3", "Glm", "Glm4", "Phi", "Olmo3"):
         return config  # their positions have separate defaults
     kinds = (
         ("default", "longrope")

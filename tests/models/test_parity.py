@@ -152,6 +152,47 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("GlmForCausalLM", WIDE_HEADS),
     "glm4": ("Glm4ForCausalLM", WIDE_HEADS | {"attention_bias": False}),
     "olmo2": ("Olmo2ForCausalLM", SIZES | {"attention_bias": True}),
+    "olmo3": (
+        "Olmo3ForCausalLM",
+        SIZES
+        | {"sliding_window": 9, "num_hidden_layers": 4}
+        | {
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            }
+        },
+    ),
+    "exaone4": (
+        "Exaone4ForCausalLM",
+        SIZES | {"sliding_window": 9, "sliding_window_pattern": 2},
+    ),
+    "exaone4-full": (
+        "Exaone4ForCausalLM",
+        SIZES
+        | {"sliding_window": None, "layer_types": ["full_attention"] * 3}
+        | {"num_key_value_heads": 1, "tie_word_embeddings": True},
+    ),
+    "hunyuan": ("HunYuanDenseV1ForCausalLM", WIDE_HEADS),
+    "hunyuan-alpha": (
+        "HunYuanDenseV1ForCausalLM",
+        WIDE_HEADS
+        | {"attention_bias": True}
+        | {
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0}
+            | {"alpha": 50.0}
+        },
+    ),
+    "seed-oss": ("SeedOssForCausalLM", WIDE_HEADS | {"attention_out_bias": True}),
+    "seed-oss-bias": (
+        "SeedOssForCausalLM",
+        WIDE_HEADS | {"attention_bias": False, "mlp_bias": True},
+    ),
+    "ernie": ("Ernie4_5ForCausalLM", WIDE_HEADS),
+    "ernie-bias": (
+        "Ernie4_5ForCausalLM",
+        WIDE_HEADS | {"use_bias": True, "tie_word_embeddings": False, "num_key_value_heads": 1},
+    ),
     "granite": (
         "GraniteForCausalLM",
         SIZES
@@ -405,12 +446,14 @@ def test_dynamic_ntk(tmp_path: Path) -> None:
         )
 
 
-def test_longrope(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", [1.0, 0.75])
+def test_longrope(part: float, tmp_path: Path) -> None:
     """The short factors up to the original context, the long ones where the table is longer."""
     config = SIZES | {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 48}
     config |= {"original_max_position_embeddings": 32, "pad_token_id": 0}
-    rope = LONGROPE | {"short_factor": [1 + 0.1 * i for i in range(8)]}
-    rope |= {"long_factor": [2 + 0.5 * i for i in range(8)]}
+    pairs = int(8 * part)
+    rope = LONGROPE | {"short_factor": [1 + 0.1 * i for i in range(pairs)]}
+    rope |= {"long_factor": [2 + 0.5 * i for i in range(pairs)], "partial_rotary_factor": part}
     hf_model = make_hf("Phi3ForCausalLM", **config, rope_parameters=rope)
     long = save_and_load(hf_model, tmp_path)
     assert long.spec.max_model_len == 128

@@ -226,6 +226,19 @@ def test_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
         ("GraniteForCausalLM", {"logits_scaling": 0}, r"logits_scaling=0.*more than 0"),
         ("SmolLM3ForCausalLM", {"no_rope_layers": [1]}, r"no_rope_layers=.*each layer"),
         ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 2]}, r"no_rope_layers=.*each layer"),
+        (
+            "Olmo3ForCausalLM",
+            {"layer_types": ["sliding_attention"] * 2, "sliding_window": None},
+            r"sliding_window=None",
+        ),
+        ("Exaone4ForCausalLM", {"sliding_window_pattern": "LX"}, r"sliding_window_pattern='LX'"),
+        (
+            "HunYuanDenseV1ForCausalLM",
+            {"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": -1}},
+            r"alpha=-1.*more than 0",
+        ),
+        ("SeedOssForCausalLM", {"attention_out_bias": 1}, r"attention_out_bias=1"),
+        ("Ernie4_5ForCausalLM", {"use_bias": "no"}, r"use_bias='no'"),
         ("GlmForCausalLM", {"rope_scaling": {"rope_type": "mrope"}}, r"rope_type='mrope'"),
         (
             "Ministral3ForCausalLM",

@@ -81,6 +81,8 @@ class AttentionSpec(BlockSpec):
     """Norm of the queries. Its size decides the scope: each head (Qwen3, Gemma 3), or all heads
     together (OLMo 2)."""
     k_norm: RMSNormSpec | HeadNormsSpec | None = None
+    norms_rotated: bool = False
+    """True if the norms apply to rotated queries and keys (HunYuan); False: before the rotation."""
     clip: float | None = None
     """Limit of queries, keys and values, which are cut to [-clip, clip] (MPT)."""
     first_head: int = 0
@@ -241,6 +243,7 @@ class AttentionSpec(BlockSpec):
             query_factors=None
             if scale is None
             else parts.table(scale, lambda: scale.compute(parts.max_model_len, parts.dtype)),
+            norms_rotated=self.norms_rotated,
             clip=self.clip,
             qk_proj=self._build_qk_proj(parts),
             columns=columns,

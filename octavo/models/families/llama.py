@@ -74,6 +74,10 @@ class LlamaLike:
     attention_gate: str | None = None
     """Module of a gate of the heads' results."""
 
+    qk_norm_modules: tuple[str, str] = ("q_norm", "k_norm")
+    norms_rotated: bool = False
+    """Value of `AttentionSpec.norms_rotated`."""
+
     embed_scale: float | None = None
     embed_scale_given: bool = False
     """Value of `EmbedSpec.scale_given`."""
@@ -140,8 +144,9 @@ class LlamaLike:
                 rope,
                 sliding_window=visible(window, max_model_len),
                 soft_cap=self.soft_cap,
-                q_norm=qk_norm("q_norm", heads.num_heads),
-                k_norm=qk_norm("k_norm", heads.num_kv_heads),
+                q_norm=qk_norm(self.qk_norm_modules[0], heads.num_heads),
+                k_norm=qk_norm(self.qk_norm_modules[1], heads.num_kv_heads),
+                norms_rotated=self.norms_rotated,
                 gated=self.attention_gate is not None,
                 query_scale=self.query_scale,
             )

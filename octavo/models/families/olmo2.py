@@ -7,10 +7,10 @@ from octavo.models.families.llama import LlamaLike
 from octavo.models.spec import ModelSpec
 
 
-def read(config: ConfigJson) -> ModelSpec:
-    """Read OLMo 2."""
+def olmo2_like(config: ConfigJson) -> LlamaLike:
+    """Return the differences of OLMo 2 and 3 from Llama."""
     bias = config.flag("attention_bias", False)
-    variant = LlamaLike(
+    return LlamaLike(
         input_norm=None,
         mixer_out_norm="post_attention_layernorm",
         feed_forward_norm=None,
@@ -19,7 +19,11 @@ def read(config: ConfigJson) -> ModelSpec:
         o_bias=bias,
         qk_norm="all",
     )
-    return variant.read(config)
+
+
+def read(config: ConfigJson) -> ModelSpec:
+    """Read OLMo 2."""
+    return olmo2_like(config).read(config)
 
 
 ARCHITECTURES = {"Olmo2ForCausalLM": read}
