@@ -112,7 +112,8 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError("--cold is not possible: this system cannot drop files from its cache.")
     kwargs = engine_kwargs(args)
     config = EngineConfig.from_kwargs(**kwargs)
-    files = sorted(path for path in resolve_folders(config)[0].iterdir() if path.is_file())
+    path = resolve_folders(config)[0]
+    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file())
     kept = WeightCache.from_config(config)
     for path in (args.output_json, args.plot):
         results.check_writable(path)

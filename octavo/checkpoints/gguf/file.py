@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from octavo import _native
-from octavo.checkpoints.base import Expected, LoadFormat, Source, shorten_names
+from octavo.checkpoints.base import FLOATS, Expected, LoadFormat, Source, shorten_names
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.checkpoints.gguf.config import Architecture, Description
 from octavo.checkpoints.gguf.header import GGUFHeader, GGUFTensor
@@ -65,7 +65,7 @@ class GGUFFile:
         headers = [GGUFHeader(file) for file in self.weight_files]
         for index, header in enumerate(headers):
             split = [header.metadata.get(f"split.{name}", 0) for name in ("no", "count")]
-            if len(headers) > 1 and split != [index, len(headers)]:
+            if split != [index, len(headers)] and (len(headers) > 1 or split[1] not in (0, 1)):
                 raise ModelError(
                     f"{header.file} says that it is part {split[0]} (from 0) of {split[1]}, and "
                     f"its name says {index} of {len(headers)}; download the model again."
@@ -99,7 +99,7 @@ class GGUFFile:
         first = {name[6:] for name in tensors if name.startswith("blk.0.") and "bias" in name}
         tied = "output.weight" not in tensors
         config = self._described.config(embedding.shape[0], tied, first)
-        if (factors := tensors.get("rope_freqs.weight")) is not None:
+        if self._described.kind == "llama" and (factors := tensors.get("rope_freqs.weight")):
             config["rope_scaling"] = self._llama3(factors, config)
         config["dtype"] = self.dtype
         types = self._block_types()
@@ -115,10 +115,16 @@ class GGUFFile:
 
     @cached_property
     def dtype(self) -> str:
-        """Type of the embedding if it has floats; else bfloat16."""
+        """Widest type of the matrices if all have floats; else bfloat16.
+
+        Vectors, such as the weights of norms, are in float32 in every file.
+        """
         kinds = {tensor.type for tensor in self._tensors.values() if len(tensor.shape) > 1}
-        floats = kinds - BLOCK_TYPES.keys()
-        return floats.pop() if len(kinds) == 1 and floats else "bfloat16"
+        if kinds & BLOCK_TYPES.keys():
+            return "bfloat16"
+        if kinds >= {"float16", "bfloat16"}:
+            return "float32"
+        return next((kind for kind in FLOATS if kind in kinds), "float32")
 
     def read_text(self, name: str) -> str | None:
         """Return a text that is made from the metadata; see `Checkpoint`."""
@@ -147,7 +153,9 @@ class GGUFFile:
                 f"{self.path} lacks {len(missing)} tensors of {expected.architecture}: "
                 f"{shorten_names(missing)}. Download the model again."
             )
-        used = {*names.values(), "rope_freqs.weight"}
+        used = set(names.values())
+        if self._described.kind == "llama":
+            used.add("rope_freqs.weight")
         used |= {_stored_name(name, architecture) for name in expected.elsewhere}
         extra = [name for name in self._tensors if name not in used]
         if extra:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from octavo.checkpoints.model_files import refuse_lfs_pointer
+from octavo.checkpoints.model_files import refuse_lfs_pointer, require_file
 from octavo.errors import ModelError, reason_of
 from octavo.system.block_types import BLOCK_TYPES
 
@@ -67,7 +68,7 @@ _BOOL, _STRING, _ARRAY = 7, 8, 9
 _MOST_DIMS = 4
 _MOST_ENTRIES = 2**16  # metadata keys, and tensors of a file
 _MOST_TEXT = 2**24  # bytes of a text outside of arrays, such as a chat template
-_MOST_ITEMS = 2**24
+_MOST_ITEMS = 2**22  # texts of all arrays, and numbers of one array
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class GGUFTensor:
 class Texts(Sequence[str]):
     """Array of texts, which are decoded when they are read."""
 
-    def __init__(self, data: memoryview, ends: list[int]) -> None:
+    def __init__(self, data: memoryview, ends: array[int]) -> None:
         self._data, self._ends = data, ends
 
     def __len__(self) -> int:
@@ -127,13 +128,14 @@ class GGUFHeader:
 
     def __init__(self, file: Path) -> None:
         self.file = file
+        require_file(file)
         try:
             refuse_lfs_pointer(file)
             with file.open("rb") as stream:
                 self.data = memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
         except (OSError, ValueError) as error:
             raise ModelError(f"{file} cannot be read: {reason_of(error)}.") from error
-        self._at = 0
+        self._at = self._num_texts = 0
         self.metadata: Mapping[str, Any]
         """Numbers, texts, booleans, and arrays of these (numpy arrays, or `Texts`)."""
         self.tensors: dict[str, GGUFTensor]
@@ -216,10 +218,13 @@ class GGUFHeader:
         raise self._error(f"is damaged: {key} has a value of type {kind}; download it again")
 
     def _texts(self, count: int, key: str) -> Texts:
+        self._num_texts += count
+        if self._num_texts > _MOST_ITEMS:
+            raise self._error(f"is damaged: {key} is one text of more than {_MOST_ITEMS}")
         self._need(8 * count, key)  # at least
         self._at -= 8 * count
         start = at = self._at
-        size, unpack, ends = len(self.data), struct.Struct("<Q").unpack_from, []
+        size, unpack, ends = len(self.data), struct.Struct("<Q").unpack_from, array("Q")
         for _ in range(count):
             if at + 8 > size:
                 break

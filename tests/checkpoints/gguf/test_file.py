@@ -106,7 +106,7 @@ def test_mixed_types(tmp_path: Path) -> None:
 
 def test_blocks_that_ranks_would_divide(tmp_path: Path) -> None:
     make("llama", tmp_path / "m.gguf", {"": "q4_0"})
-    with pytest.raises(OctavoError, match="divides the inputs of a weight at 48 and 96, inside"):
+    with pytest.raises(OctavoError, match=r"divides the inputs of a weight at .*48.*, inside"):
         start(tmp_path / "m.gguf", tensor_parallel_size=2, tensor_parallel_mode="reduce")
 
 
@@ -151,14 +151,16 @@ def test_split_files(tmp_path: Path) -> None:
         assert np.array_equal(logprobs(llm), expected)
     with pytest.raises(ModelError, match=r"name the first, m-00001-of-00002\.gguf"):
         start(second)
-    copy = second.read_bytes()
+    alone = tmp_path / "alone.gguf"
+    alone.write_bytes(first.read_bytes())
+    with pytest.raises(ModelError, match=r"part 0 \(from 0\) of 2, and its name says 0 of 1"):
+        start(alone)
     second.write_bytes(first.read_bytes())
     with pytest.raises(ModelError, match=r"says that it is part 0 \(from 0\) of 2, and its name"):
         start(first)
     second.unlink()
     with pytest.raises(ModelError, match=r"are missing: m-00002-of-00002\.gguf"):
         start(first)
-    assert copy
 
 
 HUGE = 2**60
@@ -177,7 +179,7 @@ BLOCK = (2, (2, 32), bytes(36))
         (b"GGUF" + struct.pack("<IQQ", 3, 0, HUGE), "the number of metadata entries is"),
         (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, HUGE), "the length of a metadata key is"),
         (b"GGUF" + struct.pack("<IQQQ1sI", 3, 0, 1, 1, b"k", 77), "k has a value of type 77"),
-        (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"k", 9, 8, 2**23), "is damaged at k"),
+        (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"k", 9, 8, 2**22), "is damaged at k"),
         (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"k", 9, 9, 1), "k has a value of type 9"),
         (b"GGUF" + struct.pack("<IQQQ1sIIQQ", 3, 0, 1, 1, b"k", 9, 8, 1, HUGE), "text 0 of k ends"),
     ],
