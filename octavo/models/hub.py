@@ -30,7 +30,6 @@ _WEIGHTS = {
     "safetensors": ["*.safetensors"],
     "pt": ["pytorch_model*.bin"],
     "sharded_state": ["model-*-part-*.safetensors"],
-    "gguf": ["*.gguf"],
     "dummy": [],
 }
 # Model files that users pass instead of the model's folder.
@@ -46,13 +45,14 @@ def resolve_model(
     download_dir: str | None = None,
     load_format: str = "auto",
 ) -> Path:
-    """Return the folder of a model; download it if necessary.
+    """Return the folder of a model, or its GGUF file; download it if necessary.
 
-    A built-in name or a local folder never causes network traffic. With HF_HUB_OFFLINE set, or
+    A built-in name or a local path never causes network traffic. With HF_HUB_OFFLINE set, or
     without a network, an earlier download is used.
 
     Args:
-        model: octavo/stories (or -draft, -eagle, -medusa), a folder, or a hub id such as org/name.
+        model: octavo/stories (or -draft, -eagle, -medusa), a folder, a GGUF file, a hub id such as
+            org/name, or org/name:Q4_K_M, the GGUF file of org/name whose name ends so.
         revision: branch, tag or commit on the hub.
         download_dir: folder for downloads; default: the hub client's cache.
         load_format: format of the weight files, as in `open_checkpoint`.
@@ -62,7 +62,34 @@ def resolve_model(
         HubError: the download fails; the message names the reason and the solution.
     """
     path = local_folder(model)
-    return _download(model, revision, download_dir, load_format) if path is None else path
+    if path is not None:
+        return path
+    repo_id, _, form = model.partition(":")
+    if not form:
+        if load_format == "gguf":
+            raise HubError(
+                f"load_format=gguf: name the file's quantization, such as {model}:Q4_K_M."
+            )
+        patterns = _FILES + _WEIGHTS[load_format]
+        folder = _download(repo_id, revision, download_dir, patterns)
+        if load_format == "auto" and not any(folder.glob("*.safetensors")):
+            folder = _download(repo_id, revision, download_dir, _FILES + _WEIGHTS["pt"])
+        return folder
+    if load_format not in ("auto", "gguf", "dummy"):
+        raise HubError(f"{model} is a GGUF file, and load_format={load_format}; leave it out.")
+    patterns = [
+        f"*[-._]{name}{part}.gguf"
+        for name in dict.fromkeys((form, form.upper(), form.lower()))
+        for part in ("", "-?????-of-?????")
+    ]
+    folder = _download(repo_id, revision, download_dir, patterns)
+    files = sorted(file for pattern in patterns for file in folder.glob(pattern))
+    if not files:
+        raise HubError(
+            f"{repo_id} has no GGUF file whose name ends with {form}.gguf; look at its list of "
+            "files on the hub."
+        )
+    return files[0]
 
 
 def local_folder(model: str) -> Path | None:
@@ -154,8 +181,9 @@ def list_models() -> list[LocalModel]:
 
 
 def _download(
-    repo_id: str, revision: str | None, download_dir: str | None, load_format: str
+    repo_id: str, revision: str | None, download_dir: str | None, patterns: list[str]
 ) -> Path:
+    """Return the folder of a repository's files that match the patterns."""
     # Imported here: a local model needs no hub client.
     import huggingface_hub
     from huggingface_hub import errors
@@ -163,21 +191,15 @@ def _download(
     offline = hub_offline()
     where = f"revision {revision!r} of {repo_id}" if revision else repo_id
 
-    def download(load_format: str) -> Path:
+    try:
         folder = huggingface_hub.snapshot_download(
             repo_id,
             revision=revision,
             cache_dir=download_dir,
-            allow_patterns=_FILES + _WEIGHTS[load_format],
+            allow_patterns=patterns,
             ignore_patterns=_IGNORED,
             local_files_only=offline,
         )
-        return Path(folder)
-
-    try:
-        folder = download(load_format)
-        if load_format == "auto" and not any(folder.glob("*.safetensors")):
-            folder = download("pt")
     except errors.HFValidationError:
         raise HubError(
             f"{repo_id!r} is neither a folder here nor a hub id (org/name).{_similar(repo_id)}"
@@ -222,7 +244,7 @@ def _download(
             f"Downloading {where} failed: {type(error).__name__}: {_first_line(error)}. Check the "
             "network and try again: downloaded data is kept."
         ) from error
-    return folder
+    return Path(folder)
 
 
 def _similar(name: str) -> str:

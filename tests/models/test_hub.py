@@ -144,6 +144,28 @@ def test_only_needed_files(
     assert set(chosen) == always | wanted
 
 
+def test_gguf_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeHub(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
+    for load_format in ("auto", "gguf", "dummy"):
+        with pytest.raises(
+            HubError, match=r"org/name has no GGUF file whose name ends with Q4_K_M"
+        ):
+            resolve_model("org/name:Q4_K_M", load_format=load_format)
+    repo = ["m-Q4_K_M.gguf", "m-Q4_K_S.gguf", "m-IQ4_K_M.gguf", "config.json", "mmproj-f16.gguf"]
+    for name in (*repo, "l.q8_0-00001-of-00002.gguf", "l.q8_0-00002-of-00002.gguf"):
+        (tmp_path / name).touch()
+    assert resolve_model("org/name:Q4_K_M") == tmp_path / "m-Q4_K_M.gguf"
+    assert resolve_model("org/name:Q8_0") == tmp_path / "l.q8_0-00001-of-00002.gguf"
+    wanted = fake.options["allow_patterns"]
+    assert not [*huggingface_hub.utils.filter_repo_objects(repo, allow_patterns=wanted)]
+    assert fake.repo_id == "org/name"
+    with pytest.raises(HubError, match="such as org/name:Q4_K_M"):
+        resolve_model("org/name", load_format="gguf")
+    with pytest.raises(HubError, match="is a GGUF file, and load_format=pt; leave it out"):
+        resolve_model("org/name:Q4_K_M", load_format="pt")
+
+
 @pytest.mark.parametrize(
     ("error", "message"),
     [
