@@ -12,6 +12,14 @@ import termios
 import time
 
 
+class NoInputError(AssertionError):
+    """The program has printed nothing since the typing began.
+
+    On a busy machine some kernels deliver no input to a new pseudo-terminal at all, not even the
+    signal of Ctrl-C: the program waits in select() on a terminal in the right mode.
+    """
+
+
 class Terminal:
     """Program in its own terminal.
 
@@ -62,6 +70,7 @@ class Terminal:
 
     def interrupt(self, pattern):
         """Press Ctrl-C until the output matches: readline may miss one as it begins a line."""
+        begin = self.output
         for _ in range(5):
             self.type("\x03")
             end = time.monotonic() + 3
@@ -70,7 +79,7 @@ class Terminal:
                     self.wait_for(pattern)
                     return
                 assert self._read(), self.output
-        raise AssertionError(self.output)
+        raise NoInputError(begin) if self.output == begin else AssertionError(self.output)
 
     def wait(self):
         """Wait for the program's end; return its status."""

@@ -2,12 +2,23 @@
 
 import sys
 
-from tests.terminal.pseudo import Terminal
+import pytest
+
+from tests.terminal.pseudo import NoInputError, Terminal
 
 RUN = (sys.executable, "-m", "octavo", "run", "--max-model-len", "512")
 
 
 def test_a_chat_from_the_first_to_the_last_line():
+    for _ in range(4):
+        try:
+            return chat()
+        except NoInputError:
+            continue
+    pytest.fail("the terminal delivers no input")
+
+
+def chat():
     with Terminal(*RUN, "--kv-cache-memory-bytes", "8M") as terminal:
         start = terminal.wait_for(">>> ")
         assert " INFO " not in start
