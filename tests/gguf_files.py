@@ -9,8 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from octavo.checkpoints.gguf.config import ARCHITECTURES
-
 Tensors = Mapping[str, tuple[int, Sequence[int], bytes]]
 """Number of the type, shape (rows first) and contents of each tensor."""
 
@@ -79,6 +77,45 @@ VOCABULARY: dict[str, Any] = {
 """Metadata of a vocabulary of 128 tokens."""
 
 
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "lm_head": "output",
+    "model.norm": "output_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+SANDWICH = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+SANDWICHES, PERMUTED = ("gemma2", "gemma3", "olmo2"), ("llama", "granite", "smollm3")
+SHIFTED = ("gemma", "gemma2", "gemma3")
+"""Facts of llama.cpp's converter, stated again so that a mistake in Octavo's tables is found."""
+
+
+def rope_fields(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of scaled positions."""
+    kind = rope.get("rope_type")
+    if kind not in ("linear", "yarn"):
+        return {}
+    names = {"factor": "factor", "original_max_position_embeddings": "original_context_length"}
+    names |= {"attention_factor": "yarn_attn_factor"}
+    found = {f"rope.scaling.{key}": rope[name] for name, key in names.items() if name in rope}
+    return {"rope.scaling.type": kind} | found
+
+
 def convert(
     model: PreTrainedModel, kind: str, path: Path, types: Mapping[str, str] | None = None
 ) -> None:
@@ -90,7 +127,7 @@ def convert(
         path: the file.
         types: types of tensors by parts of their names; "" for all others; default: f32.
     """
-    config, architecture = model.config, ARCHITECTURES[kind]
+    config, names = model.config, NAMES | (SANDWICH if kind in SANDWICHES else {})
     rope = config.rope_parameters
     rope = rope.get("full_attention", rope)
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -106,14 +143,22 @@ def convert(
         "attention.value_length": size,
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
         "rope.freq_base": float(rope["rope_theta"]),
-        "attention.sliding_window": getattr(config, "sliding_window", None),
         "attn_logit_softcapping": getattr(config, "attn_logit_softcapping", None),
         "final_logit_softcapping": getattr(config, "final_logit_softcapping", None),
-    }
-    for name, key in architecture.fields.items():
-        fields[key] = getattr(config, name)
+    } | rope_fields(rope)
+    if kind in ("gemma2", "gemma3", "phi3"):
+        fields["attention.sliding_window"] = config.sliding_window or 0
+    if kind == "granite":
+        fields["attention.scale"] = config.attention_multiplier
+        fields["embedding_scale"] = config.embedding_multiplier
+        fields["residual_scale"] = config.residual_multiplier
+        fields["logit_scale"] = config.logits_scaling
     metadata |= {f"{kind}.{key}": value for key, value in fields.items() if value is not None}
     tensors: dict[str, tuple[int, Sequence[int], bytes]] = {}
+    if rope.get("rope_type") == "llama3":
+        plain = rope["rope_theta"] ** -(np.arange(0, size, 2) / size)
+        factors = (plain / model.model.rotary_emb.inv_freq.numpy()).astype(np.float32)
+        tensors["rope_freqs.weight"] = TYPES["f32"], factors.shape, quantize(factors, "f32")
     for name, tensor in model.state_dict().items():
         module, _, suffix = name.rpartition(".")
         if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -125,12 +170,12 @@ def convert(
         x = tensor.float().numpy()
         heads = {"self_attn.q_proj": config.num_attention_heads}
         heads["self_attn.k_proj"] = config.num_key_value_heads
-        if architecture.permuted and stored in heads:
+        if kind in PERMUTED and stored in heads:
             halves = x.reshape(heads[stored], 2, size // 2, -1)
             x = halves.swapaxes(1, 2).reshape(x.shape)
-        if module.endswith("norm"):
-            x = x + np.float32(architecture.norm_shift)
-        full = f"{layer}{architecture.names[stored]}.{suffix}"
+        if module.endswith("norm") and kind in SHIFTED:
+            x = x + np.float32(1)
+        full = f"{layer}{names[stored]}.{suffix}"
         chosen = next((t for part, t in (types or {"": "f32"}).items() if part in full), "f32")
         chosen = chosen if x.ndim == 2 else "f32"
         tensors[full] = TYPES[chosen], x.shape, quantize(np.ascontiguousarray(x), chosen)

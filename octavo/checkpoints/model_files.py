@@ -75,9 +75,7 @@ def _of_another_kind(folder: Path) -> ModelError | None:
             "Merge it with peft (merge_and_unload, then save_pretrained) and name that folder."
         )
     for file in sorted(folder.glob("*.gguf")):
-        return ModelError(
-            f"{folder} holds GGUF files and a config.json; name a file, such as {file}."
-        )
+        return ModelError(f"{folder} holds GGUF files; name one of them, such as {file}.")
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,6 +76,8 @@ def resolve_model(
         if load_format == "auto" and not any(folder.glob("*.safetensors")):
             folder = _download(repo_id, revision, download_dir, _FILES + _WEIGHTS["pt"])
         return folder
+    if not re.fullmatch(r"[\w.-]+", form):
+        raise HubError(f"{model}: {form!r} is not the end of a file's name, such as Q4_K_M.")
     if load_format not in ("auto", "gguf", "dummy"):
         raise HubError(f"{model} is a GGUF file, and load_format={load_format}; leave it out.")
     patterns = [

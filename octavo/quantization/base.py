@@ -47,6 +47,21 @@ class TensorError(Exception):
         super().__init__(f"{tensor} {reason}")
 
 
+def select_rows(tensor: HostTensor, rows: Sequence[slice | IntArray]) -> list[Part]:
+    """Return parts of a form with one tensor: views where rows are slices.
+
+    Args:
+        tensor: [outputs, ...].
+        rows: as in `WeightForm.cut`.
+    """
+    from octavo.system.tensor import from_numpy
+
+    return [
+        (tensor[part] if isinstance(part, slice) else from_numpy(tensor.numpy()[part]),)
+        for part in rows
+    ]
+
+
 class WeightForm(Protocol):
     """Form of a linear weight in a checkpoint and in memory; a frozen dataclass.
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, ClassVar, cast
 
 from octavo.checkpoints.base import Source
 from octavo.checkpoints.config_json import ConfigJson
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, ModelError
 from octavo.kernels.sizes import quantized_nbytes
-from octavo.quantization.base import IntArray, PackedShape, Part, WeightForm
+from octavo.quantization.base import IntArray, PackedShape, Part, WeightForm, select_rows
 from octavo.system.block_types import BLOCK_TYPES
 
 if TYPE_CHECKING:
@@ -36,9 +36,18 @@ class Blocks:
         return f"gguf-{self.block_type}"
 
     def sources(self, module: str, rows: int, inputs: int) -> tuple[Source, ...]:
-        """Return the tensor of raw blocks: uint8 [rows, bytes of a row]."""
+        """Return the tensor of raw blocks: uint8 [rows, bytes of a row].
+
+        Raises:
+            ModelError: blocks do not divide the inputs.
+        """
         size = BLOCK_TYPES[self.block_type]
-        shape = rows, -(-inputs // size.numbers) * size.nbytes
+        if inputs % size.numbers:
+            raise ModelError(
+                f"{module}.weight has {inputs} inputs, which blocks of {size.numbers} numbers "
+                f"({self.block_type.upper()}) do not divide. Download the model again."
+            )
+        shape = rows, inputs // size.numbers * size.nbytes
         return (Source(f"{module}.weight", shape, dtypes=("uint8",)),)
 
     def cut(
@@ -52,8 +61,6 @@ class Blocks:
         Raises:
             ConfigError: the columns divide a block.
         """
-        from octavo.system.tensor import from_numpy
-
         (tensor,) = tensors
         if columns is not None:
             size = BLOCK_TYPES[self.block_type]
@@ -65,11 +72,7 @@ class Blocks:
                 )
             begin, end = (column // size.numbers * size.nbytes for column in columns)
             tensor = tensor[:, begin:end]
-        cut: list[Part] = []
-        for selected in rows:
-            whole = isinstance(selected, slice)
-            cut.append((tensor[selected] if whole else from_numpy(tensor.numpy()[selected]),))
-        return cut
+        return select_rows(tensor, rows)
 
     def nbytes(self, shape: PackedShape) -> int:
         """Implement `WeightForm`."""
@@ -99,7 +102,12 @@ def read_gguf(config: ConfigJson) -> Mapping[str, WeightForm]:
     Args:
         config: the description that `checkpoints/gguf` makes: `types` maps the modules whose
             weights are blocks to their block types.
+
+    Raises:
+        ModelError: another program has written the description.
     """
     forms = {block_type: Blocks(block_type) for block_type in BLOCK_TYPES}
     types = config.get("types")
-    return {name: forms[block_type] for name, block_type in types.items()}
+    if not isinstance(types, dict) or not set(map(str, types.values())) <= forms.keys():
+        raise config.error("types", "it must map modules to block types, as GGUF files do")
+    return {name: forms[str(block_type)] for name, block_type in types.items()}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from octavo.checkpoints.base import Source
 from octavo.kernels.sizes import packed_nbytes
-from octavo.quantization.base import IntArray, PackedShape, Part
+from octavo.quantization.base import IntArray, PackedShape, Part, select_rows
 
 if TYPE_CHECKING:
     from octavo.kernels.base import Ops, PackedWeight
@@ -31,16 +31,10 @@ class FromFloats:
         columns: tuple[int, int] | None,
     ) -> list[Part]:
         """Implement `WeightForm`."""
-        from octavo.system.tensor import from_numpy
-
         (tensor,) = tensors
         if columns is not None:
             tensor = tensor[:, slice(*columns)]
-        cut: list[Part] = []
-        for selected in rows:
-            whole = isinstance(selected, slice)
-            cut.append((tensor[selected] if whole else from_numpy(tensor.numpy()[selected]),))
-        return cut
+        return select_rows(tensor, rows)
 
 
 def floats(parts: Sequence[Part], dtype: str) -> list[HostTensor]:

@@ -50,7 +50,7 @@ def test_what_the_folder_is(files: dict[str, str], message: str, tmp_path: Path)
         ("pytorch_model.bin", POINTER, r"pytorch_model\.bin is a Git-LFS pointer"),
         # Next to a config.json, but instead of the weights.
         ("adapter_config.json", ADAPTER, "is an adapter for org/base"),
-        ("a-Q4.gguf", "GGUF", r"holds GGUF files and a config\.json; name a file"),
+        ("a-Q4.gguf", "GGUF", r"holds GGUF files; name one of them, such as .*a-Q4\.gguf"),
         ("notes.txt", "", r"holds no \*\.safetensors files: .*Download the model again"),
     ],
 )

@@ -160,6 +160,8 @@ def test_gguf_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     wanted = fake.options["allow_patterns"]
     assert not [*huggingface_hub.utils.filter_repo_objects(repo, allow_patterns=wanted)]
     assert fake.repo_id == "org/name"
+    with pytest.raises(HubError, match=r"'\*' is not the end of a file's name"):
+        resolve_model("org/name:*")
     with pytest.raises(HubError, match="such as org/name:Q4_K_M"):
         resolve_model("org/name", load_format="gguf")
     with pytest.raises(HubError, match="is a GGUF file, and load_format=pt; leave it out"):

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from octavo.checkpoints.gguf.tokenizer import NO_TOKEN
 from octavo.errors import ModelError
 
 _NAMES = {
@@ -45,6 +46,8 @@ class Architecture:
     """Fields of the config, and the keys of their values, without the architecture's prefix."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the config with one value."""
+    windowed: bool = False
+    """True if the model has sliding windows, where the file names their size."""
     permuted: bool = False
     """True if the converter has reordered the rows of queries and keys for rotations of
     neighbors."""
@@ -52,9 +55,8 @@ class Architecture:
     """Number that the converter has added to the weights of norms."""
 
 
-_LLAMA = Architecture("LlamaForCausalLM", permuted=True)
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": _LLAMA,
+    "llama": Architecture("LlamaForCausalLM", permuted=True),
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "qwen3": Architecture("Qwen3ForCausalLM", _NAMES | _HEAD_NORMS),
     "gemma": Architecture("GemmaForCausalLM", norm_shift=1.0),
@@ -65,6 +67,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "attn_logit_softcapping": "attn_logit_softcapping",
             "final_logit_softcapping": "final_logit_softcapping",
         },
+        windowed=True,
         norm_shift=1.0,
     ),
     "gemma3": Architecture(
@@ -72,6 +75,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         _NAMES | _SANDWICH | _HEAD_NORMS,
         {"final_logit_softcapping": "final_logit_softcapping"},
         {"rope_local_base_freq": 10000.0},
+        windowed=True,
         norm_shift=1.0,
     ),
     "granite": Architecture(
@@ -89,6 +93,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "phi3": Architecture(
         "Phi3ForCausalLM",
         _NAMES | {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
+        windowed=True,
     ),
 }
 """Architectures by `general.architecture`."""
@@ -103,8 +108,18 @@ _FIELDS = {
     "max_position_embeddings": "context_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
-    "sliding_window": "attention.sliding_window",
 }
+_YARN = {
+    "factor": "factor",
+    "original_max_position_embeddings": "original_context_length",
+    "attention_factor": "yarn_attn_factor",
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+}
+"""Fields of YaRN's description, and their keys in rope.scaling."""
+_NEUTRAL = ("attn_factor", "yarn_ext_factor", "yarn_log_multiplier")
+"""Keys in rope.scaling that may only have values without effect."""
+_MOST = 1e30
 _LARGE_GEMMAS: dict[tuple[str, Any], float] = {("gemma2", 46): 144.0, ("gemma3", 62): 168.0}
 """Scalars of queries of the 27B models, by architecture and layers; others use the head's size."""
 
@@ -132,17 +147,26 @@ class Description:
         """Return an error that names the file."""
         return ModelError(f"{self.file}: {problem}.")
 
-    def get(self, key: str) -> Any:
-        """Return the value of a key of the architecture, or None."""
+    def number(self, key: str) -> int | float | None:
+        """Return the value of a key of the architecture, or None.
+
+        Raises:
+            ModelError: the value is not a finite number, or differs between layers.
+        """
         value = self.metadata.get(f"{self.kind}.{key}")
         if isinstance(value, np.ndarray):  # one value for each layer
             same = np.unique(value)
             if len(same) != 1:
-                raise self.error(f"{self.kind}.{key} differs between layers: not supported")
+                raise self.error(
+                    f"{self.kind}.{key} differs between layers, which is not supported"
+                )
             value = same[0].item()
-        if isinstance(value, float):  # a float32: 1e-06 is the number that was meant
-            value = float(str(np.float32(value)))
-        return value
+        if value is None:
+            return None
+        if type(value) not in (int, float) or not abs(value) < _MOST:
+            raise self.error(f"{self.kind}.{key}={str(value)[:100]!r} is not a finite number")
+        # The file has float32 numbers: 1e-06 is the one that was meant.
+        return float(str(np.float32(value))) if type(value) is float else value
 
     def config(self, vocab_size: int, tied: bool, biases: set[str]) -> dict[str, Any]:
         """Return the config.
@@ -153,8 +177,8 @@ class Description:
             biases: names of the first layer's tensors that are biases.
         """
         fields = _FIELDS | dict(self.architecture.fields)
-        config = {
-            name: value for name, key in fields.items() if (value := self.get(key)) is not None
+        config: dict[str, Any] = {
+            name: value for name, key in fields.items() if (value := self.number(key)) is not None
         }
         config |= self.architecture.fixed
         config |= {
@@ -164,52 +188,60 @@ class Description:
             "attention_bias": "attn_q.bias" in biases,
             "mlp_bias": "ffn_up.bias" in biases,
         }
-        self._add_rope(config)
-        self._add_tokens(config)
+        window = self.number("attention.sliding_window")
+        if window:  # 0: none
+            if not self.architecture.windowed:
+                raise self.error(f"{self.kind}.attention.sliding_window is not supported")
+            config["sliding_window"] = window
+        config |= self._rope(config)
+        for name in ("bos", "eos", "pad"):
+            if (token := self._token(name)) is not None:
+                config[f"{name}_token_id"] = token
         if self.kind in ("gemma2", "gemma3"):
             default = config.get("head_dim", 256)
-            layers = config.get("num_hidden_layers", 0)
+            layers = config.get("num_hidden_layers")
             config["query_pre_attn_scalar"] = _LARGE_GEMMAS.get((self.kind, layers), default)
-        head_dim, value_size = self.get("attention.key_length"), self.get("attention.value_length")
-        if head_dim != value_size:
+        key_size, value_size = (self.number(f"attention.{k}_length") for k in ("key", "value"))
+        if key_size is not None and value_size not in (None, key_size):
             raise self.error(
-                f"attention.value_length={value_size} differs from key_length={head_dim}, which is "
+                f"attention.value_length={value_size} differs from key_length={key_size}, which is "
                 "not supported"
             )
         return config
 
-    def _add_rope(self, config: dict[str, Any]) -> None:
-        kind, factor = self.get("rope.scaling.type"), self.get("rope.scaling.factor")
-        if kind in (None, "none"):
-            pass
-        elif kind in ("linear", "yarn"):
-            scaling = {"rope_type": kind, "factor": factor}
-            names = {
-                "original_max_position_embeddings": "original_context_length",
-                "attention_factor": "attn_factor",
-                "beta_fast": "yarn_beta_fast",
-                "beta_slow": "yarn_beta_slow",
-            }
-            for name, key in names.items():
-                if kind == "yarn" and (value := self.get(f"rope.scaling.{key}")) is not None:
-                    scaling[name] = value
-            config["rope_scaling"] = scaling
-        else:
-            raise self.error(f"rope.scaling.type={kind!r} is not supported; known: linear, yarn")
-        rotated, heads = self.get("rope.dimension_count"), config.get("num_attention_heads")
-        if type(rotated) is int and type(heads) is int and heads > 0:
+    def _rope(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of rotary positions.
+
+        Args:
+            config: the other fields.
+        """
+        fields: dict[str, Any] = {}
+        kind = self.metadata.get(f"{self.kind}.rope.scaling.type")
+        if kind is not None and str(kind) not in ("none", "linear", "yarn"):
+            raise self.error(
+                f"rope.scaling.type={str(kind)[:100]!r} is not supported; known: linear, yarn"
+            )
+        for key in _NEUTRAL:
+            if self.number(f"rope.scaling.{key}") not in (None, 0, 1):
+                raise self.error(f"rope.scaling.{key} is not supported")
+        if kind in ("linear", "yarn"):
+            keys = _YARN if kind == "yarn" else {"factor": "factor"}
+            values = {name: self.number(f"rope.scaling.{key}") for name, key in keys.items()}
+            known = {name: value for name, value in values.items() if value is not None}
+            fields["rope_scaling"] = {"rope_type": kind} | known
+        rotated, heads = self.number("rope.dimension_count"), config.get("num_attention_heads")
+        if rotated and heads:
             head_dim = config.get("head_dim") or config.get("hidden_size", 0) // heads
             if head_dim and rotated != head_dim:
-                config["partial_rotary_factor"] = rotated / head_dim
+                fields["partial_rotary_factor"] = rotated / head_dim
+        return fields
 
-    def _add_tokens(self, config: dict[str, Any]) -> None:
-        for name in ("bos", "eos", "pad"):
-            value = self.metadata.get(f"tokenizer.ggml.{name}_token_id")
-            if type(value) is int:
-                config[f"{name}_token_id"] = value
+    def _token(self, name: str) -> int | None:
+        """Return the id of a special token; None: the file has none, which -1 can say, too."""
+        token = self.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        return token if type(token) is int and 0 <= token < NO_TOKEN else None
 
     def end_tokens(self) -> list[int]:
         """Return the ids of all tokens that end an answer."""
-        keys = ("eos", "eot", "eom")
-        ids = [self.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in keys]
-        return list(dict.fromkeys(value for value in ids if type(value) is int))
+        ids = (self._token(name) for name in ("eos", "eot", "eom"))
+        return list(dict.fromkeys(token for token in ids if token is not None))

@@ -211,13 +211,13 @@ class GGUFFile:
         if factors.type != "float32":
             raise ModelError(f"{factors.file}: {factors.name} has type {factors.type}, not F32.")
         found = np.frombuffer(header.data, np.float32, factors.nbytes // 4, factors.begin)
-        factor = float(found.max())
-        original = 8192
-        theta = float(config.get("rope_theta", 10000.0))
-        wavelengths = 2 * np.pi * theta ** (np.arange(len(found)) / len(found))
-        smooth = np.clip((original / wavelengths - 1) / (4 - 1), 0, 1)
-        made = 1 / ((1 - smooth) / factor + smooth)
-        if not np.allclose(found, made, rtol=1e-3):
+        factor, original, theta = float(found.max()), 8192, config.get("rope_theta", 10000.0)
+        with np.errstate(all="ignore"):
+            wavelengths = 2 * np.pi * np.float64(theta) ** (np.arange(len(found)) / len(found))
+            smooth = np.clip((original / wavelengths - 1) / (4 - 1), 0, 1)
+            made = 1 / ((1 - smooth) / np.float64(factor) + smooth)
+            same = np.allclose(found, made, rtol=1e-3)
+        if not same:
             raise ModelError(
                 f"{factors.file}: {factors.name} has other factors than those of Llama 3, which is "
                 "not supported."

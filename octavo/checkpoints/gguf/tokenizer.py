@@ -27,7 +27,7 @@ from octavo.errors import ModelError
 _KEY = "tokenizer.ggml."
 _CHAT_TEMPLATE = "tokenizer.chat_template"
 _SPACE = "\u2581"
-_NO_TOKEN = 2**32 - 1
+NO_TOKEN = 2**32 - 1
 """Id -1 of a file that has no such token, as GGUF's ids are unsigned."""
 _MOST_TOKEN_CHARS = 1024
 _MOST_TEMPLATE_CHARS = 2**20
@@ -213,7 +213,7 @@ class _Vocabulary:
         value = self.metadata.get(_KEY + key)
         if value is None:
             return default if default is not None and default < len(self.tokens) else None
-        if value in (-1, _NO_TOKEN):
+        if value in (-1, NO_TOKEN):
             return None
         if not isinstance(value, int) or isinstance(value, bool):
             raise _wrong(key, f"is {_short(value)}, not the id of a token")

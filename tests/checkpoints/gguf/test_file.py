@@ -14,7 +14,7 @@ from octavo import LLM, SamplingParams
 from octavo.checkpoints.gguf.file import GGUFFile
 from octavo.checkpoints.gguf.header import GGUFHeader
 from octavo.checkpoints.registry import open_checkpoint
-from octavo.errors import ModelError, OctavoError
+from octavo.errors import ConfigError, ModelError, OctavoError
 from octavo.models.registry import read_spec
 from tests.gguf_files import VOCABULARY, convert, write_gguf
 from tests.models.harness import make_hf
@@ -36,11 +36,51 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("GemmaForCausalLM", {"head_dim": 32}),
     "gemma2": ("Gemma2ForCausalLM", GEMMA),
     "gemma3": ("Gemma3ForCausalLM", GEMMA | {"num_hidden_layers": 7}),
-    "granite": ("GraniteForCausalLM", {"logits_scaling": 2.0, "attention_multiplier": 0.3}),
+    "granite": (
+        "GraniteForCausalLM",
+        {
+            "logits_scaling": 2.0,
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+        },
+    ),
     "smollm3": ("SmolLM3ForCausalLM", {"num_hidden_layers": 4, "pad_token_id": 0}),
     "olmo2": ("Olmo2ForCausalLM", {}),
     "phi3": ("Phi3ForCausalLM", {"pad_token_id": 0}),
+    "phi3 window": ("Phi3ForCausalLM", {"pad_token_id": 0, "sliding_window": 4}),
+    "llama llama3": (
+        "LlamaForCausalLM",
+        {
+            "max_position_embeddings": 131072,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        },
+    ),
+    "qwen2 linear": (
+        "Qwen2ForCausalLM",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+    ),
+    "qwen2 yarn": (
+        "Qwen2ForCausalLM",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "attention_factor": 1.3,
+            },
+        },
+    ),
 }
+"""Models by `general.architecture` and a variant."""
 PROMPT = [5, 9, 33, 2, 77, 40, 41, 42, 8, 101, 64, 3]
 
 
@@ -48,7 +88,7 @@ def make(kind: str, path: Path, types: dict[str, str] | None = None) -> Any:
     name, fields = MODELS[kind]
     torch.manual_seed(0)
     model = make_hf(name, **SIZES | fields).float().eval()
-    convert(model, kind, path, types)
+    convert(model, kind.split()[0], path, types)
     return model
 
 
@@ -218,15 +258,42 @@ def test_damaged_tensors(
             "architecture='mamba' is not supported; .*llama",
         ),
         ({"llama.rope.scaling.type": "own"}, "rope.scaling.type='own' is not supported"),
-        ({"llama.attention.value_length": 8}, "value_length=8 differs from key_length=None"),
+        ({"llama.rope.scaling.attn_factor": 1.2}, "rope.scaling.attn_factor is not supported"),
+        (
+            {"llama.attention.key_length": 16, "llama.attention.value_length": 8},
+            "value_length=8 differs from key_length=16",
+        ),
+        ({"llama.attention.sliding_window": 8}, "attention.sliding_window is not supported"),
+        ({"llama.embedding_length": "x"}, "embedding_length='x' is not a finite number"),
+        ({"llama.rope.freq_base": float("nan")}, "freq_base='nan' is not a finite number"),
+        ({"llama.embedding_length": 48}, "has 48 inputs, which blocks of 32 numbers .* divide"),
         ({"llama.feed_forward_length": [32, 64]}, "feed_forward_length differs between layers"),
         ({}, "hidden_size"),
     ],
 )
 def test_rejected_metadata(metadata: dict[str, Any], message: str, tmp_path: Path) -> None:
-    write_gguf(tmp_path / "m.gguf", LLAMA | metadata, {"token_embd.weight": BLOCK})
+    sizes = {"block_count": 1, "attention.head_count": 3, "feed_forward_length": 64}
+    sizes |= {"attention.layer_norm_rms_epsilon": 1e-5}
+    sizes = {} if not metadata else {f"llama.{key}": value for key, value in sizes.items()}
+    write_gguf(tmp_path / "m.gguf", LLAMA | sizes | metadata, {"token_embd.weight": BLOCK})
+    checkpoint = open_checkpoint(tmp_path / "m.gguf")
     with pytest.raises(ModelError, match=message):
-        read_spec(open_checkpoint(tmp_path / "m.gguf"))
+        checkpoint.open(read_spec(checkpoint).expected)
+
+
+def test_kernels_without_blocks(tmp_path: Path) -> None:
+    make("llama", tmp_path / "m.gguf", {"": "q8_0"})
+    with pytest.raises(ConfigError, match=r"m\.gguf is quantized, which only the CPU's own"):
+        start(tmp_path / "m.gguf", attention_backend="triton")
+
+
+def test_description_by_another_program(tmp_path: Path) -> None:
+    model = make("llama", tmp_path / "m.gguf")
+    for types in (None, ["q4_0"], {"lm_head": "q9"}, {"lm_head": 3}):
+        model.config.quantization_config = {"quant_method": "gguf", "types": types}
+        model.save_pretrained(tmp_path / "folder")
+        with pytest.raises(ModelError, match=r"types.*it must map modules to block types"):
+            read_spec(open_checkpoint(tmp_path / "folder"))
 
 
 def test_mutations(tmp_path: Path) -> None:
