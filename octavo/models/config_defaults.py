@@ -94,6 +94,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "CohereForCausalLM": {"model_type": "cohere"} | _COHERE,
     "Cohere2ForCausalLM": {"model_type": "cohere2"} | _COHERE,
     "PhiForCausalLM": {"model_type": "phi"},
+    "GPTNeoXForCausalLM": {"model_type": "gpt_neox"},
     "OPTForCausalLM": {"model_type": "opt", "max_position_embeddings": 2048},
     "GPT2LMHeadModel": {"model_type": "gpt2", "n_positions": 1024},
     "BloomForCausalLM": {"model_type": "bloom"},

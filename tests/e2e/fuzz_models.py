@@ -34,7 +34,7 @@ _BIAS = (*_BIAS, "Cohere", "Cohere2", "Olmo3", "SeedOss", "HunYuanDenseV1")
 """Families whose attention may have a bias."""
 _ROPE = (*_BIAS, "Mistral", "Ministral", "Ministral3", "Qwen2", "Phi3", "Phi", "Starcoder2")
 _ROPE = (*_ROPE, "InternLM3", "Exaone4", "Ernie4_5")
-_PLAIN = ("OPT", "Bloom", "Mpt", "Falcon")
+_PLAIN = ("OPT", "Bloom", "Mpt", "Falcon", "GPTNeoX")
 _NAMES = {"GPT2": "GPT2LMHeadModel"} | {name: f"{name}ForCausalLM" for name in (*_ROPE, *_PLAIN)}
 # Families with heads that transformers fits into the hidden size, or that may have any size.
 _FITTED = ("Phi3", "Phi", "Olmo2", "Granite", "SmolLM3", "Starcoder2", "Cohere", "Cohere2")
@@ -59,7 +59,7 @@ def draw_model(rng: random.Random) -> tuple[str, dict[str, Any]]:
     tied = {"tie_word_embeddings": rng.random() < 0.5}
     if family in ("Glm", "Glm4", "Phi"):
         head = max(4, head // 4 * 4)  # half of it is rotated, in pairs
-    if family == "Falcon":
+    if family in ("Falcon", "GPTNeoX"):
         head += head % 2
         hidden = heads * head
     elif family not in _ROPE:
@@ -85,6 +85,11 @@ def draw_model(rng: random.Random) -> tuple[str, dict[str, Any]]:
             config |= {"parallel_attn": rng.random() < 0.5}
         # transformers rounds the bias of other numbers of heads.
         config |= {"alibi": heads in (1, 2, 4, 8) and rng.random() < 0.5}
+    elif family == "GPTNeoX":
+        config = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+        config |= {"max_position_embeddings": positions, "intermediate_size": inner}
+        config |= {"use_parallel_residual": rng.random() < 0.5, "rotary_pct": 1.0}
+        config |= {"attention_bias": rng.random() < 0.5}
     elif family == "Bloom":
         config = {"hidden_size": hidden, "n_layer": layers, "n_head": heads}
         config |= {"seq_length": positions}

@@ -145,7 +145,9 @@ def make_hf(architecture: str, seed: int = 0, **config: Any) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             norm = "norm" in name or "ln_" in name
-            token = "embed_tokens" in name or name.endswith(("wte.weight", "embeddings.weight"))
+            token = "embed_tokens" in name or name.endswith(
+                ("wte.weight", "embeddings.weight", "embed_in.weight")
+            )
             if token and getattr(hf_config, "tie_word_embeddings", False):
                 std = 0.04  # with larger weights each token would repeat the one before
             elif name.endswith("bias"):

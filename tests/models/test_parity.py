@@ -48,6 +48,7 @@ MPT = {"vocab_size": VOCAB, "d_model": 48, "n_layers": 3, "n_heads": 6, "max_seq
 OPT = {k: v for k, v in SIZES.items() if k not in ("intermediate_size", "num_key_value_heads")}
 OPT |= {"ffn_dim": 72, "num_attention_heads": 2}
 FALCON = {k: v for k, v in SIZES.items() if k not in ("intermediate_size", "num_key_value_heads")}
+NEOX = {k: v for k, v in SIZES.items() if k != "num_key_value_heads"} | {"num_attention_heads": 3}
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 YARN["original_max_position_embeddings"] = 32
@@ -212,6 +213,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         SIZES | {"use_bias": False, "tie_word_embeddings": False},
     ),
     "phi": ("PhiForCausalLM", SIZES | {"num_key_value_heads": None}),
+    "gpt-neox": ("GPTNeoXForCausalLM", NEOX),
+    "gpt-neox-sequential": (
+        "GPTNeoXForCausalLM",
+        NEOX
+        | {"use_parallel_residual": False, "attention_bias": False, "tie_word_embeddings": True}
+        | {"rope_parameters": {"rope_type": "linear", "rope_theta": 2e4, "factor": 2.0}}
+        | {"rotary_pct": 0.5},
+    ),
     "falcon-7b": ("FalconForCausalLM", FALCON),
     "falcon-40b": (
         "FalconForCausalLM",

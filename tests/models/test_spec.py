@@ -222,6 +222,8 @@ def test_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
             r"parallel_attn=False",
         ),
         ("PhiForCausalLM", {"qk_layernorm": True}, r"qk_layernorm=True"),
+        ("GPTNeoXForCausalLM", {"rotary_pct": 0.4}, r"3 of 8 elements"),
+        ("GPTNeoXForCausalLM", {"use_parallel_residual": 1}, r"use_parallel_residual=1"),
         ("PhiForCausalLM", {"tie_word_embeddings": True}, r"tie_word_embeddings=True"),
         ("GraniteForCausalLM", {"logits_scaling": 0}, r"logits_scaling=0.*more than 0"),
         ("SmolLM3ForCausalLM", {"no_rope_layers": [1]}, r"no_rope_layers=.*each layer"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -195,11 +194,16 @@ def visible(window: int | None, max_model_len: int) -> int | None:
 
 
 def read_lm_head(
-    config: ConfigJson, embed: EmbedSpec, *, tied: bool, bias: bool = False
+    config: ConfigJson,
+    embed: EmbedSpec,
+    *,
+    tied: bool,
+    bias: bool = False,
+    module: str = "lm_head",
 ) -> LinearSpec:
     """Return the LM head; `tied` is the default of the config's tie_word_embeddings."""
-    tied = config.flag("tie_word_embeddings", tied)
-    module = embed.module if tied else "lm_head"
+    if config.flag("tie_word_embeddings", tied):
+        module = embed.module
     return LinearSpec(((module, embed.vocab_size),), embed.size, bias)
 
 
@@ -233,7 +237,7 @@ def model_spec(
         ignored=ignored,
     )
     if spec.tied:
-        return replace(spec, ignored=(*ignored, re.escape("lm_head.weight")))
+        return replace(spec, ignored=(*ignored, r"(lm_head|embed_out)\.weight"))
     return spec
 
 
