@@ -1,5 +1,6 @@
 """`octavo run` with the built-in model, in a pseudo-terminal."""
 
+import signal
 import sys
 
 import pytest
@@ -40,5 +41,7 @@ def test_ctrl_c_while_loading_ends_without_a_traceback():
         terminal.type("Once upon a time\r\x04")
         terminal.wait_for("loading octavo/stories")
         terminal.type("\x03")
-        assert terminal.wait() == 130, terminal.output
+        # If Ctrl-C interrupts exec() of a text (dataclasses call it), `python -m` ends itself with
+        # the signal, whatever status it was given. A shell shows 130 for both.
+        assert terminal.wait() in (130, -signal.SIGINT), terminal.output
         assert "Traceback" not in terminal.output
