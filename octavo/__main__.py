@@ -23,6 +23,10 @@ def main() -> int:
         return run()
     except KeyboardInterrupt:
         return 130
+    finally:
+        # Ctrl-C may have interrupted exec() of a text, which dataclasses call. Python remembers
+        # it until the next such exec(), and `python -m` would end with the signal, not the status.
+        exec("")
 
 
 if __name__ == "__main__":
