@@ -1,6 +1,7 @@
 """Parsing of config.json and generation_config.json, and the sizes for the memory plan."""
 
 import json
+import re
 import struct
 import subprocess
 import sys
@@ -414,3 +415,13 @@ def test_every_family_has_a_parity_case() -> None:
     same_as_another = {"MPTForCausalLM"}
     tested = {architecture for architecture, _ in (CASES | TEXT_PARTS).values()}
     assert tested | same_as_another == set(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name"), [("LlamaForCausalLM", "lm_head"), ("GPTNeoXForCausalLM", "embed_out")]
+)
+def test_head_of_a_tied_model_is_ignored(architecture: str, name: str, tmp_path: Path) -> None:
+    sizes = CASES["gpt-neox"][1] | {"tie_word_embeddings": True}
+    save_config(tmp_path, architecture, sizes)
+    ignored = spec_of(tmp_path).ignored
+    assert any(re.fullmatch(pattern, f"{name}.weight") for pattern in ignored)
