@@ -44,7 +44,7 @@ constexpr BlockShape block_shape(QuantFormat f) {
     case QuantFormat::q5_1: return {5, 32, 0, BlockScale::half_min, false};
     case QuantFormat::q8_0: return {8, 32, 128, BlockScale::half, false};
     case QuantFormat::iq4_nl: return {4, 32, 128, BlockScale::half, true};
-    case QuantFormat::mxfp4: return {4, 32, 128, BlockScale::exponent, true};
+    case QuantFormat::mxfp4: return {4, 32, 12, BlockScale::exponent, true};
     case QuantFormat::q2_k: return {2, 16, 0, BlockScale::super_min, false};
     case QuantFormat::q3_k: return {3, 16, 4, BlockScale::super, false};
     case QuantFormat::q4_k: return {4, 32, 0, BlockScale::super_min, false};
@@ -61,7 +61,7 @@ constexpr int8_t kIq4Levels[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                    1,    13,   25,  38,  53,  69,  89,  113};
 constexpr int8_t kMxfp4Levels[16] = {0, 1,  2,  3,  4,  6,  8,  12,
                                      0, -1, -2, -3, -4, -6, -8, -12};  // twice the numbers of e2m1
-alignas(64) constexpr LevelBytes kIq4Bytes{kIq4Levels}, kMxfp4Bytes{kMxfp4Levels};
+alignas(64) constexpr LevelBytes kIq4Bytes{kIq4Levels}, kMxfp4Bytes{kMxfp4Levels, 12};
 
 template <QuantFormat F>
 struct Blocks {
@@ -79,6 +79,10 @@ struct Blocks {
   static constexpr int64_t header_nbytes = super ? kPanel * 2 * (min ? 2 : 1) : 0;
   // Bytes are signed, or unsigned with a zero of their own, as dot() needs them.
   static constexpr int offset = shape.zero == 128 ? kCodeOffset : 0, zero = shape.zero - offset;
+  // Codes are unpacked faster than they are stored for further rows of x.
+  static constexpr bool cheap = bits == 8 || (bits == 4 && !super && !shape.levels);
+  // See dots()
+  static constexpr int most = shape.zero == 128 ? 128 : shape.levels ? 2 * shape.zero : (1 << bits) - 1;
 
   static INLINE int64_t panel_nbytes(int64_t k) {
     return k / kUnit * unit_nbytes + (super ? k / (kUnit * kSuperUnits) * header_nbytes : 0);
@@ -221,6 +225,7 @@ struct ByteRows {
   int8_t* q;  // [rows][k]
   float* scales;  // [rows][k / 32]
   int32_t* sums;  // [rows][k / group]: sums of q
+  float* totals;  // [rows][k / group]: the same, times the scale
   int64_t k;
   int groups;  // groups of a unit
 };
@@ -239,11 +244,12 @@ void quantize_units(const T* x, const ByteRows& to, int64_t row) {
       UNROLL for (int i = 0; i < W; i++) sums[j / 16] += r[i];
     }
     to.scales[row * (to.k / kUnit) + u] = byte_scale(most);
-    int32_t* out = to.sums + (row * (to.k / kUnit) + u) * to.groups;
-    if (to.groups == 2)
-      out[0] = sums[0], out[1] = sums[1];
-    else
-      out[0] = sums[0] + sums[1];
+    if (to.groups == 1) sums[0] += sums[1];
+    for (int g = 0; g < to.groups; g++) {
+      const int64_t at = (row * (to.k / kUnit) + u) * to.groups + g;
+      to.sums[at] = sums[g];
+      to.totals[at] = byte_scale(most) * float(sums[g]);
+    }
   }
 }
 
@@ -256,6 +262,7 @@ INLINE void block_dots(Units w, const ByteRows& x, int64_t row, int64_t first, i
   const int8_t* q = x.q + row * x.k;
   const float* x_scales = x.scales + row * units;
   const int32_t* x_sums = x.sums + row * units * B::groups;
+  const float* x_totals = x.totals + row * units * B::groups;
   vf sum[R][V];
   UNROLL for (int i = 0; i < R; i++)
     UNROLL for (int j = 0; j < V; j++) sum[i][j] = load(c + i * kPanel + j * W);
@@ -268,14 +275,8 @@ INLINE void block_dots(Units w, const ByteRows& x, int64_t row, int64_t first, i
         const vi s = B::zero ? splat_int(-B::zero * x_sums[(i * units + u) * B::groups + g]) : vi{};
         UNROLL for (int j = 0; j < V; j++) acc[i][j] = s;
       }
-      UNROLL for (int h = 0; h < quads; h++) {
-        vu b[V];
-        UNROLL for (int j = 0; j < V; j++) b[j] = w.codes(g * quads + h, j);
-        UNROLL for (int i = 0; i < R; i++) {
-          const vi s = splat_int(load_raw<int32_t>(q + i * x.k + u * kUnit + (g * quads + h) * kQuad));
-          UNROLL for (int j = 0; j < V; j++) acc[i][j] = dot(acc[i][j], b[j], s);
-        }
-      }
+      dots<quads, B::most>(acc, q + (u * kUnit + g * quads * kQuad), x.k,
+                           [&](int h, int j) { return w.codes(g * quads + h, j); });
       UNROLL for (int j = 0; j < V; j++) {
         const vf scale = w.scale(g, j);
         UNROLL for (int i = 0; i < R; i++)
@@ -283,8 +284,8 @@ INLINE void block_dots(Units w, const ByteRows& x, int64_t row, int64_t first, i
         if constexpr (Units::min) {
           const vf low = w.minimum(g, j);
           UNROLL for (int i = 0; i < R; i++) {
-            const float total = float(x_sums[(i * units + u) * B::groups + g]);
-            sum[i][j] = fma(x_scales[i * units + u] * total, low, sum[i][j]);
+            const vf total = splat(x_totals[(i * units + u) * B::groups + g]);
+            sum[i][j] = fma(total, low, sum[i][j]);
           }
         }
       }
@@ -315,8 +316,7 @@ void block_panel(const LinearQArgs& a, const ByteRows& x, int64_t first, int64_t
   memset(out, 0, rows * kPanel * sizeof(float));
   constexpr int R = kQuantRows4;
   const int64_t all = a.k / kUnit, passes = ceil_div(rows, R), some = ceil_div(rows, passes);
-  // Bytes need no unpacking.
-  if (passes == 1 || Blocks<F>::bits == 8) {
+  if (passes <= 2 || Blocks<F>::cheap) {
     const int64_t stretch = rows == 1 ? all : kStretch;  // stays in L1 for all rows and columns
     for (int64_t u = 0; u < all; u += stretch)
       for (int64_t i = 0; i < rows; i += some)
@@ -356,9 +356,10 @@ void linear_blocks(const LinearQArgs& a) {
   x.k = a.k;
   x.groups = kUnit / block_shape(a.format).group;
   x.q = static_cast<int8_t*>(
-      scratch(some * (a.k + units * (sizeof(float) + x.groups * sizeof(int32_t)))));
+      scratch(some * (a.k + units * (sizeof(float) + x.groups * (sizeof(int32_t) + sizeof(float))))));
   x.scales = reinterpret_cast<float*>(x.q + some * a.k);
   x.sums = reinterpret_cast<int32_t*>(x.scales + some * units);
+  x.totals = reinterpret_cast<float*>(x.sums + some * units * x.groups);
   for (int64_t row0 = 0; row0 < a.m; row0 += some) {
     const int64_t m = min(some, a.m - row0);
     with_type(a.dtype, [&](auto t) {

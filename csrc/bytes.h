@@ -9,10 +9,15 @@ constexpr int kQuad = 4;  // codes in a lane
 constexpr int kQuantRows8 = 6, kQuantRows4 = 6;  // rows at once, limited by registers
 #elif defined(__AVX512F__) || defined(OCTAVO_NEON)
 constexpr int kQuantRows8 = 4, kQuantRows4 = 4;
-#elif defined(__AVXVNNI__)
-constexpr int kQuantRows8 = 2, kQuantRows4 = 4;
+#elif defined(__AVX2__)
+constexpr int kQuantRows8 = 4, kQuantRows4 = 4;
 #else
 constexpr int kQuantRows8 = 2, kQuantRows4 = 2;
+#endif
+constexpr int kAccumulators8 = kRegisters == 32 ? 24 : 8;
+#if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
+#define OCTAVO_PAIR_SUMS  // products of bytes are made in pairs, which are summed in 16 bits
+#define OCTAVO_SIGNED_CODES
 #endif
 #if defined(OCTAVO_SIGNED_CODES)
 constexpr int kCodeOffset = 128;  // decode() subtracts it from int8 and int4_levels to make them signed
@@ -67,26 +72,46 @@ INLINE vi multiply_small(vi a, vi b) {
 #endif
 }
 
-// acc + the products of four decoded codes (bytes, unsigned except for kCodeOffset) and four signed
-// bytes in each lane
+typedef int16_t vs __attribute__((vector_size(4 * W)));
+
+#if defined(OCTAVO_PAIR_SUMS)
+// Products of two unsigned bytes and two signed bytes, summed, in each half of a lane
+INLINE vs pair_products(vu codes, vi x) {
+#if defined(__AVX512F__)
+  return (vs)_mm512_maddubs_epi16((__m512i)codes, (__m512i)x);
+#else
+  return (vs)_mm256_maddubs_epi16((__m256i)codes, (__m256i)x);
+#endif
+}
+
+// acc + both halves of each lane
+INLINE vi add_pairs(vi acc, vs pairs) {
+  const vs ones = (vs)splat_int(0x00010001);
+#if defined(__AVX512F__)
+  return acc + (vi)_mm512_madd_epi16((__m512i)pairs, (__m512i)ones);
+#else
+  return acc + (vi)_mm256_madd_epi16((__m256i)pairs, (__m256i)ones);
+#endif
+}
+#endif
+
+// acc + the products of four decoded codes (bytes, signed if kCodeOffset) and four signed bytes in
+// each lane; no byte of x is -128
 INLINE vi dot(vi acc, vu codes, vi x) {
 #if defined(__AVX512VNNI__)
   return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)codes, (__m512i)x);
 #elif defined(__AVXVNNI__) && !defined(__AVX512F__)
   return (vi)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)codes, (__m256i)x);
-#elif defined(__AVX512F__) || defined(__AVX2__)
-  // Bytes 0 and 2, then 1 and 3, as 16-bit numbers: nothing can saturate
-  typedef int16_t vs __attribute__((vector_size(4 * W)));
-  vu even = codes & 0x00ff00ffu, odd = (codes >> 8) & 0x00ff00ffu;
-  vs x_even = (vs)((vs)x << 8) >> 8, x_odd = (vs)x >> 8;
+#elif defined(OCTAVO_PAIR_SUMS)
+  // A sign moves to x: two products are 2 * 128 * 127 at most, which 16 bits hold.
 #if defined(__AVX512F__)
-  vu sum = (vu)_mm512_madd_epi16((__m512i)even, (__m512i)x_even) +
-           (vu)_mm512_madd_epi16((__m512i)odd, (__m512i)x_odd);
+  const __m512i c = (__m512i)codes, v = (__m512i)x;
+  const __m512i turned = _mm512_mask_sub_epi8(v, _mm512_movepi8_mask(c), __m512i{}, v);
+  return add_pairs(acc, pair_products((vu)_mm512_abs_epi8(c), (vi)turned));
 #else
-  vu sum = (vu)_mm256_madd_epi16((__m256i)even, (__m256i)x_even) +
-           (vu)_mm256_madd_epi16((__m256i)odd, (__m256i)x_odd);
+  const __m256i c = (__m256i)codes;
+  return add_pairs(acc, pair_products((vu)_mm256_abs_epi8(c), (vi)_mm256_sign_epi8((__m256i)x, c)));
 #endif
-  return (vi)((vu)acc + sum);  // unsigned, since intermediate sums may wrap around
 #elif defined(OCTAVO_NEON)
   return neon_dot(acc, codes, x);
 #else
@@ -94,6 +119,42 @@ INLINE vi dot(vi acc, vu codes, vi x) {
     acc = (vi)((vu)acc + ((codes >> (8 * i)) & 0xffu) * (vu)((x << (24 - 8 * i)) >> 24));
   return acc;
 #endif
+}
+
+// acc[R][V] += the products of successive quads. `codes(quad, j)` returns the decoded codes of
+// vector j, x has the quads of R rows. Codes are at most Most, or signed if Most is 128.
+template <int Quads, int Most, int R, int V, class Codes>
+INLINE void dots(vi (&acc)[R][V], const int8_t* x, int64_t stride, Codes codes) {
+#if defined(OCTAVO_PAIR_SUMS)
+  constexpr int fit = 32767 / (2 * 127 * Most), depth = fit < Quads ? fit : Quads;
+  if constexpr (Most < 128) {
+    UNROLL for (int first = 0; first < Quads; first += depth) {
+      vs pairs[R][V];
+      UNROLL for (int q = first; q < first + depth && q < Quads; q++) {
+        vu b[V];
+        UNROLL for (int j = 0; j < V; j++) b[j] = codes(q, j);
+        UNROLL for (int i = 0; i < R; i++) {
+          const vi s = splat_int(load_raw<int32_t>(x + i * stride + q * kQuad));
+          UNROLL for (int j = 0; j < V; j++) {
+            const vs more = pair_products(b[j], s);
+            pairs[i][j] = q == first ? more : pairs[i][j] + more;
+          }
+        }
+      }
+      UNROLL for (int i = 0; i < R; i++)
+        UNROLL for (int j = 0; j < V; j++) acc[i][j] = add_pairs(acc[i][j], pairs[i][j]);
+    }
+    return;
+  }
+#endif
+  UNROLL for (int q = 0; q < Quads; q++) {
+    vu b[V];
+    UNROLL for (int j = 0; j < V; j++) b[j] = codes(q, j);
+    UNROLL for (int i = 0; i < R; i++) {
+      const vi s = splat_int(load_raw<int32_t>(x + i * stride + q * kQuad));
+      UNROLL for (int j = 0; j < V; j++) acc[i][j] = dot(acc[i][j], b[j], s);
+    }
+  }
 }
 
 // Returns the largest magnitude; NaN if any number is NaN.
@@ -128,11 +189,11 @@ INLINE vu look_up(vbytes t, vu codes) {
 #endif
 }
 
-// Levels + 128 - kCodeOffset, once for each 16 bytes of a vector
+// Levels + zero, once for each 16 bytes of a vector
 struct LevelBytes {
   uint8_t bytes[4 * W];
-  constexpr LevelBytes(const int8_t (&levels)[16]) : bytes() {
-    for (int i = 0; i < 4 * W; i++) bytes[i] = uint8_t(levels[i % 16] + 128 - kCodeOffset);
+  constexpr LevelBytes(const int8_t (&levels)[16], int zero = 128 - kCodeOffset) : bytes() {
+    for (int i = 0; i < 4 * W; i++) bytes[i] = uint8_t(levels[i % 16] + zero);
   }
 };
 

@@ -93,32 +93,31 @@ void quantize_row(const T* x, int64_t k, const QuantRows& to, int64_t row) {
 
 // ---- 8 bits ----
 
-// c[R][kPanel] += x[R][4 * quads] * w[quads][kPanel][4]
-template <int R>
-void dots8(const int8_t* x, int64_t stride, const uint8_t* w, int64_t quads, int32_t* c) {
-  vi acc[R][kVectors];
+// c[R][V * W] += x[R][4 * quads] * w[quads][V * W][4]: the columns of a panel from col on
+template <int R, int V>
+void dots8(const int8_t* x, int64_t stride, const uint8_t* w, int64_t quads, int col, int32_t* c) {
+  vi acc[R][V];
   UNROLL for (int i = 0; i < R; i++)
-    UNROLL for (int j = 0; j < kVectors; j++)
-      acc[i][j] = load_raw<vi>(c + i * kPanel + j * W);
+    UNROLL for (int j = 0; j < V; j++) acc[i][j] = load_raw<vi>(c + i * kPanel + j * W);
   for (int64_t q = 0; q < quads; q++, w += kQuad * kPanel) {
-    UNROLL for (int j = 0; j < kQuad * kPanel; j += 64) __builtin_prefetch(w + kAhead + j);
-    vu b[kVectors];
-    UNROLL for (int j = 0; j < kVectors; j++)
-      b[j] = decode<QuantFormat::int8>(load_raw<vu>(w + j * kQuad * W));
-    UNROLL for (int i = 0; i < R; i++) {
-      vi a = splat_int(load_raw<int32_t>(x + i * stride + q * kQuad));
-      UNROLL for (int j = 0; j < kVectors; j++) acc[i][j] = dot(acc[i][j], b[j], a);
-    }
+    if (col == 0)  // the first columns prefetch the whole panel
+      UNROLL for (int j = 0; j < kQuad * kPanel; j += 64) __builtin_prefetch(w + kAhead + j);
+    dots<1, 128>(acc, x + q * kQuad, stride, [&](int, int j) {
+      return decode<QuantFormat::int8>(load_raw<vu>(w + kQuad * col + j * kQuad * W));
+    });
   }
   UNROLL for (int i = 0; i < R; i++)
-    UNROLL for (int j = 0; j < kVectors; j++)
-      memcpy(c + i * kPanel + j * W, &acc[i][j], sizeof(vi));
+    UNROLL for (int j = 0; j < V; j++) memcpy(c + i * kPanel + j * W, &acc[i][j], sizeof(vi));
 }
 
 template <int R>
 INLINE void dots8(int rows, const int8_t* x, int64_t stride, const uint8_t* w, int64_t quads,
                   int32_t* c) {
-  if (rows == R) return dots8<R>(x, stride, w, quads, c);
+  if (rows == R) {
+    constexpr int V = R * kVectors <= kAccumulators8 ? kVectors : kVectors / 2;
+    for (int col = 0; col < kPanel; col += V * W) dots8<R, V>(x, stride, w, quads, col, c + col);
+    return;
+  }
   if constexpr (R > 1) dots8<R - 1>(rows, x, stride, w, quads, c);
 }
 
@@ -183,7 +182,7 @@ INLINE int64_t group_nbytes(int64_t group, QuantFormat format) {
 template <int R, int V, QuantFormat F>
 void dots4(const LinearQArgs& a, const QuantRows& x, int64_t row, const uint8_t* w, int col,
            float* c) {
-  const int64_t octs = a.group / 8, codes_nbytes = kPanel * (a.group / 2);
+  const int64_t codes_nbytes = kPanel * (a.group / 2);
   const int64_t step = group_nbytes(a.group, F);
   const int8_t* q = x.q + row * x.stride;
   const float* x_scales = x.scales + row * x.groups;
@@ -202,24 +201,13 @@ void dots4(const LinearQArgs& a, const QuantRows& x, int64_t row, const uint8_t*
           acc[i][j] = s;
       }
     }
-#pragma GCC unroll 4
-    for (int64_t o = 0; o < octs; o++, p += kQuad * kPanel, q += 8) {
+    for (int64_t u = 0; u < a.group / kUnit; u++, p += kUnit / 2 * kPanel, q += kUnit) {
       if (col == 0)  // the first columns prefetch the whole panel
-        UNROLL for (int j = 0; j < kQuad * kPanel; j += 64) __builtin_prefetch(p + kAhead + j);
-      vu low[V], high[V];
-      UNROLL for (int j = 0; j < V; j++) {
-        vu b = load_raw<vu>(p + j * kQuad * W);
-        low[j] = decode<F>(b & 0x0f0f0f0fu);
-        high[j] = decode<F>((b >> 4) & 0x0f0f0f0fu);
-      }
-      UNROLL for (int i = 0; i < R; i++) {
-        vi s = splat_int(load_raw<int32_t>(q + i * x.stride));
-        UNROLL for (int j = 0; j < V; j++) acc[i][j] = dot(acc[i][j], low[j], s);
-      }
-      UNROLL for (int i = 0; i < R; i++) {
-        vi s = splat_int(load_raw<int32_t>(q + i * x.stride + kQuad));
-        UNROLL for (int j = 0; j < V; j++) acc[i][j] = dot(acc[i][j], high[j], s);
-      }
+        UNROLL for (int j = 0; j < kUnit / 2 * kPanel; j += 64) __builtin_prefetch(p + kAhead + j);
+      dots<kUnitQuads, F == QuantFormat::int4_levels ? 128 : 15>(acc, q, x.stride, [&](int h, int j) {
+        const vu b = load_raw<vu>(p + h / 2 * kQuad * kPanel + j * kQuad * W);
+        return decode<F>((h % 2 ? b >> 4 : b) & 0x0f0f0f0fu);
+      });
     }
     UNROLL for (int j = 0; j < V; j++) {
       vf scale = widen(load_raw<vh>(scales + j * W * sizeof(f16)), f16{});
