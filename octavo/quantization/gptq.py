@@ -1,4 +1,4 @@
-"""GPTQ checkpoints: codes of eight inputs in each 32-bit word.
+"""GPTQ checkpoints: codes of several inputs in each 32-bit word.
 
 Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers".
 """
@@ -16,11 +16,16 @@ from numpy.typing import NDArray
 from octavo.checkpoints.base import Source
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.errors import ModelError
-from octavo.quantization.base import Groups, TensorError, WeightForm
-from octavo.quantization.grouped import Grouped, Numbers, read_group_size, unpack
+from octavo.quantization.base import Groups, WeightForm
+from octavo.quantization.grouped import (
+    Grouped,
+    Numbers,
+    read_group_size,
+    require_groups,
+    sort_inputs,
+    unpack,
+)
 from octavo.quantization.plain import PLAIN
-
-_BITS = 4
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ class GPTQ(Grouped):
     @property
     def name(self) -> str:
         """Implement `WeightForm`."""
-        return super().name + ("" if self.minus_one else "-v2")
+        return f"{super().name}{'' if self.minus_one else '-v2'}"
 
     def sources(self, module: str, rows: int, inputs: int) -> tuple[Source, ...]:
         """Implement `WeightForm`.
@@ -44,7 +49,7 @@ class GPTQ(Grouped):
         Raises:
             ModelError: words do not divide the inputs.
         """
-        each, groups = 32 // _BITS, self.groups(inputs)
+        each, groups = 32 // self.bits, self.groups(inputs)
         if inputs % each:
             raise ModelError(
                 f"{module}.qweight has {inputs} inputs, which words of {each} codes do not divide. "
@@ -60,19 +65,17 @@ class GPTQ(Grouped):
     def read(self, tensors: Sequence[NDArray[Any]]) -> Numbers:
         """Implement `Grouped`."""
         qweight, scales, qzeros, g_idx = tensors
-        codes = unpack(qweight.T, _BITS)
-        inputs = codes.shape[1]
-        if len(g_idx) and (g_idx != np.arange(inputs) // (self.group_size or inputs)).any():
-            raise TensorError(
-                "g_idx",
-                "has groups of inputs that are not consecutive (act-order), which is not "
-                "supported; quantize the model with desc_act=false.",
-            )
+        codes, order = unpack(qweight.T, self.bits), None
+        if self.ordered:
+            order = sort_inputs(g_idx, self.group_size, "g_idx")
+            codes = codes[:, order]
+        else:
+            require_groups(g_idx, self.group_size, "g_idx")
         words = qzeros.view(np.uint32)
         if self.minus_one:  # words, not codes, had been decremented: a zero of 0 borrows
-            words = words + np.uint32(sum(1 << bit for bit in range(0, 32, _BITS)))
-        zeros = unpack(words.view(np.int32), _BITS)[:, : scales.shape[1]]
-        return Numbers(codes, scales.T, zeros.T)
+            words = words + np.uint32(sum(1 << bit for bit in range(0, 32, self.bits)))
+        zeros = unpack(words.view(np.int32), self.bits)[:, : scales.shape[1]]
+        return Numbers(codes, scales.T, zeros.T, order)
 
 
 def read_gptq(config: ConfigJson) -> Groups:
@@ -111,10 +114,12 @@ def read_form(config: ConfigJson, minus_one: bool) -> GPTQ:
     Raises:
         ModelError: a field has an unsupported value.
     """
-    if config.integer("bits") != _BITS:
-        raise config.error("bits", "supported: 4")
-    config.flag("desc_act", False)
-    return GPTQ(read_group_size(config, "group_size"), config.flag("sym", True), minus_one)
+    bits = config.integer("bits")
+    if bits not in (4, 8):
+        raise config.error("bits", "supported: 4, 8")
+    group_size = read_group_size(config, "group_size")
+    ordered = config.flag("desc_act", False) and group_size > 0
+    return GPTQ(group_size, config.flag("sym", True), bits, ordered, minus_one)
 
 
 def _modules(config: ConfigJson, field: str) -> list[str]:

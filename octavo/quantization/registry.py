@@ -8,6 +8,7 @@ from octavo.checkpoints.config_json import ConfigJson
 from octavo.quantization.autoround import read_autoround
 from octavo.quantization.awq import read_awq
 from octavo.quantization.base import Groups, WeightForm
+from octavo.quantization.compressed_tensors import read_compressed_tensors
 from octavo.quantization.gguf import read_gguf
 from octavo.quantization.gptq import read_gptq
 from octavo.quantization.int4 import Int4
@@ -23,6 +24,7 @@ METHODS: dict[str, Reader] = {
     "gptq": read_gptq,
     "auto-round": read_autoround,
     "intel/auto-round": read_autoround,
+    "compressed-tensors": read_compressed_tensors,
     "gguf": read_gguf,
 }
 """Readers of config.json's quantization_config, by `quant_method`. A mapping has the forms of

@@ -35,6 +35,13 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
+def pack_words(codes: Array, bits: int) -> Array:
+    """Pack codes [..., N] in words of 32 bits, the first in the lowest bits."""
+    grouped = codes.reshape(*codes.shape[:-1], -1, 32 // bits).astype(np.uint32)
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    return np.bitwise_or.reduce(grouped << shifts, -1).view(np.int32)
+
+
 class Folders:
     """A quantized Llama, and the same model with its dequantized weights.
 
@@ -95,7 +102,7 @@ class Folders:
         """
         got, want = _logits(self.quantized), _logits(self.plain)
         error = (got - want).norm() / want.norm()
-        assert 0 < error < 0.08, error
+        assert 0 < error < 0.2, error  # unrelated logits: 1.4
         if cache_folder is None:
             return
         cache = WeightCache(cache_folder, 2**30)
@@ -131,7 +138,7 @@ def _damages(tensors: dict[str, Array]) -> Iterator[tuple[str, Array | None]]:
         yield name, good.repeat(2, 0)
         yield name, good[..., None]
         yield name, np.zeros(0, good.dtype)
-        yield name, good.astype("int16" if good.dtype.kind == "f" else "float32")
+        yield name, good.astype("int16" if re.search("scale|absmax", name) else "float32")
         if re.search("scale|absmax", name):
             for value in (np.nan, np.inf, -np.inf):
                 bad = good.copy()

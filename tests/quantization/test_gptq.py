@@ -12,15 +12,7 @@ from octavo.quantization.gptq import GPTQ, read_gptq
 from octavo.quantization.plain import PLAIN
 from octavo.system.distributed import Rank
 from tests.models.harness import load
-from tests.quantization.harness import Array, Folders, Quantize
-
-
-def packed(codes: Array, bits: int) -> Array:
-    """Pack codes [..., N] in words of 32 bits."""
-    grouped = codes.reshape(*codes.shape[:-1], -1, 32 // bits).astype(np.uint32)
-    return np.bitwise_or.reduce(grouped << np.arange(0, 32, bits, dtype=np.uint32), -1).view(
-        np.int32
-    )
+from tests.quantization.harness import Array, Folders, Quantize, pack_words
 
 
 def module(
@@ -32,6 +24,7 @@ def module(
     bits: int = 4,
     symmetric: bool = False,
     minus_one: bool = True,
+    ordered: bool = False,
 ) -> tuple[dict[str, Array], Array]:
     """Return the tensors of a module, and its weight [outputs, inputs]."""
     group = group if group > 0 else inputs
@@ -40,15 +33,20 @@ def module(
     if symmetric:
         zeros = np.full_like(zeros, 2 ** (bits - 1))
     scales = (rng.uniform(0.01, 0.05, zeros.shape) * 16 / 2**bits).astype(np.float16)
-    weight = (codes - zeros.repeat(group, 1)) * scales.astype(np.float32).repeat(group, 1)
-    words = packed(zeros.T, bits)
+    g_idx = np.arange(inputs) // group
+    if ordered:  # the order depends on the inputs only, not on the module
+        g_idx = g_idx[np.random.default_rng(inputs).permutation(inputs)]
+    weight = (codes - zeros[:, g_idx]) * scales.astype(np.float32)[:, g_idx]
+    words = pack_words(zeros.T, bits)
     if minus_one:  # as GPTQModel does: a zero of 0 borrows from the next
-        words = (words.view(np.uint32) - packed(np.ones((1, 32 // bits)), bits)).astype(np.uint32)
+        words = (words.view(np.uint32) - pack_words(np.ones((1, 32 // bits)), bits)).astype(
+            np.uint32
+        )
     stored = {
-        "qweight": packed(codes, bits).T,
+        "qweight": pack_words(codes, bits).T,
         "qzeros": words.view(np.int32),
         "scales": scales.T,
-        "g_idx": (np.arange(inputs) // group).astype(np.int32),
+        "g_idx": g_idx.astype(np.int32),
     }
     return stored, weight
 
@@ -96,13 +94,39 @@ def test_damaged_tensors(folders: Folders) -> None:
         ({"group": 64, "minus_one": False}, {"group_size": 64, "checkpoint_format": "gptq_v2"}),
         ({"group": 128, "symmetric": True}, {"group_size": 128, "sym": True, "format": "gptq"}),
         ({"group": -1}, {"group_size": -1}),
-        ({"group": -1, "symmetric": True}, {"group_size": -1, "sym": True}),
+        ({"group": -1, "symmetric": True}, {"group_size": -1, "sym": True, "desc_act": True}),
+        ({"group": 64, "bits": 8}, {"group_size": 64, "bits": 8}),
+        ({"group": -1, "bits": 8, "symmetric": True}, {"group_size": -1, "bits": 8, "sym": True}),
     ],
 )
 def test_variants(options: dict[str, Any], fields: dict[str, Any], tmp_path: Path) -> None:
     folders = Folders(tmp_path, all_of(**options), **FIELDS | fields)
     folders.assert_same_weights()
     folders.assert_same_weights(Rank(1, 2))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_act_order(bits: int, tmp_path: Path) -> None:
+    fields = FIELDS | {"desc_act": True, "bits": bits}
+    folders = Folders(tmp_path, all_of(group=32, bits=bits, ordered=True), **fields)
+    folders.assert_same_weights()
+    folders.assert_same_weights(Rank(0, 2))
+    folders.assert_same_logits(tmp_path / "cache")
+    with pytest.raises(ModelError, match=r"g_idx has groups .*leave out tensor_parallel_mode"):
+        folders.assert_same_weights(Rank(1, 2, reduces=True))
+    name = "model.layers.0.self_attn.q_proj.g_idx"
+    good = folders.tensors.pop(name)
+    folders.save()
+    with pytest.raises(ModelError, match=rf"^{name} is missing"):
+        load(folders.quantized)
+    folders.tensors[name] = good[::-1]
+    folders.save()
+    with pytest.raises(ModelError, match="q_proj, k_proj and v_proj, have different g_idx"):
+        load(folders.quantized)
+    folders.tensors[name] = good % 2
+    folders.save()
+    with pytest.raises(ModelError, match=rf"^{name} contradicts groups of 32"):
+        load(folders.quantized)
 
 
 def test_autoround(tmp_path: Path) -> None:
@@ -164,7 +188,7 @@ def test_contradictions(folders: Folders) -> None:
     good = folders.tensors[name]
     folders.tensors[name] = good[::-1]
     folders.save()
-    with pytest.raises(ModelError, match=rf"^{name} has groups of inputs"):
+    with pytest.raises(ModelError, match=rf"^{name} contradicts groups of 32"):
         load(folders.quantized)
     folders.tensors[name] = good
     folders.save()
