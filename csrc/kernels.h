@@ -114,19 +114,20 @@ enum class QuantFormat : int {
   int4_levels = 1,
   int4 = 2,
   int4_zeros = 3,
-  q4_0 = 4,
-  q4_1 = 5,
-  q5_0 = 6,
-  q5_1 = 7,
-  q8_0 = 8,
-  iq4_nl = 9,
-  mxfp4 = 10,
-  q2_k = 11,
-  q3_k = 12,
-  q4_k = 13,
-  q5_k = 14,
-  q6_k = 15,
-  iq4_xs = 16
+  int8_groups = 4,
+  q4_0 = 5,
+  q4_1 = 6,
+  q5_0 = 7,
+  q5_1 = 8,
+  q8_0 = 9,
+  iq4_nl = 10,
+  mxfp4 = 11,
+  q2_k = 12,
+  q3_k = 13,
+  q4_k = 14,
+  q5_k = 15,
+  q6_k = 16,
+  iq4_xs = 17
 };
 
 struct QuantizeArgs {
@@ -143,8 +144,8 @@ struct QuantizeArgs {
 
 struct PackQuantArgs {
   const uint8_t* codes;  // [rows, k]
-  const float* scales;  // [rows, groups]: int8: 1 group; others: ceil(k / group), float16 numbers
-  const uint8_t* zeros;  // [rows, groups]; int4_zeros only
+  const float* scales;  // [rows, groups]: int8: 1 group; others: ceil(k / group); for 4 bits float16 numbers
+  const uint8_t* zeros;  // [rows, groups]; int4_zeros and int8_groups only
   void* dst;  // as above
   int64_t row0, rows;
   int64_t n, k, group;
@@ -168,6 +169,7 @@ struct LinearQArgs {
   const void* x;  // [m, k]
   int64_t x_stride;
   const void* weight;  // packed
+  const int32_t* order;  // [k] or null: the column of x for each input of the weight; not for block types
   const void* bias;  // [n] of x's dtype, or null
   void* out;  // as above
   int64_t out_stride;
@@ -176,7 +178,7 @@ struct LinearQArgs {
   Gated gated;
   DType dtype, out_dtype;
 
-  MEMBERS(x, x_stride, weight, bias, out, out_stride, m, n, k, group, format, gated, dtype,
+  MEMBERS(x, x_stride, weight, order, bias, out, out_stride, m, n, k, group, format, gated, dtype,
           out_dtype)
   void resize(const StepSize& size) { m = size.rows; }
   Work work() const {
@@ -184,6 +186,7 @@ struct LinearQArgs {
     constexpr double kBlocks[] = {4.5, 5, 5.5, 6, 8.5, 4.5, 4.25, 2.625, 3.4375, 4.5, 5.5, 6.5625, 4.25};
     const double scale = 2 + (format == QuantFormat::int4_zeros);
     const double weight = format == QuantFormat::int8    ? 1.0
+                          : format == QuantFormat::int8_groups ? 1.0 + 5.0 / double(group)
                           : format >= QuantFormat::q4_0 ? kBlocks[int(format) - int(QuantFormat::q4_0)] / 8
                                                         : 0.5 + scale / double(group);
     const int64_t width = gated == Gated::none ? n : n / 2;

@@ -5,14 +5,18 @@
 //                along K are int32, so exact: a result is the same bits on every instruction set.
 //   int4_levels  scale * kLevels[code] / 16 \  one float16 scale for each output and group of K, one
 //   int4         scale * (code - 8)          > float32 scale for each row of x and group. Over groups
-//   int4_zeros   scale * (code - zero)      /  sums are float32, from first to last, whatever m is.
+//   int4_zeros   scale * (code - zero)      |  sums are float32, from first to last, whatever m is.
+//   int8_groups  scale * (code - zero)      /  The scales of int8_groups are float32.
 //
 // Packed in panels of kPanel outputs as in gemm.h, K in fours (one 32-bit lane holds four codes of
 // one output), and padded with zeros of x, which is exact:
 //   int8    [n / kPanel][padded k / 4][kPanel][4], and after all panels the scales, float32 [n];
 //           K is padded to a multiple of 64, since tiles (gemm_tiles.h) read 64 at once
-//   others  [n / kPanel][ceil(k / group)]{ codes [group / 8][kPanel][4], the first four of eight in
+//   int4    [n / kPanel][ceil(k / group)]{ codes [group / 8][kPanel][4], the first four of eight in
 //           the low halves of the bytes; float16 scales [kPanel]; int4_zeros: zeros [kPanel] }
+//   int8_groups  [n / kPanel][ceil(k / group)]{ codes [group / 4][kPanel][4], float32 scales
+//           [kPanel], zeros [kPanel] }
+// A weight may have an order of its inputs: x is gathered by it before it is quantized.
 #pragma once
 #include "blocks.h"
 #if defined(OCTAVO_TILES)
@@ -39,7 +43,7 @@ alignas(64) constexpr LevelBytes kLevelBytes{kLevels};
 // Decodes codes, one per byte, to the bytes that dot() multiplies
 template <QuantFormat F>
 INLINE vu decode(vu codes) {
-  if constexpr (F == QuantFormat::int8)
+  if constexpr (F == QuantFormat::int8 || F == QuantFormat::int8_groups)
     return codes ^ (kCodeOffset * 0x01010101u);
   else if constexpr (F != QuantFormat::int4_levels)
     return codes;
@@ -172,9 +176,10 @@ INLINE void tiles8(const LinearQArgs& a, const QuantRows& x, T t, int64_t row0, 
 }
 #endif
 
-// ---- 4 bits ----
+// ---- groups ----
 
 INLINE int64_t group_nbytes(int64_t group, QuantFormat format) {
+  if (format == QuantFormat::int8_groups) return kPanel * (group + sizeof(float) + 1);
   return kPanel * (group / 2 + sizeof(f16) + (format == QuantFormat::int4_zeros));
 }
 
@@ -182,35 +187,42 @@ INLINE int64_t group_nbytes(int64_t group, QuantFormat format) {
 template <int R, int V, QuantFormat F>
 void dots4(const LinearQArgs& a, const QuantRows& x, int64_t row, const uint8_t* w, int col,
            float* c) {
-  const int64_t codes_nbytes = kPanel * (a.group / 2);
+  constexpr bool bytes = F == QuantFormat::int8_groups;
+  constexpr int64_t unit_nbytes = kUnit * kPanel / (bytes ? 1 : 2);
+  using Scale = std::conditional_t<bytes, float, f16>;
+  const int64_t units = a.group / kUnit, codes_nbytes = units * unit_nbytes;
   const int64_t step = group_nbytes(a.group, F);
   const int8_t* q = x.q + row * x.stride;
   const float* x_scales = x.scales + row * x.groups;
   const int32_t* x_sums = x.sums + row * x.groups;
   vf sum[R][V] = {};
   for (int64_t g = 0; g < x.groups; g++, w += step) {
-    const uint8_t *p = w + kQuad * col, *scales = w + codes_nbytes + col * sizeof(f16);
+    const uint8_t *p = w + kQuad * col, *scales = w + codes_nbytes + col * sizeof(Scale);
+    [[maybe_unused]] const uint8_t* zeros = w + codes_nbytes + kPanel * sizeof(Scale) + col;
     vi acc[R][V];
     UNROLL for (int i = 0; i < R; i++) {
       vi s = splat_int(x_sums[i * x.groups + g]);
       UNROLL for (int j = 0; j < V; j++) {
-        if constexpr (F == QuantFormat::int4_zeros)
-          acc[i][j] = multiply_small(
-              load_zeros(w + codes_nbytes + kPanel * sizeof(f16) + col + j * W), s);
+        if constexpr (bytes)
+          acc[i][j] = multiply_small(load_zeros(zeros + j * W), s) - kCodeOffset * s;
+        else if constexpr (F == QuantFormat::int4_zeros)
+          acc[i][j] = multiply_small(load_zeros(zeros + j * W), s);
         else
           acc[i][j] = s;
       }
     }
-    for (int64_t u = 0; u < a.group / kUnit; u++, p += kUnit / 2 * kPanel, q += kUnit) {
+    for (int64_t u = 0; u < units; u++, p += unit_nbytes, q += kUnit) {
       if (col == 0)  // the first columns prefetch the whole panel
-        UNROLL for (int j = 0; j < kUnit / 2 * kPanel; j += 64) __builtin_prefetch(p + kAhead + j);
-      dots<kUnitQuads, F == QuantFormat::int4_levels ? 128 : 15>(acc, q, x.stride, [&](int h, int j) {
-        const vu b = load_raw<vu>(p + h / 2 * kQuad * kPanel + j * kQuad * W);
-        return decode<F>((h % 2 ? b >> 4 : b) & 0x0f0f0f0fu);
+        UNROLL for (int j = 0; j < unit_nbytes; j += 64) __builtin_prefetch(p + kAhead + j);
+      constexpr int most = bytes || F == QuantFormat::int4_levels ? 128 : 15;
+      dots<kUnitQuads, most>(acc, q, x.stride, [&](int h, int j) {
+        const vu b = load_raw<vu>(p + (bytes ? h : h / 2) * kQuad * kPanel + j * kQuad * W);
+        return decode<F>(bytes ? b : (h % 2 ? b >> 4 : b) & 0x0f0f0f0fu);
       });
     }
+    }
     UNROLL for (int j = 0; j < V; j++) {
-      vf scale = widen(load_raw<vh>(scales + j * W * sizeof(f16)), f16{});
+      vf scale = load(reinterpret_cast<const Scale*>(scales) + j * W);
       UNROLL for (int i = 0; i < R; i++)
         sum[i][j] = fma(to_float(acc[i][j]) * splat(x_scales[i * x.groups + g]), scale, sum[i][j]);
     }
@@ -250,7 +262,7 @@ INLINE void linear_q_typed(const LinearQArgs& a, T) {
   x.group = f == QuantFormat::int8 ? padded_k8(a.k) : a.group;
   x.groups = ceil_div(a.k, x.group);
   x.stride = x.groups * x.group;
-  x.zero = f == QuantFormat::int4_zeros ? 1 : f == QuantFormat::int4 ? 8 : 128 - kCodeOffset;
+  x.zero = f == QuantFormat::int4_zeros || f == QuantFormat::int8_groups ? 1 : f == QuantFormat::int4 ? 8 : 128 - kCodeOffset;
   x.unit = f == QuantFormat::int4_levels ? 0.0625f : 1.0f;
   const int64_t panels = ceil_div(a.n, kPanel), some = min(a.m, kQuantChunk);
   const int64_t q_rows = ceil_div(some, 16) * 16;  // whole tiles
@@ -263,7 +275,13 @@ INLINE void linear_q_typed(const LinearQArgs& a, T) {
     const int64_t cost = panels * kVectors * m * ceil_div(a.k, kQuad);
     x.tiled = f == QuantFormat::int8 && m > kVectorRows;
     parallel_for(m, 4 * m * x.stride / W, [&](int64_t i) {
-      quantize_row(static_cast<const T*>(a.x) + (row0 + i) * a.x_stride, a.k, x, i);
+      const T* row = static_cast<const T*>(a.x) + (row0 + i) * a.x_stride;
+      if (a.order) {
+        T* gathered = static_cast<T*>(scratch(a.k * sizeof(T), 1));
+        for (int64_t j = 0; j < a.k; j++) gathered[j] = row[a.order[j]];
+        row = gathered;
+      }
+      quantize_row(row, a.k, x, i);
     });
 #if defined(OCTAVO_TILES)
     if (x.tiled) {
@@ -279,6 +297,8 @@ INLINE void linear_q_typed(const LinearQArgs& a, T) {
         case QuantFormat::int4: return panel4<QuantFormat::int4>(a, x, first, rows, col, c);
         case QuantFormat::int4_zeros:
           return panel4<QuantFormat::int4_zeros>(a, x, first, rows, col, c);
+        case QuantFormat::int8_groups:
+          return panel4<QuantFormat::int8_groups>(a, x, first, rows, col, c);
         default: return;  // linear_blocks computes block types
       }
     });
@@ -329,20 +349,29 @@ void pack_rows(const PackQuantArgs& a) {
     return;
   }
   const int64_t groups = ceil_div(a.k, a.group);
+  const bool bytes = a.format == QuantFormat::int8_groups;
+  const int64_t scale_nbytes = bytes ? sizeof(float) : sizeof(f16);
   for (int64_t g = 0; g < groups; g++, panel += group_nbytes(a.group, a.format)) {
-    uint8_t* scales = panel + kPanel * (a.group / 2);
+    uint8_t *scales = panel + kPanel * (bytes ? a.group : a.group / 2),
+            *zeros = scales + kPanel * scale_nbytes;
     for (int64_t n = a.row0; n < padded; n++) {
       for (int64_t o = 0; o < a.group / 8; o++) {
         const int64_t k = g * a.group + o * 8;
-        const uint32_t eight = codes(n, k) | codes(n, k + kQuad) << 4;
-        memcpy(panel + (o * kPanel + n - col) * kQuad, &eight, kQuad);
+        const uint32_t first = codes(n, k), second = codes(n, k + kQuad);
+        if (bytes) {
+          memcpy(panel + (2 * o * kPanel + n - col) * kQuad, &first, kQuad);
+          memcpy(panel + ((2 * o + 1) * kPanel + n - col) * kQuad, &second, kQuad);
+        } else {
+          const uint32_t eight = first | second << 4;
+          memcpy(panel + (o * kPanel + n - col) * kQuad, &eight, kQuad);
+        }
       }
       const int64_t at = (n - a.row0) * groups + g;
-      f16 scale{};
-      store(&scale, splat(n < end ? a.scales[at] : 0), 1);
-      memcpy(scales + (n - col) * sizeof scale, &scale, sizeof scale);
-      if (a.format == QuantFormat::int4_zeros)
-        scales[kPanel * sizeof(f16) + n - col] = n < end ? a.zeros[at] : 0;
+      const float scale = n < end ? a.scales[at] : 0;
+      f16 half{};
+      store(&half, splat(scale), 1);
+      memcpy(scales + (n - col) * scale_nbytes, bytes ? (const void*)&scale : &half, scale_nbytes);
+      if (a.zeros) zeros[n - col] = n < end ? a.zeros[at] : 0;
     }
   }
 }

@@ -39,6 +39,8 @@ class Source:
     """Outputs [begin, end) that are needed; None: all."""
     dtypes: tuple[str, ...] = FLOATS
     """Types that the tensor may have."""
+    optional: bool = False
+    """True if checkpoints may lack the tensor; it is then read as a tensor without elements."""
     dummy: float | None = None
     """Value of all elements with load_format=dummy; None: random numbers."""
 

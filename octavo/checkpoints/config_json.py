@@ -60,6 +60,10 @@ class ConfigJson:
         """
         return ConfigJson(defaults | self._data, self.where)
 
+    def filled_from(self, other: ConfigJson) -> ConfigJson:
+        """Return the same object with the values of another object for absent fields."""
+        return self.filled(other._data)
+
     def replaced(self, name: str, value: object) -> ConfigJson:
         """Return the same object with another value of a field."""
         return ConfigJson(self._data | {name: value}, self.where)
@@ -90,6 +94,10 @@ class ConfigJson:
             if self._data.get(name) is not None:
                 return self._data[name]
         return None
+
+    def names(self) -> list[str]:
+        """Return the names of all fields."""
+        return list(self._data)
 
     def values(self) -> list[Any]:
         """Return the unchecked values of all fields."""

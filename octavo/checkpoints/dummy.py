@@ -9,7 +9,7 @@ import numpy as np
 
 from octavo.checkpoints.base import Expected, Source, Tensors
 from octavo.checkpoints.folder import Folder
-from octavo.system.tensor import HostTensor, from_numpy, full
+from octavo.system.tensor import HostTensor, empty, from_numpy, full
 
 _BOUND = 0.02 * 3**0.5
 """Bound of uniform numbers with standard deviation 0.02, as in the initialisation of models."""
@@ -44,11 +44,17 @@ class DummyTensors(Tensors):
         self._seed = seed
 
     def read(self, source: Source) -> HostTensor:
-        """Return the source's `dummy` value, or uniform numbers with standard deviation 0.02."""
+        """Return the source's `dummy` value, or uniform numbers with standard deviation 0.02.
+
+        An optional tensor is absent. Other types than floats receive the bits of the numbers.
+        """
+        if source.optional:
+            return empty(0, dtype=source.dtypes[0])
         if source.dummy is not None:
             return full(source.shape, source.dummy, "float32")
         seed = zlib.crc32(source.name.encode(), self._seed & 0xFFFFFFFF)
         numbers = np.random.Generator(np.random.PCG64(seed)).random(source.shape, np.float32)
         numbers -= np.float32(0.5)
         numbers *= np.float32(2 * _BOUND)
-        return from_numpy(numbers)
+        tensor: HostTensor = from_numpy(numbers)
+        return tensor if "float32" in source.dtypes else tensor.view(source.dtypes[0])

@@ -159,7 +159,7 @@ def match_names(
 
     sources = expected.sources
     names = {s.name: found for s in sources if (found := find(s.name)) is not None}
-    missing = [source.name for source in sources if source.name not in names]
+    missing = [s.name for s in sources if s.name not in names and not s.optional]
     if missing:
         raise ModelError(
             f"{folder} lacks {len(missing)} tensors of {expected.architecture}: "
@@ -169,6 +169,8 @@ def match_names(
     used = set(names.values()) | {find(name) for name in expected.elsewhere}
     require_no_more(folder, [name for name in stored if name not in used], expected)
     for source in sources:
+        if source.name not in names:
+            continue
         name = names[source.name]
         tensor = stored[name]
         if tensor.shape != source.shape:

@@ -11,7 +11,7 @@ import numpy as np
 
 from octavo import _native
 from octavo.checkpoints.base import Source
-from octavo.system.tensor import HostTensor, from_numpy, itemsize
+from octavo.system.tensor import HostTensor, empty, from_numpy, itemsize
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,8 @@ class MappedTensors:
 
     def read(self, source: Source) -> HostTensor:
         """Return a view of the mapped file."""
+        if source.optional and source.name not in self._names:
+            return empty(0, dtype=source.dtypes[0])
         stored = self._stored[self._names[source.name]]
         return self._open[stored.file].tensor(stored)
 

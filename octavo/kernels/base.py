@@ -68,6 +68,7 @@ QuantFormat = Literal[
     "int4_levels",
     "int4",
     "int4_zeros",
+    "int8_groups",
     "q4_0",
     "q4_1",
     "q5_0",
@@ -88,8 +89,10 @@ QuantFormat = Literal[
 - int4_levels: scale * levels[code] / 16 with the 16 uneven levels of csrc/quant.h.
 - int4: scale * (code - 8).
 - int4_zeros: scale * (code - zero), zeros from 0 to 15.
+- int8_groups: scale * (code - zero), zeros from 0 to 255.
 
-These but int8 have one float16 scale for each output and each group of 32, 64 or 128 inputs. The
+These but int8 have one scale for each output and each group of 32, 64 or 128 inputs, in float16 for
+4 bits and in float32 for int8_groups. The
 others are the block types of `octavo.system.block_types`.
 """
 
@@ -105,6 +108,8 @@ class QuantizedWeight:
         format: encoding of the numbers.
         group_size: inputs that share a scale; 0 with int8: all of them; 0 with block types.
         panel: columns that the layout keeps together; 0 for plain rows.
+        order: int32 [K], the last bytes of `data`: the column of x for each packed input; None: the
+            inputs are in order.
     """
 
     data: Tensor
@@ -113,6 +118,7 @@ class QuantizedWeight:
     format: QuantFormat
     group_size: int
     panel: int
+    order: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -126,9 +132,9 @@ class Codes:
 
     Attributes:
         codes: uint8 [rows, K].
-        scales: float32: [rows, 1] with int8, else [rows, ceil(K / group_size)]; float16 can
-            represent each.
-        zeros: uint8 of the scales' shape; with int4_zeros only.
+        scales: float32: [rows, 1] with int8, else [rows, ceil(K / group_size)]; with 4 bits,
+            float16 can represent each.
+        zeros: uint8 of the scales' shape; with int4_zeros and int8_groups only.
     """
 
     codes: Tensor
@@ -259,10 +265,12 @@ class Ops(Protocol):
         group_size: int,
         parts: Iterable[Codes],
         out: Tensor | None = None,
+        order: NDArray[np.int32] | None = None,
     ) -> QuantizedWeight:
         """Pack the codes of a weight [N, K] that arrive in parts of rows, from first to last.
 
-        `out` is memory for the result: uint8 [`kernels.sizes.quantized_nbytes`].
+        `out` is memory for the result: uint8 [`kernels.sizes.quantized_nbytes`]. `order` [K] is the
+        column of x for each input; None: inputs are in order.
         """
         ...
 

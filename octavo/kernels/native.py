@@ -26,7 +26,7 @@ from octavo.kernels.base import (
     QuantizedWeight,
 )
 from octavo.kernels.memory import Arena
-from octavo.kernels.sizes import packed_nbytes, quantized_nbytes
+from octavo.kernels.sizes import order_nbytes, packed_nbytes, quantized_nbytes
 from octavo.system.block_types import BLOCK_TYPES
 from octavo.system.tensor import HostTensor, Tensor, empty, from_numpy
 
@@ -86,18 +86,31 @@ class _Recording(threading.local):
 
 
 def _new_quantized(
-    n: int, k: int, format: QuantFormat, group_size: int, out: Tensor | None = None
+    n: int,
+    k: int,
+    format: QuantFormat,
+    group_size: int,
+    out: Tensor | None = None,
+    *,
+    ordered: bool = False,
 ) -> QuantizedWeight:
     if format in BLOCK_TYPES:
         assert k % BLOCK_TYPES[format].numbers == 0
     else:
         assert group_size == 0 if format == "int8" else group_size in (32, 64, 128)
         assert 0 < k <= 2**17, "sums of 32 bits hold no more products"
-    nbytes = quantized_nbytes(n, k, format, group_size)
+    nbytes = quantized_nbytes(n, k, format, group_size, ordered=ordered)
     data = empty(nbytes, dtype="uint8") if out is None else out
     assert data.nbytes == nbytes
     assert data.data_ptr() % 64 == 0
-    return QuantizedWeight(data, n, k, format, group_size, _native.panel())
+    order = order_of(data, k) if ordered else None
+    return QuantizedWeight(data, n, k, format, group_size, _native.panel(), order)
+
+
+def order_of(data: Tensor, k: int) -> Tensor:
+    """Return the order of inputs in a packed weight that has one: int32 [k]."""
+    order: Tensor = data[data.nbytes - order_nbytes(k) :].view("int32")[:k]
+    return order
 
 
 class NativeOps:
@@ -247,7 +260,11 @@ class NativeOps:
         encoding: dict[str, int] = {}
         if isinstance(weight, QuantizedWeight):
             kernel = kernels.linear_q
-            encoding = {"group": weight.group_size, "format": _QUANT_FORMATS[weight.format]}
+            encoding = {
+                "group": weight.group_size,
+                "format": _QUANT_FORMATS[weight.format],
+                "order": 0 if weight.order is None else weight.order.data_ptr(),
+            }
         else:
             assert x.dtype == weight.dtype
         kernel(
@@ -307,14 +324,18 @@ class NativeOps:
         group_size: int,
         parts: Iterable[Codes],
         out: Tensor | None = None,
+        order: NDArray[np.int32] | None = None,
     ) -> QuantizedWeight:
         """Pack into panels of columns, see csrc/quant.h."""
-        packed = _new_quantized(n, k, format, group_size, out)
+        packed = _new_quantized(n, k, format, group_size, out, ordered=order is not None)
+        if order is not None:
+            assert packed.order is not None
+            self.copy_(packed.order, from_numpy(order))
         groups = -(-k // (group_size or k))
         row = 0
         for part in parts:
             rows = part.codes.shape[0]
-            assert (part.zeros is not None) == (format == "int4_zeros")
+            assert (part.zeros is not None) == (format in ("int4_zeros", "int8_groups"))
             for tensor, shape, dtype in (
                 (part.codes, (rows, k), "uint8"),
                 (part.scales, (rows, groups), "float32"),

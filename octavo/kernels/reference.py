@@ -230,6 +230,8 @@ class ReferenceOps:
             q, scales = to_bytes(_in_groups(x.float(), 32))
             y = (q * scales).flatten(1) @ cast(Tensor, weight.data).T
             return (y if bias is None else y + bias.float()).to(_either(out_dtype, x))
+        if weight.order is not None:
+            x = x[:, cast(Tensor, weight.order).long()]
         wide = _in_groups(x.float(), weight.group_size or weight.k)
         q, scales = to_bytes(wide)
         y = torch.zeros(x.shape[0], weight.n)
@@ -265,6 +267,7 @@ class ReferenceOps:
         group_size: int,
         parts: Iterable[Codes],
         out: HostTensor | None = None,
+        order: NDArray[np.int32] | None = None,
     ) -> QuantizedWeight:
         """Store numbers in units of their scales [N, groups, group], a scale after each group."""
         assert out is None
@@ -278,14 +281,15 @@ class ReferenceOps:
                     numbers = LEVELS[codes.long()] / 16
                 case "int4":
                     numbers = codes.float() - 8
-                case "int4_zeros":
+                case "int4_zeros" | "int8_groups":
                     assert part.zeros is not None
                     zeros = cast(Tensor, part.zeros).float().repeat_interleave(group_size, 1)[:, :k]
                     numbers = codes.float() - zeros
             rows.append(torch.cat([_in_groups(numbers, group_size or k), scales[..., None]], 2))
         data = torch.cat(rows)
         assert data.shape[0] == n
-        return QuantizedWeight(data, n, k, format, group_size, panel=0)
+        own = None if order is None else self.to_device(order)
+        return QuantizedWeight(data, n, k, format, group_size, panel=0, order=own)
 
     def pack_blocks(
         self,

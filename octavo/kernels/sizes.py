@@ -19,7 +19,7 @@ def packed_nbytes(n: int, k: int, dtype: str) -> int:
     return -(-n // PANEL) * PANEL * (-(-k // multiple) * multiple) * DTYPE_NBYTES[dtype]
 
 
-def quantized_nbytes(n: int, k: int, format: str, group_size: int) -> int:
+def quantized_nbytes(n: int, k: int, format: str, group_size: int, *, ordered: bool = False) -> int:
     """Return the bytes of a weight of shape [n, k] once quantized and packed.
 
     Args:
@@ -27,11 +27,21 @@ def quantized_nbytes(n: int, k: int, format: str, group_size: int) -> int:
         k: inputs, padded to whole groups, with int8 to a multiple of 64.
         format: `octavo.kernels.base.QuantFormat`.
         group_size: inputs that share a scale; 0 with int8 and with block types.
+        ordered: True if the weight has an order of its inputs.
     """
+    if ordered:
+        return quantized_nbytes(n, k, format, group_size) + order_nbytes(k)
     outputs = -(-n // PANEL) * PANEL
     if format in BLOCK_TYPES:
         block = BLOCK_TYPES[format]
         return outputs * k // block.numbers * (block.nbytes + _MORE.get(format, 0))
     if format == "int8":
         return outputs * (-(-k // 64) * 64 + 4)
+    if format == "int8_groups":
+        return outputs * -(-k // group_size) * (group_size + 5)
     return outputs * -(-k // group_size) * (group_size // 2 + 2 + (format == "int4_zeros"))
+
+
+def order_nbytes(k: int) -> int:
+    """Return the bytes of an order of k inputs, in whole cache lines."""
+    return -(-k // 16) * 64

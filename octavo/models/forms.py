@@ -57,12 +57,20 @@ def assign(spec: _Spec, setting: str | None, config: ConfigJson) -> _Spec:
     lm_head = [module for module, _ in spec.head.lm_head.modules]
     left_out = [pattern for field in _LEFT_OUT for pattern in _texts(described, field)]
 
+    def matches(module: str, target: str) -> bool:
+        match target:
+            case "Linear":
+                return module not in lm_head
+            case "LMHead":
+                return module in lm_head
+        return _matches(module, target, described)
+
     def choose(module: str) -> WeightForm:
+        if spec.tied and module in lm_head:
+            return PLAIN
         if not any(_matches(module, pattern, described) for pattern in left_out):
             for targets, form in groups:
-                if ("Linear" in targets and module not in lm_head) or any(
-                    _matches(module, target, described) for target in targets
-                ):
+                if any(matches(module, target) for target in targets):
                     return form
         return PLAIN
 

@@ -135,5 +135,6 @@ class WeightForm(Protocol):
 
 Groups = Sequence[tuple[Sequence[str], WeightForm]]
 """Modules and their form: the first entry that matches a module counts. "Linear" matches all
-modules except the LM head; a text that begins with re: is a regular expression for the beginning
-of names; any other text matches consecutive parts of a name."""
+modules except the LM head, and "LMHead" the LM head; a text that begins with re: is a regular
+expression for the beginning of names; any other text matches consecutive parts of a name. An LM
+head that is tied to the embedding is always plain."""

@@ -28,6 +28,8 @@ FORMATS: list[tuple[QuantFormat, int]] = [
     ("int4_zeros", 32),
     ("int4_zeros", 64),
     ("int4_zeros", 128),
+    ("int8_groups", 32),
+    ("int8_groups", 128),
 ]
 formats = pytest.mark.parametrize(
     ("format", "group"), FORMATS, ids=[f"{format}-{group}" for format, group in FORMATS]
@@ -57,14 +59,15 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 def random_codes(n: int, k: int, format: QuantFormat, group: int) -> Codes:
     generator = torch.Generator().manual_seed(n + k)
-    codes = torch.randint(
-        256 if format == "int8" else 16, (n, k), generator=generator, dtype=torch.uint8
-    )
+    most = 256 if format.startswith("int8") else 16
+    codes = torch.randint(most, (n, k), generator=generator, dtype=torch.uint8)
     groups = -(-k // (group or k))
-    scales = (torch.rand(n, groups, generator=generator) - 0.5).half().float()
+    scales = torch.rand(n, groups, generator=generator) - 0.5
+    if most == 16:
+        scales = scales.half().float()
     zeros = None
-    if format == "int4_zeros":
-        zeros = torch.randint(16, (n, groups), generator=generator, dtype=torch.uint8)
+    if format in ("int4_zeros", "int8_groups"):
+        zeros = torch.randint(most, (n, groups), generator=generator, dtype=torch.uint8)
     return Codes(codes, scales, zeros)
 
 
@@ -194,6 +197,24 @@ def test_linear_does_not_depend_on_threads(
     half = len(results) // 2
     for a, b in zip(results[:half], results[half:], strict=True):
         assert torch.equal(a, b)
+
+
+@formats
+@dtypes
+def test_order_of_inputs(dtype: torch.dtype, format: QuantFormat, group: int):
+    """A product with an order has the bits of the product with gathered columns."""
+    n, k = 70, 300
+    part, order = random_codes(n, k, format, group), torch.randperm(k, dtype=torch.int32)
+    for table in (ops, reference):
+        packed = table.pack_quantized(n, k, format, group, [part])
+        ordered = table.pack_quantized(n, k, format, group, [part], order=order.numpy())
+        for m in (1, 40):
+            x = strided(random(m, k, dtype=dtype))
+            want = table.linear(x[:, order].contiguous(), packed)
+            assert torch.equal(table.linear(x, ordered), want)
+    assert ops.pack_quantized(
+        n, k, format, group, [part], order=order.numpy()
+    ).nbytes == quantized_nbytes(n, k, format, group, ordered=True)
 
 
 def test_linear_refuses_foreign_weights():

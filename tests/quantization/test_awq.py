@@ -1,23 +1,19 @@
 """AWQ: exact codes, and a model with the numbers of its dequantized weights."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.numpy
-import torch
-from torch import Tensor
 
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.errors import ModelError
 from octavo.kernels.native import NativeOps
-from octavo.models.weight_cache import WeightCache
 from octavo.quantization.awq import AWQ, read_awq
 from octavo.quantization.base import PackedShape, TensorError
+from octavo.system.distributed import Rank
 from octavo.system.tensor import from_numpy
-from tests.models.harness import generate, load, make_hf, make_prompts
+from tests.quantization.harness import Folders
 
 ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 ROWS, INPUTS, GROUP = 96, 256, 32
@@ -71,10 +67,10 @@ def test_impossible_numbers() -> None:
     tensors = {name: from_numpy(array) for name, array in stored.items()}
     with pytest.raises(TensorError, match="divide; lower tensor_parallel_size"):
         AWQ(GROUP).cut(list(tensors.values()), [slice(None)], (16, 64))
-    for value in (np.nan, np.inf, 1e-9):
+    for value, message in ((np.nan, "are not finite"), (np.inf, "are not"), (1e-9, "float16")):
         scales = stored["scales"].astype(np.float32)
         scales[1, 2] = value
-        with pytest.raises(TensorError, match="scales has numbers that float16"):
+        with pytest.raises(TensorError, match=f"scales has numbers that {message}"):
             AWQ(GROUP).cut(
                 list((tensors | {"scales": from_numpy(scales)}).values()), [slice(None)], None
             )
@@ -97,49 +93,29 @@ def test_rejected(fields: dict[str, Any], message: str) -> None:
 
 
 def test_a_model(tmp_path: Path) -> None:
-    """Logits differ from those of the dequantized model by the error of 8-bit activations."""
-    sizes: dict[str, Any] = {
-        "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
-    }  # fmt: skip
-    hf = make_hf("LlamaForCausalLM", **sizes)
-    awq, plain = tmp_path / "awq", tmp_path / "plain"
-    rng = np.random.default_rng(0)
-    tensors: dict[str, Any] = {}
-    state = {}
-    for name, tensor in hf.state_dict().items():
-        state[name] = tensor
-        own = name.removesuffix(".weight")
-        if not name.endswith("proj.weight") or "layers.1.mlp.down" in name:
-            tensors[name] = tensor.numpy()
-            continue
-        stored, weight = module(rng, *tensor.shape)
-        tensors |= {f"{own}.{kind}": array for kind, array in stored.items()}
-        state[name] = torch.from_numpy(weight.copy())
-    hf.load_state_dict(state)
-    hf.save_pretrained(plain)
-    awq.mkdir()
-    safetensors.numpy.save_file(tensors, awq / "model.safetensors")
-    config = json.loads((plain / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True,
-        "version": "gemm", "modules_to_not_convert": ["1.mlp.down"],
-    }  # fmt: skip
-    (awq / "config.json").write_text(json.dumps(config))
+    def quantize(rng: np.random.Generator, name: str, rows: int, inputs: int) -> Any:
+        if name == "lm_head" or "layers.1.mlp.down" in name:
+            return None
+        return module(rng, rows, inputs)
 
-    def logits(folder: Path) -> Tensor:
-        return generate(load(folder), make_prompts(64, (20,)), 1).logits[0]
+    folders = Folders(
+        tmp_path,
+        quantize,
+        quant_method="awq", bits=4, group_size=GROUP, zero_point=True, version="gemm",
+        modules_to_not_convert=["1.mlp.down"],
+    )  # fmt: skip
+    folders.assert_same_weights()
+    for reduces in (False, True):
+        folders.assert_same_weights(Rank(1, 2, reduces=reduces))
+    folders.assert_same_logits(tmp_path / "cache")
+    folders.assert_typed_errors()
 
-    got, want = logits(awq), logits(plain)
-    assert (got - want).norm() < 0.05 * want.norm()
-    cache = WeightCache(tmp_path / "cache", 2**30)
-    for _ in range(2):  # written, then read
-        model = load(awq, cache=cache)
-        assert torch.equal(generate(model, make_prompts(64, (20,)), 1).logits[0], got)
-        if cache.writer is not None:
-            cache.writer.join()
-    assert len(list(cache.files())) == 1
-    tensors["model.layers.0.mlp.up_proj.scales"][0, 0] = np.nan
-    safetensors.numpy.save_file(tensors, awq / "model.safetensors")
-    with pytest.raises(ModelError, match=r"^model.layers.0.mlp.up_proj.scales has numbers"):
-        load(awq)
+
+def test_autoround(tmp_path: Path) -> None:
+    folders = Folders(
+        tmp_path,
+        lambda rng, name, *shape: None if name == "lm_head" else module(rng, *shape),
+        quant_method="intel/auto-round", packing_format="auto_round:auto_awq", bits=4,
+        group_size=GROUP,
+    )  # fmt: skip
+    folders.assert_same_weights()
