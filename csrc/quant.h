@@ -183,14 +183,20 @@ INLINE int64_t group_nbytes(int64_t group, QuantFormat format) {
   return kPanel * (group / 2 + sizeof(f16) + (format == QuantFormat::int4_zeros));
 }
 
+#if defined(OCTAVO_PAIR_SUMS)
+constexpr int kGroupQuads = 8;  // quads of a group at once: sums in 16 bits have room for eight
+#else
+constexpr int kGroupQuads = 2;
+#endif
+
 // c[R][V * W] = x[R][k] * w[k][V * W]: the columns of a panel from col on
 template <int R, int V, QuantFormat F>
 void dots4(const LinearQArgs& a, const QuantRows& x, int64_t row, const uint8_t* w, int col,
            float* c) {
   constexpr bool bytes = F == QuantFormat::int8_groups;
-  constexpr int64_t unit_nbytes = kUnit * kPanel / (bytes ? 1 : 2);
+  constexpr int64_t step_nbytes = kGroupQuads * kQuad * kPanel / (bytes ? 1 : 2);
   using Scale = std::conditional_t<bytes, float, f16>;
-  const int64_t units = a.group / kUnit, codes_nbytes = units * unit_nbytes;
+  const int64_t codes_nbytes = a.group / (kQuad * kGroupQuads) * step_nbytes;
   const int64_t step = group_nbytes(a.group, F);
   const int8_t* q = x.q + row * x.stride;
   const float* x_scales = x.scales + row * x.groups;
@@ -211,15 +217,15 @@ void dots4(const LinearQArgs& a, const QuantRows& x, int64_t row, const uint8_t*
           acc[i][j] = s;
       }
     }
-    for (int64_t u = 0; u < units; u++, p += unit_nbytes, q += kUnit) {
+#pragma GCC unroll 4
+    for (int64_t o = 0; o < a.group; o += kQuad * kGroupQuads, p += step_nbytes, q += kQuad * kGroupQuads) {
       if (col == 0)  // the first columns prefetch the whole panel
-        UNROLL for (int j = 0; j < unit_nbytes; j += 64) __builtin_prefetch(p + kAhead + j);
+        UNROLL for (int j = 0; j < step_nbytes; j += 64) __builtin_prefetch(p + kAhead + j);
       constexpr int most = bytes || F == QuantFormat::int4_levels ? 128 : 15;
-      dots<kUnitQuads, most>(acc, q, x.stride, [&](int h, int j) {
+      dots<kGroupQuads, most>(acc, q, x.stride, [&](int h, int j) {
         const vu b = load_raw<vu>(p + (bytes ? h : h / 2) * kQuad * kPanel + j * kQuad * W);
         return decode<F>(bytes ? b : (h % 2 ? b >> 4 : b) & 0x0f0f0f0fu);
       });
-    }
     }
     UNROLL for (int j = 0; j < V; j++) {
       vf scale = load(reinterpret_cast<const Scale*>(scales) + j * W);
