@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
+from functools import cache
 from typing import Any, TypeVar
 
 from octavo.checkpoints.config_json import ConfigJson
-from octavo.errors import ConfigError, ModelError
+from octavo.errors import ConfigError, ModelError, reason_of
 from octavo.models.blocks.layer import LayerSpec
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.spec import ModelSpec
@@ -18,6 +19,9 @@ from octavo.quantization.registry import FORMS, METHODS
 
 _QUANTIZED = ("quantization_config", "compression_config")
 """Fields of config.json that describe a quantized checkpoint."""
+_MOST_REPEATS = 6
+"""Limit of a pattern's repeats and groups: with more, a name could take minutes."""
+_MOST_SHOWN = 100  # characters of a pattern in an error message
 _LEFT_OUT = ("modules_to_not_convert", "ignore")
 """Fields in a quantization description that list modules without quantization."""
 _Spec = TypeVar("_Spec", bound=ModelSpec)
@@ -44,7 +48,11 @@ def assign(spec: _Spec, setting: str | None, config: ConfigJson) -> _Spec:
     read = METHODS.get(method) if isinstance(method, str) else None
     if read is None:
         known = ", ".join(["checkpoints in float32, float16 or bfloat16", *METHODS])
-        raise described.error("quant_method", f"supported: {known}")
+        raise described.error(
+            "quant_method",
+            f"supported: {known}; use one of these, or the model's unquantized checkpoint with "
+            "--quantization int8 or int4",
+        )
     if setting is not None:
         raise ConfigError(
             f"quantization={setting}: the checkpoint is quantized already, by {method}; leave the "
@@ -88,11 +96,27 @@ def _matches(module: str, pattern: str, config: ConfigJson) -> bool:
     if not pattern.startswith("re:"):
         return f".{pattern}." in f".{module}."
     try:
-        return re.match(pattern[3:], module) is not None
-    except re.error as error:
+        return _compiled(pattern[3:]).match(module) is not None
+    except (re.error, RecursionError, OverflowError) as error:
         raise ModelError(
-            f"{config.where}: {pattern!r} is not a regular expression ({error})."
+            f"{config.where}: {pattern[:_MOST_SHOWN]!r} is not a regular expression that Octavo "
+            f"supports ({reason_of(error)})."
         ) from None
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """Return a pattern that takes little time for a name.
+
+    Raises:
+        re.error: the pattern is none, or could take long.
+    """
+    plain = re.sub(r"\\.|\[[^]]*\]|\(\?", lambda found: found[0][0], pattern)
+    if len(re.findall(r"[*+?{]", plain)) > _MOST_REPEATS or plain.count("(") > _MOST_REPEATS:
+        raise re.error(f"it has more than {_MOST_REPEATS} repeats or groups")
+    if re.search(r"\)[*+{]", plain):
+        raise re.error("it repeats a group")
+    return re.compile(pattern)
 
 
 def _with_forms(

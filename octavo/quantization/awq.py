@@ -77,9 +77,6 @@ def read_form(config: ConfigJson) -> AWQ:
     Raises:
         ModelError: a field has an unsupported value.
     """
-    bits = "bits" if config.has("bits") else "w_bit"
-    if config.integer(bits, least=0) != 4:
-        raise config.error(bits, "AWQ has 4 bits")
-    return AWQ(
-        read_group_size(config, "group_size" if config.has("group_size") else "q_group_size")
-    )
+    if config.integer("bits", "w_bit", least=0) != 4:
+        raise config.error("bits" if config.has("bits") else "w_bit", "AWQ has 4 bits")
+    return AWQ(read_group_size(config, "group_size", "q_group_size"))
