@@ -46,10 +46,9 @@ class AWQ(Grouped):
     def read(self, tensors: Sequence[NDArray[Any]]) -> Numbers:
         """Implement `Grouped`."""
         qweight, scales, qzeros = tensors
-        codes, zeros = (
-            unpack(words, 4, _ORDER)[:, : scales.shape[1]] for words in (qweight, qzeros)
-        )
-        return Numbers(codes.T, scales.T, zeros.T)
+        rows = scales.shape[1]
+        codes, zeros = (unpack(t.T, 4, _ORDER, rows=True)[:rows] for t in (qweight, qzeros))
+        return Numbers(codes, scales.T, zeros)
 
 
 def read_awq(config: ConfigJson) -> Groups:

@@ -244,20 +244,22 @@ def read_group_size(config: ConfigJson, *fields: str) -> int:
 
 
 def unpack(
-    words: NDArray[np.int32], bits: int, order: Sequence[int] | None = None
+    words: NDArray[np.int32], bits: int, order: Sequence[int] | None = None, *, rows: bool = False
 ) -> NDArray[np.uint8]:
-    """Return the codes [M, 32 / bits * N] in words [M, N].
+    """Return the codes in words [M, N]: [M, 32 / bits * N], or [32 / bits * M, N] of several rows.
 
     Args:
         words: the words.
         bits: bits of a code.
         order: index of the code in each place of a word, from its lowest bits on; None: in order.
+        rows: True if the codes of a word are of one column and several rows.
     """
-    count = 32 // bits
-    codes = np.empty((*words.shape, count), np.uint8)
+    dense = np.ascontiguousarray(words).view(np.uint32)
+    (m, n), count, mask = dense.shape, 32 // bits, np.uint32(2**bits - 1)
+    codes = np.empty((m, count, n) if rows else (m, n, count), np.uint8)
     for place, index in enumerate(order or range(count)):
-        codes[..., index] = (words.view(np.uint32) >> np.uint32(bits * place)) & (2**bits - 1)
-    return codes.reshape(len(words), -1)
+        codes[(slice(None), index) if rows else (..., index)] = dense >> (bits * place) & mask
+    return codes.reshape((m * count, n) if rows else (m, n * count))
 
 
 def sort_inputs(g_idx: NDArray[Any], group_size: int, name: str) -> NDArray[np.int32]:
