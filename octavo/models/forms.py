@@ -22,7 +22,7 @@ _QUANTIZED = ("quantization_config", "compression_config")
 _MOST_REPEATS = 6
 """Limit of a pattern's repeats and groups: with more, a name could take minutes."""
 _MOST_SHOWN = 100  # characters of a pattern in an error message
-_LEFT_OUT = ("modules_to_not_convert", "ignore")
+_LEFT_OUT = ("modules_to_not_convert", "ignored_layers", "ignore")
 """Fields in a quantization description that list modules without quantization."""
 _Spec = TypeVar("_Spec", bound=ModelSpec)
 
@@ -32,17 +32,24 @@ def assign(spec: _Spec, setting: str | None, config: ConfigJson) -> _Spec:
 
     Args:
         spec: the model.
-        setting: the `quantization` setting: the form of all linear weights, LM head included. None:
-            the checkpoint decides.
+        setting: the `quantization` setting: the form of all linear weights, LM head included, or
+            the checkpoint's own method. None: the checkpoint decides.
         config: contents of config.json. A quantized checkpoint has a quantization_config.
 
     Raises:
-        ConfigError: the setting is used with a quantized checkpoint.
+        ConfigError: the setting contradicts the checkpoint.
         ModelError: the checkpoint's method is not supported, or its description is damaged.
     """
     name = next((name for name in _QUANTIZED if config.has(name)), None)
     if name is None:
-        return _with_forms(spec, lambda module: FORMS[setting])
+        form = FORMS.get(setting)
+        if form is None:
+            made = ", ".join(str(known) for known in FORMS if known is not None)
+            raise ConfigError(
+                f"quantization={setting}: the checkpoint is not quantized, and Octavo quantizes to "
+                f"{made} only; choose one of these, or leave the setting out."
+            )
+        return _with_forms(spec, lambda module: form)
     described = config.section(name)
     method = described.get("quant_method")
     read = METHODS.get(method) if isinstance(method, str) else None
@@ -51,9 +58,9 @@ def assign(spec: _Spec, setting: str | None, config: ConfigJson) -> _Spec:
         raise described.error(
             "quant_method",
             f"supported: {known}; use one of these, or the model's unquantized checkpoint with "
-            "--quantization int8 or int4",
+            "--quantization int8, int4 or fp8",
         )
-    if setting is not None:
+    if setting is not None and METHODS.get(setting) is not read:
         raise ConfigError(
             f"quantization={setting}: the checkpoint is quantized already, by {method}; leave the "
             "setting out."
