@@ -55,7 +55,7 @@ constexpr BlockShape block_shape(QuantFormat f) {
   }
 }
 
-INLINE bool is_block_type(QuantFormat f) { return f >= QuantFormat::q4_0; }
+INLINE bool is_block_type(QuantFormat f) { return f >= QuantFormat::q4_0 && f <= QuantFormat::iq4_xs; }
 
 constexpr int8_t kIq4Levels[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                    1,    13,   25,  38,  53,  69,  89,  113};

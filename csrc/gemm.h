@@ -237,27 +237,34 @@ void linear_rows(const LinearArgs& a, const A* x, int64_t x_stride, int64_t row0
             });
 }
 
-template <class T>
-INLINE void linear_typed(const LinearArgs& a, T) {
+// Copies some rows of x at a time to float32, for a processor that cannot multiply T, and calls
+// f(copy, row0, m) for them: the copy of rows row0 ... row0 + m is dense.
+template <class T, class Args, class F>
+INLINE void with_float_rows(const Args& a, T, F f) {
+  constexpr int64_t some = 2 * kRowBlock;
   const T* x = static_cast<const T*>(a.x);
-  if constexpr (std::is_same_v<T, typename Panel<T>::A>) {
-    linear_rows<T, T>(a, x, a.x_stride, 0, a.m);
-  } else {
-    // The processor cannot multiply T: copy some rows at a time to float32.
-    constexpr int64_t some = 2 * kRowBlock;
-    float* copy = static_cast<float*>(scratch(min(a.m, some) * a.k * sizeof(float)));
-    for (int64_t row0 = 0; row0 < a.m; row0 += some) {
-      const int64_t m = min(some, a.m - row0);
-      parallel_for(m, m * a.k / W, [&](int64_t i) {
-        const T* from = x + (row0 + i) * a.x_stride;
-        for (int64_t k = 0; k < a.k; k += W) {
-          int n = int(min<int64_t>(W, a.k - k));
-          store(copy + i * a.k + k, load(from + k, n), n);
-        }
-      });
-      linear_rows<float, T>(a, copy, a.k, row0, m);
-    }
+  float* copy = static_cast<float*>(scratch(min(a.m, some) * a.k * sizeof(float)));
+  for (int64_t row0 = 0; row0 < a.m; row0 += some) {
+    const int64_t m = min(some, a.m - row0);
+    parallel_for(m, m * a.k / W, [&](int64_t i) {
+      const T* from = x + (row0 + i) * a.x_stride;
+      for (int64_t k = 0; k < a.k; k += W) {
+        int n = int(min<int64_t>(W, a.k - k));
+        store(copy + i * a.k + k, load(from + k, n), n);
+      }
+    });
+    f(copy, row0, m);
   }
+}
+
+template <class T>
+INLINE void linear_typed(const LinearArgs& a, T t) {
+  if constexpr (std::is_same_v<T, typename Panel<T>::A>)
+    linear_rows<T, T>(a, static_cast<const T*>(a.x), a.x_stride, 0, a.m);
+  else
+    with_float_rows(a, t, [&](const float* x, int64_t row0, int64_t m) {
+      linear_rows<float, T>(a, x, a.k, row0, m);
+    });
 }
 
 // Packs by a tile of 128 steps of K, which fits in L1: rows are read and written in whole cache

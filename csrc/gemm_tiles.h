@@ -201,32 +201,32 @@ INLINE void write_part(const Args& a, T t, int64_t m, int64_t row0, int64_t rows
 }
 
 // Multiplies m rows by all panels: `tiles(part)` returns the tiles of the first group of a part;
-// `finish(first, rows, col, c, up)` uses the sums of rows first ... and the panel at column col,
-// and those of its other half if gated.
-template <class Dot, class Args, class Tiles, class Finish>
-INLINE void tile_products(const Args& a, int64_t m, int64_t steps, const TileCut& cut, Tiles tiles,
-                          Finish finish) {
+// `multiply(x, groups, panel, from, depth, c, next_panel, next_from)` adds the product of groups of
+// tiles and `depth` steps of a panel, step `from` first, to the sums c, which step 0 begins; the
+// next panel and step are known for prefetching. `finish(first, rows, col, c, up)` uses the sums of
+// rows first ... and the panel at column col, and those of its other half if gated.
+template <class Args, class Tiles, class Multiply, class Finish>
+INLINE void for_tile_parts(const Args& a, int64_t m, int64_t steps, const TileCut& cut, Tiles tiles,
+                           Multiply multiply, Finish finish) {
   const bool gated = a.gated != Gated::none;
   const int64_t half = a.n / 2 / kPanel, panels = gated ? half : ceil_div(a.n, kPanel);
-  const char* weight = static_cast<const char*>(a.weight);
   auto task = [&](const char* x, int64_t p, int64_t s) {
     const int64_t first = p * cut.part, groups = min(cut.part, cut.groups - first);
     const int64_t panel0 = s * cut.set, end = min(panel0 + cut.set, panels);
-    const char* w[kLongPanels];
+    int64_t together[kLongPanels];
     int count = 0;
     for (int64_t i = panel0; i < end; i++) {
-      w[count++] = weight + i * steps * kStepNbytes;
-      if (gated) w[count++] = weight + (half + i) * steps * kStepNbytes;
+      together[count++] = i;
+      if (gated) together[count++] = half + i;
     }
     const int64_t sums_nbytes = groups * kStepNbytes;
     char* c = static_cast<char*>(scratch(count * sums_nbytes, 1));
     for (int64_t from = 0; from < steps; from += cut.depth) {
       const int64_t depth = min(cut.depth, steps - from);
       for (int i = 0; i < count; i++) {
-        const char* next =
-            i + 1 < count ? w[i + 1] + from * kStepNbytes : w[0] + (from + depth) * kStepNbytes;
-        tile_block<Dot>(x + from * kTileNbytes, steps * kTileNbytes, w[i] + from * kStepNbytes, depth,
-                        groups, c + i * sums_nbytes, from == 0, next);
+        const bool last = i + 1 == count;
+        multiply(x + from * kTileNbytes, groups, together[i], from, depth, c + i * sums_nbytes,
+                 together[last ? 0 : i + 1], last ? from + depth : from);
       }
     }
     const int64_t rows = min(groups * kTileRows16, m - first * kTileRows16);
@@ -248,6 +248,22 @@ INLINE void tile_products(const Args& a, int64_t m, int64_t steps, const TileCut
     _mm_sfence();  // writes past the caches complete before other threads are notified
 #endif
   });
+}
+
+// Multiplies by weights whose packed panels are tiles; arguments as above.
+template <class Dot, class Args, class Tiles, class Finish>
+INLINE void tile_products(const Args& a, int64_t m, int64_t steps, const TileCut& cut, Tiles tiles,
+                          Finish finish) {
+  const char* weight = static_cast<const char*>(a.weight);
+  auto at = [&](int64_t panel, int64_t from) { return weight + (panel * steps + from) * kStepNbytes; };
+  for_tile_parts(
+      a, m, steps, cut, tiles,
+      [&](const char* x, int64_t groups, int64_t panel, int64_t from, int64_t depth, char* c,
+          int64_t next_panel, int64_t next_from) {
+        tile_block<Dot>(x, steps * kTileNbytes, at(panel, from), depth, groups, c, from == 0,
+                        at(next_panel, next_from));
+      },
+      finish);
 }
 
 // Makes tiles of a group's rows. Zeros follow K as in the weights: zero times NaN would be NaN.
@@ -273,7 +289,10 @@ int64_t linear_scratch(int64_t rows, int64_t k, int64_t threads) {
          threads * min(kSumsNbytes, groups * kStepNbytes * panels);
 }
 
-void linear_tiles(const LinearArgs& a) {
+// Copies rows of bfloat16 into tiles, some at a time, and calls f(row0, m, cut, tiles): see
+// for_tile_parts.
+template <class Args, class F>
+INLINE void with_tiles(const Args& a, F f) {
   const int64_t steps = padded_k<bf16>(a.k) * sizeof(bf16) / kTileBytes;
   const int64_t group_nbytes = steps * kTileNbytes;
   for (int64_t row0 = 0; row0 < a.m; row0 += kTogether) {
@@ -289,20 +308,26 @@ void linear_tiles(const LinearArgs& a) {
       shared = static_cast<char*>(scratch(cut.groups * group_nbytes));
       parallel_for(cut.groups, m * steps, [&](int64_t g) { make(g, shared + g * group_nbytes); });
     }
-    auto tiles = [&](int64_t part) -> const char* {
+    f(row0, m, cut, [&](int64_t part) -> const char* {
       const int64_t first = part * cut.part;
       if (shared) return shared + first * group_nbytes;
       const int64_t groups = min(cut.part, cut.groups - first);
       char* own = static_cast<char*>(scratch(groups * group_nbytes, 2));
       for (int64_t g = 0; g < groups; g++) make(first + g, own + g * group_nbytes);
       return own;
-    };
+    });
+  }
+}
+
+void linear_tiles(const LinearArgs& a) {
+  const int64_t steps = padded_k<bf16>(a.k) * sizeof(bf16) / kTileBytes;
+  with_tiles(a, [&](int64_t row0, int64_t m, const TileCut& cut, auto tiles) {
     tile_products<DotBf16>(a, m, steps, cut, tiles,
                            [&](int64_t first, int64_t rows, int64_t col, char* c, char* up) {
                              write_part(a, bf16{}, a.m, row0 + first, rows, col,
                                         reinterpret_cast<float*>(c), reinterpret_cast<float*>(up));
                            });
-  }
+  });
 }
 
 OCTAVO_END

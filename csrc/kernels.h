@@ -108,7 +108,8 @@ struct LinearArgs {
   }
 };
 
-// Encoding of a quantized weight, see quant.h; from q4_0 on: block types of GGUF, see blocks.h.
+// Encoding of a quantized weight, see quant.h; from q4_0 to iq4_xs: block types of GGUF, see blocks.h;
+// fp8: see fp8.h.
 enum class QuantFormat : int {
   int8 = 0,
   int4_levels = 1,
@@ -127,7 +128,8 @@ enum class QuantFormat : int {
   q4_k = 14,
   q5_k = 15,
   q6_k = 16,
-  iq4_xs = 17
+  iq4_xs = 17,
+  fp8 = 18
 };
 
 struct QuantizeArgs {
@@ -136,7 +138,7 @@ struct QuantizeArgs {
   void* dst;  // the whole packed weight
   int64_t row0, rows;  // range of its n rows
   int64_t n, k, group;
-  QuantFormat format;  // int8 or int4_levels
+  QuantFormat format;  // int8, int4_levels or fp8
   DType dtype;
 
   MEMBERS(src, src_stride, dst, row0, rows, n, k, group, format, dtype)
@@ -144,7 +146,7 @@ struct QuantizeArgs {
 
 struct PackQuantArgs {
   const uint8_t* codes;  // [rows, k]
-  const float* scales;  // [rows, groups]: int8: 1 group; others: ceil(k / group); for 4 bits float16 numbers
+  const float* scales;  // [rows, groups]: 1 if the group is 0, else ceil(k / group); for 4 bits float16 numbers
   const uint8_t* zeros;  // [rows, groups]; int4_zeros and int8_groups only
   void* dst;  // as above
   int64_t row0, rows;
@@ -187,6 +189,7 @@ struct LinearQArgs {
     const double scale = 2 + (format == QuantFormat::int4_zeros);
     const double weight = format == QuantFormat::int8    ? 1.0
                           : format == QuantFormat::int8_groups ? 1.0 + 5.0 / double(group)
+                          : format == QuantFormat::fp8   ? 1.0 + (group ? 4.0 / double(group) : 0.0)
                           : format >= QuantFormat::q4_0 ? kBlocks[int(format) - int(QuantFormat::q4_0)] / 8
                                                         : 0.5 + scale / double(group);
     const int64_t width = gated == Gated::none ? n : n / 2;

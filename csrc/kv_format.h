@@ -8,7 +8,7 @@
 // Every type of a model can represent the numbers of these formats exactly, except for the scale of
 // int8.
 #pragma once
-#include "quant.h"
+#include "bytes.h"
 
 OCTAVO_BEGIN
 
@@ -110,51 +110,52 @@ struct Magnitudes {
 template <class C>
 alignas(64) constexpr Magnitudes<C> kMagnitudes;
 
+// Returns the bits of bfloat16 numbers.
 template <class C>
-INLINE void widen_some(bf16* to, const C* from) {
+INLINE v2h to_bf16(v2b numbers, C) {
   const uint16_t* t = kMagnitudes<C>.bits;
   const __m512i t0 = _mm512_load_si512(t), t1 = _mm512_load_si512(t + 32);
   const __m512i t2 = _mm512_load_si512(t + 64), t3 = _mm512_load_si512(t + 96);
   const __m512i sign = _mm512_set1_epi16(int16_t(0x8000));
-  UNROLL for (int i = 0; i < kWidened; i += 32) {
-    const __m512i b = (__m512i)sign_extend(load_raw<v2b>(from + i));
-    const __m512i m = std::is_same_v<C, i8> ? _mm512_abs_epi16(b) : b;  // in the lowest 7 bits
-    const __mmask32 upper = _mm512_test_epi16_mask(m, _mm512_set1_epi16(0x40));
-    __m512i v = _mm512_permutex2var_epi16(t0, m, t1);
-    v = _mm512_mask_mov_epi16(v, upper, _mm512_permutex2var_epi16(t2, m, t3));
-    _mm512_storeu_si512(to + i, _mm512_ternarylogic_epi32(v, b, sign, 0xf8));  // v | (b & sign)
-  }
+  const __m512i b = (__m512i)sign_extend(numbers);
+  const __m512i m = std::is_same_v<C, i8> ? _mm512_abs_epi16(b) : b;  // in the lowest 7 bits
+  const __mmask32 upper = _mm512_test_epi16_mask(m, _mm512_set1_epi16(0x40));
+  __m512i v = _mm512_permutex2var_epi16(t0, m, t1);
+  v = _mm512_mask_mov_epi16(v, upper, _mm512_permutex2var_epi16(t2, m, t3));
+  return (v2h)_mm512_ternarylogic_epi32(v, b, sign, 0xf8);  // v | (b & sign)
 }
 #else
 // The bits of a bfloat16 are nearly the logarithm of the number: linear between powers of two. So
 // is a magnitude m of an FP8 format, except for subnormal numbers, where m is the number itself.
 // Their graph is concave, so it is the minimum of the lines of its pieces.
 template <class C>
-INLINE void widen_some(bf16* to, const C* from) {
+INLINE v2h to_bf16(v2b numbers, C) {
   constexpr int M = Format<C>::M, kSmallest = 127 - Format<C>::kBias - M;
-  UNROLL for (int i = 0; i < kWidened; i += 2 * W) {
-    const v2h b = sign_extend(load_raw<v2b>(from + i)), m = b & 0x7f;
-    v2h v = (m << 7) + int16_t(kSmallest << 7);
-    UNROLL for (int k = 1; k <= M; k++) {
-      const v2h line = (m << (7 - k)) + int16_t((kSmallest + k) << 7);
-      v = line < v ? line : v;
-    }
-    v = m > int16_t(Format<C>::kLargest) ? v2h{} + int16_t(0x7fc0) : v;
-    v = (m > 0 ? v : v2h{}) | (b & int16_t(0x8000));
-    memcpy(to + i, &v, sizeof v);
+  const v2h b = sign_extend(numbers), m = b & 0x7f;
+  v2h v = (m << 7) + int16_t(kSmallest << 7);
+  UNROLL for (int k = 1; k <= M; k++) {
+    const v2h line = (m << (7 - k)) + int16_t((kSmallest + k) << 7);
+    v = line < v ? line : v;
   }
+  v = m > int16_t(Format<C>::kLargest) ? v2h{} + int16_t(0x7fc0) : v;
+  return (m > 0 ? v : v2h{}) | (b & int16_t(0x8000));
 }
 
 // Converts two numbers in a lane; the upper half of their float32 suffices.
-INLINE void widen_some(bf16* to, const i8* from) {
+INLINE v2h to_bf16(v2b numbers, i8) {
+  const vi b = (vi)sign_extend(numbers);
+  const vu low = (vu)to_float((b << 16) >> 16), high = (vu)to_float(b >> 16);
+  return (v2h)(low >> 16 | (high & 0xffff0000u));
+}
+#endif
+
+template <class C>
+INLINE void widen_some(bf16* to, const C* from) {
   UNROLL for (int i = 0; i < kWidened; i += 2 * W) {
-    const vi b = (vi)sign_extend(load_raw<v2b>(from + i));
-    const vu low = (vu)to_float((b << 16) >> 16), high = (vu)to_float(b >> 16);
-    const vu v = low >> 16 | (high & 0xffff0000u);
+    const v2h v = to_bf16(load_raw<v2b>(from + i), C{});
     memcpy(to + i, &v, sizeof v);
   }
 }
-#endif
 
 template <class T, class C>
 INLINE void widen_some(T* to, const C* from) {

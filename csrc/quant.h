@@ -19,6 +19,7 @@
 // A weight may have an order of its inputs: x is gathered by it before it is quantized.
 #pragma once
 #include "blocks.h"
+#include "fp8.h"
 #if defined(OCTAVO_TILES)
 #include "gemm_tiles.h"
 #endif
@@ -305,7 +306,7 @@ INLINE void linear_q_typed(const LinearQArgs& a, T) {
           return panel4<QuantFormat::int4_zeros>(a, x, first, rows, col, c);
         case QuantFormat::int8_groups:
           return panel4<QuantFormat::int8_groups>(a, x, first, rows, col, c);
-        default: return;  // linear_blocks computes block types
+        default: return;  // linear_q passes others on
       }
     });
   }
@@ -313,6 +314,7 @@ INLINE void linear_q_typed(const LinearQArgs& a, T) {
 
 void linear_q(const LinearQArgs& a) {
   if (is_block_type(a.format)) return linear_blocks(a);
+  if (a.format == QuantFormat::fp8) return linear_fp8(a);
   with_type(a.dtype, [&](auto t) { linear_q_typed(a, t); });
 }
 
@@ -383,6 +385,7 @@ void pack_rows(const PackQuantArgs& a) {
 }
 
 void pack_quant(const PackQuantArgs& a) {
+  if (a.format == QuantFormat::fp8) return pack_fp8(a);
   for_panels(a.row0, a.rows, a.rows * a.k / kQuad, [&](int64_t first, int64_t rows) {
     const int64_t skip = first - a.row0;
     const int64_t groups = a.format == QuantFormat::int8 ? 1 : ceil_div(a.k, a.group);
@@ -480,6 +483,7 @@ INLINE void quantize4(const T* x, int64_t stride, int rows, int64_t k, int64_t g
 }
 
 void quantize_weight(const QuantizeArgs& a) {
+  if (a.format == QuantFormat::fp8) return quantize_fp8(a);
   with_type(a.dtype, [&](auto t) {
     using T = decltype(t);
     const bool bytes = a.format == QuantFormat::int8;

@@ -33,7 +33,7 @@ class Machine:
     Attributes:
         bandwidth: bytes per second that can be read from memory.
         peak: floating-point operations per second of a matrix product.
-        dtype: type of that product: a dtype's name, or "int8" or "int4".
+        dtype: type of that product: a dtype's name, or "int8", "int4" or "fp8".
         bandwidth_by: fastest method of reading.
         peak_by: fastest implementation of the product: "Octavo" or "numpy".
     """
@@ -60,8 +60,11 @@ def measure_machine(dtype: str, quantization: str | None = None) -> Machine:
 
     Args:
         dtype: dtype of the model: "float32", "float16" or "bfloat16".
-        quantization: format of the linear weights, as in `ModelConfig`.
+        quantization: format of the linear weights, as in `ModelConfig`; the methods of quantized
+            checkpoints count as the dtype.
     """
+    if quantization not in FORMS:
+        quantization = None
     bandwidth, bandwidth_by = measure_bandwidth()
     peak, peak_by = measure_peak(dtype, quantization)
     return Machine(bandwidth, peak, quantization or dtype, bandwidth_by, peak_by)

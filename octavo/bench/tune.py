@@ -39,6 +39,7 @@ from octavo.bench.sweep import (
 from octavo.config import BUILTIN_MODEL, EngineConfig, config_fields, environment_without_keys
 from octavo.errors import BenchError, ConfigError, DatasetError
 from octavo.platforms.registry import get_platform
+from octavo.quantization.registry import FORMS
 
 SPACE: dict[str, tuple[Any, ...]] = {
     "max_num_batched_tokens": (128, 256, 512, 1024, 2048, 4096, 8192),
@@ -178,7 +179,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--allow-quantization",
         metavar="NAME,...",
-        help="Try these quantizations, too, which change the answers: int8,int4.",
+        help="Try these quantizations, too, which change the answers: int8,int4,fp8.",
     )
     add(
         "--serve-args",
@@ -488,13 +489,11 @@ def _bench_arguments(args: argparse.Namespace, slos: Slos) -> argparse.Namespace
 
 
 def _quantizations(text: str) -> list[str]:
-    choices = next(f.choices for f in config_fields() if f.name == "quantization") or ()
+    choices = [name for name in FORMS if name is not None]
     names = [word.strip() for word in text.split(",")]
     for name in names:
         if name not in choices:
-            raise BenchError(
-                f"--allow-quantization {name!r}: must be of {', '.join(map(str, choices))}."
-            )
+            raise BenchError(f"--allow-quantization {name!r}: must be of {', '.join(choices)}.")
     return list(dict.fromkeys(names))
 
 

@@ -39,6 +39,8 @@ class Source:
     """Outputs [begin, end) that are needed; None: all."""
     dtypes: tuple[str, ...] = FLOATS
     """Types that the tensor may have."""
+    other_shapes: tuple[tuple[int, ...], ...] = ()
+    """Other shapes that the tensor may have."""
     optional: bool = False
     """True if checkpoints may lack the tensor; it is then read as a tensor without elements."""
     dummy: float | None = None

@@ -9,7 +9,7 @@ import numpy as np
 
 from octavo.checkpoints.base import Expected, Source, Tensors
 from octavo.checkpoints.folder import Folder
-from octavo.system.tensor import HostTensor, empty, from_numpy, full
+from octavo.system.tensor import HostTensor, empty, from_numpy, full, numpy_dtype
 
 _BOUND = 0.02 * 3**0.5
 """Bound of uniform numbers with standard deviation 0.02, as in the initialisation of models."""
@@ -56,5 +56,8 @@ class DummyTensors(Tensors):
         numbers = np.random.Generator(np.random.PCG64(seed)).random(source.shape, np.float32)
         numbers -= np.float32(0.5)
         numbers *= np.float32(2 * _BOUND)
+        if source.dtypes[0].startswith("float8"):
+            rounded: HostTensor = from_numpy(numbers.astype(numpy_dtype(source.dtypes[0])))
+            return rounded
         tensor: HostTensor = from_numpy(numbers)
         return tensor if "float32" in source.dtypes else tensor.view(source.dtypes[0])

@@ -173,10 +173,11 @@ def match_names(
             continue
         name = names[source.name]
         tensor = stored[name]
-        if tensor.shape != source.shape:
+        shapes = source.shape, *source.other_shapes
+        if tensor.shape not in shapes:
             raise ModelError(
                 f"{tensor.file}: {name} has shape {list(tensor.shape)}, but config.json requires "
-                f"{list(source.shape)}."
+                f"{' or '.join(str(list(shape)) for shape in shapes)}."
             )
         require_dtype(name, tensor, source)
     return names

@@ -13,6 +13,7 @@ from octavo.checkpoints.model_files import refuse_lfs_pointer, require_file
 from octavo.errors import ModelError
 
 _DTYPES = {"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+_DTYPES["F8_E8M0"] = "uint8"  # exponents of powers of two, which numbers of one byte represent
 _DTYPES |= {f"F{bits}": f"float{bits}" for bits in (16, 32, 64)}
 _DTYPES |= {f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)} | {"U8": "uint8"}
 

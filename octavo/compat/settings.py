@@ -309,8 +309,8 @@ FOREIGN: dict[str, Foreign] = {
             cohere_is_reasoning_model=EITHER,
         ),
         _group(
-            "weights always stay in the device's memory; use a smaller dtype or quantization=int8 "
-            "or int4",
+            "weights always stay in the device's memory; use a smaller dtype or quantization=int8, "
+            "int4 or fp8",
             cpu_offload_gb=0,
             offload_backend="auto",
             offload_group_size=0,
@@ -431,7 +431,7 @@ FOREIGN: dict[str, Foreign] = {
             safetensors_prefetch_num_threads=ANY,
         ),
         _group("loading shows its progress only on a terminal", use_tqdm_on_load=EITHER),
-        _group("use quantization=int8 or int4", quantization_config={}),
+        _group("use quantization=int8, int4 or fp8", quantization_config={}),
         _group("Octavo has no deprecated methods", allow_deprecated_quantization=EITHER),
         _group(
             "logprobs are those of the model before any processing; leave it out",

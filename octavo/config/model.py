@@ -49,8 +49,24 @@ class ModelConfig(Section, frozen=True):
         Meta(description="Data type of weights and activations; auto: the checkpoint's type."),
     ] = "auto"
     quantization: Annotated[
-        Literal["int8", "int4"] | None,
-        Meta(description="Quantize the linear layers while loading; default: keep the dtype."),
+        Literal[
+            "int8",
+            "int4",
+            "fp8",
+            "awq",
+            "gptq",
+            "auto-round",
+            "compressed-tensors",
+            "modelopt",
+            "bitsandbytes",
+            "gguf",
+        ]
+        | None,
+        Meta(
+            description="int8, int4, fp8: quantize the linear layers while loading. Any name may"
+            " state the method of a quantized checkpoint, which is used in any case. Default: keep"
+            " the checkpoint's weights."
+        ),
     ] = None
     seed: Annotated[int, Meta(description="Random seed.", ge=0)] = 0
     max_model_len: Annotated[

@@ -82,6 +82,7 @@ QuantFormat = Literal[
     "q5_k",
     "q6_k",
     "iq4_xs",
+    "fp8",
 ]
 """Encoding of a quantized weight in unsigned codes:
 
@@ -91,10 +92,16 @@ QuantFormat = Literal[
 - int4_zeros: scale * (code - zero), zeros from 0 to 15.
 - int8_groups: scale * (code - zero), zeros from 0 to 255.
 
-These but int8 have one scale for each output and each group of 32, 64 or 128 inputs, in float16 for
-4 bits and in float32 for int8_groups. The
-others are the block types of `octavo.system.block_types`.
+- fp8: scale * (the number of type e4m3 with this code, not NaN); one float32 scale for each output,
+  or for each output and group of 32, 64 or 128 inputs.
+
+The formats of 4 bits have one float16 scale for each output and each group of 32, 64 or 128 inputs,
+int8_groups a float32 scale. The others are the block types of `octavo.system.block_types`.
 """
+
+
+OnlineFormat = Literal["int8", "int4_levels", "fp8"]
+"""Formats to which weights of floats are quantized while they are loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +113,7 @@ class QuantizedWeight:
         n: outputs.
         k: inputs.
         format: encoding of the numbers.
-        group_size: inputs that share a scale; 0 with int8: all of them; 0 with block types.
+        group_size: inputs that share a scale; 0: all of them, or a block type.
         panel: columns that the layout keeps together; 0 for plain rows.
         order: int32 [K], the last bytes of `data`: the column of x for each packed input; None: the
             inputs are in order.
@@ -132,8 +139,8 @@ class Codes:
 
     Attributes:
         codes: uint8 [rows, K].
-        scales: float32: [rows, 1] with int8, else [rows, ceil(K / group_size)]; with 4 bits,
-            float16 can represent each.
+        scales: float32: [rows, 1] with a group size of 0, else [rows, ceil(K / group_size)];
+            with 4 bits, float16 can represent each.
         zeros: uint8 of the scales' shape; with int4_zeros and int8_groups only.
     """
 
@@ -236,24 +243,24 @@ class Ops(Protocol):
 
         `out` receives the result; its rows may have any stride.
 
-        With a quantized weight, x is quantized too: each row, or with groups each group of a row,
-        to -127 ... 127 times a scale that makes its largest number 127 (Dettmers et al.,
-        "LLM.int8()", section 2.1, the row-wise half).
+        With a quantized weight other than fp8, x is quantized too: each row, or with groups each
+        group of a row, to -127 ... 127 times a scale that makes its largest number 127 (Dettmers
+        et al., "LLM.int8()", section 2.1, the row-wise half).
         """
         ...
 
     def quantize_weight(
         self,
         weight: Sequence[HostTensor],
-        format: Literal["int8", "int4_levels"],
+        format: OnlineFormat,
         group_size: int,
         out: Tensor | None = None,
     ) -> QuantizedWeight:
         """Quantize and pack a weight: parts [N_i, K] of any type, stacked along N.
 
-        int8: the largest magnitude of a row becomes 127. int4_levels: each group uses the scale
-        with the smallest squared error among several. The sources are no longer needed. `out` is
-        memory for the result: uint8 [`kernels.sizes.quantized_nbytes`].
+        int8: the largest magnitude of a row becomes 127. fp8: it becomes 448. int4_levels: each
+        group uses the scale with the smallest squared error among several. The sources are no
+        longer needed. `out` is memory for the result: uint8 [`kernels.sizes.quantized_nbytes`].
         """
         ...
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from octavo.kernels.base import (
     Gelu,
     HostCopy,
     LongArray,
+    OnlineFormat,
     Ops,
     PackedWeight,
     QuantFormat,
@@ -96,6 +97,8 @@ def _new_quantized(
 ) -> QuantizedWeight:
     if format in BLOCK_TYPES:
         assert k % BLOCK_TYPES[format].numbers == 0
+    elif format == "fp8":
+        assert group_size in (0, 32, 64, 128)
     else:
         assert group_size == 0 if format == "int8" else group_size in (32, 64, 128)
         assert 0 < k <= 2**17, "sums of 32 bits hold no more products"
@@ -287,7 +290,7 @@ class NativeOps:
     def quantize_weight(
         self,
         weight: Sequence[HostTensor],
-        format: Literal["int8", "int4_levels"],
+        format: OnlineFormat,
         group_size: int,
         out: Tensor | None = None,
     ) -> QuantizedWeight:
@@ -326,7 +329,7 @@ class NativeOps:
         out: Tensor | None = None,
         order: NDArray[np.int32] | None = None,
     ) -> QuantizedWeight:
-        """Pack into panels of columns, see csrc/quant.h."""
+        """Pack into panels of columns, see csrc/quant.h and csrc/fp8.h."""
         packed = _new_quantized(n, k, format, group_size, out, ordered=order is not None)
         if order is not None:
             assert packed.order is not None

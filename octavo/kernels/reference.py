@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from octavo.kernels.base import (
     Gelu,
     HostCopy,
     LongArray,
+    OnlineFormat,
     Ops,
     PackedWeight,
     QuantFormat,
@@ -130,6 +131,13 @@ def _quantize_int8(groups: Tensor) -> tuple[Tensor, Tensor]:
     return (q + 128).to(torch.uint8), scales[..., 0]
 
 
+def _quantize_fp8(groups: Tensor) -> tuple[Tensor, Tensor]:
+    most = groups.abs().amax(-1, keepdim=True)
+    scales = torch.where(most < 1e-35, 0.0, most / 448)
+    numbers = torch.where(scales == 0, 0.0, groups / scales).clamp(-448, 448)
+    return numbers.to(torch.float8_e4m3fn).view(torch.uint8), scales[..., 0]
+
+
 def _quantize_levels(groups: Tensor) -> tuple[Tensor, Tensor]:
     middles = (LEVELS[1:] + LEVELS[:-1]) / 2
     most = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
@@ -144,6 +152,13 @@ def _quantize_levels(groups: Tensor) -> tuple[Tensor, Tensor]:
     scale = (16 * scale).half().float()
     q = torch.bucketize(groups * _ratio(torch.full_like(scale, 16.0), scale), middles)
     return q.to(torch.uint8), scale[..., 0]
+
+
+_QUANTIZERS: dict[OnlineFormat, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    "int8": _quantize_int8,
+    "int4_levels": _quantize_levels,
+    "fp8": _quantize_fp8,
+}
 
 
 class ReferenceOps:
@@ -230,6 +245,11 @@ class ReferenceOps:
             q, scales = to_bytes(_in_groups(x.float(), 32))
             y = (q * scales).flatten(1) @ cast(Tensor, weight.data).T
             return (y if bias is None else y + bias.float()).to(_either(out_dtype, x))
+        if weight.format == "fp8":
+            data = cast(Tensor, weight.data).double()
+            rows = (data[..., :-1] * data[..., -1:]).flatten(1)[:, : weight.k]
+            y = (x.double() @ rows.T).float()
+            return (y if bias is None else y + bias.float()).to(_either(out_dtype, x))
         if weight.order is not None:
             x = x[:, cast(Tensor, weight.order).long()]
         wide = _in_groups(x.float(), weight.group_size or weight.k)
@@ -247,7 +267,7 @@ class ReferenceOps:
     def quantize_weight(
         self,
         weight: Sequence[HostTensor],
-        format: Literal["int8", "int4_levels"],
+        format: OnlineFormat,
         group_size: int,
         out: HostTensor | None = None,
     ) -> QuantizedWeight:
@@ -255,7 +275,7 @@ class ReferenceOps:
         rows = torch.cat([self.to_device(part).float() for part in weight])
         n, k = rows.shape
         grouped = _in_groups(rows, group_size or k)
-        codes, scales = _quantize_int8(grouped) if format == "int8" else _quantize_levels(grouped)
+        codes, scales = _QUANTIZERS[format](grouped)
         part = Codes(codes.flatten(1)[:, :k], scales)
         return self.pack_quantized(n, k, format, group_size, [part])
 
@@ -285,6 +305,8 @@ class ReferenceOps:
                     assert part.zeros is not None
                     zeros = cast(Tensor, part.zeros).float().repeat_interleave(group_size, 1)[:, :k]
                     numbers = codes.float() - zeros
+                case "fp8":
+                    numbers = codes.view(torch.float8_e4m3fn).float()
             rows.append(torch.cat([_in_groups(numbers, group_size or k), scales[..., None]], 2))
         data = torch.cat(rows)
         assert data.shape[0] == n

@@ -24,9 +24,9 @@ def quantized_nbytes(n: int, k: int, format: str, group_size: int, *, ordered: b
 
     Args:
         n: outputs.
-        k: inputs, padded to whole groups, with int8 to a multiple of 64.
+        k: inputs, padded to whole groups, with int8 to a multiple of 64, with fp8 of 32.
         format: `octavo.kernels.base.QuantFormat`.
-        group_size: inputs that share a scale; 0 with int8 and with block types.
+        group_size: inputs that share a scale; 0: all of them, or a block type.
         ordered: True if the weight has an order of its inputs.
     """
     if ordered:
@@ -39,6 +39,8 @@ def quantized_nbytes(n: int, k: int, format: str, group_size: int, *, ordered: b
         return outputs * (-(-k // 64) * 64 + 4)
     if format == "int8_groups":
         return outputs * -(-k // group_size) * (group_size + 5)
+    if format == "fp8":
+        return outputs * (-(-k // 32) * 32 + 4 * -(-k // (group_size or k)))
     return outputs * -(-k // group_size) * (group_size // 2 + 2 + (format == "int4_zeros"))
 
 

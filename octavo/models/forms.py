@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
+from functools import cache
 from typing import Any, TypeVar
 
 from octavo.checkpoints.config_json import ConfigJson
-from octavo.errors import ConfigError, ModelError
+from octavo.errors import ConfigError, ModelError, reason_of
 from octavo.models.blocks.layer import LayerSpec
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.spec import ModelSpec
@@ -18,7 +19,10 @@ from octavo.quantization.registry import FORMS, METHODS
 
 _QUANTIZED = ("quantization_config", "compression_config")
 """Fields of config.json that describe a quantized checkpoint."""
-_LEFT_OUT = ("modules_to_not_convert", "ignore")
+_MOST_REPEATS = 6
+"""Limit of a pattern's repeats and groups: with more, a name could take minutes."""
+_MOST_SHOWN = 100  # characters of a pattern in an error message
+_LEFT_OUT = ("modules_to_not_convert", "ignored_layers", "ignore")
 """Fields in a quantization description that list modules without quantization."""
 _Spec = TypeVar("_Spec", bound=ModelSpec)
 
@@ -28,24 +32,35 @@ def assign(spec: _Spec, setting: str | None, config: ConfigJson) -> _Spec:
 
     Args:
         spec: the model.
-        setting: the `quantization` setting: the form of all linear weights, LM head included. None:
-            the checkpoint decides.
+        setting: the `quantization` setting: the form of all linear weights, LM head included, or
+            the checkpoint's own method. None: the checkpoint decides.
         config: contents of config.json. A quantized checkpoint has a quantization_config.
 
     Raises:
-        ConfigError: the setting is used with a quantized checkpoint.
+        ConfigError: the setting contradicts the checkpoint.
         ModelError: the checkpoint's method is not supported, or its description is damaged.
     """
     name = next((name for name in _QUANTIZED if config.has(name)), None)
     if name is None:
-        return _with_forms(spec, lambda module: FORMS[setting])
+        form = FORMS.get(setting)
+        if form is None:
+            made = ", ".join(str(known) for known in FORMS if known is not None)
+            raise ConfigError(
+                f"quantization={setting}: the checkpoint is not quantized, and Octavo quantizes to "
+                f"{made} only; choose one of these, or leave the setting out."
+            )
+        return _with_forms(spec, lambda module: form)
     described = config.section(name)
     method = described.get("quant_method")
     read = METHODS.get(method) if isinstance(method, str) else None
     if read is None:
         known = ", ".join(["checkpoints in float32, float16 or bfloat16", *METHODS])
-        raise described.error("quant_method", f"supported: {known}")
-    if setting is not None:
+        raise described.error(
+            "quant_method",
+            f"supported: {known}; use one of these, or the model's unquantized checkpoint with "
+            "--quantization int8, int4 or fp8",
+        )
+    if setting is not None and METHODS.get(setting) is not read:
         raise ConfigError(
             f"quantization={setting}: the checkpoint is quantized already, by {method}; leave the "
             "setting out."
@@ -88,11 +103,27 @@ def _matches(module: str, pattern: str, config: ConfigJson) -> bool:
     if not pattern.startswith("re:"):
         return f".{pattern}." in f".{module}."
     try:
-        return re.match(pattern[3:], module) is not None
-    except re.error as error:
+        return _compiled(pattern[3:]).match(module) is not None
+    except (re.error, RecursionError, OverflowError) as error:
         raise ModelError(
-            f"{config.where}: {pattern!r} is not a regular expression ({error})."
+            f"{config.where}: {pattern[:_MOST_SHOWN]!r} is not a regular expression that Octavo "
+            f"supports ({reason_of(error)})."
         ) from None
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """Return a pattern that takes little time for a name.
+
+    Raises:
+        re.error: the pattern is none, or could take long.
+    """
+    plain = re.sub(r"\\.|\[[^]]*\]|\(\?", lambda found: found[0][0], pattern)
+    if len(re.findall(r"[*+?{]", plain)) > _MOST_REPEATS or plain.count("(") > _MOST_REPEATS:
+        raise re.error(f"it has more than {_MOST_REPEATS} repeats or groups")
+    if re.search(r"\)[*+{]", plain):
+        raise re.error("it repeats a group")
+    return re.compile(pattern)
 
 
 def _with_forms(

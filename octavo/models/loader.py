@@ -176,7 +176,10 @@ class LoadedWeights:
         out = self._memory.place(weight)
         result: _Loaded
         if weight.kind == "linear":
-            result = weight.form.pack(self._ops, parts, weight.packed(self._dtype), out)
+            try:
+                result = weight.form.pack(self._ops, parts, weight.packed(self._dtype), out)
+            except TensorError as error:
+                raise _with_module(error, weight.sources[0]) from None
         else:
             whole_weight = (
                 empty(*weight.shape, dtype=self._dtype)
@@ -273,9 +276,13 @@ def _read(weight: Weight, tensors: Tensors) -> tuple[list[Part], list[HostTensor
         try:
             parts += weight.form.cut(turned, _rows(sources[0], weight), sources[0].columns)
         except TensorError as error:
-            module = sources[0].name.rpartition(".")[0]
-            raise ModelError(f"{module}.{error}") from None
+            raise _with_module(error, sources[0]) from None
     return parts, whole
+
+
+def _with_module(error: TensorError, source: Source) -> ModelError:
+    """Return the error with the name of the source's module."""
+    return ModelError(f"{source.name.rpartition('.')[0]}.{error}")
 
 
 def _rows(source: Source, weight: Weight) -> list[slice | IntArray]:

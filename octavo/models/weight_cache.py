@@ -77,7 +77,7 @@ def weights_key(spec: ModelSpec, checkpoint: Checkpoint, dtype: str) -> bytes | 
     )
 
 
-_NOT_IN_KEYS = ("dtypes", "dummy")
+_NOT_IN_KEYS = ("dtypes", "dummy", "optional", "other_shapes")
 """Fields of a `Source` that depend on the others, or do not change the weights of a file."""
 
 

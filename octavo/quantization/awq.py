@@ -46,10 +46,9 @@ class AWQ(Grouped):
     def read(self, tensors: Sequence[NDArray[Any]]) -> Numbers:
         """Implement `Grouped`."""
         qweight, scales, qzeros = tensors
-        codes, zeros = (
-            unpack(words, 4, _ORDER)[:, : scales.shape[1]] for words in (qweight, qzeros)
-        )
-        return Numbers(codes.T, scales.T, zeros.T)
+        rows = scales.shape[1]
+        codes, zeros = (unpack(t.T, 4, _ORDER, rows=True)[:rows] for t in (qweight, qzeros))
+        return Numbers(codes, scales.T, zeros)
 
 
 def read_awq(config: ConfigJson) -> Groups:
@@ -77,9 +76,6 @@ def read_form(config: ConfigJson) -> AWQ:
     Raises:
         ModelError: a field has an unsupported value.
     """
-    bits = "bits" if config.has("bits") else "w_bit"
-    if config.integer(bits, least=0) != 4:
-        raise config.error(bits, "AWQ has 4 bits")
-    return AWQ(
-        read_group_size(config, "group_size" if config.has("group_size") else "q_group_size")
-    )
+    if config.integer("bits", "w_bit", least=0) != 4:
+        raise config.error("bits" if config.has("bits") else "w_bit", "AWQ has 4 bits")
+    return AWQ(read_group_size(config, "group_size", "q_group_size"))

@@ -125,6 +125,9 @@ class WeightForm(Protocol):
             parts: rows of the weight, which are stacked.
             shape: its shape.
             out: memory for the result: uint8 [`nbytes`].
+
+        Raises:
+            TensorError: the parts do not fit together.
         """
         ...
 

@@ -91,10 +91,10 @@ class CompressedInts(Grouped):
         zeros = order = None
         if not self.symmetric:
             words, *others = others
-            zeros = unpack(words.T, self.bits)[:, : len(scales)].T
+            zeros = unpack(words, self.bits, rows=True)[: len(scales)]
         if self.ordered:
             order = sort_inputs(others[0], self.group_size, "weight_g_idx")
-            codes = codes[:, order]
+            codes = codes.take(order, 1)
         return Numbers(codes, scales, zeros, order)
 
     def _codes_of(self, numbers: NDArray[np.int8]) -> NDArray[np.uint8]:

@@ -68,14 +68,14 @@ class GPTQ(Grouped):
         codes, order = unpack(qweight.T, self.bits), None
         if self.ordered:
             order = sort_inputs(g_idx, self.group_size, "g_idx")
-            codes = codes[:, order]
+            codes = codes.take(order, 1)
         else:
             require_groups(g_idx, self.group_size, "g_idx")
         words = qzeros.view(np.uint32)
         if self.minus_one:  # words, not codes, had been decremented: a zero of 0 borrows
             words = words + np.uint32(sum(1 << bit for bit in range(0, 32, self.bits)))
-        zeros = unpack(words.view(np.int32), self.bits)[:, : scales.shape[1]]
-        return Numbers(codes, scales.T, zeros.T, order)
+        zeros = unpack(words.view(np.int32).T, self.bits, rows=True)[: scales.shape[1]]
+        return Numbers(codes, scales.T, zeros, order)
 
 
 def read_gptq(config: ConfigJson) -> Groups:

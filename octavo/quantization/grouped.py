@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from octavo.checkpoints.base import Source
 from octavo.checkpoints.config_json import ConfigJson
-from octavo.errors import ModelError
 from octavo.kernels.sizes import quantized_nbytes
 from octavo.quantization.base import IntArray, PackedShape, Part, TensorError
 
@@ -174,20 +173,17 @@ class Grouped(ABC):
     def pack(
         self, ops: Ops, parts: Sequence[Part], shape: PackedShape, out: HostTensor | None = None
     ) -> QuantizedWeight:
-        """Implement `WeightForm`.
-
-        Raises:
-            ModelError: the modules of a stack have different orders.
-        """
+        """Implement `WeightForm`."""
         order = None
         if self.ordered:
             parts, orders = [part[:-1] for part in parts], [part[-1].numpy() for part in parts]
             order = orders[0]
             if any((other != order).any() for other in orders):
-                raise ModelError(
-                    "Modules with the same inputs, such as q_proj, k_proj and v_proj, have "
-                    "different g_idx (act-order), which is not supported. Quantize the model with "
-                    "desc_act=false."
+                raise TensorError(
+                    "g_idx",
+                    "differs from that of another module with the same inputs (q_proj, k_proj and "
+                    "v_proj; gate_proj and up_proj), which is not supported; quantize the model "
+                    "without act-order.",
                 )
         codes = (self._codes(ops, part, shape.k) for part in parts)
         return ops.pack_quantized(shape.n, shape.k, *self.format(shape.k), codes, out, order)
@@ -232,35 +228,38 @@ class Grouped(ABC):
         return "int4" if self.symmetric else "int4_zeros", group
 
 
-def read_group_size(config: ConfigJson, field: str) -> int:
+def read_group_size(config: ConfigJson, *fields: str) -> int:
     """Return the number of inputs that share a scale; 0: all.
 
     Raises:
         ModelError: the kernels do not support the number.
     """
-    size = config.integer(field, least=-1)
+    size = config.integer(*fields, least=-1)
     if size == -1:
         return 0
     if size == 0 or size % _KERNEL_GROUPS[-1]:
+        field = next(field for field in fields if config.has(field))
         raise config.error(field, "supported: multiples of 32, and -1 for all inputs")
     return size
 
 
 def unpack(
-    words: NDArray[np.int32], bits: int, order: Sequence[int] | None = None
+    words: NDArray[np.int32], bits: int, order: Sequence[int] | None = None, *, rows: bool = False
 ) -> NDArray[np.uint8]:
-    """Return the codes [M, 32 / bits * N] in words [M, N].
+    """Return the codes in words [M, N]: [M, 32 / bits * N], or [32 / bits * M, N] of several rows.
 
     Args:
         words: the words.
         bits: bits of a code.
         order: index of the code in each place of a word, from its lowest bits on; None: in order.
+        rows: True if the codes of a word are of one column and several rows.
     """
-    count = 32 // bits
-    codes = np.empty((*words.shape, count), np.uint8)
+    dense = np.ascontiguousarray(words).view(np.uint32)
+    (m, n), count, mask = dense.shape, 32 // bits, np.uint32(2**bits - 1)
+    codes = np.empty((m, count, n) if rows else (m, n, count), np.uint8)
     for place, index in enumerate(order or range(count)):
-        codes[..., index] = (words.view(np.uint32) >> np.uint32(bits * place)) & (2**bits - 1)
-    return codes.reshape(len(words), -1)
+        codes[(slice(None), index) if rows else (..., index)] = dense >> (bits * place) & mask
+    return codes.reshape((m * count, n) if rows else (m, n * count))
 
 
 def sort_inputs(g_idx: NDArray[Any], group_size: int, name: str) -> NDArray[np.int32]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 from octavo.kernels.sizes import quantized_nbytes
 from octavo.quantization.base import PackedShape, Part
 from octavo.quantization.plain import FromFloats, floats
 
 if TYPE_CHECKING:
-    from octavo.kernels.base import Ops, QuantizedWeight
+    from octavo.kernels.base import OnlineFormat, Ops, QuantizedWeight
     from octavo.system.tensor import HostTensor
 
 
@@ -20,7 +20,7 @@ class FromFloatsQuantized(FromFloats):
     max_inputs: ClassVar[int | None] = 2**17
     """Limit of 32-bit sums of products."""
 
-    def format(self, n: int, k: int) -> tuple[Literal["int8", "int4_levels"], int]:
+    def format(self, n: int, k: int) -> tuple[OnlineFormat, int]:
         """Return the format of a weight [n, k] and the number of inputs that share a scale."""
         raise NotImplementedError
 
@@ -41,5 +41,5 @@ class FromFloatsQuantized(FromFloats):
 
         return QuantizedWeight(data, shape.n, shape.k, *self._format(shape), _native.panel())
 
-    def _format(self, shape: PackedShape) -> tuple[Literal["int8", "int4_levels"], int]:
+    def _format(self, shape: PackedShape) -> tuple[OnlineFormat, int]:
         return self.format(shape.whole or shape.n, shape.k)

@@ -9,13 +9,19 @@ from octavo.quantization.autoround import read_autoround
 from octavo.quantization.awq import read_awq
 from octavo.quantization.base import Groups, WeightForm
 from octavo.quantization.compressed_tensors import read_compressed_tensors
+from octavo.quantization.fp8 import OnlineFP8, read_fp8
 from octavo.quantization.gguf import read_gguf
 from octavo.quantization.gptq import read_gptq
 from octavo.quantization.int4 import Int4
 from octavo.quantization.int8 import Int8
 from octavo.quantization.plain import PLAIN
 
-FORMS: dict[str | None, WeightForm] = {None: PLAIN, "int8": Int8(), "int4": Int4()}
+FORMS: dict[str | None, WeightForm] = {
+    None: PLAIN,
+    "int8": Int8(),
+    "int4": Int4(),
+    "fp8": OnlineFP8(),
+}
 """Forms by the value of the `quantization` setting; None keeps the model's type."""
 
 Reader = Callable[[ConfigJson], Groups | Mapping[str, WeightForm]]
@@ -25,6 +31,7 @@ METHODS: dict[str, Reader] = {
     "auto-round": read_autoround,
     "intel/auto-round": read_autoround,
     "compressed-tensors": read_compressed_tensors,
+    "fp8": read_fp8,
     "gguf": read_gguf,
 }
 """Readers of config.json's quantization_config, by `quant_method`. A mapping has the forms of

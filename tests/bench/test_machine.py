@@ -31,7 +31,7 @@ def test_bandwidth():
 @pytest.mark.parametrize(
     ("dtype", "quantization"),
     [(dtype, None) for dtype in ("bfloat16", "float16", "float32")]
-    + [("bfloat16", "int8"), ("float32", "int4")],
+    + [("bfloat16", "int8"), ("float32", "int4"), ("bfloat16", "fp8")],
 )
 def test_peak(dtype, quantization):
     peak, by = measure_peak(dtype, quantization, **SMALL)
@@ -42,7 +42,10 @@ def test_peak(dtype, quantization):
 def test_the_machine_is_what_was_measured(monkeypatch):
     monkeypatch.setattr(machine_module, "measure_bandwidth", lambda: (2e10, "read t1"))
     monkeypatch.setattr(machine_module, "measure_peak", lambda *form: (1e12, "numpy"))
-    assert measure_machine("bfloat16") == Machine(2e10, 1e12, "bfloat16", "read t1", "numpy")
+    plain = Machine(2e10, 1e12, "bfloat16", "read t1", "numpy")
+    assert measure_machine("bfloat16") == plain
+    assert measure_machine("bfloat16", "awq") == plain
+    assert measure_machine("bfloat16", "fp8").dtype == "fp8"
     assert measure_machine("bfloat16", "int8").dtype == "int8"
 
 

@@ -350,7 +350,7 @@ def test_quantization_only_if_allowed(fakes, tmp_path):
         return {c[i + 1] for c in fakes.commands for i, w in enumerate(c) if w == "--quantization"}
 
     assert tried() == set()
-    assert tried("--allow-quantization", "int8,int4") == {"int8", "int4"}
+    assert tried("--allow-quantization", "int8,fp8") == {"int8", "fp8"}
     assert tried("--allow-quantization", "int4") == {"int4"}
 
 

@@ -337,7 +337,7 @@ def test_plainest_kernels_agree_with_themselves(expected, dtype):
 
 
 @pytest.mark.parametrize("isa", [i for i in native.available_isas() if i.startswith("amx")])
-@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.parametrize("quantization", [None, "int8", "int4", "fp8"])
 def test_tiles_agree_with_themselves(isa, quantization, tmp_path):
     """The same promise for products on tiles, with a model that is small enough for
     emulated ones."""

@@ -16,7 +16,7 @@ MODELS = ROOT.parent / "shared/data/models"
 PROMPTS = [[700 + 13 * i + j for j in range(5 + 9 * i)] for i in range(12)]
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_alone_and_in_company(name, dtype):
     """Tokens and logprobs, bit for bit, for all batches, chunks, threads and captures."""
@@ -30,10 +30,10 @@ def test_alone_and_in_company(name, dtype):
 
 def test_the_plan_knows_the_sizes():
     plans = {}
-    for name in (None, "int8", "int4"):
+    for name in (None, "int8", "int4", "fp8"):
         with LLM(quantization=name, max_model_len=256) as llm:
             plans[name] = llm.memory_plan.nbytes("weights")
-    assert plans["int4"] < plans["int8"] < plans[None]
+    assert plans["int4"] < plans["int8"] <= plans["fp8"] < plans[None]
 
 
 @pytest.mark.skipif(not TEXT.exists(), reason="needs ../shared/data/text")
@@ -41,15 +41,16 @@ def test_the_plan_knows_the_sizes():
     ("model", "context"), [("octavo/stories", 512), ("stories260K", 512), ("babyllama", 256)]
 )
 def test_perplexity(model, context, monkeypatch):
-    """Within 0.5 % (int8) and 5 % (int4) of the bfloat16 weights."""
+    """Within 0.5 % (int8), 1 % (fp8) and 5 % (int4) of the bfloat16 weights."""
     monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
     perplexity = importlib.import_module("perplexity")
     path = model if model.startswith("octavo/") else str(MODELS / model)
     text = TEXT.read_text()[:30_000]
     values = {}
-    for name in (None, "int8", "int4"):
+    for name in (None, "int8", "int4", "fp8"):
         with LLM(path, quantization=name, dtype="bfloat16", max_model_len=context) as llm:
             rows = perplexity.make_rows(llm, text, context, 8000)
             values[name] = perplexity.perplexity(llm, rows)
     assert values["int8"] < 1.005 * values[None]
+    assert values["fp8"] < 1.01 * values[None]
     assert values["int4"] < 1.05 * values[None]

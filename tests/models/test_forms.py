@@ -174,10 +174,14 @@ def test_ranks_have_parts_of_it(quantized: tuple[Path, Path]) -> None:
     ("fields", "settings", "message"),
     [
         ({"quant_method": "strange"}, {}, r"quant_method='strange' .*: .* bfloat16, .*toy"),
+        ({"quant_method": "fbgemm_fp8"}, {}, r"quant_method='fbgemm_fp8'.* --quantization int8"),
         ({"quant_method": ["toy"]}, {}, r"quant_method=\['toy'\] .*: .* bfloat16, .*toy"),
         ({}, {"quantization": "int8"}, r"quantization=int8: .* already, by toy; leave the setting"),
         ({"ignore": "lm_head"}, {}, r"ignore='lm_head'.*a list of names"),
         ({"modules_to_not_convert": ["re:("]}, {}, r"'re:\(' is not a regular expression"),
+        ({"ignore": ["re:(a+)+$"]}, {}, r"'re:.*' is not .*it repeats a group"),
+        ({"ignore": ["re:" + 7 * "a?"]}, {}, r"more than 6 repeats or groups"),
+        ({"ignore": ["re:" + 7 * "(a|a)"]}, {}, r"more than 6 repeats or groups"),
         ({"group": 0}, {}, r"group=0"),
     ],
 )

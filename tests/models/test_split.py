@@ -118,7 +118,7 @@ def test_rows_of_norms_are_divided(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["llama", "gemma2", "bloom"])
-@pytest.mark.parametrize("form", [None, "int8", "int4"])
+@pytest.mark.parametrize("form", [None, "int8", "int4", "fp8"])
 def test_types_and_forms(case: str, form: str | None, tmp_path: Path) -> None:
     check(case, tmp_path, 2, "float32", form)
 

@@ -1,0 +1,303 @@
+// Linear layers with weights in 8-bit floats (e4m3, see kv_format.h): out = x * weight^T + bias.
+// Codes stay in memory; they are unpacked in registers, or for many rows once into a buffer. x stays
+// as it is: the numbers of e4m3 are exact in every type of a model.
+//
+// Packed in panels of kPanel outputs as bfloat16 is (gemm.h), K padded with zeros in the same way:
+//   codes [n / kPanel][padded k / 2][kPanel][2], then float32 scales [n / kPanel][groups][kPanel]
+// A group has `group` inputs, or all if that is 0.
+//
+// A result is the sum over groups, from first to last, of the group's sum times its scale. The
+// group's sum has the order of the product with plain weights of the type that the codes are
+// unpacked to: the same for every number of rows.
+#pragma once
+#include "kv_format.h"
+#if defined(OCTAVO_TILES)
+#include "gemm_tiles.h"
+#endif
+
+OCTAVO_BEGIN
+
+// Number of rows up to which codes are unpacked in registers
+constexpr int kFp8Rows = kRegisters == 32 ? 4 : 2;
+template <class A>
+constexpr int64_t kFp8Chunk = 256 / sizeof(A);  // inputs of a panel that are unpacked at once
+constexpr int64_t kMostFp8Chunk = 128;  // largest group
+
+// Code of a number that is multiplied by x of type A
+template <class A>
+struct Fp8 {
+  uint8_t bits;
+};
+
+// Factor that unpacked numbers lack
+template <class A>
+constexpr float kFp8Unit = 256.0f;
+
+// Unpacks the even (or odd) codes of pairs to float32, by float16, whose exponents are larger by 8.
+INLINE vf unpack_fp8(vh pairs, bool odd) {
+  typedef int16_t vs __attribute__((vector_size(2 * W)));
+  const vs high = (vs)(odd ? pairs : pairs << 8);
+  return widen((vh)((high >> 1) & int16_t(0xbf80)), f16{});
+}
+
+template <>
+struct Panel<Fp8<float>> {
+  using A = float;
+  static constexpr int kStep = 2;
+  template <int R>
+  static INLINE void step(vf (&acc)[R][kVectors], const float* x, int64_t stride, const Fp8<float>* w) {
+    UNROLL for (int odd = 0; odd < 2; odd++)
+      UNROLL for (int j = 0; j < kVectors; j++) {
+        const vf b = unpack_fp8(load_raw<vh>(w + 2 * j * W), odd);
+        UNROLL for (int i = 0; i < R; i++) acc[i][j] = fma(x[i * stride + odd], b, acc[i][j]);
+      }
+  }
+};
+
+// Unpacks `depth` inputs of a panel; prefetches as many after them.
+INLINE void unpack_fp8(const Fp8<float>* from, int64_t depth, float* to) {
+  for (int64_t p = 0; p < depth; p += 2, from += 2 * kPanel, to += 2 * kPanel) {
+    __builtin_prefetch(from + depth * kPanel);
+    UNROLL for (int j = 0; j < kVectors; j++) {
+      const vh pairs = load_raw<vh>(from + 2 * j * W);
+      store(to + j * W, unpack_fp8(pairs, false));
+      store(to + kPanel + j * W, unpack_fp8(pairs, true));
+    }
+  }
+}
+
+INLINE void unpack_fp8(const Fp8<bf16>* from, int64_t depth, bf16* to) {
+  for (int64_t p = 0; p < depth; p += 2, from += 2 * kPanel, to += 2 * kPanel) {
+    __builtin_prefetch(from + depth * kPanel);
+    UNROLL for (int j = 0; j < 2 * kPanel; j += 2 * W) {
+      const v2h v = to_bf16(load_raw<v2b>(from + j), e4m3{});
+      memcpy(to + j, &v, sizeof v);
+    }
+  }
+}
+
+#if defined(OCTAVO_DOT_BF16)
+template <>
+constexpr float kFp8Unit<bf16> = 1.0f;
+
+template <>
+struct Panel<Fp8<bf16>> {
+  using A = bf16;
+  static constexpr int kStep = 2;
+  template <int R>
+  static INLINE void step(vf (&acc)[R][kVectors], const bf16* x, int64_t stride, const Fp8<bf16>* w) {
+    vu b[kVectors];
+    UNROLL for (int j = 0; j < kVectors; j++)
+      b[j] = (vu)to_bf16(load_raw<v2b>(w + 2 * j * W), e4m3{});
+    UNROLL for (int i = 0; i < R; i++) {
+      const vu a = (vu)splat_int(load_raw<int>(x + i * stride));
+      UNROLL for (int j = 0; j < kVectors; j++) acc[i][j] = dot_bf16(acc[i][j], a, b[j]);
+    }
+  }
+};
+#endif
+
+INLINE int64_t fp8_groups(int64_t k, int64_t group) { return group ? ceil_div(k, group) : 1; }
+
+// Scales of the panel at column col: [groups][kPanel].
+template <class Args>
+INLINE const float* fp8_scales(const Args& a, int64_t col) {
+  const int64_t codes = ceil_div(a.n, kPanel) * kPanel * padded_k<bf16>(a.k);
+  return reinterpret_cast<const float*>(static_cast<const char*>(a.weight) + codes) +
+         col * fp8_groups(a.k, a.group);
+}
+
+// c[rows][kPanel] *= unit * scales[kPanel]
+INLINE void scale_sums(float* c, int64_t rows, const float* scales, float unit) {
+  for (int64_t i = 0; i < rows; i++)
+    UNROLL for (int j = 0; j < kPanel; j += W) {
+      float* at = c + i * kPanel + j;
+      store(at, load(at) * (load(scales + j) * unit));
+    }
+}
+
+// c[rows][kPanel] += sums * unit * scales[kPanel]
+INLINE void add_scaled(const float* sums, int64_t rows, const float* scales, float unit, float* c) {
+  for (int64_t i = 0; i < rows; i++)
+    UNROLL for (int j = 0; j < kPanel; j += W) {
+      float* at = c + i * kPanel + j;
+      store(at, fma(load(sums + i * kPanel + j), load(scales + j) * unit, load(at)));
+    }
+}
+
+// c[rows][kPanel] = x[rows][k] * the panel at column col. `P`: what the weights of a chunk are read
+// as: codes, or numbers of type A.
+template <class P, class A>
+INLINE void fp8_panel(const LinearQArgs& a, const A* x, int64_t stride, int64_t rows, int64_t col,
+                      float* c) {
+  constexpr bool unpacked = std::is_same_v<P, A>;
+  using F = std::conditional_t<unpacked, Fetch<0, 0>, Fetch<kLines<Fp8<A>>, 2>>;
+  constexpr int R = unpacked ? kRows<A> : kFp8Rows;
+  const Fp8<A>* codes = static_cast<const Fp8<A>*>(a.weight) + col * padded_k<bf16>(a.k);
+  const float* scales = fp8_scales(a, col);
+  const int64_t chunk = a.group ? a.group : unpacked ? kFp8Chunk<A> : a.k;
+  const int64_t some = ceil_div(rows, ceil_div(rows, R));
+  memset(c, 0, rows * kPanel * sizeof(float));
+  for (int64_t from = 0; from < a.k; from += chunk, codes += chunk * kPanel) {
+    const int64_t depth = min(chunk, a.k - from);
+    alignas(64) A numbers[unpacked ? kMostFp8Chunk * kPanel : 1];
+    const P* w;
+    if constexpr (unpacked)
+      unpack_fp8(codes, depth, numbers), w = numbers;
+    else
+      w = codes;
+    const P* ahead = w + (unpacked ? 0 : kStreamAhead);
+    for (int64_t i = 0; i < rows; i += some) {
+      const int count = int(min(some, rows - i));
+      const A* at = x + i * stride + from;
+      float* out = c + i * kPanel;
+      if (!a.group) {
+        micro_kernels<P, F, R>(count, at, stride, w, depth, out, ahead);
+        continue;
+      }
+      alignas(64) float sums[R * kPanel] = {};
+      micro_kernels<P, F, R>(count, at, stride, w, depth, sums, ahead);
+      add_scaled(sums, count, scales, kFp8Unit<A>, out);
+    }
+    if (a.group) scales += kPanel;
+  }
+  if (!a.group) scale_sums(c, rows, scales, kFp8Unit<A>);
+}
+
+template <class A, class T>
+INLINE void fp8_rows(const LinearQArgs& a, T t, const A* x, int64_t stride, int64_t row0, int64_t m) {
+  const int64_t cost = ceil_div(a.n, kPanel) * kVectors * m * a.k;
+  for_tiles(a, t, row0, m, cost, [&](int64_t first, int64_t rows, int64_t col, float* c, int64_t) {
+    const A* at = x + first * stride;
+    if (rows <= kFp8Rows)
+      fp8_panel<Fp8<A>>(a, at, stride, rows, col, c);
+    else
+      fp8_panel<A>(a, at, stride, rows, col, c);
+  });
+}
+
+#if defined(OCTAVO_TILES)
+void fp8_tiles(const LinearQArgs& a) {
+  constexpr int64_t step = kTileBytes / sizeof(bf16);
+  const int64_t panel_k = padded_k<bf16>(a.k), steps = panel_k / step;
+  const int64_t chunk = a.group ? a.group / step : kDepth;
+  const Fp8<bf16>* weight = static_cast<const Fp8<bf16>*>(a.weight);
+  with_tiles(a, [&](int64_t row0, int64_t m, TileCut cut, auto tiles) {
+    cut.depth = ceil_div(cut.depth, kDepth) * kDepth;  // whole groups
+    auto multiply = [&](const char* x, int64_t groups, int64_t panel, int64_t from, int64_t depth,
+                        char* c, int64_t, int64_t) {
+      alignas(64) bf16 numbers[kDepth * kStepNbytes / sizeof(bf16)];
+      const char* w = reinterpret_cast<const char*>(numbers);
+      for (int64_t s = from; s < from + depth; s += chunk, x += chunk * kTileNbytes) {
+        const int64_t some = min(chunk, from + depth - s);
+        const Fp8<bf16>* codes = weight + (panel * panel_k + s * step) * kPanel;
+        const char* next = reinterpret_cast<const char*>(codes + some * step * kPanel);
+        unpack_fp8(codes, some * step, numbers);
+        if (!a.group) {
+          tile_block<DotBf16>(x, steps * kTileNbytes, w, some, groups, c, s == 0, next);
+          continue;
+        }
+        const float* scales = fp8_scales(a, panel * kPanel) + s / chunk * kPanel;
+        for (int64_t g = 0; g < groups; g += 2) {
+          alignas(64) char sums[2 * kStepNbytes];
+          const int64_t count = min<int64_t>(2, groups - g);
+          tile_block<DotBf16>(x + g * steps * kTileNbytes, steps * kTileNbytes, w, some, count, sums,
+                              true, next);
+          char* total = c + g * kStepNbytes;
+          if (s == 0) memset(total, 0, count * kStepNbytes);
+          add_scaled(reinterpret_cast<const float*>(sums), count * kTileRows16, scales, 1.0f,
+                     reinterpret_cast<float*>(total));
+        }
+      }
+    };
+    for_tile_parts(a, m, steps, cut, tiles, multiply,
+                   [&](int64_t first, int64_t rows, int64_t col, char* c, char* up) {
+                     float *gate = reinterpret_cast<float*>(c), *other = reinterpret_cast<float*>(up);
+                     if (!a.group) {
+                       scale_sums(gate, rows, fp8_scales(a, col), 1.0f);
+                       if (up) scale_sums(other, rows, fp8_scales(a, a.n / 2 + col), 1.0f);
+                     }
+                     write_part(a, bf16{}, a.m, row0 + first, rows, col, gate, other);
+                   });
+  });
+}
+#endif
+
+void linear_fp8(const LinearQArgs& a) {
+  with_type(a.dtype, [&](auto t) {
+    using T = decltype(t);
+    if constexpr (std::is_same_v<T, bf16>) {
+#if defined(OCTAVO_TILES)
+      return fp8_tiles(a);
+#elif defined(OCTAVO_DOT_BF16)
+      return fp8_rows(a, t, static_cast<const T*>(a.x), a.x_stride, 0, a.m);
+#endif
+    }
+    if constexpr (std::is_same_v<T, float>)
+      fp8_rows(a, t, static_cast<const T*>(a.x), a.x_stride, 0, a.m);
+    else
+      with_float_rows(a, t, [&](const float* x, int64_t row0, int64_t m) {
+        fp8_rows(a, t, x, a.k, row0, m);
+      });
+  });
+}
+
+// ---- packing ----
+
+// Packs rows of one panel. The last row of the weight writes the padding.
+void pack_fp8_rows(const PackQuantArgs& a) {
+  const int64_t end = a.row0 + a.rows, col = a.row0 / kPanel * kPanel;
+  const int64_t padded = end == a.n ? col + kPanel : end;
+  const int64_t panel_k = padded_k<bf16>(a.k), groups = fp8_groups(a.k, a.group);
+  const int64_t codes_nbytes = ceil_div(a.n, kPanel) * kPanel * panel_k;
+  uint8_t* panel = static_cast<uint8_t*>(a.dst) + col * panel_k;
+  float* scales = reinterpret_cast<float*>(static_cast<char*>(a.dst) + codes_nbytes) + col * groups;
+  constexpr int64_t some = 64;  // inputs whose pairs stay in the cache
+  for (int64_t k0 = 0; k0 < panel_k; k0 += some)
+    for (int64_t n = a.row0; n < padded; n++)
+      for (int64_t k = k0; k < min(k0 + some, panel_k); k++)
+        panel[(k / 2 * kPanel + n - col) * 2 + k % 2] =
+            n < end && k < a.k ? a.codes[(n - a.row0) * a.k + k] : 0;
+  for (int64_t n = a.row0; n < padded; n++)
+    for (int64_t g = 0; g < groups; g++)
+      scales[g * kPanel + n - col] = n < end ? a.scales[(n - a.row0) * groups + g] : 0;
+}
+
+void pack_fp8(const PackQuantArgs& a) {
+  for_panels(a.row0, a.rows, a.rows * a.k, [&](int64_t first, int64_t rows) {
+    PackQuantArgs part = a;
+    part.codes += (first - a.row0) * a.k;
+    part.scales += (first - a.row0) * fp8_groups(a.k, a.group);
+    part.row0 = first;
+    part.rows = rows;
+    pack_fp8_rows(part);
+  });
+}
+
+// Quantizes with one scale for each output: its largest magnitude becomes 448, the largest of e4m3.
+void quantize_fp8(const QuantizeArgs& a) {
+  with_type(a.dtype, [&](auto t) {
+    using T = decltype(t);
+    for_panels(a.row0, a.rows, a.rows * a.k, [&](int64_t first, int64_t count) {
+      const T* x = static_cast<const T*>(a.src) + (first - a.row0) * a.src_stride;
+      const int64_t scales_nbytes = kPanel * sizeof(float);
+      float* scales = static_cast<float*>(scratch(scales_nbytes + count * a.k));
+      uint8_t* codes = reinterpret_cast<uint8_t*>(scales) + scales_nbytes;
+      for (int64_t i = 0; i < count; i++) {
+        constexpr float kMost = Format<e4m3>::kMax;
+        const T* row = x + i * a.src_stride;
+        const float most = largest(row, a.k), scale = most < kTiny ? 0.0f : most / kMost;
+        scales[i] = scale;
+        for (int64_t k = 0; k < a.k; k += W) {
+          const int64_t lanes = min<int64_t>(W, a.k - k);
+          const vf v = scale == 0.0f ? vf{} : load(row + k, int(lanes)) / splat(scale);
+          const vb b = to_bytes(narrow_fp8<e4m3>(v));
+          memcpy(codes + i * a.k + k, &b, lanes);
+        }
+      }
+      pack_fp8_rows({codes, scales, nullptr, a.dst, first, count, a.n, a.k, 0, a.format});
+    });
+  });
+}
+
+OCTAVO_END
