@@ -220,10 +220,10 @@ struct LayerNormArgs {
   const void* bias;  // [dim] or null
   void* out;  // [rows, dim]
   int64_t out_stride, rows, dim;
-  float eps;
+  float eps, weight_offset;
   DType dtype;
 
-  MEMBERS(x, x_stride, weight, bias, out, out_stride, rows, dim, eps, dtype)
+  MEMBERS(x, x_stride, weight, bias, out, out_stride, rows, dim, eps, weight_offset, dtype)
   void resize(const StepSize& size) { rows = size.rows; }
   Work work() const { return {double(size_of(dtype)) * rows * dim * 2, 0.0}; }
 };

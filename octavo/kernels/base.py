@@ -318,11 +318,12 @@ class Ops(Protocol):
         weight: Tensor,
         bias: Tensor | None,
         eps: float,
+        weight_offset: float = 0.0,
         out: Tensor | None = None,
     ) -> Tensor:
         """Apply layer norm to x [T, D] with weight and bias [D] (Ba et al., "Layer Normalization").
 
-        `out` as in `linear`.
+        `weight_offset` is added to the weight. `out` as in `linear`.
         """
         ...
 

@@ -452,6 +452,7 @@ class NativeOps:
         weight: Tensor,
         bias: Tensor | None,
         eps: float,
+        weight_offset: float = 0.0,
         out: Tensor | None = None,
     ) -> Tensor:
         _rows(x)
@@ -474,6 +475,7 @@ class NativeOps:
             rows=rows,
             dim=dim,
             eps=eps,
+            weight_offset=weight_offset,
             dtype=DTYPE_CODES[x.dtype],
         )
         return out

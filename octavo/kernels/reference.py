@@ -337,10 +337,12 @@ class ReferenceOps:
         weight: Tensor,
         bias: Tensor | None,
         eps: float,
+        weight_offset: float = 0.0,
         out: Tensor | None = None,
     ) -> Tensor:
         wide_bias = None if bias is None else bias.float()
-        normed = F.layer_norm(x.float(), weight.shape, weight.float(), wide_bias, eps)
+        wide_weight = weight.float() + weight_offset
+        normed = F.layer_norm(x.float(), weight.shape, wide_weight, wide_bias, eps)
         return into(out, normed.to(x.dtype))
 
     def act_and_mul(self, gate_up: Tensor, activation: Gate, out: Tensor | None = None) -> Tensor:

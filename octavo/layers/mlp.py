@@ -41,13 +41,19 @@ class MLP:
 
 
 def get_activation(ops: Ops, name: str, gated: bool) -> ActivatedLinear:
-    """Return the activation called "silu", "gelu", "gelu_tanh" or "relu" in an `MLPSpec`."""
+    """Return the activation of a name in an `MLPSpec`; relu2 is the square of relu."""
     if gated:
         gates: dict[str, Gate] = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
         gate = gates[name]
         return lambda up, x, out: up.act_and_mul(x, gate, out)
+
+    def relu2(x: Tensor, out: Tensor | None) -> Tensor:
+        positive = ops.relu(x, out)
+        return ops.multiply(positive, positive, out=positive)
+
     activations: dict[str, Callable[..., Tensor]] = {
         "relu": ops.relu,
+        "relu2": relu2,
         "gelu": partial(ops.gelu, approximate="none"),
         "gelu_tanh": partial(ops.gelu, approximate="tanh"),
     }

@@ -95,6 +95,15 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "Cohere2ForCausalLM": {"model_type": "cohere2"} | _COHERE,
     "PhiForCausalLM": {"model_type": "phi"},
     "GPTNeoXForCausalLM": {"model_type": "gpt_neox"},
+    "GPTJForCausalLM": {"model_type": "gptj", "n_positions": 2048, "rotary_dim": 64},
+    "StableLmForCausalLM": {"model_type": "stablelm"}
+    | {"hidden_act": "silu", "layer_norm_eps": 1e-5}
+    | {"num_key_value_heads": 32, "max_position_embeddings": 4096},
+    "ArceeForCausalLM": {"model_type": "arcee"}
+    | {"hidden_act": "relu2", "rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+    "NemotronForCausalLM": {"model_type": "nemotron"}
+    | {"hidden_act": "relu2", "max_position_embeddings": 4096},
+    "OlmoForCausalLM": {"model_type": "olmo", "hidden_act": "silu"},
     "OPTForCausalLM": {"model_type": "opt", "max_position_embeddings": 2048},
     "GPT2LMHeadModel": {"model_type": "gpt2", "n_positions": 1024},
     "BloomForCausalLM": {"model_type": "bloom"},

@@ -148,8 +148,12 @@ class ModelSpec:
         return any(isinstance(table, Alibi) for table in self._tables())
 
     def _tables(self) -> set[Table]:
-        blocks = [block for layer in self.distinct_layers for block in layer.blocks]
-        return {table for block in blocks for table in block.tables()}
+        layers = self.distinct_layers
+        sublayers = [sublayer for layer in layers for sublayer in layer.sublayers]
+        norms = [norm for sublayer in sublayers for norm in sublayer.norms.values()]
+        norms += [self.embed.norm, self.head.norm]
+        tables = {table for layer in layers for block in layer.blocks for table in block.tables()}
+        return tables | {table for norm in norms if norm is not None for table in norm.tables()}
 
     def weights(self) -> list[Weight]:
         """Return all weights, in the order in which the forward pass uses them.

@@ -221,12 +221,13 @@ def test_fused_add_rms_norm(offset: float, dtype: torch.dtype) -> None:
 def test_layer_norm(dim: int, dtype: torch.dtype) -> None:
     x = strided(random(5, dim, dtype=dtype) + 3)
     weight, bias = random(dim, dtype=dtype, seed=1), random(dim, dtype=dtype, seed=2)
-    for b in (None, bias):
+    for b, offset in ((None, 0.0), (bias, 0.0), (bias, 1.0)):
+        wide_bias = None if b is None else b.double()
         truth = torch.nn.functional.layer_norm(
-            x.double(), (dim,), weight.double(), None if b is None else b.double(), 1e-5
+            x.double(), (dim,), weight.double() + offset, wide_bias, 1e-5
         )
-        assert_near(ops.layer_norm(x, weight, b, 1e-5), truth, error=1e-5)
-        assert_near(reference.layer_norm(x, weight, b, 1e-5), truth, error=1e-5)
+        for table in (ops, reference):
+            assert_near(table.layer_norm(x, weight, b, 1e-5, offset), truth, error=1e-5)
 
 
 # ---- elementwise ----
@@ -531,7 +532,7 @@ def row_operations(dim: int, dtype: torch.dtype) -> dict[str, Callable[[Tensor],
         "rms_norm": lambda x: ops.rms_norm(x, weight, 1e-5),
         "rms_norm_gemma": lambda x: ops.rms_norm(x, weight, 1e-5, 1.0),
         "fused_add_rms_norm": lambda x: ops.fused_add_rms_norm(x, x.clone(), weight, 1e-5)[0],
-        "layer_norm": lambda x: ops.layer_norm(x, weight, bias, 1e-5),
+        "layer_norm": lambda x: ops.layer_norm(x, weight, bias, 1e-5, 1.0),
         "silu_and_mul": lambda x: ops.act_and_mul(x, "silu"),
         "gelu_and_mul": lambda x: ops.act_and_mul(x, "gelu"),
         "gelu_tanh_and_mul": lambda x: ops.act_and_mul(x, "gelu_tanh"),
@@ -626,7 +627,7 @@ def test_every_other_row() -> None:
     assert (fused[:, others] == 7).all()
     calls: dict[str, Callable[[slice, Tensor | None], Tensor]] = {
         "rms_norm": lambda rows, out: ops.rms_norm(x[rows], weight, 1e-5, out=out),
-        "layer_norm": lambda rows, out: ops.layer_norm(x[rows], weight, weight, 1e-5, out),
+        "layer_norm": lambda rows, out: ops.layer_norm(x[rows], weight, weight, 1e-5, out=out),
         "add": lambda rows, out: ops.add(x[rows], residual[rows], out),
     }
     for name, call in calls.items():

@@ -52,6 +52,7 @@ NEOX = {k: v for k, v in SIZES.items() if k != "num_key_value_heads"} | {"num_at
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 YARN["original_max_position_embeddings"] = 32
+QUARTER = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
 LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4}
@@ -221,6 +222,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"rope_parameters": {"rope_type": "linear", "rope_theta": 2e4, "factor": 2.0}}
         | {"rotary_pct": 0.5},
     ),
+    "gptj": ("GPTJForCausalLM", GPT2 | {"rotary_dim": 6, "n_inner": 72, "n_head": 4}),
+    "stablelm": (
+        "StableLmForCausalLM",
+        SIZES | {"hidden_size": 64, "use_qkv_bias": True, "rope_parameters": QUARTER},
+    ),
+    "stablelm-parallel": (
+        "StableLmForCausalLM",
+        SIZES
+        | {"hidden_size": 64, "qk_layernorm": True, "use_parallel_residual": True}
+        | {"rope_parameters": QUARTER | {"rope_theta": 500.0}},
+    ),
+    "arcee": ("ArceeForCausalLM", WIDE_HEADS | {"rope_parameters": YARN}),
+    "arcee-bias": ("ArceeForCausalLM", SIZES | {"attention_bias": True, "mlp_bias": True}),
+    "nemotron": ("NemotronForCausalLM", WIDE_HEADS | {"rope_parameters": QUARTER}),
+    "nemotron-bias": (
+        "NemotronForCausalLM",
+        WIDE_HEADS | {"attention_bias": True, "mlp_bias": True},
+    ),
+    "olmo": ("OlmoForCausalLM", SIZES | {"clip_qkv": 1.5}),
+    "olmo-bias": ("OlmoForCausalLM", SIZES | {"attention_bias": True, "tie_word_embeddings": True}),
     "falcon-7b": ("FalconForCausalLM", FALCON),
     "falcon-40b": (
         "FalconForCausalLM",

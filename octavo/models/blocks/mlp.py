@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from octavo.layers.mlp import MLP
     from octavo.models.blocks.base import Parts
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -37,6 +38,7 @@ _TOWERS = r"(model\.)?(vision|visual|audio|image|multi_modal|embed_vision|embed_
 """Names of weights that process pictures or sound."""
 PLAIN: dict[str, Activation] = {
     "relu": "relu",
+    "relu2": "relu2",
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
@@ -213,12 +215,16 @@ def model_spec(
     embed: EmbedSpec,
     layers: Sequence[LayerSpec],
     head: HeadSpec,
+    head_module: str = "lm_head",
     max_model_len: int,
     layer_names: str,
     bare_prefix: str,
     ignored: tuple[str, ...] = (),
 ) -> ModelSpec:
-    """Make a spec from a family's parts and the fields that all families share."""
+    """Make a spec from a family's parts and the fields that all families share.
+
+    `head_module` is the module of an own LM head, which is ignored in a tied model.
+    """
     bos_token_ids = config.token_ids("bos_token_id")
     spec = ModelSpec(
         architecture=config.get("architectures")[0],
@@ -237,7 +243,7 @@ def model_spec(
         ignored=ignored,
     )
     if spec.tied:
-        return replace(spec, ignored=(*ignored, r"(lm_head|embed_out)\.weight"))
+        return replace(spec, ignored=(*ignored, rf"{re.escape(head_module)}\.weight"))
     return spec
 
 
