@@ -254,6 +254,18 @@ struct UnaryArgs {
   Work work() const { return {double(size_of(dtype)) * rows * dim * 2, 0.0}; }
 };
 
+struct XieluArgs {
+  const void* x;  // [rows, dim], dense
+  void* out;
+  int64_t out_stride, rows, dim;
+  const void* alphas;  // [2], for positive and negative numbers
+  DType dtype;
+
+  MEMBERS(x, out, out_stride, rows, dim, alphas, dtype)
+  void resize(const StepSize& size) { rows = size.rows; }
+  Work work() const { return {double(size_of(dtype)) * rows * dim * 2, 0.0}; }
+};
+
 struct RotaryArgs {
   const int64_t* positions;  // [tokens]
   void* query;  // [tokens, heads, >= rotary_dim], changed in place
@@ -460,12 +472,13 @@ struct AttentionArgs {
   int64_t window;  // positions visible, the query's own included; 0: all
   float scale, soft_cap;  // soft_cap 0: none
   const float* alibi_slopes;  // [heads] or null
+  const void* sinks;  // [heads], logits that only join the sums of probabilities; or null
   DType dtype;
   CacheType cache;
 
   MEMBERS(query, query_stride, query_head_stride, out, out_stride, out_head_stride, kv_cache,
           kv_block_stride, query_start_loc, seq_lens, block_table, block_table_stride, num_reqs, heads, kv_heads,
-          head_size, block_size, window, scale, soft_cap, alibi_slopes, dtype, cache)
+          head_size, block_size, window, scale, soft_cap, alibi_slopes, sinks, dtype, cache)
   void resize(const StepSize& size) { num_reqs = size.num_reqs; }
   Work work() const {
     double keys = 0, pairs = 0;  // positions read; visible (query, position) pairs
@@ -493,6 +506,7 @@ struct AttentionArgs {
   KERNEL(layer_norm, LayerNormArgs)       \
   KERNEL(gated, GatedArgs)                \
   KERNEL(unary, UnaryArgs)                \
+  KERNEL(xielu, XieluArgs)                \
   KERNEL(rotary, RotaryArgs)              \
   KERNEL(softmax, SoftmaxArgs)            \
   KERNEL(argmax, ArgmaxArgs)              \

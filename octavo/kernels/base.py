@@ -350,6 +350,19 @@ class Ops(Protocol):
         """Return max(x, 0) of a dense x; `out` as in `linear`."""
         ...
 
+    def xielu(self, x: Tensor, alphas: Tensor, out: Tensor | None = None) -> Tensor:
+        """Apply xIELU to a dense x (Huang and Schlag, arXiv 2411.13010); `out` as in `linear`.
+
+        With a = softplus(alphas[0]) and b = 1/2 + softplus(alphas[1]) it is a x^2 + x/2 for x > 0,
+        otherwise b (e^y - 1 - x) + x/2 with y = min(x, -1e-6).
+
+        Args:
+            x: [T, D].
+            alphas: [2] in the dtype of x.
+            out: the result.
+        """
+        ...
+
     def add(self, x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
         """Return x + y, both [T, D]; `out` as in `linear`."""
         ...

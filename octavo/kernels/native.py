@@ -537,6 +537,22 @@ class NativeOps:
     def relu(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         return self._unary(_RELU, x, out)
 
+    def xielu(self, x: Tensor, alphas: Tensor, out: Tensor | None = None) -> Tensor:
+        assert x.is_contiguous()
+        assert alphas.shape == (2,)
+        assert x.dtype == alphas.dtype
+        out = self._result(out, *x.shape, dtype=x.dtype)
+        kernels.xielu(
+            x=x.data_ptr(),
+            out=out.data_ptr(),
+            out_stride=out.stride(0),
+            rows=x.shape[0],
+            dim=x.shape[1],
+            alphas=alphas.data_ptr(),
+            dtype=DTYPE_CODES[x.dtype],
+        )
+        return out
+
     def add(self, x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
         _rows(x)
         _rows(y)

@@ -366,6 +366,13 @@ class ReferenceOps:
     def relu(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         return into(out, torch.relu(x))
 
+    def xielu(self, x: Tensor, alphas: Tensor, out: Tensor | None = None) -> Tensor:
+        wide = x.float()
+        positive, negative = F.softplus(alphas.float())
+        rest = torch.expm1(wide.clamp(max=-1e-6)) - wide
+        result = torch.where(wide > 0, positive * wide * wide, (negative + 0.5) * rest)
+        return into(out, (result + 0.5 * wide).to(x.dtype))
+
     def add(self, x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
         return into(out, x + y)
 

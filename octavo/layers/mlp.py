@@ -40,8 +40,13 @@ class MLP:
         return self.down(whole)
 
 
-def get_activation(ops: Ops, name: str, gated: bool) -> ActivatedLinear:
-    """Return the activation of a name in an `MLPSpec`; relu2 is the square of relu."""
+def get_activation(
+    ops: Ops, name: str, gated: bool, alphas: Tensor | None = None
+) -> ActivatedLinear:
+    """Return the activation of a name in an `MLPSpec`.
+
+    relu2 is the square of relu. `alphas` are the parameters of xielu.
+    """
     if gated:
         gates: dict[str, Gate] = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
         gate = gates[name]
@@ -57,5 +62,9 @@ def get_activation(ops: Ops, name: str, gated: bool) -> ActivatedLinear:
         "gelu": partial(ops.gelu, approximate="none"),
         "gelu_tanh": partial(ops.gelu, approximate="tanh"),
     }
+    if name == "xielu":
+        assert alphas is not None
+        parameters = alphas
+        return lambda up, x, out: ops.xielu(up(x), parameters, out)
     activation = activations[name]
     return lambda up, x, out: activation(up(x), out=out)

@@ -86,6 +86,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5}
     | {"max_position_embeddings": 131072},
     "GraniteForCausalLM": {"model_type": "granite"} | _LLAMA,
+    "GraniteSWAForCausalLM": {"model_type": "granite_swa"}
+    | _LLAMA
+    | {"num_key_value_heads": 4, "rms_norm_eps": 1e-5, "sliding_window": 128}
+    | {"max_position_embeddings": 8192},
+    "ApertusForCausalLM": {"model_type": "apertus", "hidden_act": "xielu"}
+    | {"rms_norm_eps": 1e-5, "max_position_embeddings": 65536},
+    "MiniCPMForCausalLM": {"model_type": "minicpm"} | _LLAMA,
+    "InternLM2ForCausalLM": {"model_type": "internlm2"} | _LLAMA,
     "SmolLM3ForCausalLM": {"model_type": "smollm3"}
     | _LLAMA
     | {"num_key_value_heads": 4, "max_position_embeddings": 32768},

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from octavo.checkpoints.base import Expected
 from octavo.errors import ConfigError
 from octavo.layers.step_table import StepArray
-from octavo.models.blocks.attention import Alibi
+from octavo.models.blocks.attention import Alibi, AttentionSpec
 from octavo.models.blocks.base import Table
 from octavo.models.blocks.embedding import EmbedSpec
 from octavo.models.blocks.head import HeadSpec
@@ -146,6 +146,12 @@ class ModelSpec:
     def uses_alibi(self) -> bool:
         """True if attention has a bias for positions."""
         return any(isinstance(table, Alibi) for table in self._tables())
+
+    @property
+    def uses_sinks(self) -> bool:
+        """True if attention has sinks."""
+        blocks = [block for layer in self.distinct_layers for block in layer.blocks]
+        return any(isinstance(block, AttentionSpec) and block.sinks is not None for block in blocks)
 
     def _tables(self) -> set[Table]:
         layers = self.distinct_layers

@@ -299,12 +299,21 @@ def test_gated_rounds_as_hugging_face_does(dtype: torch.dtype) -> None:
 
 
 @dtypes
-def test_gelu_relu_soft_cap(dtype: torch.dtype) -> None:
+def test_gelu_relu_xielu_soft_cap(dtype: torch.dtype) -> None:
     x = 4 * random(3, 333, dtype=dtype)
     gelu = torch.nn.functional.gelu
     assert_near(ops.gelu(x, "none"), gelu(x.double()))
     assert_near(ops.gelu(x, "tanh"), gelu(x.double(), approximate="tanh"))
     assert_same(ops.relu(x), reference.relu(x))
+    alphas = torch.tensor([-30.0, 1.7]).to(dtype)
+    fine = x * torch.logspace(-6, 1, 333).to(dtype)
+    for values in (x, fine, torch.tensor([[0.0, -0.0, 90.0, -90.0]], dtype=dtype)):
+        wide = values.double()
+        positive, negative = torch.nn.functional.softplus(alphas.double())
+        rest = torch.expm1(wide.clamp(max=-1e-6)) - wide
+        truth = torch.where(wide > 0, positive * wide**2, (negative + 0.5) * rest) + 0.5 * wide
+        for table in (ops, reference):
+            assert_near(table.xielu(values, alphas), truth, error=2e-6)
     for cap in (1.5, 50.0):
         for table in (ops, reference):
             capped = x.clone()
@@ -600,6 +609,7 @@ def test_results_go_where_they_are_wanted(dtype: torch.dtype, columns: int) -> N
         "act_and_mul": lambda out: ops.act_and_mul(y, "gelu", out),
         "gelu": lambda out: ops.gelu(y[:, :columns].contiguous(), "none", out),
         "relu": lambda out: ops.relu(y[:, :columns].contiguous(), out),
+        "xielu": lambda out: ops.xielu(y[:, :columns].contiguous(), weight[0, :2], out),
         "quantized": lambda out: ops.linear(
             x, ops.quantize_weight([weight[:columns]], "int8", 0), out=out
         ),

@@ -114,6 +114,13 @@ LATER: dict[str, tuple[int, str]] = {
     "nemotron-bias": (1448248, "6b710a09a7d579d4"),
     "olmo": (1580800, "d15a80b04f00c525"),
     "olmo-bias": (1531840, "d72c63df0a23e6e4"),
+    "apertus": (1424656, "d484e0c3e3d810d5"),
+    "apertus-bias": (1434160, "88fe68488d143685"),
+    "granite-swa": (1946736, "f5260b6daea1fd18"),
+    "granite-swa-full": (1587388, "31686772345d57d6"),
+    "minicpm": (1613824, "680c04c43c983ada"),
+    "internlm2": (1587136, "795b8ac03c20dc83"),
+    "internlm2-tied": (1566880, "4b7f9842326b2cb5"),
 }
 """Digests of the cases that have their own."""
 

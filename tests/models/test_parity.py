@@ -242,6 +242,32 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo": ("OlmoForCausalLM", SIZES | {"clip_qkv": 1.5}),
     "olmo-bias": ("OlmoForCausalLM", SIZES | {"attention_bias": True, "tie_word_embeddings": True}),
+    "apertus": ("ApertusForCausalLM", SIZES | {"rope_parameters": LLAMA3}),
+    "apertus-bias": ("ApertusForCausalLM", SIZES | {"attention_bias": True}),
+    "granite-swa": (
+        "GraniteSWAForCausalLM",
+        SIZES
+        | {"attention_multiplier": 0.2, "sliding_window": 9, "num_hidden_layers": 4}
+        | {"layer_rope_theta": [0, 1e4, 500.0, 1e4]},
+    ),
+    "granite-swa-full": (
+        "GraniteSWAForCausalLM",
+        SIZES
+        | {"attention_multiplier": 0.2, "layer_types": ["full_attention"] * 3}
+        | {"tie_word_embeddings": False},
+    ),
+    "minicpm": (  # compared with Granite
+        "MiniCPMForCausalLM",
+        WIDE_HEADS
+        | {"scale_emb": 3.0, "scale_depth": 1.4, "dim_model_base": 20}
+        | {"embedding_multiplier": 3.0, "residual_multiplier": 1.4 / 3**0.5}
+        | {"attention_multiplier": 0.25, "logits_scaling": 2.4, "tie_word_embeddings": False},
+    ),
+    "internlm2": ("InternLM2ForCausalLM", SIZES | {"bias": False}),  # compared with Llama
+    "internlm2-tied": (
+        "InternLM2ForCausalLM",
+        WIDE_HEADS | {"bias": True, "attention_bias": True, "tie_word_embeddings": True},
+    ),
     "falcon-7b": ("FalconForCausalLM", FALCON),
     "falcon-40b": (
         "FalconForCausalLM",
@@ -368,6 +394,8 @@ def test_parity(case: str, tmp_path: Path) -> None:
     prompts = make_prompts(VOCAB, LENGTHS)
     with torch.inference_mode():  # users make prompt_embeds so
         embeds = hf_model.get_input_embeddings()(torch.tensor(prompts[-1]))
+    if case == "minicpm":  # Granite takes prompt embeddings before the factor, MiniCPM after it
+        embeds = embeds * hf_model.config.embedding_multiplier
     found = model.embed_input_ids(from_torch(torch.tensor(prompts[-1])))
     if case == "muse-glimmer":  # its norm is rounded otherwise
         torch.testing.assert_close(as_torch(found), embeds)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from octavo.checkpoints.base import Source
 from octavo.errors import ConfigError
 from octavo.layers.rope_spec import RopeSpec
 from octavo.models.blocks.base import BlockSpec, LargestStep, Table
@@ -60,6 +61,16 @@ class QueryScale:
 
 
 @dataclass(frozen=True)
+class Sinks:
+    """Logits, one for each query head, that only join the sum of the probabilities (gpt-oss)."""
+
+    name: str
+    """Name of the tensor in the checkpoint, without the layer's prefix."""
+    num_heads: int
+    """Number of query heads in the checkpoint."""
+
+
+@dataclass(frozen=True)
 class AttentionSpec(BlockSpec):
     """Attention with any number of query heads for each head of keys and values."""
 
@@ -95,6 +106,7 @@ class AttentionSpec(BlockSpec):
     gated: bool = False
     """True if the sigmoid of a gate is a factor of each head's result (Muse Glimmer)."""
     query_scale: QueryScale | None = None
+    sinks: Sinks | None = None
 
     def split(self, rank: Rank) -> AttentionSpec:
         """Return the attention of a rank's query heads, and of their heads of keys and values.
@@ -176,6 +188,11 @@ class AttentionSpec(BlockSpec):
             yield from self.q_norm.weights(names.of("q_norm"))
         if self.k_norm is not None:
             yield from self.k_norm.weights(names.of("k_norm"))
+        if self.sinks is not None:
+            heads = (self.first_head, self.first_head + self.num_heads)
+            name, whole = names.checkpoint + self.sinks.name, (self.sinks.num_heads,)
+            source = Source(name, whole, parts=(heads,), dummy=0.0)
+            yield Weight(f"{names.own}sinks", "vector", (self.num_heads,), (source,))
         yield from self.o_proj.weights(names.of("o_proj"))
 
     def caches(self) -> tuple[AttentionCache]:
@@ -232,6 +249,7 @@ class AttentionSpec(BlockSpec):
                 alibi_slopes=None
                 if alibi is None
                 else parts.table(alibi, lambda: from_numpy(np.array(alibi.slopes, np.float32))),
+                sinks=None if self.sinks is None else parts.tensor("sinks"),
             ),
             cos_sin_cache=None
             if rope is None

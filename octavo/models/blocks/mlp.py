@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from octavo.checkpoints.base import Source
 from octavo.models.blocks.base import BlockSpec
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.weights import Names, Weight
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from octavo.layers.mlp import MLP
     from octavo.models.blocks.base import Parts
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,15 @@ class MLPSpec(BlockSpec):
     down: LinearSpec
     activation: Activation
     gated: bool
+    alphas: tuple[str, str] | None = None
+    """Names of the parameters of xIELU in the checkpoint, without the layer's prefix."""
 
     def weights(self, names: Names) -> Iterator[Weight]:
         """Yield the weights of the projection up, then those of the projection down."""
         yield from self.up.weights(names.of("gate_up_proj" if self.gated else "up_proj"))
+        if self.alphas is not None:
+            sources = tuple(Source(names.checkpoint + name, (1,)) for name in self.alphas)
+            yield Weight(f"{names.own}alphas", "vector", (2,), sources)
         yield from self.down.weights(names.of("down_proj"))
 
     def split(self, rank: Rank) -> MLPSpec:
@@ -61,7 +67,12 @@ class MLPSpec(BlockSpec):
             columns = parts.columns("inner", self.down.inputs, self.up.parts[0])
         return MLP(
             self.up.build(parts.of("gate_up_proj" if self.gated else "up_proj")),
-            get_activation(parts.ops, self.activation, self.gated),
+            get_activation(
+                parts.ops,
+                self.activation,
+                self.gated,
+                None if self.alphas is None else parts.tensor("alphas"),
+            ),
             self.down.build(parts.of("down_proj"), "feed_forward"),
             columns,
         )

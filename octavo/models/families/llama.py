@@ -8,7 +8,7 @@ from typing import Literal
 
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.layers.rope_spec import RopeSpec
-from octavo.models.blocks.attention import AttentionSpec, QueryScale
+from octavo.models.blocks.attention import AttentionSpec, QueryScale, Sinks
 from octavo.models.blocks.embedding import EmbedSpec
 from octavo.models.blocks.head import HeadSpec
 from octavo.models.blocks.layer import LayerSpec
@@ -71,6 +71,8 @@ class LlamaLike:
     mlp_bias: bool = False
     activation: Activation | None = None
     """Activation; None: that of the field hidden_act."""
+    alphas: tuple[str, str] | None = None
+    """Value of `MLPSpec.alphas`."""
 
     windows: tuple[int | None, ...] | None = None
     """Window of each layer; None: no layer has one."""
@@ -87,6 +89,8 @@ class LlamaLike:
     clip: float | None = None
     """Limit of queries, keys and values."""
     query_scale: QueryScale | None = None
+    sinks: str | None = None
+    """Tensor of the attention sinks."""
     attention_gate: str | None = None
     """Module of a gate of the heads' results."""
 
@@ -103,6 +107,8 @@ class LlamaLike:
     """Default for a config without tie_word_embeddings: True if the LM head is the embedding."""
     logit_scale: float | None = None
     logit_soft_cap: float | None = None
+    ignored: tuple[str, ...] = ()
+    """Patterns of names that are not weights, in addition to those of rotary tables."""
 
     def read(self, config: ConfigJson) -> ModelSpec:
         """Read the remaining fields, and return the model."""
@@ -121,6 +127,7 @@ class LlamaLike:
             self.activation
             or read_activation(config, "hidden_act", GATED if self.gated else PLAIN),
             gated=self.gated,
+            alphas=self.alphas,
         )
 
         def norm(module: str | None, eps: float = eps) -> NormSpec | None:
@@ -167,6 +174,7 @@ class LlamaLike:
                 clip=self.clip,
                 gated=self.attention_gate is not None,
                 query_scale=self.query_scale,
+                sinks=None if self.sinks is None else Sinks(self.sinks, heads.num_heads),
             )
             return LayerSpec.of(
                 attention,
@@ -205,7 +213,7 @@ class LlamaLike:
             max_model_len=max_model_len,
             layer_names="model.layers.{}.",
             bare_prefix="model.",
-            ignored=ROTARY_TABLES,
+            ignored=(*ROTARY_TABLES, *self.ignored),
         )
 
 
