@@ -60,7 +60,26 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen3VLForConditionalGeneration": {"model_type": "qwen3_vl"}
     | _QWEN
     | {"head_dim": 128, "max_position_embeddings": 128000},
+    "Qwen2VLForConditionalGeneration": {"model_type": "qwen2_vl"}
+    | _QWEN
+    | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80},
+    "Glm4vForConditionalGeneration": {"model_type": "glm4v"}
+    | _LLAMA
+    | {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 32768},
+    "AyaVisionForConditionalGeneration": {"model_type": "aya_vision"},
+    "Cohere2VisionForConditionalGeneration": {"model_type": "cohere2_vision"},
+    "GotOcr2ForConditionalGeneration": {"model_type": "got_ocr2"},
+    "Idefics2ForConditionalGeneration": {"model_type": "idefics2"},
+    "Idefics3ForConditionalGeneration": {"model_type": "idefics3"},
+    "InternVLForConditionalGeneration": {"model_type": "internvl"},
+    "LightOnOcrForConditionalGeneration": {"model_type": "lighton_ocr"},
     "LlavaForConditionalGeneration": {"model_type": "llava"},
+    "LlavaNextForConditionalGeneration": {"model_type": "llava_next"},
+    "LlavaOnevisionForConditionalGeneration": {"model_type": "llava_onevision"},
+    "Qwen2AudioForConditionalGeneration": {"model_type": "qwen2_audio"},
+    "SmolVLMForConditionalGeneration": {"model_type": "smolvlm"},
+    "VipLlavaForConditionalGeneration": {"model_type": "vipllava"},
+    "VoxtralForConditionalGeneration": {"model_type": "voxtral"},
     "MuseGlimmerForConditionalGeneration": {"model_type": "muse_glimmer"} | _MUSE,
     "GlmForCausalLM": {"model_type": "glm"} | _GLM,
     "Glm4ForCausalLM": {"model_type": "glm4"} | _GLM,

@@ -384,6 +384,66 @@ TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Models of which only the text part is computed."""
+CLIP: dict[str, Any] = TOWER | {"model_type": "clip_vision_model"}
+SIGLIP: dict[str, Any] = TOWER | {"model_type": "siglip_vision_model"}
+LLAMA_TEXT = WIDE_HEADS | {"model_type": "llama"}
+QWEN_TEXT = SIZES | {"model_type": "qwen2"}
+AYA_TEXT = SIZES | {"model_type": "cohere2", "sliding_window": 9, "sliding_window_pattern": 2}
+AYA_TEXT["logit_scale"] = 1.0  # transformers leaves it out of models with pictures
+AUDIO: dict[str, Any] = {"num_mel_bins": 8, "max_source_positions": 16}
+SAM: dict[str, Any] = {"hidden_size": 16, "output_channels": 8, "num_hidden_layers": 1}
+SAM |= {"num_attention_heads": 2, "image_size": 32, "patch_size": 16, "mlp_dim": 16}
+SAM |= {"global_attn_indexes": [0], "window_size": 2}
+WRAPPERS: dict[str, dict[str, Any]] = {
+    "AyaVision": _with_tower(AYA_TEXT, SIGLIP),
+    "Cohere2Vision": _with_tower(AYA_TEXT, SIGLIP),
+    "Glm4v": _with_tower(
+        SIZES
+        | {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [1, 1, 1],
+            }
+        }
+        | {"partial_rotary_factor": 0.5},
+        QWEN_TOWER | {"image_size": 28, "patch_size": 14},
+    ),
+    "GotOcr2": _with_tower(QWEN_TEXT, SAM),
+    "Idefics2": _with_tower(WIDE_HEADS | {"model_type": "mistral"}, TOWER),
+    "Idefics3": _with_tower(LLAMA_TEXT, TOWER),
+    "InternVL": _with_tower(
+        QWEN_TEXT,
+        TOWER | {"image_size": [28, 28], "patch_size": [14, 14]},
+        tie_word_embeddings=True,
+    ),
+    "LightOnOcr": _with_tower(SIZES | {"model_type": "qwen3"}, TOWER | {"model_type": "pixtral"}),
+    "LlavaNext": _with_tower(LLAMA_TEXT, CLIP),
+    "LlavaOnevision": _with_tower(QWEN_TEXT, SIGLIP),
+    "Qwen2Audio": {
+        "text_config": QWEN_TEXT,
+        "audio_config": AUDIO
+        | {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2}
+        | {"encoder_ffn_dim": 16},
+    },
+    "Qwen2VL": _with_tower(
+        SIZES | {"rope_scaling": {"type": "mrope", "rope_theta": 1e5, "mrope_section": [2, 2, 2]}},
+        {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 48, "mlp_ratio": 1},
+    ),
+    "SmolVLM": _with_tower(LLAMA_TEXT | {"tie_word_embeddings": True}, TOWER),
+    "VipLlava": _with_tower(LLAMA_TEXT, CLIP),
+    "Voxtral": {"text_config": LLAMA_TEXT, "audio_config": TOWER | AUDIO},
+}
+"""Models whose text part is a family with cases above; less is tested of them."""
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_text_part_of_another_family(name: str, tmp_path: Path) -> None:
+    hf_model = make_hf(f"{name}ForConditionalGeneration", **WRAPPERS[name])
+    model = save_and_load(hf_model, tmp_path)
+    assert model.spec.left_out == "pictures and sound"
+    prompts = make_prompts(VOCAB, (20, 3))
+    assert_same_as_hf(hf_model, prompts, generate(model, prompts, 5))
 
 
 @pytest.mark.parametrize("case", [*CASES, *TEXT_PARTS])

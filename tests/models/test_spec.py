@@ -20,7 +20,7 @@ from octavo.models.registry import FAMILIES
 from octavo.models.spec import ModelSpec
 from octavo.system.tensor import HostTensor
 from tests.models.harness import STAND_INS, load, save_config, spec_of
-from tests.models.test_parity import CASES, TEXT_PARTS
+from tests.models.test_parity import CASES, TEXT_PARTS, WRAPPERS
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -289,6 +289,16 @@ def test_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
             {"text_config": {"model_type": "mixtral"}},
             r"model_type='mixtral'.*llama, mistral, qwen2",
         ),
+        (
+            "SmolVLMForConditionalGeneration",
+            {"text_config": {"model_type": "mamba"}},
+            r"model_type='mamba'.*llama, mistral",
+        ),
+        (
+            "Glm4vForConditionalGeneration",
+            {"text_config": {"attention_bias": False}},
+            r"attention_bias=False",
+        ),
         ("Qwen3VLForConditionalGeneration", {"text_config": [1]}, r"text_config=\[1\].*object"),
     ],
 )
@@ -436,6 +446,7 @@ def test_control_plane_imports_no_torch() -> None:
 def test_every_family_has_a_parity_case() -> None:
     same_as_another = {"MPTForCausalLM"}
     tested = {architecture for architecture, _ in (CASES | TEXT_PARTS).values()}
+    tested |= {f"{name}ForConditionalGeneration" for name in WRAPPERS}
     assert tested | same_as_another == set(FAMILIES)
 
 

@@ -34,7 +34,10 @@ GATED: dict[str, Activation] = {
 OUTER_FIELDS: tuple[str, ...] = ("architectures", "dtype", "torch_dtype", "tie_word_embeddings")
 OUTER_FIELDS += ("quantization_config", "compression_config", "eos_token_id", "bos_token_id")
 """Fields of a model with towers that its text_config does not replace."""
-_TOWERS = r"(model\.)?(vision|visual|audio|image|multi_modal|embed_vision|embed_audio)[^.]*(\..*)?"
+_TOWERS = (
+    r"(model\.)?(vision|visual|audio|image|multi_modal|connector|embed_vision|embed_audio)"
+    r"[^.]*(\..*)?"
+)
 """Names of weights that process pictures or sound."""
 PLAIN: dict[str, Activation] = {
     "relu": "relu",
@@ -259,7 +262,11 @@ def text_part(read: Family) -> Family:
         return replace(
             spec,
             ignored=(*spec.ignored, _TOWERS, *tied),
-            prefixes=(("model.", "model.language_model."), ("", "language_model.")),
+            prefixes=(
+                ("model.", "model.language_model."),
+                ("model.", "model.text_model."),
+                ("", "language_model."),
+            ),
             left_out="pictures and sound",
         )
 
