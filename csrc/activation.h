@@ -16,6 +16,7 @@ INLINE void with_gate(Gated kind, F f) {
     case Gated::gelu: return f([](vf x) { return gelu(x); });
     case Gated::gelu_tanh: return f([](vf x) { return gelu_tanh(x); });
     case Gated::sigmoid: return f([](vf x) { return sigmoid(x); });
+    case Gated::relu2: return f([](vf x) { return x > 0.0f ? x * x : vf{}; });
   }
 }
 

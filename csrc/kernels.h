@@ -34,7 +34,7 @@ struct i8 {
   int8_t value;
 };
 
-enum class Gated : int { none = -1, silu = 0, gelu = 1, gelu_tanh = 2, sigmoid = 3 };
+enum class Gated : int { none = -1, silu = 0, gelu = 1, gelu_tanh = 2, sigmoid = 3, relu2 = 4 };
 enum class Unary : int {
   exp = 0,
   log = 1,

@@ -14,7 +14,7 @@ from octavo.system.tensor import HostTensor, Tensor
 LongArray = NDArray[np.int64]
 Gelu = Literal["none", "tanh"]
 """Method of computing GELU: exactly, with erf, or by its tanh approximation."""
-Gate = Literal["silu", "gelu", "gelu_tanh", "sigmoid"]
+Gate = Literal["silu", "gelu", "gelu_tanh", "sigmoid", "relu2"]
 """Activation of a gate."""
 
 

@@ -43,6 +43,7 @@ _GATES: dict[Gate | None, int] = {
     "gelu": 1,
     "gelu_tanh": 2,
     "sigmoid": 3,
+    "relu2": 4,
 }
 _EXP, _LOG, _TANH, _ERF, _GELU, _SOFT_CAP = 0, 1, 2, 3, {"none": 4, "tanh": 5}, 6
 _RELU, _SCALE, _CLAMP = 7, 8, 9

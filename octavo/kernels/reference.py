@@ -45,6 +45,7 @@ _GATES: dict[Gate, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu2": lambda x: torch.relu(x) ** 2,
     "sigmoid": torch.sigmoid,
 }
 

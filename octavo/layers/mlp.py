@@ -8,6 +8,7 @@ from functools import partial
 
 from octavo.kernels.base import Gate, Ops
 from octavo.layers.linear import Linear
+from octavo.layers.norm import RMSNorm
 from octavo.layers.shared import Columns
 from octavo.layers.step import StepContext
 from octavo.system.tensor import Tensor
@@ -29,15 +30,18 @@ class MLP:
     """Projection back to the hidden size."""
     columns: Columns | None = None
     """Inner columns that `up` computes, if other ranks compute the others."""
+    inner_norm: RMSNorm | None = None
+    """Norm of the inner numbers of all ranks."""
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """Map [T, hidden_size] to [T, hidden_size]."""
         if self.columns is None:
-            return self.down(self.activation(self.up, x, None))
-        whole, own = self.columns.empty(x.shape[0], x.dtype)
-        self.activation(self.up, x, own)
-        self.columns.join()
-        return self.down(whole)
+            whole = self.activation(self.up, x, None)
+        else:
+            whole, own = self.columns.empty(x.shape[0], x.dtype)
+            self.activation(self.up, x, own)
+            self.columns.join()
+        return self.down(whole if self.inner_norm is None else self.inner_norm(whole))
 
 
 def get_activation(
@@ -49,6 +53,7 @@ def get_activation(
     """
     if gated:
         gates: dict[str, Gate] = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
+        gates["relu2"] = "relu2"
         gate = gates[name]
         return lambda up, x, out: up.act_and_mul(x, gate, out)
 

@@ -111,6 +111,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"max_position_embeddings": 8192},
     "ApertusForCausalLM": {"model_type": "apertus", "hidden_act": "xielu"}
     | {"rms_norm_eps": 1e-5, "max_position_embeddings": 65536},
+    "BitNetForCausalLM": {"model_type": "bitnet", "hidden_act": "relu2", "rms_norm_eps": 1e-5}
+    | {"num_key_value_heads": 5},
     "MiniCPMForCausalLM": {"model_type": "minicpm"} | _LLAMA,
     "InternLM2ForCausalLM": {"model_type": "internlm2"} | _LLAMA,
     "SmolLM3ForCausalLM": {"model_type": "smollm3"}

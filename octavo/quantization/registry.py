@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.quantization.awq import read_awq
 from octavo.quantization.base import Groups, WeightForm
+from octavo.quantization.bitnet import read_bitnet
 from octavo.quantization.gguf import read_gguf
 from octavo.quantization.int4 import Int4
 from octavo.quantization.int8 import Int8
@@ -16,6 +17,6 @@ FORMS: dict[str | None, WeightForm] = {None: PLAIN, "int8": Int8(), "int4": Int4
 """Forms by the value of the `quantization` setting; None keeps the model's type."""
 
 Reader = Callable[[ConfigJson], Groups | Mapping[str, WeightForm]]
-METHODS: dict[str, Reader] = {"awq": read_awq, "gguf": read_gguf}
+METHODS: dict[str, Reader] = {"awq": read_awq, "bitnet": read_bitnet, "gguf": read_gguf}
 """Readers of config.json's quantization_config, by `quant_method`. A mapping has the forms of
 modules by their names, the embedding among them; other modules are plain."""

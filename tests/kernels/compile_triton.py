@@ -57,7 +57,7 @@ def kernels(dtype: torch.dtype) -> None:
     norm.rms_norm(x, weight, 1e-5, 0.0, None)
     norm.rms_norm(x, weight, 1e-5, 1.0, None)
     norm.fused_add_rms_norm(x, x, weight, 1e-5, 0.0)
-    for gate in ("silu", "gelu", "gelu_tanh", "sigmoid"):
+    for gate in ("silu", "gelu", "gelu_tanh", "sigmoid", "relu2"):
         activation.act_and_mul(x, gate)
     activation.gelu(x, "none")
     for bias in (None, weight):

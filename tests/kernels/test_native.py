@@ -273,7 +273,7 @@ def test_factors_of_heads(dtype: torch.dtype) -> None:
 
 
 @dtypes
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "sigmoid"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "sigmoid", "relu2"])
 @pytest.mark.parametrize("rows", [1, 5, 100])
 @pytest.mark.parametrize("width", [128, 96, 60])  # whole panels, on some processors, on none
 @pytest.mark.parametrize("with_bias", [True, False])

@@ -121,6 +121,8 @@ LATER: dict[str, tuple[int, str]] = {
     "minicpm": (1613824, "680c04c43c983ada"),
     "internlm2": (1587136, "795b8ac03c20dc83"),
     "internlm2-tied": (1566880, "4b7f9842326b2cb5"),
+    "bitnet": (1644928, "7a89a91e39e83d49"),
+    "bitnet-bias": (1654000, "e88f6dadb042a148"),
 }
 """Digests of the cases that have their own."""
 

@@ -256,6 +256,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"attention_multiplier": 0.2, "layer_types": ["full_attention"] * 3}
         | {"tie_word_embeddings": False},
     ),
+    "bitnet": ("BitNetForCausalLM", SIZES),
+    "bitnet-bias": ("BitNetForCausalLM", SIZES | {"attention_bias": True}),
     "minicpm": (  # compared with Granite
         "MiniCPMForCausalLM",
         WIDE_HEADS

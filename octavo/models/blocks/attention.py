@@ -107,6 +107,8 @@ class AttentionSpec(BlockSpec):
     """True if the sigmoid of a gate is a factor of each head's result (Muse Glimmer)."""
     query_scale: QueryScale | None = None
     sinks: Sinks | None = None
+    out_norm: RMSNormSpec | None = None
+    """Norm of the results of all heads together, the input of `o_proj` (BitNet)."""
 
     def split(self, rank: Rank) -> AttentionSpec:
         """Return the attention of a rank's query heads, and of their heads of keys and values.
@@ -144,7 +146,7 @@ class AttentionSpec(BlockSpec):
             self,
             qkv_proj=self.qkv_proj.split(*parts),
             o_proj=o_proj.split_inputs((first * size, end * size), rank)
-            if rank.reduces
+            if rank.reduces and self.out_norm is None
             else o_proj.split(rank.share(o_proj.outputs)),
             num_heads=heads,
             num_kv_heads=kv_heads,
@@ -193,6 +195,8 @@ class AttentionSpec(BlockSpec):
             name, whole = names.checkpoint + self.sinks.name, (self.sinks.num_heads,)
             source = Source(name, whole, parts=(heads,), dummy=0.0)
             yield Weight(f"{names.own}sinks", "vector", (self.num_heads,), (source,))
+        if self.out_norm is not None:
+            yield from self.out_norm.weights(names.of("out_norm"))
         yield from self.o_proj.weights(names.of("o_proj"))
 
     def caches(self) -> tuple[AttentionCache]:
@@ -265,6 +269,7 @@ class AttentionSpec(BlockSpec):
             clip=self.clip,
             qk_proj=self._build_qk_proj(parts),
             columns=columns,
+            out_norm=None if self.out_norm is None else self.out_norm.build(parts.of("out_norm")),
         )
 
     def _build_qk_proj(self, parts: Parts) -> tuple[Linear, Linear] | None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from octavo.checkpoints.base import Source
 from octavo.models.blocks.base import BlockSpec
 from octavo.models.blocks.linear import LinearSpec
+from octavo.models.blocks.norm import RMSNormSpec
 from octavo.models.weights import Names, Weight
 from octavo.system.distributed import Rank
 
@@ -30,6 +31,8 @@ class MLPSpec(BlockSpec):
     gated: bool
     alphas: tuple[str, str] | None = None
     """Names of the parameters of xIELU in the checkpoint, without the layer's prefix."""
+    inner_norm: RMSNormSpec | None = None
+    """Norm of the input of the projection down (BitNet)."""
 
     def weights(self, names: Names) -> Iterator[Weight]:
         """Yield the weights of the projection up, then those of the projection down."""
@@ -37,6 +40,8 @@ class MLPSpec(BlockSpec):
         if self.alphas is not None:
             sources = tuple(Source(names.checkpoint + name, (1,)) for name in self.alphas)
             yield Weight(f"{names.own}alphas", "vector", (2,), sources)
+        if self.inner_norm is not None:
+            yield from self.inner_norm.weights(names.of("inner_norm"))
         yield from self.down.weights(names.of("down_proj"))
 
     def split(self, rank: Rank) -> MLPSpec:
@@ -44,7 +49,7 @@ class MLPSpec(BlockSpec):
 
         From the inner columns of all ranks, the rank computes some columns of the result. With
         `Rank.reduces`, it computes all columns from its own inner columns only, and the ranks sum
-        their results.
+        their results; not if a norm needs the inner columns of all ranks.
         """
         down = self.down
         part = begin, end = rank.share(down.inputs)
@@ -53,7 +58,7 @@ class MLPSpec(BlockSpec):
             self,
             up=self.up.split(*(gate_up if self.gated else (part,))),
             down=down.split_inputs(part, rank)
-            if rank.reduces
+            if rank.reduces and self.inner_norm is None
             else down.split(rank.share(down.outputs)),
         )
 
@@ -75,4 +80,5 @@ class MLPSpec(BlockSpec):
             ),
             self.down.build(parts.of("down_proj"), "feed_forward"),
             columns,
+            None if self.inner_norm is None else self.inner_norm.build(parts.of("inner_norm")),
         )

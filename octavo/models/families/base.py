@@ -30,6 +30,7 @@ GATED: dict[str, Activation] = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "relu2": "relu2",
 }
 OUTER_FIELDS: tuple[str, ...] = ("architectures", "dtype", "torch_dtype", "tie_word_embeddings")
 OUTER_FIELDS += ("quantization_config", "compression_config", "eos_token_id", "bos_token_id")

@@ -91,6 +91,9 @@ class LlamaLike:
     query_scale: QueryScale | None = None
     sinks: str | None = None
     """Tensor of the attention sinks."""
+    out_norm: str | None = None
+    inner_norm: str | None = None
+    """Modules of norms within the blocks: `AttentionSpec.out_norm` and `MLPSpec.inner_norm`."""
     attention_gate: str | None = None
     """Module of a gate of the heads' results."""
 
@@ -128,6 +131,9 @@ class LlamaLike:
             or read_activation(config, "hidden_act", GATED if self.gated else PLAIN),
             gated=self.gated,
             alphas=self.alphas,
+            inner_norm=None
+            if self.inner_norm is None
+            else RMSNormSpec(self.inner_norm, inner, eps),
         )
 
         def norm(module: str | None, eps: float = eps) -> NormSpec | None:
@@ -175,6 +181,9 @@ class LlamaLike:
                 gated=self.attention_gate is not None,
                 query_scale=self.query_scale,
                 sinks=None if self.sinks is None else Sinks(self.sinks, heads.num_heads),
+                out_norm=None
+                if self.out_norm is None
+                else RMSNormSpec(self.out_norm, heads.num_heads * heads.head_size, eps),
             )
             return LayerSpec.of(
                 attention,
