@@ -16,6 +16,7 @@ INLINE void with_gate(Gated kind, F f) {
     case Gated::gelu: return f([](vf x) { return gelu(x); });
     case Gated::gelu_tanh: return f([](vf x) { return gelu_tanh(x); });
     case Gated::sigmoid: return f([](vf x) { return sigmoid(x); });
+    case Gated::relu2: return f([](vf x) { return x > 0.0f ? x * x : vf{}; });
   }
 }
 
@@ -68,6 +69,33 @@ void unary(const UnaryArgs& a) {
             return x > a.param ? splat(a.param) : x;
           });
       }
+    });
+  });
+}
+
+// xIELU (arXiv:2411.13010) with a beta of 1/2 and an epsilon of -1e-6, as Apertus has them.
+void xielu(const XieluArgs& a) {
+  const bool dense = a.out_stride == a.dim;  // all rows as one
+  const int64_t rows = dense ? 1 : a.rows, dim = dense ? a.rows * a.dim : a.dim;
+  const int64_t pieces = ceil_div(dim, kPiece);
+  parallel_for(rows * pieces, a.rows * a.dim / W * 16, [&](int64_t task) {
+    const int64_t row = task / pieces, start = task % pieces * kPiece;
+    with_type(a.dtype, [&](auto t) {
+      using T = decltype(t);
+      const T* x = static_cast<const T*>(a.x) + row * dim + start;
+      T* out = static_cast<T*>(a.out) + row * a.out_stride + start;
+      // log(1 + e^alpha), so written that it does not overflow
+      const vf alpha = load(static_cast<const T*>(a.alphas), 2);
+      const vf soft = (alpha > 0.0f ? alpha : vf{}) + log(1.0f + exp(-abs(alpha)));
+      const float positive = soft[0], negative = soft[1] + 0.5f;
+      for_lanes(min(kPiece, dim - start), [&](int64_t i, int n) {
+        const vf v = load(x + i, n), low = v < -1e-6f ? v : splat(-1e-6f);
+        // e^low - 1 - low: near 0 the terms of its series, as the difference would cancel
+        const float c[] = {0.5f, 1 / 6.0f, 1 / 24.0f, 1 / 120.0f, 1 / 720.0f, 1 / 5040.0f, 1 / 40320.0f};
+        const vf rest = low > -0.5f ? low * low * polynomial(c, low) : exp(low) - 1.0f - low;
+        const vf factor = v > 0.0f ? positive * v * v : negative * (rest + (low - v));
+        store(out + i, fma(splat(0.5f), v, factor), n);
+      });
     });
   });
 }

@@ -748,9 +748,12 @@ struct Attention {
   }
 
   void write(const Task& t, int row, const Partial& total, const float* acc) const {
-    T* out = static_cast<T*>(a.out) + t.rows[row].token * a.out_stride +
-             head_of(t, row) * a.out_head_stride;
-    Sums::write(acc, total.sum, out, a.head_size);
+    const int64_t head = head_of(t, row);
+    T* out =
+        static_cast<T*>(a.out) + t.rows[row].token * a.out_stride + head * a.out_head_stride;
+    float sum = total.sum;
+    if (a.sinks) sum += exp(load(static_cast<const T*>(a.sinks) + head, 1) - total.max)[0];
+    Sums::write(acc, sum, out, a.head_size);
   }
 
   // Computes rows completely.

@@ -34,7 +34,7 @@ struct i8 {
   int8_t value;
 };
 
-enum class Gated : int { none = -1, silu = 0, gelu = 1, gelu_tanh = 2, sigmoid = 3 };
+enum class Gated : int { none = -1, silu = 0, gelu = 1, gelu_tanh = 2, sigmoid = 3, relu2 = 4 };
 enum class Unary : int {
   exp = 0,
   log = 1,
@@ -226,10 +226,10 @@ struct LayerNormArgs {
   const void* bias;  // [dim] or null
   void* out;  // [rows, dim]
   int64_t out_stride, rows, dim;
-  float eps;
+  float eps, weight_offset;
   DType dtype;
 
-  MEMBERS(x, x_stride, weight, bias, out, out_stride, rows, dim, eps, dtype)
+  MEMBERS(x, x_stride, weight, bias, out, out_stride, rows, dim, eps, weight_offset, dtype)
   void resize(const StepSize& size) { rows = size.rows; }
   Work work() const { return {double(size_of(dtype)) * rows * dim * 2, 0.0}; }
 };
@@ -256,6 +256,18 @@ struct UnaryArgs {
   DType dtype;
 
   MEMBERS(x, out, out_stride, rows, dim, param, kind, dtype)
+  void resize(const StepSize& size) { rows = size.rows; }
+  Work work() const { return {double(size_of(dtype)) * rows * dim * 2, 0.0}; }
+};
+
+struct XieluArgs {
+  const void* x;  // [rows, dim], dense
+  void* out;
+  int64_t out_stride, rows, dim;
+  const void* alphas;  // [2], for positive and negative numbers
+  DType dtype;
+
+  MEMBERS(x, out, out_stride, rows, dim, alphas, dtype)
   void resize(const StepSize& size) { rows = size.rows; }
   Work work() const { return {double(size_of(dtype)) * rows * dim * 2, 0.0}; }
 };
@@ -466,12 +478,13 @@ struct AttentionArgs {
   int64_t window;  // positions visible, the query's own included; 0: all
   float scale, soft_cap;  // soft_cap 0: none
   const float* alibi_slopes;  // [heads] or null
+  const void* sinks;  // [heads], logits that only join the sums of probabilities; or null
   DType dtype;
   CacheType cache;
 
   MEMBERS(query, query_stride, query_head_stride, out, out_stride, out_head_stride, kv_cache,
           kv_block_stride, query_start_loc, seq_lens, block_table, block_table_stride, num_reqs, heads, kv_heads,
-          head_size, block_size, window, scale, soft_cap, alibi_slopes, dtype, cache)
+          head_size, block_size, window, scale, soft_cap, alibi_slopes, sinks, dtype, cache)
   void resize(const StepSize& size) { num_reqs = size.num_reqs; }
   Work work() const {
     double keys = 0, pairs = 0;  // positions read; visible (query, position) pairs
@@ -499,6 +512,7 @@ struct AttentionArgs {
   KERNEL(layer_norm, LayerNormArgs)       \
   KERNEL(gated, GatedArgs)                \
   KERNEL(unary, UnaryArgs)                \
+  KERNEL(xielu, XieluArgs)                \
   KERNEL(rotary, RotaryArgs)              \
   KERNEL(softmax, SoftmaxArgs)            \
   KERNEL(argmax, ArgmaxArgs)              \

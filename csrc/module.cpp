@@ -59,7 +59,7 @@ constexpr int kCodes<QuantFormat> = 19;
 template <>
 constexpr int kCodes<Unary> = 10;
 template <>
-constexpr int kCodes<Gated> = 5;
+constexpr int kCodes<Gated> = 6;
 
 // Python value of a member of an argument struct: addresses and codes are numbers.
 template <class T>

@@ -73,7 +73,7 @@ void layer_norm(const LayerNormArgs& a) {
     });
     const float scale = 1.0f / sqrtf(reduce_sum(squares) / float(a.dim) + a.eps);
     for_lanes(a.dim, [&](int64_t i, int n) {
-      vf v = (load(x + i, n) - mean) * scale * load(w + i, n);
+      vf v = (load(x + i, n) - mean) * scale * (load(w + i, n) + a.weight_offset);
       if (bias) v += load(bias + i, n);
       store(out + i, v, n);
     });

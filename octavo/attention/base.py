@@ -120,19 +120,22 @@ class AttentionParams:
     """Parameters of a layer's attention.
 
     A token at position p attends to positions max(0, p - sliding_window + 1) to p. The logit of
-    a position is soft_cap(scale * q.k) + slope * (position - p).
+    a position is soft_cap(scale * q.k) + slope * (position - p). A sink is a logit without a
+    position: it only joins the sum by which the softmax divides.
 
     Attributes:
         scale: factor of the logits.
         sliding_window: number of visible positions, including the token's own; None: all.
         logits_soft_cap: cap * tanh(logit / cap); None: no cap (Gemma 2).
         alibi_slopes: float32 [H]; None: no bias (Press et al., "Train Short, Test Long").
+        sinks: [H] in the query's dtype; None: no sinks (gpt-oss).
     """
 
     scale: float
     sliding_window: int | None = None
     logits_soft_cap: float | None = None
     alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
 
 
 class AttentionBackend(Protocol):

@@ -157,6 +157,11 @@ class CPUAttention:
             assert params.alibi_slopes.dtype == "float32"
             assert params.alibi_slopes.shape == (heads,)
             slopes = params.alibi_slopes.data_ptr()
+        sinks = 0
+        if params.sinks is not None:
+            assert params.sinks.dtype == query.dtype
+            assert params.sinks.shape == (heads,)
+            sinks = params.sinks.data_ptr()
         query_start_loc, seq_lens, block_table, block_table_stride = metadata.addresses
         kernels.attention(
             query=query.data_ptr(),
@@ -180,6 +185,7 @@ class CPUAttention:
             scale=params.scale,
             soft_cap=params.logits_soft_cap or 0.0,
             alibi_slopes=slopes,
+            sinks=sinks,
             dtype=DTYPE_CODES[query.dtype],
             cache=_cache_code(kv_cache, query.dtype),
         )

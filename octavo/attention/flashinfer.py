@@ -79,7 +79,8 @@ class FlashInferAttention:
         params: AttentionParams,
     ) -> None:
         """Run one call for prefill chunks and decode rows."""
-        assert params.alibi_slopes is None, "refused by the model runner"
+        assert params.alibi_slopes is None, "refused by the platform"
+        assert params.sinks is None, "refused by the platform"
         # Layers of a step with the same parameters share a plan.
         if self._planned_for is not metadata or self._params != params:
             self._plan(query, kv_cache, metadata, params)

@@ -132,5 +132,9 @@ class ReferenceAttention:
             hidden = distance > 0
             if params.sliding_window is not None:
                 hidden = hidden | (distance <= -params.sliding_window)
-            weights = torch.softmax(logits.masked_fill(hidden, -torch.inf), dim=-1)
+            logits = logits.masked_fill(hidden, -torch.inf)
+            if params.sinks is not None:
+                sinks = params.sinks.to(wide)[:, None, None].expand(-1, query_len, 1)
+                logits = torch.cat([logits, sinks], dim=-1)
+            weights = torch.softmax(logits, dim=-1)[..., : len(keys_at)]
             out[tokens] = torch.einsum("hqk,khd->qhd", weights, value).to(out.dtype)

@@ -154,6 +154,7 @@ class TritonAttention:
             sliding_window=params.sliding_window,
             logits_soft_cap=params.logits_soft_cap,
             alibi_slopes=params.alibi_slopes,
+            sinks=params.sinks,
             format=format,
             one_query=decode and metadata.num_tokens == metadata.num_reqs,
             split=self.split,

@@ -14,7 +14,7 @@ from octavo.system.tensor import HostTensor, Tensor
 LongArray = NDArray[np.int64]
 Gelu = Literal["none", "tanh"]
 """Method of computing GELU: exactly, with erf, or by its tanh approximation."""
-Gate = Literal["silu", "gelu", "gelu_tanh", "sigmoid"]
+Gate = Literal["silu", "gelu", "gelu_tanh", "sigmoid", "relu2"]
 """Activation of a gate."""
 
 
@@ -333,11 +333,12 @@ class Ops(Protocol):
         weight: Tensor,
         bias: Tensor | None,
         eps: float,
+        weight_offset: float = 0.0,
         out: Tensor | None = None,
     ) -> Tensor:
         """Apply layer norm to x [T, D] with weight and bias [D] (Ba et al., "Layer Normalization").
 
-        `out` as in `linear`.
+        `weight_offset` is added to the weight. `out` as in `linear`.
         """
         ...
 
@@ -362,6 +363,19 @@ class Ops(Protocol):
 
     def relu(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return max(x, 0) of a dense x; `out` as in `linear`."""
+        ...
+
+    def xielu(self, x: Tensor, alphas: Tensor, out: Tensor | None = None) -> Tensor:
+        """Apply xIELU to a dense x (Huang and Schlag, arXiv 2411.13010); `out` as in `linear`.
+
+        With a = softplus(alphas[0]) and b = 1/2 + softplus(alphas[1]) it is a x^2 + x/2 for x > 0,
+        otherwise b (e^y - 1 - x) + x/2 with y = min(x, -1e-6).
+
+        Args:
+            x: [T, D].
+            alphas: [2] in the dtype of x.
+            out: the result.
+        """
         ...
 
     def add(self, x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:

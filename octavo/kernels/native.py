@@ -44,6 +44,7 @@ _GATES: dict[Gate | None, int] = {
     "gelu": 1,
     "gelu_tanh": 2,
     "sigmoid": 3,
+    "relu2": 4,
 }
 _EXP, _LOG, _TANH, _ERF, _GELU, _SOFT_CAP = 0, 1, 2, 3, {"none": 4, "tanh": 5}, 6
 _RELU, _SCALE, _CLAMP = 7, 8, 9
@@ -476,6 +477,7 @@ class NativeOps:
         weight: Tensor,
         bias: Tensor | None,
         eps: float,
+        weight_offset: float = 0.0,
         out: Tensor | None = None,
     ) -> Tensor:
         _rows(x)
@@ -498,6 +500,7 @@ class NativeOps:
             rows=rows,
             dim=dim,
             eps=eps,
+            weight_offset=weight_offset,
             dtype=DTYPE_CODES[x.dtype],
         )
         return out
@@ -558,6 +561,22 @@ class NativeOps:
 
     def relu(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         return self._unary(_RELU, x, out)
+
+    def xielu(self, x: Tensor, alphas: Tensor, out: Tensor | None = None) -> Tensor:
+        assert x.is_contiguous()
+        assert alphas.shape == (2,)
+        assert x.dtype == alphas.dtype
+        out = self._result(out, *x.shape, dtype=x.dtype)
+        kernels.xielu(
+            x=x.data_ptr(),
+            out=out.data_ptr(),
+            out_stride=out.stride(0),
+            rows=x.shape[0],
+            dim=x.shape[1],
+            alphas=alphas.data_ptr(),
+            dtype=DTYPE_CODES[x.dtype],
+        )
+        return out
 
     def add(self, x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
         _rows(x)

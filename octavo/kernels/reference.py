@@ -46,6 +46,7 @@ _GATES: dict[Gate, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu2": lambda x: torch.relu(x) ** 2,
     "sigmoid": torch.sigmoid,
 }
 
@@ -363,10 +364,12 @@ class ReferenceOps:
         weight: Tensor,
         bias: Tensor | None,
         eps: float,
+        weight_offset: float = 0.0,
         out: Tensor | None = None,
     ) -> Tensor:
         wide_bias = None if bias is None else bias.float()
-        normed = F.layer_norm(x.float(), weight.shape, weight.float(), wide_bias, eps)
+        wide_weight = weight.float() + weight_offset
+        normed = F.layer_norm(x.float(), weight.shape, wide_weight, wide_bias, eps)
         return into(out, normed.to(x.dtype))
 
     def act_and_mul(self, gate_up: Tensor, activation: Gate, out: Tensor | None = None) -> Tensor:
@@ -389,6 +392,13 @@ class ReferenceOps:
 
     def relu(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         return into(out, torch.relu(x))
+
+    def xielu(self, x: Tensor, alphas: Tensor, out: Tensor | None = None) -> Tensor:
+        wide = x.float()
+        positive, negative = F.softplus(alphas.float())
+        rest = torch.expm1(wide.clamp(max=-1e-6)) - wide
+        result = torch.where(wide > 0, positive * wide * wide, (negative + 0.5) * rest)
+        return into(out, (result + 0.5 * wide).to(x.dtype))
 
     def add(self, x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
         return into(out, x + y)

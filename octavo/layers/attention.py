@@ -49,6 +49,8 @@ class Attention:
     """Bound of queries, keys and values: they are clamped to [-clip, clip]."""
     columns: Columns | None = None
     """Columns of these heads in the result of all heads, if other ranks have the others."""
+    out_norm: RMSNorm | None = None
+    """Norm of the result of all heads together."""
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """Map [T, hidden_size] to [T, hidden_size]; store this step's keys and values."""
@@ -82,7 +84,7 @@ class Attention:
             self.ops.multiply(out, gate, "sigmoid", out)
         if self.columns is not None:
             self.columns.join()
-        return self.o_proj(whole)
+        return self.o_proj(whole if self.out_norm is None else self.out_norm(whole))
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return queries [T, num_heads, D], keys and values [T, num_kv_heads, D], and gates.

@@ -8,6 +8,7 @@ from functools import partial
 
 from octavo.kernels.base import Gate, Ops
 from octavo.layers.linear import Linear
+from octavo.layers.norm import RMSNorm
 from octavo.layers.shared import Columns
 from octavo.layers.step import StepContext
 from octavo.system.tensor import Tensor
@@ -29,27 +30,46 @@ class MLP:
     """Projection back to the hidden size."""
     columns: Columns | None = None
     """Inner columns that `up` computes, if other ranks compute the others."""
+    inner_norm: RMSNorm | None = None
+    """Norm of the inner numbers of all ranks."""
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """Map [T, hidden_size] to [T, hidden_size]."""
         if self.columns is None:
-            return self.down(self.activation(self.up, x, None))
-        whole, own = self.columns.empty(x.shape[0], x.dtype)
-        self.activation(self.up, x, own)
-        self.columns.join()
-        return self.down(whole)
+            whole = self.activation(self.up, x, None)
+        else:
+            whole, own = self.columns.empty(x.shape[0], x.dtype)
+            self.activation(self.up, x, own)
+            self.columns.join()
+        return self.down(whole if self.inner_norm is None else self.inner_norm(whole))
 
 
-def get_activation(ops: Ops, name: str, gated: bool) -> ActivatedLinear:
-    """Return the activation called "silu", "gelu", "gelu_tanh" or "relu" in an `MLPSpec`."""
+def get_activation(
+    ops: Ops, name: str, gated: bool, alphas: Tensor | None = None
+) -> ActivatedLinear:
+    """Return the activation of a name in an `MLPSpec`.
+
+    relu2 is the square of relu. `alphas` are the parameters of xielu.
+    """
     if gated:
         gates: dict[str, Gate] = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
+        gates["relu2"] = "relu2"
         gate = gates[name]
         return lambda up, x, out: up.act_and_mul(x, gate, out)
+
+    def relu2(x: Tensor, out: Tensor | None) -> Tensor:
+        positive = ops.relu(x, out)
+        return ops.multiply(positive, positive, out=positive)
+
     activations: dict[str, Callable[..., Tensor]] = {
         "relu": ops.relu,
+        "relu2": relu2,
         "gelu": partial(ops.gelu, approximate="none"),
         "gelu_tanh": partial(ops.gelu, approximate="tanh"),
     }
+    if name == "xielu":
+        assert alphas is not None
+        parameters = alphas
+        return lambda up, x, out: ops.xielu(up(x), parameters, out)
     activation = activations[name]
     return lambda up, x, out: activation(up(x), out=out)

@@ -83,16 +83,18 @@ class LayerNorm:
     """Bias [D] in the model's dtype."""
     eps: float
     """Term added to the variance."""
+    weight_offset: float = 0.0
+    """Term added to the weight (Nemotron: 1)."""
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the norm of x [T, D]; `out` as in `Ops.linear`."""
-        return self.ops.layer_norm(x, self.weight, self.bias, self.eps, out)
+        return self.ops.layer_norm(x, self.weight, self.bias, self.eps, self.weight_offset, out)
 
     def add(self, x: Tensor, residual: Tensor, out: Pair | None = None) -> Pair:
         """Return (norm(sum), sum) with sum = x + residual; both [T, D]; `out` as in `Ops`."""
         normed, total = out or (None, None)
         total = self.ops.add(x, residual, total)
-        return self.ops.layer_norm(total, self.weight, self.bias, self.eps, normed), total
+        return self(total, normed), total
 
 
 @dataclass(slots=True)

@@ -60,7 +60,26 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen3VLForConditionalGeneration": {"model_type": "qwen3_vl"}
     | _QWEN
     | {"head_dim": 128, "max_position_embeddings": 128000},
+    "Qwen2VLForConditionalGeneration": {"model_type": "qwen2_vl"}
+    | _QWEN
+    | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80},
+    "Glm4vForConditionalGeneration": {"model_type": "glm4v"}
+    | _LLAMA
+    | {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 32768},
+    "AyaVisionForConditionalGeneration": {"model_type": "aya_vision"},
+    "Cohere2VisionForConditionalGeneration": {"model_type": "cohere2_vision"},
+    "GotOcr2ForConditionalGeneration": {"model_type": "got_ocr2"},
+    "Idefics2ForConditionalGeneration": {"model_type": "idefics2"},
+    "Idefics3ForConditionalGeneration": {"model_type": "idefics3"},
+    "InternVLForConditionalGeneration": {"model_type": "internvl"},
+    "LightOnOcrForConditionalGeneration": {"model_type": "lighton_ocr"},
     "LlavaForConditionalGeneration": {"model_type": "llava"},
+    "LlavaNextForConditionalGeneration": {"model_type": "llava_next"},
+    "LlavaOnevisionForConditionalGeneration": {"model_type": "llava_onevision"},
+    "Qwen2AudioForConditionalGeneration": {"model_type": "qwen2_audio"},
+    "SmolVLMForConditionalGeneration": {"model_type": "smolvlm"},
+    "VipLlavaForConditionalGeneration": {"model_type": "vipllava"},
+    "VoxtralForConditionalGeneration": {"model_type": "voxtral"},
     "MuseGlimmerForConditionalGeneration": {"model_type": "muse_glimmer"} | _MUSE,
     "GlmForCausalLM": {"model_type": "glm"} | _GLM,
     "Glm4ForCausalLM": {"model_type": "glm4"} | _GLM,
@@ -86,6 +105,16 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5}
     | {"max_position_embeddings": 131072},
     "GraniteForCausalLM": {"model_type": "granite"} | _LLAMA,
+    "GraniteSWAForCausalLM": {"model_type": "granite_swa"}
+    | _LLAMA
+    | {"num_key_value_heads": 4, "rms_norm_eps": 1e-5, "sliding_window": 128}
+    | {"max_position_embeddings": 8192},
+    "ApertusForCausalLM": {"model_type": "apertus", "hidden_act": "xielu"}
+    | {"rms_norm_eps": 1e-5, "max_position_embeddings": 65536},
+    "BitNetForCausalLM": {"model_type": "bitnet", "hidden_act": "relu2", "rms_norm_eps": 1e-5}
+    | {"num_key_value_heads": 5},
+    "MiniCPMForCausalLM": {"model_type": "minicpm"} | _LLAMA,
+    "InternLM2ForCausalLM": {"model_type": "internlm2"} | _LLAMA,
     "SmolLM3ForCausalLM": {"model_type": "smollm3"}
     | _LLAMA
     | {"num_key_value_heads": 4, "max_position_embeddings": 32768},
@@ -95,6 +124,15 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "Cohere2ForCausalLM": {"model_type": "cohere2"} | _COHERE,
     "PhiForCausalLM": {"model_type": "phi"},
     "GPTNeoXForCausalLM": {"model_type": "gpt_neox"},
+    "GPTJForCausalLM": {"model_type": "gptj", "n_positions": 2048, "rotary_dim": 64},
+    "StableLmForCausalLM": {"model_type": "stablelm"}
+    | {"hidden_act": "silu", "layer_norm_eps": 1e-5}
+    | {"num_key_value_heads": 32, "max_position_embeddings": 4096},
+    "ArceeForCausalLM": {"model_type": "arcee"}
+    | {"hidden_act": "relu2", "rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+    "NemotronForCausalLM": {"model_type": "nemotron"}
+    | {"hidden_act": "relu2", "max_position_embeddings": 4096},
+    "OlmoForCausalLM": {"model_type": "olmo", "hidden_act": "silu"},
     "OPTForCausalLM": {"model_type": "opt", "max_position_embeddings": 2048},
     "GPT2LMHeadModel": {"model_type": "gpt2", "n_positions": 1024},
     "BloomForCausalLM": {"model_type": "bloom"},

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from octavo.checkpoints.base import Expected
 from octavo.errors import ConfigError
 from octavo.layers.step_table import StepArray
-from octavo.models.blocks.attention import Alibi
+from octavo.models.blocks.attention import Alibi, AttentionSpec
 from octavo.models.blocks.base import Table
 from octavo.models.blocks.embedding import EmbedSpec
 from octavo.models.blocks.head import HeadSpec
@@ -147,9 +147,19 @@ class ModelSpec:
         """True if attention has a bias for positions."""
         return any(isinstance(table, Alibi) for table in self._tables())
 
-    def _tables(self) -> set[Table]:
+    @property
+    def uses_sinks(self) -> bool:
+        """True if attention has sinks."""
         blocks = [block for layer in self.distinct_layers for block in layer.blocks]
-        return {table for block in blocks for table in block.tables()}
+        return any(isinstance(block, AttentionSpec) and block.sinks is not None for block in blocks)
+
+    def _tables(self) -> set[Table]:
+        layers = self.distinct_layers
+        sublayers = [sublayer for layer in layers for sublayer in layer.sublayers]
+        norms = [norm for sublayer in sublayers for norm in sublayer.norms.values()]
+        norms += [self.embed.norm, self.head.norm]
+        tables = {table for layer in layers for block in layer.blocks for table in block.tables()}
+        return tables | {table for norm in norms if norm is not None for table in norm.tables()}
 
     def weights(self) -> list[Weight]:
         """Return all weights, in the order in which the forward pass uses them.

@@ -90,11 +90,11 @@ class CUDAPlatform(Platform):
                 )
                 return cast("AttentionBackend", attention)
             case "flashinfer":
-                if setup.spec.uses_alibi or setup.dtype == "float32":
+                spec = setup.spec
+                if spec.uses_alibi or spec.uses_sinks or setup.dtype == "float32":
                     raise ConfigError(
-                        "attention_backend=flashinfer supports neither ALiBi biases nor float32; "
-                        "use "
-                        "attention_backend=triton."
+                        "attention_backend=flashinfer supports neither ALiBi biases, nor attention "
+                        "sinks, nor float32; use attention_backend=triton."
                     )
                 require_package("attention_backend=flashinfer", "flashinfer", "flashinfer-python")
                 from octavo.attention.flashinfer import FlashInferAttention

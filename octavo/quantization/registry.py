@@ -8,6 +8,7 @@ from octavo.checkpoints.config_json import ConfigJson
 from octavo.quantization.autoround import read_autoround
 from octavo.quantization.awq import read_awq
 from octavo.quantization.base import Groups, WeightForm
+from octavo.quantization.bitnet import read_bitnet
 from octavo.quantization.compressed_tensors import read_compressed_tensors
 from octavo.quantization.fp8 import OnlineFP8, read_fp8
 from octavo.quantization.gguf import read_gguf
@@ -32,6 +33,7 @@ METHODS: dict[str, Reader] = {
     "intel/auto-round": read_autoround,
     "compressed-tensors": read_compressed_tensors,
     "fp8": read_fp8,
+    "bitnet": read_bitnet,
     "gguf": read_gguf,
 }
 """Readers of config.json's quantization_config, by `quant_method`. A mapping has the forms of

@@ -51,12 +51,18 @@ class Case:
     window: int | None = None
     soft_cap: float | None = None
     alibi: bool = False
+    sinks: bool = False
     seeds: tuple[int, ...] = ()  # of each request; its place if not given
     history: AttentionBackend | None = None  # writes the cache in its layout; None: the tested one
 
     def params(self) -> AttentionParams:
         slopes = 2.0 ** -torch.arange(1, self.heads + 1) if self.alibi else None
-        return AttentionParams(self.scale, self.window, self.soft_cap, slopes)
+        sinks = self.sink_logits().to(self.dtype) if self.sinks else None
+        return AttentionParams(self.scale, self.window, self.soft_cap, slopes, sinks)
+
+    def sink_logits(self) -> Tensor:
+        """Return sinks [heads], some below and some above all other logits."""
+        return 8.0 * torch.arange(-1, self.heads - 1)
 
     def tensors(self, request: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return query, key and value of the whole context of a request."""
@@ -80,13 +86,16 @@ class Case:
             logits = query[context - new :].transpose(0, 1) @ key.mT * self.scale
             if self.soft_cap is not None:
                 logits = self.soft_cap * torch.tanh(logits / self.soft_cap)
+            at, other = torch.arange(context - new, context)[:, None], torch.arange(context)
             if self.alibi:
                 slopes = 2.0 ** -torch.arange(1, self.heads + 1).double()
-                logits += slopes[:, None, None] * torch.arange(context)
-            at, other = torch.arange(context - new, context)[:, None], torch.arange(context)
+                logits += slopes[:, None, None] * (other - at)
             seen = (other <= at) & (other > at - (self.window or context))
-            out = (logits.masked_fill(~seen, -torch.inf).softmax(-1) @ value).transpose(0, 1)
-            outs.append(out)
+            logits = logits.masked_fill(~seen, -torch.inf)
+            if self.sinks:
+                sinks = self.sink_logits().double()[:, None, None].expand(-1, new, 1)
+                logits = torch.cat([logits, sinks], -1)
+            outs.append((logits.softmax(-1)[..., :context] @ value).transpose(0, 1))
         return torch.cat(outs)
 
     def run(self, backend: AttentionBackend, *, views: bool = False) -> Tensor:

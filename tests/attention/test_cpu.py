@@ -69,7 +69,7 @@ def test_sliding_window(window: int, block_size: int, dtype: torch.dtype) -> Non
 @isas
 @dtypes
 @pytest.mark.parametrize("block_size", [8, 32])
-def test_soft_cap_and_alibi(block_size: int, dtype: torch.dtype) -> None:
+def test_soft_cap_alibi_and_sinks(block_size: int, dtype: torch.dtype) -> None:
     for soft_cap, alibi, window in [(2.0, False, None), (None, True, None), (3.0, True, 20)]:
         case = Case(
             MIXED,
@@ -80,6 +80,10 @@ def test_soft_cap_and_alibi(block_size: int, dtype: torch.dtype) -> None:
             dtype=dtype,
         )
         assert_near(case.run(backend), case.truth())
+        case = dataclasses.replace(case, sinks=True)
+        assert_near(case.run(backend), case.truth())
+    shared = Case(((1000, 2),), sinks=True, block_size=block_size, dtype=dtype)  # by the threads
+    assert_near(shared.run(backend), shared.truth())
 
 
 @isas
@@ -104,7 +108,7 @@ def test_huge_logits() -> None:
 
 FEATURES = [
     {},
-    {"window": 50},
+    {"window": 50, "sinks": True},
     {"window": 3, "block_size": 8},
     {"soft_cap": 3.0, "alibi": True, "heads": 6, "kv_heads": 1},
     {"heads": 2, "kv_heads": 2, "head_size": 40, "block_size": 128},

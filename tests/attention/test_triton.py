@@ -71,8 +71,9 @@ def test_sliding_window(window: int) -> None:
 @pytest.mark.parametrize(
     ("soft_cap", "alibi", "window"), [(2.0, False, None), (None, True, None), (3.0, True, 20)]
 )
-def test_soft_cap_and_alibi(soft_cap: float | None, alibi: bool, window: int | None) -> None:
+def test_soft_cap_alibi_and_sinks(soft_cap: float | None, alibi: bool, window: int | None) -> None:
     check(Case(MIXED, soft_cap=soft_cap, alibi=alibi, window=window))
+    check(Case(MIXED, soft_cap=soft_cap, alibi=alibi, window=window, sinks=True))
 
 
 @pytest.mark.parametrize("cache_dtype", BYTES, ids=str)
@@ -102,6 +103,7 @@ def cases_of_all_kinds(draw: st.DrawFn) -> tuple[cases.Case, int]:
         window=draw(st.sampled_from([None, 1, 7, 40])),
         soft_cap=draw(st.sampled_from([None, 2.0])),
         alibi=draw(st.booleans()),
+        sinks=draw(st.booleans()),
     )
     return case, draw(st.sampled_from([0, 4, 100]))
 

@@ -31,19 +31,20 @@ _SIZES = (8, 64, 97, 160, 256, 331, 458, 768, 1280)
 _GEMMA = ("Gemma", "Gemma2", "Gemma3")
 _BIAS = ("Llama", "Qwen3", *_GEMMA, "Glm", "Glm4", "Olmo2", "Granite", "SmolLM3")
 _BIAS = (*_BIAS, "Cohere", "Cohere2", "Olmo3", "SeedOss", "HunYuanDenseV1")
+_BIAS = (*_BIAS, "Arcee", "Nemotron", "Olmo")
 """Families whose attention may have a bias."""
 _ROPE = (*_BIAS, "Mistral", "Ministral", "Ministral3", "Qwen2", "Phi3", "Phi", "Starcoder2")
-_ROPE = (*_ROPE, "InternLM3", "Exaone4", "Ernie4_5")
+_ROPE = (*_ROPE, "InternLM3", "Exaone4", "Ernie4_5", "StableLm")
 _PLAIN = ("OPT", "Bloom", "Mpt", "Falcon", "GPTNeoX")
 _NAMES = {"GPT2": "GPT2LMHeadModel"} | {name: f"{name}ForCausalLM" for name in (*_ROPE, *_PLAIN)}
 # Families with heads that transformers fits into the hidden size, or that may have any size.
 _FITTED = ("Phi3", "Phi", "Olmo2", "Granite", "SmolLM3", "Starcoder2", "Cohere", "Cohere2")
-_FITTED = (*_FITTED, "Olmo3", "Exaone4")
+_FITTED = (*_FITTED, "Olmo3", "Exaone4", "Olmo", "StableLm")
 _EITHER = ("Llama", "Qwen2", "InternLM3")
 # Families whose context transformers can scale.
 _SCALED = ("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "Granite", "InternLM3", "Olmo2")
 _SCALED = (*_SCALED, "Gemma", "Gemma2", "Ministral3", "Exaone4", "SeedOss", "Ernie4_5")
-_SCALED = (*_SCALED, "HunYuanDenseV1")
+_SCALED = (*_SCALED, "HunYuanDenseV1", "Arcee", "Olmo")
 
 
 def draw_model(rng: random.Random) -> tuple[str, dict[str, Any]]:
@@ -57,8 +58,8 @@ def draw_model(rng: random.Random) -> tuple[str, dict[str, Any]]:
     inner = rng.choice((*_SIZES, 2000, rng.randint(1, 500)))
     ids = {"vocab_size": vocab_size, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     tied = {"tie_word_embeddings": rng.random() < 0.5}
-    if family in ("Glm", "Glm4", "Phi"):
-        head = max(4, head // 4 * 4)  # half of it is rotated, in pairs
+    if family in ("Glm", "Glm4", "Phi", "Nemotron", "StableLm"):
+        head = max(8, head // 8 * 8)  # a half or a quarter of it is rotated, in pairs
     if family in ("Falcon", "GPTNeoX"):
         head += head % 2
         hidden = heads * head
@@ -125,7 +126,7 @@ def _rope_model(
         config["max_window_layers"] = rng.randint(0, 4)
     if family in _BIAS:
         config["attention_bias"] = rng.random() < 0.3
-    if family in ("Llama", "Granite", "SmolLM3", "SeedOss"):
+    if family in ("Llama", "Granite", "SmolLM3", "SeedOss", "Arcee", "Nemotron"):
         config["mlp_bias"] = rng.random() < 0.3
     if family == "InternLM3":
         config |= dict.fromkeys(("attention_bias", "mlp_bias"), rng.random() < 0.5)
@@ -146,6 +147,11 @@ def _rope_model(
         config["use_bias"] = rng.random() < 0.5
     if family in ("Cohere", "Cohere2"):
         config["logit_scale"] = rng.choice((0.0625, 1.0))
+    if family == "Olmo":
+        config["clip_qkv"] = rng.choice((None, 1.5))
+    if family == "StableLm":
+        for name in ("use_qkv_bias", "qk_layernorm", "use_parallel_residual"):
+            config[name] = rng.random() < 0.5
     if family == "Cohere":
         config["use_qk_norm"] = rng.random() < 0.5
     if family == "Cohere2":
@@ -159,7 +165,7 @@ def _rope_model(
         config["attn_logit_softcapping"] = rng.choice((None, 50.0))
     if family == "Gemma3":
         config["sliding_window_pattern"] = rng.randint(1, 3)
-    if family in ("Gemma3", "Glm", "Glm4", "Phi", "Olmo3"):
+    if family in ("Gemma3", "Glm", "Glm4", "Phi", "Olmo3", "Nemotron", "StableLm"):
         return config  # their positions have separate defaults
     kinds = (
         ("default", "longrope")

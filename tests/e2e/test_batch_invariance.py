@@ -336,6 +336,34 @@ def test_plainest_kernels_agree_with_themselves(expected, dtype):
         native.set_isa(best)
 
 
+FAMILIES = {  # with blocks that the model of the other tests does not have
+    "GPTNeoXForCausalLM": {"num_attention_heads": 4},
+    "GraniteSWAForCausalLM": {"num_attention_heads": 4, "sliding_window": 20},
+    "BitNetForCausalLM": {"num_attention_heads": 4, "num_key_value_heads": 2},
+}
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_other_families(architecture, tmp_path):
+    """Among others, in chunks, on other threads, and with a cached prefix."""
+    sizes = {"hidden_size": 72, "intermediate_size": 128, "vocab_size": 300}
+    sizes |= {"num_hidden_layers": 4, "max_position_embeddings": 128}
+    make_hf(architecture, **sizes, **FAMILIES[architecture]).save_pretrained(tmp_path)
+    settings = {"model": str(tmp_path), "skip_tokenizer_init": True, "dtype": "bfloat16"}
+    requests = [
+        ([(7 * i + 3 * j) % 300 for j in range(count)], params(0.9 if i % 2 else 0.0))
+        for i, count in enumerate((1, 16, 33, 70, 100))
+    ]
+    with LLM(enable_prefix_caching=False, **settings) as llm:
+        alone = [answers(llm, [request])[0] for request in requests]
+        assert len({answer.token_ids for answer in alone}) > 3
+        assert answers(llm, requests) == alone
+    with LLM(long_prefill_token_threshold=7, num_threads=1, **settings) as llm:
+        assert answers(llm, requests[::-1]) == alone[::-1]
+        assert answers(llm, requests) == alone
+        assert llm.stats().prefix_cache_hits > 0
+
+
 @pytest.mark.parametrize("isa", [i for i in native.available_isas() if i.startswith("amx")])
 @pytest.mark.parametrize("quantization", [None, "int8", "int4", "fp8"])
 def test_tiles_agree_with_themselves(isa, quantization, tmp_path):

@@ -57,7 +57,7 @@ def kernels(dtype: torch.dtype) -> None:
     norm.rms_norm(x, weight, 1e-5, 0.0, None)
     norm.rms_norm(x, weight, 1e-5, 1.0, None)
     norm.fused_add_rms_norm(x, x, weight, 1e-5, 0.0)
-    for gate in ("silu", "gelu", "gelu_tanh", "sigmoid"):
+    for gate in ("silu", "gelu", "gelu_tanh", "sigmoid", "relu2"):
         activation.act_and_mul(x, gate)
     activation.gelu(x, "none")
     for bias in (None, weight):
@@ -65,7 +65,7 @@ def kernels(dtype: torch.dtype) -> None:
 
     heads, kv_heads, page = 8, 2, 16
     cases: list[tuple[int, int, dict[str, Any]]] = [
-        (128, 0, {"sliding_window": 100, "logits_soft_cap": 30.0}),
+        (128, 0, {"sliding_window": 100, "logits_soft_cap": 30.0, "sinks": zeros(8, dtype=dtype)}),
         (80, 1, {"alibi_slopes": zeros(heads)}),
         (256, 2, {}),
     ]
@@ -94,6 +94,7 @@ def kernels(dtype: torch.dtype) -> None:
                 "sliding_window": None,
                 "logits_soft_cap": None,
                 "alibi_slopes": None,
+                "sinks": None,
             }
             attention(
                 query,

@@ -674,7 +674,7 @@ void test_sample() {
 struct Shape {
   int64_t heads, kv_heads, head_size, block_size, window;
   float soft_cap;
-  bool alibi;
+  bool alibi, sinks;
 };
 
 template <class T>
@@ -686,12 +686,14 @@ struct Requests {
   std::vector<T> query;  // [tokens][heads][head_size]
   std::vector<std::vector<int32_t>> blocks;
   std::vector<float> slopes;
+  std::vector<T> sinks;
   Buffer<uint8_t> kv;
 
   Requests(Shape s, CacheType cache, std::vector<int64_t> lengths, std::vector<int64_t> queries)
       : s(s), cache(cache), lengths(lengths), queries(queries),
         kv(2 * s.kv_heads * s.block_size * cached_size(cache, Type<T>::dtype, s.head_size) * num_blocks()) {
     for (int64_t h = 0; h < s.heads; h++) slopes.push_back(std::ldexp(1.0f, -int(h) - 1));
+    for (int64_t h = 0; h < s.heads; h++) sinks.push_back(make<T>(double(3 * h - 2)));
     std::vector<int32_t> order(num_blocks());
     for (size_t i = 0; i < order.size(); i++) order[i] = int32_t(i);
     std::shuffle(order.begin(), order.end(), generator);
@@ -760,7 +762,7 @@ struct Requests {
     kernels().attention({q.data(), width, s.head_size, out.data(), width, s.head_size, kv.data, start.data(),
                          seq.data(), table.data(), int64_t(wide), count, s.heads, s.kv_heads, s.head_size,
                          s.block_size, s.window, scale(), s.soft_cap, s.alibi ? slopes.data() : nullptr,
-                         Type<T>::dtype, cache});
+                         s.sinks ? sinks.data() : nullptr, Type<T>::dtype, cache});
     return out;
   }
 
@@ -795,6 +797,7 @@ struct Requests {
       if (s.alibi) dot += slopes[h] * double(j - position);
       p.push_back(dot), most = std::max(most, dot);
     }
+    if (s.sinks) most = std::max(most, get(sinks[h])), total = std::exp(get(sinks[h]) - most);
     for (int64_t j = first; j <= position; j++) {
       const double e = std::exp(p[j - first] - most);
       total += e;
@@ -832,11 +835,11 @@ struct Requests {
 };
 
 void test_attention() {
-  const Shape shapes[] = {{4, 2, 64, 16, 0, 0, false},
-                          {3, 1, 33, 8, 0, 0, true},
-                          {2, 2, 40, 32, 70, 0, false},
-                          {6, 2, 16, 64, 0, 2.5f, false},
-                          {2, 1, 80, 128, 9, 0, true}};
+  const Shape shapes[] = {{4, 2, 64, 16, 0, 0, false, true},
+                          {3, 1, 33, 8, 0, 0, true, false},
+                          {2, 2, 40, 32, 70, 0, false, true},
+                          {6, 2, 16, 64, 0, 2.5f, false, false},
+                          {2, 1, 80, 128, 9, 0, true, false}};
   const CacheType caches[] = {CacheType::same, CacheType::e4m3, CacheType::e5m2, CacheType::int8};
   for_types([&](auto t) {
     using T = decltype(t);
@@ -848,7 +851,7 @@ void test_attention() {
         requests.check_alone();
       }
     // Segments that threads share
-    const Requests<T> requests({2, 1, 24, 16, 0, 0, false}, CacheType::same, {1100}, {2});
+    const Requests<T> requests({2, 1, 24, 16, 0, 0, false, true}, CacheType::same, {1100}, {2});
     requests.check_all();
     requests.check_alone();
   });

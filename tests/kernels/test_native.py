@@ -221,12 +221,13 @@ def test_fused_add_rms_norm(offset: float, dtype: torch.dtype) -> None:
 def test_layer_norm(dim: int, dtype: torch.dtype) -> None:
     x = strided(random(5, dim, dtype=dtype) + 3)
     weight, bias = random(dim, dtype=dtype, seed=1), random(dim, dtype=dtype, seed=2)
-    for b in (None, bias):
+    for b, offset in ((None, 0.0), (bias, 0.0), (bias, 1.0)):
+        wide_bias = None if b is None else b.double()
         truth = torch.nn.functional.layer_norm(
-            x.double(), (dim,), weight.double(), None if b is None else b.double(), 1e-5
+            x.double(), (dim,), weight.double() + offset, wide_bias, 1e-5
         )
-        assert_near(ops.layer_norm(x, weight, b, 1e-5), truth, error=1e-5)
-        assert_near(reference.layer_norm(x, weight, b, 1e-5), truth, error=1e-5)
+        for table in (ops, reference):
+            assert_near(table.layer_norm(x, weight, b, 1e-5, offset), truth, error=1e-5)
 
 
 # ---- elementwise ----
@@ -272,7 +273,7 @@ def test_factors_of_heads(dtype: torch.dtype) -> None:
 
 
 @dtypes
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "sigmoid"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "sigmoid", "relu2"])
 @pytest.mark.parametrize("rows", [1, 5, 100])
 @pytest.mark.parametrize("width", [128, 96, 60])  # whole panels, on some processors, on none
 @pytest.mark.parametrize("with_bias", [True, False])
@@ -298,12 +299,21 @@ def test_gated_rounds_as_hugging_face_does(dtype: torch.dtype) -> None:
 
 
 @dtypes
-def test_gelu_relu_soft_cap(dtype: torch.dtype) -> None:
+def test_gelu_relu_xielu_soft_cap(dtype: torch.dtype) -> None:
     x = 4 * random(3, 333, dtype=dtype)
     gelu = torch.nn.functional.gelu
     assert_near(ops.gelu(x, "none"), gelu(x.double()))
     assert_near(ops.gelu(x, "tanh"), gelu(x.double(), approximate="tanh"))
     assert_same(ops.relu(x), reference.relu(x))
+    alphas = torch.tensor([-30.0, 1.7]).to(dtype)
+    fine = x * torch.logspace(-6, 1, 333).to(dtype)
+    for values in (x, fine, torch.tensor([[0.0, -0.0, 90.0, -90.0]], dtype=dtype)):
+        wide = values.double()
+        positive, negative = torch.nn.functional.softplus(alphas.double())
+        rest = torch.expm1(wide.clamp(max=-1e-6)) - wide
+        truth = torch.where(wide > 0, positive * wide**2, (negative + 0.5) * rest) + 0.5 * wide
+        for table in (ops, reference):
+            assert_near(table.xielu(values, alphas), truth, error=2e-6)
     for cap in (1.5, 50.0):
         for table in (ops, reference):
             capped = x.clone()
@@ -531,7 +541,7 @@ def row_operations(dim: int, dtype: torch.dtype) -> dict[str, Callable[[Tensor],
         "rms_norm": lambda x: ops.rms_norm(x, weight, 1e-5),
         "rms_norm_gemma": lambda x: ops.rms_norm(x, weight, 1e-5, 1.0),
         "fused_add_rms_norm": lambda x: ops.fused_add_rms_norm(x, x.clone(), weight, 1e-5)[0],
-        "layer_norm": lambda x: ops.layer_norm(x, weight, bias, 1e-5),
+        "layer_norm": lambda x: ops.layer_norm(x, weight, bias, 1e-5, 1.0),
         "silu_and_mul": lambda x: ops.act_and_mul(x, "silu"),
         "gelu_and_mul": lambda x: ops.act_and_mul(x, "gelu"),
         "gelu_tanh_and_mul": lambda x: ops.act_and_mul(x, "gelu_tanh"),
@@ -599,6 +609,7 @@ def test_results_go_where_they_are_wanted(dtype: torch.dtype, columns: int) -> N
         "act_and_mul": lambda out: ops.act_and_mul(y, "gelu", out),
         "gelu": lambda out: ops.gelu(y[:, :columns].contiguous(), "none", out),
         "relu": lambda out: ops.relu(y[:, :columns].contiguous(), out),
+        "xielu": lambda out: ops.xielu(y[:, :columns].contiguous(), weight[0, :2], out),
         "quantized": lambda out: ops.linear(
             x, ops.quantize_weight([weight[:columns]], "int8", 0), out=out
         ),
@@ -626,7 +637,7 @@ def test_every_other_row() -> None:
     assert (fused[:, others] == 7).all()
     calls: dict[str, Callable[[slice, Tensor | None], Tensor]] = {
         "rms_norm": lambda rows, out: ops.rms_norm(x[rows], weight, 1e-5, out=out),
-        "layer_norm": lambda rows, out: ops.layer_norm(x[rows], weight, weight, 1e-5, out),
+        "layer_norm": lambda rows, out: ops.layer_norm(x[rows], weight, weight, 1e-5, out=out),
         "add": lambda rows, out: ops.add(x[rows], residual[rows], out),
     }
     for name, call in calls.items():

@@ -67,6 +67,7 @@ CASES: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
     "act_and_mul": lambda x: ops.act_and_mul(x, "gelu"),
     "gelu": lambda x: ops.gelu(x, "tanh"),
     "relu": ops.relu,
+    "xielu": lambda x: ops.xielu(x, vector[:2]),
     "multiply": lambda x: ops.multiply(x, residual[: len(x)], "sigmoid"),
     "add": lambda x: ops.add(x, residual[: len(x)]),
     "sum_parts": lambda x: ops.sum_parts(x, 2, half, torch.float32),

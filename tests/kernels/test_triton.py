@@ -78,7 +78,7 @@ def test_rms_norm_of_heads_in_place() -> None:
 @pytest.mark.parametrize("columns", [3, 1500])
 def test_activations(columns: int, dtype: torch.dtype) -> None:
     x = 4 * random(3, 2 * columns, dtype=dtype)
-    for gate in ("silu", "gelu", "gelu_tanh", "sigmoid"):
+    for gate in ("silu", "gelu", "gelu_tanh", "sigmoid", "relu2"):
         assert_near(ops.act_and_mul(x, gate), reference.act_and_mul(x, gate))
     for approximate in ("none", "tanh"):
         assert_near(ops.gelu(x, approximate), reference.gelu(x, approximate))

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch import Tensor
 
 from octavo.attention.base import AttentionBackend, AttentionMetadata
@@ -161,14 +162,51 @@ def make_hf(architecture: str, seed: int = 0, **config: Any) -> Any:
 
 
 def _model_class(architecture: str) -> Any:
-    if architecture == "InternLM3ForCausalLM":  # transformers has no class for it
-        return type(architecture, (transformers.LlamaForCausalLM,), {})
+    if architecture in STAND_INS:
+        base: Any = getattr(transformers, f"{STAND_INS[architecture]}ForCausalLM")
+        own = {"save_pretrained": _save_internlm2} if architecture.startswith("InternLM2") else {}
+        return type(architecture, (base,), own)
     return getattr(transformers, architecture)
+
+
+STAND_INS = {"InternLM2ForCausalLM": "Llama", "InternLM3ForCausalLM": "Llama"}
+STAND_INS |= {"MiniCPMForCausalLM": "Granite"}
+"""Models of transformers that compute what architectures without a class there do."""
+
+_INTERNLM2 = {"embed_tokens": "tok_embeddings", "self_attn.o_proj": "attention.wo"}
+_INTERNLM2 |= {"mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3"}
+_INTERNLM2 |= {"mlp.down_proj": "feed_forward.w2", "input_layernorm": "attention_norm"}
+_INTERNLM2 |= {"post_attention_layernorm": "ffn_norm", "lm_head": "output"}
+_INTERNLM2 |= {"self_attn.q_proj": "attention.wqkv"}
+"""Parts of names in Llama -> those in InternLM2."""
+
+
+def _save_internlm2(model: Any, folder: Path) -> None:
+    """Save a Llama as InternLM2: other names, and one projection, group by group."""
+    heads, groups = model.config.num_attention_heads, model.config.num_key_value_heads
+    size, state = model.config.head_dim, dict(model.state_dict())
+    for name in [name for name in state if ".q_proj." in name]:
+        q, k, v = (
+            state.pop(name.replace("q_proj", part)) for part in ("q_proj", "k_proj", "v_proj")
+        )
+        shape = (groups, -1, size, *q.shape[1:])
+        assert q.shape[0] == heads * size
+        state[name] = torch.cat([x.view(shape) for x in (q, k, v)], 1).view(-1, *q.shape[1:])
+    if model.config.tie_word_embeddings:
+        del state["lm_head.weight"]
+    renamed = {}
+    for name, tensor in state.items():
+        for old, new in _INTERNLM2.items():
+            name = name.replace(old, new)
+        renamed[name] = tensor.contiguous()
+    model.config.architectures = ["InternLM2ForCausalLM"]
+    model.config.save_pretrained(folder)
+    save_file(renamed, folder / "model.safetensors")
 
 
 def _config_class(architecture: str) -> Any:
     names = {"GPT2LMHeadModel": "GPT2", "Gemma3ForCausalLM": "Gemma3Text"}
-    names["InternLM3ForCausalLM"] = "Llama"
+    names |= STAND_INS
     name = names.get(architecture, re.sub("For(CausalLM|ConditionalGeneration)$", "", architecture))
     return getattr(transformers, f"{name}Config")
 

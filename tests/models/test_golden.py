@@ -87,20 +87,57 @@ def test_packed_bytes(dtype: str, quantization: str | None, expected: str, tmp_p
     assert digest(file.read_bytes()[: kept[0].nbytes]) == expected
 
 
-def test_keys_and_sizes(tmp_path: Path) -> None:
-    """Digests of all families, whole and of one of two ranks."""
+def total_and_keys(folder: Path, case: str) -> tuple[int, list[bytes]]:
+    """Return the planned bytes of a case in all forms and types, and its keys, also of a rank."""
     total, keys = 0, []
-    for name, case in CASES.items():
-        folder = tmp_path / name
-        save_config(folder, *case)
-        save_file({"any": np.zeros(1, np.float32)}, folder / "model.safetensors")
-        for form in FORMS:
-            spec = spec_of(folder, quantization=form)
-            for dtype in ("float32", "bfloat16"):
-                total += spec.weight_nbytes(dtype, 100)
-            keys.append(key_of(spec, folder, "float32"))
-            if name in ("llama", "gpt2", "bloom", "falcon"):
-                part = spec.split(Rank(0, 2, reduces=True))
-                total += part.weight_nbytes("bfloat16", 100)
-                keys.append(key_of(part, folder, "bfloat16"))
+    save_config(folder, *CASES[case])
+    save_file({"any": np.zeros(1, np.float32)}, folder / "model.safetensors")
+    for form in FORMS:
+        spec = spec_of(folder, quantization=form)
+        for dtype in ("float32", "bfloat16"):
+            total += spec.weight_nbytes(dtype, 100)
+        keys.append(key_of(spec, folder, "float32"))
+        if case in ("llama", "gpt2", "bloom", "falcon", *LATER):
+            part = spec.split(Rank(0, 2, reduces=True))
+            total += part.weight_nbytes("bfloat16", 100)
+            keys.append(key_of(part, folder, "bfloat16"))
+    return total, keys
+
+
+LATER: dict[str, tuple[int, str]] = {
+    "gptj": (1578946, "e6ead61506c339c4"),
+    "stablelm": (1747904, "b37fb7a595d8b575"),
+    "stablelm-parallel": (1736672, "9ca51162432634ea"),
+    "arcee": (1449472, "a9eab2aaff7ec731"),
+    "arcee-bias": (1440280, "33b9d251fceb77e3"),
+    "nemotron": (1414336, "015cd31d2c579e6d"),
+    "nemotron-bias": (1448248, "6b710a09a7d579d4"),
+    "olmo": (1580800, "d15a80b04f00c525"),
+    "olmo-bias": (1531840, "d72c63df0a23e6e4"),
+    "apertus": (1424656, "d484e0c3e3d810d5"),
+    "apertus-bias": (1434160, "88fe68488d143685"),
+    "granite-swa": (1946736, "f5260b6daea1fd18"),
+    "granite-swa-full": (1587388, "31686772345d57d6"),
+    "minicpm": (1613824, "680c04c43c983ada"),
+    "internlm2": (1587136, "795b8ac03c20dc83"),
+    "internlm2-tied": (1566880, "4b7f9842326b2cb5"),
+    "bitnet": (1644928, "7a89a91e39e83d49"),
+    "bitnet-bias": (1654000, "e88f6dadb042a148"),
+}
+"""Digests of the cases that have their own."""
+
+
+def test_keys_and_sizes(tmp_path: Path) -> None:
+    """One digest of all other cases."""
+    found = [total_and_keys(tmp_path / case, case) for case in CASES if case not in LATER]
+    keys = [key for _, keys in found for key in keys]
+    total = sum(total for total, _ in found)
     assert (total, digest(*keys)) == (77377064, "49487e9d853b03b5")
+
+
+def test_keys_and_sizes_of_later_cases(tmp_path: Path) -> None:
+    found = {}
+    for case in LATER:
+        total, keys = total_and_keys(tmp_path / case, case)
+        found[case] = (total, digest(*keys))
+    assert found == LATER

@@ -30,6 +30,8 @@ def _activate(x, KIND: tl.constexpr):
     elif KIND == "sigmoid":
         e = tl.exp(-tl.abs(x))
         y = tl.where(x < 0.0, e, 1.0) / (1.0 + e)
+    elif KIND == "relu2":
+        y = tl.where(x > 0.0, x * x, 0.0)
     else:
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     return y

@@ -45,6 +45,7 @@ def _attention(
     seq_lens,
     block_table,
     alibi_slopes,
+    sinks,
     partial_out,
     partial_stats,
     scale,
@@ -64,6 +65,7 @@ def _attention(
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     ALIBI: tl.constexpr,
+    SINKS: tl.constexpr,
     FP8: tl.constexpr,
     UPCAST: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -200,6 +202,10 @@ def _attention(
                     largest, total, acc, split_largest, split_total, split_acc
                 )
         if (not shared) & (tl.program_id(2) == 0):
+            if SINKS:
+                sink = tl.load(sinks + heads, mask=rows, other=float("-inf")).to(tl.float32)
+                one = tl.where(rows, 1.0, 0.0)
+                largest, total, acc = _merge(largest, total, acc, sink, one, tl.zeros_like(acc))
             # Rows without a query have a total of 0.
             result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
             tl.store(
@@ -217,6 +223,7 @@ def _merge_splits(
     out,
     query_start_loc,
     seq_lens,
+    sinks,
     partial_out,
     partial_stats,
     out_token_stride,
@@ -225,6 +232,7 @@ def _merge_splits(
     HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -251,6 +259,10 @@ def _merge_splits(
             split_total = tl.load(partial_stats + at * 2 + 1)
             split_acc = tl.load(partial_out + at[:, None] * BLOCK_D + d[None, :])
             largest, total, acc = _merge(largest, total, acc, split_largest, split_total, split_acc)
+        if SINKS:
+            sink = tl.load(sinks + head + one).to(tl.float32)
+            nothing = tl.zeros_like(acc)
+            largest, total, acc = _merge(largest, total, acc, sink, one + 1.0, nothing)
         to = out + token.to(tl.int64) * out_token_stride + head * out_head_stride
         tl.store(
             to + d[None, :] + one[:, None],
@@ -281,6 +293,7 @@ def attention(
     sliding_window: int | None,
     logits_soft_cap: float | None,
     alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
     format: int,
     one_query: bool,
     split: int,
@@ -303,6 +316,7 @@ def attention(
         sliding_window: positions visible, or None.
         logits_soft_cap: or None.
         alibi_slopes: float32 [H], or None.
+        sinks: [H] in the query's dtype, or None.
         format: format of the cache; see `octavo.kernels.triton.fp8`.
         one_query: True if each request has one query.
         split: number of positions of a split, a multiple of every tile.
@@ -344,6 +358,7 @@ def attention(
         seq_lens,
         block_table,
         alibi_slopes if alibi_slopes is not None else out,
+        sinks if sinks is not None else out,
         partial_out,
         partial_stats,
         scale,
@@ -363,6 +378,7 @@ def attention(
         WINDOW=window,
         SOFT_CAP=logits_soft_cap is not None,
         ALIBI=alibi_slopes is not None,
+        SINKS=sinks is not None,
         FP8=format,
         UPCAST=upcast,
         SPLIT=split,
@@ -378,6 +394,7 @@ def attention(
             out,
             query_start_loc,
             seq_lens,
+            sinks if sinks is not None else out,
             partial_out,
             partial_stats,
             out.stride(0),
@@ -386,6 +403,7 @@ def attention(
             HEADS=heads,
             HEAD_SIZE=head_size,
             WINDOW=window,
+            SINKS=sinks is not None,
             SPLIT=split,
             BLOCK_D=block_d,
             num_warps=1,

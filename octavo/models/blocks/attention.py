@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from octavo.checkpoints.base import Source
 from octavo.errors import ConfigError
 from octavo.layers.rope_spec import RopeSpec
 from octavo.models.blocks.base import BlockSpec, LargestStep, Table
@@ -60,6 +61,16 @@ class QueryScale:
 
 
 @dataclass(frozen=True)
+class Sinks:
+    """Logits, one for each query head, that only join the sum of the probabilities (gpt-oss)."""
+
+    name: str
+    """Name of the tensor in the checkpoint, without the layer's prefix."""
+    num_heads: int
+    """Number of query heads in the checkpoint."""
+
+
+@dataclass(frozen=True)
 class AttentionSpec(BlockSpec):
     """Attention with any number of query heads for each head of keys and values."""
 
@@ -95,6 +106,9 @@ class AttentionSpec(BlockSpec):
     gated: bool = False
     """True if the sigmoid of a gate is a factor of each head's result (Muse Glimmer)."""
     query_scale: QueryScale | None = None
+    sinks: Sinks | None = None
+    out_norm: RMSNormSpec | None = None
+    """Norm of the results of all heads together, the input of `o_proj` (BitNet)."""
 
     def split(self, rank: Rank) -> AttentionSpec:
         """Return the attention of a rank's query heads, and of their heads of keys and values.
@@ -132,7 +146,7 @@ class AttentionSpec(BlockSpec):
             self,
             qkv_proj=self.qkv_proj.split(*parts),
             o_proj=o_proj.split_inputs((first * size, end * size), rank)
-            if rank.reduces
+            if rank.reduces and self.out_norm is None
             else o_proj.split(rank.share(o_proj.outputs)),
             num_heads=heads,
             num_kv_heads=kv_heads,
@@ -176,6 +190,13 @@ class AttentionSpec(BlockSpec):
             yield from self.q_norm.weights(names.of("q_norm"))
         if self.k_norm is not None:
             yield from self.k_norm.weights(names.of("k_norm"))
+        if self.sinks is not None:
+            heads = (self.first_head, self.first_head + self.num_heads)
+            name, whole = names.checkpoint + self.sinks.name, (self.sinks.num_heads,)
+            source = Source(name, whole, parts=(heads,), dummy=0.0)
+            yield Weight(f"{names.own}sinks", "vector", (self.num_heads,), (source,))
+        if self.out_norm is not None:
+            yield from self.out_norm.weights(names.of("out_norm"))
         yield from self.o_proj.weights(names.of("o_proj"))
 
     def caches(self) -> tuple[AttentionCache]:
@@ -232,6 +253,7 @@ class AttentionSpec(BlockSpec):
                 alibi_slopes=None
                 if alibi is None
                 else parts.table(alibi, lambda: from_numpy(np.array(alibi.slopes, np.float32))),
+                sinks=None if self.sinks is None else parts.tensor("sinks"),
             ),
             cos_sin_cache=None
             if rope is None
@@ -247,6 +269,7 @@ class AttentionSpec(BlockSpec):
             clip=self.clip,
             qk_proj=self._build_qk_proj(parts),
             columns=columns,
+            out_norm=None if self.out_norm is None else self.out_norm.build(parts.of("out_norm")),
         )
 
     def _build_qk_proj(self, parts: Parts) -> tuple[Linear, Linear] | None:

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from octavo.checkpoints.base import Source
 from octavo.models.blocks.base import BlockSpec
 from octavo.models.blocks.linear import LinearSpec
+from octavo.models.blocks.norm import RMSNormSpec
 from octavo.models.weights import Names, Weight
 from octavo.system.distributed import Rank
 
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from octavo.layers.mlp import MLP
     from octavo.models.blocks.base import Parts
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
 
 
 @dataclass(frozen=True)
@@ -27,10 +29,19 @@ class MLPSpec(BlockSpec):
     down: LinearSpec
     activation: Activation
     gated: bool
+    alphas: tuple[str, str] | None = None
+    """Names of the parameters of xIELU in the checkpoint, without the layer's prefix."""
+    inner_norm: RMSNormSpec | None = None
+    """Norm of the input of the projection down (BitNet)."""
 
     def weights(self, names: Names) -> Iterator[Weight]:
         """Yield the weights of the projection up, then those of the projection down."""
         yield from self.up.weights(names.of("gate_up_proj" if self.gated else "up_proj"))
+        if self.alphas is not None:
+            sources = tuple(Source(names.checkpoint + name, (1,)) for name in self.alphas)
+            yield Weight(f"{names.own}alphas", "vector", (2,), sources)
+        if self.inner_norm is not None:
+            yield from self.inner_norm.weights(names.of("inner_norm"))
         yield from self.down.weights(names.of("down_proj"))
 
     def split(self, rank: Rank) -> MLPSpec:
@@ -38,7 +49,7 @@ class MLPSpec(BlockSpec):
 
         From the inner columns of all ranks, the rank computes some columns of the result. With
         `Rank.reduces`, it computes all columns from its own inner columns only, and the ranks sum
-        their results.
+        their results; not if a norm needs the inner columns of all ranks.
         """
         down = self.down
         part = begin, end = rank.share(down.inputs)
@@ -47,7 +58,7 @@ class MLPSpec(BlockSpec):
             self,
             up=self.up.split(*(gate_up if self.gated else (part,))),
             down=down.split_inputs(part, rank)
-            if rank.reduces
+            if rank.reduces and self.inner_norm is None
             else down.split(rank.share(down.outputs)),
         )
 
@@ -61,7 +72,13 @@ class MLPSpec(BlockSpec):
             columns = parts.columns("inner", self.down.inputs, self.up.parts[0])
         return MLP(
             self.up.build(parts.of("gate_up_proj" if self.gated else "up_proj")),
-            get_activation(parts.ops, self.activation, self.gated),
+            get_activation(
+                parts.ops,
+                self.activation,
+                self.gated,
+                None if self.alphas is None else parts.tensor("alphas"),
+            ),
             self.down.build(parts.of("down_proj"), "feed_forward"),
             columns,
+            None if self.inner_norm is None else self.inner_norm.build(parts.of("inner_norm")),
         )

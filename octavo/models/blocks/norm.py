@@ -12,6 +12,7 @@ from octavo.models.weights import Names, Weight
 if TYPE_CHECKING:
     from octavo.layers.norm import HeadNorms, LayerNorm, Norm, RMSNorm
     from octavo.models.blocks.base import Parts
+    from octavo.system.tensor import Tensor
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,12 @@ class Ones:
     def nbytes(self, max_model_len: int) -> int:
         """Implement `Table`; upper bound for all types."""
         return 4 * self.size
+
+
+def _ones(size: int, parts: Parts) -> Tensor:
+    from octavo.system.tensor import full
+
+    return parts.table(Ones(size), lambda: full((size,), 1.0, parts.dtype))
 
 
 @dataclass(frozen=True)
@@ -51,11 +58,9 @@ class RMSNormSpec:
     def build(self, parts: Parts) -> RMSNorm:
         """Return the live block."""
         from octavo.layers.norm import RMSNorm
-        from octavo.system.tensor import full
 
         if self.module is None:
-            ones = parts.table(Ones(self.size), lambda: full((self.size,), 1.0, parts.dtype))
-            return RMSNorm(parts.ops, ones, self.eps, 0.0)
+            return RMSNorm(parts.ops, _ones(self.size, parts), self.eps, 0.0)
         return RMSNorm(parts.ops, parts.tensor("weight"), self.eps, self.weight_offset)
 
 
@@ -63,26 +68,36 @@ class RMSNormSpec:
 class LayerNormSpec:
     """Layer norm."""
 
-    module: str
-    """Module of the checkpoint."""
+    module: str | None
+    """Module of the checkpoint; None: the norm has neither weight nor bias (OLMo 1)."""
     size: int
     eps: float
     bias: bool = True
+    weight_offset: float = 0.0
+    """Term added to the weight (Nemotron: 1)."""
 
     def weights(self, names: Names) -> Iterator[Weight]:
-        """Yield the weight, 1 in dummy models, then the bias."""
+        """Yield weight and bias, if any; in dummy models the weight is 1 with its offset."""
+        if self.module is None:
+            return
         size, module = (self.size,), f"{names.checkpoint}{self.module}"
-        source = Source(f"{module}.weight", size, dummy=1.0)
+        source = Source(f"{module}.weight", size, dummy=1.0 - self.weight_offset)
         yield Weight(f"{names.own}weight", "vector", size, (source,))
         if self.bias:
             yield Weight(f"{names.own}bias", "vector", size, (Source(f"{module}.bias", size),))
+
+    def tables(self) -> tuple[Ones, ...]:
+        """Return the table that replaces a weight."""
+        return (Ones(self.size),) if self.module is None else ()
 
     def build(self, parts: Parts) -> LayerNorm:
         """Return the live block."""
         from octavo.layers.norm import LayerNorm
 
+        if self.module is None:
+            return LayerNorm(parts.ops, _ones(self.size, parts), None, self.eps)
         bias = parts.tensor("bias") if self.bias else None
-        return LayerNorm(parts.ops, parts.tensor("weight"), bias, self.eps)
+        return LayerNorm(parts.ops, parts.tensor("weight"), bias, self.eps, self.weight_offset)
 
 
 @dataclass(frozen=True)
@@ -90,7 +105,7 @@ class HeadNormsSpec:
     """Layer norm for each head of queries or keys, without a bias (Command R+)."""
 
     module: str
-    """Module of the checkpoint."""
+    """Module of the checkpoint, with all weights; with {}: the module of head {} (StableLM)."""
     num_heads: int
     """Number of heads in the checkpoint."""
     size: int
@@ -106,19 +121,31 @@ class HeadNormsSpec:
     def weights(self, names: Names) -> Iterator[Weight]:
         """Yield the weight, one row for each head; 1 in dummy models."""
         begin, end = self.part or (0, self.num_heads)
-        source = Source(
-            f"{names.checkpoint}{self.module}.weight",
-            (self.num_heads, self.size),
-            parts=((begin, end),),
-            dummy=1.0,
-        )
-        yield Weight(f"{names.own}weight", "vector", (end - begin, self.size), (source,))
+        name = f"{names.checkpoint}{self.module}.weight"
+        shape: tuple[int, ...] = (end - begin, self.size)
+        if "{}" in self.module:
+            sources = [
+                Source(
+                    name.format(head),
+                    (self.size,),
+                    parts=None if begin <= head < end else ((0, 0),),
+                    dummy=1.0,
+                )
+                for head in range(self.num_heads)
+            ]
+            shape = ((end - begin) * self.size,)
+        else:
+            whole = self.num_heads, self.size
+            sources = [Source(name, whole, parts=((begin, end),), dummy=1.0)]
+        yield Weight(f"{names.own}weight", "vector", shape, tuple(sources))
 
     def build(self, parts: Parts) -> HeadNorms:
         """Return the live block."""
         from octavo.layers.norm import HeadNorms
 
-        return HeadNorms(parts.ops, tuple(parts.tensor("weight").unbind()), self.eps)
+        return HeadNorms(
+            parts.ops, tuple(parts.tensor("weight").view(-1, self.size).unbind()), self.eps
+        )
 
 
 NormSpec = RMSNormSpec | LayerNormSpec

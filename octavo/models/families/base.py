@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -29,14 +30,19 @@ GATED: dict[str, Activation] = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "relu2": "relu2",
 }
 OUTER_FIELDS: tuple[str, ...] = ("architectures", "dtype", "torch_dtype", "tie_word_embeddings")
 OUTER_FIELDS += ("quantization_config", "compression_config", "eos_token_id", "bos_token_id")
 """Fields of a model with towers that its text_config does not replace."""
-_TOWERS = r"(model\.)?(vision|visual|audio|image|multi_modal|embed_vision|embed_audio)[^.]*(\..*)?"
+_TOWERS = (
+    r"(model\.)?(vision|visual|audio|image|multi_modal|connector|embed_vision|embed_audio)"
+    r"[^.]*(\..*)?"
+)
 """Names of weights that process pictures or sound."""
 PLAIN: dict[str, Activation] = {
     "relu": "relu",
+    "relu2": "relu2",
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
@@ -213,12 +219,16 @@ def model_spec(
     embed: EmbedSpec,
     layers: Sequence[LayerSpec],
     head: HeadSpec,
+    head_module: str = "lm_head",
     max_model_len: int,
     layer_names: str,
     bare_prefix: str,
     ignored: tuple[str, ...] = (),
 ) -> ModelSpec:
-    """Make a spec from a family's parts and the fields that all families share."""
+    """Make a spec from a family's parts and the fields that all families share.
+
+    `head_module` is the module of an own LM head, which is ignored in a tied model.
+    """
     bos_token_ids = config.token_ids("bos_token_id")
     spec = ModelSpec(
         architecture=config.get("architectures")[0],
@@ -237,7 +247,7 @@ def model_spec(
         ignored=ignored,
     )
     if spec.tied:
-        return replace(spec, ignored=(*ignored, r"(lm_head|embed_out)\.weight"))
+        return replace(spec, ignored=(*ignored, rf"{re.escape(head_module)}\.weight"))
     return spec
 
 
@@ -253,7 +263,11 @@ def text_part(read: Family) -> Family:
         return replace(
             spec,
             ignored=(*spec.ignored, _TOWERS, *tied),
-            prefixes=(("model.", "model.language_model."), ("", "language_model.")),
+            prefixes=(
+                ("model.", "model.language_model."),
+                ("model.", "model.text_model."),
+                ("", "language_model."),
+            ),
             left_out="pictures and sound",
         )
 

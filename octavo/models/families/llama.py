@@ -8,7 +8,7 @@ from typing import Literal
 
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.layers.rope_spec import RopeSpec
-from octavo.models.blocks.attention import AttentionSpec, QueryScale
+from octavo.models.blocks.attention import AttentionSpec, QueryScale, Sinks
 from octavo.models.blocks.embedding import EmbedSpec
 from octavo.models.blocks.head import HeadSpec
 from octavo.models.blocks.layer import LayerSpec
@@ -18,6 +18,7 @@ from octavo.models.blocks.norm import HeadNormsSpec, LayerNormSpec, NormSpec, RM
 from octavo.models.families.base import (
     DEFAULT_MAX_MODEL_LEN,
     GATED,
+    PLAIN,
     ROTARY_TABLES,
     Heads,
     model_spec,
@@ -36,18 +37,31 @@ class LlamaLike:
     """Differences of a family from Llama. The defaults are Llama's."""
 
     qkv_modules: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    qkv_layout: Literal["rows", "by_group"] = "rows"
+    """Layout of the projection, as in `LinearSpec`."""
+    o_module: str = "self_attn.o_proj"
     gate_up_modules: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down_module: str = "mlp.down_proj"
+    gated: bool = True
+    """False: the MLP has no gate, and `gate_up_modules` is the module up."""
     input_norm: str | None = "input_layernorm"
     mixer_out_norm: str | None = None
     feed_forward_norm: str | None = "post_attention_layernorm"
     feed_forward_out_norm: str | None = None
     """Modules of a layer's norms, as in `LayerSpec`; None if the layer does not have the norm."""
+    final_norm: str = "model.norm"
+    embed_module: str = "model.embed_tokens"
+    head_module: str = "lm_head"
     arrangement: Literal["sequential", "parallel"] = "sequential"
     residual_multiplier: float | None = None
 
     norm: Literal["rms", "layer"] = "rms"
-    """Kind of norm; layer: layer norms without a bias (Cohere)."""
+    norm_weight: bool = True
+    norm_bias: bool = False
+    """True if layer norms have a weight, and a bias."""
     norm_offset: float = 0.0
+    eps: float | None = None
+    """Term of the norms; None: the field rms_norm_eps, or layer_norm_eps."""
     out_norm_eps: float | None = None
     """Term of the norms of blocks' results; None: that of the other norms."""
     final_norm_offset: float | None = None
@@ -57,6 +71,8 @@ class LlamaLike:
     mlp_bias: bool = False
     activation: Activation | None = None
     """Activation; None: that of the field hidden_act."""
+    alphas: tuple[str, str] | None = None
+    """Value of `MLPSpec.alphas`."""
 
     windows: tuple[int | None, ...] | None = None
     """Window of each layer; None: no layer has one."""
@@ -70,7 +86,14 @@ class LlamaLike:
     qk_norm: Literal["none", "head", "all", "own", "unit"] = "none"
     """RMS norm of queries and keys, over each head or over all heads together; own: a layer norm
     over each head with separate weights; unit: over each head, without weights."""
+    clip: float | None = None
+    """Limit of queries, keys and values."""
     query_scale: QueryScale | None = None
+    sinks: str | None = None
+    """Tensor of the attention sinks."""
+    out_norm: str | None = None
+    inner_norm: str | None = None
+    """Modules of norms within the blocks: `AttentionSpec.out_norm` and `MLPSpec.inner_norm`."""
     attention_gate: str | None = None
     """Module of a gate of the heads' results."""
 
@@ -87,6 +110,8 @@ class LlamaLike:
     """Default for a config without tie_word_embeddings: True if the LM head is the embedding."""
     logit_scale: float | None = None
     logit_soft_cap: float | None = None
+    ignored: tuple[str, ...] = ()
+    """Patterns of names that are not weights, in addition to those of rotary tables."""
 
     def read(self, config: ConfigJson) -> ModelSpec:
         """Read the remaining fields, and return the model."""
@@ -95,30 +120,35 @@ class LlamaLike:
         num_layers = read_num_layers(config)
         ropes: Sequence[RopeSpec | None] = self.ropes or (read_llama_rope(config),) * num_layers
         max_model_len = self.max_model_len or _max_model_len(config, ropes)
-        eps = config.number("rms_norm_eps" if self.norm == "rms" else "layer_norm_eps")
+        eps = self.eps
+        if eps is None:
+            eps = config.number("rms_norm_eps" if self.norm == "rms" else "layer_norm_eps")
+        rows = (2 if self.gated else 1) * inner // len(self.gate_up_modules)
         mlp = MLPSpec(
-            LinearSpec(
-                tuple((m, 2 * inner // len(self.gate_up_modules)) for m in self.gate_up_modules),
-                hidden,
-                self.mlp_bias,
-            ),
-            LinearSpec((("mlp.down_proj", hidden),), inner, self.mlp_bias),
-            self.activation or read_activation(config, "hidden_act", GATED),
-            gated=True,
+            LinearSpec(tuple((m, rows) for m in self.gate_up_modules), hidden, self.mlp_bias),
+            LinearSpec(((self.down_module, hidden),), inner, self.mlp_bias),
+            self.activation
+            or read_activation(config, "hidden_act", GATED if self.gated else PLAIN),
+            gated=self.gated,
+            alphas=self.alphas,
+            inner_norm=None
+            if self.inner_norm is None
+            else RMSNormSpec(self.inner_norm, inner, eps),
         )
 
         def norm(module: str | None, eps: float = eps) -> NormSpec | None:
             if module is None:
                 return None
             if self.norm == "layer":
-                return LayerNormSpec(module, hidden, eps, bias=False)
+                weight = module if self.norm_weight else None
+                return LayerNormSpec(weight, hidden, eps, self.norm_bias, self.norm_offset)
             return RMSNormSpec(module, hidden, eps, self.norm_offset)
 
         out_eps = eps if self.out_norm_eps is None else self.out_norm_eps
-        final_norm = norm("model.norm")
+        final_norm = norm(self.final_norm)
         if self.final_norm_offset is not None:
-            final_norm = RMSNormSpec("model.norm", hidden, eps, self.final_norm_offset)
-        qkv_proj = heads.qkv_proj(*self.qkv_modules, bias=self.qkv_bias)
+            final_norm = RMSNormSpec(self.final_norm, hidden, eps, self.final_norm_offset)
+        qkv_proj = heads.qkv_proj(*self.qkv_modules, bias=self.qkv_bias, layout=self.qkv_layout)
         if self.attention_gate is not None:
             gate = self.attention_gate, heads.num_heads * heads.head_size
             qkv_proj = replace(qkv_proj, modules=(*qkv_proj.modules, gate))
@@ -136,7 +166,7 @@ class LlamaLike:
         def layer(rope: RopeSpec | None, window: int | None) -> LayerSpec:
             attention = AttentionSpec(
                 qkv_proj,
-                heads.o_proj("self_attn.o_proj", bias=self.o_bias),
+                heads.o_proj(self.o_module, bias=self.o_bias),
                 heads.num_heads,
                 heads.num_kv_heads,
                 heads.head_size,
@@ -147,8 +177,13 @@ class LlamaLike:
                 q_norm=qk_norm(self.qk_norm_modules[0], heads.num_heads),
                 k_norm=qk_norm(self.qk_norm_modules[1], heads.num_kv_heads),
                 norms_rotated=self.norms_rotated,
+                clip=self.clip,
                 gated=self.attention_gate is not None,
                 query_scale=self.query_scale,
+                sinks=None if self.sinks is None else Sinks(self.sinks, heads.num_heads),
+                out_norm=None
+                if self.out_norm is None
+                else RMSNormSpec(self.out_norm, heads.num_heads * heads.head_size, eps),
             )
             return LayerSpec.of(
                 attention,
@@ -162,7 +197,7 @@ class LlamaLike:
             )
 
         embed = EmbedSpec(
-            "model.embed_tokens",
+            self.embed_module,
             config.integer("vocab_size"),
             hidden,
             hidden,
@@ -179,14 +214,15 @@ class LlamaLike:
             layers=[layers[kind] for kind in kinds],
             head=HeadSpec(
                 final_norm,
-                read_lm_head(config, embed, tied=self.tied),
+                read_lm_head(config, embed, tied=self.tied, module=self.head_module),
                 scale=self.logit_scale,
                 soft_cap=self.logit_soft_cap,
             ),
+            head_module=self.head_module,
             max_model_len=max_model_len,
             layer_names="model.layers.{}.",
             bare_prefix="model.",
-            ignored=ROTARY_TABLES,
+            ignored=(*ROTARY_TABLES, *self.ignored),
         )
 
 

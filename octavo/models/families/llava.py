@@ -1,21 +1,47 @@
-"""LLaVA without pictures: a Llama, Mistral or Qwen2."""
+"""Models that read pictures or sound, of which only the text part is run: another family."""
 
 from __future__ import annotations
 
+from functools import partial
+
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.models.config_defaults import DEFAULTS
-from octavo.models.families import llama, mistral, qwen2
-from octavo.models.families.base import text_part
+from octavo.models.families import (
+    cohere,
+    gemma,
+    granite,
+    internlm3,
+    llama,
+    mistral,
+    phi3,
+    qwen2,
+    qwen3,
+    smollm3,
+)
+from octavo.models.families.base import Family, text_part
 from octavo.models.spec import ModelSpec
 
-_READERS = {**llama.ARCHITECTURES, **mistral.ARCHITECTURES, **qwen2.ARCHITECTURES}
+_FAMILIES = (llama, mistral, qwen2, qwen3, cohere, gemma, granite, internlm3, phi3, smollm3)
+_READERS: dict[str, Family] = {
+    name: read for family in _FAMILIES for name, read in family.ARCHITECTURES.items()
+}
 _KINDS = {DEFAULTS[name]["model_type"]: name for name in _READERS}
 
+_MODELS = {"AyaVision": "cohere2", "Cohere2Vision": "cohere2", "GotOcr2": "qwen2"}
+_MODELS |= {"Idefics2": "mistral", "Idefics3": "llama", "InternVL": "qwen2"}
+_MODELS |= {"LightOnOcr": "qwen3", "Llava": "llama", "LlavaNext": "llama"}
+_MODELS |= {"LlavaOnevision": "qwen2", "Qwen2Audio": "qwen2", "SmolVLM": "llama"}
+_MODELS |= {"VipLlava": "llama", "Voxtral": "llama"}
+"""Models -> model_type of the text part if its config names none."""
 
-def read(config: ConfigJson) -> ModelSpec:
-    """Read the text part of LLaVA."""
-    architecture = config.section("text_config").choice("model_type", _KINDS, "llama")
+
+def read(config: ConfigJson, default: str) -> ModelSpec:
+    """Read the text part by the model_type of text_config."""
+    architecture = config.section("text_config").choice("model_type", _KINDS, default)
     return _READERS[architecture](config.filled(DEFAULTS[architecture]))
 
 
-ARCHITECTURES = {"LlavaForConditionalGeneration": text_part(read)}
+ARCHITECTURES = {
+    f"{name}ForConditionalGeneration": text_part(partial(read, default=default))
+    for name, default in _MODELS.items()
+}

@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 from octavo.checkpoints.config_json import ConfigJson
-from octavo.models.blocks.attention import Alibi, AttentionSpec
+from octavo.models.blocks.attention import Alibi
 from octavo.models.blocks.embedding import EmbedSpec
-from octavo.models.blocks.head import HeadSpec
-from octavo.models.blocks.layer import LayerSpec
-from octavo.models.blocks.norm import LayerNormSpec
-from octavo.models.families.base import (
-    DEFAULT_MAX_MODEL_LEN,
-    Heads,
-    model_spec,
-    plain_mlp,
-    read_lm_head,
-    read_num_heads,
-    read_num_layers,
-)
+from octavo.models.families import base
+from octavo.models.families.gpt import GPTLike
 from octavo.models.positions import alibi_slopes_mpt
 from octavo.models.spec import ModelSpec
 
@@ -38,40 +28,31 @@ def read(config: ConfigJson) -> ModelSpec:
     if config.get("norm_type") not in (None, "layernorm", "low_precision_layernorm"):
         raise config.error("norm_type", "supported: layernorm, low_precision_layernorm")
     hidden = config.integer("d_model", "hidden_size")
-    heads = Heads.of(config, hidden, read_num_heads(config, "n_heads"))
-    eps = config.number("layer_norm_epsilon", default=1e-5)
-    inner = config.integer("expansion_ratio", default=4) * hidden
-
-    def norm(module: str) -> LayerNormSpec:
-        return LayerNormSpec(module, hidden, eps, bias=False)
-
-    layer = LayerSpec.of(
-        AttentionSpec(
-            heads.qkv_proj("attn.Wqkv", bias=False),
-            heads.o_proj("attn.out_proj", bias=False),
-            heads.num_heads,
-            heads.num_kv_heads,
-            heads.head_size,
-            attention.number("softmax_scale", default=heads.scale),
-            Alibi(
-                alibi_slopes_mpt(heads.num_heads, attention.number("alibi_bias_max", default=8.0))
-            ),
-            clip=attention.optional_number("clip_qkv"),
-        ),
-        plain_mlp("ffn.up_proj", "ffn.down_proj", hidden, inner, "gelu", bias=False),
-        norm("norm_1"),
-        norm("norm_2"),
-    )
-    embed = EmbedSpec("transformer.wte", config.integer("vocab_size"), hidden, hidden)
-    return model_spec(
-        config,
-        embed=embed,
-        layers=(layer,) * read_num_layers(config, "n_layers"),
-        head=HeadSpec(norm("transformer.norm_f"), read_lm_head(config, embed, tied=True)),
-        max_model_len=config.integer("max_seq_len", default=DEFAULT_MAX_MODEL_LEN),
+    num_layers = base.read_num_layers(config, "n_layers")
+    heads = base.Heads.of(config, hidden, base.read_num_heads(config, "n_heads"))
+    bias_max = attention.number("alibi_bias_max", default=8.0)
+    variant = GPTLike(
+        heads=heads,
+        num_layers=num_layers,
+        inner_size=config.integer("expansion_ratio", default=4) * hidden,
+        activation="gelu",
+        eps=config.number("layer_norm_epsilon", default=1e-5),
+        positions=Alibi(alibi_slopes_mpt(heads.num_heads, bias_max)),
+        max_position=config.integer("max_seq_len", default=base.DEFAULT_MAX_MODEL_LEN),
+        embed=EmbedSpec("transformer.wte", config.integer("vocab_size"), hidden, hidden),
         layer_names="transformer.blocks.{}.",
         bare_prefix="transformer.",
+        qkv_modules=("attn.Wqkv",),
+        o_module="attn.out_proj",
+        mlp_modules=("ffn.up_proj", "ffn.down_proj"),
+        norm_modules=("norm_1", "norm_2"),
+        final_norm="transformer.norm_f",
+        norm_bias=False,
+        scales=(attention.number("softmax_scale", default=heads.scale),) * num_layers,
+        clip=attention.optional_number("clip_qkv"),
+        tied=True,
     )
+    return variant.read(config)
 
 
 ARCHITECTURES = {"MPTForCausalLM": read, "MptForCausalLM": read}

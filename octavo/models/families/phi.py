@@ -3,23 +3,10 @@
 from __future__ import annotations
 
 from octavo.checkpoints.config_json import ConfigJson
-from octavo.models.blocks.attention import AttentionSpec
 from octavo.models.blocks.embedding import EmbedSpec
-from octavo.models.blocks.head import HeadSpec
-from octavo.models.blocks.layer import LayerSpec
-from octavo.models.blocks.norm import LayerNormSpec
-from octavo.models.families.base import (
-    PLAIN,
-    ROTARY_TABLES,
-    Heads,
-    model_spec,
-    plain_mlp,
-    read_activation,
-    read_lm_head,
-    read_num_layers,
-)
+from octavo.models.families.base import PLAIN, Heads, read_activation, read_num_layers
+from octavo.models.families.gpt import GPTLike
 from octavo.models.families.llama import read_llama_rope, read_max_position
-from octavo.models.positions import scaled_max_model_len
 from octavo.models.spec import ModelSpec
 
 
@@ -29,44 +16,28 @@ def read(config: ConfigJson) -> ModelSpec:
     config.refuse("tie_word_embeddings", False, "supported: a separate LM head, with a bias")
     heads = Heads.read(config)
     hidden = heads.hidden_size
-    rope = read_llama_rope(config, partial=0.5)
-    eps = config.number("layer_norm_eps", default=1e-5)
-    layer = LayerSpec.of(
-        AttentionSpec(
-            heads.qkv_proj("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias=True),
-            heads.o_proj("self_attn.dense", bias=True),
-            heads.num_heads,
-            heads.num_kv_heads,
-            heads.head_size,
-            heads.scale,
-            rope,
-        ),
-        plain_mlp(
-            "mlp.fc1",
-            "mlp.fc2",
-            hidden,
-            config.integer("intermediate_size"),
-            read_activation(config, "hidden_act", PLAIN, "gelu_new"),
-            bias=True,
-        ),
-        LayerNormSpec("input_layernorm", hidden, eps),
-        feed_forward_norm=None,
-        arrangement="parallel",
-    )
-    embed = EmbedSpec("model.embed_tokens", config.integer("vocab_size"), hidden, hidden)
-    return model_spec(
-        config,
-        embed=embed,
-        layers=(layer,) * read_num_layers(config),
-        head=HeadSpec(
-            LayerNormSpec("model.final_layernorm", hidden, eps),
-            read_lm_head(config, embed, tied=False, bias=True),
-        ),
-        max_model_len=scaled_max_model_len(rope, read_max_position(config)),
+    variant = GPTLike(
+        heads=heads,
+        num_layers=read_num_layers(config),
+        inner_size=config.integer("intermediate_size"),
+        activation=read_activation(config, "hidden_act", PLAIN, "gelu_new"),
+        eps=config.number("layer_norm_eps", default=1e-5),
+        positions=read_llama_rope(config, partial=0.5),
+        max_position=read_max_position(config),
+        embed=EmbedSpec("model.embed_tokens", config.integer("vocab_size"), hidden, hidden),
         layer_names="model.layers.{}.",
         bare_prefix="model.",
-        ignored=ROTARY_TABLES,
+        o_module="self_attn.dense",
+        mlp_modules=("mlp.fc1", "mlp.fc2"),
+        norm_modules=("input_layernorm", None),
+        final_norm="model.final_layernorm",
+        attention_bias=True,
+        mlp_bias=True,
+        head_bias=True,
+        arrangement="parallel",
+        tied=False,
     )
+    return variant.read(config)
 
 
 ARCHITECTURES = {"PhiForCausalLM": read}

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL and Qwen3-VL without pictures: Qwen2 and Qwen3.
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL without pictures: Qwen2 and Qwen3.
 
 Their rotary positions have parts for time, height and width, which are equal in texts.
 """
@@ -22,7 +22,7 @@ def _read(config: ConfigJson, variant: LlamaLike, theta: float) -> ModelSpec:
 
 
 def read_qwen2_5(config: ConfigJson) -> ModelSpec:
-    """Read the text part of Qwen2.5-VL."""
+    """Read the text part of Qwen2-VL or Qwen2.5-VL."""
     return _read(config, LlamaLike(windows=read_qwen_windows(config), qkv_bias=True), 1e6)
 
 
@@ -33,6 +33,7 @@ def read_qwen3(config: ConfigJson) -> ModelSpec:
 
 
 ARCHITECTURES = {
+    "Qwen2VLForConditionalGeneration": text_part(read_qwen2_5),
     "Qwen2_5_VLForConditionalGeneration": text_part(read_qwen2_5),
     "Qwen3VLForConditionalGeneration": text_part(read_qwen3),
 }

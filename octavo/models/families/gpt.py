@@ -1,0 +1,125 @@
+"""Decoders with layer norms and an MLP without a gate: GPT-2 and its successors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from octavo.checkpoints.config_json import ConfigJson
+from octavo.layers.rope_spec import RopeSpec
+from octavo.models.blocks.attention import Alibi, AttentionSpec
+from octavo.models.blocks.embedding import EmbedSpec
+from octavo.models.blocks.head import HeadSpec
+from octavo.models.blocks.layer import Arrangement, LayerSpec
+from octavo.models.blocks.linear import LinearSpec
+from octavo.models.blocks.mlp import Activation
+from octavo.models.blocks.norm import LayerNormSpec
+from octavo.models.families.base import (
+    ROTARY_TABLES,
+    Heads,
+    model_spec,
+    plain_mlp,
+    read_lm_head,
+    visible,
+)
+from octavo.models.positions import scaled_max_model_len
+from octavo.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTLike:
+    """Sizes, parts and names of such a decoder."""
+
+    heads: Heads
+    num_layers: int
+    inner_size: int
+    activation: Activation
+    eps: float
+    """Term of the norms."""
+    positions: RopeSpec | Alibi | None = None
+    """Positions of attention; None: the embedding has them."""
+    max_position: int
+    """Context length before a scale of rotary positions."""
+
+    embed: EmbedSpec
+    layer_names: str
+    bare_prefix: str
+    """Names, as in `ModelSpec`."""
+    qkv_modules: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    o_module: str
+    mlp_modules: tuple[str, str]
+    norm_modules: tuple[str, str | None]
+    """Modules of the norms of attention and MLP; None: the MLP has none."""
+    final_norm: str | None
+    head_module: str = "lm_head"
+    masks: tuple[str, ...] = ()
+    """Patterns of names of masks, which some checkpoints store next to the weights."""
+
+    qkv_layout: Literal["rows", "conv1d", "by_group"] = "rows"
+    layout: Literal["rows", "conv1d"] = "rows"
+    """Layouts of the linear weights, as in `LinearSpec`."""
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    norm_bias: bool = True
+    head_bias: bool = False
+    arrangement: Arrangement = "sequential"
+    scales: tuple[float, ...] | None = None
+    """Factor on the attention scores of each layer; None: by the size of a head."""
+    window: int | None = None
+    clip: float | None = None
+    head_project: LinearSpec | None = None
+    tied: bool
+    """Default for a config without tie_word_embeddings."""
+
+    def read(self, config: ConfigJson) -> ModelSpec:
+        """Return the model."""
+        heads, hidden = self.heads, self.heads.hidden_size
+        max_model_len = self.max_position
+        if isinstance(self.positions, RopeSpec):
+            max_model_len = scaled_max_model_len(self.positions, self.max_position)
+
+        def norm(module: str | None) -> LayerNormSpec | None:
+            if module is None:
+                return None
+            return LayerNormSpec(module, hidden, self.eps, bias=self.norm_bias)
+
+        mlp = plain_mlp(
+            *self.mlp_modules,
+            hidden,
+            self.inner_size,
+            self.activation,
+            bias=self.mlp_bias,
+            layout=self.layout,
+        )
+
+        def layer(scale: float) -> LayerSpec:
+            attention = AttentionSpec(
+                heads.qkv_proj(*self.qkv_modules, bias=self.attention_bias, layout=self.qkv_layout),
+                heads.o_proj(self.o_module, bias=self.attention_bias, layout=self.layout),
+                heads.num_heads,
+                heads.num_kv_heads,
+                heads.head_size,
+                scale,
+                self.positions,
+                sliding_window=visible(self.window, max_model_len),
+                clip=self.clip,
+            )
+            first, second = map(norm, self.norm_modules)
+            return LayerSpec.of(attention, mlp, first, second, arrangement=self.arrangement)
+
+        scales = self.scales or (heads.scale,) * self.num_layers
+        layers = {scale: layer(scale) for scale in scales}
+        lm_head = read_lm_head(
+            config, self.embed, tied=self.tied, bias=self.head_bias, module=self.head_module
+        )
+        return model_spec(
+            config,
+            embed=self.embed,
+            layers=[layers[scale] for scale in scales],
+            head=HeadSpec(norm(self.final_norm), lm_head, project=self.head_project),
+            head_module=self.head_module,
+            max_model_len=max_model_len,
+            layer_names=self.layer_names,
+            bare_prefix=self.bare_prefix,
+            ignored=(*ROTARY_TABLES, *self.masks),
+        )
