@@ -454,7 +454,7 @@ class Ops(Protocol):
         Args:
             positions: [T] int64, each below max_position.
             query: [T, H, D], any strides of tokens and heads.
-            key: [T, KVH, D], any strides of tokens and heads.
+            key: [T, KVH, D], any strides of tokens and heads; KVH may be 0.
             cos_sin_cache: float32 [max_position, rotary_dim]: cosines, then sines. rotary_dim is
                 even and at most D.
             is_neox: pairs are (i, i + rotary_dim / 2); otherwise (2 i, 2 i + 1).

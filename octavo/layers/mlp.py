@@ -29,15 +29,29 @@ class MLP:
     """Projection back to the hidden size."""
     columns: Columns | None = None
     """Inner columns that `up` computes, if other ranks compute the others."""
+    layer_input: int | None = None
+    """Index of a factor of the inner values in `StepContext.layer_inputs`; None: no factor."""
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """Map [T, hidden_size] to [T, hidden_size]."""
         if self.columns is None:
-            return self.down(self.activation(self.up, x, None))
+            inner = self.activation(self.up, x, None)
+            self._multiply(inner, step)
+            return self.down(inner)
         whole, own = self.columns.empty(x.shape[0], x.dtype)
         self.activation(self.up, x, own)
+        self._multiply(own, step)
         self.columns.join()
         return self.down(whole)
+
+    def _multiply(self, inner: Tensor, step: StepContext) -> None:
+        """Multiply the inner values [T, I] by the layer's input, if they have a factor."""
+        if self.layer_input is not None:
+            assert step.layer_inputs is not None
+            factor = step.layer_inputs[:, self.layer_input]
+            if self.columns is not None:
+                factor = factor[:, self.columns.begin : self.columns.end]
+            self.up.ops.multiply(inner, factor, out=inner)
 
 
 def get_activation(

@@ -30,12 +30,16 @@ class DecoderModel:
         if spec.has_embed:
             shared = None if parts.has("embed.weight") else self.head.lm_head.weight
             self.embed = spec.embed.build(parts.of("embed"), shared)
+            inputs, of_inputs = spec.embed.layer_inputs, parts.of("embed").of("layer_inputs")
+            self.layer_inputs = None if inputs is None else inputs.build(of_inputs)
         self.layers: list[Layer] = []
         first = 0
+        used: list[tuple[int, ...]] = []
         for i, layer in enumerate(spec.layers):
-            caches = tuple(range(first, first + len(layer.caches())))
-            self.layers.append(layer.build(parts.of(f"layers.{i}"), caches))
-            first += len(caches)
+            own = tuple(range(first, first + len(layer.caches())))
+            first += len(own)
+            used.append(own if layer.cache_layer is None else used[layer.cache_layer])
+            self.layers.append(layer.build(parts.of(f"layers.{i}"), used[i]))
         self._add = parts.ops.add
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
@@ -51,6 +55,8 @@ class DecoderModel:
         residual: Tensor | None = None
         if self.spec.has_embed:
             x = self.embed(input_ids, step.positions, step.embeds)
+            if self.layer_inputs is not None:
+                step.layer_inputs = self.layer_inputs(input_ids, x)
         else:
             assert step.received is not None
             x, residual = step.received

@@ -119,7 +119,7 @@ class ModelSpec:
     @property
     def hands_residual(self) -> bool:
         """True if the residual stream has two parts between layers; see `Layer`."""
-        return self.layers[0].arrangement != "post"
+        return self.layers[0].hands_residual
 
     @property
     def tied(self) -> bool:
@@ -231,9 +231,17 @@ def divide_layers(spec: ModelSpec, num_stages: int, asked: str | None) -> list[t
             weights that a stage reads for a token, including the LM head.
 
     Raises:
-        ConfigError: there are too few layers, or `asked` does not match the layers.
+        ConfigError: there are too few layers, `asked` does not match the layers, or a layer reads
+            the cache of another one.
     """
     layers = len(spec.layers)
+    reads = any(layer.cache_layer is not None for layer in spec.layers)
+    if num_stages > 1 and (reads or spec.embed.layer_inputs is not None):
+        which = "read the KV cache of earlier ones" if reads else "have embeddings of their own"
+        raise ConfigError(
+            f"pipeline_parallel_size={num_stages} is not supported with {spec.architecture}, "
+            f"whose layers {which}; use tensor_parallel_size."
+        )
     if num_stages > layers:
         raise ConfigError(
             f"pipeline_parallel_size={num_stages} is more than the {layers} layers of the model; "

@@ -30,6 +30,8 @@ class MLPSpec(BlockSpec):
     gated: bool
     alphas: tuple[str, str] | None = None
     """Names of the parameters of xIELU in the checkpoint, without the layer's prefix."""
+    layer_input: int | None = None
+    """Index in `StepContext.layer_inputs` of a factor of the inner values (Gemma 4)."""
 
     def weights(self, names: Names) -> Iterator[Weight]:
         """Yield the weights of the projection up, then those of the projection down."""
@@ -75,4 +77,5 @@ class MLPSpec(BlockSpec):
             ),
             self.down.build(parts.of("down_proj"), "feed_forward"),
             columns,
+            self.layer_input,
         )
