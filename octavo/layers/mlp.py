@@ -29,8 +29,9 @@ class MLP:
     """Projection back to the hidden size."""
     columns: Columns | None = None
     """Inner columns that `up` computes, if other ranks compute the others."""
-    layer_input: int | None = None
-    """Index of a factor of the inner values in `StepContext.layer_inputs`; None: no factor."""
+    layer_input: tuple[int, slice] | None = None
+    """Factor of the inner values in `StepContext.layer_inputs`: its layer, and the columns that
+    `up` computes. None: no factor."""
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """Map [T, hidden_size] to [T, hidden_size]."""
@@ -48,9 +49,8 @@ class MLP:
         """Multiply the inner values [T, I] by the layer's input, if they have a factor."""
         if self.layer_input is not None:
             assert step.layer_inputs is not None
-            factor = step.layer_inputs[:, self.layer_input]
-            if self.columns is not None:
-                factor = factor[:, self.columns.begin : self.columns.end]
+            layer, columns = self.layer_input
+            factor = step.layer_inputs[:, layer, columns]
             self.up.ops.multiply(inner, factor, out=inner)
 
 

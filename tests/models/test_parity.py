@@ -59,6 +59,9 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4}
 LONGROPE |= {"short_factor": [1.0 + 0.1 * i for i in range(6)]}
 LONGROPE |= {"long_factor": [2.0 + 0.5 * i for i in range(6)]}
 
+GEMMA4 = SIZES | {"head_dim": 16, "global_head_dim": 24, "sliding_window": 9}
+GEMMA4 |= {"final_logit_softcapping": 3.0}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", WIDE_HEADS),
     "llama-mqa-tied-bias": (
@@ -112,6 +115,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             }
         },
+    ),
+    "gemma4": (
+        "Gemma4ForCausalLM",
+        GEMMA4
+        | {"num_hidden_layers": 6, "num_kv_shared_layers": 3, "use_double_wide_mlp": True}
+        | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 3},
+    ),
+    "gemma4-values-are-keys": (
+        "Gemma4ForCausalLM",
+        GEMMA4
+        | {"num_hidden_layers": 3, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True}
+        | {"num_global_key_value_heads": 1, "layer_types": ["sliding_attention"] * 3}
+        | {"tie_word_embeddings": False},
     ),
     "phi3": (
         "Phi3ForCausalLM",
@@ -470,7 +487,7 @@ def test_parity(case: str, tmp_path: Path) -> None:
     assert_same_as_hf(hf_model, prompts, reference)
 
 
-@pytest.mark.parametrize("case", ["llama", "gemma2", "opt-350m", "granite", "falcon-40b"])
+@pytest.mark.parametrize("case", ["llama", "gemma2", "gemma4", "opt-350m", "granite", "falcon-40b"])
 def test_hidden_states_behind_layers(case: str, tmp_path: Path) -> None:
     architecture, config = CASES[case]
     hf_model = make_hf(architecture, **config)
@@ -485,7 +502,9 @@ def test_hidden_states_behind_layers(case: str, tmp_path: Path) -> None:
         torch.testing.assert_close(as_torch(hidden), expected[layer + 1][0], atol=1e-3, rtol=1e-4)
 
 
-@pytest.mark.parametrize("case", ["llama", "gemma2", "bloom", "olmo2", "cohere2", "falcon-40b"])
+@pytest.mark.parametrize(
+    "case", ["llama", "gemma2", "gemma4", "bloom", "olmo2", "cohere2", "falcon-40b"]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_chunked_prefill_changes_no_bit(case: str, dtype: str, tmp_path: Path) -> None:
     architecture, config = CASES[case]
@@ -501,7 +520,7 @@ def test_chunked_prefill_changes_no_bit(case: str, dtype: str, tmp_path: Path) -
     assert torch.equal(alone.logits[0], whole.logits[3])
 
 
-@pytest.mark.parametrize("case", ["qwen2", "gemma3", "opt", "olmo2", "granite", "cohere"])
+@pytest.mark.parametrize("case", ["qwen2", "gemma3", "gemma4", "opt", "olmo2", "granite", "cohere"])
 def test_low_precision_is_near_float32(case: str, tmp_path: Path) -> None:
     architecture, config = CASES[case]
     hf_model = make_hf(architecture, **config)

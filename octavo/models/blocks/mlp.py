@@ -63,7 +63,8 @@ class MLPSpec(BlockSpec):
         """Implement `BlockSpec`."""
         from octavo.layers.mlp import MLP, get_activation
 
-        columns = None
+        result = "feed_forward" if self.layer_input is None else "layer_input"
+        columns, part = None, slice(*(self.up.parts or ((None, None),))[0])
         if self.down.parts is not None:
             assert self.up.parts is not None
             columns = parts.columns("inner", self.down.inputs, self.up.parts[0])
@@ -75,7 +76,7 @@ class MLPSpec(BlockSpec):
                 self.gated,
                 None if self.alphas is None else parts.tensor("alphas"),
             ),
-            self.down.build(parts.of("down_proj"), "feed_forward"),
+            self.down.build(parts.of("down_proj"), result),
             columns,
-            self.layer_input,
+            None if self.layer_input is None else (self.layer_input, part),
         )
