@@ -61,6 +61,12 @@ LONGROPE |= {"long_factor": [2.0 + 0.5 * i for i in range(6)]}
 
 GEMMA4 = SIZES | {"head_dim": 16, "global_head_dim": 24, "sliding_window": 9}
 GEMMA4 |= {"final_logit_softcapping": 3.0}
+GEMMA4_E = GEMMA4 | {"num_hidden_layers": 6, "num_kv_shared_layers": 3}
+GEMMA4_E |= {"use_double_wide_mlp": True, "hidden_size_per_layer_input": 8}
+GEMMA4_E |= {"layer_types": ["sliding_attention", "full_attention"] * 3}
+GEMMA4_E |= {"vocab_size_per_layer_input": VOCAB}
+GEMMA4_VALUES = GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+GEMMA4_VALUES |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", WIDE_HEADS),
@@ -116,20 +122,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
-    "gemma4": (
-        "Gemma4ForCausalLM",
-        GEMMA4
-        | {"num_hidden_layers": 6, "num_kv_shared_layers": 3, "use_double_wide_mlp": True}
-        | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB}
-        | {"layer_types": ["sliding_attention", "full_attention"] * 3},
-    ),
+    "gemma4": ("Gemma4ForCausalLM", GEMMA4_E),
     "gemma4-values-are-keys": (
         "Gemma4ForCausalLM",
-        GEMMA4
-        | {"num_hidden_layers": 3, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True}
-        | {"num_global_key_value_heads": 1, "layer_types": ["sliding_attention"] * 3}
-        | {"tie_word_embeddings": False},
+        GEMMA4_VALUES | {"hidden_size_per_layer_input": 0, "tie_word_embeddings": False},
     ),
+    "gemma4-unified": ("Gemma4UnifiedForCausalLM", GEMMA4_VALUES),
     "phi3": (
         "Phi3ForCausalLM",
         SIZES
@@ -351,6 +349,14 @@ TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3-vision": (
         "Gemma3ForConditionalGeneration",
         _with_tower(WIDE_HEADS | {"sliding_window": 10, "_sliding_window_pattern": 2}, TOWER),
+    ),
+    "gemma4-vision": (
+        "Gemma4ForConditionalGeneration",
+        _with_tower(GEMMA4_E, TOWER | {"num_key_value_heads": 2, "head_dim": 8}),
+    ),
+    "gemma4-unified-vision": (
+        "Gemma4UnifiedForConditionalGeneration",
+        _with_tower(GEMMA4_VALUES, {"mm_embed_dim": 16, "mm_posemb_size": 4, "patch_size": 2}),
     ),
     "mistral-small3": (
         "Mistral3ForConditionalGeneration",
