@@ -208,17 +208,26 @@ class ModelSpec:
                 total += math.prod(weight.shape) * DTYPE_NBYTES[dtype]
         return total
 
-    def loading_nbytes(self, dtype: str) -> int:
+    def loading_nbytes(self, dtype: str, *, made: bool = False) -> int:
         """Return an upper bound of the bytes that loading needs in addition to the loaded weights.
 
-        Weights are read one at a time. Before packing, the largest one is in memory twice: as
-        float32 (float64 if the checkpoint is), and converted.
+        Weights are read one at a time. Before packing, a linear one is in memory twice: as float32
+        (float64 if the checkpoint is), and converted. Others are only converted, and blocks of a
+        GGUF file are only copied.
 
         Args:
             dtype: "float32", "float16" or "bfloat16".
+            made: True if no file has the weights: random ones are also in memory as float32.
         """
         source = 8 if self.dtype == "float64" else 4
-        return (source + DTYPE_NBYTES[dtype]) * max(math.prod(w.shape) for w in self.weights())
+
+        def needed(weight: Weight) -> int:
+            if all(source.dtypes == ("uint8",) for source in weight.sources):
+                return sum(math.prod(source.shape) for source in weight.sources)
+            read = source if made or weight.kind == "linear" else 0
+            return (read + DTYPE_NBYTES[dtype]) * math.prod(weight.shape)
+
+        return max(map(needed, self.weights()))
 
 
 def divide_layers(spec: ModelSpec, num_stages: int, asked: str | None) -> list[tuple[int, int]]:

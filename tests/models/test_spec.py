@@ -5,6 +5,7 @@ import re
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -319,6 +320,17 @@ def test_refused_by_family(
 ) -> None:
     with pytest.raises(ModelError, match=message):
         read(tmp_path, LLAMA | {"architectures": [architecture]} | change)
+
+
+def test_loading_a_large_table(tmp_path: Path) -> None:
+    """A table that no product uses is at most converted, unless it is made of random numbers."""
+    spec = save_config(tmp_path, *CASES["gemma4"])
+    inputs = spec.embed.layer_inputs
+    assert inputs is not None
+    large = replace(spec, embed=replace(spec.embed, layer_inputs=replace(inputs, rows=10**6)))
+    numbers = 10**6 * 6 * 8
+    assert large.loading_nbytes("bfloat16") == 2 * numbers
+    assert large.loading_nbytes("bfloat16", made=True) == 6 * numbers
 
 
 SIZES = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"}
