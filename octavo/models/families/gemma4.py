@@ -48,9 +48,8 @@ def read(config: ConfigJson) -> ModelSpec:
     like = replace(sandwich_like(config), norm_offset=0.0, scale=1.0, qk_norm="head")
     like = replace(like, windows=windows, ropes=tuple(ropes), max_model_len=length)
     spec = parts.read_layers(like, config, [sizes(i) for i in range(count)])
-    values_are_keys = [same and window is None for window in windows]
-    eps = config.number("rms_norm_eps")
-    spec = parts.with_sources(spec, sources, eps, values_are_keys=values_are_keys)
+    is_key = [same and window is None for window in windows]
+    spec = parts.with_sources(spec, config, sources, values_are_keys=is_key)
     layers = [replace(layer, scalar="layer_scalar") for layer in spec.layers]
     return parts.with_layer_inputs(replace(spec, layers=tuple(layers)), config)
 

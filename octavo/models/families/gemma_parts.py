@@ -48,18 +48,22 @@ def read_layers(
 
 
 def with_sources(
-    spec: ModelSpec, sources: Sequence[int | None], eps: float, *, values_are_keys: Sequence[bool]
+    spec: ModelSpec,
+    config: ConfigJson,
+    sources: Sequence[int | None],
+    *,
+    values_are_keys: Sequence[bool],
 ) -> ModelSpec:
     """Return the model with normed values, and with layers that read the keys and values of others.
 
     Args:
         spec: the model.
+        config: its config.
         sources: see `read_sources`. Tensors for keys and values of layers that read are ignored.
-        eps: term of the norm of the values.
         values_are_keys: for each layer, True if its own values are its keys.
     """
     made: dict[tuple[int, int | None, bool], LayerSpec] = {}
-    layers = []
+    layers, eps = [], config.number("rms_norm_eps")
     for layer, source, same in zip(spec.layers, sources, values_are_keys, strict=True):
         key = id(layer), source, same
         if key not in made:
