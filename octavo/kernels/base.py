@@ -327,6 +327,20 @@ class Ops(Protocol):
         """
         ...
 
+    def rms(self, x: Tensor, least: float = 0.0, *, inverse: bool = False) -> Tensor:
+        """Return the root mean square of each row of x [T, D], or its inverse: [T, 1].
+
+        `least` is a lower bound of the mean square.
+        """
+        ...
+
+    def cutoff(self, x: Tensor, multiplier: float) -> Tensor:
+        """Return max(0, x - (mean + multiplier * standard deviation)) of each row of x [T, D].
+
+        The deviation is that of all D numbers, not of a sample.
+        """
+        ...
+
     def act_and_mul(self, gate_up: Tensor, activation: Gate, out: Tensor | None = None) -> Tensor:
         """Return act(gate) * up of gate_up [T, 2 I], gate first: [T, I]; `out` as in `linear`."""
         ...

@@ -16,6 +16,9 @@ ActivatedLinear = Callable[[Linear, Tensor, Tensor | None], Tensor]
 """Linear layer with an activation: maps the layer and its input [T, K] to [T, I]; the third
 argument is `out` of `Ops.linear`."""
 
+GATES: dict[str, Gate] = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
+"""Activations of gates by their names in an `MLPSpec`."""
+
 
 @dataclass(slots=True)
 class MLP:
@@ -62,8 +65,7 @@ def get_activation(
     relu2 is the square of relu. `alphas` are the parameters of xielu.
     """
     if gated:
-        gates: dict[str, Gate] = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
-        gate = gates[name]
+        gate = GATES[name]
         return lambda up, x, out: up.act_and_mul(x, gate, out)
 
     def relu2(x: Tensor, out: Tensor | None) -> Tensor:

@@ -39,6 +39,10 @@ _GEMMA4["rope_parameters"] = {
 }
 _GEMMA4_UNIFIED = _GEMMA4 | {"max_position_embeddings": 262144, "sliding_window": 1024}
 _GEMMA4_LAYERS = {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144}
+_GEMMA3N = {"rms_norm_eps": 1e-6, "head_dim": 256, "num_key_value_heads": 2}
+_GEMMA3N |= {"max_position_embeddings": 32768, "sliding_window": 512, "laurel_rank": 64}
+_GEMMA3N |= {"final_logit_softcapping": 30.0, "num_kv_shared_layers": 15}
+_GEMMA3N |= {"altup_num_inputs": 4, "altup_active_idx": 0} | _GEMMA4_LAYERS
 _MUSE = {"hidden_activation": "silu", "rms_norm_eps": 1e-5, "num_key_value_heads": 2}
 _MUSE |= {"head_dim": 128, "max_position_embeddings": 131072, "sliding_window": 2048}
 _MUSE |= {"final_logit_softcapping": 20.0, "qk_scale_factor": 3.87, "post_norm_eps": 1e-8}
@@ -64,6 +68,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "Gemma3ForConditionalGeneration": {"model_type": "gemma3"}
     | _GEMMA
     | {"max_position_embeddings": 131072, "num_attention_heads": 8, "vocab_size": 262208},
+    "Gemma3nForCausalLM": {"model_type": "gemma3n_text"} | _GEMMA3N,
+    "Gemma3nForConditionalGeneration": {"model_type": "gemma3n"} | _GEMMA3N,
     "Gemma4ForCausalLM": {"model_type": "gemma4_text"} | _GEMMA4 | _GEMMA4_LAYERS,
     "Gemma4ForConditionalGeneration": {"model_type": "gemma4"} | _GEMMA4 | _GEMMA4_LAYERS,
     "Gemma4UnifiedForCausalLM": {"model_type": "gemma4_unified_text"} | _GEMMA4_UNIFIED,

@@ -32,6 +32,7 @@ class DecoderModel:
             self.embed = spec.embed.build(parts.of("embed"), shared)
             inputs, of_inputs = spec.embed.layer_inputs, parts.of("embed").of("layer_inputs")
             self.layer_inputs = None if inputs is None else inputs.build(of_inputs)
+        self.streams = None if spec.streams is None else spec.streams.build(parts.of("streams"))
         self.layers: list[Layer] = []
         first = 0
         used: list[tuple[int, ...]] = []
@@ -60,10 +61,14 @@ class DecoderModel:
         else:
             assert step.received is not None
             x, residual = step.received
+        if self.streams is not None:
+            x = self.streams.make(x)
         for index, layer in enumerate(self.layers):
             x, residual = layer(x, residual, step)
             if index in step.kept_layers:
                 step.kept[index] = x if residual is None else self._add(x, residual)
+        if self.streams is not None:
+            x = self.streams.join(x)
         if not self.spec.has_head:
             step.handed = x, residual
             return x

@@ -10,6 +10,7 @@ from itertools import accumulate, pairwise
 from octavo.checkpoints.base import Expected
 from octavo.errors import ConfigError
 from octavo.layers.step_table import StepArray
+from octavo.models.blocks.altup import StreamsSpec
 from octavo.models.blocks.attention import Alibi, AttentionSpec
 from octavo.models.blocks.base import Table
 from octavo.models.blocks.embedding import EmbedSpec
@@ -52,6 +53,8 @@ class ModelSpec:
     """Regular expressions of names in a checkpoint that are not weights."""
     prefixes: tuple[tuple[str, str], ...] = ()
     """Pairs (own, stored) of prefixes: other beginnings of names in a checkpoint."""
+    streams: StreamsSpec | None = None
+    """Several residual streams between the layers (Gemma 3n); None: one."""
     left_out: str = ""
     """Parts of the published model that Octavo does not compute, for a message; "": none."""
     model_class: str = "octavo.models.decoder:DecoderModel"
@@ -173,6 +176,8 @@ class ModelSpec:
         if self.has_embed:
             shared = self.tied and whole and (lm_head.forms or (PLAIN,)) == (self.embed.form,)
             weights += self.embed.weights(Names("embed."), shared=shared)
+        if self.streams is not None:
+            weights += self.streams.weights(Names("streams."))
         for i, layer in enumerate(self.layers):
             checkpoint = self.layer_names.format(self.first_layer + i)
             weights += layer.weights(Names(f"layers.{i}.", checkpoint))

@@ -210,7 +210,9 @@ def _save_internlm2(model: Any, folder: Path) -> None:
 def _config_class(architecture: str) -> Any:
     names = {"GPT2LMHeadModel": "GPT2", "Gemma3ForCausalLM": "Gemma3Text"}
     names |= STAND_INS
-    names |= {f"{name}ForCausalLM": f"{name}Text" for name in ("Gemma4", "Gemma4Unified")}
+    names |= {
+        f"{name}ForCausalLM": f"{name}Text" for name in ("Gemma3n", "Gemma4", "Gemma4Unified")
+    }
     name = names.get(architecture, re.sub("For(CausalLM|ConditionalGeneration)$", "", architecture))
     return getattr(transformers, f"{name}Config")
 

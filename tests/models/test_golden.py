@@ -113,6 +113,7 @@ LATER: dict[str, tuple[int, str]] = {
     "nemotron": (1414336, "015cd31d2c579e6d"),
     "nemotron-bias": (1448248, "6b710a09a7d579d4"),
     "gemma4": (4198928, "8f71fc18d3323a26"),
+    "gemma3n": (4370400, "9b40ad9a2ecc3c99"),
     "gemma4-unified": (1752584, "4f22116a23f2ed40"),
     "gemma4-values-are-keys": (1811048, "3d387339bcde3c13"),
     "olmo": (1580800, "d15a80b04f00c525"),

@@ -191,6 +191,9 @@ def test_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
         read(tmp_path, LLAMA | change)
 
 
+UNSHARED = {"num_kv_shared_layers": 0}
+
+
 @pytest.mark.parametrize(
     ("architecture", "change", "message"),
     [
@@ -204,6 +207,24 @@ def test_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
         ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, r"only causal"),
         ("Gemma3ForCausalLM", {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping=50.0"),
         ("Gemma2ForCausalLM", {"head_dim": 8, "query_pre_attn_scalar": -4}, r"query_pre_attn"),
+        ("Gemma3nForCausalLM", {"intermediate_size": [1]}, r"intermediate_size=\[1\].*list of 2"),
+        (
+            "Gemma3nForCausalLM",
+            UNSHARED | {"activation_sparsity_pattern": [0, 1]},
+            r"_pattern=.*below 1",
+        ),
+        ("Gemma3nForCausalLM", UNSHARED | {"altup_active_idx": 4}, r"altup_active_idx=4.*<= 3"),
+        ("Gemma3nForCausalLM", {"altup_correct_scale": False}, r"altup_correct_scale=False"),
+        (
+            "Gemma3nForCausalLM",
+            UNSHARED | {"hidden_activation": "silu"},
+            r"hidden_activation='silu'",
+        ),
+        (
+            "Gemma3nForCausalLM",
+            UNSHARED | {"vocab_size_per_layer_input": 1, "vocab_size": 10**9},
+            r"_input=1 .*each token needs a row",
+        ),
         ("Gemma4ForCausalLM", {"use_bidirectional_attention": "all"}, r"only causal"),
         ("Gemma4ForCausalLM", {"num_experts": 128}, r"num_experts=128.*mixtures of experts"),
         ("Gemma4ForCausalLM", {"enable_moe_block": True}, r"enable_moe_block=True.*experts"),
@@ -468,7 +489,7 @@ def test_control_plane_imports_no_torch() -> None:
 
 
 def test_every_family_has_a_parity_case() -> None:
-    same_as_another = {"MPTForCausalLM"}
+    same_as_another = {"MPTForCausalLM", "Gemma3nForConditionalGeneration"}
     tested = {architecture for architecture, _ in (CASES | TEXT_PARTS).values()}
     tested |= {f"{name}ForConditionalGeneration" for name in WRAPPERS}
     assert tested | same_as_another == set(FAMILIES)

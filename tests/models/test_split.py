@@ -117,7 +117,7 @@ def test_rows_of_norms_are_divided(case: str, tmp_path: Path) -> None:
     assert all(map(torch.equal, got, sums))
 
 
-@pytest.mark.parametrize("case", ["llama", "gemma4"])
+@pytest.mark.parametrize("case", ["llama", "gemma3n", "gemma4"])
 def test_sums_of_ranks(case: str, tmp_path: Path) -> None:
     """Ranks that sum their results wait for each other before a buffer is filled again."""
     architecture, config = CASES[case]

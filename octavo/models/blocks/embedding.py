@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from octavo.checkpoints.base import Source
@@ -40,7 +40,9 @@ class LayerInputsSpec:
     module: str
     """Module of the table of tokens in the checkpoint."""
     rows: int
-    """Number of tokens in the table."""
+    """Number of tokens in the checkpoint's table."""
+    vocab_size: int
+    """Number of all tokens; those without a row have that of token 0."""
     num_layers: int
     size: int
     """Size of an input of one layer."""
@@ -55,7 +57,12 @@ class LayerInputsSpec:
 
     def weights(self, names: Names) -> Iterator[Weight]:
         """Yield the table, the projection and its norm."""
-        yield _table(names, self.module, (self.rows, self.num_layers * self.size), self.form)
+        table = _table(names, self.module, (self.rows, self.num_layers * self.size), self.form)
+        if self.vocab_size > self.rows:
+            first = tuple(replace(source, parts=((0, 1),)) for source in table.sources)
+            sources = table.sources + first * (self.vocab_size - self.rows)
+            table = replace(table, shape=(self.vocab_size, table.shape[1]), sources=sources)
+        yield table
         yield from self.project.weights(names.of("project"))
         yield from self.norm.weights(names.of("norm"))
 

@@ -14,7 +14,7 @@ from octavo.models.weights import Names, Weight
 from octavo.system.distributed import Rank
 
 if TYPE_CHECKING:
-    from octavo.layers.layer import Layer
+    from octavo.layers.layer import Layer, LiveSublayer
     from octavo.models.blocks.base import Parts
 
 Arrangement = Literal["sequential", "parallel", "post"]
@@ -142,10 +142,31 @@ class LayerSpec:
             parts: its weights and operations.
             caches: indices in `StepContext.caches` of the caches that the layer uses.
         """
-        from octavo.layers.layer import LiveSublayer, ParallelLayer, PostNormLayer, SequentialLayer
+        from octavo.layers.layer import ParallelLayer, PostNormLayer, SequentialLayer
+
+        live = self.build_sublayers(parts, caches)
+        if self.arrangement == "post":
+            return PostNormLayer(live)
+        if self.arrangement == "parallel":
+            return ParallelLayer(parts.ops, live)
+        scalar = None if self.scalar is None else parts.tensor("scalar")
+        return SequentialLayer(parts.ops, live, self.residual_multiplier, scalar)
+
+    def build_sublayers(
+        self, parts: Parts, caches: tuple[int, ...], *, joins: bool = False
+    ) -> list[LiveSublayer]:
+        """Return the live blocks with their norms.
+
+        Args:
+            parts: see `build`.
+            caches: see `build`.
+            joins: True if each rank needs all rows of the blocks' results.
+        """
+        from octavo.layers.layer import LiveSublayer
 
         norms = [norm for s in self.sublayers for norm in s.norms.values() if norm is not None]
         size, live, first = norms[0].size, [], 0
+        rows = "results" if joins else "normed"
         for sublayer in self.sublayers:
             count = len(sublayer.block.caches())
             (name, norm), (out_name, out_norm) = sublayer.norms.items()
@@ -154,14 +175,9 @@ class LayerSpec:
                 LiveSublayer(
                     sublayer.block.build(own, caches[first : first + count]),
                     build_norm(norm, parts.of(name), size=size),
-                    build_norm(out_norm, parts.of(out_name), size=size, joins=False),
+                    build_norm(out_norm, parts.of(out_name), size=size, rows=rows, joins=joins),
                     has_norm=norm is not None,
                 )
             )
             first += count
-        if self.arrangement == "post":
-            return PostNormLayer(live)
-        if self.arrangement == "parallel":
-            return ParallelLayer(parts.ops, live)
-        scalar = None if self.scalar is None else parts.tensor("scalar")
-        return SequentialLayer(parts.ops, live, self.residual_multiplier, scalar)
+        return live
