@@ -234,6 +234,33 @@ struct LayerNormArgs {
   Work work() const { return {double(size_of(dtype)) * rows * dim * 2, 0.0}; }
 };
 
+// Root mean square of each row, or its inverse, as one number of the row's type.
+struct RmsArgs {
+  const void* x;  // [rows, dim]
+  void* out;  // [rows, 1]
+  int64_t x_stride, rows, dim;
+  float least;  // lower bound of the mean square
+  bool inverse;
+  DType dtype;
+
+  MEMBERS(x, out, x_stride, rows, dim, least, inverse, dtype)
+  void resize(const StepSize& size) { rows = size.rows; }
+  Work work() const { return {double(size_of(dtype)) * rows * dim, 0.0}; }
+};
+
+// max(0, x - mean - multiplier * standard deviation) of each row.
+struct CutoffArgs {
+  const void* x;  // [rows, dim]
+  void* out;  // [rows, dim]
+  int64_t x_stride, out_stride, rows, dim;
+  float multiplier;
+  DType dtype;
+
+  MEMBERS(x, out, x_stride, out_stride, rows, dim, multiplier, dtype)
+  void resize(const StepSize& size) { rows = size.rows; }
+  Work work() const { return {double(size_of(dtype)) * rows * dim * 2, 0.0}; }
+};
+
 struct GatedArgs {
   const void* x;  // [rows, 2 * dim]: gate, then up
   int64_t x_stride;
@@ -510,6 +537,8 @@ struct AttentionArgs {
   KERNEL(pack_blocks, PackBlocksArgs)     \
   KERNEL(rms_norm, RmsNormArgs)           \
   KERNEL(layer_norm, LayerNormArgs)       \
+  KERNEL(rms, RmsArgs)                    \
+  KERNEL(cutoff, CutoffArgs)              \
   KERNEL(gated, GatedArgs)                \
   KERNEL(unary, UnaryArgs)                \
   KERNEL(xielu, XieluArgs)                \

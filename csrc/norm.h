@@ -55,6 +55,24 @@ void rms_norm(const RmsNormArgs& a) {
   });
 }
 
+struct Moments {
+  float mean, variance;
+};
+
+template <class T>
+INLINE Moments moments(const T* x, int64_t dim) {
+  vf sum{};
+  for_lanes(dim, [&](int64_t i, int n) { sum += load(x + i, n); });
+  const float mean = reduce_sum(sum) / float(dim);
+  vf squares{};
+  for_lanes(dim, [&](int64_t i, int n) {
+    vf v = load(x + i, n) - mean;
+    v = lanes() < float(n) ? v : vf{};
+    squares = fma(v, v, squares);
+  });
+  return {mean, reduce_sum(squares) / float(dim)};
+}
+
 void layer_norm(const LayerNormArgs& a) {
   norm_rows(a.rows, 1, a.dim, a.dtype, [&](auto t, int64_t row, int64_t) {
     using T = decltype(t);
@@ -62,20 +80,35 @@ void layer_norm(const LayerNormArgs& a) {
     T* out = static_cast<T*>(a.out) + row * a.out_stride;
     const T* w = static_cast<const T*>(a.weight);
     const T* bias = static_cast<const T*>(a.bias);
-    vf sum{};
-    for_lanes(a.dim, [&](int64_t i, int n) { sum += load(x + i, n); });
-    const float mean = reduce_sum(sum) / float(a.dim);
-    vf squares{};
-    for_lanes(a.dim, [&](int64_t i, int n) {
-      vf v = load(x + i, n) - mean;
-      v = lanes() < float(n) ? v : vf{};
-      squares = fma(v, v, squares);
-    });
-    const float scale = 1.0f / sqrtf(reduce_sum(squares) / float(a.dim) + a.eps);
+    const auto [mean, variance] = moments(x, a.dim);
+    const float scale = 1.0f / sqrtf(variance + a.eps);
     for_lanes(a.dim, [&](int64_t i, int n) {
       vf v = (load(x + i, n) - mean) * scale * (load(w + i, n) + a.weight_offset);
       if (bias) v += load(bias + i, n);
       store(out + i, v, n);
+    });
+  });
+}
+
+void rms(const RmsArgs& a) {
+  norm_rows(a.rows, 1, a.dim, a.dtype, [&](auto t, int64_t row, int64_t) {
+    using T = decltype(t);
+    const float square = mean_square(static_cast<const T*>(a.x) + row * a.x_stride, a.dim);
+    const float root = sqrtf(square < a.least ? a.least : square);
+    store(static_cast<T*>(a.out) + row, splat(a.inverse ? 1.0f / root : root), 1);
+  });
+}
+
+void cutoff(const CutoffArgs& a) {
+  norm_rows(a.rows, 1, a.dim, a.dtype, [&](auto t, int64_t row, int64_t) {
+    using T = decltype(t);
+    const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
+    T* out = static_cast<T*>(a.out) + row * a.out_stride;
+    const auto [mean, variance] = moments(x, a.dim);
+    const float least = mean + a.multiplier * sqrtf(variance);
+    for_lanes(a.dim, [&](int64_t i, int n) {
+      const vf v = load(x + i, n) - least;
+      store(out + i, v < 0.0f ? vf{} : v, n);
     });
   });
 }

@@ -342,6 +342,20 @@ class Ops(Protocol):
         """
         ...
 
+    def rms(self, x: Tensor, least: float = 0.0, *, inverse: bool = False) -> Tensor:
+        """Return the root mean square of each row of x [T, D], or its inverse: [T, 1].
+
+        `least` is a lower bound of the mean square.
+        """
+        ...
+
+    def cutoff(self, x: Tensor, multiplier: float) -> Tensor:
+        """Return max(0, x - (mean + multiplier * standard deviation)) of each row of x [T, D].
+
+        The deviation is that of all D numbers, not of a sample.
+        """
+        ...
+
     def act_and_mul(self, gate_up: Tensor, activation: Gate, out: Tensor | None = None) -> Tensor:
         """Return act(gate) * up of gate_up [T, 2 I], gate first: [T, I]; `out` as in `linear`."""
         ...
@@ -469,7 +483,7 @@ class Ops(Protocol):
         Args:
             positions: [T] int64, each below max_position.
             query: [T, H, D], any strides of tokens and heads.
-            key: [T, KVH, D], any strides of tokens and heads.
+            key: [T, KVH, D], any strides of tokens and heads; KVH may be 0.
             cos_sin_cache: float32 [max_position, rotary_dim]: cosines, then sines. rotary_dim is
                 even and at most D.
             is_neox: pairs are (i, i + rotary_dim / 2); otherwise (2 i, 2 i + 1).

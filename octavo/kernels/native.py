@@ -525,6 +525,38 @@ class NativeOps:
             dtype=DTYPE_CODES[x.dtype],
         )
 
+    def rms(self, x: Tensor, least: float = 0.0, *, inverse: bool = False) -> Tensor:
+        _rows(x)
+        rows, dim = x.shape
+        out = self._empty(rows, 1, dtype=x.dtype)
+        kernels.rms(
+            x=x.data_ptr(),
+            out=out.data_ptr(),
+            x_stride=x.stride(0),
+            rows=rows,
+            dim=dim,
+            least=least,
+            inverse=inverse,
+            dtype=DTYPE_CODES[x.dtype],
+        )
+        return out
+
+    def cutoff(self, x: Tensor, multiplier: float) -> Tensor:
+        _rows(x)
+        rows, dim = x.shape
+        out = self._empty(rows, dim, dtype=x.dtype)
+        kernels.cutoff(
+            x=x.data_ptr(),
+            out=out.data_ptr(),
+            x_stride=x.stride(0),
+            out_stride=out.stride(0),
+            rows=rows,
+            dim=dim,
+            multiplier=multiplier,
+            dtype=DTYPE_CODES[x.dtype],
+        )
+        return out
+
     def act_and_mul(self, gate_up: Tensor, activation: Gate, out: Tensor | None = None) -> Tensor:
         """Round act(gate) to the dtype before the product, as Hugging Face does."""
         _rows(gate_up)

@@ -372,6 +372,15 @@ class ReferenceOps:
         normed = F.layer_norm(x.float(), weight.shape, wide_weight, wide_bias, eps)
         return into(out, normed.to(x.dtype))
 
+    def rms(self, x: Tensor, least: float = 0.0, *, inverse: bool = False) -> Tensor:
+        root = x.float().square().mean(-1, keepdim=True).clamp(min=least).sqrt()
+        return (1 / root if inverse else root).to(x.dtype)
+
+    def cutoff(self, x: Tensor, multiplier: float) -> Tensor:
+        wide = x.float()
+        deviation, mean = torch.std_mean(wide, -1, correction=0, keepdim=True)
+        return (wide - (mean + multiplier * deviation)).relu().to(x.dtype)
+
     def act_and_mul(self, gate_up: Tensor, activation: Gate, out: Tensor | None = None) -> Tensor:
         """Compute like Hugging Face's LlamaMLP and GemmaMLP."""
         gate, up = gate_up.chunk(2, dim=-1)

@@ -37,6 +37,13 @@ class Attention:
     q_norm: RMSNorm | HeadNorms | None = None
     """Norm of each head of the queries, or of all of them together."""
     k_norm: RMSNorm | HeadNorms | None = None
+    v_norm: RMSNorm | None = None
+    """Norm of each head of the values."""
+    values_are_keys: bool = False
+    """True if the values are the normed keys; `qkv_proj` then computes no values."""
+    stores: bool = True
+    """False if the keys and values are those that another layer has stored; `qkv_proj` then
+    computes neither."""
     gated: bool = False
     """True if the sigmoid of a gate is a factor of each head's result."""
     query_factors: Tensor | None = None
@@ -67,9 +74,13 @@ class Attention:
                 rotary(key)
                 rotary = None
             self._norm_heads(query, key)
-        backend.write_kv(key, value, kv_cache, metadata.slot_mapping, rotary)
-        if step.progress is not None:
-            step.progress.reach(self.cache + 1)
+        if not self.stores:
+            if rotary is not None:
+                rotary(key)
+        else:
+            backend.write_kv(key, value, kv_cache, metadata.slot_mapping, rotary)
+            if step.progress is not None:
+                step.progress.reach(self.cache + 1)
         if self.query_factors is not None:
             factors = self.ops.embedding(self.query_factors, step.positions)
             self.ops.multiply(query, factors, out=query)
@@ -90,7 +101,7 @@ class Attention:
         """Return queries [T, num_heads, D], keys and values [T, num_kv_heads, D], and gates.
 
         Queries and keys are normed, unless the norms follow the rotation. Gates have the queries'
-        shape.
+        shape. A layer that stores nothing has no heads of keys and values.
         """
         heads = self.qkv_proj(x)
         if self.clip is not None:
@@ -99,19 +110,27 @@ class Attention:
         if self.qk_proj is not None:
             query, key = self._norm_all(x)
             return query, key, heads, None
-        split = self.num_heads, self.num_kv_heads, self.num_kv_heads
+        keys = self.num_kv_heads if self.stores else 0
+        values = 0 if self.values_are_keys else keys
+        split = self.num_heads, keys, values
         gate = None
         if self.gated:
             query, key, value, gate = heads.split_with_sizes((*split, self.num_heads), dim=1)
         else:
             query, key, value = heads.split_with_sizes(split, dim=1)
+        if self.values_are_keys and self.stores:
+            assert self.v_norm is not None
+            value = self.v_norm(key)
+        elif self.v_norm is not None:
+            self.v_norm.heads_(value)
         if not self.norms_rotated:
             self._norm_heads(query, key)
         return query, key, value, gate
 
     def _norm_heads(self, query: Tensor, key: Tensor) -> None:
-        if self.q_norm is not None and self.k_norm is not None:
+        if self.q_norm is not None:
             self.q_norm.heads_(query)
+        if self.k_norm is not None:
             self.k_norm.heads_(key)
 
     def _norm_all(self, x: Tensor) -> tuple[Tensor, Tensor]:

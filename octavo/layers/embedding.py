@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
 from octavo.layers.linear import Linear
-from octavo.layers.norm import Norm
+from octavo.layers.norm import Norm, RMSNorm
 from octavo.system.tensor import Tensor
 
 
@@ -58,3 +58,32 @@ class Embedding:
         if self.norm is not None and self.norm_given:
             x = self.norm(x)
         return x
+
+
+@dataclass(slots=True)
+class LayerInputs:
+    """Map from token ids and their embedding to the inputs of each layer."""
+
+    ops: Ops
+    weight: Tensor | PackedWeight | QuantizedWeight
+    """Table [vocab_size, layers * size]; packed if it is quantized."""
+    num_layers: int
+    scale: float
+    """Factor of the table's rows, rounded to the model's dtype."""
+    project: Linear
+    """Projection of the embedding to layers * size."""
+    norm: RMSNorm
+    """Norm of each layer's part of the projection."""
+    dtype: str
+
+    def __call__(self, input_ids: Tensor, x: Tensor) -> Tensor:
+        """Map input_ids [T] int64 and their embedding x [T, hidden_size] to [T, layers, size]."""
+        projected = self.project(x)
+        of_layers = projected.view(x.shape[0], self.num_layers, -1)
+        self.norm(of_layers, of_layers)
+        looked_up = self.ops.embedding(self.weight, input_ids, self.dtype)
+        self.ops.scale_(looked_up, self.scale)
+        self.ops.add(looked_up, projected, looked_up)
+        self.ops.scale_(looked_up, 0.5**0.5)
+        inputs: Tensor = looked_up.view(x.shape[0], self.num_layers, -1)
+        return inputs

@@ -60,6 +60,8 @@ class SequentialLayer:
     sublayers: Sequence[LiveSublayer]
     multiplier: float | None
     """Factor on each block's output before it is added to the residual stream."""
+    scalar: Tensor | None = None
+    """Factor [1] on the residual stream after the layer."""
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, step: StepContext
@@ -73,7 +75,11 @@ class SequentialLayer:
             x = part.out_norm(part.block(x, step))
             if self.multiplier is not None:
                 x = self.ops.scale(x, self.multiplier)  # x may be shared with other ranks
-        return x, residual
+        if self.scalar is None:
+            return x, residual
+        assert residual is not None
+        total = self.ops.add(x, residual)
+        return self.ops.multiply(total, self.scalar, out=total), None
 
 
 @dataclass(slots=True)

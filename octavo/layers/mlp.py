@@ -17,6 +17,14 @@ ActivatedLinear = Callable[[Linear, Tensor, Tensor | None], Tensor]
 """Linear layer with an activation: maps the layer and its input [T, K] to [T, I]; the third
 argument is `out` of `Ops.linear`."""
 
+GATES: dict[str, Gate] = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_tanh",
+    "relu2": "relu2",
+}
+"""Activations of gates by their names in an `MLPSpec`."""
+
 
 @dataclass(slots=True)
 class MLP:
@@ -32,16 +40,29 @@ class MLP:
     """Inner columns that `up` computes, if other ranks compute the others."""
     inner_norm: RMSNorm | None = None
     """Norm of the inner numbers of all ranks."""
+    layer_input: tuple[int, slice] | None = None
+    """Factor of the inner values in `StepContext.layer_inputs`: its layer, and the columns that
+    `up` computes. None: no factor."""
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """Map [T, hidden_size] to [T, hidden_size]."""
         if self.columns is None:
-            whole = self.activation(self.up, x, None)
+            inner = self.activation(self.up, x, None)
+            self._multiply(inner, step)
         else:
-            whole, own = self.columns.empty(x.shape[0], x.dtype)
+            inner, own = self.columns.empty(x.shape[0], x.dtype)
             self.activation(self.up, x, own)
+            self._multiply(own, step)
             self.columns.join()
-        return self.down(whole if self.inner_norm is None else self.inner_norm(whole))
+        return self.down(inner if self.inner_norm is None else self.inner_norm(inner))
+
+    def _multiply(self, inner: Tensor, step: StepContext) -> None:
+        """Multiply the inner values [T, I] by the layer's input, if they have a factor."""
+        if self.layer_input is not None:
+            assert step.layer_inputs is not None
+            layer, columns = self.layer_input
+            factor = step.layer_inputs[:, layer, columns]
+            self.up.ops.multiply(inner, factor, out=inner)
 
 
 def get_activation(
@@ -52,9 +73,7 @@ def get_activation(
     relu2 is the square of relu. `alphas` are the parameters of xielu.
     """
     if gated:
-        gates: dict[str, Gate] = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
-        gates["relu2"] = "relu2"
-        gate = gates[name]
+        gate = GATES[name]
         return lambda up, x, out: up.act_and_mul(x, gate, out)
 
     def relu2(x: Tensor, out: Tensor | None) -> Tensor:

@@ -10,7 +10,7 @@ class RopeSpec:
     """Complete parameters of one kind of rotary positions, without pending defaults."""
 
     rope_type: str
-    """Type: "default", "linear", "dynamic", "llama3", "yarn" or "longrope"."""
+    """Type: "default", "linear", "dynamic", "llama3", "yarn", "longrope" or "proportional"."""
     theta: float
     """Base of the wavelengths."""
     rotary_dim: int
@@ -26,6 +26,8 @@ class RopeSpec:
     beta_slow: float = 1.0
     truncate: bool = True
     """True if yarn rounds the bounds of the ramp to whole dimensions."""
+    turning_pairs: int = 0
+    """Number of leading pairs that proportional rotates; the angles of the others are 0."""
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     is_neox: bool = True

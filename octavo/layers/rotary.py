@@ -59,6 +59,9 @@ def _inverse_frequencies(rope: RopeSpec, max_position: int) -> Floats:
             return inverse
         case "linear":
             return inverse / np.float32(rope.factor)
+        case "proportional":
+            inverse[rope.turning_pairs :] = 0
+            return inverse / np.float32(rope.factor)
         case "llama3":
             return _llama3(rope, inverse)
         case "yarn":

@@ -23,8 +23,7 @@ class Columns:
     """Columns of one rank in one of the buffers.
 
     All ranks fill their columns, wait at a barrier, then read. The barrier before reading a buffer
-    must differ from the one before filling it again; a layer has four barriers, one for each of its
-    buffers.
+    must differ from the one before filling it again, so successive blocks have different buffers.
     """
 
     buffers: SharedBuffers

@@ -29,6 +29,8 @@ class StepContext:
         handed: filled by the model if another stage has the next layers: (x, residual) as for
             `Layer`.
         arrays: arrays that blocks declare, by name; see `StepArray`.
+        layer_inputs: filled by the model: [T, layers, size], inputs of the layers besides the
+            residual stream.
     """
 
     positions: Tensor
@@ -42,3 +44,4 @@ class StepContext:
     progress: _native.StepProgress | None = None
     handed: tuple[Tensor, Tensor | None] | None = None
     arrays: Mapping[str, Tensor] = field(default_factory=dict)
+    layer_inputs: Tensor | None = None

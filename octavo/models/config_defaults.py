@@ -27,6 +27,22 @@ _MINISTRAL3["rope_parameters"] = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
+_GEMMA4: dict[str, Any] = {"rms_norm_eps": 1e-6, "head_dim": 256, "num_key_value_heads": 4}
+_GEMMA4 |= {"max_position_embeddings": 131072, "sliding_window": 512, "global_head_dim": 512}
+_GEMMA4["rope_parameters"] = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {
+        "rope_type": "proportional",
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 1e6,
+    },
+}
+_GEMMA4_UNIFIED = _GEMMA4 | {"max_position_embeddings": 262144, "sliding_window": 1024}
+_GEMMA4_LAYERS = {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144}
+_GEMMA3N = {"rms_norm_eps": 1e-6, "head_dim": 256, "num_key_value_heads": 2}
+_GEMMA3N |= {"max_position_embeddings": 32768, "sliding_window": 512, "laurel_rank": 64}
+_GEMMA3N |= {"final_logit_softcapping": 30.0, "num_kv_shared_layers": 15}
+_GEMMA3N |= {"altup_num_inputs": 4, "altup_active_idx": 0} | _GEMMA4_LAYERS
 _MUSE = {"hidden_activation": "silu", "rms_norm_eps": 1e-5, "num_key_value_heads": 2}
 _MUSE |= {"head_dim": 128, "max_position_embeddings": 131072, "sliding_window": 2048}
 _MUSE |= {"final_logit_softcapping": 20.0, "qk_scale_factor": 3.87, "post_norm_eps": 1e-8}
@@ -52,6 +68,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "Gemma3ForConditionalGeneration": {"model_type": "gemma3"}
     | _GEMMA
     | {"max_position_embeddings": 131072, "num_attention_heads": 8, "vocab_size": 262208},
+    "Gemma3nForCausalLM": {"model_type": "gemma3n_text"} | _GEMMA3N,
+    "Gemma3nForConditionalGeneration": {"model_type": "gemma3n"} | _GEMMA3N,
+    "Gemma4ForCausalLM": {"model_type": "gemma4_text"} | _GEMMA4 | _GEMMA4_LAYERS,
+    "Gemma4ForConditionalGeneration": {"model_type": "gemma4"} | _GEMMA4 | _GEMMA4_LAYERS,
+    "Gemma4UnifiedForCausalLM": {"model_type": "gemma4_unified_text"} | _GEMMA4_UNIFIED,
+    "Gemma4UnifiedForConditionalGeneration": {"model_type": "gemma4_unified"} | _GEMMA4_UNIFIED,
     "Ministral3ForCausalLM": {"model_type": "ministral3"} | _MINISTRAL3,
     "Mistral3ForConditionalGeneration": {"model_type": "mistral3"},
     "Qwen2_5_VLForConditionalGeneration": {"model_type": "qwen2_5_vl"}

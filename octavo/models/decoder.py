@@ -30,12 +30,17 @@ class DecoderModel:
         if spec.has_embed:
             shared = None if parts.has("embed.weight") else self.head.lm_head.weight
             self.embed = spec.embed.build(parts.of("embed"), shared)
+            inputs, of_inputs = spec.embed.layer_inputs, parts.of("embed").of("layer_inputs")
+            self.layer_inputs = None if inputs is None else inputs.build(of_inputs)
+        self.streams = None if spec.streams is None else spec.streams.build(parts.of("streams"))
         self.layers: list[Layer] = []
         first = 0
+        used: list[tuple[int, ...]] = []
         for i, layer in enumerate(spec.layers):
-            caches = tuple(range(first, first + len(layer.caches())))
-            self.layers.append(layer.build(parts.of(f"layers.{i}"), caches))
-            first += len(caches)
+            own = tuple(range(first, first + len(layer.caches())))
+            first += len(own)
+            used.append(own if layer.cache_layer is None else used[layer.cache_layer])
+            self.layers.append(layer.build(parts.of(f"layers.{i}"), used[i]))
         self._add = parts.ops.add
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
@@ -51,13 +56,19 @@ class DecoderModel:
         residual: Tensor | None = None
         if self.spec.has_embed:
             x = self.embed(input_ids, step.positions, step.embeds)
+            if self.layer_inputs is not None:
+                step.layer_inputs = self.layer_inputs(input_ids, x)
         else:
             assert step.received is not None
             x, residual = step.received
+        if self.streams is not None:
+            x = self.streams.make(x)
         for index, layer in enumerate(self.layers):
             x, residual = layer(x, residual, step)
             if index in step.kept_layers:
                 step.kept[index] = x if residual is None else self._add(x, residual)
+        if self.streams is not None:
+            x = self.streams.join(x)
         if not self.spec.has_head:
             step.handed = x, residual
             return x

@@ -138,7 +138,7 @@ def _with_forms(
     Args:
         spec: the model.
         choose: returns the form of a module.
-        choose_table: returns the form of the embedding; None: it stays plain.
+        choose_table: returns the form of a table of tokens; None: it stays plain.
     """
     made: dict[int, list[LayerSpec]] = {}
     layers = []
@@ -150,6 +150,9 @@ def _with_forms(
         layers.append(known[known.index(new)])
     others: _Spec = _replace(replace(spec, layers=()), "", choose)
     embed = replace(others.embed, form=choose_table(others.embed.module) or PLAIN)
+    if (inputs := embed.layer_inputs) is not None:
+        inputs = replace(inputs, form=choose_table(inputs.module) or PLAIN)
+        embed = replace(embed, layer_inputs=inputs)
     return replace(others, layers=tuple(layers), embed=embed)
 
 

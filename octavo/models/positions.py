@@ -9,7 +9,7 @@ from octavo.checkpoints.config_json import ConfigJson
 from octavo.errors import ModelError
 from octavo.layers.rope_spec import RopeSpec
 
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 _NEEDS_ORIGINAL = ("llama3", "yarn", "longrope")
 
 
@@ -65,7 +65,7 @@ def read_rope(
         "partial_rotary_factor",
         default=config.number("partial_rotary_factor", default=partial or 1.0),
     )
-    rotary_dim = int(head_size * part)
+    rotary_dim = head_size if rope_type == "proportional" else int(head_size * part)
     if partial is None and rotary_dim != head_size:
         if rope_type != "default":
             raise ModelError(
@@ -91,6 +91,11 @@ def read_rope(
     spec = RopeSpec(rope_type, theta, rotary_dim, original, is_neox=is_neox)
     if rope_type == "default":
         return spec
+    if rope_type == "proportional":
+        if not 0 <= part <= 1:
+            raise params.error("partial_rotary_factor", "it must be from 0 to 1")
+        pairs = int(part * head_size // 2)
+        return replace(spec, factor=params.positive("factor", 1.0), turning_pairs=pairs)
     if rope_type in ("yarn", "longrope") and not params.has("factor"):
         factor = max_position / original
     else:

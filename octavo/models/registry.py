@@ -70,7 +70,8 @@ def read_spec(checkpoint: Checkpoint, settings: ModelConfig = _DEFAULTS) -> Mode
         )
     for name in ("num_local_experts", "num_experts", "n_routed_experts"):
         config.refuse(name, 0, "mixtures of experts are not supported")
-    config.refuse("use_bidirectional_attention", False, "only causal attention is supported")
+    if config.get("use_bidirectional_attention") != "vision":  # texts are causal then, too
+        config.refuse("use_bidirectional_attention", False, "only causal attention is supported")
     try:
         spec = read(config)
     except ArithmeticError as error:

@@ -10,6 +10,7 @@ from itertools import accumulate, pairwise
 from octavo.checkpoints.base import Expected
 from octavo.errors import ConfigError
 from octavo.layers.step_table import StepArray
+from octavo.models.blocks.altup import StreamsSpec
 from octavo.models.blocks.attention import Alibi, AttentionSpec
 from octavo.models.blocks.base import Table
 from octavo.models.blocks.embedding import EmbedSpec
@@ -52,6 +53,8 @@ class ModelSpec:
     """Regular expressions of names in a checkpoint that are not weights."""
     prefixes: tuple[tuple[str, str], ...] = ()
     """Pairs (own, stored) of prefixes: other beginnings of names in a checkpoint."""
+    streams: StreamsSpec | None = None
+    """Several residual streams between the layers (Gemma 3n); None: one."""
     left_out: str = ""
     """Parts of the published model that Octavo does not compute, for a message; "": none."""
     model_class: str = "octavo.models.decoder:DecoderModel"
@@ -119,7 +122,7 @@ class ModelSpec:
     @property
     def hands_residual(self) -> bool:
         """True if the residual stream has two parts between layers; see `Layer`."""
-        return self.layers[0].arrangement != "post"
+        return self.layers[0].hands_residual
 
     @property
     def tied(self) -> bool:
@@ -173,6 +176,8 @@ class ModelSpec:
         if self.has_embed:
             shared = self.tied and whole and (lm_head.forms or (PLAIN,)) == (self.embed.form,)
             weights += self.embed.weights(Names("embed."), shared=shared)
+        if self.streams is not None:
+            weights += self.streams.weights(Names("streams."))
         for i, layer in enumerate(self.layers):
             checkpoint = self.layer_names.format(self.first_layer + i)
             weights += layer.weights(Names(f"layers.{i}.", checkpoint))
@@ -208,17 +213,26 @@ class ModelSpec:
                 total += math.prod(weight.shape) * DTYPE_NBYTES[dtype]
         return total
 
-    def loading_nbytes(self, dtype: str) -> int:
+    def loading_nbytes(self, dtype: str, *, made: bool = False) -> int:
         """Return an upper bound of the bytes that loading needs in addition to the loaded weights.
 
-        Weights are read one at a time. Before packing, the largest one is in memory twice: as
-        float32 (float64 if the checkpoint is), and converted.
+        Weights are read one at a time. Before packing, a linear one is in memory twice: as float32
+        (float64 if the checkpoint is), and converted. Others are only converted, and blocks of a
+        GGUF file are only copied.
 
         Args:
             dtype: "float32", "float16" or "bfloat16".
+            made: True if no file has the weights: random ones are also in memory as float32.
         """
         source = 8 if self.dtype == "float64" else 4
-        return (source + DTYPE_NBYTES[dtype]) * max(math.prod(w.shape) for w in self.weights())
+
+        def needed(weight: Weight) -> int:
+            if all(source.dtypes == ("uint8",) for source in weight.sources):
+                return sum(math.prod(source.shape) for source in weight.sources)
+            read = source if made or weight.kind == "linear" else 0
+            return (read + DTYPE_NBYTES[dtype]) * math.prod(weight.shape)
+
+        return max(map(needed, self.weights()))
 
 
 def divide_layers(spec: ModelSpec, num_stages: int, asked: str | None) -> list[tuple[int, int]]:
@@ -231,9 +245,17 @@ def divide_layers(spec: ModelSpec, num_stages: int, asked: str | None) -> list[t
             weights that a stage reads for a token, including the LM head.
 
     Raises:
-        ConfigError: there are too few layers, or `asked` does not match the layers.
+        ConfigError: there are too few layers, `asked` does not match the layers, or a layer reads
+            the cache of another one.
     """
     layers = len(spec.layers)
+    reads = any(layer.cache_layer is not None for layer in spec.layers)
+    if num_stages > 1 and (reads or spec.embed.layer_inputs is not None):
+        which = "read the KV cache of earlier ones" if reads else "have embeddings of their own"
+        raise ConfigError(
+            f"pipeline_parallel_size={num_stages} is not supported with {spec.architecture}, "
+            f"whose layers {which}; use tensor_parallel_size."
+        )
     if num_stages > layers:
         raise ConfigError(
             f"pipeline_parallel_size={num_stages} is more than the {layers} layers of the model; "

@@ -99,7 +99,12 @@ class WorkerSetup:
         """Layout of this rank's part of a block of the KV cache."""
         device, part = self.config.device, self.spec.split(self.rank)
         first_heads = {getattr(cache, "first_kv_head", 0) for cache in part.caches}
-        assert len(first_heads) == 1, "heads are divided alike in all layers"
+        if len(first_heads) > 1:
+            raise ConfigError(
+                f"kv_transfer_config with tensor_parallel_size={device.tensor_parallel_size} is "
+                "not supported with models whose layers have different numbers of heads of keys; "
+                "leave one of the two out."
+            )
         return KVLayout(
             model=self.model_identity,
             block_size=self.config.cache.block_size,

@@ -238,8 +238,9 @@ def memory_budget(
         spec = stage.part
         weights += ranks * spec.weight_nbytes(setup.dtype, setup.max_model_len)
         # Random weights are made whole, others are read in parts.
-        loads = setup.spec if config.load.load_format == "dummy" else spec
-        loading += ranks * loads.loading_nbytes(setup.dtype)
+        made = config.load.load_format == "dummy"
+        loads = setup.spec if made else spec
+        loading += ranks * loads.loading_nbytes(setup.dtype, made=made)
         activations += ranks * (scratch.activations + scratch.kernels)
         # Logits, and the same size again: for those of prompt tokens, of which fewer are in a step,
         # or for a copy before changes, if logprobs are requested.

@@ -11,6 +11,7 @@ from octavo.kernels import native
 from tests.drafts import SETTINGS, Drafter
 from tests.e2e.harness import embed
 from tests.models.harness import make_hf
+from tests.models.test_parity import CASES, VOCAB
 from tests.plugins import NO_REPEAT, install
 
 PROMPT_LEN = 150
@@ -389,3 +390,29 @@ def test_tiles_agree_with_themselves(isa, quantization, tmp_path):
             assert answers(llm, requests[::-1]) == alone[::-1]
     finally:
         native.set_isa(before)
+
+
+def test_layers_that_read_the_cache_of_others(tmp_path, monkeypatch):
+    """Gemma 4, whose layers also differ in heads and windows: in chunks, cached, with drafts,
+    preempted."""
+    architecture, config = CASES["gemma4"]
+    sizes = {"max_position_embeddings": 304, "sliding_window": 40}
+    make_hf(architecture, **config | sizes).save_pretrained(tmp_path)
+    settings = {"model": str(tmp_path), "skip_tokenizer_init": True, "dtype": "bfloat16"}
+    targets = [([t % VOCAB for t in ids], its_params) for ids, its_params in TARGETS]
+    crowd = [([t % VOCAB for t in ids], its_params) for ids, its_params in others(8)]
+    with LLM(enable_prefix_caching=False, **settings) as llm:
+        expected = [answers(llm, [target])[0] for target in targets]
+        assert len(set(expected[0].token_ids)) > 3
+        assert answers(llm, [*crowd, *targets])[-2:] == expected
+    drafter = Drafter(monkeypatch, [answer.token_ids for answer in expected])
+    settings |= {"long_prefill_token_threshold": 23, "num_gpu_blocks_override": 70} | SETTINGS
+    with LLM(**settings) as llm:
+        growing = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+        crowd = [([3 * i + 5] * 12, growing) for i in range(6)]
+        assert answers(llm, [*crowd, *targets])[-2:] == expected
+        assert drafter.num_tokens > drafter.num_steps
+        assert llm.stats().num_preemptions > 0
+        assert answers(llm, targets) == expected
+        assert llm.stats().prefix_cache_hits > 0
+        llm._client.core.check_integrity()

@@ -230,6 +230,35 @@ def test_layer_norm(dim: int, dtype: torch.dtype) -> None:
             assert_near(table.layer_norm(x, weight, b, 1e-5, offset), truth, error=1e-5)
 
 
+@dtypes
+@pytest.mark.parametrize("dim", DIMS)
+def test_rms(dim: int, dtype: torch.dtype) -> None:
+    x = strided(
+        random(5, dim, dtype=dtype) * torch.tensor([[3.0], [1], [0.1], [1e-3], [0]]).to(dtype)
+    )
+    for least in (0.0, 1e-5):
+        truth = x.double().square().mean(-1, keepdim=True).clamp(min=least).sqrt()
+        for table in (ops, reference):
+            assert_near(table.rms(x, least), truth, error=1e-6)
+            inverse = table.rms(x, least, inverse=True)
+            assert_near(inverse[truth > 0], 1 / truth[truth > 0], error=1e-3 if least else 2e-3)
+            assert inverse.shape == (5, 1)
+
+
+@dtypes
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("multiplier", [-0.3, 1.6448536])
+def test_cutoff(multiplier: float, dim: int, dtype: torch.dtype) -> None:
+    x = strided(random(5, dim, dtype=dtype) + 3)
+    wide = x.double()
+    deviation = wide.std(-1, correction=0, keepdim=True)
+    truth = (wide - wide.mean(-1, keepdim=True) - multiplier * deviation).relu()
+    for table in (ops, reference):
+        assert_near(table.cutoff(x, multiplier), truth, error=1e-5)
+    equal = torch.full((2, dim), 0.3, dtype=dtype)
+    assert ops.cutoff(equal, 1.0).abs().max() < 1e-6
+
+
 # ---- elementwise ----
 
 WIDTHS = [1, 3, 8, 17, 64, 2500]
@@ -542,6 +571,8 @@ def row_operations(dim: int, dtype: torch.dtype) -> dict[str, Callable[[Tensor],
         "rms_norm_gemma": lambda x: ops.rms_norm(x, weight, 1e-5, 1.0),
         "fused_add_rms_norm": lambda x: ops.fused_add_rms_norm(x, x.clone(), weight, 1e-5)[0],
         "layer_norm": lambda x: ops.layer_norm(x, weight, bias, 1e-5, 1.0),
+        "rms": ops.rms,
+        "cutoff": lambda x: ops.cutoff(x, 0.5),
         "silu_and_mul": lambda x: ops.act_and_mul(x, "silu"),
         "gelu_and_mul": lambda x: ops.act_and_mul(x, "gelu"),
         "gelu_tanh_and_mul": lambda x: ops.act_and_mul(x, "gelu_tanh"),

@@ -157,6 +157,9 @@ def make_hf(architecture: str, seed: int = 0, **config: Any) -> Any:
                 std = 0.2 if norm else linear_std
             mean = parameter.mean().round() if norm and name.endswith("weight") else 0.0
             parameter.normal_(std=std).add_(mean)  # 1, or 0 where the model itself adds 1
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.7, 1.2)
     model.tie_weights()
     return model
 
@@ -207,6 +210,9 @@ def _save_internlm2(model: Any, folder: Path) -> None:
 def _config_class(architecture: str) -> Any:
     names = {"GPT2LMHeadModel": "GPT2", "Gemma3ForCausalLM": "Gemma3Text"}
     names |= STAND_INS
+    names |= {
+        f"{name}ForCausalLM": f"{name}Text" for name in ("Gemma3n", "Gemma4", "Gemma4Unified")
+    }
     name = names.get(architecture, re.sub("For(CausalLM|ConditionalGeneration)$", "", architecture))
     return getattr(transformers, f"{name}Config")
 

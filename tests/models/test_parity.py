@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.kernels.native import NativeOps
@@ -58,6 +59,15 @@ LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4}
 LONGROPE |= {"short_factor": [1.0 + 0.1 * i for i in range(6)]}
 LONGROPE |= {"long_factor": [2.0 + 0.5 * i for i in range(6)]}
+
+GEMMA4 = SIZES | {"head_dim": 16, "global_head_dim": 24, "sliding_window": 9}
+GEMMA4 |= {"final_logit_softcapping": 3.0}
+GEMMA4_E = GEMMA4 | {"num_hidden_layers": 6, "num_kv_shared_layers": 3}
+GEMMA4_E |= {"use_double_wide_mlp": True, "hidden_size_per_layer_input": 8}
+GEMMA4_E |= {"layer_types": ["sliding_attention", "full_attention"] * 3}
+GEMMA4_E |= {"vocab_size_per_layer_input": VOCAB}
+GEMMA4_VALUES = GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+GEMMA4_VALUES |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", WIDE_HEADS),
@@ -113,6 +123,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
+    "gemma3n": (
+        "Gemma3nForCausalLM",
+        WIDE_HEADS
+        | {"num_hidden_layers": 5, "num_kv_shared_layers": 2, "sliding_window": 9}
+        | {"intermediate_size": [72, 72, 56, 72, 72], "laurel_rank": 8, "altup_active_idx": 1}
+        | {"activation_sparsity_pattern": [0.7, 0.9, 0.0, 0.0, 0.5], "altup_num_inputs": 3}
+        | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 190}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"]},
+    ),
+    "gemma4": ("Gemma4ForCausalLM", GEMMA4_E),
+    "gemma4-values-are-keys": (
+        "Gemma4ForCausalLM",
+        GEMMA4_VALUES | {"hidden_size_per_layer_input": 0, "tie_word_embeddings": False},
+    ),
+    "gemma4-unified": ("Gemma4UnifiedForCausalLM", GEMMA4_VALUES),
     "phi3": (
         "Phi3ForCausalLM",
         SIZES
@@ -337,6 +362,14 @@ TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3ForConditionalGeneration",
         _with_tower(WIDE_HEADS | {"sliding_window": 10, "_sliding_window_pattern": 2}, TOWER),
     ),
+    "gemma4-vision": (
+        "Gemma4ForConditionalGeneration",
+        _with_tower(GEMMA4_E, TOWER | {"num_key_value_heads": 2, "head_dim": 8}),
+    ),
+    "gemma4-unified-vision": (
+        "Gemma4UnifiedForConditionalGeneration",
+        _with_tower(GEMMA4_VALUES, {"mm_embed_dim": 16, "mm_posemb_size": 4, "patch_size": 2}),
+    ),
     "mistral-small3": (
         "Mistral3ForConditionalGeneration",
         _with_tower(
@@ -472,7 +505,7 @@ def test_parity(case: str, tmp_path: Path) -> None:
     assert_same_as_hf(hf_model, prompts, reference)
 
 
-@pytest.mark.parametrize("case", ["llama", "gemma2", "opt-350m", "granite", "falcon-40b"])
+@pytest.mark.parametrize("case", ["llama", "gemma2", "gemma4", "opt-350m", "granite", "falcon-40b"])
 def test_hidden_states_behind_layers(case: str, tmp_path: Path) -> None:
     architecture, config = CASES[case]
     hf_model = make_hf(architecture, **config)
@@ -487,7 +520,9 @@ def test_hidden_states_behind_layers(case: str, tmp_path: Path) -> None:
         torch.testing.assert_close(as_torch(hidden), expected[layer + 1][0], atol=1e-3, rtol=1e-4)
 
 
-@pytest.mark.parametrize("case", ["llama", "gemma2", "bloom", "olmo2", "cohere2", "falcon-40b"])
+@pytest.mark.parametrize(
+    "case", ["llama", "gemma2", "gemma3n", "gemma4", "bloom", "olmo2", "cohere2", "falcon-40b"]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_chunked_prefill_changes_no_bit(case: str, dtype: str, tmp_path: Path) -> None:
     architecture, config = CASES[case]
@@ -503,7 +538,9 @@ def test_chunked_prefill_changes_no_bit(case: str, dtype: str, tmp_path: Path) -
     assert torch.equal(alone.logits[0], whole.logits[3])
 
 
-@pytest.mark.parametrize("case", ["qwen2", "gemma3", "opt", "olmo2", "granite", "cohere"])
+@pytest.mark.parametrize(
+    "case", ["qwen2", "gemma3", "gemma3n", "gemma4", "opt", "olmo2", "granite", "cohere"]
+)
 def test_low_precision_is_near_float32(case: str, tmp_path: Path) -> None:
     architecture, config = CASES[case]
     hf_model = make_hf(architecture, **config)
@@ -613,6 +650,24 @@ def test_old_and_new_config_read_alike(case: str, tmp_path: Path) -> None:
         data = json.loads((tmp_path / "config.json").read_text())
         (tmp_path / "config.json").write_text(json.dumps(data | {"sliding_window_pattern": 2}))
     assert spec_of(tmp_path) == new
+
+
+def test_gemma3n_with_towers(tmp_path: Path) -> None:
+    """transformers makes its tower of pictures with another package: the text model in its form."""
+    architecture, config = CASES["gemma3n"]
+    hf_model = make_hf(architecture, **config)
+    hf_model.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    state = {f"model.language_{name}": tensor for name, tensor in state.items()}
+    state |= {f"model.{name}.weight": torch.ones(2) for name in ("vision_tower.x", "embed_audio.y")}
+    save_file(state, tmp_path / "model.safetensors")
+    text = json.loads((tmp_path / "config.json").read_text())
+    outer = {"architectures": ["Gemma3nForConditionalGeneration"], "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(outer | {"dtype": "float32"}))
+    model = load(tmp_path)
+    assert model.spec.left_out == "pictures and sound"
+    prompts = make_prompts(VOCAB, (9, 30))
+    assert_same_as_hf(hf_model, prompts, generate(model, prompts, 8))
 
 
 @pytest.mark.parametrize("name", ["stories260K", "babyllama"])

@@ -5,6 +5,7 @@ import re
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,9 @@ def test_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
         read(tmp_path, LLAMA | change)
 
 
+UNSHARED = {"num_kv_shared_layers": 0}
+
+
 @pytest.mark.parametrize(
     ("architecture", "change", "message"),
     [
@@ -203,6 +207,36 @@ def test_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
         ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, r"only causal"),
         ("Gemma3ForCausalLM", {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping=50.0"),
         ("Gemma2ForCausalLM", {"head_dim": 8, "query_pre_attn_scalar": -4}, r"query_pre_attn"),
+        ("Gemma3nForCausalLM", {"intermediate_size": [1]}, r"intermediate_size=\[1\].*list of 2"),
+        (
+            "Gemma3nForCausalLM",
+            UNSHARED | {"activation_sparsity_pattern": [0, 1]},
+            r"_pattern=.*below 1",
+        ),
+        ("Gemma3nForCausalLM", UNSHARED | {"altup_active_idx": 4}, r"altup_active_idx=4.*<= 3"),
+        ("Gemma3nForCausalLM", {"altup_correct_scale": False}, r"altup_correct_scale=False"),
+        (
+            "Gemma3nForCausalLM",
+            UNSHARED | {"hidden_activation": "silu"},
+            r"hidden_activation='silu'",
+        ),
+        (
+            "Gemma3nForCausalLM",
+            UNSHARED | {"vocab_size_per_layer_input": 1, "vocab_size": 10**9},
+            r"_input=1 .*each token needs a row",
+        ),
+        ("Gemma4ForCausalLM", {"use_bidirectional_attention": "all"}, r"only causal"),
+        ("Gemma4ForCausalLM", {"num_experts": 128}, r"num_experts=128.*mixtures of experts"),
+        ("Gemma4ForCausalLM", {"enable_moe_block": True}, r"enable_moe_block=True.*experts"),
+        ("Gemma4ForCausalLM", {"num_kv_shared_layers": 2}, r"num_kv_shared_layers=2.*remain"),
+        ("Gemma4ForCausalLM", {"num_kv_shared_layers": 1}, r"num_kv_shared_layers=1.*remain"),
+        ("Gemma4ForCausalLM", {"vocab_size_per_layer_input": 9}, r"=9 .*each token needs a row"),
+        ("Gemma4ForCausalLM", {"per_layer_config": {"0": 1}}, r"per_layer_config: 0=1.*object"),
+        (
+            "Gemma4ForCausalLM",
+            {"rope_parameters": {"full_attention": {"rope_type": "proportional", "factor": 0}}},
+            r"full_attention: factor=0",
+        ),
         ("Phi3ForCausalLM", {"partial_rotary_factor": 0.4}, r"3 of 8 elements"),
         ("MPTForCausalLM", {"attn_config": {"rope": True}}, r"attn_config: rope=True.*ALiBi"),
         ("MPTForCausalLM", {"norm_type": "rmsnorm"}, r"norm_type='rmsnorm'"),
@@ -307,6 +341,17 @@ def test_refused_by_family(
 ) -> None:
     with pytest.raises(ModelError, match=message):
         read(tmp_path, LLAMA | {"architectures": [architecture]} | change)
+
+
+def test_loading_a_large_table(tmp_path: Path) -> None:
+    """A table that no product uses is at most converted, unless it is made of random numbers."""
+    spec = save_config(tmp_path, *CASES["gemma4"])
+    inputs = spec.embed.layer_inputs
+    assert inputs is not None
+    large = replace(spec, embed=replace(spec.embed, layer_inputs=replace(inputs, rows=10**6)))
+    numbers = 10**6 * 6 * 8
+    assert large.loading_nbytes("bfloat16") == 2 * numbers
+    assert large.loading_nbytes("bfloat16", made=True) == 6 * numbers
 
 
 SIZES = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"}
@@ -444,7 +489,7 @@ def test_control_plane_imports_no_torch() -> None:
 
 
 def test_every_family_has_a_parity_case() -> None:
-    same_as_another = {"MPTForCausalLM"}
+    same_as_another = {"MPTForCausalLM", "Gemma3nForConditionalGeneration"}
     tested = {architecture for architecture, _ in (CASES | TEXT_PARTS).values()}
     tested |= {f"{name}ForConditionalGeneration" for name in WRAPPERS}
     assert tested | same_as_another == set(FAMILIES)

@@ -109,6 +109,14 @@ class AttentionSpec(BlockSpec):
     sinks: Sinks | None = None
     out_norm: RMSNormSpec | None = None
     """Norm of the results of all heads together, the input of `o_proj` (BitNet)."""
+    v_norm: RMSNormSpec | None = None
+    """Norm of each head of the values (Gemma 4)."""
+    values_are_keys: bool = False
+    """True if the values are the normed keys, before the keys' own norm and rotation (Gemma 4).
+    `qkv_proj` then has no values, and `v_norm` is required."""
+    source: int | None = None
+    """Index of an earlier layer whose keys and values this one reads (Gemma 4); `qkv_proj` then has
+    neither. None: the layer stores its own."""
 
     def split(self, rank: Rank) -> AttentionSpec:
         """Return the attention of a rank's query heads, and of their heads of keys and values.
@@ -126,12 +134,13 @@ class AttentionSpec(BlockSpec):
             )
         (first, end), (first_kv, end_kv) = self._share(rank)
         heads, kv_heads = end - first, end_kv - first_kv
-        keys, values = self.num_heads, self.num_heads + self.num_kv_heads
         positions, size = self.positions, self.head_size
-        starts = [(first, heads), (keys + first_kv, kv_heads), (values + first_kv, kv_heads)]
-        if self.gated:
-            starts.append((values + self.num_kv_heads + first, heads))
-        parts = [(at * size, (at + n) * size) for at, n in starts]
+        queries, keys = (self.num_heads, first, end), (self.num_kv_heads, first_kv, end_kv)
+        keys_and_values = [] if self.source is not None else [keys] * (2 - self.values_are_keys)
+        before, parts = 0, []
+        for number, a, b in [queries, *keys_and_values, *([queries] if self.gated else [])]:
+            parts.append(((before + a) * size, (before + b) * size))
+            before += number
         qk_proj = None
         if any(norm and norm.size != size for norm in (self.q_norm, self.k_norm)):
             qk_proj = self.qkv_proj.split(parts[0]), self.qkv_proj.split(parts[1])
@@ -197,6 +206,8 @@ class AttentionSpec(BlockSpec):
             yield Weight(f"{names.own}sinks", "vector", (self.num_heads,), (source,))
         if self.out_norm is not None:
             yield from self.out_norm.weights(names.of("out_norm"))
+        if self.v_norm is not None:
+            yield from self.v_norm.weights(names.of("v_norm"))
         yield from self.o_proj.weights(names.of("o_proj"))
 
     def caches(self) -> tuple[AttentionCache]:
@@ -207,10 +218,14 @@ class AttentionSpec(BlockSpec):
             ),
         )
 
+    def cache_layer(self) -> int | None:
+        """Return the layer whose keys and values this one reads."""
+        return self.source
+
     def tables(self) -> tuple[Table, ...]:
         """Return the tables of cosines and sines, or of slopes, of factors and of norms."""
         tables: list[Table | None] = [self.positions, self.query_scale]
-        for norm in (self.q_norm, self.k_norm):
+        for norm in (self.q_norm, self.k_norm, self.v_norm):
             tables += norm.tables() if isinstance(norm, RMSNormSpec) else ()
         return tuple(table for table in tables if table is not None)
 
@@ -265,6 +280,9 @@ class AttentionSpec(BlockSpec):
             query_factors=None
             if scale is None
             else parts.table(scale, lambda: scale.compute(parts.max_model_len, parts.dtype)),
+            v_norm=None if self.v_norm is None else self.v_norm.build(parts.of("v_norm")),
+            values_are_keys=self.values_are_keys,
+            stores=self.source is None,
             norms_rotated=self.norms_rotated,
             clip=self.clip,
             qk_proj=self._build_qk_proj(parts),

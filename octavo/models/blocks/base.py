@@ -69,8 +69,12 @@ class BlockSpec(ABC):
         """
 
     def caches(self) -> tuple[CacheSpec, ...]:
-        """Return the caches of the block's state."""
+        """Return the caches that the block uses."""
         return ()
+
+    def cache_layer(self) -> int | None:
+        """Return the index of the layer whose caches the block reads; None: it has its own."""
+        return None
 
     def arrays(self) -> tuple[StepArray, ...]:
         """Return the arrays of a step that the block needs in addition to those of all models."""

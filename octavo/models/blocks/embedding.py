@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from octavo.checkpoints.base import Source
 from octavo.models.blocks.linear import LinearSpec
-from octavo.models.blocks.norm import NormSpec
+from octavo.models.blocks.norm import NormSpec, RMSNormSpec
 from octavo.models.weights import Names, Weight
 from octavo.quantization.base import WeightForm
 from octavo.quantization.plain import PLAIN
 
 if TYPE_CHECKING:
     from octavo.kernels.base import PackedWeight, QuantizedWeight
-    from octavo.layers.embedding import Embedding
+    from octavo.layers.embedding import Embedding, LayerInputs
     from octavo.models.blocks.base import Parts
 
 
@@ -28,6 +28,58 @@ class PositionsSpec:
     rows: int
     skipped: int = 0
     """Number of rows in the checkpoint's table before the row of position 0 (OPT)."""
+
+
+@dataclass(frozen=True)
+class LayerInputsSpec:
+    """Inputs of each layer besides the residual stream (Gemma 3n and 4: per-layer embeddings).
+
+    They are (scale * row of a table + norm(project(embedding))) / sqrt(2).
+    """
+
+    module: str
+    """Module of the table of tokens in the checkpoint."""
+    rows: int
+    """Number of tokens in the checkpoint's table."""
+    vocab_size: int
+    """Number of all tokens; those without a row have that of token 0."""
+    num_layers: int
+    size: int
+    """Size of an input of one layer."""
+    scale: float
+    """Factor on the rows of the table."""
+    project: LinearSpec
+    """Projection of the embedding to the inputs of all layers."""
+    norm: RMSNormSpec
+    """Norm of each layer's part of the projection."""
+    form: WeightForm = PLAIN
+    """Form of the table in the checkpoint and in memory."""
+
+    def weights(self, names: Names) -> Iterator[Weight]:
+        """Yield the table, the projection and its norm."""
+        table = _table(names, self.module, (self.rows, self.num_layers * self.size), self.form)
+        if self.vocab_size > self.rows:
+            first = tuple(replace(source, parts=((0, 1),)) for source in table.sources)
+            sources = table.sources + first * (self.vocab_size - self.rows)
+            table = replace(table, shape=(self.vocab_size, table.shape[1]), sources=sources)
+        yield table
+        yield from self.project.weights(names.of("project"))
+        yield from self.norm.weights(names.of("norm"))
+
+    def build(self, parts: Parts) -> LayerInputs:
+        """Return the live block."""
+        from octavo.layers.embedding import LayerInputs
+        from octavo.system.tensor import round_to
+
+        return LayerInputs(
+            parts.ops,
+            parts.any("weight"),
+            self.num_layers,
+            round_to(self.scale, parts.dtype),
+            self.project.build(parts.of("project")),
+            self.norm.build(parts.of("norm")),
+            parts.dtype,
+        )
 
 
 @dataclass(frozen=True)
@@ -51,6 +103,7 @@ class EmbedSpec:
     """Norm that is applied last (BLOOM)."""
     form: WeightForm = PLAIN
     """Form of the table of tokens in the checkpoint and in memory."""
+    layer_inputs: LayerInputsSpec | None = None
     norm_given: bool = True
     """True if the norm also applies to prompt embeddings. Clients send Muse Glimmer's already
     normed."""
@@ -58,10 +111,7 @@ class EmbedSpec:
     def weights(self, names: Names, *, shared: bool) -> Iterator[Weight]:
         """Yield all weights, except a table that is shared with the LM head."""
         if not shared:
-            shape = (self.vocab_size, self.size)
-            sources = self.form.sources(f"{names.checkpoint}{self.module}", *shape)
-            kind: Literal["embedding", "linear"] = "embedding" if self.form == PLAIN else "linear"
-            yield Weight(f"{names.own}weight", kind, shape, sources, form=self.form)
+            yield _table(names, self.module, (self.vocab_size, self.size), self.form)
         if self.positions is not None:
             rows, skipped = self.positions.rows, self.positions.skipped
             source = Source(
@@ -75,6 +125,8 @@ class EmbedSpec:
             yield from self.norm.weights(names.of("norm"))
         if self.project is not None:
             yield from self.project.weights(names.of("project"))
+        if self.layer_inputs is not None:
+            yield from self.layer_inputs.weights(names.of("layer_inputs"))
 
     def build(self, parts: Parts, shared: PackedWeight | QuantizedWeight | None) -> Embedding:
         """Return the live block; `shared` is the LM head's weight if it is also the table."""
@@ -92,3 +144,10 @@ class EmbedSpec:
             dtype=parts.dtype,
             norm_given=self.norm_given,
         )
+
+
+def _table(names: Names, module: str, shape: tuple[int, int], form: WeightForm) -> Weight:
+    """Return the weight of a table, of which a step gathers rows."""
+    sources = form.sources(f"{names.checkpoint}{module}", *shape)
+    kind: Literal["embedding", "linear"] = "embedding" if form == PLAIN else "linear"
+    return Weight(f"{names.own}weight", kind, shape, sources, form=form)

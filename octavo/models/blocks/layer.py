@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from octavo.checkpoints.base import Source
 from octavo.models.blocks.base import BlockSpec
 from octavo.models.blocks.norm import NormSpec, build_norm
 from octavo.models.cache import CacheSpec
@@ -13,7 +14,7 @@ from octavo.models.weights import Names, Weight
 from octavo.system.distributed import Rank
 
 if TYPE_CHECKING:
-    from octavo.layers.layer import Layer
+    from octavo.layers.layer import Layer, LiveSublayer
     from octavo.models.blocks.base import Parts
 
 Arrangement = Literal["sequential", "parallel", "post"]
@@ -24,13 +25,18 @@ class Sublayer:
     """Block with the norms around it."""
 
     name: str
-    """Prefix of the names of the norms' weights."""
+    """Name of the sublayer in the names of its weights."""
     block: BlockSpec
     norm: NormSpec | None = None
     """Norm of the block's input. In a parallel layer, a block without a norm reads the same normed
     input as the first block."""
     out_norm: NormSpec | None = None
     """Norm of the block's output, in a sequential layer (Gemma 2, OLMo 2)."""
+
+    @property
+    def part(self) -> str:
+        """Prefix of the names of the block's weights; "": none."""
+        return "" if self.name in ("mixer", "feed_forward") else self.name
 
     @property
     def norms(self) -> dict[str, NormSpec | None]:
@@ -44,7 +50,7 @@ class Sublayer:
         (name, norm), (out_name, out_norm) = self.norms.items()
         if norm is not None:
             yield from norm.weights(names.of(name))
-        yield from self.block.weights(names)
+        yield from self.block.weights(names.of(self.part) if self.part else names)
         if out_norm is not None:
             yield from out_norm.weights(names.of(out_name))
 
@@ -60,6 +66,9 @@ class LayerSpec:
     post: a norm is applied to the sum of a block's input and output (OPT-350m)."""
     residual_multiplier: float | None = None
     """Factor on the output of each block of a sequential layer (Granite)."""
+    scalar: str | None = None
+    """Tensor of the checkpoint with one number, a factor on the residual stream after a sequential
+    layer (Gemma 4)."""
 
     @classmethod
     def of(
@@ -84,12 +93,25 @@ class LayerSpec:
         )
 
     @property
+    def hands_residual(self) -> bool:
+        """True if the residual stream after the layer has two parts; see `Layer`."""
+        return self.arrangement != "post" and self.scalar is None
+
+    @property
     def blocks(self) -> list[BlockSpec]:
         """Blocks of the sublayers."""
         return [sublayer.block for sublayer in self.sublayers]
 
+    @property
+    def cache_layer(self) -> int | None:
+        """Index of an earlier layer whose caches this one reads; None: it has its own."""
+        layers = (block.cache_layer() for block in self.blocks)
+        return next((layer for layer in layers if layer is not None), None)
+
     def caches(self) -> tuple[CacheSpec, ...]:
-        """Return the caches of all blocks, in order."""
+        """Return the layer's own caches, in the order of the blocks."""
+        if self.cache_layer is not None:
+            return ()
         return tuple(cache for block in self.blocks for cache in block.caches())
 
     def with_blocks(self, blocks: list[BlockSpec]) -> LayerSpec:
@@ -101,6 +123,9 @@ class LayerSpec:
         """Yield all weights, in the order of a sequential layer."""
         for sublayer in self.sublayers:
             yield from sublayer.weights(names)
+        if self.scalar is not None:
+            source = Source(f"{names.checkpoint}{self.scalar}", (1,), dummy=1.0)
+            yield Weight(f"{names.own}scalar", "vector", (1,), (source,))
 
     def split(self, rank: Rank) -> LayerSpec:
         """Return the part of the layer that a rank computes; norms are whole.
@@ -115,26 +140,44 @@ class LayerSpec:
 
         Args:
             parts: its weights and operations.
-            caches: indices of the layer's caches in `StepContext.caches`.
+            caches: indices in `StepContext.caches` of the caches that the layer uses.
         """
-        from octavo.layers.layer import LiveSublayer, ParallelLayer, PostNormLayer, SequentialLayer
+        from octavo.layers.layer import ParallelLayer, PostNormLayer, SequentialLayer
 
-        norms = [norm for s in self.sublayers for norm in s.norms.values() if norm is not None]
-        size, live, first = norms[0].size, [], 0
-        for sublayer in self.sublayers:
-            count = len(sublayer.block.caches())
-            (name, norm), (out_name, out_norm) = sublayer.norms.items()
-            live.append(
-                LiveSublayer(
-                    sublayer.block.build(parts, caches[first : first + count]),
-                    build_norm(norm, parts.of(name), size=size),
-                    build_norm(out_norm, parts.of(out_name), size=size, joins=False),
-                    has_norm=norm is not None,
-                )
-            )
-            first += count
+        live = self.build_sublayers(parts, caches)
         if self.arrangement == "post":
             return PostNormLayer(live)
         if self.arrangement == "parallel":
             return ParallelLayer(parts.ops, live)
-        return SequentialLayer(parts.ops, live, self.residual_multiplier)
+        scalar = None if self.scalar is None else parts.tensor("scalar")
+        return SequentialLayer(parts.ops, live, self.residual_multiplier, scalar)
+
+    def build_sublayers(
+        self, parts: Parts, caches: tuple[int, ...], *, joins: bool = False
+    ) -> list[LiveSublayer]:
+        """Return the live blocks with their norms.
+
+        Args:
+            parts: see `build`.
+            caches: see `build`.
+            joins: True if each rank needs all rows of the blocks' results.
+        """
+        from octavo.layers.layer import LiveSublayer
+
+        norms = [norm for s in self.sublayers for norm in s.norms.values() if norm is not None]
+        size, live, first = norms[0].size, [], 0
+        rows = "results" if joins else "normed"
+        for sublayer in self.sublayers:
+            count = len(sublayer.block.caches())
+            (name, norm), (out_name, out_norm) = sublayer.norms.items()
+            own = parts.of(sublayer.part) if sublayer.part else parts
+            live.append(
+                LiveSublayer(
+                    sublayer.block.build(own, caches[first : first + count]),
+                    build_norm(norm, parts.of(name), size=size),
+                    build_norm(out_norm, parts.of(out_name), size=size, rows=rows, joins=joins),
+                    has_norm=norm is not None,
+                )
+            )
+            first += count
+        return live

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Literal
 
 from octavo.checkpoints.base import Source
@@ -14,8 +15,10 @@ from octavo.models.weights import Names, Weight
 from octavo.system.distributed import Rank
 
 if TYPE_CHECKING:
+    from octavo.layers.linear import Linear
     from octavo.layers.mlp import MLP
     from octavo.models.blocks.base import Parts
+    from octavo.system.tensor import Tensor
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
 
@@ -33,6 +36,8 @@ class MLPSpec(BlockSpec):
     """Names of the parameters of xIELU in the checkpoint, without the layer's prefix."""
     inner_norm: RMSNormSpec | None = None
     """Norm of the input of the projection down (BitNet)."""
+    layer_input: int | None = None
+    """Index in `StepContext.layer_inputs` of a factor of the inner values (Gemma 4)."""
 
     def weights(self, names: Names) -> Iterator[Weight]:
         """Yield the weights of the projection up, then those of the projection down."""
@@ -66,7 +71,8 @@ class MLPSpec(BlockSpec):
         """Implement `BlockSpec`."""
         from octavo.layers.mlp import MLP, get_activation
 
-        columns = None
+        result = "feed_forward" if self.layer_input is None else "layer_input"
+        columns, part = None, slice(*(self.up.parts or ((None, None),))[0])
         if self.down.parts is not None:
             assert self.up.parts is not None
             columns = parts.columns("inner", self.down.inputs, self.up.parts[0])
@@ -78,7 +84,45 @@ class MLPSpec(BlockSpec):
                 self.gated,
                 None if self.alphas is None else parts.tensor("alphas"),
             ),
-            self.down.build(parts.of("down_proj"), "feed_forward"),
+            self.down.build(parts.of("down_proj"), result),
             columns,
             None if self.inner_norm is None else self.inner_norm.build(parts.of("inner_norm")),
+            None if self.layer_input is None else (self.layer_input, part),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseMLPSpec(MLPSpec):
+    """Feed-forward block down(act(cutoff(gate(x))) * up(x)) (Gemma 3n).
+
+    About a share of the gate's values, `sparsity`, becomes 0: those below this quantile of a normal
+    distribution with the mean and the deviation of a token's values.
+    """
+
+    gate: LinearSpec
+    """Projection to the gate; `up` is not stacked."""
+    sparsity: float
+
+    def weights(self, names: Names) -> Iterator[Weight]:
+        """Yield the weights of the gate, then those of the other projections."""
+        yield from self.gate.weights(names.of("gate_proj"))
+        yield from super().weights(names)
+
+    def split(self, rank: Rank) -> SparseMLPSpec:
+        """Return a rank's part; each rank reads the gate's values of all ranks."""
+        part = super().split(rank)
+        gate = self.gate.split(rank.share(self.down.inputs))
+        return replace(self, up=part.up, down=part.down, gate=gate)
+
+    def build(self, parts: Parts, caches: tuple[int, ...]) -> MLP:
+        """Implement `BlockSpec`."""
+        from octavo.layers.mlp import GATES
+
+        ops, multiplier = parts.ops, NormalDist().inv_cdf(self.sparsity)
+        gate, name = self.gate.build(parts.of("gate_proj"), "gate"), GATES[self.activation]
+        own = slice(*(self.gate.parts or ((None, None),))[0])
+
+        def activation(up: Linear, x: Tensor, out: Tensor | None) -> Tensor:
+            return ops.multiply(up(x), ops.cutoff(gate(x), multiplier)[:, own], name, out)
+
+        return replace(super().build(parts, caches), activation=activation)

@@ -26,7 +26,8 @@ class Ones:
         return 4 * self.size
 
 
-def _ones(size: int, parts: Parts) -> Tensor:
+def ones(size: int, parts: Parts) -> Tensor:
+    """Return the table of `Ones` in the model's type."""
     from octavo.system.tensor import full
 
     return parts.table(Ones(size), lambda: full((size,), 1.0, parts.dtype))
@@ -60,7 +61,7 @@ class RMSNormSpec:
         from octavo.layers.norm import RMSNorm
 
         if self.module is None:
-            return RMSNorm(parts.ops, _ones(self.size, parts), self.eps, 0.0)
+            return RMSNorm(parts.ops, ones(self.size, parts), self.eps, 0.0)
         return RMSNorm(parts.ops, parts.tensor("weight"), self.eps, self.weight_offset)
 
 
@@ -95,7 +96,7 @@ class LayerNormSpec:
         from octavo.layers.norm import LayerNorm
 
         if self.module is None:
-            return LayerNorm(parts.ops, _ones(self.size, parts), None, self.eps)
+            return LayerNorm(parts.ops, ones(self.size, parts), None, self.eps)
         bias = parts.tensor("bias") if self.bias else None
         return LayerNorm(parts.ops, parts.tensor("weight"), bias, self.eps, self.weight_offset)
 
