@@ -29,6 +29,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 256,
 }
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8}
+GLM = {"pad_token_id": 0, "head_dim": 16, "partial_rotary_factor": 0.5}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {"attention_bias": True}),
     "qwen2": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
@@ -47,7 +48,57 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "smollm3": ("SmolLM3ForCausalLM", {"num_hidden_layers": 4, "pad_token_id": 0}),
     "olmo2": ("Olmo2ForCausalLM", {}),
+    "olmo2 window": (
+        "Olmo3ForCausalLM",
+        {"num_hidden_layers": 4, "sliding_window": 4} | {"layer_types": ["full_attention"] * 4},
+    ),
+    "phi2": ("PhiForCausalLM", {"pad_token_id": 0, "partial_rotary_factor": 0.5}),
     "phi3": ("Phi3ForCausalLM", {"pad_token_id": 0}),
+    "starcoder2": ("Starcoder2ForCausalLM", {"sliding_window": None}),
+    "command-r": ("CohereForCausalLM", {"use_qk_norm": True, "logit_scale": 0.5}),
+    "cohere2": (
+        "Cohere2ForCausalLM",
+        {"num_hidden_layers": 4, "sliding_window": 4, "logit_scale": 0.5},
+    ),
+    "chatglm": ("GlmForCausalLM", GLM | {"attention_bias": True}),
+    "glm4": ("Glm4ForCausalLM", GLM | {"attention_bias": False}),
+    "exaone": ("LlamaForCausalLM", {}),
+    "exaone4": ("Exaone4ForCausalLM", {"num_hidden_layers": 4, "sliding_window": 4}),
+    "exaone4 full": (
+        "Exaone4ForCausalLM",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+    ),
+    "seed_oss": ("SeedOssForCausalLM", {"head_dim": 32, "attention_out_bias": True}),
+    "ernie4_5": ("Ernie4_5ForCausalLM", {"head_dim": 32, "use_bias": True, "pad_token_id": 0}),
+    "hunyuan-dense": ("HunYuanDenseV1ForCausalLM", {"head_dim": 32, "pad_token_id": 0}),
+    "internlm2": ("LlamaForCausalLM", {}),
+    "mistral3": ("MistralForCausalLM", {"sliding_window": None, "head_dim": 32}),
+    "mistral3 long": (
+        "Ministral3ForCausalLM",
+        {
+            "head_dim": 32,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 16.0,
+                "original_max_position_embeddings": 8,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.7,
+                "llama_4_scaling_beta": 0.3,
+                "beta_fast": 4.0,
+                "beta_slow": 1.0,
+            },
+        },
+    ),
+    "gpt2": ("GPT2LMHeadModel", {}),
+    "gptneox": ("GPTNeoXForCausalLM", {"rotary_pct": 0.25, "use_parallel_residual": False}),
+    "bloom": ("BloomForCausalLM", {"seq_length": 256}),
+    "falcon": ("FalconForCausalLM", {"num_kv_heads": 1, "multi_query": True, "bias": False}),
+    "falcon new": ("FalconForCausalLM", {"num_kv_heads": 2, "new_decoder_architecture": True}),
+    "mpt": (
+        "MptForCausalLM",
+        {"max_seq_len": 256, "attn_config": {"clip_qkv": 0.4}},
+    ),
     "phi3 window": ("Phi3ForCausalLM", {"pad_token_id": 0, "sliding_window": 4}),
     "llama llama3": (
         "LlamaForCausalLM",
@@ -142,6 +193,38 @@ def test_mixed_types(tmp_path: Path) -> None:
     assert 0 < np.abs(alone - expected).max() < 0.4
     with start(file, dtype="float32", tensor_parallel_size=2) as llm:
         np.testing.assert_allclose(logprobs(llm), alone, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "chatglm", "falcon new", "internlm2"])
+def test_blocks_of_other_layouts(kind: str, tmp_path: Path) -> None:
+    """Blocks of tensors that are transposed, fused, grouped or permuted have the same order."""
+    make(kind, tmp_path / "float.gguf")
+    make(kind, tmp_path / "m.gguf", {"": "q8_0"})
+    with start(tmp_path / "float.gguf") as llm:
+        expected = logprobs(llm)
+    with start(tmp_path / "m.gguf", dtype="float32") as llm:
+        np.testing.assert_allclose(logprobs(llm), expected, atol=0.4)
+
+
+def test_fused_projections(tmp_path: Path) -> None:
+    """The converter's option --fuse-qkv writes one tensor for queries, keys and values."""
+    make("llama", tmp_path / "m.gguf")
+    header = GGUFHeader(tmp_path / "m.gguf")
+    data = (tmp_path / "m.gguf").read_bytes()
+    tensors = {
+        name: (0, t.shape, data[t.begin : t.begin + t.nbytes]) for name, t in header.tensors.items()
+    }
+    for name in [name for name in tensors if "attn_q." in name]:
+        parts = [tensors.pop(name.replace("attn_q", f"attn_{part}")) for part in "qkv"]
+        shape = (sum(part[1][0] for part in parts), *parts[0][1][1:])
+        contents = b"".join(part[2] for part in parts)
+        tensors[name.replace("attn_q", "attn_qkv")] = (0, shape, contents)
+    metadata = {key: value for key, value in header.metadata.items() if key.startswith("llama.")}
+    write_gguf(tmp_path / "fused.gguf", LLAMA | VOCABULARY | metadata, tensors)
+    with start(tmp_path / "m.gguf") as llm:
+        expected = logprobs(llm)
+    with start(tmp_path / "fused.gguf") as llm:
+        assert np.array_equal(logprobs(llm), expected)
 
 
 def test_blocks_that_ranks_would_divide(tmp_path: Path) -> None:
@@ -258,11 +341,13 @@ def test_damaged_tensors(
             "architecture='mamba' is not supported; .*llama",
         ),
         ({"llama.rope.scaling.type": "own"}, "rope.scaling.type='own' is not supported"),
-        ({"llama.rope.scaling.attn_factor": 1.2}, "rope.scaling.attn_factor is not supported"),
+        ({"llama.rope.scaling.attn_factor": 1.2}, "rope.scaling.attn_factor=1.2 is not supported"),
         (
             {"llama.attention.key_length": 16, "llama.attention.value_length": 8},
             "value_length=8 differs from key_length=16",
         ),
+        ({"llama.expert_count": 8}, "llama.expert_count=8 is not supported"),
+        ({"llama.new_key": 1}, "keys that are not supported .*: llama.new_key; use the model's"),
         ({"llama.attention.sliding_window": 8}, "attention.sliding_window is not supported"),
         ({"llama.embedding_length": "x"}, "embedding_length='x' is not a finite number"),
         ({"llama.rope.freq_base": float("nan")}, "freq_base='nan' is not a finite number"),
