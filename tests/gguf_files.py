@@ -157,6 +157,8 @@ NO_HEAD_SIZE = ("phi2", "starcoder2", "gpt2", "gptneox", "bloom", "falcon", "mpt
 def rope_fields(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of scaled positions."""
     kind = rope.get("rope_type")
+    if kind == "longrope":
+        return {"rope.scaling.original_context_length": rope["original_max_position_embeddings"]}
     if kind not in ("linear", "yarn"):
         return {}
     names = {"factor": "factor", "original_max_position_embeddings": "original_context_length"}
@@ -183,6 +185,7 @@ def _fields(config: Any, kind: str, rope: Mapping[str, Any], size: int) -> dict[
         "attention.head_count_kv": get("num_kv_heads", "num_key_value_heads"),
         "attention.layer_norm_rms_epsilon": get("rms_norm_eps"),
         "attention.layer_norm_epsilon": get("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
+        "rope.scaling.attn_factor": rope.get("attention_factor") if "long_factor" in rope else None,
         "attn_logit_softcapping": get("attn_logit_softcapping"),
         "final_logit_softcapping": get("final_logit_softcapping"),
     } | rope_fields(rope)
@@ -239,6 +242,10 @@ def convert(
     if rope.get("rope_type") == "llama3":
         plain = rope["rope_theta"] ** -(np.arange(0, size, 2) / size)
         arrays["rope_freqs.weight"] = plain / model.model.rotary_emb.inv_freq.numpy()
+    if rope.get("rope_type") == "longrope":
+        for length in ("long", "short"):
+            factors = np.array(rope[f"{length}_factor"], np.float32)
+            arrays[f"rope_factors_{length}.weight"] = factors
     tied = getattr(config, "tie_word_embeddings", True)
     for name, tensor in model.state_dict().items():
         module, _, suffix = name.rpartition(".")
@@ -269,6 +276,6 @@ def convert(
     tensors: dict[str, tuple[int, Sequence[int], bytes]] = {}
     for name, x in arrays.items():
         chosen = next((t for part, t in (types or {"": "f32"}).items() if part in name), "f32")
-        chosen = chosen if x.ndim == 2 else "f32"
+        chosen = chosen if x.ndim == 2 and "position" not in name else "f32"
         tensors[name] = TYPES[chosen], x.shape, quantize(np.ascontiguousarray(x), chosen)
     write_gguf(path, metadata, tensors)

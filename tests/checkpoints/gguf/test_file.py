@@ -29,6 +29,14 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 256,
 }
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 GLM = {"pad_token_id": 0, "head_dim": 16, "partial_rotary_factor": 0.5}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {"attention_bias": True}),
@@ -104,13 +112,25 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "LlamaForCausalLM",
         {
             "max_position_embeddings": 131072,
+            "rope_parameters": LLAMA3,
+        },
+    ),
+    "llama other context": (
+        "LlamaForCausalLM",
+        {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 64, "factor": 3.5}},
+    ),
+    "phi3 longrope": (
+        "Phi3ForCausalLM",
+        {
+            "pad_token_id": 0,
+            "original_max_position_embeddings": 8,
             "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 500000.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192,
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 8,
+                "attention_factor": 1.2,
+                "short_factor": [1.0] * 8,
+                "long_factor": [1.0, 1.1, 1.3, 1.5, 2.0, 3.0, 5.0, 9.0],
             },
         },
     ),
@@ -288,6 +308,7 @@ def test_split_files(tmp_path: Path) -> None:
 
 HUGE = 2**60
 LLAMA = {"general.architecture": "llama"}
+YARN = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0}
 BLOCK = (2, (2, 32), bytes(36))
 
 
@@ -342,6 +363,11 @@ def test_damaged_tensors(
         ),
         ({"llama.rope.scaling.type": "own"}, "rope.scaling.type='own' is not supported"),
         ({"llama.rope.scaling.attn_factor": 1.2}, "rope.scaling.attn_factor=1.2 is not supported"),
+        ({"llama.rope.scaling.attn_factor": 0.0}, "rope.scaling.attn_factor=0.0 is not supported"),
+        ({"llama.rope.scaling.yarn_ext_factor": 1.0}, "yarn_ext_factor=1.0 is not supported"),
+        (YARN | {"llama.rope.scaling.yarn_ext_factor": 0.0}, "yarn_ext_factor=0.0 is not"),
+        (YARN | {"llama.rope.scaling.yarn_log_multiplier": 1.0}, "yarn_log_multiplier=1.0 is not"),
+        ({"llama.rope.scaling.type": "longrope"}, "type=longrope does not match the tensors"),
         (
             {"llama.attention.key_length": 16, "llama.attention.value_length": 8},
             "value_length=8 differs from key_length=16",
@@ -364,6 +390,30 @@ def test_rejected_metadata(metadata: dict[str, Any], message: str, tmp_path: Pat
     checkpoint = open_checkpoint(tmp_path / "m.gguf")
     with pytest.raises(ModelError, match=message):
         checkpoint.open(read_spec(checkpoint).expected)
+
+
+@pytest.mark.parametrize(
+    ("factors", "message"),
+    [
+        (np.array([1, 0, 2], "<f4"), "rope_freqs.weight has factors that are not above 0"),
+        (np.array([1, np.nan], "<f4"), "rope_freqs.weight has factors that are not above 0"),
+        (
+            np.ones((2, 2), "<f4"),
+            r"rope_freqs.weight \[2, 2\] has type FLOAT32; it must be F32 and",
+        ),
+        (np.ones(2**17, "<f4"), "it must be F32 and one row of at most 65536"),
+        (np.ones(3, "<f4"), "short_factor.* a list of 32 finite numbers"),
+    ],
+)
+def test_rejected_factors(factors: Any, message: str, tmp_path: Path) -> None:
+    fields = {"block_count": 1, "attention.head_count": 1, "feed_forward_length": 64}
+    fields |= {"embedding_length": 64, "context_length": 64}
+    fields |= {"attention.layer_norm_rms_epsilon": 1e-5}
+    tensors = {"rope_freqs.weight": (0, factors.shape, factors.tobytes())}
+    metadata = {f"llama.{key}": value for key, value in fields.items()}
+    write_gguf(tmp_path / "m.gguf", LLAMA | metadata, {"token_embd.weight": BLOCK} | tensors)
+    with pytest.raises(ModelError, match=message):
+        read_spec(open_checkpoint(tmp_path / "m.gguf"))
 
 
 def test_kernels_without_blocks(tmp_path: Path) -> None:
