@@ -126,7 +126,11 @@ enum class QuantFormat : int {
   q4_k = 13,
   q5_k = 14,
   q6_k = 15,
-  iq4_xs = 16
+  iq4_xs = 16,
+  iq1_levels = 17,
+  iq2_levels = 18,
+  iq3_xxs_levels = 19,
+  iq3_s_levels = 20
 };
 
 struct QuantizeArgs {
@@ -180,8 +184,9 @@ struct LinearQArgs {
           out_dtype)
   void resize(const StepSize& size) { m = size.rows; }
   Work work() const {
-    // Bytes of a number; of block types those of the file
-    constexpr double kBlocks[] = {4.5, 5, 5.5, 6, 8.5, 4.5, 4.25, 2.625, 3.4375, 4.5, 5.5, 6.5625, 4.25};
+    // Bytes of a number; of block types those of a block before it is packed
+    constexpr double kBlocks[] = {4.5,  5,   5.5, 6,      8.5,  4.5,    4.25,   2.625, 3.4375,
+                                  4.5, 5.5, 6.5625, 4.25, 4.5625, 4.5625, 4.3125, 4.3125};
     const double scale = 2 + (format == QuantFormat::int4_zeros);
     const double weight = format == QuantFormat::int8    ? 1.0
                           : format >= QuantFormat::q4_0 ? kBlocks[int(format) - int(QuantFormat::q4_0)] / 8

@@ -13,13 +13,20 @@ from transformers import PreTrainedModel
 Tensors = Mapping[str, tuple[int, Sequence[int], bytes]]
 """Number of the type, shape (rows first) and contents of each tensor."""
 
-TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8}
+TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8, "iq2_xxs": 16}
 
 
 def quantize(x: NDArray[np.float32], kind: str) -> bytes:
-    """Return the contents of a tensor; blocks use the simplest scales."""
+    """Return the contents of a tensor; blocks use the simplest scales.
+
+    Blocks of iq2_xxs are random, with numbers of the size of those of `x`.
+    """
     if kind in ("f32", "f16"):
         return x.astype({"f32": "<f4", "f16": "<f2"}[kind]).tobytes()
+    if kind == "iq2_xxs":
+        blocks = np.random.default_rng(x.size).integers(0, 256, (x.size // 256, 66), np.uint8)
+        blocks[:, :2] = np.array([x.std() / 60], np.float16).view(np.uint8)
+        return blocks.tobytes()
     groups = x.reshape(-1, 32)
     most = np.take_along_axis(groups, np.abs(groups).argmax(1)[:, None], 1)
     if kind == "q8_0":

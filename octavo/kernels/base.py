@@ -81,6 +81,10 @@ QuantFormat = Literal[
     "q5_k",
     "q6_k",
     "iq4_xs",
+    "iq1_levels",
+    "iq2_levels",
+    "iq3_xxs_levels",
+    "iq3_s_levels",
 ]
 """Encoding of a quantized weight in unsigned codes:
 

@@ -16,7 +16,8 @@ from octavo.checkpoints.base import FLOATS, Expected, LoadFormat, Source, shorte
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.checkpoints.gguf.architectures import FUSED, FUSED_MODULES, Architecture
 from octavo.checkpoints.gguf.config import Description
-from octavo.checkpoints.gguf.header import GGUFHeader, GGUFTensor
+from octavo.checkpoints.gguf.header import STORED_BLOCKS, GGUFHeader, GGUFTensor
+from octavo.checkpoints.gguf.repack import REPACKED, repack
 from octavo.checkpoints.gguf.tokenizer import tokenizer_texts
 from octavo.errors import ModelError
 from octavo.system.block_types import BLOCK_TYPES
@@ -131,7 +132,7 @@ class GGUFFile:
         Vectors, such as the weights of norms, are in float32 in every file.
         """
         kinds = {tensor.type for tensor in self._tensors.values() if len(tensor.shape) > 1}
-        if kinds & BLOCK_TYPES.keys():
+        if kinds & STORED_BLOCKS.keys():
             return "bfloat16"
         if kinds >= {"float16", "bfloat16"}:
             return "float32"
@@ -204,14 +205,16 @@ class GGUFFile:
         types: dict[str, str] = {}
         for tensor in self._tensors.values():
             stored = tensor.name.removesuffix(".weight")
-            if tensor.type not in BLOCK_TYPES or stored == tensor.name:
+            if tensor.type not in STORED_BLOCKS or stored == tensor.name:
                 continue
             match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stored)
             prefix = ""
             if match is not None:
                 prefix = f"{self._described.architecture.layers}{match[1]}."
                 stored = match[2]
-            types |= {f"{prefix}{module}": tensor.type for module in modules.get(stored, [])}
+            types |= {
+                f"{prefix}{module}": _block_type(tensor) for module in modules.get(stored, [])
+            }
         return types
 
     @property
@@ -307,6 +310,8 @@ class GGUFTensors:
             data = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(-1)
         if source.transform == "by_group":
             data = _by_group(data.reshape(shape[0], -1), source).reshape(-1)
+        if stored.type in REPACKED:
+            data = repack(data, stored.type)
         if architecture.norm_shift and module.endswith("norm"):
             floats = from_numpy(data).view(dtype).numpy().astype(np.float32)
             return from_numpy((floats - architecture.norm_shift).reshape(shape))
@@ -330,9 +335,15 @@ def _by_group(rows: NDArray[np.uint8], source: Source) -> NDArray[np.uint8]:
     return grouped
 
 
+def _block_type(tensor: GGUFTensor) -> str:
+    """Return the type of the blocks that `GGUFTensors.read` returns."""
+    repacked = REPACKED.get(tensor.type)
+    return tensor.type if repacked is None else repacked.block_type
+
+
 def _stored_form(tensor: GGUFTensor) -> tuple[tuple[int, ...], str]:
     """Return the shape and the type that `GGUFTensors.read` gives a tensor."""
-    size = BLOCK_TYPES.get(tensor.type)
+    size = BLOCK_TYPES.get(_block_type(tensor))
     if size is None:
         return tensor.shape, tensor.type
     return (*tensor.shape[:-1], tensor.shape[-1] // size.numbers * size.nbytes), "uint8"

@@ -338,7 +338,12 @@ def test_damaged_headers(data: bytes, message: str, tmp_path: Path) -> None:
     ("metadata", "tensors", "message"),
     [
         ({"general.alignment": 7}, {}, "general.alignment=7; it must be a multiple of 8"),
-        ({}, {"a": (16, (2, 256), bytes(132))}, "tensor a of type IQ2_XXS, .* supported: FLOAT32"),
+        ({}, {"a": (40, (2, 256), bytes(288))}, "tensor a of type NVFP4, .* supported: FLOAT32"),
+        (
+            {},
+            {"a": (16, (2, 64), bytes(132))},
+            r"64 columns, which blocks of 256 numbers \(IQ2_XXS",
+        ),
         ({}, {"a": (99, (2, 256), b"")}, "the tensor a of type number 99"),
         ({}, {"a": (2, (2, 33), bytes(36))}, "33 columns, which blocks of 32 numbers"),
         ({}, {"a": (2, (HUGE, HUGE, 32), b"")}, r"the tensor a \[1152921504606846976, .* bytes"),
