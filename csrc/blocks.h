@@ -3,6 +3,8 @@
 // quantized to signed bytes with one float32 scale for each row and 32 inputs.
 //
 // A weight is scale * (code - zero) or scale * table[code], for some types minus or plus a minimum.
+// The types iq1_levels to iq3_s_levels are Octavo's: blocks of ggml's types that refer to grids of
+// vectors, with the indices of the vectors' numbers in a table.
 // `BlockShape` describes a type. Its packed form: panels of kPanel outputs as in gemm.h; a panel is
 // a list of units of 32 inputs. A unit holds
 //   - its codes in bit planes: lane n of a vector belongs to output n, its bytes to four inputs (a
@@ -51,17 +53,53 @@ constexpr BlockShape block_shape(QuantFormat f) {
     case QuantFormat::q5_k: return {5, 32, 0, BlockScale::super_min, false};
     case QuantFormat::q6_k: return {6, 16, 32, BlockScale::super, false};
     case QuantFormat::iq4_xs: return {4, 32, 128, BlockScale::super, true};
+    case QuantFormat::iq1_levels: return {4, 16, 9, BlockScale::super, true};
+    case QuantFormat::iq2_levels: return {4, 16, 43, BlockScale::super, true};
+    case QuantFormat::iq3_xxs_levels: return {4, 32, 62, BlockScale::super, true};
+    case QuantFormat::iq3_s_levels: return {4, 32, 15, BlockScale::super, true};
     default: return {};
   }
 }
 
-INLINE bool is_block_type(QuantFormat f) { return f >= QuantFormat::q4_0 && f <= QuantFormat::iq4_xs; }
+INLINE bool is_block_type(QuantFormat f) { return f >= QuantFormat::q4_0; }
 
 constexpr int8_t kIq4Levels[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                    1,    13,   25,  38,  53,  69,  89,  113};
 constexpr int8_t kMxfp4Levels[16] = {0, 1,  2,  3,  4,  6,  8,  12,
                                      0, -1, -2, -3, -4, -6, -8, -12};  // twice the numbers of e2m1
-alignas(64) constexpr LevelBytes kIq4Bytes{kIq4Levels}, kMxfp4Bytes{kMxfp4Levels, 12};
+constexpr int8_t kIq1Levels[16] = {-7, 1, 9, 0, -9, -1, 7};
+constexpr int8_t kIq2Levels[16] = {8, 25, 43, 0, -8, -25, -43};
+constexpr int8_t kIq3XxsLevels[16] = {4,  12,  20,  28,  36,  44,  52,  62,
+                                      -4, -12, -20, -28, -36, -44, -52, -62};
+constexpr int8_t kIq3SLevels[16] = {1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15};
+
+constexpr const int8_t (&levels_of(QuantFormat f))[16] {
+  switch (f) {
+    case QuantFormat::mxfp4: return kMxfp4Levels;
+    case QuantFormat::iq1_levels: return kIq1Levels;
+    case QuantFormat::iq2_levels: return kIq2Levels;
+    case QuantFormat::iq3_xxs_levels: return kIq3XxsLevels;
+    case QuantFormat::iq3_s_levels: return kIq3SLevels;
+    default: return kIq4Levels;
+  }
+}
+// Zero of the bytes that dots() multiplies: signed ones have none.
+constexpr int zero_of(QuantFormat f) {
+  const int zero = block_shape(f).zero;
+  return zero == 128 ? zero - kCodeOffset : zero;
+}
+template <QuantFormat F>
+alignas(64) constexpr LevelBytes kBlockLevels{levels_of(F), zero_of(F)};
+
+// Constant factor of all scales
+constexpr float scale_factor(QuantFormat f) {
+  switch (f) {
+    case QuantFormat::iq1_levels:
+    case QuantFormat::iq2_levels: return 0.125f;
+    case QuantFormat::iq3_xxs_levels: return 0.25f;
+    default: return 1;
+  }
+}
 
 template <QuantFormat F>
 struct Blocks {
@@ -77,8 +115,7 @@ struct Blocks {
   static constexpr int64_t group_nbytes = kPanel * scale_nbytes * (min ? 2 : 1);
   static constexpr int64_t unit_nbytes = codes_nbytes + groups * group_nbytes;
   static constexpr int64_t header_nbytes = super ? kPanel * 2 * (min ? 2 : 1) : 0;
-  // Bytes are signed, or unsigned with a zero of their own, as dot() needs them.
-  static constexpr int offset = shape.zero == 128 ? kCodeOffset : 0, zero = shape.zero - offset;
+  static constexpr int zero = zero_of(F), offset = shape.zero - zero;
   // Codes are unpacked faster than they are stored for further rows of x.
   static constexpr bool cheap = bits == 8 || (bits == 4 && !super && !shape.levels);
   // See dots()
@@ -143,8 +180,7 @@ struct PackedUnits {
     if constexpr (B::bits == 6) v = plane<4>(p, quad, 0) | plane<2>(p + plane4, quad, 4);
     if constexpr (B::bits == 2) v = plane<2>(p, quad, 0);
     if constexpr (B::bits == 3) v = plane<2>(p, quad, 0) | plane<1>(p + plane2, quad, 2);
-    if constexpr (F == QuantFormat::mxfp4) return look_up(load_raw<vbytes>(kMxfp4Bytes.bytes), v);
-    if constexpr (B::shape.levels) return look_up(load_raw<vbytes>(kIq4Bytes.bytes), v);
+    if constexpr (B::shape.levels) return look_up(load_raw<vbytes>(kBlockLevels<F>.bytes), v);
     return v ^ (B::offset * 0x01010101u);
   }
   INLINE vf scale(int group, int j) const { return number(group, j, 0); }
@@ -165,7 +201,8 @@ struct PackedUnits {
     } else if constexpr (!B::super) {
       return widen(load_raw<vh>(p), f16{});
     } else {
-      const vf factor = widen(load_raw<vh>(header + (second * kPanel + at) * 2), f16{});
+      vf factor = widen(load_raw<vh>(header + (second * kPanel + at) * 2), f16{});
+      if constexpr (scale_factor(F) != 1) factor *= splat(scale_factor(F));
       return to_float((load_zeros(p) ^ 128) - 128) * factor;
     }
   }
@@ -345,6 +382,7 @@ INLINE void with_block_type(QuantFormat format, F f) {
   case QuantFormat::type: return f(std::integral_constant<QuantFormat, QuantFormat::type>{});
     CASE(q4_0) CASE(q4_1) CASE(q5_0) CASE(q5_1) CASE(q8_0) CASE(iq4_nl) CASE(mxfp4)
     CASE(q2_k) CASE(q3_k) CASE(q4_k) CASE(q5_k) CASE(q6_k) CASE(iq4_xs)
+    CASE(iq1_levels) CASE(iq2_levels) CASE(iq3_xxs_levels) CASE(iq3_s_levels)
 #undef CASE
     default: return;
   }
@@ -459,8 +497,7 @@ INLINE const uint8_t* read_block(const uint8_t* p, Block& b) {
     for (int i = 0; i < 16; i++) b.scales[i][0] = p[192 + i];
     copy2(b.factors[0], p + 208);
     return p + 210;
-  } else {
-    static_assert(F == QuantFormat::iq4_xs);
+  } else if constexpr (F == QuantFormat::iq4_xs) {
     copy2(b.factors[0], p);
     const int high = load_raw<uint16_t>(p + 2);
     for (int i = 0; i < 8; i++) {
@@ -468,6 +505,14 @@ INLINE const uint8_t* read_block(const uint8_t* p, Block& b) {
       read_nibbles(p + 8 + 16 * i, b.codes + kUnit * i);
     }
     return p + 136;
+  } else {
+    static_assert(F >= QuantFormat::iq1_levels);
+    constexpr int groups = kSuperUnits * Blocks<F>::groups;
+    copy2(b.factors[0], p);
+    for (int i = 0; i < groups; i++) b.scales[i][0] = p[2 + i];
+    p += 2 + groups;
+    for (int i = 0; i < kSuperUnits; i++, p += 16) read_nibbles(p, b.codes + kUnit * i);
+    return p;
   }
 }
 

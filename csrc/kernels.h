@@ -108,7 +108,7 @@ struct LinearArgs {
   }
 };
 
-// Encoding of a quantized weight, see quant.h; from q4_0 to iq4_xs: block types of GGUF, see blocks.h;
+// Encoding of a quantized weight, see quant.h; from q4_0 on: block types of GGUF, see blocks.h;
 // fp8: see fp8.h.
 enum class QuantFormat : int {
   int8 = 0,
@@ -116,20 +116,24 @@ enum class QuantFormat : int {
   int4 = 2,
   int4_zeros = 3,
   int8_groups = 4,
-  q4_0 = 5,
-  q4_1 = 6,
-  q5_0 = 7,
-  q5_1 = 8,
-  q8_0 = 9,
-  iq4_nl = 10,
-  mxfp4 = 11,
-  q2_k = 12,
-  q3_k = 13,
-  q4_k = 14,
-  q5_k = 15,
-  q6_k = 16,
-  iq4_xs = 17,
-  fp8 = 18
+  fp8 = 5,
+  q4_0 = 6,
+  q4_1 = 7,
+  q5_0 = 8,
+  q5_1 = 9,
+  q8_0 = 10,
+  iq4_nl = 11,
+  mxfp4 = 12,
+  q2_k = 13,
+  q3_k = 14,
+  q4_k = 15,
+  q5_k = 16,
+  q6_k = 17,
+  iq4_xs = 18,
+  iq1_levels = 19,
+  iq2_levels = 20,
+  iq3_xxs_levels = 21,
+  iq3_s_levels = 22
 };
 
 struct QuantizeArgs {
@@ -184,8 +188,9 @@ struct LinearQArgs {
           out_dtype)
   void resize(const StepSize& size) { m = size.rows; }
   Work work() const {
-    // Bytes of a number; of block types those of the file
-    constexpr double kBlocks[] = {4.5, 5, 5.5, 6, 8.5, 4.5, 4.25, 2.625, 3.4375, 4.5, 5.5, 6.5625, 4.25};
+    // Bytes of a number; of block types those of a block before it is packed
+    constexpr double kBlocks[] = {4.5,  5,   5.5, 6,      8.5,  4.5,    4.25,   2.625, 3.4375,
+                                  4.5, 5.5, 6.5625, 4.25, 4.5625, 4.5625, 4.3125, 4.3125};
     const double scale = 2 + (format == QuantFormat::int4_zeros);
     const double weight = format == QuantFormat::int8    ? 1.0
                           : format == QuantFormat::int8_groups ? 1.0 + 5.0 / double(group)

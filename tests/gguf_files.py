@@ -1,5 +1,6 @@
 """GGUF files of random models: metadata and tensors as llama.cpp's converter writes them."""
 
+import re
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,13 +13,20 @@ from transformers import PreTrainedModel
 Tensors = Mapping[str, tuple[int, Sequence[int], bytes]]
 """Number of the type, shape (rows first) and contents of each tensor."""
 
-TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8}
+TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8, "iq2_xxs": 16}
 
 
 def quantize(x: NDArray[np.float32], kind: str) -> bytes:
-    """Return the contents of a tensor; blocks use the simplest scales."""
+    """Return the contents of a tensor; blocks use the simplest scales.
+
+    Blocks of iq2_xxs are random, with numbers of the size of those of `x`.
+    """
     if kind in ("f32", "f16"):
         return x.astype({"f32": "<f4", "f16": "<f2"}[kind]).tobytes()
+    if kind == "iq2_xxs":
+        blocks = np.random.default_rng(x.size).integers(0, 256, (x.size // 256, 66), np.uint8)
+        blocks[:, :2] = np.array([x.std() / 60], np.float16).view(np.uint8)
+        return blocks.tobytes()
     groups = x.reshape(-1, 32)
     most = np.take_along_axis(groups, np.abs(groups).argmax(1)[:, None], 1)
     if kind == "q8_0":
@@ -94,26 +102,130 @@ NAMES = {
     "mlp.down_proj": "ffn_down",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
+    # Phi, Starcoder2
+    "model.final_layernorm": "output_norm",
+    "self_attn.dense": "attn_output",
+    "mlp.fc1": "ffn_up",
+    "mlp.fc2": "ffn_down",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+    # HunYuan
+    "self_attn.query_layernorm": "attn_q_norm",
+    "self_attn.key_layernorm": "attn_k_norm",
+    # GPT-2, MPT
+    "transformer.wte": "token_embd",
+    "transformer.wpe": "position_embd",
+    "transformer.ln_f": "output_norm",
+    "ln_1": "attn_norm",
+    "ln_2": "ffn_norm",
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
+    "transformer.norm_f": "output_norm",
+    "norm_1": "attn_norm",
+    "norm_2": "ffn_norm",
+    "attn.Wqkv": "attn_qkv",
+    "attn.out_proj": "attn_output",
+    "ffn.up_proj": "ffn_up",
+    "ffn.down_proj": "ffn_down",
+    # GPT-NeoX, BLOOM, Falcon
+    "gpt_neox.embed_in": "token_embd",
+    "gpt_neox.final_layer_norm": "output_norm",
+    "embed_out": "output",
+    "attention.query_key_value": "attn_qkv",
+    "attention.dense": "attn_output",
+    "transformer.word_embeddings": "token_embd",
+    "transformer.word_embeddings_layernorm": "token_embd_norm",
+    "self_attention.query_key_value": "attn_qkv",
+    "self_attention.dense": "attn_output",
+    "mlp.dense_h_to_4h": "ffn_up",
+    "mlp.dense_4h_to_h": "ffn_down",
+    "ln_mlp": "attn_norm",
+    "ln_attn": "attn_norm_2",
 }
 SANDWICH = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
-SANDWICHES, PERMUTED = ("gemma2", "gemma3", "olmo2"), ("llama", "granite", "smollm3")
+OTHER_NAMES = dict.fromkeys(("gemma2", "gemma3", "olmo2", "exaone4"), SANDWICH)
+OTHER_NAMES["seed_oss"] = {"post_attention_layernorm": "post_attention_norm"}
+OTHER_NAMES["glm4"] = {
+    "post_self_attn_layernorm": "post_attention_norm",
+    "post_mlp_layernorm": "post_ffw_norm",
+}
+PERMUTED = ("llama", "granite", "smollm3", "mistral3", "internlm2")
 SHIFTED = ("gemma", "gemma2", "gemma3")
+ROTATED = ("phi2", "gptneox", "chatglm", "glm4", "cohere2")
+"""Architectures for which the number of rotated elements is written."""
+NO_HEAD_SIZE = ("phi2", "starcoder2", "gpt2", "gptneox", "bloom", "falcon", "mpt", "chatglm")
 """Facts of llama.cpp's converter, stated again so that a mistake in Octavo's tables is found."""
 
 
 def rope_fields(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of scaled positions."""
     kind = rope.get("rope_type")
+    if kind == "longrope":
+        return {"rope.scaling.original_context_length": rope["original_max_position_embeddings"]}
     if kind not in ("linear", "yarn"):
         return {}
     names = {"factor": "factor", "original_max_position_embeddings": "original_context_length"}
-    names |= {"attention_factor": "yarn_attn_factor"}
+    names |= {"attention_factor": "yarn_attn_factor", "mscale_all_dim": "yarn_log_multiplier"}
+    names |= {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
     found = {f"rope.scaling.{key}": rope[name] for name, key in names.items() if name in rope}
     return {"rope.scaling.type": kind} | found
+
+
+def _fields(config: Any, kind: str, rope: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """Return the metadata of the architecture."""
+
+    def get(*names: str) -> Any:
+        return next((v for name in names if (v := getattr(config, name, None)) is not None), None)
+
+    fields = {
+        "context_length": get("max_position_embeddings", "seq_length", "max_seq_len"),
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": 4 * config.hidden_size
+        if kind in ("gpt2", "bloom", "falcon", "mpt")
+        else config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": get("num_kv_heads", "num_key_value_heads"),
+        "attention.layer_norm_rms_epsilon": get("rms_norm_eps"),
+        "attention.layer_norm_epsilon": get("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
+        "rope.scaling.attn_factor": rope.get("attention_factor") if "long_factor" in rope else None,
+        "attn_logit_softcapping": get("attn_logit_softcapping"),
+        "final_logit_softcapping": get("final_logit_softcapping"),
+    } | rope_fields(rope)
+    if "rope_theta" in rope and kind not in ("phi2", "gptneox", "falcon"):
+        fields["rope.freq_base"] = float(rope["rope_theta"])
+    if kind not in NO_HEAD_SIZE:
+        fields |= {"attention.key_length": size, "attention.value_length": size}
+    if kind in ROTATED:
+        fields["rope.dimension_count"] = int(size * rope.get("partial_rotary_factor", 1.0))
+    if kind in ("gemma2", "gemma3", "phi3", "cohere2"):
+        fields["attention.sliding_window"] = config.sliding_window or 0
+    if kind in ("olmo2", "exaone4") and get("sliding_window"):
+        fields["attention.sliding_window"] = config.sliding_window
+        fields["attention.sliding_window_pattern"] = [
+            layer == "sliding_attention" for layer in config.layer_types
+        ]
+    match kind:
+        case "granite":
+            fields["attention.scale"] = config.attention_multiplier
+            fields["embedding_scale"] = config.embedding_multiplier
+            fields["residual_scale"] = config.residual_multiplier
+            fields["logit_scale"] = config.logits_scaling
+        case "command-r" | "cohere2":
+            fields["logit_scale"] = config.logit_scale
+            fields["rope.scaling.type"] = "none"
+        case "gptneox":
+            fields["use_parallel_residual"] = config.use_parallel_residual
+        case "mpt":
+            fields["attention.max_alibi_bias"] = float(config.attn_config.alibi_bias_max)
+            fields["attention.clamp_kqv"] = config.attn_config.clip_qkv
+        case "mistral3" if "llama_4_scaling_beta" in rope:
+            fields["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
+    return {f"{kind}.{key}": value for key, value in fields.items() if value is not None}
 
 
 def convert(
@@ -127,56 +239,50 @@ def convert(
         path: the file.
         types: types of tensors by parts of their names; "" for all others; default: f32.
     """
-    config, names = model.config, NAMES | (SANDWICH if kind in SANDWICHES else {})
-    rope = config.rope_parameters
+    config, names = model.config, NAMES | OTHER_NAMES.get(kind, {})
+    rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    metadata = {"general.architecture": kind} | VOCABULARY
-    fields = {
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.key_length": size,
-        "attention.value_length": size,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "rope.freq_base": float(rope["rope_theta"]),
-        "attn_logit_softcapping": getattr(config, "attn_logit_softcapping", None),
-        "final_logit_softcapping": getattr(config, "final_logit_softcapping", None),
-    } | rope_fields(rope)
-    if kind in ("gemma2", "gemma3", "phi3"):
-        fields["attention.sliding_window"] = config.sliding_window or 0
-    if kind == "granite":
-        fields["attention.scale"] = config.attention_multiplier
-        fields["embedding_scale"] = config.embedding_multiplier
-        fields["residual_scale"] = config.residual_multiplier
-        fields["logit_scale"] = config.logits_scaling
-    metadata |= {f"{kind}.{key}": value for key, value in fields.items() if value is not None}
-    tensors: dict[str, tuple[int, Sequence[int], bytes]] = {}
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    metadata = {"general.architecture": kind} | VOCABULARY | _fields(config, kind, rope, size)
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
     if rope.get("rope_type") == "llama3":
         plain = rope["rope_theta"] ** -(np.arange(0, size, 2) / size)
-        factors = (plain / model.model.rotary_emb.inv_freq.numpy()).astype(np.float32)
-        tensors["rope_freqs.weight"] = TYPES["f32"], factors.shape, quantize(factors, "f32")
+        arrays["rope_freqs.weight"] = plain / model.model.rotary_emb.inv_freq.numpy()
+    if rope.get("rope_type") == "longrope":
+        for length in ("long", "short"):
+            factors = np.array(rope[f"{length}_factor"], np.float32)
+            arrays[f"rope_factors_{length}.weight"] = factors
+    tied = getattr(config, "tie_word_embeddings", True)
     for name, tensor in model.state_dict().items():
         module, _, suffix = name.rpartition(".")
-        if name == "lm_head.weight" and config.tie_word_embeddings:
+        if module in ("lm_head", "embed_out") and tied:
             continue
-        layer, stored = "", module
-        if module.startswith("model.layers."):
-            _, _, index, stored = module.split(".", 3)
-            layer = f"blk.{index}."
+        match = re.fullmatch(r".*?\.(?:layers|h|blocks)\.(\d+)\.(.*)", module)
+        layer, stored = (f"blk.{match[1]}.", match[2]) if match else ("", module)
         x = tensor.float().numpy()
-        heads = {"self_attn.q_proj": config.num_attention_heads}
-        heads["self_attn.k_proj"] = config.num_key_value_heads
-        if kind in PERMUTED and stored in heads:
-            halves = x.reshape(heads[stored], 2, size // 2, -1)
+        own = {"self_attn.q_proj": heads, "self_attn.k_proj": config.num_key_value_heads}
+        if kind in PERMUTED and stored in own:
+            halves = x.reshape(own[stored], 2, size // 2, -1)
             x = halves.swapaxes(1, 2).reshape(x.shape)
+        if stored.endswith("query_key_value"):
+            groups = getattr(config, "num_kv_heads", heads)
+            each = x.reshape(groups, heads // groups + 2, size, -1)
+            parts = [each[:, :-2], each[:, -2:-1], each[:, -1:]]
+            x = np.concatenate([part.reshape(-1, *x.shape[1:]) for part in parts])
+        if kind == "gpt2" and x.ndim == 2 and stored.startswith(("attn.", "mlp.")):
+            x = x.T
         if module.endswith("norm") and kind in SHIFTED:
             x = x + np.float32(1)
-        full = f"{layer}{names[stored]}.{suffix}"
-        chosen = next((t for part, t in (types or {"": "f32"}).items() if part in full), "f32")
-        chosen = chosen if x.ndim == 2 else "f32"
-        tensors[full] = TYPES[chosen], x.shape, quantize(np.ascontiguousarray(x), chosen)
+        arrays[f"{layer}{names[stored]}.{suffix}"] = x
+    if kind == "chatglm":  # published checkpoints have one tensor for queries, keys and values
+        for name in [name for name in arrays if "attn_q." in name]:
+            others = [name.replace("attn_q", other) for other in ("attn_k", "attn_v")]
+            fused = [arrays.pop(part) for part in (name, *others)]
+            arrays[name.replace("attn_q", "attn_qkv")] = np.concatenate(fused)
+    tensors: dict[str, tuple[int, Sequence[int], bytes]] = {}
+    for name, x in arrays.items():
+        chosen = next((t for part, t in (types or {"": "f32"}).items() if part in name), "f32")
+        chosen = chosen if x.ndim == 2 and "position" not in name else "f32"
+        tensors[name] = TYPES[chosen], x.shape, quantize(np.ascontiguousarray(x), chosen)
     write_gguf(path, metadata, tensors)

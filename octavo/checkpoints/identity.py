@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 
 from octavo.checkpoints.base import Checkpoint
+from octavo.checkpoints.gguf.file import find_gguf
 
 _SMALL = 32 * 2**20
 """Greatest size in bytes of files that are hashed whole."""
@@ -13,7 +14,7 @@ _SAMPLE, _NUM_SAMPLES = 2**16, 64
 """Size in bytes, and number, of the samples of larger files."""
 
 
-def model_hash(checkpoint: Checkpoint, tokenizer_folder: Path) -> str:
+def model_hash(checkpoint: Checkpoint, tokenizer_path: Path) -> str:
     """Return a SHA-256 of a model's description, tokenizer and weights.
 
     Of large weight files it covers the size, the beginning, the end and samples between them. It
@@ -21,15 +22,17 @@ def model_hash(checkpoint: Checkpoint, tokenizer_folder: Path) -> str:
 
     Args:
         checkpoint: the model.
-        tokenizer_folder: the tokenizer's folder.
+        tokenizer_path: the tokenizer's folder, or its GGUF file.
 
     Raises:
         ModelError: an index of weights is damaged.
         OSError: a file cannot be read.
     """
     found = hashlib.sha256()
-    files = [checkpoint.config_file, *sorted(tokenizer_folder.glob("tokenizer*"))]
-    for file in [*files, *checkpoint.weight_files]:
+    gguf = tokenizer_path if tokenizer_path.is_file() else find_gguf(tokenizer_path)
+    tokenizer = sorted(tokenizer_path.glob("tokenizer*")) if gguf is None else [gguf]
+    files = [checkpoint.config_file, *tokenizer, *checkpoint.weight_files]
+    for file in dict.fromkeys(files):
         if file.is_file():
             found.update(f"{file.name} {file.stat().st_size} ".encode())
             _add(found, file)

@@ -69,6 +69,7 @@ QuantFormat = Literal[
     "int4",
     "int4_zeros",
     "int8_groups",
+    "fp8",
     "q4_0",
     "q4_1",
     "q5_0",
@@ -82,7 +83,10 @@ QuantFormat = Literal[
     "q5_k",
     "q6_k",
     "iq4_xs",
-    "fp8",
+    "iq1_levels",
+    "iq2_levels",
+    "iq3_xxs_levels",
+    "iq3_s_levels",
 ]
 """Encoding of a quantized weight in unsigned codes:
 
@@ -91,7 +95,6 @@ QuantFormat = Literal[
 - int4: scale * (code - 8).
 - int4_zeros: scale * (code - zero), zeros from 0 to 15.
 - int8_groups: scale * (code - zero), zeros from 0 to 255.
-
 - fp8: scale * (the number of type e4m3 with this code, not NaN); one float32 scale for each output,
   or for each output and group of 32, 64 or 128 inputs.
 

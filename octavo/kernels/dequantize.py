@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,15 @@ IQ4_LEVELS = np.array(
 """Levels of iq4_nl and iq4_xs."""
 E2M1_LEVELS = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 """Levels of mxfp4: twice the numbers of the type e2m1."""
+_THREE = (4, 12, 20, 28, 36, 44, 52, 62)
+_ODD = (1, 3, 5, 7, 9, 11, 13, 15)
+LEVELS: dict[str, tuple[float, tuple[int, ...]]] = {
+    "iq1_levels": (1 / 8, (-7, 1, 9, 0, -9, -1, 7, 0)),
+    "iq2_levels": (1 / 8, (8, 25, 43, 0, -8, -25, -43, 0)),
+    "iq3_xxs_levels": (1 / 4, (*_THREE, *(-level for level in _THREE))),
+    "iq3_s_levels": (1, (*_ODD, *(-level for level in _ODD))),
+}
+"""Factor of all scales, and levels, of the types with levels."""
 
 
 def dequantize(blocks: Bytes, block_type: str) -> Floats:
@@ -151,6 +161,15 @@ def _iq4_xs(b: Bytes) -> Floats:
     return _spread(_half(b, 0) * (scales - 32), 32) * levels
 
 
+def _with_levels(block_type: str, b: Bytes) -> Floats:
+    factor, table = LEVELS[block_type]
+    groups = BLOCK_TYPES[block_type].nbytes - 2 - 128
+    scales = np.ascontiguousarray(b[:, 2 : 2 + groups]).view(np.int8).astype(np.float32)
+    levels = np.array(table + (0,) * (16 - len(table)), np.float32)
+    numbers = levels[_nibbles(b[:, 2 + groups :].reshape(-1, 8, 16)).astype(int)].reshape(-1, 256)
+    return _spread(_half(b, 0) * np.float32(factor) * scales, 256 // groups) * numbers
+
+
 _READERS: dict[str, Callable[[Bytes], Floats]] = {
     "q4_0": _q4_0,
     "q4_1": _q4_1,
@@ -166,3 +185,4 @@ _READERS: dict[str, Callable[[Bytes], Floats]] = {
     "q6_k": _q6_k,
     "iq4_xs": _iq4_xs,
 }
+_READERS |= {name: partial(_with_levels, name) for name in LEVELS}

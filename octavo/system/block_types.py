@@ -28,5 +28,14 @@ BLOCK_TYPES: dict[str, BlockType] = {
     "q5_k": BlockType(256, 176),
     "q6_k": BlockType(256, 210),
     "iq4_xs": BlockType(256, 136),
+    "iq1_levels": BlockType(256, 146),
+    "iq2_levels": BlockType(256, 146),
+    "iq3_xxs_levels": BlockType(256, 138),
+    "iq3_s_levels": BlockType(256, 138),
 }
-"""Block types that Octavo computes with, by ggml's name in lower case."""
+"""Block types that Octavo computes with, by ggml's name in lower case.
+
+The types with levels are Octavo's own, with the numbers of ggml's types iq1_s to iq3_s: a float16
+factor, a signed byte for each group of 16 (iq1, iq2) or 32 numbers, and four bits for each number,
+its index in a table of 16 levels.
+"""

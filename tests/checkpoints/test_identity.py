@@ -42,3 +42,17 @@ def test_weights_that_nobody_reads_do_not_count(folder):
     found = hash_of(folder, "dummy")
     (folder / "model.safetensors").unlink()
     assert hash_of(folder, "dummy") == found
+
+
+@pytest.mark.parametrize("in_folder", [True, False])
+def test_tokenizer_of_a_gguf_file(folder, tmp_path, in_folder):
+    checkpoint = open_checkpoint(folder, "auto")
+    (tmp_path / "other").mkdir()
+    file = tmp_path / "other" / "other.gguf"
+    tokenizer = file.parent if in_folder else file
+    found = []
+    for content in (b"GGUF1", b"GGUF2", b"GGUF1"):
+        file.write_bytes(content)
+        found.append(model_hash(checkpoint, tokenizer))
+    assert found[0] == found[2]
+    assert len({*found, model_hash(checkpoint, folder)}) == 3

@@ -32,6 +32,8 @@ def random_blocks(n: int, k: int, block_type: str, seed: int = 0) -> torch.Tenso
         for at in HALVES.get(block_type, (0, 2) if both else (0,)):
             scales = rng.normal(0, 0.01, (*blocks.shape[:2], 1)).astype(np.float16)
             blocks[..., at : at + 2] = scales.view(np.uint8)
+    if block_type.endswith("_levels"):
+        blocks[..., 2:-128] &= 31
     return torch.from_numpy(blocks.reshape(n, -1))
 
 
@@ -41,6 +43,8 @@ def pack(blocks: torch.Tensor, block_type: str, k: int) -> QuantizedWeight:
 
 @types
 def test_dequantize_equals_the_gguf_package(block_type: str):
+    if block_type.endswith("_levels"):
+        pytest.skip("tests/checkpoints/gguf/test_repack.py compares the types that are repacked")
     quants = pytest.importorskip("gguf.quants", reason="needs the package gguf")
     kind = quants.GGMLQuantizationType[block_type.upper()]
     blocks = random_blocks(3, 512, block_type).numpy()

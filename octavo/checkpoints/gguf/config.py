@@ -2,101 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from octavo.checkpoints.gguf.architectures import ARCHITECTURES
 from octavo.checkpoints.gguf.tokenizer import NO_TOKEN
 from octavo.errors import ModelError
-
-_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "lm_head": "output",
-    "model.norm": "output_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-"""Modules of Llama, and their names in GGUF; those of layers without their prefixes."""
-_HEAD_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
-_SANDWICH = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """An architecture of GGUF, and the Hugging Face architecture that computes it."""
-
-    name: str
-    names: Mapping[str, str] = field(default_factory=lambda: _NAMES)
-    """Names of modules in GGUF, see `_NAMES`."""
-    fields: Mapping[str, str] = field(default_factory=dict)
-    """Fields of the config, and the keys of their values, without the architecture's prefix."""
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the config with one value."""
-    windowed: bool = False
-    """True if the model has sliding windows, where the file names their size."""
-    permuted: bool = False
-    """True if the converter has reordered the rows of queries and keys for rotations of
-    neighbors."""
-    norm_shift: float = 0.0
-    """Number that the converter has added to the weights of norms."""
-
-
-ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture("LlamaForCausalLM", permuted=True),
-    "qwen2": Architecture("Qwen2ForCausalLM"),
-    "qwen3": Architecture("Qwen3ForCausalLM", _NAMES | _HEAD_NORMS),
-    "gemma": Architecture("GemmaForCausalLM", norm_shift=1.0),
-    "gemma2": Architecture(
-        "Gemma2ForCausalLM",
-        _NAMES | _SANDWICH,
-        {
-            "attn_logit_softcapping": "attn_logit_softcapping",
-            "final_logit_softcapping": "final_logit_softcapping",
-        },
-        windowed=True,
-        norm_shift=1.0,
-    ),
-    "gemma3": Architecture(
-        "Gemma3ForCausalLM",
-        _NAMES | _SANDWICH | _HEAD_NORMS,
-        {"final_logit_softcapping": "final_logit_softcapping"},
-        {"rope_local_base_freq": 10000.0},
-        windowed=True,
-        norm_shift=1.0,
-    ),
-    "granite": Architecture(
-        "GraniteForCausalLM",
-        fields={
-            "attention_multiplier": "attention.scale",
-            "embedding_multiplier": "embedding_scale",
-            "residual_multiplier": "residual_scale",
-            "logits_scaling": "logit_scale",
-        },
-        permuted=True,
-    ),
-    "smollm3": Architecture("SmolLM3ForCausalLM", permuted=True),
-    "olmo2": Architecture("Olmo2ForCausalLM", _NAMES | _SANDWICH | _HEAD_NORMS),
-    "phi3": Architecture(
-        "Phi3ForCausalLM",
-        _NAMES | {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
-        windowed=True,
-    ),
-}
-"""Architectures by `general.architecture`."""
 
 _FIELDS = {
     "hidden_size": "embedding_length",
@@ -107,8 +21,19 @@ _FIELDS = {
     "head_dim": "attention.key_length",
     "max_position_embeddings": "context_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "layer_norm_eps": "attention.layer_norm_epsilon",
+    "layer_norm_epsilon": "attention.layer_norm_epsilon",
+    "norm_epsilon": "attention.layer_norm_epsilon",
     "rope_theta": "rope.freq_base",
 }
+_BIASES = {
+    "attention_bias": {"attn_q.bias", "attn_qkv.bias"},
+    "attention_out_bias": {"attn_output.bias"},
+    "mlp_bias": {"ffn_up.bias"},
+    "use_bias": {"attn_q.bias", "attn_qkv.bias"},
+    "bias": {"attn_qkv.bias"},
+}
+"""Fields that are true if the first layer has one of these tensors."""
 _YARN = {
     "factor": "factor",
     "original_max_position_embeddings": "original_context_length",
@@ -117,8 +42,21 @@ _YARN = {
     "beta_slow": "yarn_beta_slow",
 }
 """Fields of YaRN's description, and their keys in rope.scaling."""
-_NEUTRAL = ("attn_factor", "yarn_ext_factor", "yarn_log_multiplier")
-"""Keys in rope.scaling that may only have values without effect."""
+_WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
+    "attention.causal": (True,),
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "nextn_predict_layers": (0,),
+}
+"""Keys that may only have values without effect."""
+_IGNORED: tuple[str, ...] = (
+    "vocab_size",
+    "tensor_data_layout",
+    "pooling_type",
+    "rope.scaling.finetuned",
+)
+_IGNORED += ("mm.", "vision.")
+"""Keys, or beginnings of keys, that do not change the text model's numbers."""
 _MOST = 1e30
 _LARGE_GEMMAS: dict[tuple[str, Any], float] = {("gemma2", 46): 144.0, ("gemma3", 62): 168.0}
 """Scalars of queries of the 27B models, by architecture and layers; others use the head's size."""
@@ -142,10 +80,17 @@ class Description:
                 + ", ".join(ARCHITECTURES)
             )
         self.architecture = found
+        self._known: set[str] = set()
+        """Keys of the architecture that were read."""
 
     def error(self, problem: str) -> ModelError:
         """Return an error that names the file."""
         return ModelError(f"{self.file}: {problem}.")
+
+    def _value(self, key: str) -> Any:
+        """Return the value of a key of the architecture, or None."""
+        self._known.add(key)
+        return self.metadata.get(f"{self.kind}.{key}")
 
     def number(self, key: str) -> int | float | None:
         """Return the value of a key of the architecture, or None.
@@ -153,7 +98,7 @@ class Description:
         Raises:
             ModelError: the value is not a finite number, or differs between layers.
         """
-        value = self.metadata.get(f"{self.kind}.{key}")
+        value = self._value(key)
         if isinstance(value, np.ndarray):  # one value for each layer
             same = np.unique(value)
             if len(same) != 1:
@@ -168,73 +113,203 @@ class Description:
         # The file has float32 numbers: 1e-06 is the one that was meant.
         return float(str(np.float32(value))) if type(value) is float else value
 
-    def config(self, vocab_size: int, tied: bool, biases: set[str]) -> dict[str, Any]:
+    def _flag(self, key: str, default: bool) -> bool:
+        value = self._value(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.error(f"{self.kind}.{key}={str(value)[:100]!r} is not true or false")
+        return value
+
+    def config(
+        self,
+        vocab_size: int,
+        tied: bool,
+        first_layer: Set[str],
+        rope_factors: Mapping[str, Sequence[float]],
+    ) -> dict[str, Any]:
         """Return the config.
 
         Args:
             vocab_size: number of rows of the embedding.
             tied: True if the file has no LM head of its own.
-            biases: names of the first layer's tensors that are biases.
+            first_layer: names of the first layer's tensors, without its prefix.
+            rope_factors: factors of wavelengths by the names of their tensors.
+
+        Raises:
+            ModelError: a key has an unsupported value, or is unknown.
         """
         fields = _FIELDS | dict(self.architecture.fields)
-        config: dict[str, Any] = {
+        config: dict[str, Any] = dict(self.architecture.defaults)
+        config |= {
             name: value for name, key in fields.items() if (value := self.number(key)) is not None
         }
-        config |= self.architecture.fixed
+        heads = config.get("num_attention_heads")
+        config.setdefault("num_key_value_heads", heads)
+        if heads:
+            config.setdefault("head_dim", max(1, config.get("hidden_size", 0) // heads))
         config |= {
             "architectures": [self.architecture.name],
             "vocab_size": vocab_size,
             "tie_word_embeddings": tied,
-            "attention_bias": "attn_q.bias" in biases,
-            "mlp_bias": "ffn_up.bias" in biases,
         }
-        window = self.number("attention.sliding_window")
-        if window:  # 0: none
-            if not self.architecture.windowed:
-                raise self.error(f"{self.kind}.attention.sliding_window is not supported")
-            config["sliding_window"] = window
-        config |= self._rope(config)
+        config |= {name: bool(tensors & first_layer) for name, tensors in _BIASES.items()}
+        config |= self._windows()
+        config |= self._rope(config, rope_factors)
+        config |= self._special(config, first_layer)
         for name in ("bos", "eos", "pad"):
             if (token := self._token(name)) is not None:
                 config[f"{name}_token_id"] = token
-        if self.kind in ("gemma2", "gemma3"):
-            default = config.get("head_dim", 256)
-            layers = config.get("num_hidden_layers")
-            config["query_pre_attn_scalar"] = _LARGE_GEMMAS.get((self.kind, layers), default)
-        key_size, value_size = (self.number(f"attention.{k}_length") for k in ("key", "value"))
-        if key_size is not None and value_size not in (None, key_size):
+        value_size = self.number("attention.value_length")
+        if value_size not in (None, config.get("head_dim")):
             raise self.error(
-                f"attention.value_length={value_size} differs from key_length={key_size}, which is "
-                "not supported"
+                f"attention.value_length={value_size} differs from key_length="
+                f"{config.get('head_dim')}, which is not supported"
             )
+        self._refuse_unknown()
         return config
 
-    def _rope(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    def _refuse_unknown(self) -> None:
+        """Raise `ModelError` for keys that nothing has read, since they may change the results."""
+        for key, neutral in _WITHOUT_EFFECT.items():
+            value = self._value(key)
+            if value is not None and (type(value) not in (bool, int) or value not in neutral):
+                raise self.error(f"{self.kind}.{key}={str(value)[:100]} is not supported")
+        prefix = f"{self.kind}."
+        own = (key.removeprefix(prefix) for key in self.metadata if key.startswith(prefix))
+        unknown = [k for k in own if k not in self._known and not k.startswith(_IGNORED)]
+        if unknown:
+            names = ", ".join(prefix + key[:100] for key in unknown[:6])
+            raise self.error(
+                f"the metadata has keys that are not supported for this architecture: {names}; "
+                "use the model's Hugging Face folder"
+            )
+
+    def _windows(self) -> dict[str, Any]:
+        """Return the fields of sliding windows."""
+        architecture = self.architecture
+        window = self.number("attention.sliding_window")
+        if not window:  # 0: none
+            if architecture.windowed:
+                self._known.add("attention.sliding_window_pattern")
+            return dict(architecture.unwindowed)
+        if not architecture.windowed:
+            raise self.error(f"{self.kind}.attention.sliding_window is not supported")
+        fields: dict[str, Any] = {"sliding_window": window}
+        if architecture.windowed_name:
+            fields["architectures"] = [architecture.windowed_name]
+        if architecture.window_by_layer:
+            pattern = self._value("attention.sliding_window_pattern")
+            if isinstance(pattern, np.ndarray) and pattern.dtype == np.bool_:
+                kinds = {False: "full_attention", True: "sliding_attention"}
+                fields["layer_types"] = [kinds[sliding] for sliding in pattern.tolist()]
+            elif pattern is not None:
+                raise self.error(
+                    f"{self.kind}.attention.sliding_window_pattern is not true or false for each "
+                    "layer"
+                )
+        return fields
+
+    def _rope(
+        self, config: Mapping[str, Any], factors: Mapping[str, Sequence[float]]
+    ) -> dict[str, Any]:
         """Return the fields of rotary positions.
 
         Args:
             config: the other fields.
+            factors: see `config`.
         """
         fields: dict[str, Any] = {}
-        kind = self.metadata.get(f"{self.kind}.rope.scaling.type")
-        if kind is not None and str(kind) not in ("none", "linear", "yarn"):
-            raise self.error(
-                f"rope.scaling.type={str(kind)[:100]!r} is not supported; known: linear, yarn"
-            )
-        for key in _NEUTRAL:
-            if self.number(f"rope.scaling.{key}") not in (None, 0, 1):
-                raise self.error(f"rope.scaling.{key} is not supported")
-        if kind in ("linear", "yarn"):
-            keys = _YARN if kind == "yarn" else {"factor": "factor"}
-            values = {name: self.number(f"rope.scaling.{key}") for name, key in keys.items()}
-            known = {name: value for name, value in values.items() if value is not None}
-            fields["rope_scaling"] = {"rope_type": kind} | known
-        rotated, heads = self.number("rope.dimension_count"), config.get("num_attention_heads")
-        if rotated and heads:
-            head_dim = config.get("head_dim") or config.get("hidden_size", 0) // heads
-            if head_dim and rotated != head_dim:
-                fields["partial_rotary_factor"] = rotated / head_dim
+        scaling = self._scaling(config, factors)
+        if scaling:
+            theta = config.get("rope_theta", 10000.0)
+            fields["rope_parameters"] = scaling | {"rope_theta": theta}
+        rotated, head_dim = self.number("rope.dimension_count"), config.get("head_dim")
+        if head_dim:
+            # Half an element more, so that the product with the head's size is never too small.
+            part = 1.0 if rotated in (None, 0, head_dim) else (rotated + 0.5) / head_dim
+            fields["partial_rotary_factor"] = part
         return fields
+
+    def _scaling(
+        self, config: Mapping[str, Any], factors: Mapping[str, Sequence[float]]
+    ) -> dict[str, Any]:
+        """Return the description of scaled positions; empty: they are not scaled."""
+        kind = self._value("rope.scaling.type")
+        kind = None if kind is None else str(kind)
+        known = {name: self.number(f"rope.scaling.{key}") for name, key in _YARN.items()}
+        if kind is None and known["factor"] not in (None, 0, 1):
+            kind = "linear"  # as in llama.cpp
+        if kind not in (None, "none", "linear", "yarn", "longrope"):
+            raise self.error(
+                f"rope.scaling.type={kind[:100]!r} is not supported; known: linear, yarn, longrope"
+            )
+        whole, longer = factors.get("rope_freqs"), factors.get("rope_factors_long")
+        if (kind == "longrope") > (longer is not None) or (kind in ("linear", "yarn") and factors):
+            raise self.error(f"rope.scaling.type={kind} does not match the tensors of factors")
+        extrapolation = self.number("rope.scaling.yarn_ext_factor")  # below 0: not set
+        neutral = 1 if kind == "yarn" else 0
+        if extrapolation is not None and extrapolation >= 0 and extrapolation != neutral:
+            raise self.error(f"rope.scaling.yarn_ext_factor={extrapolation} is not supported")
+        attention = self.number("rope.scaling.attn_factor")
+        if longer is None and attention not in (None, 1):
+            raise self.error(f"rope.scaling.attn_factor={attention} is not supported")
+        log_multiplier = self.number("rope.scaling.yarn_log_multiplier")
+        if log_multiplier and (self.kind != "mistral3" or kind != "yarn"):
+            raise self.error(f"rope.scaling.yarn_log_multiplier={log_multiplier} is not supported")
+        if kind == "linear":
+            return {"rope_type": kind, "factor": known["factor"]}
+        if kind == "yarn":
+            fields = {name: value for name, value in known.items() if value is not None}
+            if log_multiplier:
+                fields |= {"mscale": 1.0, "mscale_all_dim": log_multiplier}
+            return {"rope_type": kind} | fields
+        if not factors:
+            return {}
+        original = known["original_max_position_embeddings"]
+        return {
+            "rope_type": "longrope",
+            "short_factor": factors.get("rope_factors_short", whole),
+            "long_factor": longer or whole,
+            "attention_factor": 1.0 if attention is None else attention,
+            "original_max_position_embeddings": original or config.get("max_position_embeddings"),
+        }
+
+    def _special(self, config: Mapping[str, Any], first_layer: Set[str]) -> dict[str, Any]:
+        """Return the fields that only this architecture has."""
+        match self.kind:
+            case "gemma2" | "gemma3":
+                default = config.get("head_dim", 256)
+                layers = config.get("num_hidden_layers")
+                scalar = _LARGE_GEMMAS.get((self.kind, layers), default)
+                return {"query_pre_attn_scalar": scalar}
+            case "granite":
+                if not self._flag("rope.scaling.finetuned", True):
+                    raise self.error(f"{self.kind}.rope.scaling.finetuned=false is not supported")
+            case "command-r":
+                return {"use_qk_norm": "attn_q_norm.weight" in first_layer}
+            case "gptneox":
+                parallel = self._flag("use_parallel_residual", True)
+                return {"use_parallel_residual": parallel}
+            case "falcon":
+                return {"num_ln_in_parallel_attn": 2 if "attn_norm_2.weight" in first_layer else 1}
+            case "mistral3":
+                temperature = self.number("attention.temperature_scale")
+                if temperature:
+                    rope = config.get("rope_parameters", {"rope_type": "default"})
+                    rope = rope | {"llama_4_scaling_beta": temperature}
+                    return {"architectures": ["Ministral3ForCausalLM"], "rope_parameters": rope}
+            case "mpt":
+                bias_max = self.number("attention.max_alibi_bias")
+                attention = {"alibi": bool(bias_max), "alibi_bias_max": bias_max}
+                attention["clip_qkv"] = self.number("attention.clamp_kqv") or None
+                hidden, inner = config.get("hidden_size", 0), config.get("intermediate_size", 0)
+                if not hidden or inner % hidden:
+                    raise self.error(
+                        f"feed_forward_length={inner} is no multiple of embedding_length={hidden}"
+                    )
+                return {"attn_config": attention, "expansion_ratio": inner // hidden}
+        return {}
 
     def _token(self, name: str) -> int | None:
         """Return the id of a special token; None: the file has none, which -1 can say, too."""

@@ -6,23 +6,36 @@ import re
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from octavo import _native
 from octavo.checkpoints.base import FLOATS, Expected, LoadFormat, Source, shorten_names
 from octavo.checkpoints.config_json import ConfigJson
-from octavo.checkpoints.gguf.config import Architecture, Description
-from octavo.checkpoints.gguf.header import GGUFHeader, GGUFTensor
+from octavo.checkpoints.gguf.architectures import FUSED, FUSED_MODULES, Architecture
+from octavo.checkpoints.gguf.config import Description
+from octavo.checkpoints.gguf.header import STORED_BLOCKS, GGUFHeader, GGUFTensor
+from octavo.checkpoints.gguf.repack import REPACKED, repack
 from octavo.checkpoints.gguf.tokenizer import tokenizer_texts
 from octavo.errors import ModelError
 from octavo.system.block_types import BLOCK_TYPES
 from octavo.system.tensor import HostTensor, from_numpy
 
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf$")
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
+_ROPE_FACTORS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
+"""Tensors of the factors of wavelengths: of all contexts, of long ones, of short ones."""
 _MOST_PARTS = 1000
+_MOST_FACTORS = 2**16
+
+
+class Rows(NamedTuple):
+    """Rows of a stored tensor that are a tensor of the model."""
+
+    tensor: GGUFTensor
+    begin: int
+    end: int
 
 
 class GGUFFile:
@@ -96,11 +109,10 @@ class GGUFFile:
         embedding = tensors.get("token_embd.weight")
         if embedding is None or len(embedding.shape) != 2:
             raise ModelError(f"{self.path} lacks the tensor token_embd.weight of two dimensions.")
-        first = {name[6:] for name in tensors if name.startswith("blk.0.") and "bias" in name}
+        first = {name[6:] for name in tensors if name.startswith("blk.0.")}
         tied = "output.weight" not in tensors
-        config = self._described.config(embedding.shape[0], tied, first)
-        if self._described.kind == "llama" and (factors := tensors.get("rope_freqs.weight")):
-            config["rope_scaling"] = self._llama3(factors, config)
+        factors = {name: self._factors(tensors[f"{name}.weight"]) for name in self._rope_factors}
+        config = self._described.config(embedding.shape[0], tied, first, factors)
         config["dtype"] = self.dtype
         types = self._block_types()
         if types:
@@ -120,7 +132,7 @@ class GGUFFile:
         Vectors, such as the weights of norms, are in float32 in every file.
         """
         kinds = {tensor.type for tensor in self._tensors.values() if len(tensor.shape) > 1}
-        if kinds & BLOCK_TYPES.keys():
+        if kinds & STORED_BLOCKS.keys():
             return "bfloat16"
         if kinds >= {"float16", "bfloat16"}:
             return "float32"
@@ -141,94 +153,119 @@ class GGUFFile:
         """Return no names: the file has no other files."""
         return []
 
+    @cached_property
+    def _names(self) -> Mapping[str, str]:
+        """Names of modules in this file; see `Architecture.names`."""
+        names = self._described.architecture.names
+        if f"blk.0.{FUSED}.weight" in self._tensors and FUSED not in names.values():
+            return {**names, **dict.fromkeys(FUSED_MODULES, FUSED)}
+        return names
+
+    def _stored_name(self, name: str) -> str:
+        """Return the name in the file of a tensor; its own name if the file has none."""
+        module, _, kind = name.rpartition(".")
+        prefix = self._described.architecture.layers
+        layer, _, inner = module.removeprefix(prefix).partition(".")
+        if not module.startswith(prefix) or not layer.isdecimal():
+            return f"{self._names.get(module, module)}.{kind}"
+        return f"blk.{layer}.{self._names.get(inner, inner)}.{kind}"
+
     def open(self, expected: Expected) -> GGUFTensors:
         """Compare the tensors with `expected`; see `Checkpoint`."""
-        architecture = self._described.architecture
-        names = {
-            source.name: _stored_name(source.name, architecture) for source in expected.sources
-        }
-        missing = [name for name in names.values() if name not in self._tensors]
+        sources: dict[str, dict[str, Source]] = {}
+        for source in expected.sources:
+            sources.setdefault(self._stored_name(source.name), {})[source.name] = source
+        missing = [name for name in sources if name not in self._tensors]
         if missing:
             raise ModelError(
                 f"{self.path} lacks {len(missing)} tensors of {expected.architecture}: "
                 f"{shorten_names(missing)}. Download the model again."
             )
-        used = set(names.values())
-        if self._described.kind == "llama":
-            used.add("rope_freqs.weight")
-        used |= {_stored_name(name, architecture) for name in expected.elsewhere}
+        used = sources.keys() | {f"{name}.weight" for name in self._rope_factors}
+        used |= {self._stored_name(name) for name in expected.elsewhere}
         extra = [name for name in self._tensors if name not in used]
         if extra:
             raise ModelError(
                 f"{self.path} holds {len(extra)} tensors that {expected.architecture} with this "
                 f"metadata does not have: {shorten_names(extra)}."
             )
-        for source in expected.sources:
-            tensor = self._tensors[names[source.name]]
-            shape, dtype = _stored_form(tensor)
-            if shape != source.shape:
-                raise ModelError(
-                    f"{tensor.file}: {tensor.name} has shape {list(shape)}, but the metadata "
-                    f"requires {list(source.shape)}."
-                )
-            if dtype not in source.dtypes:
-                raise ModelError(
-                    f"{tensor.file}: {tensor.name} has type {tensor.type.upper()}; supported here: "
-                    f"{', '.join(source.dtypes)}."
-                )
+        places: dict[str, Rows] = {}
+        for stored, parts in sources.items():
+            places |= _places(self._tensors[stored], list(parts.values()))
         config = self.config
         heads = config.integer("num_attention_heads")
         kv_heads = config.integer("num_key_value_heads", default=heads)
-        tensors = {name: self._tensors[stored] for name, stored in names.items()}
-        return GGUFTensors(self._headers, tensors, architecture, heads, kv_heads)
+        return GGUFTensors(self._headers, places, self._described.architecture, heads, kv_heads)
 
     def _block_types(self) -> dict[str, str]:
         """Return the block types of modules by their names in Hugging Face's form."""
-        architecture = self._described.architecture
-        modules = {stored: name for name, stored in architecture.names.items()}
+        modules: dict[str, list[str]] = {}
+        for module, stored in self._names.items():
+            modules.setdefault(stored, []).append(module)
         types: dict[str, str] = {}
         for tensor in self._tensors.values():
             stored = tensor.name.removesuffix(".weight")
-            if tensor.type not in BLOCK_TYPES or stored == tensor.name:
+            if tensor.type not in STORED_BLOCKS or stored == tensor.name:
                 continue
             match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stored)
-            if match is None:
-                name = modules.get(stored, stored)
-            else:
-                name = f"model.layers.{match[1]}.{modules.get(match[2], match[2])}"
-            types[name] = tensor.type
-        if "model.embed_tokens" in types and "output.weight" not in self._tensors:
-            types["lm_head"] = types["model.embed_tokens"]
+            prefix = ""
+            if match is not None:
+                prefix = f"{self._described.architecture.layers}{match[1]}."
+                stored = match[2]
+            types |= {
+                f"{prefix}{module}": _block_type(tensor) for module in modules.get(stored, [])
+            }
         return types
 
-    def _llama3(self, factors: GGUFTensor, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the rope scaling of Llama 3 that the file's factors of wavelengths follow from.
+    @property
+    def _rope_factors(self) -> list[str]:
+        return [name for name in _ROPE_FACTORS if f"{name}.weight" in self._tensors]
+
+    def _factors(self, tensor: GGUFTensor) -> list[float]:
+        """Return the factors of wavelengths of a tensor.
 
         Raises:
-            ModelError: they follow from other parameters than Llama 3's.
+            ModelError: they are not float32 numbers above 0 in one dimension.
         """
-        header = next(header for header in self._headers if header.file == factors.file)
-        if factors.type != "float32":
-            raise ModelError(f"{factors.file}: {factors.name} has type {factors.type}, not F32.")
-        found = np.frombuffer(header.data, np.float32, factors.nbytes // 4, factors.begin)
-        factor, original, theta = float(found.max()), 8192, config.get("rope_theta", 10000.0)
-        with np.errstate(all="ignore"):
-            wavelengths = 2 * np.pi * np.float64(theta) ** (np.arange(len(found)) / len(found))
-            smooth = np.clip((original / wavelengths - 1) / (4 - 1), 0, 1)
-            made = 1 / ((1 - smooth) / np.float64(factor) + smooth)
-            same = np.allclose(found, made, rtol=1e-3)
-        if not same:
+        header = next(header for header in self._headers if header.file == tensor.file)
+        if tensor.type != "float32" or len(tensor.shape) != 1 or tensor.shape[0] > _MOST_FACTORS:
             raise ModelError(
-                f"{factors.file}: {factors.name} has other factors than those of Llama 3, which is "
-                "not supported."
+                f"{tensor.file}: {tensor.name} {list(tensor.shape)} has type "
+                f"{tensor.type.upper()}; it must be F32 and one row of at most {_MOST_FACTORS}."
             )
-        return {
-            "rope_type": "llama3",
-            "factor": factor,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": original,
-        }
+        found = np.frombuffer(header.data, np.float32, tensor.nbytes // 4, tensor.begin)
+        if not (np.isfinite(found) & (found > 0)).all():
+            raise ModelError(f"{tensor.file}: {tensor.name} has factors that are not above 0.")
+        factors: list[float] = found.astype(np.float64).tolist()
+        return factors
+
+
+def _places(tensor: GGUFTensor, sources: list[Source]) -> dict[str, Rows]:
+    """Return the rows of a stored tensor that belong to each of some tensors, in their order.
+
+    Raises:
+        ModelError: the shape or type does not match.
+    """
+    shape, dtype = _stored_form(tensor)
+    shapes = [s.shape[::-1] if s.transform == "transpose" else s.shape for s in sources]
+    rows = [shape[0] for shape in shapes]
+    required = (sum(rows), *shapes[0][1:])
+    if shape != required:
+        raise ModelError(
+            f"{tensor.file}: {tensor.name} has shape {list(shape)}, but the metadata requires "
+            f"{list(required)}."
+        )
+    places: dict[str, Rows] = {}
+    begin = 0
+    for source, count in zip(sources, rows, strict=True):
+        if dtype not in source.dtypes:
+            raise ModelError(
+                f"{tensor.file}: {tensor.name} has type {tensor.type.upper()}; supported here: "
+                f"{', '.join(source.dtypes)}."
+            )
+        places[source.name] = Rows(tensor, begin, begin + count)
+        begin += count
+    return places
 
 
 class GGUFTensors:
@@ -236,7 +273,7 @@ class GGUFTensors:
 
     Args:
         headers: the files.
-        tensors: tensors by their names in Hugging Face's form.
+        places: places of tensors by their names in Hugging Face's form.
         architecture: the architecture.
         num_heads: number of heads of queries.
         num_kv_heads: number of heads of keys and values.
@@ -245,20 +282,24 @@ class GGUFTensors:
     def __init__(
         self,
         headers: list[GGUFHeader],
-        tensors: Mapping[str, GGUFTensor],
+        places: Mapping[str, Rows],
         architecture: Architecture,
         num_heads: int,
         num_kv_heads: int,
     ) -> None:
         self._data = {header.file: header.data for header in headers}
-        self._tensors, self._architecture = tensors, architecture
+        self._places, self._architecture = places, architecture
         self._heads = {"q_proj": num_heads, "k_proj": num_kv_heads}
 
     def read(self, source: Source) -> HostTensor:
         """Return a view of the mapped file, or a changed copy."""
-        stored = self._tensors[source.name]
+        stored, begin, end = self._places[source.name]
         shape, dtype = _stored_form(stored)
-        data = np.frombuffer(self._data[stored.file], np.uint8, stored.nbytes, stored.begin)
+        shape = end - begin, *shape[1:]
+        row = stored.nbytes // stored.shape[0]
+        data = np.frombuffer(
+            self._data[stored.file], np.uint8, shape[0] * row, stored.begin + begin * row
+        )
         architecture = self._architecture
         module = source.name.split(".")[-2]
         if architecture.permuted and module in self._heads:
@@ -267,11 +308,15 @@ class GGUFTensors:
                 raise ModelError(f"{stored.file}: {stored.name} has {rows} rows for {heads} heads.")
             halves = data.reshape(heads, rows // heads // 2, 2, -1)
             data = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(-1)
+        if source.transform == "by_group":
+            data = _by_group(data.reshape(shape[0], -1), source).reshape(-1)
+        if stored.type in REPACKED:
+            data = repack(data, stored.type)
         if architecture.norm_shift and module.endswith("norm"):
             floats = from_numpy(data).view(dtype).numpy().astype(np.float32)
             return from_numpy((floats - architecture.norm_shift).reshape(shape))
         tensor: HostTensor = from_numpy(data).view(dtype).view(shape)
-        return tensor
+        return tensor.T if source.transform == "transpose" else tensor
 
     def done(self, tensor: HostTensor) -> None:
         """Let the system drop the tensor's pages of the mapped file."""
@@ -281,18 +326,24 @@ class GGUFTensors:
                 _native.release_pages(tensor.data_ptr(), tensor.nbytes)
 
 
-def _stored_name(name: str, architecture: Architecture) -> str:
-    """Return the name in GGUF of a tensor; its own name if GGUF has none."""
-    module, _, kind = name.rpartition(".")
-    match = _LAYER.fullmatch(module)
-    if match is None:
-        return f"{architecture.names.get(module, module)}.{kind}"
-    return f"blk.{match[1]}.{architecture.names.get(match[2], match[2])}.{kind}"
+def _by_group(rows: NDArray[np.uint8], source: Source) -> NDArray[np.uint8]:
+    """Return the rows in the order of groups of heads; the file has all queries first."""
+    numbers = np.arange(len(rows)).reshape(source.groups, source.group_queries + 2, -1)
+    split = np.split(numbers, (source.group_queries, source.group_queries + 1), axis=1)
+    grouped = np.empty_like(rows)
+    grouped[np.concatenate([part.ravel() for part in split])] = rows
+    return grouped
+
+
+def _block_type(tensor: GGUFTensor) -> str:
+    """Return the type of the blocks that `GGUFTensors.read` returns."""
+    repacked = REPACKED.get(tensor.type)
+    return tensor.type if repacked is None else repacked.block_type
 
 
 def _stored_form(tensor: GGUFTensor) -> tuple[tuple[int, ...], str]:
     """Return the shape and the type that `GGUFTensors.read` gives a tensor."""
-    size = BLOCK_TYPES.get(tensor.type)
+    size = BLOCK_TYPES.get(_block_type(tensor))
     if size is None:
         return tensor.shape, tensor.type
     return (*tensor.shape[:-1], tensor.shape[-1] // size.numbers * size.nbytes), "uint8"

@@ -18,6 +18,7 @@ from typing import Any, overload
 
 import numpy as np
 
+from octavo.checkpoints.gguf.repack import REPACKED
 from octavo.checkpoints.model_files import refuse_lfs_pointer, require_file
 from octavo.errors import ModelError, reason_of
 from octavo.system.block_types import BLOCK_TYPES
@@ -35,32 +36,35 @@ _TENSOR_TYPES = {
     12: "q4_k",
     13: "q5_k",
     14: "q6_k",
+    16: "iq2_xxs",
+    17: "iq2_xs",
+    18: "iq3_xxs",
+    19: "iq1_s",
     20: "iq4_nl",
+    21: "iq3_s",
+    22: "iq2_s",
     23: "iq4_xs",
     28: "float64",
+    29: "iq1_m",
     30: "bfloat16",
+    34: "tq1_0",
+    35: "tq2_0",
     39: "mxfp4",
 }
 """Types that Octavo reads, by ggml's numbers."""
 _OTHER_TYPES = {
     9: "Q8_1",
     15: "Q8_K",
-    16: "IQ2_XXS",
-    17: "IQ2_XS",
-    18: "IQ3_XXS",
-    19: "IQ1_S",
-    21: "IQ3_S",
-    22: "IQ2_S",
     24: "I8",
     25: "I16",
     26: "I32",
     27: "I64",
-    29: "IQ1_M",
-    34: "TQ1_0",
-    35: "TQ2_0",
     40: "NVFP4",
 }
 """Names of types that Octavo does not read."""
+STORED_BLOCKS = {kind: BLOCK_TYPES[kind] for kind in _TENSOR_TYPES.values() if kind in BLOCK_TYPES}
+STORED_BLOCKS |= {kind: repacked.stored for kind, repacked in REPACKED.items()}
+"""Blocks of the types that have blocks, as they are in files."""
 _FLOAT_NBYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 _NUMBERS = dict(enumerate("BbHhIif", 0)) | {10: "Q", 11: "q", 12: "d"}
 """Types of numbers in metadata, by GGUF's numbers, as codes of struct."""
@@ -78,7 +82,7 @@ class GGUFTensor:
     file: Path
     name: str
     type: str
-    """Type of floats, or a block type."""
+    """Type of floats, or of blocks: a key of `STORED_BLOCKS`."""
     shape: tuple[int, ...]
     """Shape in numbers, rows first."""
     begin: int
@@ -109,10 +113,24 @@ class Texts(Sequence[str]):
         return bytes(self._data[begin:end]).decode("utf-8", "replace")
 
     def __iter__(self) -> Iterator[str]:
-        begin, data = 8, self._data
-        for end in self._ends:
-            yield str(data[begin:end], "utf-8", "replace")
-            begin = end + 8
+        return iter(self.tolist())
+
+    def tolist(self) -> list[str]:
+        """Return all texts: they are decoded together, with zero bytes between them."""
+        if not self._ends:
+            return []
+        data = np.frombuffer(self._data, np.uint8)
+        begins = np.zeros(len(self._ends), np.int64)
+        begins[1:] = self._ends[:-1]
+        lengths = begins[:, None] + np.arange(8)
+        kept = np.ones(len(data), bool)
+        kept[lengths[:, 1:]] = False
+        joined = data.copy()
+        joined[lengths[:, 0]] = 0
+        texts = joined[kept].tobytes().decode("utf-8", "replace").split("\0")[1:]
+        if len(texts) == len(self._ends):
+            return texts
+        return [self[i] for i in range(len(self))]  # some contain zero bytes
 
 
 class GGUFHeader:
@@ -261,7 +279,7 @@ class GGUFHeader:
                     f"has the tensor {name} of type {unknown}, which is not supported; supported: "
                     f"{known}. Choose another quantization of the model"
                 )
-            size = BLOCK_TYPES.get(kind)
+            size = STORED_BLOCKS.get(kind)
             columns = shape[-1] if shape else 1
             if size is not None and columns % size.numbers:
                 raise self._error(

@@ -15,6 +15,8 @@ from enum import IntEnum
 from functools import cached_property
 from typing import Any
 
+import msgspec
+
 from octavo.checkpoints.gguf.charsmap import check_charsmap
 from octavo.checkpoints.gguf.pre_tokenizers import (
     LINES,
@@ -74,6 +76,10 @@ class TokenType(IntEnum):
     BYTE = 6
 
 
+_ADDED = {TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED}
+"""Types of the tokens that are found in a text before anything else."""
+
+
 def tokenizer_texts(metadata: Mapping[str, object]) -> dict[str, str]:
     """Return tokenizer.json and tokenizer_config.json of a GGUF file.
 
@@ -105,7 +111,7 @@ def tokenizer_texts(metadata: Mapping[str, object]) -> dict[str, str]:
         named = [{"name": n, "template": t} for n, t in templates.items()]
         config["chat_template"] = templates["default"] if [*templates] == ["default"] else named
     return {
-        "tokenizer.json": json.dumps(tokenizer, ensure_ascii=False),
+        "tokenizer.json": msgspec.json.encode(tokenizer).decode(),
         "tokenizer_config.json": json.dumps(config, ensure_ascii=False),
     }
 
@@ -158,15 +164,15 @@ class _Vocabulary:
         tokens = self.array("tokens", {str})
         if not tokens:
             raise _wrong("tokens", "is missing or empty")
-        for i, token in enumerate(tokens):
-            if not token:
-                tokens[i] = f"[EMPTY_{i}]"
-            elif len(token) > _MOST_TOKEN_CHARS:
-                raise _wrong(
-                    "tokens",
-                    f"has {len(token)} characters at id {i}; at most {_MOST_TOKEN_CHARS} are "
-                    "supported",
-                )
+        lengths = [*map(len, tokens)]
+        if max(lengths) > _MOST_TOKEN_CHARS:
+            i = next(i for i, length in enumerate(lengths) if length > _MOST_TOKEN_CHARS)
+            raise _wrong(
+                "tokens",
+                f"has {lengths[i]} characters at id {i}; at most {_MOST_TOKEN_CHARS} are supported",
+            )
+        if not all(lengths):
+            return [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]
         return tokens
 
     def array(self, name: str, types: set[type]) -> list[Any] | None:
@@ -265,14 +271,18 @@ class _Vocabulary:
         if merges is None:
             raise _wrong("merges", f"is missing, which model={self.model!r} needs")
         merges = list(dict.fromkeys(merges))
-        ids = self.ids
-        for merge in merges:
-            left, _, right = merge.partition(" ")
-            if left not in ids or right not in ids or left + right not in ids:
-                missing = next(t for t in (left, right, left + right) if t not in ids)
-                raise _wrong(
-                    "merges", f"contains {merge[:80]!r}, but {missing[:80]!r} is not a token"
-                )
+        pairs = [merge.partition(" ") for merge in merges]
+        needed = {left for left, _, _ in pairs}
+        needed.update(right for _, _, right in pairs)
+        needed.update(left + right for left, _, right in pairs)
+        if missing := needed - self.ids.keys():
+            merge, token = next(
+                (merge, token)
+                for merge, (left, _, right) in zip(merges, pairs, strict=True)
+                for token in (left, right, left + right)
+                if token in missing
+            )
+            raise _wrong("merges", f"contains {merge[:80]!r}, but {token[:80]!r} is not a token")
         return merges
 
     def merges_of_scores(self) -> list[str]:
@@ -302,24 +312,22 @@ class _Vocabulary:
         control = {*_CONTROL_TEXTS.split(), *_INFILL_TEXTS.split()}
         strips = self._strips()
         added = []
-        for i, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True)):
-            user = kind == TokenType.USER_DEFINED
-            special = not user and (
-                kind in (TokenType.CONTROL, TokenType.UNKNOWN) or token in control
+        found = {i for i, kind in enumerate(self.types) if kind in _ADDED}
+        found |= {self.ids[token] for token in control if token in self.ids}
+        for i in sorted(found):
+            token = self.tokens[i]
+            left, right = strips(token)
+            added.append(
+                {
+                    "id": i,
+                    "content": token,
+                    "single_word": False,
+                    "lstrip": left,
+                    "rstrip": right,
+                    "normalized": False,
+                    "special": self.types[i] != TokenType.USER_DEFINED,
+                }
             )
-            if user or special:
-                left, right = strips(token)
-                added.append(
-                    {
-                        "id": i,
-                        "content": token,
-                        "single_word": False,
-                        "lstrip": left,
-                        "rstrip": right,
-                        "normalized": False,
-                        "special": special,
-                    }
-                )
         return added
 
     def _strips(self) -> Callable[[str], tuple[bool, bool]]:

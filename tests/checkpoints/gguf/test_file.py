@@ -17,7 +17,7 @@ from octavo.checkpoints.registry import open_checkpoint
 from octavo.errors import ConfigError, ModelError, OctavoError
 from octavo.models.registry import read_spec
 from tests.gguf_files import VOCABULARY, convert, write_gguf
-from tests.models.harness import make_hf
+from tests.models.harness import Runner, load, make_hf
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -29,6 +29,15 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 256,
 }
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+GLM = {"pad_token_id": 0, "head_dim": 16, "partial_rotary_factor": 0.5}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {"attention_bias": True}),
     "qwen2": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
@@ -47,19 +56,81 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "smollm3": ("SmolLM3ForCausalLM", {"num_hidden_layers": 4, "pad_token_id": 0}),
     "olmo2": ("Olmo2ForCausalLM", {}),
+    "olmo2 window": (
+        "Olmo3ForCausalLM",
+        {"num_hidden_layers": 4, "sliding_window": 4} | {"layer_types": ["full_attention"] * 4},
+    ),
+    "phi2": ("PhiForCausalLM", {"pad_token_id": 0, "partial_rotary_factor": 0.5}),
     "phi3": ("Phi3ForCausalLM", {"pad_token_id": 0}),
+    "starcoder2": ("Starcoder2ForCausalLM", {"sliding_window": None}),
+    "command-r": ("CohereForCausalLM", {"use_qk_norm": True, "logit_scale": 0.5}),
+    "cohere2": (
+        "Cohere2ForCausalLM",
+        {"num_hidden_layers": 4, "sliding_window": 4, "logit_scale": 0.5},
+    ),
+    "chatglm": ("GlmForCausalLM", GLM | {"attention_bias": True}),
+    "glm4": ("Glm4ForCausalLM", GLM | {"attention_bias": False}),
+    "exaone": ("LlamaForCausalLM", {}),
+    "exaone4": ("Exaone4ForCausalLM", {"num_hidden_layers": 4, "sliding_window": 4}),
+    "exaone4 full": (
+        "Exaone4ForCausalLM",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+    ),
+    "seed_oss": ("SeedOssForCausalLM", {"head_dim": 32, "attention_out_bias": True}),
+    "ernie4_5": ("Ernie4_5ForCausalLM", {"head_dim": 32, "use_bias": True, "pad_token_id": 0}),
+    "hunyuan-dense": ("HunYuanDenseV1ForCausalLM", {"head_dim": 32, "pad_token_id": 0}),
+    "internlm2": ("LlamaForCausalLM", {}),
+    "mistral3": ("MistralForCausalLM", {"sliding_window": None, "head_dim": 32}),
+    "mistral3 long": (
+        "Ministral3ForCausalLM",
+        {
+            "head_dim": 32,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 16.0,
+                "original_max_position_embeddings": 8,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.7,
+                "llama_4_scaling_beta": 0.3,
+                "beta_fast": 4.0,
+                "beta_slow": 1.0,
+            },
+        },
+    ),
+    "gpt2": ("GPT2LMHeadModel", {}),
+    "gptneox": ("GPTNeoXForCausalLM", {"rotary_pct": 0.25, "use_parallel_residual": False}),
+    "bloom": ("BloomForCausalLM", {"seq_length": 256}),
+    "falcon": ("FalconForCausalLM", {"num_kv_heads": 1, "multi_query": True, "bias": False}),
+    "falcon new": ("FalconForCausalLM", {"num_kv_heads": 2, "new_decoder_architecture": True}),
+    "mpt": (
+        "MptForCausalLM",
+        {"max_seq_len": 256, "attn_config": {"clip_qkv": 0.4}},
+    ),
     "phi3 window": ("Phi3ForCausalLM", {"pad_token_id": 0, "sliding_window": 4}),
     "llama llama3": (
         "LlamaForCausalLM",
         {
             "max_position_embeddings": 131072,
+            "rope_parameters": LLAMA3,
+        },
+    ),
+    "llama other context": (
+        "LlamaForCausalLM",
+        {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 64, "factor": 3.5}},
+    ),
+    "phi3 longrope": (
+        "Phi3ForCausalLM",
+        {
+            "pad_token_id": 0,
+            "original_max_position_embeddings": 8,
             "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 500000.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192,
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 8,
+                "attention_factor": 1.2,
+                "short_factor": [1.0] * 8,
+                "long_factor": [1.0, 1.1, 1.3, 1.5, 2.0, 3.0, 5.0, 9.0],
             },
         },
     ),
@@ -110,10 +181,10 @@ def logprobs(llm: LLM) -> np.ndarray[Any, Any]:
 def test_logits_equal_transformers(kind: str, tmp_path: Path) -> None:
     model = make(kind, tmp_path / "m.gguf")
     with torch.no_grad():
-        rows = model(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
-    expected = [float(rows[i, token]) for i, token in enumerate(PROMPT[1:])]
-    with start(tmp_path / "m.gguf") as llm:
-        np.testing.assert_allclose(logprobs(llm), expected, atol=2e-4)
+        expected = model(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
+    runner = Runner(load(tmp_path / "m.gguf", max_model_len=128), 1, 128)
+    found = runner.step({0: PROMPT})[0].log_softmax(-1)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
 
 
 MIXED = {"attn_v": "q8_0", "ffn_down": "f16", "token_embd": "q8_0", "": "q4_0"}
@@ -142,6 +213,39 @@ def test_mixed_types(tmp_path: Path) -> None:
     assert 0 < np.abs(alone - expected).max() < 0.4
     with start(file, dtype="float32", tensor_parallel_size=2) as llm:
         np.testing.assert_allclose(logprobs(llm), alone, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "chatglm", "falcon new", "internlm2"])
+def test_blocks_of_other_layouts(kind: str, tmp_path: Path) -> None:
+    """Blocks of tensors that are transposed, fused, grouped or permuted have the same order."""
+    found = []
+    for name, types in (("float", None), ("blocks", {"": "q8_0"})):
+        make(kind, tmp_path / f"{name}.gguf", types)
+        runner = Runner(load(tmp_path / f"{name}.gguf", max_model_len=128), 1, 128)
+        found.append(runner.step({0: PROMPT})[0].log_softmax(-1))
+    assert 0 < (found[0] - found[1]).abs().mean() < 0.25
+
+
+def test_fused_projections(tmp_path: Path) -> None:
+    """The converter's option --fuse-qkv writes one tensor for queries, keys and values."""
+    make("llama", tmp_path / "m.gguf")
+    header = GGUFHeader(tmp_path / "m.gguf")
+    data = (tmp_path / "m.gguf").read_bytes()
+    tensors = {
+        name: (0, t.shape, data[t.begin : t.begin + t.nbytes]) for name, t in header.tensors.items()
+    }
+    for name in [name for name in tensors if "attn_q." in name]:
+        parts = [tensors.pop(name.replace("attn_q", f"attn_{part}")) for part in "qkv"]
+        shape = (sum(part[1][0] for part in parts), *parts[0][1][1:])
+        contents = b"".join(part[2] for part in parts)
+        tensors[name.replace("attn_q", "attn_qkv")] = (0, shape, contents)
+    metadata = {key: value for key, value in header.metadata.items() if key.startswith("llama.")}
+    write_gguf(tmp_path / "fused.gguf", LLAMA | VOCABULARY | metadata, tensors)
+    logits = [
+        Runner(load(tmp_path / f"{name}.gguf", max_model_len=128), 1, 128).step({0: PROMPT})[0]
+        for name in ("m", "fused")
+    ]
+    assert torch.equal(*logits)
 
 
 def test_blocks_that_ranks_would_divide(tmp_path: Path) -> None:
@@ -205,6 +309,7 @@ def test_split_files(tmp_path: Path) -> None:
 
 HUGE = 2**60
 LLAMA = {"general.architecture": "llama"}
+YARN = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0}
 BLOCK = (2, (2, 32), bytes(36))
 
 
@@ -234,7 +339,12 @@ def test_damaged_headers(data: bytes, message: str, tmp_path: Path) -> None:
     ("metadata", "tensors", "message"),
     [
         ({"general.alignment": 7}, {}, "general.alignment=7; it must be a multiple of 8"),
-        ({}, {"a": (16, (2, 256), bytes(132))}, "tensor a of type IQ2_XXS, .* supported: FLOAT32"),
+        ({}, {"a": (40, (2, 256), bytes(288))}, "tensor a of type NVFP4, .* supported: FLOAT32"),
+        (
+            {},
+            {"a": (16, (2, 64), bytes(132))},
+            r"64 columns, which blocks of 256 numbers \(IQ2_XXS",
+        ),
         ({}, {"a": (99, (2, 256), b"")}, "the tensor a of type number 99"),
         ({}, {"a": (2, (2, 33), bytes(36))}, "33 columns, which blocks of 32 numbers"),
         ({}, {"a": (2, (HUGE, HUGE, 32), b"")}, r"the tensor a \[1152921504606846976, .* bytes"),
@@ -258,11 +368,18 @@ def test_damaged_tensors(
             "architecture='mamba' is not supported; .*llama",
         ),
         ({"llama.rope.scaling.type": "own"}, "rope.scaling.type='own' is not supported"),
-        ({"llama.rope.scaling.attn_factor": 1.2}, "rope.scaling.attn_factor is not supported"),
+        ({"llama.rope.scaling.attn_factor": 1.2}, "rope.scaling.attn_factor=1.2 is not supported"),
+        ({"llama.rope.scaling.attn_factor": 0.0}, "rope.scaling.attn_factor=0.0 is not supported"),
+        ({"llama.rope.scaling.yarn_ext_factor": 1.0}, "yarn_ext_factor=1.0 is not supported"),
+        (YARN | {"llama.rope.scaling.yarn_ext_factor": 0.0}, "yarn_ext_factor=0.0 is not"),
+        (YARN | {"llama.rope.scaling.yarn_log_multiplier": 1.0}, "yarn_log_multiplier=1.0 is not"),
+        ({"llama.rope.scaling.type": "longrope"}, "type=longrope does not match the tensors"),
         (
             {"llama.attention.key_length": 16, "llama.attention.value_length": 8},
             "value_length=8 differs from key_length=16",
         ),
+        ({"llama.expert_count": 8}, "llama.expert_count=8 is not supported"),
+        ({"llama.new_key": 1}, "keys that are not supported .*: llama.new_key; use the model's"),
         ({"llama.attention.sliding_window": 8}, "attention.sliding_window is not supported"),
         ({"llama.embedding_length": "x"}, "embedding_length='x' is not a finite number"),
         ({"llama.rope.freq_base": float("nan")}, "freq_base='nan' is not a finite number"),
@@ -279,6 +396,30 @@ def test_rejected_metadata(metadata: dict[str, Any], message: str, tmp_path: Pat
     checkpoint = open_checkpoint(tmp_path / "m.gguf")
     with pytest.raises(ModelError, match=message):
         checkpoint.open(read_spec(checkpoint).expected)
+
+
+@pytest.mark.parametrize(
+    ("factors", "message"),
+    [
+        (np.array([1, 0, 2], "<f4"), "rope_freqs.weight has factors that are not above 0"),
+        (np.array([1, np.nan], "<f4"), "rope_freqs.weight has factors that are not above 0"),
+        (
+            np.ones((2, 2), "<f4"),
+            r"rope_freqs.weight \[2, 2\] has type FLOAT32; it must be F32 and",
+        ),
+        (np.ones(2**17, "<f4"), "it must be F32 and one row of at most 65536"),
+        (np.ones(3, "<f4"), "short_factor.* a list of 32 finite numbers"),
+    ],
+)
+def test_rejected_factors(factors: Any, message: str, tmp_path: Path) -> None:
+    fields = {"block_count": 1, "attention.head_count": 1, "feed_forward_length": 64}
+    fields |= {"embedding_length": 64, "context_length": 64}
+    fields |= {"attention.layer_norm_rms_epsilon": 1e-5}
+    tensors = {"rope_freqs.weight": (0, factors.shape, factors.tobytes())}
+    metadata = {f"llama.{key}": value for key, value in fields.items()}
+    write_gguf(tmp_path / "m.gguf", LLAMA | metadata, {"token_embd.weight": BLOCK} | tensors)
+    with pytest.raises(ModelError, match=message):
+        read_spec(open_checkpoint(tmp_path / "m.gguf"))
 
 
 def test_kernels_without_blocks(tmp_path: Path) -> None:

@@ -1,0 +1,268 @@
+"""Architectures of GGUF files: their tensors and metadata in Hugging Face's names.
+
+Facts of llama.cpp's converter (convert_hf_to_gguf.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "lm_head": "output",
+    "model.norm": "output_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+"""Modules of Llama, and their names in GGUF; those of layers without their prefixes."""
+_HEAD_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
+_OUT_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+_SANDWICH = _OUT_NORMS | {"pre_feedforward_layernorm": "ffn_norm"}
+_FUSED_UP = {"mlp.gate_up_proj": "ffn_up"}
+_OLD_LAYERS = {  # GPT-NeoX, BLOOM and Falcon
+    "mlp.dense_h_to_4h": "ffn_up",
+    "mlp.dense_4h_to_h": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+_SELF_ATTENTION = {
+    "self_attention.query_key_value": "attn_qkv",
+    "self_attention.dense": "attn_output",
+}
+
+FUSED = "attn_qkv"
+"""Tensor with the rows of queries, keys and values; some files have it in place of the three."""
+FUSED_MODULES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+"""Modules whose tensors may be parts of `FUSED`, in its order."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """An architecture of GGUF, and the Hugging Face architecture that computes it."""
+
+    name: str
+    names: Mapping[str, str] = field(default_factory=lambda: _NAMES)
+    """Names of modules in GGUF, see `_NAMES`."""
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """Fields of the config, and the keys of their values, without the architecture's prefix."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the config that the file need not name."""
+    layers: str = "model.layers."
+    """Prefix of the names of layers."""
+    windowed: bool = False
+    """True if the model has sliding windows, where the file names their size."""
+    window_by_layer: bool = False
+    """True if the file may name the layers that have a sliding window."""
+    windowed_name: str = ""
+    """Hugging Face architecture of files with a sliding window, if it is another one."""
+    unwindowed: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the config if the file names no sliding window."""
+    permuted: bool = False
+    """True if the converter has reordered the rows of queries and keys for rotations of
+    neighbors."""
+    norm_shift: float = 0.0
+    """Number that the converter has added to the weights of norms."""
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture("LlamaForCausalLM", permuted=True),
+    "mistral3": Architecture(
+        "MistralForCausalLM",
+        windowed=True,
+        unwindowed={"sliding_window": None},
+        permuted=True,
+    ),
+    "qwen2": Architecture("Qwen2ForCausalLM"),
+    "qwen3": Architecture("Qwen3ForCausalLM", _NAMES | _HEAD_NORMS),
+    "gemma": Architecture("GemmaForCausalLM", norm_shift=1.0),
+    "gemma2": Architecture(
+        "Gemma2ForCausalLM",
+        _NAMES | _SANDWICH,
+        {
+            "attn_logit_softcapping": "attn_logit_softcapping",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        windowed=True,
+        window_by_layer=True,
+        norm_shift=1.0,
+    ),
+    "gemma3": Architecture(
+        "Gemma3ForCausalLM",
+        _NAMES | _SANDWICH | _HEAD_NORMS,
+        {
+            "final_logit_softcapping": "final_logit_softcapping",
+            "rope_local_base_freq": "rope.freq_base_swa",
+        },
+        {"rope_local_base_freq": 10000.0},
+        windowed=True,
+        window_by_layer=True,
+        unwindowed={"sliding_window_pattern": 1},
+        norm_shift=1.0,
+    ),
+    "granite": Architecture(
+        "GraniteForCausalLM",
+        fields={
+            "attention_multiplier": "attention.scale",
+            "embedding_multiplier": "embedding_scale",
+            "residual_multiplier": "residual_scale",
+            "logits_scaling": "logit_scale",
+        },
+        permuted=True,
+    ),
+    "smollm3": Architecture("SmolLM3ForCausalLM", permuted=True),
+    "olmo2": Architecture(
+        "Olmo2ForCausalLM",
+        _NAMES | _OUT_NORMS | _HEAD_NORMS,
+        windowed=True,
+        window_by_layer=True,
+        windowed_name="Olmo3ForCausalLM",
+    ),
+    "phi2": Architecture(
+        "PhiForCausalLM",
+        _NAMES
+        | {
+            "model.final_layernorm": "output_norm",
+            "self_attn.dense": "attn_output",
+            "mlp.fc1": "ffn_up",
+            "mlp.fc2": "ffn_down",
+        },
+    ),
+    "phi3": Architecture(
+        "Phi3ForCausalLM",
+        _NAMES | _FUSED_UP | {"self_attn.qkv_proj": FUSED},
+        windowed=True,
+    ),
+    "starcoder2": Architecture(
+        "Starcoder2ForCausalLM", _NAMES | {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"}
+    ),
+    "command-r": Architecture(
+        "CohereForCausalLM", _NAMES | _HEAD_NORMS, {"logit_scale": "logit_scale"}
+    ),
+    "cohere2": Architecture(
+        "Cohere2ForCausalLM",
+        fields={"logit_scale": "logit_scale"},
+        windowed=True,
+        window_by_layer=True,
+    ),
+    "chatglm": Architecture("GlmForCausalLM", _NAMES | _FUSED_UP),
+    "glm4": Architecture(
+        "Glm4ForCausalLM",
+        _NAMES
+        | _FUSED_UP
+        | {
+            "post_self_attn_layernorm": "post_attention_norm",
+            "post_mlp_layernorm": "post_ffw_norm",
+        },
+    ),
+    "exaone": Architecture("LlamaForCausalLM"),
+    "exaone4": Architecture(
+        "Exaone4ForCausalLM",
+        _NAMES | _OUT_NORMS | _HEAD_NORMS,
+        windowed=True,
+        window_by_layer=True,
+        unwindowed={"sliding_window": None},
+    ),
+    "seed_oss": Architecture(
+        "SeedOssForCausalLM", _NAMES | {"post_attention_layernorm": "post_attention_norm"}
+    ),
+    "ernie4_5": Architecture("Ernie4_5ForCausalLM"),
+    "hunyuan-dense": Architecture(
+        "HunYuanDenseV1ForCausalLM",
+        _NAMES
+        | {
+            "self_attn.query_layernorm": "attn_q_norm",
+            "self_attn.key_layernorm": "attn_k_norm",
+        },
+    ),
+    "internlm2": Architecture("LlamaForCausalLM", permuted=True),
+    "gpt2": Architecture(
+        "GPT2LMHeadModel",
+        {
+            "transformer.wte": "token_embd",
+            "transformer.wpe": "position_embd",
+            "transformer.ln_f": "output_norm",
+            "lm_head": "output",
+            "attn.c_attn": FUSED,
+            "attn.c_proj": "attn_output",
+            "mlp.c_fc": "ffn_up",
+            "mlp.c_proj": "ffn_down",
+            "ln_1": "attn_norm",
+            "ln_2": "ffn_norm",
+        },
+        {"n_inner": "feed_forward_length", "n_positions": "context_length"},
+        layers="transformer.h.",
+    ),
+    "gptneox": Architecture(
+        "GPTNeoXForCausalLM",
+        _OLD_LAYERS
+        | {
+            "gpt_neox.embed_in": "token_embd",
+            "gpt_neox.final_layer_norm": "output_norm",
+            "embed_out": "output",
+            "attention.query_key_value": FUSED,
+            "attention.dense": "attn_output",
+        },
+        {"rotary_emb_base": "rope.freq_base"},
+        layers="gpt_neox.layers.",
+    ),
+    "bloom": Architecture(
+        "BloomForCausalLM",
+        _OLD_LAYERS
+        | _SELF_ATTENTION
+        | {
+            "transformer.word_embeddings": "token_embd",
+            "transformer.word_embeddings_layernorm": "token_embd_norm",
+            "transformer.ln_f": "output_norm",
+            "lm_head": "output",
+        },
+        {"seq_length": "context_length"},
+        layers="transformer.h.",
+    ),
+    "falcon": Architecture(
+        "FalconForCausalLM",
+        _OLD_LAYERS
+        | _SELF_ATTENTION
+        | {
+            "transformer.word_embeddings": "token_embd",
+            "transformer.ln_f": "output_norm",
+            "lm_head": "output",
+            "ln_mlp": "attn_norm",
+            "ln_attn": "attn_norm_2",
+        },
+        {
+            "ffn_hidden_size": "feed_forward_length",
+            "num_kv_heads": "attention.head_count_kv",
+        },
+        {"new_decoder_architecture": True},
+        layers="transformer.h.",
+    ),
+    "mpt": Architecture(
+        "MPTForCausalLM",
+        {
+            "transformer.wte": "token_embd",
+            "transformer.norm_f": "output_norm",
+            "lm_head": "output",
+            "attn.Wqkv": FUSED,
+            "attn.out_proj": "attn_output",
+            "ffn.up_proj": "ffn_up",
+            "ffn.down_proj": "ffn_down",
+            "norm_1": "attn_norm",
+            "norm_2": "ffn_norm",
+        },
+        {"max_seq_len": "context_length"},
+        layers="transformer.blocks.",
+    ),
+}
+"""Architectures by `general.architecture`."""
