@@ -113,6 +113,16 @@ examples:
   octavo inspect model-Q4_K_M.gguf --json
 """,
     ),
+    "quality": (
+        "measure a model's perplexity on a text, and its distance from another model",
+        "%(prog)s MODEL [--base MODEL] [--text FILE] [flags]",
+        """\
+examples:
+  octavo quality octavo/stories
+  octavo quality octavo/stories --quantization int4 --base octavo/stories
+  octavo quality model-Q4_K_M.gguf --base ./folder --text book.txt --picture quality.png
+""",
+    ),
 }
 """Help text, usage and examples of the commands in octavo.model_tools, which are modules with
 `add_arguments` and `run`."""
