@@ -123,6 +123,16 @@ examples:
   octavo quality model-Q4_K_M.gguf --base ./folder --text book.txt --picture quality.png
 """,
     ),
+    "convert": (
+        "write a quantized checkpoint for Octavo, vLLM or llama.cpp",
+        "%(prog)s MODEL OUT --to FORM [flags]",
+        """\
+examples:
+  octavo convert octavo/stories stories-int8 --to int8
+  octavo convert ./folder folder-int4 --to int4
+  octavo convert Qwen/Qwen3-0.6B qwen3-Q4_K_M.gguf --to gguf:Q4_K_M
+""",
+    ),
 }
 """Help text, usage and examples of the commands in octavo.model_tools, which are modules with
 `add_arguments` and `run`."""
