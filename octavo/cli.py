@@ -1,4 +1,4 @@
-"""Command line: `octavo serve | run | chat | complete | list | pull | run-batch | bench ...`.
+"""Command line: `octavo serve | run | chat | complete | list | pull | inspect | bench ...`.
 
 Flags are generated from the config, so every setting has a flag. Each command imports its modules
 when it runs, so that `octavo --version` and the client commands start fast, and the server's
@@ -102,6 +102,40 @@ examples:
     ),
 }
 """Help text and examples of each module of octavo.bench with `add_arguments` and `run`."""
+_MODEL_TOOLS = {
+    "inspect": (
+        "describe a model, its memory and its features, without loading its weights",
+        "%(prog)s MODEL [flags]",
+        """\
+examples:
+  octavo inspect octavo/stories
+  octavo inspect ./folder --quantization int8 --max-model-len 8k
+  octavo inspect model-Q4_K_M.gguf --json
+""",
+    ),
+    "quality": (
+        "measure a model's perplexity on a text, and its distance from another model",
+        "%(prog)s MODEL [--base MODEL] [--text FILE] [flags]",
+        """\
+examples:
+  octavo quality octavo/stories
+  octavo quality octavo/stories --quantization int4 --base octavo/stories
+  octavo quality model-Q4_K_M.gguf --base ./folder --text book.txt --picture quality.png
+""",
+    ),
+    "convert": (
+        "write a quantized checkpoint for Octavo, vLLM or llama.cpp",
+        "%(prog)s MODEL OUT --to FORM [flags]",
+        """\
+examples:
+  octavo convert octavo/stories stories-int8 --to int8
+  octavo convert ./folder folder-int4 --to int4
+  octavo convert Qwen/Qwen3-0.6B qwen3-Q4_K_M.gguf --to gguf:Q4_K_M
+""",
+    ),
+}
+"""Help text, usage and examples of the commands in octavo.model_tools, which are modules with
+`add_arguments` and `run`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -314,6 +348,13 @@ def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     if named == "simulate":
         _add_module(simulate, "octavo.simulation.simulate")
 
+    tools = []
+    for name, (doc, usage, examples) in _MODEL_TOOLS.items():
+        tool = commands.add_parser(name, help=doc, usage=usage, epilog=examples)
+        if name == named:
+            _add_module(tool, f"octavo.model_tools.{name}")
+        tools.append(tool)
+
     completion = commands.add_parser(
         "completion",
         help="print a shell script that completes commands and flags",
@@ -328,7 +369,7 @@ def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     )
 
     commands_of_their_own = (serve, router, *terminal, batch, replay, collect, bench, *benchmark)
-    for command in (*commands_of_their_own, simulate, completion, version, helper):
+    for command in (*commands_of_their_own, simulate, *tools, completion, version, helper):
         command.set_defaults(parser=command)
     _describe(commands)
     return parser

@@ -117,6 +117,7 @@ CONTROL_PLANE = [
     "octavo.bench.startup",
     "octavo.simulation.simulate",
     "octavo.simulation.engine_probe",
+    "octavo.model_tools.inspect",
 ]
 
 

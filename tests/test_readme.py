@@ -127,15 +127,18 @@ def test_octavo_chat(server):
     assert done.stdout.strip()
 
 
-@pytest.mark.parametrize("words", [w for w in OCTAVO if w[0] == "bench"], ids=" ".join)
-def test_benchmarks_are_read(words):
+TOOLS = ("bench", "inspect", "quality", "convert")
+
+
+@pytest.mark.parametrize("words", [w for w in OCTAVO if w[0] in TOOLS], ids=" ".join)
+def test_benchmarks_and_model_tools_are_read(words):
     args, unknown = cli.build_parser(words).parse_known_args(words)
     assert args.command is not None
     assert unknown == []
 
 
 def test_commands_and_files_are_there():
-    known = {"run", "serve", "chat", "complete", "list", "pull", "bench", "help"}
+    known = {"run", "serve", "chat", "complete", "list", "pull", "help", *TOOLS}
     assert {words[0] for words in OCTAVO} <= known
     targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M)
     for words in LINES:

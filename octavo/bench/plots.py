@@ -41,14 +41,18 @@ _MOST_LABEL = 60
 """Maximum letters of a legend entry with room for two next to each other."""
 
 
-def check(path: str | Path) -> None:
+def check(path: str | Path, flag: str = "--plot") -> None:
     """Check before a long run that its plot can be drawn.
+
+    Args:
+        path: file to write.
+        flag: flag that names the file, for the error.
 
     Raises:
         BenchError: matplotlib is missing, or the file is neither PNG nor SVG.
     """
     if Path(path).suffix.lower() not in _FORMATS:
-        raise BenchError(f"--plot {path}: must end in {' or '.join(_FORMATS)}.")
+        raise BenchError(f"{flag} {path}: must end in {' or '.join(_FORMATS)}.")
     try:
         import matplotlib.figure  # noqa: F401  # check that it is installed
     except ImportError:
@@ -83,7 +87,7 @@ def requests(result: Mapping[str, Any], path: str | Path) -> None:
     for name, values in _latencies(result).items():
         _distribution(axes[name], name, values)
     axes[names[0]].set_ylabel("Share at or below (%)")
-    model = str(result.get("model_id", "")).rstrip("/").rpartition("/")[2]
+    model = _short_name(result.get("model_id", ""))
     count = len(result["ttfts"])
     plural = "" if count == 1 else "s"
     figure.suptitle(f"{model}: {count:,} request{plural}, {_shown_rate(result)}")
@@ -349,6 +353,49 @@ def simulation(timeline: Timeline, records: Sequence[RequestRecord], path: str |
         ax.grid(color="#e5e5e5")
         ax.set_xlim(left=0)
     _save(figure, path)
+
+
+def quality(result: Mapping[str, Any], path: str | Path) -> None:
+    """Draw a model's perplexity with its interval and, if there are any, the errors of its layers.
+
+    Args:
+        result: result of `octavo.model_tools.quality.measure`.
+        path: file to write, PNG or SVG.
+
+    Raises:
+        BenchError: see `check`.
+    """
+    check(path, "--picture")
+    layers = result.get("layers") or []
+    figure = _new_figure(11 if layers else 5, 4.5)
+    axes = figure.subplots(1, 2, width_ratios=(1, 3), squeeze=False) if layers else None
+    ax = figure.subplots() if axes is None else axes[0][0]
+    names = [name for name in ("base_perplexity", "perplexity") if name in result]
+    for i, name in enumerate(names):
+        mean, colour = result[name], _BLUE if name == "perplexity" else _ORANGE
+        low, high = (mean["value"] if mean[k] is None else mean[k] for k in ("low", "high"))
+        errors = [[mean["value"] - low], [high - mean["value"]]]
+        ax.errorbar([i], [mean["value"]], yerr=errors, fmt="o", color=colour, capsize=4)
+    labels = {"base_perplexity": "base", "perplexity": "model"}
+    ax.set_xticks(range(len(names)), [labels[name] for name in names])
+    ax.set(ylabel="Perplexity", xlim=(-0.5, len(names) - 0.5))
+    if axes is not None:
+        places = np.arange(len(layers)) - 1
+        ax = axes[0][1]
+        ax.bar(places, [100 * row["error"] for row in layers], color=_BLUE, label="own")
+        accumulated = [100 * row["accumulated"] for row in layers]
+        ax.plot(places, accumulated, "s-", color=_ORANGE, label="accumulated")
+        ticks = range(0, len(layers) - 1, 1 + len(layers) // 20)
+        ax.set_xticks([-1, *ticks], ["E", *map(str, ticks)])
+        ax.set(xlabel="Embedding (E) and layers", ylabel="Relative error (%)")
+        ax.set(title=f"KL divergence {result['kl_divergence']['value']:.3g} nats per token")
+        _legend(ax)
+    figure.suptitle(f"{_short_name(result['model'])}: {result['num_tokens']:,} tokens")
+    _save(figure, path)
+
+
+def _short_name(model: object) -> str:
+    return str(model).rstrip("/").rpartition("/")[2]
 
 
 def _time_unit(seconds: float) -> tuple[float, str]:

@@ -103,6 +103,11 @@ class ConfigJson:
         """Return the unchecked values of all fields."""
         return list(self._data.values())
 
+    @property
+    def fields(self) -> dict[str, Any]:
+        """A copy of all fields, as they are."""
+        return dict(self._data)
+
     def has(self, name: str) -> bool:
         """Return True if the field is present and not null."""
         return self._data.get(name) is not None

@@ -23,7 +23,7 @@ from octavo.errors import GRAMMAR_PACKAGES, ConfigError
 from octavo.executor.base import Executor
 from octavo.executor.registry import get_executor_class
 from octavo.kv_cache.events import KVEventLog
-from octavo.kv_cache.groups import find_full_attention, make_kv_cache_groups
+from octavo.kv_cache.groups import KVCacheConfig, find_full_attention, make_kv_cache_groups
 from octavo.kv_connector.base import KVConnectorScheduler
 from octavo.kv_connector.inbox import TransferInbox
 from octavo.kv_connector.registry import get_connector
@@ -114,18 +114,13 @@ def make_engine_core(
     # A server logs all details; a program or a chat only the progress.
     details = logging.DEBUG if request_memory is None else logging.INFO
     platform = platform or get_platform(config.device.device)
-    check_settings(config, platform)
+    setup = set_up_worker(
+        config, spec, model_path, platform, default_batched_tokens, engine_index=engine_index
+    )
     directory = config.observability.profiler_dir
     profiler = None if directory is None else Profiler(directory)
     if spec.left_out:
         logger.info("%s is run as a text model, without %s", spec.architecture, spec.left_out)
-    is_quantized = any(weight.form != PLAIN for weight in spec.weights())
-    if is_quantized and not platform.is_native(config.device):
-        raise ConfigError(
-            f"{config.model.model} is quantized, which only the CPU's own kernels support; use "
-            "device=cpu without attention_backend=triton, or a checkpoint in bfloat16."
-        )
-    setup = make_worker_setup(config, spec, model_path, default_batched_tokens, engine_index)
     config, budget = setup.config, setup.max_num_batched_tokens
     checkpoint = open_checkpoint(model_path, config.load.load_format)
     for stage in setup.stages:
@@ -133,16 +128,12 @@ def make_engine_core(
     make_executor = make_executor or get_executor_class(config)
     estimate = platform.estimate_memory(setup)
     if estimate is not None:  # reject a plan that does not fit before loading
-        plan, kv_cache = make_memory_plan(
-            config,
-            spec,
+        plan, kv_cache = plan_memory(
+            setup,
             estimate,
-            max_num_batched_tokens=budget,
             request_memory=request_memory,
             warm_spare=warm_spare,
             limit=memory_limit,
-            draft=None if setup.draft is None else setup.draft.spec,
-            items=_memory_items(config, spec),
         )
         _log_plan(plan, details)
         setup = _fit_plan(setup, plan, estimate)
@@ -203,6 +194,55 @@ def make_engine_core(
             logger.log(details, "%s", plan.compare(sum(filter(None, resident))))
         undo.pop_all()
     return core, plan
+
+
+def set_up_worker(
+    config: EngineConfig,
+    spec: ModelSpec,
+    model_path: Path,
+    platform: Platform,
+    default_batched_tokens: int,
+    engine_index: int = 0,
+) -> WorkerSetup:
+    """Return the setup of the first worker, after the checks of settings, model and device.
+
+    Args: as for `make_engine_core`.
+
+    Raises:
+        ConfigError: settings do not fit each other, the device or the model.
+        ModelError: the model folder cannot be used.
+    """
+    check_settings(config, platform)
+    is_quantized = any(weight.form != PLAIN for weight in spec.weights())
+    if is_quantized and not platform.is_native(config.device):
+        raise ConfigError(
+            f"{config.model.model} is quantized, which only the CPU's own kernels support; use "
+            "device=cpu without attention_backend=triton, or a checkpoint in bfloat16."
+        )
+    return make_worker_setup(config, spec, model_path, default_batched_tokens, engine_index)
+
+
+def plan_memory(
+    setup: WorkerSetup,
+    estimate: MemoryBudget,
+    *,
+    request_memory: int | None = None,
+    warm_spare: bool | None = False,
+    limit: int | None = None,
+) -> tuple[MemoryPlan, KVCacheConfig]:
+    """Plan the memory of an engine from the platform's estimate; see `make_memory_plan`."""
+    config, spec = setup.config, setup.spec
+    return make_memory_plan(
+        config,
+        spec,
+        estimate,
+        max_num_batched_tokens=setup.max_num_batched_tokens,
+        request_memory=request_memory,
+        warm_spare=warm_spare,
+        limit=limit,
+        draft=None if setup.draft is None else setup.draft.spec,
+        items=_memory_items(config, spec),
+    )
 
 
 def _fit_plan(setup: WorkerSetup, plan: MemoryPlan, estimate: MemoryBudget) -> WorkerSetup:

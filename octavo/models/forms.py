@@ -92,6 +92,12 @@ def assign(spec: _Spec, setting: str | None, config: ConfigJson) -> _Spec:
     return _with_forms(spec, choose)
 
 
+def quant_method(config: ConfigJson) -> str | None:
+    """Return the method by which a checkpoint is quantized, from config.json; None: it is not."""
+    name = next((name for name in _QUANTIZED if config.has(name)), None)
+    return None if name is None else str(config.section(name).get("quant_method"))
+
+
 def _texts(config: ConfigJson, field: str) -> list[str]:
     value = config.get(field) or []
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -96,13 +96,7 @@ class LoadedWeights:
     ) -> None:
         self._checkpoint, self._dtype, self._ops = checkpoint, dtype, ops
         self._weights = spec.weights()
-        for weight in self._weights:
-            limit = weight.form.max_inputs
-            if limit is not None and weight.shape[1] > limit:
-                raise ModelError(
-                    f"{weight.name} has {weight.shape[1]} inputs, and quantization="
-                    f"{weight.form.name} supports {limit} at most; leave quantization out."
-                )
+        check_inputs(self._weights)
         self._open = partial(checkpoint.open, spec.expected)
         self._key = partial(weights_key, spec, checkpoint, dtype)
         self._cache = cache if ops.packs_weights else None
@@ -194,6 +188,21 @@ class LoadedWeights:
         for tensor in whole:
             tensors.done(tensor)
         return result
+
+
+def check_inputs(weights: Iterable[Weight]) -> None:
+    """Check that the forms of all weights support their numbers of inputs.
+
+    Raises:
+        ModelError: a weight has more inputs than its form supports.
+    """
+    for weight in weights:
+        limit = weight.form.max_inputs
+        if limit is not None and weight.shape[1] > limit:
+            raise ModelError(
+                f"{weight.name} has {weight.shape[1]} inputs, and quantization="
+                f"{weight.form.name} supports {limit} at most; leave quantization out."
+            )
 
 
 def build_model(spec: ModelSpec, parts: Parts) -> Model:

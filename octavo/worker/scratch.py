@@ -65,8 +65,7 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend) -> Scratch:
         for block in layer.blocks
     )
     ops, backend = NativeOps(), _RecordedAttention()  # other backends use the same buffers
-    for cache in spec.caches:  # the configured backend rejects unsupported caches
-        _view(cache, config.cache.block_size, setup.kv_cache_dtype, asked)
+    check_caches(setup, asked)
     caches = [_view(cache, 16, setup.dtype, backend) for cache in spec.caches]
     weights = spec.weights()
     parts = Parts(
@@ -106,6 +105,16 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend) -> Scratch:
     kernels += _native.linear_scratch(rows, inputs, threads)
     shared = 0 if buffers is None else buffers.nbytes
     return Scratch(activations.peak, logits.peak, kernels, shared)
+
+
+def check_caches(setup: WorkerSetup, backend: AttentionBackend) -> None:
+    """Check that an attention backend supports the caches of the worker's layers.
+
+    Raises:
+        ConfigError: it does not support the model's heads, the block size or the cache's type.
+    """
+    for cache in set(setup.part.caches):
+        _view(cache, setup.config.cache.block_size, setup.kv_cache_dtype, backend)
 
 
 def _view(cache: CacheSpec, block_size: int, dtype: str, backend: AttentionBackend) -> Any:

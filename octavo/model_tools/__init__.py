@@ -1,0 +1,1 @@
+"""Tools for model files: `octavo inspect`, `octavo quality` and `octavo convert`."""

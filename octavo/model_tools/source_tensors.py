@@ -1,0 +1,69 @@
+"""Float tensors of a checkpoint that is converted, read in parts of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.checkpoints.base import Source, Tensors
+from octavo.errors import ModelError
+from octavo.system.tensor import numpy_dtype
+
+_NUMBERS = 2**20
+"""Numbers that are converted at a time."""
+
+
+def row_ranges(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """Yield the rows [begin, end) of parts of a tensor that are converted at a time."""
+    columns = int(np.prod(shape[1:]))
+    step = max(1, _NUMBERS // columns)
+    for begin in range(0, shape[0], step):
+        yield begin, min(begin + step, shape[0])
+
+
+def read_rows(
+    tensors: Tensors,
+    source: Source,
+    begin: int,
+    end: int,
+    order: NDArray[np.int64] | None = None,
+) -> NDArray[np.float32]:
+    """Return rows of a tensor in float32.
+
+    Args:
+        tensors: the open checkpoint.
+        source: the tensor.
+        begin: first row.
+        end: end of the rows.
+        order: index of the row that comes at each place; None: the rows keep their order.
+
+    Raises:
+        ModelError: a number is not finite.
+    """
+    array: NDArray[Any] = tensors.read(source).numpy()
+    rows = array[begin:end] if order is None else array[order[begin:end]]
+    floats: NDArray[np.float32] = rows.astype(np.float32)
+    if not np.isfinite(floats).all():
+        raise ModelError(
+            f"{source.name} has numbers that are not finite; download the model again."
+        )
+    return floats
+
+
+def as_bytes(floats: NDArray[np.float32], dtype: str, name: str) -> bytes:
+    """Return the numbers of a tensor in a type.
+
+    Raises:
+        ModelError: a number is too large for the type.
+    """
+    with np.errstate(over="ignore"):
+        converted: NDArray[Any] = floats.astype(numpy_dtype(dtype))
+    if not np.isfinite(converted.astype(np.float32)).all():
+        raise ModelError(
+            f"{name} has the number {float(np.abs(floats).max()):.4g}, which {dtype} cannot hold; "
+            "choose another type."
+        )
+    return converted.tobytes()
