@@ -126,18 +126,22 @@ INLINE vi dot(vi acc, vu codes, vi x) {
 template <int Quads, int Most, int R, int V, class Codes>
 INLINE void dots(vi (&acc)[R][V], const int8_t* x, int64_t stride, Codes codes) {
 #if defined(OCTAVO_PAIR_SUMS)
-  constexpr int fit = 32767 / (2 * 127 * Most), depth = fit < Quads ? fit : Quads;
+  // Quads whose sums 16 bits hold: a divisor of Quads, which is 1, 2, 4 or 8
+  constexpr int fit = 32767 / (2 * 127 * Most);
+  constexpr int power = fit >= 8 ? 8 : fit >= 4 ? 4 : fit >= 2 ? 2 : 1;
+  constexpr int depth = power < Quads ? power : Quads;
   if constexpr (Most < 128) {
     UNROLL for (int first = 0; first < Quads; first += depth) {
       vs pairs[R][V];
-      UNROLL for (int q = first; q < first + depth && q < Quads; q++) {
+      UNROLL for (int d = 0; d < depth; d++) {
+        const int q = first + d;
         vu b[V];
         UNROLL for (int j = 0; j < V; j++) b[j] = codes(q, j);
         UNROLL for (int i = 0; i < R; i++) {
           const vi s = splat_int(load_raw<int32_t>(x + i * stride + q * kQuad));
           UNROLL for (int j = 0; j < V; j++) {
             const vs more = pair_products(b[j], s);
-            pairs[i][j] = q == first ? more : pairs[i][j] + more;
+            pairs[i][j] = d == 0 ? more : pairs[i][j] + more;
           }
         }
       }

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.checkpoints.base import Source, Tensors
-from octavo.checkpoints.gguf.config import ARCHITECTURES, Architecture
+from octavo.checkpoints.gguf.architectures import ARCHITECTURES, Architecture
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.errors import ConfigError, ModelError
 from octavo.layers.rope_spec import RopeSpec
