@@ -8,6 +8,7 @@ from octavo.checkpoints.config_json import ConfigJson
 from octavo.quantization.autoround import read_autoround
 from octavo.quantization.awq import read_awq
 from octavo.quantization.base import Groups, WeightForm
+from octavo.quantization.bitsandbytes import read_bitsandbytes
 from octavo.quantization.compressed_tensors import read_compressed_tensors
 from octavo.quantization.fp8 import OnlineFP8, read_fp8
 from octavo.quantization.gguf import read_gguf
@@ -30,6 +31,7 @@ METHODS: dict[str, Reader] = {
     "gptq": read_gptq,
     "auto-round": read_autoround,
     "intel/auto-round": read_autoround,
+    "bitsandbytes": read_bitsandbytes,
     "compressed-tensors": read_compressed_tensors,
     "fp8": read_fp8,
     "gguf": read_gguf,

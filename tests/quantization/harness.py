@@ -78,7 +78,7 @@ class Folders:
     def save(self, **fields: Any) -> None:
         """Write the tensors and the config again, with changes of the quantization_config."""
         safetensors.numpy.save_file(
-            {name: np.ascontiguousarray(array) for name, array in self.tensors.items()},
+            {name: np.array(array, order="C") for name, array in self.tensors.items()},
             self.quantized / "model.safetensors",
         )
         config = json.loads((self.plain / "config.json").read_text())
@@ -129,17 +129,17 @@ class Folders:
 
 def _damages(tensors: dict[str, Array]) -> Iterator[tuple[str, Array | None]]:
     """Yield damages of the first quantized module: a tensor's name and its contents, if any."""
-    first = next(name for name in tensors if re.search("scale|absmax", name)).rpartition(".")[0]
+    first = next(name for name in tensors if re.search("scale|absmax|SCB", name)).rpartition(".")[0]
     for name, good in list(tensors.items()):
         if name.rpartition(".")[0] != first:
             continue
-        if not name.endswith("g_idx"):  # an optional tensor
+        if not name.endswith(("g_idx", "weight_format")):  # optional tensors
             yield name, None
         yield name, good.repeat(2, 0)
         yield name, good[..., None]
         yield name, np.zeros(0, good.dtype)
-        yield name, good.astype("int16" if re.search("scale|absmax", name) else "float32")
-        if re.search("scale|absmax", name):
+        yield name, good.astype("int16" if re.search("scale|absmax|SCB", name) else "float32")
+        if re.search("scale|absmax|SCB", name):
             for value in (np.nan, np.inf, -np.inf):
                 bad = good.copy()
                 bad.flat[-1] = value
