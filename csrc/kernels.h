@@ -109,7 +109,7 @@ struct LinearArgs {
 };
 
 // Encoding of a quantized weight, see quant.h; from q4_0 to iq4_xs: block types of GGUF, see blocks.h;
-// fp8: see fp8.h.
+// fp8: see fp8.h; nf4: see quant.h.
 enum class QuantFormat : int {
   int8 = 0,
   int4_levels = 1,
@@ -129,7 +129,8 @@ enum class QuantFormat : int {
   q5_k = 15,
   q6_k = 16,
   iq4_xs = 17,
-  fp8 = 18
+  fp8 = 18,
+  nf4 = 19
 };
 
 struct QuantizeArgs {
@@ -189,6 +190,7 @@ struct LinearQArgs {
     const double scale = 2 + (format == QuantFormat::int4_zeros);
     const double weight = format == QuantFormat::int8    ? 1.0
                           : format == QuantFormat::int8_groups ? 1.0 + 5.0 / double(group)
+                          : format == QuantFormat::nf4 ? 0.5 + 4.0 / double(group)
                           : format == QuantFormat::fp8   ? 1.0 + (group ? 4.0 / double(group) : 0.0)
                           : format >= QuantFormat::q4_0 ? kBlocks[int(format) - int(QuantFormat::q4_0)] / 8
                                                         : 0.5 + scale / double(group);

@@ -23,6 +23,14 @@ IQ4_LEVELS = np.array(
 E2M1_LEVELS = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 """Levels of mxfp4: twice the numbers of the type e2m1."""
 
+# fmt: off
+NF4_LEVELS = np.array(
+    [-32767, -22812, -17205, -12940, -9320, -6054, -2983, 0,
+     2608, 5273, 8064, 11072, 14441, 18435, 23689, 32767], np.float32
+)
+# fmt: on
+"""Levels of nf4 (bitsandbytes), times 32767."""
+
 
 def dequantize(blocks: Bytes, block_type: str) -> Floats:
     """Return the numbers of raw blocks in float32.

@@ -85,7 +85,7 @@ class Folders:
         config["quantization_config"] = self.description | fields
         (self.quantized / "config.json").write_text(json.dumps(config))
 
-    def assert_same_weights(self, rank: Rank | None = None) -> None:
+    def assert_same_weights(self, rank: Rank | None = None, atol: float = 1e-7) -> None:
         """Check that the kernels have the dequantized weights, or a rank's part of them.
 
         A row of x with one number is quantized without an error.
@@ -93,7 +93,7 @@ class Folders:
         got, want = (_weights(folder, rank) for folder in (self.quantized, self.plain))
         assert got.keys() == want.keys()
         for name, weight in got.items():
-            assert np.allclose(weight, want[name], rtol=1e-5, atol=1e-7), name
+            assert np.allclose(weight, want[name], rtol=1e-5, atol=atol), name
 
     def assert_same_logits(self, cache_folder: Path | None = None) -> None:
         """Check that logits differ from those of the dequantized model by 8-bit activations.
@@ -138,8 +138,8 @@ def _damages(tensors: dict[str, Array]) -> Iterator[tuple[str, Array | None]]:
         yield name, good.repeat(2, 0)
         yield name, good[..., None]
         yield name, np.zeros(0, good.dtype)
-        yield name, good.astype("int16" if re.search("scale|absmax|SCB", name) else "float32")
-        if re.search("scale|absmax|SCB", name):
+        yield name, good.astype("int16")
+        if re.search("scale|absmax|SCB", name) and good.dtype.kind != "u":
             for value in (np.nan, np.inf, -np.inf):
                 bad = good.copy()
                 bad.flat[-1] = value
