@@ -109,31 +109,33 @@ struct LinearArgs {
 };
 
 // Encoding of a quantized weight, see quant.h; from q4_0 on: block types of GGUF, see blocks.h;
-// fp8: see fp8.h.
+// fp8: see fp8.h; nf4: see quant.h.
 enum class QuantFormat : int {
   int8 = 0,
   int4_levels = 1,
   int4 = 2,
   int4_zeros = 3,
   int8_groups = 4,
+  int8_groups = 4,
   fp8 = 5,
-  q4_0 = 6,
-  q4_1 = 7,
-  q5_0 = 8,
-  q5_1 = 9,
-  q8_0 = 10,
-  iq4_nl = 11,
-  mxfp4 = 12,
-  q2_k = 13,
-  q3_k = 14,
-  q4_k = 15,
-  q5_k = 16,
-  q6_k = 17,
-  iq4_xs = 18,
-  iq1_levels = 19,
-  iq2_levels = 20,
-  iq3_xxs_levels = 21,
-  iq3_s_levels = 22
+  nf4 = 6,
+  q4_0 = 7,
+  q4_1 = 8,
+  q5_0 = 9,
+  q5_1 = 10,
+  q8_0 = 11,
+  iq4_nl = 12,
+  mxfp4 = 13,
+  q2_k = 14,
+  q3_k = 15,
+  q4_k = 16,
+  q5_k = 17,
+  q6_k = 18,
+  iq4_xs = 19,
+  iq1_levels = 20,
+  iq2_levels = 21,
+  iq3_xxs_levels = 22,
+  iq3_s_levels = 23
 };
 
 struct QuantizeArgs {
@@ -194,6 +196,7 @@ struct LinearQArgs {
     const double scale = 2 + (format == QuantFormat::int4_zeros);
     const double weight = format == QuantFormat::int8    ? 1.0
                           : format == QuantFormat::int8_groups ? 1.0 + 5.0 / double(group)
+                          : format == QuantFormat::nf4 ? 0.5 + 4.0 / double(group)
                           : format == QuantFormat::fp8   ? 1.0 + (group ? 4.0 / double(group) : 0.0)
                           : format >= QuantFormat::q4_0 ? kBlocks[int(format) - int(QuantFormat::q4_0)] / 8
                                                         : 0.5 + scale / double(group);

@@ -6,7 +6,8 @@
 //   int4_levels  scale * kLevels[code] / 16 \  one float16 scale for each output and group of K, one
 //   int4         scale * (code - 8)          > float32 scale for each row of x and group. Over groups
 //   int4_zeros   scale * (code - zero)      |  sums are float32, from first to last, whatever m is.
-//   int8_groups  scale * (code - zero)      /  The scales of int8_groups are float32.
+//   int8_groups  scale * (code - zero)      |  The scales of int8_groups and nf4 are float32.
+//   nf4          scale * kNf4Levels[code]   /
 //
 // Packed in panels of kPanel outputs as in gemm.h, K in fours (one 32-bit lane holds four codes of
 // one output), and padded with zeros of x, which is exact:
@@ -16,6 +17,7 @@
 //           the low halves of the bytes; float16 scales [kPanel]; int4_zeros: zeros [kPanel] }
 //   int8_groups  [n / kPanel][ceil(k / group)]{ codes [group / 4][kPanel][4], float32 scales
 //           [kPanel], zeros [kPanel] }
+//   nf4     as int4, with float32 scales
 // A weight may have an order of its inputs: x is gathered by it before it is quantized.
 #pragma once
 #include "blocks.h"
@@ -41,11 +43,30 @@ constexpr int8_t kLevels[16] = {-127, -101, -76, -58, -44, -31, -20, -10,
 
 alignas(64) constexpr LevelBytes kLevelBytes{kLevels};
 
-// Decodes codes, one per byte, to the bytes that dot() multiplies
+// Values of the codes of nf4 (Dettmers et al., "QLoRA"), times 32767. Levels plus 32768 are two
+// bytes: a product is that of the high bytes times 256, plus that of the low bytes.
+constexpr int16_t kNf4Levels[16] = {-32767, -22812, -17205, -12940, -9320, -6054, -2983, 0,
+                                    2608,   5273,   8064,   11072,  14441, 18435, 23689, 32767};
+
+struct Nf4Bytes {
+  uint8_t bytes[2][4 * W];  // high, low; minus kCodeOffset
+  constexpr Nf4Bytes() : bytes() {
+    for (int i = 0; i < 4 * W; i++) {
+      const int level = kNf4Levels[i % 16] + 32768;
+      bytes[0][i] = uint8_t((level >> 8) - kCodeOffset);
+      bytes[1][i] = uint8_t((level & 255) - kCodeOffset);
+    }
+  }
+};
+alignas(64) constexpr Nf4Bytes kNf4Bytes;
+
+// Decodes codes, one per byte, to the bytes that dot() multiplies; of nf4 to the high or low ones
 template <QuantFormat F>
-INLINE vu decode(vu codes) {
+INLINE vu decode(vu codes, [[maybe_unused]] int part = 0) {
   if constexpr (F == QuantFormat::int8 || F == QuantFormat::int8_groups)
     return codes ^ (kCodeOffset * 0x01010101u);
+  else if constexpr (F == QuantFormat::nf4)
+    return look_up(load_raw<vbytes>(kNf4Bytes.bytes[part]), codes);
   else if constexpr (F != QuantFormat::int4_levels)
     return codes;
   else
@@ -181,6 +202,7 @@ INLINE void tiles8(const LinearQArgs& a, const QuantRows& x, T t, int64_t row0, 
 
 INLINE int64_t group_nbytes(int64_t group, QuantFormat format) {
   if (format == QuantFormat::int8_groups) return kPanel * (group + sizeof(float) + 1);
+  if (format == QuantFormat::nf4) return kPanel * (group / 2 + sizeof(float));
   return kPanel * (group / 2 + sizeof(f16) + (format == QuantFormat::int4_zeros));
 }
 
@@ -194,17 +216,16 @@ constexpr int kGroupQuads = 2;
 template <int R, int V, QuantFormat F>
 void dots4(const LinearQArgs& a, const QuantRows& x, int64_t row, const uint8_t* w, int col,
            float* c) {
-  constexpr bool bytes = F == QuantFormat::int8_groups;
+  constexpr bool bytes = F == QuantFormat::int8_groups, nf4 = F == QuantFormat::nf4;
   constexpr int64_t step_nbytes = kGroupQuads * kQuad * kPanel / (bytes ? 1 : 2);
-  using Scale = std::conditional_t<bytes, float, f16>;
+  using Scale = std::conditional_t<bytes || nf4, float, f16>;
   const int64_t codes_nbytes = a.group / (kQuad * kGroupQuads) * step_nbytes;
   const int64_t step = group_nbytes(a.group, F);
-  const int8_t* q = x.q + row * x.stride;
   const float* x_scales = x.scales + row * x.groups;
   const int32_t* x_sums = x.sums + row * x.groups;
   vf sum[R][V] = {};
   for (int64_t g = 0; g < x.groups; g++, w += step) {
-    const uint8_t *p = w + kQuad * col, *scales = w + codes_nbytes + col * sizeof(Scale);
+    const uint8_t *scales = w + codes_nbytes + col * sizeof(Scale);
     [[maybe_unused]] const uint8_t* zeros = w + codes_nbytes + kPanel * sizeof(Scale) + col;
     vi acc[R][V];
     UNROLL for (int i = 0; i < R; i++) {
@@ -215,19 +236,29 @@ void dots4(const LinearQArgs& a, const QuantRows& x, int64_t row, const uint8_t*
         else if constexpr (F == QuantFormat::int4_zeros)
           acc[i][j] = multiply_small(load_zeros(zeros + j * W), s);
         else
-          acc[i][j] = s;
+          acc[i][j] = nf4 ? vi{} : s;
       }
     }
+    for (int part = 0; part < (nf4 ? 2 : 1); part++) {
+      if (part)
+        UNROLL for (int i = 0; i < R; i++)
+          UNROLL for (int j = 0; j < V; j++) acc[i][j] = (vi)((vu)acc[i][j] << 8);
+      const uint8_t* p = w + kQuad * col;
+      const int8_t* q = x.q + row * x.stride + g * a.group;
 #pragma GCC unroll 4
-    for (int64_t o = 0; o < a.group; o += kQuad * kGroupQuads, p += step_nbytes, q += kQuad * kGroupQuads) {
-      if (col == 0)  // the first columns prefetch the whole panel
-        UNROLL for (int j = 0; j < step_nbytes; j += 64) __builtin_prefetch(p + kAhead + j);
-      constexpr int most = bytes || F == QuantFormat::int4_levels ? 128 : 15;
-      dots<kGroupQuads, most>(acc, q, x.stride, [&](int h, int j) {
-        const vu b = load_raw<vu>(p + (bytes ? h : h / 2) * kQuad * kPanel + j * kQuad * W);
-        return decode<F>(bytes ? b : (h % 2 ? b >> 4 : b) & 0x0f0f0f0fu);
-      });
+      for (int64_t o = 0; o < a.group; o += kQuad * kGroupQuads, p += step_nbytes, q += kQuad * kGroupQuads) {
+        if (col == 0)  // the first columns prefetch the whole panel
+          UNROLL for (int j = 0; j < step_nbytes; j += 64) __builtin_prefetch(p + kAhead + j);
+        constexpr int most = bytes || nf4 || F == QuantFormat::int4_levels ? 128 : 15;
+        dots<kGroupQuads, most>(acc, q, x.stride, [&](int h, int j) {
+          const vu b = load_raw<vu>(p + (bytes ? h : h / 2) * kQuad * kPanel + j * kQuad * W);
+          return decode<F>(bytes ? b : (h % 2 ? b >> 4 : b) & 0x0f0f0f0fu, part);
+        });
+      }
     }
+    if constexpr (nf4)
+      UNROLL for (int i = 0; i < R; i++)
+        UNROLL for (int j = 0; j < V; j++) acc[i][j] += splat_int(x_sums[i * x.groups + g]);
     UNROLL for (int j = 0; j < V; j++) {
       vf scale = load(reinterpret_cast<const Scale*>(scales) + j * W);
       UNROLL for (int i = 0; i < R; i++)
@@ -269,7 +300,9 @@ INLINE void linear_q_typed(const LinearQArgs& a, T) {
   x.group = f == QuantFormat::int8 ? padded_k8(a.k) : a.group;
   x.groups = ceil_div(a.k, x.group);
   x.stride = x.groups * x.group;
-  x.zero = f == QuantFormat::int4_zeros || f == QuantFormat::int8_groups ? 1 : f == QuantFormat::int4 ? 8 : 128 - kCodeOffset;
+  x.zero = f == QuantFormat::int4_zeros || f == QuantFormat::int8_groups ? 1
+           : f == QuantFormat::nf4 ? 32768 - 257 * kCodeOffset
+           : f == QuantFormat::int4 ? 8 : 128 - kCodeOffset;
   x.unit = f == QuantFormat::int4_levels ? 0.0625f : 1.0f;
   const int64_t panels = ceil_div(a.n, kPanel), some = min(a.m, kQuantChunk);
   const int64_t q_rows = ceil_div(some, 16) * 16;  // whole tiles
@@ -306,6 +339,7 @@ INLINE void linear_q_typed(const LinearQArgs& a, T) {
           return panel4<QuantFormat::int4_zeros>(a, x, first, rows, col, c);
         case QuantFormat::int8_groups:
           return panel4<QuantFormat::int8_groups>(a, x, first, rows, col, c);
+        case QuantFormat::nf4: return panel4<QuantFormat::nf4>(a, x, first, rows, col, c);
         default: return;  // linear_q passes others on
       }
     });
@@ -358,7 +392,8 @@ void pack_rows(const PackQuantArgs& a) {
   }
   const int64_t groups = ceil_div(a.k, a.group);
   const bool bytes = a.format == QuantFormat::int8_groups;
-  const int64_t scale_nbytes = bytes ? sizeof(float) : sizeof(f16);
+  const bool wide = bytes || a.format == QuantFormat::nf4;
+  const int64_t scale_nbytes = wide ? sizeof(float) : sizeof(f16);
   for (int64_t g = 0; g < groups; g++, panel += group_nbytes(a.group, a.format)) {
     uint8_t *scales = panel + kPanel * (bytes ? a.group : a.group / 2),
             *zeros = scales + kPanel * scale_nbytes;
@@ -378,7 +413,7 @@ void pack_rows(const PackQuantArgs& a) {
       const float scale = n < end ? a.scales[at] : 0;
       f16 half{};
       store(&half, splat(scale), 1);
-      memcpy(scales + (n - col) * scale_nbytes, bytes ? (const void*)&scale : &half, scale_nbytes);
+      memcpy(scales + (n - col) * scale_nbytes, wide ? (const void*)&scale : &half, scale_nbytes);
       if (a.zeros) zeros[n - col] = n < end ? a.zeros[at] : 0;
     }
   }

@@ -24,6 +24,7 @@ class Source:
 
     name: str
     shape: tuple[int, ...]
+    """Shape; -1: any size."""
     transform: Literal["none", "transpose", "by_group", "skip_rows"] = "none"
     """Change of the stored tensor before a part is selected. transpose: from [inputs, outputs] to
     [outputs, inputs] (Conv1D). by_group: reorder rows from queries, keys and values of each group

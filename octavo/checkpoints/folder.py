@@ -174,13 +174,18 @@ def match_names(
         name = names[source.name]
         tensor = stored[name]
         shapes = source.shape, *source.other_shapes
-        if tensor.shape not in shapes:
+        if not any(_fits(tensor.shape, shape) for shape in shapes):
             raise ModelError(
                 f"{tensor.file}: {name} has shape {list(tensor.shape)}, but config.json requires "
                 f"{' or '.join(str(list(shape)) for shape in shapes)}."
             )
         require_dtype(name, tensor, source)
     return names
+
+
+def _fits(found: tuple[int, ...], expected: tuple[int, ...]) -> bool:
+    same = len(found) == len(expected)
+    return same and all(b in (a, -1) for a, b in zip(found, expected, strict=True))
 
 
 def require_no_more(folder: Path, unused: list[str], expected: Expected) -> None:

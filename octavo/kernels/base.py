@@ -70,6 +70,7 @@ QuantFormat = Literal[
     "int4_zeros",
     "int8_groups",
     "fp8",
+    "nf4",
     "q4_0",
     "q4_1",
     "q5_0",
@@ -95,11 +96,13 @@ QuantFormat = Literal[
 - int4: scale * (code - 8).
 - int4_zeros: scale * (code - zero), zeros from 0 to 15.
 - int8_groups: scale * (code - zero), zeros from 0 to 255.
+- nf4: scale * levels[code], the 16 levels of NF4 (Dettmers et al., "QLoRA") times 32767, rounded.
 - fp8: scale * (the number of type e4m3 with this code, not NaN); one float32 scale for each output,
   or for each output and group of 32, 64 or 128 inputs.
 
-The formats of 4 bits have one float16 scale for each output and each group of 32, 64 or 128 inputs,
-int8_groups a float32 scale. The others are the block types of `octavo.system.block_types`.
+int4_levels, int4 and int4_zeros have one float16 scale for each output and each group of 32, 64 or
+128 inputs, int8_groups and nf4 a float32 scale. The others are the block types of
+`octavo.system.block_types`.
 """
 
 
@@ -143,7 +146,7 @@ class Codes:
     Attributes:
         codes: uint8 [rows, K].
         scales: float32: [rows, 1] with a group size of 0, else [rows, ceil(K / group_size)];
-            with 4 bits, float16 can represent each.
+            with int4_levels, int4 and int4_zeros, float16 can represent each.
         zeros: uint8 of the scales' shape; with int4_zeros and int8_groups only.
     """
 

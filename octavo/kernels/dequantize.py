@@ -33,6 +33,14 @@ LEVELS: dict[str, tuple[float, tuple[int, ...]]] = {
 }
 """Factor of all scales, and levels, of the types with levels."""
 
+# fmt: off
+NF4_LEVELS = np.array(
+    [-32767, -22812, -17205, -12940, -9320, -6054, -2983, 0,
+     2608, 5273, 8064, 11072, 14441, 18435, 23689, 32767], np.float32
+)
+# fmt: on
+"""Levels of nf4 (bitsandbytes), times 32767."""
+
 
 def dequantize(blocks: Bytes, block_type: str) -> Floats:
     """Return the numbers of raw blocks in float32.

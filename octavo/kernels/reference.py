@@ -28,7 +28,7 @@ from octavo.kernels.base import (
     QuantFormat,
     QuantizedWeight,
 )
-from octavo.kernels.dequantize import dequantize
+from octavo.kernels.dequantize import NF4_LEVELS, dequantize
 from octavo.kernels.sampling_weights import sampling_weights
 from octavo.kernels.torch_tensors import Copying, as_torch, dtype_name, from_torch, torch_dtype
 from octavo.system.block_types import BLOCK_TYPES
@@ -300,6 +300,8 @@ class ReferenceOps:
                     numbers = codes.float() - 128
                 case "int4_levels":
                     numbers = LEVELS[codes.long()] / 16
+                case "nf4":
+                    numbers = torch.from_numpy(NF4_LEVELS)[codes.long()]
                 case "int4":
                     numbers = codes.float() - 8
                 case "int4_zeros" | "int8_groups":

@@ -37,6 +37,8 @@ def quantized_nbytes(n: int, k: int, format: str, group_size: int, *, ordered: b
         return outputs * k // block.numbers * (block.nbytes + _MORE.get(format, 0))
     if format == "int8":
         return outputs * (-(-k // 64) * 64 + 4)
+    if format == "nf4":
+        return outputs * -(-k // group_size) * (group_size // 2 + 4)
     if format == "int8_groups":
         return outputs * -(-k // group_size) * (group_size + 5)
     if format == "fp8":

@@ -134,8 +134,8 @@ class Grouped(ABC):
                 self.scales, "has numbers that are not finite; download the file again."
             )
         with np.errstate(all="ignore"):
-            exact = self.bits == 8 or (wide.astype(np.float16).astype(np.float32) == wide).all()
-        if not exact:
+            exact = (wide.astype(np.float16).astype(np.float32) == wide).all()
+        if not exact and self.format(wide.shape[1])[0] in ("int4", "int4_zeros"):
             raise TensorError(
                 self.scales,
                 "has numbers that float16 does not hold exactly; quantize the model with scales "
@@ -185,6 +185,13 @@ class Grouped(ABC):
                     "v_proj; gate_proj and up_proj), which is not supported; quantize the model "
                     "without act-order.",
                 )
+        shapes = [part[0].shape for part in parts]
+        if sum(rows for rows, _ in shapes) != shape.n or any(k != shape.k for _, k in shapes):
+            raise TensorError(
+                "weight",
+                f"or a module with the same inputs has another shape than config.json requires: "
+                f"{shapes}.",
+            )
         codes = (self._codes(ops, part, shape.k) for part in parts)
         return ops.pack_quantized(shape.n, shape.k, *self.format(shape.k), codes, out, order)
 

@@ -9,6 +9,7 @@ from octavo.quantization.autoround import read_autoround
 from octavo.quantization.awq import read_awq
 from octavo.quantization.base import Groups, WeightForm
 from octavo.quantization.bitnet import read_bitnet
+from octavo.quantization.bitsandbytes import read_bitsandbytes
 from octavo.quantization.compressed_tensors import read_compressed_tensors
 from octavo.quantization.fp8 import OnlineFP8, read_fp8
 from octavo.quantization.gguf import read_gguf
@@ -31,6 +32,7 @@ METHODS: dict[str, Reader] = {
     "gptq": read_gptq,
     "auto-round": read_autoround,
     "intel/auto-round": read_autoround,
+    "bitsandbytes": read_bitsandbytes,
     "compressed-tensors": read_compressed_tensors,
     "fp8": read_fp8,
     "bitnet": read_bitnet,

@@ -28,6 +28,8 @@ FORMATS: list[tuple[QuantFormat, int]] = [
     ("int4_zeros", 32),
     ("int4_zeros", 64),
     ("int4_zeros", 128),
+    ("nf4", 64),
+    ("nf4", 128),
     ("int8_groups", 32),
     ("int8_groups", 128),
 ]
@@ -63,7 +65,9 @@ def random_codes(n: int, k: int, format: QuantFormat, group: int) -> Codes:
     codes = torch.randint(most, (n, k), generator=generator, dtype=torch.uint8)
     groups = -(-k // (group or k))
     scales = torch.rand(n, groups, generator=generator) - 0.5
-    if most == 16:
+    if format == "nf4":
+        scales /= 2**15
+    elif format.startswith("int4"):
         scales = scales.half().float()
     zeros = None
     if format in ("int4_zeros", "int8_groups"):

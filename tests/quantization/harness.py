@@ -78,14 +78,14 @@ class Folders:
     def save(self, **fields: Any) -> None:
         """Write the tensors and the config again, with changes of the quantization_config."""
         safetensors.numpy.save_file(
-            {name: np.ascontiguousarray(array) for name, array in self.tensors.items()},
+            {name: np.array(array, order="C") for name, array in self.tensors.items()},
             self.quantized / "model.safetensors",
         )
         config = json.loads((self.plain / "config.json").read_text())
         config["quantization_config"] = self.description | fields
         (self.quantized / "config.json").write_text(json.dumps(config))
 
-    def assert_same_weights(self, rank: Rank | None = None) -> None:
+    def assert_same_weights(self, rank: Rank | None = None, atol: float = 1e-7) -> None:
         """Check that the kernels have the dequantized weights, or a rank's part of them.
 
         A row of x with one number is quantized without an error.
@@ -93,7 +93,7 @@ class Folders:
         got, want = (_weights(folder, rank) for folder in (self.quantized, self.plain))
         assert got.keys() == want.keys()
         for name, weight in got.items():
-            assert np.allclose(weight, want[name], rtol=1e-5, atol=1e-7), name
+            assert np.allclose(weight, want[name], rtol=1e-5, atol=atol), name
 
     def assert_same_logits(self, cache_folder: Path | None = None) -> None:
         """Check that logits differ from those of the dequantized model by 8-bit activations.
@@ -129,17 +129,17 @@ class Folders:
 
 def _damages(tensors: dict[str, Array]) -> Iterator[tuple[str, Array | None]]:
     """Yield damages of the first quantized module: a tensor's name and its contents, if any."""
-    first = next(name for name in tensors if re.search("scale|absmax", name)).rpartition(".")[0]
+    first = next(name for name in tensors if re.search("scale|absmax|SCB", name)).rpartition(".")[0]
     for name, good in list(tensors.items()):
         if name.rpartition(".")[0] != first:
             continue
-        if not name.endswith("g_idx"):  # an optional tensor
+        if not name.endswith(("g_idx", "weight_format")):  # optional tensors
             yield name, None
         yield name, good.repeat(2, 0)
         yield name, good[..., None]
         yield name, np.zeros(0, good.dtype)
-        yield name, good.astype("int16" if re.search("scale|absmax", name) else "float32")
-        if re.search("scale|absmax", name):
+        yield name, good.astype("int16")
+        if re.search("scale|absmax|SCB", name) and good.dtype.kind != "u":
             for value in (np.nan, np.inf, -np.inf):
                 bad = good.copy()
                 bad.flat[-1] = value

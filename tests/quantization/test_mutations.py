@@ -9,7 +9,7 @@ import pytest
 
 from octavo.errors import ModelError
 from tests.models.harness import load
-from tests.quantization import test_awq, test_compressed_tensors, test_gptq
+from tests.quantization import test_awq, test_bitsandbytes, test_compressed_tensors, test_gptq
 from tests.quantization.harness import Array, Folders
 
 ROUNDS = 60
@@ -46,6 +46,10 @@ def in_bytes(folder: Path) -> Folders:
         "int-quantized", num_bits=8, activations=test_compressed_tensors.TOKENS
     )
     return test_compressed_tensors.folders_of(folder, described, bits=8, packed=False)
+
+
+def nf4(folder: Path) -> Folders:
+    return Folders(folder, test_bitsandbytes.in_4_bits(True), **test_bitsandbytes.FOUR)
 
 
 def change_description(rng: np.random.Generator, fields: dict[str, Any]) -> list[str]:
@@ -117,7 +121,7 @@ def mutate(folders: Folders, rounds: int) -> dict[str, int]:
     return counts
 
 
-@pytest.mark.parametrize("make", [awq, gptq, packed, in_bytes])
+@pytest.mark.parametrize("make", [awq, gptq, packed, in_bytes, nf4])
 def test_mutations(make: Any, tmp_path: Path) -> None:
     counts = mutate(make(tmp_path), ROUNDS)
     assert min(counts.values()) > ROUNDS // 10, counts
