@@ -108,8 +108,8 @@ struct LinearArgs {
   }
 };
 
-// Encoding of a quantized weight, see quant.h; from q4_0 on: block types of GGUF, see blocks.h;
-// fp8: see fp8.h.
+// Encoding of a quantized weight, see quant.h; from q4_0 on: block types of GGUF, and nvfp4, see
+// blocks.h; fp8: see fp8.h.
 enum class QuantFormat : int {
   int8 = 0,
   int4_levels = 1,
@@ -133,7 +133,8 @@ enum class QuantFormat : int {
   iq1_levels = 19,
   iq2_levels = 20,
   iq3_xxs_levels = 21,
-  iq3_s_levels = 22
+  iq3_s_levels = 22,
+  nvfp4 = 23
 };
 
 struct QuantizeArgs {
@@ -190,7 +191,7 @@ struct LinearQArgs {
   Work work() const {
     // Bytes of a number; of block types those of a block before it is packed
     constexpr double kBlocks[] = {4.5,  5,   5.5, 6,      8.5,  4.5,    4.25,   2.625, 3.4375,
-                                  4.5, 5.5, 6.5625, 4.25, 4.5625, 4.5625, 4.3125, 4.3125};
+                                  4.5, 5.5, 6.5625, 4.25, 4.5625, 4.5625, 4.3125, 4.3125, 4.5};
     const double scale = 2 + (format == QuantFormat::int4_zeros);
     const double weight = format == QuantFormat::int8    ? 1.0
                           : format == QuantFormat::int8_groups ? 1.0 + 5.0 / double(group)

@@ -55,7 +55,7 @@ constexpr int kCodes<DType> = 3;
 template <>
 constexpr int kCodes<CacheType> = 4;
 template <>
-constexpr int kCodes<QuantFormat> = 23;
+constexpr int kCodes<QuantFormat> = 24;
 template <>
 constexpr int kCodes<Unary> = 10;
 template <>
