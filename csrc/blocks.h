@@ -1,5 +1,5 @@
 // Linear layers with weights in the block types of GGUF (ggml's layouts; the llama.cpp project
-// defines them): out = x * weight^T + bias. Codes, scales and minima are those of the file; x is
+// defines them), or in nvfp4: out = x * weight^T + bias. Codes, scales and minima are those of the file; x is
 // quantized to signed bytes with one float32 scale for each row and 32 inputs.
 //
 // A weight is scale * (code - zero) or scale * table[code], for some types minus or plus a minimum.
@@ -12,7 +12,11 @@
 //     one of 2 bits for four, one of 1 bit for eight; the first quad has the lowest bits. Types of
 //     3, 5 and 6 bits have two planes, the low bits first;
 //   - scales (and minima) of each group of 32 or 16 inputs, [kPanel] each.
-// Super-blocks of 256 inputs begin with float16 factors of their 8 units' scales (and minima).
+// Super-blocks of 256 inputs begin with float16 factors of their 8 units' scales (and minima). A
+// panel of nvfp4 begins with the float32 factor of each output.
+//
+// A block of nvfp4, as the kernels receive it, has 32 inputs: the output's factor, two scales in e4m3
+// for 16 inputs each, and the codes in the order of mxfp4.
 //
 // A result is the sum over groups, from first to last, in float32: for every number of rows of x.
 #pragma once
@@ -29,7 +33,8 @@ enum class BlockScale {
   half_min,   // float16 scale and minimum of each group; the minimum is added
   super,      // signed byte of each group, times a float16 factor
   super_min,  // likewise scale and minimum; the minimum is subtracted
-  exponent    // the power of two with this exponent (e8m0), halved
+  exponent,   // the power of two with this exponent (e8m0), halved
+  e4m3        // number of this type for each group, times a float32 factor of the output, halved
 };
 
 struct BlockShape {
@@ -57,6 +62,7 @@ constexpr BlockShape block_shape(QuantFormat f) {
     case QuantFormat::iq2_levels: return {4, 16, 43, BlockScale::super, true};
     case QuantFormat::iq3_xxs_levels: return {4, 32, 62, BlockScale::super, true};
     case QuantFormat::iq3_s_levels: return {4, 32, 15, BlockScale::super, true};
+    case QuantFormat::nvfp4: return {4, 16, 12, BlockScale::e4m3, true};
     default: return {};
   }
 }
@@ -75,7 +81,8 @@ constexpr int8_t kIq3SLevels[16] = {1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -
 
 constexpr const int8_t (&levels_of(QuantFormat f))[16] {
   switch (f) {
-    case QuantFormat::mxfp4: return kMxfp4Levels;
+    case QuantFormat::mxfp4:
+    case QuantFormat::nvfp4: return kMxfp4Levels;
     case QuantFormat::iq1_levels: return kIq1Levels;
     case QuantFormat::iq2_levels: return kIq2Levels;
     case QuantFormat::iq3_xxs_levels: return kIq3XxsLevels;
@@ -109,6 +116,7 @@ struct Blocks {
       shape.scale == BlockScale::super || shape.scale == BlockScale::super_min;
   static constexpr bool min =
       shape.scale == BlockScale::half_min || shape.scale == BlockScale::super_min;
+  static constexpr int64_t factor_nbytes = shape.scale == BlockScale::e4m3 ? kPanel * sizeof(float) : 0;
   static constexpr int numbers = super ? kUnit * kSuperUnits : kUnit;  // numbers of a block
   static constexpr int scale_nbytes = shape.scale == BlockScale::half || shape.scale == BlockScale::half_min ? 2 : 1;
   static constexpr int64_t codes_nbytes = kPanel * kUnit * bits / 8;
@@ -122,11 +130,12 @@ struct Blocks {
   static constexpr int most = shape.zero == 128 ? 128 : shape.levels ? 2 * shape.zero : (1 << bits) - 1;
 
   static INLINE int64_t panel_nbytes(int64_t k) {
-    return k / kUnit * unit_nbytes + (super ? k / (kUnit * kSuperUnits) * header_nbytes : 0);
+    return factor_nbytes + k / kUnit * unit_nbytes +
+           (super ? k / (kUnit * kSuperUnits) * header_nbytes : 0);
   }
   // Position of a unit in a panel, and of its super-block
   static INLINE int64_t unit_at(int64_t unit) {
-    return unit * unit_nbytes + (super ? (unit / kSuperUnits + 1) * header_nbytes : 0);
+    return factor_nbytes + unit * unit_nbytes + (super ? (unit / kSuperUnits + 1) * header_nbytes : 0);
   }
   static INLINE int64_t header_at(int64_t unit) {
     return unit / kSuperUnits * (header_nbytes + kSuperUnits * unit_nbytes);
@@ -198,6 +207,10 @@ struct PackedUnits {
       // 2^(e - 128); e = 0 and 1 are subnormal
       vi e = load_zeros(p);
       return (vf)(e < 2 ? splat_int(0x00200000) << e : (e - 1) << 23);
+    } else if constexpr (B::shape.scale == BlockScale::e4m3) {
+      const vi code = load_zeros(p);
+      const vf scale = (vf)((code & 0x7f) << 20 | (code & 0x80) << 24) * 0x1p120f;
+      return scale * load_raw<vf>(panel + at * sizeof(float)) * 0.5f;
     } else if constexpr (!B::super) {
       return widen(load_raw<vh>(p), f16{});
     } else {
@@ -382,7 +395,7 @@ INLINE void with_block_type(QuantFormat format, F f) {
   case QuantFormat::type: return f(std::integral_constant<QuantFormat, QuantFormat::type>{});
     CASE(q4_0) CASE(q4_1) CASE(q5_0) CASE(q5_1) CASE(q8_0) CASE(iq4_nl) CASE(mxfp4)
     CASE(q2_k) CASE(q3_k) CASE(q4_k) CASE(q5_k) CASE(q6_k) CASE(iq4_xs)
-    CASE(iq1_levels) CASE(iq2_levels) CASE(iq3_xxs_levels) CASE(iq3_s_levels)
+    CASE(iq1_levels) CASE(iq2_levels) CASE(iq3_xxs_levels) CASE(iq3_s_levels) CASE(nvfp4)
 #undef CASE
     default: return;
   }
@@ -457,6 +470,11 @@ INLINE const uint8_t* read_block(const uint8_t* p, Block& b) {
     b.scales[0][0] = *p;
     read_nibbles(p + 1, b.codes);
     return p + 17;
+  } else if constexpr (F == QuantFormat::nvfp4) {
+    memcpy(b.factors, p, sizeof(float));
+    b.scales[0][0] = p[4], b.scales[1][0] = p[5];
+    read_nibbles(p + 6, b.codes);
+    return p + 22;
   } else if constexpr (F == QuantFormat::q2_k) {
     for (int i = 0; i < 16; i++) b.scales[i][0] = p[i] & 15, b.minima[i][0] = p[i] >> 4;
     for (int i = 0; i < 256; i++)
@@ -550,6 +568,7 @@ void write_block(const Block& b, int64_t first_unit, int lane, uint8_t* panel) {
         memcpy(to + (kPanel + lane) * B::scale_nbytes, b.minima[u * B::groups + g], B::scale_nbytes);
     }
   }
+  if constexpr (B::factor_nbytes > 0) memcpy(panel + lane * sizeof(float), b.factors, sizeof(float));
   if constexpr (B::super)
     for (int i = 0; i < (B::min ? 2 : 1); i++)
       memcpy(panel + B::header_at(first_unit) + (i * kPanel + lane) * 2, b.factors[i], 2);

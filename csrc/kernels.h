@@ -108,14 +108,13 @@ struct LinearArgs {
   }
 };
 
-// Encoding of a quantized weight, see quant.h; from q4_0 on: block types of GGUF, see blocks.h;
-// fp8: see fp8.h; nf4: see quant.h.
+// Encoding of a quantized weight, see quant.h; from q4_0 on: block types of GGUF, and nvfp4, see
+// blocks.h; fp8: see fp8.h.
 enum class QuantFormat : int {
   int8 = 0,
   int4_levels = 1,
   int4 = 2,
   int4_zeros = 3,
-  int8_groups = 4,
   int8_groups = 4,
   fp8 = 5,
   nf4 = 6,
@@ -135,7 +134,8 @@ enum class QuantFormat : int {
   iq1_levels = 20,
   iq2_levels = 21,
   iq3_xxs_levels = 22,
-  iq3_s_levels = 23
+  iq3_s_levels = 23,
+  nvfp4 = 24
 };
 
 struct QuantizeArgs {
@@ -192,7 +192,7 @@ struct LinearQArgs {
   Work work() const {
     // Bytes of a number; of block types those of a block before it is packed
     constexpr double kBlocks[] = {4.5,  5,   5.5, 6,      8.5,  4.5,    4.25,   2.625, 3.4375,
-                                  4.5, 5.5, 6.5625, 4.25, 4.5625, 4.5625, 4.3125, 4.3125};
+                                  4.5, 5.5, 6.5625, 4.25, 4.5625, 4.5625, 4.3125, 4.3125, 4.5};
     const double scale = 2 + (format == QuantFormat::int4_zeros);
     const double weight = format == QuantFormat::int8    ? 1.0
                           : format == QuantFormat::int8_groups ? 1.0 + 5.0 / double(group)

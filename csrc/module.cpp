@@ -55,7 +55,7 @@ constexpr int kCodes<DType> = 3;
 template <>
 constexpr int kCodes<CacheType> = 4;
 template <>
-constexpr int kCodes<QuantFormat> = 24;
+constexpr int kCodes<QuantFormat> = 25;
 template <>
 constexpr int kCodes<Unary> = 10;
 template <>

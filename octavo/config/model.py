@@ -58,7 +58,9 @@ class ModelConfig(Section, frozen=True):
             "auto-round",
             "compressed-tensors",
             "modelopt",
+            "fbgemm_fp8",
             "bitsandbytes",
+            "bitnet",
             "gguf",
         ]
         | None,

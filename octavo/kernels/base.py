@@ -88,6 +88,7 @@ QuantFormat = Literal[
     "iq2_levels",
     "iq3_xxs_levels",
     "iq3_s_levels",
+    "nvfp4",
 ]
 """Encoding of a quantized weight in unsigned codes:
 

@@ -1,4 +1,4 @@
-"""Numbers of GGUF's blocks, in numpy: the reference of the native kernels."""
+"""Numbers of blocks, in numpy: the reference of the native kernels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IQ4_LEVELS = np.array(
 )
 """Levels of iq4_nl and iq4_xs."""
 E2M1_LEVELS = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
-"""Levels of mxfp4: twice the numbers of the type e2m1."""
+"""Levels of mxfp4 and nvfp4: twice the numbers of the type e2m1."""
 _THREE = (4, 12, 20, 28, 36, 44, 52, 62)
 _ODD = (1, 3, 5, 7, 9, 11, 13, 15)
 LEVELS: dict[str, tuple[float, tuple[int, ...]]] = {
@@ -98,6 +98,16 @@ def _iq4_nl(b: Bytes) -> Floats:
 def _mxfp4(b: Bytes) -> Floats:
     scale = np.ldexp(np.float32(1), b[:, :1].astype(np.int32) - 128)
     return scale * E2M1_LEVELS[_nibbles(b[:, 1:]).astype(int)]
+
+
+def _nvfp4(b: Bytes) -> Floats:
+    factor = np.ascontiguousarray(b[:, :4]).view(np.float32)
+    codes = b[:, 4:6].astype(np.int32)
+    exponents, mantissas = codes >> 3 & 15, codes & 7
+    leading = np.where(exponents == 0, 0, 8)
+    scales = np.ldexp(np.float32(1), np.maximum(exponents, 1) - 10) * (leading + mantissas)
+    scales = np.where(codes & 128, -scales, scales).astype(np.float32) * factor / 2
+    return _spread(scales, 16) * E2M1_LEVELS[_nibbles(b[:, 6:]).astype(int)]
 
 
 def _two_bits(b: Bytes) -> NDArray[Any]:
@@ -192,5 +202,6 @@ _READERS: dict[str, Callable[[Bytes], Floats]] = {
     "q5_k": _q5_k,
     "q6_k": _q6_k,
     "iq4_xs": _iq4_xs,
+    "nvfp4": _nvfp4,
 }
 _READERS |= {name: partial(_with_levels, name) for name in LEVELS}

@@ -34,6 +34,8 @@ def quantized_nbytes(n: int, k: int, format: str, group_size: int, *, ordered: b
     outputs = -(-n // PANEL) * PANEL
     if format in BLOCK_TYPES:
         block = BLOCK_TYPES[format]
+        if format == "nvfp4":  # one factor for all blocks of an output
+            return outputs * (4 + k // 32 * (block.nbytes - 4))
         return outputs * k // block.numbers * (block.nbytes + _MORE.get(format, 0))
     if format == "int8":
         return outputs * (-(-k // 64) * 64 + 4)

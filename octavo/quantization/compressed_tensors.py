@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.quantization.base import Groups, WeightForm
+from octavo.quantization.compressed_floats import read_floats
 from octavo.quantization.compressed_ints import read_ints
 
 Read = Callable[[ConfigJson, str], WeightForm]
-READERS: dict[str, Read] = {"int": read_ints}
+READERS: dict[str, Read] = {"int": read_ints, "float": read_floats}
 """Readers of a scheme, by the type of its weights. They receive the scheme (`weights`,
 `input_activations`) and the format of its tensors."""
 _TYPES = {name: name for name in READERS}

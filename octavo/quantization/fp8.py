@@ -27,8 +27,8 @@ _GROUPS = (128, 64, 32)
 """Numbers of inputs that can share a scale in a packed weight."""
 _SCALES = ("weight_scale", "weight_scale_inv")
 """Names of a weight's scales: the second is the usual one with blocks. Both multiply."""
-_UNUSED = ("input_scale", "activation_scale")
-"""Names of the scale of static activations in FP8."""
+_UNUSED = ("input_scale", "activation_scale", "k_scale", "v_scale")
+"""Names of scales of static activations and of a KV cache, which are not used."""
 
 
 @dataclass(frozen=True)
@@ -189,18 +189,17 @@ def read_fp8(config: ConfigJson) -> Groups:
     config.choice("activation_scheme", {"dynamic": "dynamic", "static": "static"}, "dynamic")
     config.refuse("fmt", "e4m3", "supported: e4m3")
     config.refuse("scale_fmt", "ue8m0", "supported: ue8m0")
-    return [(["Linear"], FP8(read_block(config, "weight_block_size")))]
+    blocks = config.has("weight_block_size")
+    return [(["Linear"], FP8(read_block(config, "weight_block_size") if blocks else None))]
 
 
-def read_block(config: ConfigJson, field: str) -> tuple[int, int] | None:
-    """Return the number of outputs and of inputs that share a scale; None: the field is absent.
+def read_block(config: ConfigJson, field: str) -> tuple[int, int]:
+    """Return the number of outputs and of inputs that share a scale.
 
     Raises:
         ModelError: the value is not supported.
     """
     block = config.get(field)
-    if block is None:
-        return None
     whole = isinstance(block, list) and len(block) == 2 and all(type(size) is int for size in block)
     if not whole or min(block) < 1 or block[1] % _GROUPS[-1]:
         raise config.error(

@@ -16,6 +16,7 @@ from octavo.quantization.gguf import read_gguf
 from octavo.quantization.gptq import read_gptq
 from octavo.quantization.int4 import Int4
 from octavo.quantization.int8 import Int8
+from octavo.quantization.modelopt import read_modelopt
 from octavo.quantization.plain import PLAIN
 
 FORMS: dict[str | None, WeightForm] = {
@@ -35,6 +36,8 @@ METHODS: dict[str, Reader] = {
     "bitsandbytes": read_bitsandbytes,
     "compressed-tensors": read_compressed_tensors,
     "fp8": read_fp8,
+    "fbgemm_fp8": read_fp8,
+    "modelopt": read_modelopt,
     "bitnet": read_bitnet,
     "gguf": read_gguf,
 }

@@ -1,4 +1,4 @@
-"""Block types of GGUF: blocks of numbers that share scales, as llama.cpp's ggml defines them."""
+"""Block types: blocks of numbers that share scales, those of llama.cpp's ggml and nvfp4."""
 
 from __future__ import annotations
 
@@ -32,10 +32,12 @@ BLOCK_TYPES: dict[str, BlockType] = {
     "iq2_levels": BlockType(256, 146),
     "iq3_xxs_levels": BlockType(256, 138),
     "iq3_s_levels": BlockType(256, 138),
+    "nvfp4": BlockType(32, 22),
 }
 """Block types that Octavo computes with, by ggml's name in lower case.
 
 The types with levels are Octavo's own, with the numbers of ggml's types iq1_s to iq3_s: a float16
 factor, a signed byte for each group of 16 (iq1, iq2) or 32 numbers, and four bits for each number,
-its index in a table of 16 levels.
+its index in a table of 16 levels. A block of nvfp4 has the factor of its output in float32, scales
+in e4m3 for 16 numbers each, then codes as mxfp4.
 """

@@ -337,7 +337,10 @@ struct QuantLinear {
   QuantLinear(QuantFormat format, int64_t n, int64_t k, int64_t group)
       : format(format), n(n), k(k), group(group), groups(group ? (k + group - 1) / group : 1), codes(n * k),
         zeros(n * groups), scales(n * groups), packed(nbytes()) {
-    for (uint8_t& code : codes) code = uint8_t(below(format == QuantFormat::int8 ? 256 : 16));
+    for (uint8_t& code : codes) {
+      code = uint8_t(below(format == QuantFormat::int8 ? 256 : 16));
+      if (format == QuantFormat::fp8) code = uint8_t(below(127) | below(2) << 7);  // not NaN
+    }
     for (uint8_t& zero : zeros) zero = uint8_t(below(16));
     for (float& scale : scales) scale = rounded<f16>(normal());
     kernels().pack_quant({codes.data(), scales.data(),
@@ -346,6 +349,7 @@ struct QuantLinear {
 
   int64_t nbytes() const {
     if (format == QuantFormat::int8) return padded(n, 64) * (padded(k, 64) + 4);
+    if (format == QuantFormat::fp8) return padded(n, 64) * (padded(k, 32) + 4 * groups);
     return padded(n, 64) * groups * (group / 2 + 3);
   }
 
@@ -386,7 +390,7 @@ struct QuantLinear {
   std::vector<T> run(const T* x, int64_t m, const T* bias, Gated gated = Gated::none) const {
     const int64_t width = gated == Gated::none ? n : n / 2;
     std::vector<T> out(m * width);
-    kernels().linear_q({x, k + 3, packed.data, bias, out.data(), width, m, n, k, group, format, gated,
+    kernels().linear_q({x, k + 3, packed.data, nullptr, bias, out.data(), width, m, n, k, group, format, gated,
                         Type<T>::dtype, Type<T>::dtype});
     return out;
   }
@@ -433,6 +437,35 @@ void test_quantized() {
     });
 }
 
+void test_fp8() {
+  const Product shapes[] = {{1, 1, 1}, {2, 63, 3}, {3, 65, 172}, {7, 16, 1023}, {14, 70, 515}};
+  for (int64_t group : {0, 32, 128})
+    for_types([&](auto t) {
+      using T = decltype(t);
+      for (auto [m, n, k] : shapes) {
+        const QuantLinear linear(QuantFormat::fp8, n, k, group);
+        const std::vector<T> x = strided_rows<T>(m, k), bias = random<T>(n);
+        const std::vector<T> out = linear.run(x.data(), m, bias.data());
+        for (int64_t i = 0; i < m; i++)
+          for (int64_t j = 0; j < n; j++) {
+            double sum = get(bias[j]), size = 0;
+            for (int64_t p = 0; p < k; p++) {
+              const double scale = linear.scales[j * linear.groups + (group ? p / group : 0)];
+              const double v = get(x[i * (k + 3) + p]) * value_of(linear.codes[j * k + p], kE4m3) * scale;
+              sum += v, size += std::fabs(v);
+            }
+            check(near(out[i * n + j], sum, 2e-6 * size), "fp8-%d %s %d x %d x %d at %d, %d: %a, not %a",
+                  int(group), Type<T>::name, int(m), int(n), int(k), int(i), int(j), get(out[i * n + j]), sum);
+          }
+      }
+      const QuantLinear linear(QuantFormat::fp8, 128, 200, group);
+      const std::vector<T> x = strided_rows<T>(61, 200);
+      check_rows_alone<T>("fp8", 61, [&](int64_t first, int64_t count) {
+        return linear.run(x.data() + first * 203, count, static_cast<const T*>(nullptr));
+      });
+    });
+}
+
 // Weights quantized at load: what a product with the unit matrix gives back.
 void test_quantize_weight() {
   constexpr int64_t n = 70, k = 96;
@@ -443,7 +476,8 @@ void test_quantize_weight() {
     for (int64_t i = 0; i < k; i++) unit[i * (k + 3) + i] = make<T>(1);
     for (const auto& [format, group, name, most] :
          {std::tuple{QuantFormat::int8, 0, "int8", 0.02},
-          {QuantFormat::int4_levels, 32, "int4_levels", 0.11}}) {
+          {QuantFormat::int4_levels, 32, "int4_levels", 0.11},
+          {QuantFormat::fp8, 0, "fp8", 0.04}}) {
       QuantLinear linear(format, n, k, group);
       kernels().quantize_weight({w.data(), k, linear.packed.data, 0, n, n, k, group, format, Type<T>::dtype});
       const std::vector<T> back = linear.run(unit.data(), k, static_cast<const T*>(nullptr));
@@ -475,7 +509,7 @@ void test_norms() {
         kernels().rms_norm(a);
         a.residual = nullptr, a.out = plain.data();
         kernels().rms_norm(a);
-        kernels().layer_norm({x.data(), stride, w.data(), bias.data(), layer.data(), dim, rows, dim, 1e-5f, dtype});
+        kernels().layer_norm({x.data(), stride, w.data(), bias.data(), layer.data(), dim, rows, dim, 1e-5f, 0.0f, dtype});
         for (int64_t i = 0; i < rows; i++) {
           double squares = 0, plain_squares = 0, mean = 0, variance = 0;
           for (int64_t j = 0; j < dim; j++) {
@@ -707,7 +741,7 @@ struct Requests {
         slots.push_back(blocks[r].back() * s.block_size + i % s.block_size);
       }
       kernels().write_kv({keys[r].data(), width, s.head_size, values[r].data(), width, s.head_size, kv.data,
-                          slots.data(), lengths[r], s.kv_heads, s.head_size, s.block_size, Type<T>::dtype,
+                          block_stride(), slots.data(), lengths[r], s.kv_heads, s.head_size, s.block_size, Type<T>::dtype,
                           cache});
       const std::vector<T> q = random<T>(queries[r] * s.heads * s.head_size);
       query.insert(query.end(), q.begin(), q.end());
@@ -759,11 +793,17 @@ struct Requests {
     }
     std::vector<T> out(q.size());
     const int64_t width = s.heads * s.head_size;
-    kernels().attention({q.data(), width, s.head_size, out.data(), width, s.head_size, kv.data, start.data(),
-                         seq.data(), table.data(), int64_t(wide), count, s.heads, s.kv_heads, s.head_size,
+    kernels().attention({q.data(), width, s.head_size, out.data(), width, s.head_size, kv.data, block_stride(),
+                         start.data(), seq.data(), table.data(), int64_t(wide), count, s.heads, s.kv_heads, s.head_size,
                          s.block_size, s.window, scale(), s.soft_cap, s.alibi ? slopes.data() : nullptr,
                          s.sinks ? sinks.data() : nullptr, Type<T>::dtype, cache});
     return out;
+  }
+
+  // From a block of the cache to the next, in elements
+  int64_t block_stride() const {
+    const int64_t nbytes = cached_size(cache, Type<T>::dtype, s.head_size);
+    return 2 * s.kv_heads * s.block_size * nbytes / (cache == CacheType::same ? size_of(Type<T>::dtype) : 1);
   }
 
   float scale() const { return 1 / std::sqrt(float(s.head_size)); }
@@ -895,6 +935,7 @@ int main(int argc, char** argv) {
     test_conversions<bf16>();
     test_conversions<f16>();
     test_quantized();
+    test_fp8();
     test_quantize_weight();
     test_norms();
     test_elementwise();

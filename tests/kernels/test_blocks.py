@@ -1,5 +1,6 @@
 """Block types of GGUF: dequantization, packing, products and rows of a table."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -27,6 +28,9 @@ def random_blocks(n: int, k: int, block_type: str, seed: int = 0) -> torch.Tenso
     blocks = rng.integers(0, 256, (n, k // size.numbers, size.nbytes), dtype=np.uint8)
     if block_type == "mxfp4":
         blocks[..., 0] = rng.integers(115, 125, blocks.shape[:2])
+    elif block_type == "nvfp4":
+        blocks[..., :4] = rng.normal(0, 1e-4, (n, 1, 1)).astype(np.float32).view(np.uint8)
+        blocks[..., 4:6] = np.minimum(blocks[..., 4:6] & 127, 126) | blocks[..., 4:6] & 128
     else:
         both = block_type in ("q4_1", "q5_1")
         for at in HALVES.get(block_type, (0, 2) if both else (0,)):
@@ -41,7 +45,7 @@ def pack(blocks: torch.Tensor, block_type: str, k: int) -> QuantizedWeight:
     return ops.pack_blocks([blocks], block_type, k)
 
 
-@types
+@pytest.mark.parametrize("block_type", BLOCK_TYPES.keys() - {"nvfp4"})
 def test_dequantize_equals_the_gguf_package(block_type: str):
     if block_type.endswith("_levels"):
         pytest.skip("tests/checkpoints/gguf/test_repack.py compares the types that are repacked")
@@ -50,6 +54,23 @@ def test_dequantize_equals_the_gguf_package(block_type: str):
     blocks = random_blocks(3, 512, block_type).numpy()
     expected = quants.dequantize(blocks, kind)
     np.testing.assert_allclose(dequantize(blocks, block_type), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_dequantize_nvfp4():
+    blocks = random_blocks(3, 64, "nvfp4").numpy()
+    numbers = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
+    expected = np.empty((3, 2, 32), np.float32)
+    for row, column in np.ndindex(3, 2):
+        block = blocks.reshape(3, 2, 22)[row, column]
+        scales = block[4:6].view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        for i, byte in enumerate(block[6:]):
+            expected[row, column, i] = (
+                numbers[byte & 15] * scales[0] * block[:4].view(np.float32)[0]
+            )
+            expected[row, column, i + 16] = (
+                numbers[byte >> 4] * scales[1] * block[:4].view(np.float32)[0]
+            )
+    np.testing.assert_allclose(dequantize(blocks, "nvfp4"), expected.reshape(3, 64), rtol=1e-6)
 
 
 @types

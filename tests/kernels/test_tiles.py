@@ -90,18 +90,17 @@ def test_what_is_written_past_the_caches(out_dtype: torch.dtype, tiles: str) -> 
 @pytest.mark.parametrize("k", [96, 2450])
 def test_gate_and_up_in_one_go(rows: int, k: int, tiles: str) -> None:
     x, w, bias = random(rows, k), random(256, k, seed=1), random(256, seed=2)
-    codes = Codes(torch.randint(0, 120, (256, k), dtype=torch.uint8), torch.rand(256, -(-k // 128)))
+    codes = Codes(torch.randint(0, 120, (128, k), dtype=torch.uint8), torch.rand(128, -(-k // 128)))
     for weight in (
         ops.pack_weight(w),
         ops.quantize_weight([w], "int8", 0),
-        ops.quantize_weight([w], "fp8", 0),
-        ops.pack_quantized(256, k, "fp8", 128, [codes]),
+        ops.quantize_weight([w[:128]], "fp8", 0),
+        ops.pack_quantized(128, k, "fp8", 128, [codes]),
     ):
-        y = ops.linear(x, weight, bias)
-        assert torch.equal(ops.linear(x[2:3], weight, bias), y[2:3])
-        assert torch.equal(
-            ops.linear_act_and_mul(x, weight, bias, "silu"), ops.act_and_mul(y, "silu")
-        )
+        b = bias[: weight.n]
+        y = ops.linear(x, weight, b)
+        assert torch.equal(ops.linear(x[2:3], weight, b), y[2:3])
+        assert torch.equal(ops.linear_act_and_mul(x, weight, b, "silu"), ops.act_and_mul(y, "silu"))
 
 
 @pytest.mark.parametrize(("n", "k"), [(70, 33), (130, 515), (64, 64), (128, 5000)])

@@ -17,11 +17,13 @@ from octavo.kernels.native import NativeOps
 from octavo.kernels.torch_tensors import from_torch
 from octavo.models.weight_cache import WeightCache
 from octavo.quantization.base import PackedShape, TensorError
+from octavo.quantization.compressed_tensors import read_compressed_tensors
 from octavo.quantization.fp8 import FP8, OnlineFP8, read_fp8
 from octavo.system.distributed import Rank
 from octavo.system.tensor import from_numpy
 from tests.models.harness import generate, load, make_prompts
 from tests.quantization.harness import VOCAB, Array, Folders
+from tests.quantization.test_compressed_tensors import description
 
 E4M3 = ml_dtypes.float8_e4m3fn
 ROWS, INPUTS = 96, 200
@@ -208,3 +210,52 @@ def test_a_setting_without_a_form(tmp_path: Path) -> None:
     folders = FP8Folders(tmp_path, quantize("block"), quant_method="fp8")
     with pytest.raises(ConfigError, match=r"quantization=awq: .* not quantized, .* int4, fp8"):
         load(folders.plain, quantization="awq")
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [("tensor", "tensor"), ("output", "channel"), ("block", "block"), ("ue8m0", "group")],
+)
+def test_compressed_tensors(kind: str, strategy: str, tmp_path: Path) -> None:
+    def one(rng: np.random.Generator, name: str, rows: int, inputs: int) -> Any:
+        if name in ("lm_head", "model.layers.1.mlp.down_proj"):
+            return None
+        if strategy == "group":  # mxfp8
+            exponents = rng.integers(112, 118, (rows, inputs // 32)).astype(np.uint8)
+            codes = (rng.standard_normal((rows, inputs)) * 60).astype(E4M3)
+            scales = 2.0 ** (exponents.astype(np.float32) - 127)
+            stored: dict[str, Array] = {"weight": codes, "weight_scale": exponents}
+            return stored, codes.astype(np.float32) * scales.repeat(32, 1)
+        stored, weight = module(rng, rows, inputs, kind)
+        return {name.removesuffix("_inv"): array for name, array in stored.items()}, weight
+
+    described = description(
+        "mxfp8-quantized" if strategy == "group" else "float-quantized",
+        num_bits=8,
+        type="float",
+        strategy=strategy,
+        block_structure=list(KINDS[kind] or ()) or None,
+        group_size=32 if strategy == "group" else None,
+        activations={"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+    )
+    folders = FP8Folders(tmp_path, one, **described)
+    folders.assert_same_weights()
+    folders.assert_same_weights(Rank(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_bits": 6}, "num_bits=6"),
+        ({"symmetric": False}, "symmetric=False"),
+        ({"dynamic": True}, "dynamic=True"),
+        ({"strategy": "tensor_group"}, "strategy='tensor_group'"),
+        ({"strategy": "block"}, "block_structure=None"),
+        ({"strategy": "group", "group_size": 16}, "group_size=16"),
+        ({"num_bits": 4}, "num_bits=4 .* not float-quantized"),
+    ],
+)
+def test_compressed_tensors_rejected(fields: dict[str, Any], message: str) -> None:
+    described = description("float-quantized", **{"num_bits": 8, "type": "float"} | fields)
+    with pytest.raises(ModelError, match=message):
+        read_compressed_tensors(ConfigJson(described, "config.json"))

@@ -1,0 +1,116 @@
+"""FP4: exact codes and scales, in the layouts of compressed-tensors and of Model Optimizer."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from octavo.checkpoints.config_json import ConfigJson
+from octavo.errors import ModelError
+from octavo.quantization.base import TensorError
+from octavo.quantization.fp4 import FP4
+from octavo.quantization.modelopt import read_modelopt
+from octavo.system.distributed import Rank
+from octavo.system.tensor import from_numpy
+from tests.quantization.harness import Array
+from tests.quantization.test_compressed_tensors import description
+from tests.quantization.test_fp8 import E4M3, FP8Folders
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+
+def module(
+    rng: np.random.Generator, rows: int, inputs: int, kind: str
+) -> tuple[dict[str, Array], Array]:
+    """Return the tensors of a module, and its weight [outputs, inputs]."""
+    codes = rng.integers(0, 16, (rows, inputs)).astype(np.uint8)
+    packed = codes[:, ::2] | codes[:, 1::2] << 4
+    if kind == "mxfp4":
+        exponents = rng.integers(119, 123, (rows, inputs // 32)).astype(np.uint8)
+        scales = 2.0 ** (exponents.astype(np.float32) - 127)
+        stored: dict[str, Array] = {"weight_packed": packed, "weight_scale": exponents}
+        return stored, E2M1[codes] * scales.repeat(32, 1)
+    small = rng.uniform(0.001, 448, (rows, inputs // 16)).astype(E4M3)
+    factor = np.float32(2**-13 * 1.3)
+    if kind == "modelopt":
+        stored = {"weight": packed, "weight_scale": small, "weight_scale_2": np.asarray(factor)}
+        stored["input_scale"] = np.asarray(0.5, np.float32)
+    else:
+        stored = {"weight_packed": packed, "weight_scale": small}
+        stored["weight_global_scale"] = np.asarray([1 / factor], np.float32)
+        stored["input_global_scale"] = np.asarray([0.5], np.float32)
+    return stored, E2M1[codes] * (small.astype(np.float32) * factor).repeat(16, 1)
+
+
+def quantize(kind: str) -> Any:
+    def one(rng: np.random.Generator, name: str, rows: int, inputs: int) -> Any:
+        if name == "lm_head" or "layers.1.mlp.down" in name:
+            return None
+        return module(rng, rows, inputs, kind)
+
+    return one
+
+
+def describe(kind: str) -> dict[str, Any]:
+    if kind == "modelopt":
+        plain = ["lm_head", "model.layers.1.mlp.d*"]
+        return {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": plain}
+    group, strategy = (32, "group") if kind == "mxfp4" else (16, "tensor_group")
+    return description(f"{kind}-pack-quantized", type="float", group_size=group, strategy=strategy)
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4", "modelopt"])
+def test_a_model(kind: str, tmp_path: Path) -> None:
+    folders = FP8Folders(tmp_path, quantize(kind), **describe(kind))
+    folders.assert_same_weights()
+    for reduces in (False, True):
+        folders.assert_same_weights(Rank(1, 2, reduces=reduces))
+    folders.assert_same_logits(tmp_path / "cache")
+
+
+def tensors_of(form: FP4, stored: dict[str, Array]) -> list[Any]:
+    names = [source.name.removeprefix("m.") for source in form.sources("m", 8, 64)]
+    return [
+        from_numpy(stored[name].view(np.uint8) if name == "weight_scale" else stored[name])
+        for name in names
+        if name in stored
+    ]
+
+
+def test_divided_blocks() -> None:
+    stored, _ = module(np.random.default_rng(0), 8, 64, "modelopt")
+    form = FP4("nvfp4", codes="weight", factor="weight_scale_2")
+    with pytest.raises(
+        TensorError, match=r"weight has blocks .* divide; lower tensor_parallel_size"
+    ):
+        form.cut(tensors_of(form, stored), [slice(None)], (16, 64))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("weight_scale", np.nan, "weight_scale has numbers that are NaN"),
+        ("weight_scale_2", np.nan, "weight_scale_2 is nan"),
+        ("weight_scale_2", np.inf, "weight_scale_2 is inf"),
+        ("weight_scale_2", 0, "weight_scale_2 is 0.0"),
+    ],
+)
+def test_impossible_numbers(name: str, value: float, message: str) -> None:
+    form = FP4("nvfp4", codes="weight", factor="weight_scale_2", divides=value == 0)
+    stored, _ = module(np.random.default_rng(0), 8, 64, "modelopt")
+    stored[name] = np.array(stored[name])
+    stored[name].flat[-1] = value
+    with pytest.raises(TensorError, match=message):
+        form.cut(tensors_of(form, stored), [slice(None)], None)
+
+
+def test_rejected() -> None:
+    with pytest.raises(ModelError, match=r"m\.weight_packed has 48 inputs"):
+        FP4("mxfp4").sources("m", 8, 48)
+    for fields, message in (
+        ({"quant_algo": "W4A8_AWQ"}, "quant_algo='W4A8_AWQ'"),
+        ({"quant_algo": "FP8", "exclude_modules": "lm_head"}, "a list of names"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            read_modelopt(ConfigJson(fields, "config.json"))
