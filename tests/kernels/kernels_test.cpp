@@ -475,7 +475,7 @@ void test_norms() {
         kernels().rms_norm(a);
         a.residual = nullptr, a.out = plain.data();
         kernels().rms_norm(a);
-        kernels().layer_norm({x.data(), stride, w.data(), bias.data(), layer.data(), dim, rows, dim, 1e-5f, dtype});
+        kernels().layer_norm({x.data(), stride, w.data(), bias.data(), layer.data(), dim, rows, dim, 1e-5f, 0, dtype});
         for (int64_t i = 0; i < rows; i++) {
           double squares = 0, plain_squares = 0, mean = 0, variance = 0;
           for (int64_t j = 0; j < dim; j++) {
@@ -707,13 +707,19 @@ struct Requests {
         slots.push_back(blocks[r].back() * s.block_size + i % s.block_size);
       }
       kernels().write_kv({keys[r].data(), width, s.head_size, values[r].data(), width, s.head_size, kv.data,
-                          slots.data(), lengths[r], s.kv_heads, s.head_size, s.block_size, Type<T>::dtype,
+                          block_stride(), slots.data(), lengths[r], s.kv_heads, s.head_size, s.block_size, Type<T>::dtype,
                           cache});
       const std::vector<T> q = random<T>(queries[r] * s.heads * s.head_size);
       query.insert(query.end(), q.begin(), q.end());
       for (auto* cached : {&keys[r], &values[r]})  // as the cache holds them
         for (int64_t i = 0; i < lengths[r] * s.kv_heads; i++) as_cached(cached->data() + i * s.head_size);
     }
+  }
+
+  int64_t block_stride() const {
+    const bool same = cache == CacheType::same;
+    const int64_t head = same ? s.head_size : cached_size(cache, Type<T>::dtype, s.head_size);
+    return 2 * s.kv_heads * s.block_size * head;
   }
 
   int64_t num_blocks() const {
@@ -759,7 +765,8 @@ struct Requests {
     }
     std::vector<T> out(q.size());
     const int64_t width = s.heads * s.head_size;
-    kernels().attention({q.data(), width, s.head_size, out.data(), width, s.head_size, kv.data, start.data(),
+    kernels().attention({q.data(), width, s.head_size, out.data(), width, s.head_size, kv.data,
+                         block_stride(), start.data(),
                          seq.data(), table.data(), int64_t(wide), count, s.heads, s.kv_heads, s.head_size,
                          s.block_size, s.window, scale(), s.soft_cap, s.alibi ? slopes.data() : nullptr,
                          s.sinks ? sinks.data() : nullptr, Type<T>::dtype, cache});
