@@ -31,15 +31,15 @@ _SIZES = (8, 64, 97, 160, 256, 331, 458, 768, 1280)
 _GEMMA = ("Gemma", "Gemma2", "Gemma3")
 _BIAS = ("Llama", "Qwen3", *_GEMMA, "Glm", "Glm4", "Olmo2", "Granite", "SmolLM3")
 _BIAS = (*_BIAS, "Cohere", "Cohere2", "Olmo3", "SeedOss", "HunYuanDenseV1")
-_BIAS = (*_BIAS, "Arcee", "Nemotron", "Olmo")
+_BIAS = (*_BIAS, "Arcee", "Nemotron", "Olmo", "Apertus", "GraniteSWA", "BitNet")
 """Families whose attention may have a bias."""
 _ROPE = (*_BIAS, "Mistral", "Ministral", "Ministral3", "Qwen2", "Phi3", "Phi", "Starcoder2")
 _ROPE = (*_ROPE, "InternLM3", "Exaone4", "Ernie4_5", "StableLm")
-_PLAIN = ("OPT", "Bloom", "Mpt", "Falcon", "GPTNeoX")
+_PLAIN = ("OPT", "Bloom", "Mpt", "Falcon", "GPTNeoX", "GPTJ")
 _NAMES = {"GPT2": "GPT2LMHeadModel"} | {name: f"{name}ForCausalLM" for name in (*_ROPE, *_PLAIN)}
 # Families with heads that transformers fits into the hidden size, or that may have any size.
 _FITTED = ("Phi3", "Phi", "Olmo2", "Granite", "SmolLM3", "Starcoder2", "Cohere", "Cohere2")
-_FITTED = (*_FITTED, "Olmo3", "Exaone4", "Olmo", "StableLm")
+_FITTED = (*_FITTED, "Olmo3", "Exaone4", "Olmo", "StableLm", "Apertus", "GraniteSWA", "BitNet")
 _EITHER = ("Llama", "Qwen2", "InternLM3")
 # Families whose context transformers can scale.
 _SCALED = ("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "Granite", "InternLM3", "Olmo2")
@@ -60,7 +60,7 @@ def draw_model(rng: random.Random) -> tuple[str, dict[str, Any]]:
     tied = {"tie_word_embeddings": rng.random() < 0.5}
     if family in ("Glm", "Glm4", "Phi", "Nemotron", "StableLm"):
         head = max(8, head // 8 * 8)  # a half or a quarter of it is rotated, in pairs
-    if family in ("Falcon", "GPTNeoX"):
+    if family in ("Falcon", "GPTNeoX", "GPTJ"):
         head += head % 2
         hidden = heads * head
     elif family not in _ROPE:
@@ -70,6 +70,13 @@ def draw_model(rng: random.Random) -> tuple[str, dict[str, Any]]:
         config = {"n_positions": positions, "n_embd": hidden, "n_layer": layers, "n_head": heads}
         config |= {"n_inner": rng.choice((None, inner))}
         config |= {"scale_attn_by_inverse_layer_idx": rng.random() < 0.3}
+    elif family == "GPTJ":
+        config = {"n_positions": positions, "n_embd": hidden, "n_layer": layers, "n_head": heads}
+        config |= {
+            "n_inner": rng.choice((None, inner)),
+            "rotary_dim": 2 * rng.randint(1, head // 2),
+        }
+        tied = {}
     elif family == "OPT":
         config = {"hidden_size": hidden, "ffn_dim": inner, "num_hidden_layers": layers}
         config |= {"num_attention_heads": heads, "max_position_embeddings": positions}
@@ -130,10 +137,12 @@ def _rope_model(
         config["mlp_bias"] = rng.random() < 0.3
     if family == "InternLM3":
         config |= dict.fromkeys(("attention_bias", "mlp_bias"), rng.random() < 0.5)
-    if family == "Granite":
+    if family in ("Granite", "GraniteSWA"):
         for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
             config[name] = rng.choice((0.3, 1.0, 6.0))
         config["attention_multiplier"] = rng.choice((0.1, 0.5))
+    if family == "GraniteSWA":
+        config |= {"sliding_window": window, "mlp_bias": rng.random() < 0.3}
     if family == "SmolLM3":
         config |= {"no_rope_layer_interval": rng.randint(1, 4), "sliding_window": window}
         config["use_sliding_window"] = rng.random() < 0.5
@@ -165,7 +174,7 @@ def _rope_model(
         config["attn_logit_softcapping"] = rng.choice((None, 50.0))
     if family == "Gemma3":
         config["sliding_window_pattern"] = rng.randint(1, 3)
-    if family in ("Gemma3", "Glm", "Glm4", "Phi", "Olmo3", "Nemotron", "StableLm"):
+    if family in ("Gemma3", "Glm", "Glm4", "Phi", "Olmo3", "Nemotron", "StableLm", "Apertus"):
         return config  # their positions have separate defaults
     kinds = (
         ("default", "longrope")

@@ -572,9 +572,17 @@ void test_elementwise() {
             Type<T>::name);
       }
     for (int64_t dim : {1, 17, 1030}) {
-      const std::vector<T> x = random<T>(3 * 2 * dim, 3);
+      const std::vector<T> x = random<T>(3 * 2 * dim, 3), alphas = {make<T>(-0.5), make<T>(1.25)};
       const std::vector<T> silu = gated(x, 3, dim, Gated::silu), plain = gated(x, 3, dim, Gated::gelu),
-                           tanh = gated(x, 3, dim, Gated::gelu_tanh);
+                           tanh = gated(x, 3, dim, Gated::gelu_tanh), relu2 = gated(x, 3, dim, Gated::relu2);
+      std::vector<T> xielu(x.size());
+      kernels().xielu({x.data(), xielu.data(), dim, 6, dim, alphas.data(), Type<T>::dtype});
+      const double positive = std::log1p(std::exp(-0.5)), negative = 0.5 + std::log1p(std::exp(1.25));
+      for (size_t i = 0; i < x.size(); i++) {
+        const double v = get(x[i]), rest = std::expm1(std::min(v, -1e-6)) - v;
+        check(near(xielu[i], v / 2 + (v > 0 ? positive * v * v : negative * rest), 4e-6, 3), "xielu %s",
+            Type<T>::name);
+      }
       std::vector<T> sum(3 * dim);
       kernels().add({x.data(), x.data() + 3 * dim, sum.data(), dim, dim, dim, 3, dim, Type<T>::dtype});
       for (int64_t i = 0; i < 3 * dim; i++) {
@@ -582,7 +590,8 @@ void test_elementwise() {
             up = get(x[i / dim * 2 * dim + dim + i % dim]);
         check(near(silu[i], gate / (1 + std::exp(-gate)) * up, 4e-6, 3) &&
                   near(plain[i], gelu(gate) * up, 4e-6, 3) &&
-                  near(tanh[i], gelu_tanh(gate) * up, 4e-6, 3),
+                  near(tanh[i], gelu_tanh(gate) * up, 4e-6, 3) &&
+                  near(relu2[i], gate > 0 ? gate * gate * up : 0, 4e-6, 3),
               "gated %s", Type<T>::name);
         check(get(sum[i]) == rounded<T>(float(get(x[i])) + float(get(x[3 * dim + i]))), "add %s",
             Type<T>::name);
@@ -748,6 +757,12 @@ struct Requests {
       for (auto* cached : {&keys[r], &values[r]})  // as the cache holds them
         for (int64_t i = 0; i < lengths[r] * s.kv_heads; i++) as_cached(cached->data() + i * s.head_size);
     }
+  }
+
+  int64_t block_stride() const {
+    const bool same = cache == CacheType::same;
+    const int64_t head = same ? s.head_size : cached_size(cache, Type<T>::dtype, s.head_size);
+    return 2 * s.kv_heads * s.block_size * head;
   }
 
   int64_t num_blocks() const {
