@@ -139,6 +139,14 @@ NAMES = {
     "self_attention.dense": "attn_output",
     "mlp.dense_h_to_4h": "ffn_up",
     "mlp.dense_4h_to_h": "ffn_down",
+    # Gemma 4
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
+    "layer_scalar": "layer_output_scale",
     "ln_mlp": "attn_norm",
     "ln_attn": "attn_norm_2",
 }
@@ -147,7 +155,7 @@ SANDWICH = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
-OTHER_NAMES = dict.fromkeys(("gemma2", "gemma3", "olmo2", "exaone4"), SANDWICH)
+OTHER_NAMES = dict.fromkeys(("gemma2", "gemma3", "gemma4", "olmo2", "exaone4"), SANDWICH)
 OTHER_NAMES["seed_oss"] = {"post_attention_layernorm": "post_attention_norm"}
 OTHER_NAMES["glm4"] = {
     "post_self_attn_layernorm": "post_attention_norm",
@@ -223,9 +231,37 @@ def _fields(config: Any, kind: str, rope: Mapping[str, Any], size: int) -> dict[
         case "mpt":
             fields["attention.max_alibi_bias"] = float(config.attn_config.alibi_bias_max)
             fields["attention.clamp_kqv"] = config.attn_config.clip_qkv
+        case "gemma4":
+            fields |= _gemma4_fields(config)
         case "mistral3" if "llama_4_scaling_beta" in rope:
             fields["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
     return {f"{kind}.{key}": value for key, value in fields.items() if value is not None}
+
+
+def _gemma4_fields(config: Any) -> dict[str, Any]:
+    """Return the metadata of Gemma 4, whose layers differ."""
+    count, shared = config.num_hidden_layers, config.num_kv_shared_layers
+    layers = [config.per_layer_config[i] for i in range(count)]
+    sliding = [kind == "sliding_attention" for kind in config.layer_types]
+    size, wide = layers[sliding.index(False)].head_dim, config.use_double_wide_mlp
+    fields: dict[str, Any] = {
+        "attention.shared_kv_layers": shared,
+        "embedding_length_per_layer_input": config.hidden_size_per_layer_input or 0,
+        "attention.sliding_window": config.sliding_window,
+        "attention.sliding_window_pattern": sliding,
+        "attention.key_length": size,
+        "attention.value_length": size,
+        "attention.key_length_swa": config.head_dim,
+        "attention.value_length_swa": config.head_dim,
+        "rope.dimension_count": size,
+        "rope.dimension_count_swa": config.head_dim,
+        "rope.freq_base_swa": 10000.0,
+        "attention.head_count_kv": [layer.num_key_value_heads for layer in layers],
+    }
+    if wide:
+        inner = config.intermediate_size
+        fields["feed_forward_length"] = [inner * (1 + (i >= count - shared)) for i in range(count)]
+    return fields
 
 
 def convert(
@@ -240,6 +276,8 @@ def convert(
         types: types of tensors by parts of their names; "" for all others; default: f32.
     """
     config, names = model.config, NAMES | OTHER_NAMES.get(kind, {})
+    if kind == "gemma4":  # transformers asks whether sizes of one type of layers are meant
+        config.allow_global_per_layer_attribute_access = True
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
     heads = config.num_attention_heads
@@ -253,11 +291,21 @@ def convert(
         for length in ("long", "short"):
             factors = np.array(rope[f"{length}_factor"], np.float32)
             arrays[f"rope_factors_{length}.weight"] = factors
+    if kind == "gemma4":
+        pairs = metadata["gemma4.attention.key_length"] // 2
+        rotated = int(pairs * rope["partial_rotary_factor"])
+        arrays["rope_freqs.weight"] = np.array([1.0] * rotated + [1e30] * (pairs - rotated))
+        for i in range(
+            config.num_hidden_layers - config.num_kv_shared_layers, len(model.model.layers)
+        ):
+            arrays[f"blk.{i}.attn_k.weight"] = np.ones((16, config.hidden_size))  # unused
     tied = getattr(config, "tie_word_embeddings", True)
     for name, tensor in model.state_dict().items():
         module, _, suffix = name.rpartition(".")
         if module in ("lm_head", "embed_out") and tied:
             continue
+        if suffix == "layer_scalar":
+            module, suffix = name, "weight"
         match = re.fullmatch(r".*?\.(?:layers|h|blocks)\.(\d+)\.(.*)", module)
         layer, stored = (f"blk.{match[1]}.", match[2]) if match else ("", module)
         x = tensor.float().numpy()

@@ -72,6 +72,8 @@ class Architecture:
     permuted: bool = False
     """True if the converter has reordered the rows of queries and keys for rotations of
     neighbors."""
+    by_layer: tuple[str, ...] = ()
+    """Keys of numbers that may differ between layers, which `Description` reads specially."""
     norm_shift: float = 0.0
     """Number that the converter has added to the weights of norms."""
 
@@ -110,6 +112,32 @@ ARCHITECTURES: dict[str, Architecture] = {
         window_by_layer=True,
         unwindowed={"sliding_window_pattern": 1},
         norm_shift=1.0,
+    ),
+    "gemma4": Architecture(
+        "Gemma4ForCausalLM",
+        _NAMES
+        | _SANDWICH
+        | _HEAD_NORMS
+        | {
+            "model.embed_tokens_per_layer": "per_layer_token_embd",
+            "model.per_layer_model_projection": "per_layer_model_proj",
+            "model.per_layer_projection_norm": "per_layer_proj_norm",
+            "per_layer_input_gate": "inp_gate",
+            "per_layer_projection": "proj",
+            "post_per_layer_input_norm": "post_norm",
+            "layer_scalar": "layer_output_scale",
+        },
+        {
+            "final_logit_softcapping": "final_logit_softcapping",
+            "num_kv_shared_layers": "attention.shared_kv_layers",
+            "hidden_size_per_layer_input": "embedding_length_per_layer_input",
+            "global_head_dim": "attention.key_length",
+            "head_dim": "attention.key_length_swa",
+        },
+        {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0},
+        windowed=True,
+        window_by_layer=True,
+        by_layer=("feed_forward_length", "attention.head_count_kv"),
     ),
     "granite": Architecture(
         "GraniteForCausalLM",

@@ -58,6 +58,8 @@ _IGNORED: tuple[str, ...] = (
 _IGNORED += ("mm.", "vision.")
 """Keys, or beginnings of keys, that do not change the text model's numbers."""
 _MOST = 1e30
+_STILL = float(np.float32(1e30))
+"""Factor of wavelengths of pairs that are not rotated."""
 _LARGE_GEMMAS: dict[tuple[str, Any], float] = {("gemma2", 46): 144.0, ("gemma3", 62): 168.0}
 """Scalars of queries of the 27B models, by architecture and layers; others use the head's size."""
 
@@ -125,7 +127,7 @@ class Description:
         self,
         vocab_size: int,
         tied: bool,
-        first_layer: Set[str],
+        tensors: Set[str],
         rope_factors: Mapping[str, Sequence[float]],
     ) -> dict[str, Any]:
         """Return the config.
@@ -133,7 +135,7 @@ class Description:
         Args:
             vocab_size: number of rows of the embedding.
             tied: True if the file has no LM head of its own.
-            first_layer: names of the first layer's tensors, without its prefix.
+            tensors: names of all tensors.
             rope_factors: factors of wavelengths by the names of their tensors.
 
         Raises:
@@ -142,7 +144,9 @@ class Description:
         fields = _FIELDS | dict(self.architecture.fields)
         config: dict[str, Any] = dict(self.architecture.defaults)
         config |= {
-            name: value for name, key in fields.items() if (value := self.number(key)) is not None
+            name: value
+            for name, key in fields.items()
+            if key not in self.architecture.by_layer and (value := self.number(key)) is not None
         }
         heads = config.get("num_attention_heads")
         config.setdefault("num_key_value_heads", heads)
@@ -153,19 +157,24 @@ class Description:
             "vocab_size": vocab_size,
             "tie_word_embeddings": tied,
         }
-        config |= {name: bool(tensors & first_layer) for name, tensors in _BIASES.items()}
+        first_layer = {name[6:] for name in tensors if name.startswith("blk.0.")}
+        config |= {name: bool(biases & first_layer) for name, biases in _BIASES.items()}
         config |= self._windows()
         config |= self._rope(config, rope_factors)
         config |= self._special(config, first_layer)
+        if self.kind == "gemma4":
+            config |= self._gemma4(config, tensors)
         for name in ("bos", "eos", "pad"):
             if (token := self._token(name)) is not None:
                 config[f"{name}_token_id"] = token
-        value_size = self.number("attention.value_length")
-        if value_size not in (None, config.get("head_dim")):
-            raise self.error(
-                f"attention.value_length={value_size} differs from key_length="
-                f"{config.get('head_dim')}, which is not supported"
-            )
+        for end in ("", "_swa") if self.kind == "gemma4" else ("",):
+            size = self.number(f"attention.value_length{end}")
+            key_size = self.number(f"attention.key_length{end}") or config.get("head_dim")
+            if size not in (None, key_size):
+                raise self.error(
+                    f"attention.value_length{end}={size} differs from key_length{end}={key_size}, "
+                    "which is not supported"
+                )
         self._refuse_unknown()
         return config
 
@@ -220,6 +229,8 @@ class Description:
             factors: see `config`.
         """
         fields: dict[str, Any] = {}
+        if self.kind == "gemma4":
+            return self._gemma4_rope(config, factors)
         scaling = self._scaling(config, factors)
         if scaling:
             theta = config.get("rope_theta", 10000.0)
@@ -274,6 +285,80 @@ class Description:
             "attention_factor": 1.0 if attention is None else attention,
             "original_max_position_embeddings": original or config.get("max_position_embeddings"),
         }
+
+    def _gemma4_rope(
+        self, config: Mapping[str, Any], factors: Mapping[str, Sequence[float]]
+    ) -> dict[str, Any]:
+        """Return the positions of both types of layers.
+
+        In layers without a window only some pairs are rotated: the factors of the others'
+        wavelengths are so large that their angles are 0.
+        """
+        size, local = config.get("global_head_dim", 0), config.get("head_dim", 0)
+        pairs = size // 2
+        if factors:
+            found = list(factors.get("rope_freqs", ()))
+            rotated = found.count(1.0)
+            still = [_STILL] * (len(found) - rotated)
+            if len(found) != pairs or found != [1.0] * rotated + still or len(factors) > 1:
+                raise self.error(
+                    "its factors of wavelengths are not supported for this architecture"
+                )
+            pairs = rotated
+        for end, usual in (("", size), ("_swa", local)):
+            elements = self.number(f"rope.dimension_count{end}")
+            if elements not in (None, usual):
+                raise self.error(f"rope.dimension_count{end}={elements} is not supported")
+        theta, local_theta = config.get("rope_theta", 1e6), self.number("rope.freq_base_swa")
+        full: dict[str, Any] = {"rope_type": "proportional", "rope_theta": theta}
+        # A quarter of a pair more, so that the product with the head's size is never too small.
+        full["partial_rotary_factor"] = min(1.0, (pairs + 0.25) / max(1, size // 2))
+        sliding = {"rope_type": "default", "rope_theta": local_theta or 1e4}
+        return {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
+
+    def _gemma4(self, config: Mapping[str, Any], tensors: Set[str]) -> dict[str, Any]:
+        """Return the sizes of both types of layers; the last layers may have wider blocks."""
+        count, kinds = config.get("num_hidden_layers", 0), config.get("layer_types") or []
+        if len(kinds) != count or len(set(kinds)) != 2:
+            raise self.error(
+                f"{self.kind}.attention.sliding_window_pattern must name each layer, and both types"
+            )
+        inner = self._of_layers("feed_forward_length", count)
+        heads = self._of_layers("attention.head_count_kv", count)
+        full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+        first = kinds.index("sliding_attention")
+        shared = config["num_kv_shared_layers"]
+        fields = {
+            "intermediate_size": inner[0],
+            "use_double_wide_mlp": 0 < shared < count and inner[-1] != inner[0],
+            "num_key_value_heads": heads[first],
+            "num_global_key_value_heads": heads[full[0]],
+            "attention_k_eq_v": f"blk.{full[0]}.attn_v.weight" not in tensors,
+        }
+        wide = [fields["use_double_wide_mlp"] and i >= count - shared for i in range(count)]
+        same = {kind: heads[kinds.index(kind)] for kind in kinds}
+        if inner != [inner[0] * (1 + is_wide) for is_wide in wide] or heads != [
+            same[kind] for kind in kinds
+        ]:
+            raise self.error(
+                f"{self.kind}.feed_forward_length or head_count_kv differs between layers in a way "
+                "that is not supported"
+            )
+        own = {"head_dim": config.get("global_head_dim"), "num_key_value_heads": heads[full[0]]}
+        fields["per_layer_config"] = {str(i): own for i in full}
+        return fields | {"vocab_size_per_layer_input": config["vocab_size"]}
+
+    def _of_layers(self, key: str, count: int) -> list[int]:
+        """Return a whole number for each layer, from an array or one number for all.
+
+        Raises:
+            ModelError: they are no whole numbers above 0, or not one for each layer.
+        """
+        value = self._value(key)
+        numbers = value.tolist() if isinstance(value, np.ndarray) else [value] * count
+        if len(numbers) != count or not all(type(n) is int and 0 < n < _MOST for n in numbers):
+            raise self.error(f"{self.kind}.{key} is not a whole number above 0 for each layer")
+        return numbers
 
     def _special(self, config: Mapping[str, Any], first_layer: Set[str]) -> dict[str, Any]:
         """Return the fields that only this architecture has."""

@@ -109,10 +109,9 @@ class GGUFFile:
         embedding = tensors.get("token_embd.weight")
         if embedding is None or len(embedding.shape) != 2:
             raise ModelError(f"{self.path} lacks the tensor token_embd.weight of two dimensions.")
-        first = {name[6:] for name in tensors if name.startswith("blk.0.")}
         tied = "output.weight" not in tensors
         factors = {name: self._factors(tensors[f"{name}.weight"]) for name in self._rope_factors}
-        config = self._described.config(embedding.shape[0], tied, first, factors)
+        config = self._described.config(embedding.shape[0], tied, tensors.keys(), factors)
         config["dtype"] = self.dtype
         types = self._block_types()
         if types:
@@ -168,6 +167,8 @@ class GGUFFile:
         layer, _, inner = module.removeprefix(prefix).partition(".")
         if not module.startswith(prefix) or not layer.isdecimal():
             return f"{self._names.get(module, module)}.{kind}"
+        if not inner:  # a tensor of the layer itself
+            inner, kind = kind, "weight"
         return f"blk.{layer}.{self._names.get(inner, inner)}.{kind}"
 
     def open(self, expected: Expected) -> GGUFTensors:
@@ -184,6 +185,7 @@ class GGUFFile:
         used = sources.keys() | {f"{name}.weight" for name in self._rope_factors}
         used |= {self._stored_name(name) for name in expected.elsewhere}
         extra = [name for name in self._tensors if name not in used]
+        extra = [name for name in extra if not self._is_ignored(name, expected)]
         if extra:
             raise ModelError(
                 f"{self.path} holds {len(extra)} tensors that {expected.architecture} with this "
@@ -196,6 +198,16 @@ class GGUFFile:
         heads = config.integer("num_attention_heads")
         kv_heads = config.integer("num_key_value_heads", default=heads)
         return GGUFTensors(self._headers, places, self._described.architecture, heads, kv_heads)
+
+    def _is_ignored(self, stored: str, expected: Expected) -> bool:
+        """Return True if the model does not use a tensor that the file has."""
+        match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(\w+)", stored)
+        if match is None:
+            return False
+        prefix = f"{self._described.architecture.layers}{match[1]}."
+        modules = [module for module, name in self._names.items() if name == match[2]]
+        names = [f"{prefix}{module}.{match[3]}" for module in modules]
+        return any(re.fullmatch(p, name) for p in expected.ignored for name in names)
 
     def _block_types(self) -> dict[str, str]:
         """Return the block types of modules by their names in Hugging Face's form."""
