@@ -109,7 +109,11 @@ NAMES = {
     "mlp.fc2": "ffn_down",
     "mlp.c_fc": "ffn_up",
     "mlp.c_proj": "ffn_down",
-    # HunYuan
+    # HunYuan, Apertus, StableLM, Granite with sliding windows
+    "attention_layernorm": "attn_norm",
+    "feedforward_layernorm": "ffn_norm",
+    "self_attn.q_layernorm.norms": "attn_q_norm",
+    "self_attn.k_layernorm.norms": "attn_k_norm",
     "self_attn.query_layernorm": "attn_q_norm",
     "self_attn.key_layernorm": "attn_k_norm",
     # GPT-2, MPT
@@ -153,11 +157,13 @@ OTHER_NAMES["glm4"] = {
     "post_self_attn_layernorm": "post_attention_norm",
     "post_mlp_layernorm": "post_ffw_norm",
 }
-PERMUTED = ("llama", "granite", "smollm3", "mistral3", "internlm2")
-SHIFTED = ("gemma", "gemma2", "gemma3")
-ROTATED = ("phi2", "gptneox", "chatglm", "glm4", "cohere2")
+PERMUTED = ("llama", "granite", "granite-swa", "minicpm", "smollm3", "mistral3", "internlm2")
+PERMUTED += ("arcee", "olmo")
+SHIFTED = ("gemma", "gemma2", "gemma3", "nemotron")
+ROTATED = ("phi2", "gptneox", "chatglm", "glm4", "cohere2", "stablelm", "nemotron")
 """Architectures for which the number of rotated elements is written."""
 NO_HEAD_SIZE = ("phi2", "starcoder2", "gpt2", "gptneox", "bloom", "falcon", "mpt", "chatglm")
+NO_HEAD_SIZE += ("stablelm", "granite", "granite-swa", "minicpm")
 """Facts of llama.cpp's converter, stated again so that a mistake in Octavo's tables is found."""
 
 
@@ -191,12 +197,13 @@ def _fields(config: Any, kind: str, rope: Mapping[str, Any], size: int) -> dict[
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": get("num_kv_heads", "num_key_value_heads"),
         "attention.layer_norm_rms_epsilon": get("rms_norm_eps"),
-        "attention.layer_norm_epsilon": get("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
+        "attention.layer_norm_epsilon": get("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+        or {"nemotron": get("norm_eps"), "olmo": 1e-5}.get(kind),
         "rope.scaling.attn_factor": rope.get("attention_factor") if "long_factor" in rope else None,
         "attn_logit_softcapping": get("attn_logit_softcapping"),
         "final_logit_softcapping": get("final_logit_softcapping"),
     } | rope_fields(rope)
-    if "rope_theta" in rope and kind not in ("phi2", "gptneox", "falcon"):
+    if "rope_theta" in rope and kind not in ("phi2", "gptneox", "falcon", "stablelm"):
         fields["rope.freq_base"] = float(rope["rope_theta"])
     if kind not in NO_HEAD_SIZE:
         fields |= {"attention.key_length": size, "attention.value_length": size}
@@ -204,17 +211,24 @@ def _fields(config: Any, kind: str, rope: Mapping[str, Any], size: int) -> dict[
         fields["rope.dimension_count"] = int(size * rope.get("partial_rotary_factor", 1.0))
     if kind in ("gemma2", "gemma3", "phi3", "cohere2"):
         fields["attention.sliding_window"] = config.sliding_window or 0
-    if kind in ("olmo2", "exaone4") and get("sliding_window"):
+    if kind in ("olmo2", "exaone4", "granite-swa") and get("sliding_window"):
         fields["attention.sliding_window"] = config.sliding_window
         fields["attention.sliding_window_pattern"] = [
             layer == "sliding_attention" for layer in config.layer_types
         ]
+    if thetas := get("layer_rope_theta"):
+        fields["attention.rope_pattern"] = [theta > 0 for theta in thetas]
     match kind:
-        case "granite":
-            fields["attention.scale"] = config.attention_multiplier
+        case "granite" | "granite-swa" | "minicpm":
+            if kind != "minicpm":
+                fields["attention.scale"] = config.attention_multiplier
             fields["embedding_scale"] = config.embedding_multiplier
             fields["residual_scale"] = config.residual_multiplier
             fields["logit_scale"] = config.logits_scaling
+        case "olmo":
+            fields["attention.clamp_kqv"] = config.clip_qkv
+        case "stablelm":
+            fields["use_parallel_residual"] = config.use_parallel_residual
         case "command-r" | "cohere2":
             fields["logit_scale"] = config.logit_scale
             fields["rope.scaling.type"] = "none"
@@ -256,6 +270,9 @@ def convert(
     tied = getattr(config, "tie_word_embeddings", True)
     for name, tensor in model.state_dict().items():
         module, _, suffix = name.rpartition(".")
+        if module.endswith("act_fn"):  # Apertus
+            metadata.setdefault(f"xielu.{suffix}", []).append(tensor.float().item())
+            continue
         if module in ("lm_head", "embed_out") and tied:
             continue
         match = re.fullmatch(r".*?\.(?:layers|h|blocks)\.(\d+)\.(.*)", module)
@@ -272,9 +289,15 @@ def convert(
             x = np.concatenate([part.reshape(-1, *x.shape[1:]) for part in parts])
         if kind == "gpt2" and x.ndim == 2 and stored.startswith(("attn.", "mlp.")):
             x = x.T
-        if module.endswith("norm") and kind in SHIFTED:
+        if name.endswith("norm.weight") and kind in SHIFTED:
             x = x + np.float32(1)
-        arrays[f"{layer}{names[stored]}.{suffix}"] = x
+        if suffix == "sinks":
+            arrays[f"{layer}attn_sinks.weight"] = x
+        elif ".norms." in stored:  # norms of heads, with one tensor for all
+            name = f"{layer}{names[stored.rpartition('.')[0]]}.{suffix}"
+            arrays[name] = np.concatenate([arrays.get(name, x[:0].reshape(0, size)), x[None]])
+        else:
+            arrays[f"{layer}{names[stored]}.{suffix}"] = x
     if kind == "chatglm":  # published checkpoints have one tensor for queries, keys and values
         for name in [name for name in arrays if "attn_q." in name]:
             others = [name.replace("attn_q", other) for other in ("attn_k", "attn_v")]

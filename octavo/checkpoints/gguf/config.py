@@ -283,9 +283,34 @@ class Description:
                 layers = config.get("num_hidden_layers")
                 scalar = _LARGE_GEMMAS.get((self.kind, layers), default)
                 return {"query_pre_attn_scalar": scalar}
-            case "granite":
+            case "granite" | "granite-swa":
                 if not self._flag("rope.scaling.finetuned", True):
                     raise self.error(f"{self.kind}.rope.scaling.finetuned=false is not supported")
+                rotated = self._value("attention.rope_pattern")
+                if rotated is not None and self.kind == "granite-swa":
+                    theta = config.get("rope_theta", 10000.0)
+                    return {"layer_rope_theta": [theta if one else 0 for one in rotated.tolist()]}
+            case "minicpm":
+                missing = {"embedding_multiplier", "residual_multiplier", "logits_scaling"}
+                missing -= config.keys()
+                if missing:
+                    raise self.error(
+                        f"the metadata lacks keys for {', '.join(sorted(missing))}; convert the "
+                        "model again"
+                    )
+                return {"attention_multiplier": config.get("head_dim", 1) ** -0.5}
+            case "stablelm":
+                self._flag("use_parallel_residual", True)  # the norm decides, as in llama.cpp
+                return {
+                    "use_qkv_bias": "attn_q.bias" in first_layer,
+                    "qk_layernorm": "attn_q_norm.weight" in first_layer,
+                    "use_parallel_residual": "ffn_norm.weight" not in first_layer,
+                }
+            case "apertus":
+                constants = {"beta": np.float32(0.5), "eps": np.float32(-1e-6)}
+                for name, expected in constants.items():
+                    if not (np.asarray(self.metadata.get(f"xielu.{name}")) == expected).all():
+                        raise self.error(f"xielu.{name} is not {expected}, which is not supported")
             case "command-r":
                 return {"use_qk_norm": "attn_q_norm.weight" in first_layer}
             case "gptneox":

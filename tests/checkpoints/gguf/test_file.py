@@ -54,6 +54,29 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "residual_multiplier": 0.5,
         },
     ),
+    "granite-swa": (
+        "GraniteSWAForCausalLM",
+        {"num_hidden_layers": 4, "sliding_window": 4, "attention_multiplier": 0.3}
+        | {"layer_rope_theta": [0, 1e4, 1e4, 1e4]},
+    ),
+    "minicpm": (
+        "GraniteForCausalLM",
+        {
+            "logits_scaling": 2.0,
+            "attention_multiplier": 0.25,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+        },
+    ),
+    "arcee": ("ArceeForCausalLM", {"head_dim": 32}),
+    "apertus": ("ApertusForCausalLM", {"head_dim": 32, "pad_token_id": 0}),
+    "nemotron": ("NemotronForCausalLM", {"head_dim": 16, "partial_rotary_factor": 0.5}),
+    "stablelm": ("StableLmForCausalLM", {"use_qkv_bias": True, "partial_rotary_factor": 0.25}),
+    "stablelm norms": (
+        "StableLmForCausalLM",
+        {"use_parallel_residual": True, "qk_layernorm": True},
+    ),
+    "olmo": ("OlmoForCausalLM", {"clip_qkv": 0.8, "pad_token_id": 0}),
     "smollm3": ("SmolLM3ForCausalLM", {"num_hidden_layers": 4, "pad_token_id": 0}),
     "olmo2": ("Olmo2ForCausalLM", {}),
     "olmo2 window": (
