@@ -109,6 +109,13 @@ NAMES = {
     "mlp.fc2": "ffn_down",
     "mlp.c_fc": "ffn_up",
     "mlp.c_proj": "ffn_down",
+    # Gemma 4
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
     # HunYuan, Apertus, StableLM, Granite with sliding windows
     "attention_layernorm": "attn_norm",
     "feedforward_layernorm": "ffn_norm",
@@ -151,7 +158,7 @@ SANDWICH = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
-OTHER_NAMES = dict.fromkeys(("gemma2", "gemma3", "olmo2", "exaone4"), SANDWICH)
+OTHER_NAMES = dict.fromkeys(("gemma2", "gemma3", "gemma4", "olmo2", "exaone4"), SANDWICH)
 OTHER_NAMES["seed_oss"] = {"post_attention_layernorm": "post_attention_norm"}
 OTHER_NAMES["glm4"] = {
     "post_self_attn_layernorm": "post_attention_norm",
@@ -209,7 +216,7 @@ def _fields(config: Any, kind: str, rope: Mapping[str, Any], size: int) -> dict[
         fields |= {"attention.key_length": size, "attention.value_length": size}
     if kind in ROTATED:
         fields["rope.dimension_count"] = int(size * rope.get("partial_rotary_factor", 1.0))
-    if kind in ("gemma2", "gemma3", "phi3", "cohere2"):
+    if kind in ("gemma2", "gemma3", "gemma4", "phi3", "cohere2"):
         fields["attention.sliding_window"] = config.sliding_window or 0
     if kind in ("olmo2", "exaone4", "granite-swa") and get("sliding_window"):
         fields["attention.sliding_window"] = config.sliding_window
@@ -225,6 +232,26 @@ def _fields(config: Any, kind: str, rope: Mapping[str, Any], size: int) -> dict[
             fields["embedding_scale"] = config.embedding_multiplier
             fields["residual_scale"] = config.residual_multiplier
             fields["logit_scale"] = config.logits_scaling
+        case "gemma4":
+            local = [layer == "sliding_attention" for layer in config.layer_types]
+            shared, inner = config.num_kv_shared_layers, config.intermediate_size
+            fields["attention.sliding_window_pattern"] = local
+            fields["attention.shared_kv_layers"] = shared
+            fields["embedding_length_per_layer_input"] = config.hidden_size_per_layer_input
+            full = config.per_layer_config[local.index(False)]
+            for part in ("key", "value"):
+                fields[f"attention.{part}_length"] = full.head_dim
+                fields[f"attention.{part}_length_swa"] = config.head_dim
+            fields["rope.dimension_count"] = full.head_dim
+            fields["rope.dimension_count_swa"] = config.head_dim
+            local_rope = config.rope_parameters["sliding_attention"]
+            fields["rope.freq_base_swa"] = float(local_rope["rope_theta"])
+            if config.use_double_wide_mlp:
+                first = config.num_hidden_layers - shared
+                fields["feed_forward_length"] = [inner] * first + [2 * inner] * shared
+            heads = config.num_key_value_heads, full.num_key_value_heads
+            if heads[0] != heads[1]:
+                fields["attention.head_count_kv"] = [heads[not one] for one in local]
         case "olmo":
             fields["attention.clamp_kqv"] = config.clip_qkv
         case "stablelm":
@@ -253,6 +280,7 @@ def convert(
         path: the file.
         types: types of tensors by parts of their names; "" for all others; default: f32.
     """
+    model.config.allow_global_per_layer_attribute_access = True  # Gemma 4
     config, names = model.config, NAMES | OTHER_NAMES.get(kind, {})
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
@@ -263,6 +291,11 @@ def convert(
     if rope.get("rope_type") == "llama3":
         plain = rope["rope_theta"] ** -(np.arange(0, size, 2) / size)
         arrays["rope_freqs.weight"] = plain / model.model.rotary_emb.inv_freq.numpy()
+    if rope.get("rope_type") == "proportional":
+        full_size = metadata[f"{kind}.rope.dimension_count"]
+        factors = np.full(full_size // 2, 1e30, np.float32)
+        factors[: int(full_size * rope["partial_rotary_factor"] / 2)] = 1
+        arrays["rope_freqs.weight"] = factors
     if rope.get("rope_type") == "longrope":
         for length in ("long", "short"):
             factors = np.array(rope[f"{length}_factor"], np.float32)
@@ -293,11 +326,19 @@ def convert(
             x = x + np.float32(1)
         if suffix == "sinks":
             arrays[f"{layer}attn_sinks.weight"] = x
+        elif suffix == "layer_scalar":
+            arrays[f"blk.{module.rpartition('.')[2]}.layer_output_scale.weight"] = x
         elif ".norms." in stored:  # norms of heads, with one tensor for all
             name = f"{layer}{names[stored.rpartition('.')[0]]}.{suffix}"
             arrays[name] = np.concatenate([arrays.get(name, x[:0].reshape(0, size)), x[None]])
         else:
             arrays[f"{layer}{names[stored]}.{suffix}"] = x
+    if kind == "gemma4":  # published checkpoints have these tensors, which nothing reads
+        for i in range(
+            config.num_hidden_layers - config.num_kv_shared_layers, config.num_hidden_layers
+        ):
+            for part in ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight"):
+                arrays.setdefault(f"blk.{i}.{part}", np.full((2, 32), 7.0))
     if kind == "chatglm":  # published checkpoints have one tensor for queries, keys and values
         for name in [name for name in arrays if "attn_q." in name]:
             others = [name.replace("attn_q", other) for other in ("attn_k", "attn_v")]

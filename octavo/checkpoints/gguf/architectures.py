@@ -76,6 +76,8 @@ class Architecture:
     """Hugging Face architecture of files with a sliding window, if it is another one."""
     unwindowed: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the config if the file names no sliding window."""
+    varying: tuple[str, ...] = ()
+    """Keys whose numbers may differ between layers."""
     permuted: bool = False
     """True if the converter has reordered the rows of queries and keys for rotations of
     neighbors."""
@@ -117,6 +119,30 @@ ARCHITECTURES: dict[str, Architecture] = {
         window_by_layer=True,
         unwindowed={"sliding_window_pattern": 1},
         norm_shift=1.0,
+    ),
+    "gemma4": Architecture(
+        "Gemma4ForCausalLM",
+        _NAMES
+        | _SANDWICH
+        | _HEAD_NORMS
+        | {
+            "model.embed_tokens_per_layer": "per_layer_token_embd",
+            "model.per_layer_model_projection": "per_layer_model_proj",
+            "model.per_layer_projection_norm": "per_layer_proj_norm",
+            "per_layer_input_gate": "inp_gate",
+            "per_layer_projection": "proj",
+            "post_per_layer_input_norm": "post_norm",
+            "layer_scalar": "layer_output_scale.weight",
+        },
+        {
+            "final_logit_softcapping": "final_logit_softcapping",
+            "hidden_size_per_layer_input": "embedding_length_per_layer_input",
+            "num_kv_shared_layers": "attention.shared_kv_layers",
+        },
+        {"final_logit_softcapping": None, "hidden_size_per_layer_input": 0},
+        windowed=True,
+        window_by_layer=True,
+        varying=("feed_forward_length", "attention.head_count_kv"),
     ),
     "granite": Architecture("GraniteForCausalLM", fields=_GRANITE, permuted=True),
     "granite-swa": Architecture(

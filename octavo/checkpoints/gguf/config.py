@@ -58,6 +58,8 @@ _IGNORED: tuple[str, ...] = (
 _IGNORED += ("mm.", "vision.")
 """Keys, or beginnings of keys, that do not change the text model's numbers."""
 _MOST = 1e30
+_NOT_ROTATED = float(np.float32(1e30))
+"""Factor of the wavelengths of pairs that Gemma 4 does not rotate."""
 _LARGE_GEMMAS: dict[tuple[str, Any], float] = {("gemma2", 46): 144.0, ("gemma3", 62): 168.0}
 """Scalars of queries of the 27B models, by architecture and layers; others use the head's size."""
 
@@ -95,17 +97,20 @@ class Description:
     def number(self, key: str) -> int | float | None:
         """Return the value of a key of the architecture, or None.
 
+        Of numbers that may differ between layers it is the first.
+
         Raises:
             ModelError: the value is not a finite number, or differs between layers.
         """
         value = self._value(key)
         if isinstance(value, np.ndarray):  # one value for each layer
-            same = np.unique(value)
-            if len(same) != 1:
+            if len(value) == 0 or (
+                key not in self.architecture.varying and (value != value[0]).any()
+            ):
                 raise self.error(
                     f"{self.kind}.{key} differs between layers, which is not supported"
                 )
-            value = same[0].item()
+            value = value[0].item()
         if value is None:
             return None
         if type(value) not in (int, float) or not abs(value) < _MOST:
@@ -125,7 +130,7 @@ class Description:
         self,
         vocab_size: int,
         tied: bool,
-        first_layer: Set[str],
+        tensors: Set[str],
         rope_factors: Mapping[str, Sequence[float]],
     ) -> dict[str, Any]:
         """Return the config.
@@ -133,7 +138,7 @@ class Description:
         Args:
             vocab_size: number of rows of the embedding.
             tied: True if the file has no LM head of its own.
-            first_layer: names of the first layer's tensors, without its prefix.
+            tensors: names of all tensors.
             rope_factors: factors of wavelengths by the names of their tensors.
 
         Raises:
@@ -148,26 +153,33 @@ class Description:
         config.setdefault("num_key_value_heads", heads)
         if heads:
             config.setdefault("head_dim", max(1, config.get("hidden_size", 0) // heads))
+        self._check_value_size("", config.get("head_dim"))
         config |= {
             "architectures": [self.architecture.name],
             "vocab_size": vocab_size,
             "tie_word_embeddings": tied,
         }
-        config |= {name: bool(tensors & first_layer) for name, tensors in _BIASES.items()}
+        first_layer = {name[6:] for name in tensors if name.startswith("blk.0.")}
+        config |= {name: bool(biases & first_layer) for name, biases in _BIASES.items()}
         config |= self._windows()
         config |= self._rope(config, rope_factors)
+        if self.kind == "gemma4":
+            config |= self._gemma4(config, tensors, rope_factors.get("rope_freqs", []))
         config |= self._special(config, first_layer)
         for name in ("bos", "eos", "pad"):
             if (token := self._token(name)) is not None:
                 config[f"{name}_token_id"] = token
-        value_size = self.number("attention.value_length")
-        if value_size not in (None, config.get("head_dim")):
-            raise self.error(
-                f"attention.value_length={value_size} differs from key_length="
-                f"{config.get('head_dim')}, which is not supported"
-            )
         self._refuse_unknown()
         return config
+
+    def _check_value_size(self, suffix: str, key_size: object) -> None:
+        """Raise `ModelError` if heads of values have another size than those of keys."""
+        size = self.number(f"attention.value_length{suffix}")
+        if size not in (None, key_size):
+            raise self.error(
+                f"attention.value_length{suffix}={size} differs from key_length{suffix}="
+                f"{key_size}, which is not supported"
+            )
 
     def _refuse_unknown(self) -> None:
         """Raise `ModelError` for keys that nothing has read, since they may change the results."""
@@ -335,6 +347,64 @@ class Description:
                     )
                 return {"attn_config": attention, "expansion_ratio": inner // hidden}
         return {}
+
+    def _gemma4(
+        self, config: Mapping[str, Any], tensors: Set[str], factors: Sequence[float]
+    ) -> dict[str, Any]:
+        """Return the fields of Gemma 4's two kinds of layers.
+
+        Args:
+            config: the other fields.
+            tensors: names of all tensors.
+            factors: factors of wavelengths of the layers without a window; very large ones stand
+                for pairs that are not rotated.
+        """
+        windowed = [kind == "sliding_attention" for kind in config.get("layer_types", [])]
+        if not any(windowed) or all(windowed):
+            raise self.error("the metadata has no layers with, or none without, a sliding window")
+        full_layer = windowed.index(False)
+        heads = self._of_layers("attention.head_count_kv", len(windowed))
+        own, full = heads[windowed.index(True)], heads[full_layer]
+        if heads != [own if one else full for one in windowed]:
+            raise self.error("attention.head_count_kv differs between layers of one kind")
+        inner, shared = self._of_layers("feed_forward_length", len(windowed)), 0
+        if wide := inner[-1] != inner[0]:
+            shared = min(len(inner), int(config.get("num_kv_shared_layers", 0)))
+            if inner != [inner[0]] * (len(inner) - shared) + [2 * inner[0]] * shared:
+                raise self.error("feed_forward_length is not doubled in the layers that share keys")
+        head_dim = self.number("attention.key_length_swa") or config.get("head_dim")
+        self._check_value_size("_swa", head_dim)
+        if self.number("rope.dimension_count_swa") not in (None, head_dim):
+            raise self.error("rope.dimension_count_swa is not the size of a head")
+        turning = sum(factor == 1 for factor in factors)
+        if [*factors] != [1.0] * turning + [_NOT_ROTATED] * (len(factors) - turning):
+            raise self.error("rope_freqs.weight has factors that are neither 1 nor 1e30")
+        positions: dict[str, Any] = {"rope_theta": config.get("rope_theta", 1e6)}
+        if factors:
+            part = (turning + 0.5) / len(factors) if turning < len(factors) else 1.0
+            positions |= {"rope_type": "proportional", "partial_rotary_factor": part}
+        theta = self.number("rope.freq_base_swa") or 10000.0
+        return {
+            "num_key_value_heads": own,
+            "num_global_key_value_heads": full,
+            "attention_k_eq_v": f"blk.{full_layer}.attn_v.weight" not in tensors,
+            "use_double_wide_mlp": wide,
+            "global_head_dim": config.get("head_dim"),
+            "head_dim": head_dim,
+            "vocab_size_per_layer_input": config["vocab_size"],
+            "rope_parameters": {
+                "full_attention": positions,
+                "sliding_attention": {"rope_theta": theta},
+            },
+        }
+
+    def _of_layers(self, key: str, count: int) -> list[Any]:
+        """Return the number of each layer."""
+        value = self._value(key)
+        numbers = value.tolist() if isinstance(value, np.ndarray) else [value] * count
+        if len(numbers) != count or any(type(number) is not int for number in numbers):
+            raise self.error(f"{self.kind}.{key} is not a whole number for each of {count} layers")
+        return numbers
 
     def _token(self, name: str) -> int | None:
         """Return the id of a special token; None: the file has none, which -1 can say, too."""

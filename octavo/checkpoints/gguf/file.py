@@ -114,10 +114,9 @@ class GGUFFile:
         embedding = tensors.get("token_embd.weight")
         if embedding is None or len(embedding.shape) != 2:
             raise ModelError(f"{self.path} lacks the tensor token_embd.weight of two dimensions.")
-        first = {name[6:] for name in tensors if name.startswith("blk.0.")}
         tied = "output.weight" not in tensors
         factors = {name: self._factors(tensors[f"{name}.weight"]) for name in self._rope_factors}
-        config = self._described.config(embedding.shape[0], tied, first, factors)
+        config = self._described.config(embedding.shape[0], tied, tensors.keys(), factors)
         config["dtype"] = self.dtype
         types = self._block_types()
         if types:
@@ -173,7 +172,7 @@ class GGUFFile:
         layer, _, inner = module.removeprefix(prefix).partition(".")
         if not module.startswith(prefix) or not layer.isdecimal():
             return f"{self._names.get(module, module)}.{kind}"
-        whole = self._names.get(f"{inner}.{kind}")
+        whole = self._names.get(f"{inner}.{kind}".removeprefix("."))
         inner = inner.partition(".norms.")[0] + ".norms" if ".norms." in inner else inner
         return f"blk.{layer}.{whole or f'{self._names.get(inner, inner)}.{kind}'}"
 
@@ -190,7 +189,16 @@ class GGUFFile:
             )
         used = sources.keys() | {f"{name}.weight" for name in self._rope_factors}
         used |= {self._stored_name(name) for name in expected.elsewhere}
-        extra = [name for name in self._tensors if name not in used]
+        extra = [
+            name
+            for name in self._tensors
+            if name not in used
+            and not any(
+                re.fullmatch(pattern, own)
+                for own in self._own_names(name)
+                for pattern in expected.ignored
+            )
+        ]
         if extra:
             raise ModelError(
                 f"{self.path} holds {len(extra)} tensors that {expected.architecture} with this "
@@ -204,25 +212,31 @@ class GGUFFile:
         kv_heads = config.integer("num_key_value_heads", default=heads)
         return GGUFTensors(self._headers, places, self._described.architecture, heads, kv_heads)
 
-    def _block_types(self) -> dict[str, str]:
-        """Return the block types of modules by their names in Hugging Face's form."""
+    @cached_property
+    def _modules(self) -> dict[str, list[str]]:
+        """Modules of each name in the file."""
         modules: dict[str, list[str]] = {}
         for module, stored in self._names.items():
             modules.setdefault(stored, []).append(module)
-        types: dict[str, str] = {}
-        for tensor in self._tensors.values():
-            stored = tensor.name.removesuffix(".weight")
-            if tensor.type not in STORED_BLOCKS or stored == tensor.name:
-                continue
-            match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stored)
-            prefix = ""
-            if match is not None:
-                prefix = f"{self._described.architecture.layers}{match[1]}."
-                stored = match[2]
-            types |= {
-                f"{prefix}{module}": _block_type(tensor) for module in modules.get(stored, [])
-            }
-        return types
+        return modules
+
+    def _own_names(self, name: str) -> list[str]:
+        """Return the names in Hugging Face's form of a tensor of the file."""
+        stored, _, kind = name.rpartition(".")
+        prefix, match = "", re.fullmatch(r"blk\.(\d+)\.(\w+)", stored)
+        if match is not None:
+            prefix = f"{self._described.architecture.layers}{match[1]}."
+            stored = match[2]
+        return [f"{prefix}{module}.{kind}" for module in self._modules.get(stored, [])]
+
+    def _block_types(self) -> dict[str, str]:
+        """Return the block types of modules by their names in Hugging Face's form."""
+        return {
+            own.removesuffix(".weight"): _block_type(tensor)
+            for tensor in self._tensors.values()
+            if tensor.type in STORED_BLOCKS and tensor.name.endswith(".weight")
+            for own in self._own_names(tensor.name)
+        }
 
     @property
     def _rope_factors(self) -> list[str]:

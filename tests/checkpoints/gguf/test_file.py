@@ -38,6 +38,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 GLM = {"pad_token_id": 0, "head_dim": 16, "partial_rotary_factor": 0.5}
+GEMMA4 = {"head_dim": 16, "global_head_dim": 32, "sliding_window": 8}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {"attention_bias": True}),
     "qwen2": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
@@ -45,6 +46,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("GemmaForCausalLM", {"head_dim": 32}),
     "gemma2": ("Gemma2ForCausalLM", GEMMA),
     "gemma3": ("Gemma3ForCausalLM", GEMMA | {"num_hidden_layers": 7}),
+    "gemma4": (
+        "Gemma4ForCausalLM",
+        GEMMA4
+        | {"num_hidden_layers": 6, "num_kv_shared_layers": 3, "use_double_wide_mlp": True}
+        | {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 128}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 3},
+    ),
+    "gemma4 keys": (
+        "Gemma4ForCausalLM",
+        GEMMA4
+        | {"num_hidden_layers": 4, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2}
+        | {"hidden_size_per_layer_input": 0, "tie_word_embeddings": False},
+    ),
     "granite": (
         "GraniteForCausalLM",
         {
@@ -238,9 +253,10 @@ def test_mixed_types(tmp_path: Path) -> None:
         np.testing.assert_allclose(logprobs(llm), alone, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "chatglm", "falcon new", "internlm2"])
+@pytest.mark.parametrize("kind", ["gpt2", "chatglm", "falcon new", "internlm2", "gemma4"])
 def test_blocks_of_other_layouts(kind: str, tmp_path: Path) -> None:
-    """Blocks of tensors that are transposed, fused, grouped or permuted have the same order."""
+    """Blocks of tensors that are transposed, fused, grouped or permuted have the same order; tables
+    of inputs of layers may have blocks."""
     found = []
     for name, types in (("float", None), ("blocks", {"": "q8_0"})):
         make(kind, tmp_path / f"{name}.gguf", types)
