@@ -109,7 +109,18 @@ NAMES = {
     "mlp.fc2": "ffn_down",
     "mlp.c_fc": "ffn_up",
     "mlp.c_proj": "ffn_down",
-    # HunYuan
+    # Gemma 4
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
+    # HunYuan, Apertus, StableLM, Granite with sliding windows
+    "attention_layernorm": "attn_norm",
+    "feedforward_layernorm": "ffn_norm",
+    "self_attn.q_layernorm.norms": "attn_q_norm",
+    "self_attn.k_layernorm.norms": "attn_k_norm",
     "self_attn.query_layernorm": "attn_q_norm",
     "self_attn.key_layernorm": "attn_k_norm",
     # GPT-2, MPT
@@ -139,14 +150,6 @@ NAMES = {
     "self_attention.dense": "attn_output",
     "mlp.dense_h_to_4h": "ffn_up",
     "mlp.dense_4h_to_h": "ffn_down",
-    # Gemma 4
-    "model.embed_tokens_per_layer": "per_layer_token_embd",
-    "model.per_layer_model_projection": "per_layer_model_proj",
-    "model.per_layer_projection_norm": "per_layer_proj_norm",
-    "per_layer_input_gate": "inp_gate",
-    "per_layer_projection": "proj",
-    "post_per_layer_input_norm": "post_norm",
-    "layer_scalar": "layer_output_scale",
     "ln_mlp": "attn_norm",
     "ln_attn": "attn_norm_2",
 }
@@ -161,11 +164,13 @@ OTHER_NAMES["glm4"] = {
     "post_self_attn_layernorm": "post_attention_norm",
     "post_mlp_layernorm": "post_ffw_norm",
 }
-PERMUTED = ("llama", "granite", "smollm3", "mistral3", "internlm2")
-SHIFTED = ("gemma", "gemma2", "gemma3")
-ROTATED = ("phi2", "gptneox", "chatglm", "glm4", "cohere2")
+PERMUTED = ("llama", "granite", "granite-swa", "minicpm", "smollm3", "mistral3", "internlm2")
+PERMUTED += ("arcee", "olmo")
+SHIFTED = ("gemma", "gemma2", "gemma3", "nemotron")
+ROTATED = ("phi2", "gptneox", "chatglm", "glm4", "cohere2", "stablelm", "nemotron")
 """Architectures for which the number of rotated elements is written."""
 NO_HEAD_SIZE = ("phi2", "starcoder2", "gpt2", "gptneox", "bloom", "falcon", "mpt", "chatglm")
+NO_HEAD_SIZE += ("stablelm", "granite", "granite-swa", "minicpm")
 """Facts of llama.cpp's converter, stated again so that a mistake in Octavo's tables is found."""
 
 
@@ -199,30 +204,58 @@ def _fields(config: Any, kind: str, rope: Mapping[str, Any], size: int) -> dict[
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": get("num_kv_heads", "num_key_value_heads"),
         "attention.layer_norm_rms_epsilon": get("rms_norm_eps"),
-        "attention.layer_norm_epsilon": get("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
+        "attention.layer_norm_epsilon": get("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+        or {"nemotron": get("norm_eps"), "olmo": 1e-5}.get(kind),
         "rope.scaling.attn_factor": rope.get("attention_factor") if "long_factor" in rope else None,
         "attn_logit_softcapping": get("attn_logit_softcapping"),
         "final_logit_softcapping": get("final_logit_softcapping"),
     } | rope_fields(rope)
-    if "rope_theta" in rope and kind not in ("phi2", "gptneox", "falcon"):
+    if "rope_theta" in rope and kind not in ("phi2", "gptneox", "falcon", "stablelm"):
         fields["rope.freq_base"] = float(rope["rope_theta"])
     if kind not in NO_HEAD_SIZE:
         fields |= {"attention.key_length": size, "attention.value_length": size}
     if kind in ROTATED:
         fields["rope.dimension_count"] = int(size * rope.get("partial_rotary_factor", 1.0))
-    if kind in ("gemma2", "gemma3", "phi3", "cohere2"):
+    if kind in ("gemma2", "gemma3", "gemma4", "phi3", "cohere2"):
         fields["attention.sliding_window"] = config.sliding_window or 0
-    if kind in ("olmo2", "exaone4") and get("sliding_window"):
+    if kind in ("olmo2", "exaone4", "granite-swa") and get("sliding_window"):
         fields["attention.sliding_window"] = config.sliding_window
         fields["attention.sliding_window_pattern"] = [
             layer == "sliding_attention" for layer in config.layer_types
         ]
+    if thetas := get("layer_rope_theta"):
+        fields["attention.rope_pattern"] = [theta > 0 for theta in thetas]
     match kind:
-        case "granite":
-            fields["attention.scale"] = config.attention_multiplier
+        case "granite" | "granite-swa" | "minicpm":
+            if kind != "minicpm":
+                fields["attention.scale"] = config.attention_multiplier
             fields["embedding_scale"] = config.embedding_multiplier
             fields["residual_scale"] = config.residual_multiplier
             fields["logit_scale"] = config.logits_scaling
+        case "gemma4":
+            local = [layer == "sliding_attention" for layer in config.layer_types]
+            shared, inner = config.num_kv_shared_layers, config.intermediate_size
+            fields["attention.sliding_window_pattern"] = local
+            fields["attention.shared_kv_layers"] = shared
+            fields["embedding_length_per_layer_input"] = config.hidden_size_per_layer_input
+            full = config.per_layer_config[local.index(False)]
+            for part in ("key", "value"):
+                fields[f"attention.{part}_length"] = full.head_dim
+                fields[f"attention.{part}_length_swa"] = config.head_dim
+            fields["rope.dimension_count"] = full.head_dim
+            fields["rope.dimension_count_swa"] = config.head_dim
+            local_rope = config.rope_parameters["sliding_attention"]
+            fields["rope.freq_base_swa"] = float(local_rope["rope_theta"])
+            if config.use_double_wide_mlp:
+                first = config.num_hidden_layers - shared
+                fields["feed_forward_length"] = [inner] * first + [2 * inner] * shared
+            heads = config.num_key_value_heads, full.num_key_value_heads
+            if heads[0] != heads[1]:
+                fields["attention.head_count_kv"] = [heads[not one] for one in local]
+        case "olmo":
+            fields["attention.clamp_kqv"] = config.clip_qkv
+        case "stablelm":
+            fields["use_parallel_residual"] = config.use_parallel_residual
         case "command-r" | "cohere2":
             fields["logit_scale"] = config.logit_scale
             fields["rope.scaling.type"] = "none"
@@ -231,37 +264,9 @@ def _fields(config: Any, kind: str, rope: Mapping[str, Any], size: int) -> dict[
         case "mpt":
             fields["attention.max_alibi_bias"] = float(config.attn_config.alibi_bias_max)
             fields["attention.clamp_kqv"] = config.attn_config.clip_qkv
-        case "gemma4":
-            fields |= _gemma4_fields(config)
         case "mistral3" if "llama_4_scaling_beta" in rope:
             fields["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
     return {f"{kind}.{key}": value for key, value in fields.items() if value is not None}
-
-
-def _gemma4_fields(config: Any) -> dict[str, Any]:
-    """Return the metadata of Gemma 4, whose layers differ."""
-    count, shared = config.num_hidden_layers, config.num_kv_shared_layers
-    layers = [config.per_layer_config[i] for i in range(count)]
-    sliding = [kind == "sliding_attention" for kind in config.layer_types]
-    size, wide = layers[sliding.index(False)].head_dim, config.use_double_wide_mlp
-    fields: dict[str, Any] = {
-        "attention.shared_kv_layers": shared,
-        "embedding_length_per_layer_input": config.hidden_size_per_layer_input or 0,
-        "attention.sliding_window": config.sliding_window,
-        "attention.sliding_window_pattern": sliding,
-        "attention.key_length": size,
-        "attention.value_length": size,
-        "attention.key_length_swa": config.head_dim,
-        "attention.value_length_swa": config.head_dim,
-        "rope.dimension_count": size,
-        "rope.dimension_count_swa": config.head_dim,
-        "rope.freq_base_swa": 10000.0,
-        "attention.head_count_kv": [layer.num_key_value_heads for layer in layers],
-    }
-    if wide:
-        inner = config.intermediate_size
-        fields["feed_forward_length"] = [inner * (1 + (i >= count - shared)) for i in range(count)]
-    return fields
 
 
 def convert(
@@ -275,9 +280,8 @@ def convert(
         path: the file.
         types: types of tensors by parts of their names; "" for all others; default: f32.
     """
+    model.config.allow_global_per_layer_attribute_access = True  # Gemma 4
     config, names = model.config, NAMES | OTHER_NAMES.get(kind, {})
-    if kind == "gemma4":  # transformers asks whether sizes of one type of layers are meant
-        config.allow_global_per_layer_attribute_access = True
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
     heads = config.num_attention_heads
@@ -287,25 +291,23 @@ def convert(
     if rope.get("rope_type") == "llama3":
         plain = rope["rope_theta"] ** -(np.arange(0, size, 2) / size)
         arrays["rope_freqs.weight"] = plain / model.model.rotary_emb.inv_freq.numpy()
+    if rope.get("rope_type") == "proportional":
+        full_size = metadata[f"{kind}.rope.dimension_count"]
+        factors = np.full(full_size // 2, 1e30, np.float32)
+        factors[: int(full_size * rope["partial_rotary_factor"] / 2)] = 1
+        arrays["rope_freqs.weight"] = factors
     if rope.get("rope_type") == "longrope":
         for length in ("long", "short"):
             factors = np.array(rope[f"{length}_factor"], np.float32)
             arrays[f"rope_factors_{length}.weight"] = factors
-    if kind == "gemma4":
-        pairs = metadata["gemma4.attention.key_length"] // 2
-        rotated = int(pairs * rope["partial_rotary_factor"])
-        arrays["rope_freqs.weight"] = np.array([1.0] * rotated + [1e30] * (pairs - rotated))
-        for i in range(
-            config.num_hidden_layers - config.num_kv_shared_layers, len(model.model.layers)
-        ):
-            arrays[f"blk.{i}.attn_k.weight"] = np.ones((16, config.hidden_size))  # unused
     tied = getattr(config, "tie_word_embeddings", True)
     for name, tensor in model.state_dict().items():
         module, _, suffix = name.rpartition(".")
+        if module.endswith("act_fn"):  # Apertus
+            metadata.setdefault(f"xielu.{suffix}", []).append(tensor.float().item())
+            continue
         if module in ("lm_head", "embed_out") and tied:
             continue
-        if suffix == "layer_scalar":
-            module, suffix = name, "weight"
         match = re.fullmatch(r".*?\.(?:layers|h|blocks)\.(\d+)\.(.*)", module)
         layer, stored = (f"blk.{match[1]}.", match[2]) if match else ("", module)
         x = tensor.float().numpy()
@@ -320,9 +322,23 @@ def convert(
             x = np.concatenate([part.reshape(-1, *x.shape[1:]) for part in parts])
         if kind == "gpt2" and x.ndim == 2 and stored.startswith(("attn.", "mlp.")):
             x = x.T
-        if module.endswith("norm") and kind in SHIFTED:
+        if name.endswith("norm.weight") and kind in SHIFTED:
             x = x + np.float32(1)
-        arrays[f"{layer}{names[stored]}.{suffix}"] = x
+        if suffix == "sinks":
+            arrays[f"{layer}attn_sinks.weight"] = x
+        elif suffix == "layer_scalar":
+            arrays[f"blk.{module.rpartition('.')[2]}.layer_output_scale.weight"] = x
+        elif ".norms." in stored:  # norms of heads, with one tensor for all
+            name = f"{layer}{names[stored.rpartition('.')[0]]}.{suffix}"
+            arrays[name] = np.concatenate([arrays.get(name, x[:0].reshape(0, size)), x[None]])
+        else:
+            arrays[f"{layer}{names[stored]}.{suffix}"] = x
+    if kind == "gemma4":  # published checkpoints have these tensors, which nothing reads
+        for i in range(
+            config.num_hidden_layers - config.num_kv_shared_layers, config.num_hidden_layers
+        ):
+            for part in ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight"):
+                arrays.setdefault(f"blk.{i}.{part}", np.full((2, 32), 7.0))
     if kind == "chatglm":  # published checkpoints have one tensor for queries, keys and values
         for name in [name for name in arrays if "attn_q." in name]:
             others = [name.replace("attn_q", other) for other in ("attn_k", "attn_v")]

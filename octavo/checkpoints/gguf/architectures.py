@@ -31,6 +31,12 @@ _OUT_NORMS = {
 }
 _SANDWICH = _OUT_NORMS | {"pre_feedforward_layernorm": "ffn_norm"}
 _FUSED_UP = {"mlp.gate_up_proj": "ffn_up"}
+_GRANITE = {
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
 _OLD_LAYERS = {  # GPT-NeoX, BLOOM and Falcon
     "mlp.dense_h_to_4h": "ffn_up",
     "mlp.dense_4h_to_h": "ffn_down",
@@ -54,7 +60,8 @@ class Architecture:
 
     name: str
     names: Mapping[str, str] = field(default_factory=lambda: _NAMES)
-    """Names of modules in GGUF, see `_NAMES`."""
+    """Names of modules in GGUF, see `_NAMES`; of tensors that are called neither weight nor bias,
+    their whole names."""
     fields: Mapping[str, str] = field(default_factory=dict)
     """Fields of the config, and the keys of their values, without the architecture's prefix."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -69,11 +76,11 @@ class Architecture:
     """Hugging Face architecture of files with a sliding window, if it is another one."""
     unwindowed: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the config if the file names no sliding window."""
+    varying: tuple[str, ...] = ()
+    """Keys whose numbers may differ between layers."""
     permuted: bool = False
     """True if the converter has reordered the rows of queries and keys for rotations of
     neighbors."""
-    by_layer: tuple[str, ...] = ()
-    """Keys of numbers that may differ between layers, which `Description` reads specially."""
     norm_shift: float = 0.0
     """Number that the converter has added to the weights of norms."""
 
@@ -125,37 +132,61 @@ ARCHITECTURES: dict[str, Architecture] = {
             "per_layer_input_gate": "inp_gate",
             "per_layer_projection": "proj",
             "post_per_layer_input_norm": "post_norm",
-            "layer_scalar": "layer_output_scale",
+            "layer_scalar": "layer_output_scale.weight",
         },
         {
             "final_logit_softcapping": "final_logit_softcapping",
-            "num_kv_shared_layers": "attention.shared_kv_layers",
             "hidden_size_per_layer_input": "embedding_length_per_layer_input",
-            "global_head_dim": "attention.key_length",
-            "head_dim": "attention.key_length_swa",
+            "num_kv_shared_layers": "attention.shared_kv_layers",
         },
-        {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0},
+        {"final_logit_softcapping": None, "hidden_size_per_layer_input": 0},
         windowed=True,
         window_by_layer=True,
-        by_layer=("feed_forward_length", "attention.head_count_kv"),
+        varying=("feed_forward_length", "attention.head_count_kv"),
     ),
-    "granite": Architecture(
-        "GraniteForCausalLM",
-        fields={
-            "attention_multiplier": "attention.scale",
-            "embedding_multiplier": "embedding_scale",
-            "residual_multiplier": "residual_scale",
-            "logits_scaling": "logit_scale",
-        },
+    "granite": Architecture("GraniteForCausalLM", fields=_GRANITE, permuted=True),
+    "granite-swa": Architecture(
+        "GraniteSWAForCausalLM",
+        _NAMES | {"self_attn.sinks": "attn_sinks.weight"},
+        _GRANITE,
+        windowed=True,
+        window_by_layer=True,
         permuted=True,
     ),
+    "minicpm": Architecture("GraniteForCausalLM", fields=_GRANITE, permuted=True),
     "smollm3": Architecture("SmolLM3ForCausalLM", permuted=True),
+    "olmo": Architecture(
+        "OlmoForCausalLM", fields={"clip_qkv": "attention.clamp_kqv"}, permuted=True
+    ),
     "olmo2": Architecture(
         "Olmo2ForCausalLM",
         _NAMES | _OUT_NORMS | _HEAD_NORMS,
         windowed=True,
         window_by_layer=True,
         windowed_name="Olmo3ForCausalLM",
+    ),
+    "arcee": Architecture("ArceeForCausalLM", permuted=True),
+    "apertus": Architecture(
+        "ApertusForCausalLM",
+        _NAMES
+        | _HEAD_NORMS
+        | {
+            "attention_layernorm": "attn_norm",
+            "feedforward_layernorm": "ffn_norm",
+            "mlp.act_fn.alpha_p": "xielu.alpha_p",
+            "mlp.act_fn.alpha_n": "xielu.alpha_n",
+        },
+    ),
+    "nemotron": Architecture(
+        "NemotronForCausalLM", fields={"norm_eps": "attention.layer_norm_epsilon"}, norm_shift=1.0
+    ),
+    "stablelm": Architecture(
+        "StableLmForCausalLM",
+        _NAMES
+        | {
+            "self_attn.q_layernorm.norms": "attn_q_norm",
+            "self_attn.k_layernorm.norms": "attn_k_norm",
+        },
     ),
     "phi2": Architecture(
         "PhiForCausalLM",

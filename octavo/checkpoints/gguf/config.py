@@ -58,8 +58,8 @@ _IGNORED: tuple[str, ...] = (
 _IGNORED += ("mm.", "vision.")
 """Keys, or beginnings of keys, that do not change the text model's numbers."""
 _MOST = 1e30
-_STILL = float(np.float32(1e30))
-"""Factor of wavelengths of pairs that are not rotated."""
+_NOT_ROTATED = float(np.float32(1e30))
+"""Factor of the wavelengths of pairs that Gemma 4 does not rotate."""
 _LARGE_GEMMAS: dict[tuple[str, Any], float] = {("gemma2", 46): 144.0, ("gemma3", 62): 168.0}
 """Scalars of queries of the 27B models, by architecture and layers; others use the head's size."""
 
@@ -97,17 +97,20 @@ class Description:
     def number(self, key: str) -> int | float | None:
         """Return the value of a key of the architecture, or None.
 
+        Of numbers that may differ between layers it is the first.
+
         Raises:
             ModelError: the value is not a finite number, or differs between layers.
         """
         value = self._value(key)
         if isinstance(value, np.ndarray):  # one value for each layer
-            same = np.unique(value)
-            if len(same) != 1:
+            if len(value) == 0 or (
+                key not in self.architecture.varying and (value != value[0]).any()
+            ):
                 raise self.error(
                     f"{self.kind}.{key} differs between layers, which is not supported"
                 )
-            value = same[0].item()
+            value = value[0].item()
         if value is None:
             return None
         if type(value) not in (int, float) or not abs(value) < _MOST:
@@ -144,14 +147,13 @@ class Description:
         fields = _FIELDS | dict(self.architecture.fields)
         config: dict[str, Any] = dict(self.architecture.defaults)
         config |= {
-            name: value
-            for name, key in fields.items()
-            if key not in self.architecture.by_layer and (value := self.number(key)) is not None
+            name: value for name, key in fields.items() if (value := self.number(key)) is not None
         }
         heads = config.get("num_attention_heads")
         config.setdefault("num_key_value_heads", heads)
         if heads:
             config.setdefault("head_dim", max(1, config.get("hidden_size", 0) // heads))
+        self._check_value_size("", config.get("head_dim"))
         config |= {
             "architectures": [self.architecture.name],
             "vocab_size": vocab_size,
@@ -161,22 +163,23 @@ class Description:
         config |= {name: bool(biases & first_layer) for name, biases in _BIASES.items()}
         config |= self._windows()
         config |= self._rope(config, rope_factors)
-        config |= self._special(config, first_layer)
         if self.kind == "gemma4":
-            config |= self._gemma4(config, tensors)
+            config |= self._gemma4(config, tensors, rope_factors.get("rope_freqs", []))
+        config |= self._special(config, first_layer)
         for name in ("bos", "eos", "pad"):
             if (token := self._token(name)) is not None:
                 config[f"{name}_token_id"] = token
-        for end in ("", "_swa") if self.kind == "gemma4" else ("",):
-            size = self.number(f"attention.value_length{end}")
-            key_size = self.number(f"attention.key_length{end}") or config.get("head_dim")
-            if size not in (None, key_size):
-                raise self.error(
-                    f"attention.value_length{end}={size} differs from key_length{end}={key_size}, "
-                    "which is not supported"
-                )
         self._refuse_unknown()
         return config
+
+    def _check_value_size(self, suffix: str, key_size: object) -> None:
+        """Raise `ModelError` if heads of values have another size than those of keys."""
+        size = self.number(f"attention.value_length{suffix}")
+        if size not in (None, key_size):
+            raise self.error(
+                f"attention.value_length{suffix}={size} differs from key_length{suffix}="
+                f"{key_size}, which is not supported"
+            )
 
     def _refuse_unknown(self) -> None:
         """Raise `ModelError` for keys that nothing has read, since they may change the results."""
@@ -229,8 +232,6 @@ class Description:
             factors: see `config`.
         """
         fields: dict[str, Any] = {}
-        if self.kind == "gemma4":
-            return self._gemma4_rope(config, factors)
         scaling = self._scaling(config, factors)
         if scaling:
             theta = config.get("rope_theta", 10000.0)
@@ -286,80 +287,6 @@ class Description:
             "original_max_position_embeddings": original or config.get("max_position_embeddings"),
         }
 
-    def _gemma4_rope(
-        self, config: Mapping[str, Any], factors: Mapping[str, Sequence[float]]
-    ) -> dict[str, Any]:
-        """Return the positions of both types of layers.
-
-        In layers without a window only some pairs are rotated: the factors of the others'
-        wavelengths are so large that their angles are 0.
-        """
-        size, local = config.get("global_head_dim", 0), config.get("head_dim", 0)
-        pairs = size // 2
-        if factors:
-            found = list(factors.get("rope_freqs", ()))
-            rotated = found.count(1.0)
-            still = [_STILL] * (len(found) - rotated)
-            if len(found) != pairs or found != [1.0] * rotated + still or len(factors) > 1:
-                raise self.error(
-                    "its factors of wavelengths are not supported for this architecture"
-                )
-            pairs = rotated
-        for end, usual in (("", size), ("_swa", local)):
-            elements = self.number(f"rope.dimension_count{end}")
-            if elements not in (None, usual):
-                raise self.error(f"rope.dimension_count{end}={elements} is not supported")
-        theta, local_theta = config.get("rope_theta", 1e6), self.number("rope.freq_base_swa")
-        full: dict[str, Any] = {"rope_type": "proportional", "rope_theta": theta}
-        # A quarter of a pair more, so that the product with the head's size is never too small.
-        full["partial_rotary_factor"] = min(1.0, (pairs + 0.25) / max(1, size // 2))
-        sliding = {"rope_type": "default", "rope_theta": local_theta or 1e4}
-        return {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
-
-    def _gemma4(self, config: Mapping[str, Any], tensors: Set[str]) -> dict[str, Any]:
-        """Return the sizes of both types of layers; the last layers may have wider blocks."""
-        count, kinds = config.get("num_hidden_layers", 0), config.get("layer_types") or []
-        if len(kinds) != count or len(set(kinds)) != 2:
-            raise self.error(
-                f"{self.kind}.attention.sliding_window_pattern must name each layer, and both types"
-            )
-        inner = self._of_layers("feed_forward_length", count)
-        heads = self._of_layers("attention.head_count_kv", count)
-        full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
-        first = kinds.index("sliding_attention")
-        shared = config["num_kv_shared_layers"]
-        fields = {
-            "intermediate_size": inner[0],
-            "use_double_wide_mlp": 0 < shared < count and inner[-1] != inner[0],
-            "num_key_value_heads": heads[first],
-            "num_global_key_value_heads": heads[full[0]],
-            "attention_k_eq_v": f"blk.{full[0]}.attn_v.weight" not in tensors,
-        }
-        wide = [fields["use_double_wide_mlp"] and i >= count - shared for i in range(count)]
-        same = {kind: heads[kinds.index(kind)] for kind in kinds}
-        if inner != [inner[0] * (1 + is_wide) for is_wide in wide] or heads != [
-            same[kind] for kind in kinds
-        ]:
-            raise self.error(
-                f"{self.kind}.feed_forward_length or head_count_kv differs between layers in a way "
-                "that is not supported"
-            )
-        own = {"head_dim": config.get("global_head_dim"), "num_key_value_heads": heads[full[0]]}
-        fields["per_layer_config"] = {str(i): own for i in full}
-        return fields | {"vocab_size_per_layer_input": config["vocab_size"]}
-
-    def _of_layers(self, key: str, count: int) -> list[int]:
-        """Return a whole number for each layer, from an array or one number for all.
-
-        Raises:
-            ModelError: they are no whole numbers above 0, or not one for each layer.
-        """
-        value = self._value(key)
-        numbers = value.tolist() if isinstance(value, np.ndarray) else [value] * count
-        if len(numbers) != count or not all(type(n) is int and 0 < n < _MOST for n in numbers):
-            raise self.error(f"{self.kind}.{key} is not a whole number above 0 for each layer")
-        return numbers
-
     def _special(self, config: Mapping[str, Any], first_layer: Set[str]) -> dict[str, Any]:
         """Return the fields that only this architecture has."""
         match self.kind:
@@ -368,9 +295,34 @@ class Description:
                 layers = config.get("num_hidden_layers")
                 scalar = _LARGE_GEMMAS.get((self.kind, layers), default)
                 return {"query_pre_attn_scalar": scalar}
-            case "granite":
+            case "granite" | "granite-swa":
                 if not self._flag("rope.scaling.finetuned", True):
                     raise self.error(f"{self.kind}.rope.scaling.finetuned=false is not supported")
+                rotated = self._value("attention.rope_pattern")
+                if rotated is not None and self.kind == "granite-swa":
+                    theta = config.get("rope_theta", 10000.0)
+                    return {"layer_rope_theta": [theta if one else 0 for one in rotated.tolist()]}
+            case "minicpm":
+                missing = {"embedding_multiplier", "residual_multiplier", "logits_scaling"}
+                missing -= config.keys()
+                if missing:
+                    raise self.error(
+                        f"the metadata lacks keys for {', '.join(sorted(missing))}; convert the "
+                        "model again"
+                    )
+                return {"attention_multiplier": config.get("head_dim", 1) ** -0.5}
+            case "stablelm":
+                self._flag("use_parallel_residual", True)  # the norm decides, as in llama.cpp
+                return {
+                    "use_qkv_bias": "attn_q.bias" in first_layer,
+                    "qk_layernorm": "attn_q_norm.weight" in first_layer,
+                    "use_parallel_residual": "ffn_norm.weight" not in first_layer,
+                }
+            case "apertus":
+                constants = {"beta": np.float32(0.5), "eps": np.float32(-1e-6)}
+                for name, expected in constants.items():
+                    if not (np.asarray(self.metadata.get(f"xielu.{name}")) == expected).all():
+                        raise self.error(f"xielu.{name} is not {expected}, which is not supported")
             case "command-r":
                 return {"use_qk_norm": "attn_q_norm.weight" in first_layer}
             case "gptneox":
@@ -395,6 +347,64 @@ class Description:
                     )
                 return {"attn_config": attention, "expansion_ratio": inner // hidden}
         return {}
+
+    def _gemma4(
+        self, config: Mapping[str, Any], tensors: Set[str], factors: Sequence[float]
+    ) -> dict[str, Any]:
+        """Return the fields of Gemma 4's two kinds of layers.
+
+        Args:
+            config: the other fields.
+            tensors: names of all tensors.
+            factors: factors of wavelengths of the layers without a window; very large ones stand
+                for pairs that are not rotated.
+        """
+        windowed = [kind == "sliding_attention" for kind in config.get("layer_types", [])]
+        if not any(windowed) or all(windowed):
+            raise self.error("the metadata has no layers with, or none without, a sliding window")
+        full_layer = windowed.index(False)
+        heads = self._of_layers("attention.head_count_kv", len(windowed))
+        own, full = heads[windowed.index(True)], heads[full_layer]
+        if heads != [own if one else full for one in windowed]:
+            raise self.error("attention.head_count_kv differs between layers of one kind")
+        inner, shared = self._of_layers("feed_forward_length", len(windowed)), 0
+        if wide := inner[-1] != inner[0]:
+            shared = min(len(inner), int(config.get("num_kv_shared_layers", 0)))
+            if inner != [inner[0]] * (len(inner) - shared) + [2 * inner[0]] * shared:
+                raise self.error("feed_forward_length is not doubled in the layers that share keys")
+        head_dim = self.number("attention.key_length_swa") or config.get("head_dim")
+        self._check_value_size("_swa", head_dim)
+        if self.number("rope.dimension_count_swa") not in (None, head_dim):
+            raise self.error("rope.dimension_count_swa is not the size of a head")
+        turning = sum(factor == 1 for factor in factors)
+        if [*factors] != [1.0] * turning + [_NOT_ROTATED] * (len(factors) - turning):
+            raise self.error("rope_freqs.weight has factors that are neither 1 nor 1e30")
+        positions: dict[str, Any] = {"rope_theta": config.get("rope_theta", 1e6)}
+        if factors:
+            part = (turning + 0.5) / len(factors) if turning < len(factors) else 1.0
+            positions |= {"rope_type": "proportional", "partial_rotary_factor": part}
+        theta = self.number("rope.freq_base_swa") or 10000.0
+        return {
+            "num_key_value_heads": own,
+            "num_global_key_value_heads": full,
+            "attention_k_eq_v": f"blk.{full_layer}.attn_v.weight" not in tensors,
+            "use_double_wide_mlp": wide,
+            "global_head_dim": config.get("head_dim"),
+            "head_dim": head_dim,
+            "vocab_size_per_layer_input": config["vocab_size"],
+            "rope_parameters": {
+                "full_attention": positions,
+                "sliding_attention": {"rope_theta": theta},
+            },
+        }
+
+    def _of_layers(self, key: str, count: int) -> list[Any]:
+        """Return the number of each layer."""
+        value = self._value(key)
+        numbers = value.tolist() if isinstance(value, np.ndarray) else [value] * count
+        if len(numbers) != count or any(type(number) is not int for number in numbers):
+            raise self.error(f"{self.kind}.{key} is not a whole number for each of {count} layers")
+        return numbers
 
     def _token(self, name: str) -> int | None:
         """Return the id of a special token; None: the file has none, which -1 can say, too."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from functools import cached_property
@@ -30,12 +31,16 @@ _MOST_PARTS = 1000
 _MOST_FACTORS = 2**16
 
 
-class Rows(NamedTuple):
-    """Rows of a stored tensor that are a tensor of the model."""
+class Place(NamedTuple):
+    """Place of a tensor of the model: some rows of a stored tensor."""
 
     tensor: GGUFTensor
     begin: int
-    end: int
+    """Position of its first byte in the file."""
+    nbytes: int
+    shape: tuple[int, ...]
+    """Shape that `GGUFTensors.read` gives it, before it is transposed."""
+    dtype: str
 
 
 class GGUFFile:
@@ -96,7 +101,7 @@ class GGUFFile:
                     f"{shorten_names(sorted(twice))}. Download the model again."
                 )
             tensors |= header.tensors
-        return tensors
+        return tensors | _layer_numbers(self._headers[0])
 
     @cached_property
     def _described(self) -> Description:
@@ -167,9 +172,9 @@ class GGUFFile:
         layer, _, inner = module.removeprefix(prefix).partition(".")
         if not module.startswith(prefix) or not layer.isdecimal():
             return f"{self._names.get(module, module)}.{kind}"
-        if not inner:  # a tensor of the layer itself
-            inner, kind = kind, "weight"
-        return f"blk.{layer}.{self._names.get(inner, inner)}.{kind}"
+        whole = self._names.get(f"{inner}.{kind}".removeprefix("."))
+        inner = inner.partition(".norms.")[0] + ".norms" if ".norms." in inner else inner
+        return f"blk.{layer}.{whole or f'{self._names.get(inner, inner)}.{kind}'}"
 
     def open(self, expected: Expected) -> GGUFTensors:
         """Compare the tensors with `expected`; see `Checkpoint`."""
@@ -184,14 +189,22 @@ class GGUFFile:
             )
         used = sources.keys() | {f"{name}.weight" for name in self._rope_factors}
         used |= {self._stored_name(name) for name in expected.elsewhere}
-        extra = [name for name in self._tensors if name not in used]
-        extra = [name for name in extra if not self._is_ignored(name, expected)]
+        extra = [
+            name
+            for name in self._tensors
+            if name not in used
+            and not any(
+                re.fullmatch(pattern, own)
+                for own in self._own_names(name)
+                for pattern in expected.ignored
+            )
+        ]
         if extra:
             raise ModelError(
                 f"{self.path} holds {len(extra)} tensors that {expected.architecture} with this "
                 f"metadata does not have: {shorten_names(extra)}."
             )
-        places: dict[str, Rows] = {}
+        places: dict[str, Place] = {}
         for stored, parts in sources.items():
             places |= _places(self._tensors[stored], list(parts.values()))
         config = self.config
@@ -199,35 +212,31 @@ class GGUFFile:
         kv_heads = config.integer("num_key_value_heads", default=heads)
         return GGUFTensors(self._headers, places, self._described.architecture, heads, kv_heads)
 
-    def _is_ignored(self, stored: str, expected: Expected) -> bool:
-        """Return True if the model does not use a tensor that the file has."""
-        match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(\w+)", stored)
-        if match is None:
-            return False
-        prefix = f"{self._described.architecture.layers}{match[1]}."
-        modules = [module for module, name in self._names.items() if name == match[2]]
-        names = [f"{prefix}{module}.{match[3]}" for module in modules]
-        return any(re.fullmatch(p, name) for p in expected.ignored for name in names)
-
-    def _block_types(self) -> dict[str, str]:
-        """Return the block types of modules by their names in Hugging Face's form."""
+    @cached_property
+    def _modules(self) -> dict[str, list[str]]:
+        """Modules of each name in the file."""
         modules: dict[str, list[str]] = {}
         for module, stored in self._names.items():
             modules.setdefault(stored, []).append(module)
-        types: dict[str, str] = {}
-        for tensor in self._tensors.values():
-            stored = tensor.name.removesuffix(".weight")
-            if tensor.type not in STORED_BLOCKS or stored == tensor.name:
-                continue
-            match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stored)
-            prefix = ""
-            if match is not None:
-                prefix = f"{self._described.architecture.layers}{match[1]}."
-                stored = match[2]
-            types |= {
-                f"{prefix}{module}": _block_type(tensor) for module in modules.get(stored, [])
-            }
-        return types
+        return modules
+
+    def _own_names(self, name: str) -> list[str]:
+        """Return the names in Hugging Face's form of a tensor of the file."""
+        stored, _, kind = name.rpartition(".")
+        prefix, match = "", re.fullmatch(r"blk\.(\d+)\.(\w+)", stored)
+        if match is not None:
+            prefix = f"{self._described.architecture.layers}{match[1]}."
+            stored = match[2]
+        return [f"{prefix}{module}.{kind}" for module in self._modules.get(stored, [])]
+
+    def _block_types(self) -> dict[str, str]:
+        """Return the block types of modules by their names in Hugging Face's form."""
+        return {
+            own.removesuffix(".weight"): _block_type(tensor)
+            for tensor in self._tensors.values()
+            if tensor.type in STORED_BLOCKS and tensor.name.endswith(".weight")
+            for own in self._own_names(tensor.name)
+        }
 
     @property
     def _rope_factors(self) -> list[str]:
@@ -252,13 +261,30 @@ class GGUFFile:
         return factors
 
 
-def _places(tensor: GGUFTensor, sources: list[Source]) -> dict[str, Rows]:
+def _layer_numbers(header: GGUFHeader) -> dict[str, GGUFTensor]:
+    """Return tensors with the numbers that the metadata has for each layer: those of xIELU."""
+    tensors: dict[str, GGUFTensor] = {}
+    start = np.frombuffer(header.data, np.uint8).ctypes.data
+    for key in ("xielu.alpha_p", "xielu.alpha_n"):
+        numbers = header.metadata.get(key)
+        if isinstance(numbers, np.ndarray) and numbers.dtype == np.float32:
+            begin = numbers.ctypes.data - start
+            for layer in range(len(numbers)):
+                name = f"blk.{layer}.{key}"
+                at = begin + 4 * layer
+                tensors[name] = GGUFTensor(header.file, name, "float32", (1,), at, 4)
+    return tensors
+
+
+def _places(tensor: GGUFTensor, sources: list[Source]) -> dict[str, Place]:
     """Return the rows of a stored tensor that belong to each of some tensors, in their order.
 
     Raises:
         ModelError: the shape or type does not match.
     """
     shape, dtype = _stored_form(tensor)
+    if ".norms." in sources[0].name:
+        shape = (math.prod(shape),)  # norms of heads, one after the other
     shapes = [s.shape[::-1] if s.transform == "transpose" else s.shape for s in sources]
     rows = [shape[0] for shape in shapes]
     required = (sum(rows), *shapes[0][1:])
@@ -267,16 +293,16 @@ def _places(tensor: GGUFTensor, sources: list[Source]) -> dict[str, Rows]:
             f"{tensor.file}: {tensor.name} has shape {list(shape)}, but the metadata requires "
             f"{list(required)}."
         )
-    places: dict[str, Rows] = {}
-    begin = 0
-    for source, count in zip(sources, rows, strict=True):
+    places: dict[str, Place] = {}
+    begin, row = tensor.begin, tensor.nbytes // sum(rows)
+    for source, own in zip(sources, shapes, strict=True):
         if dtype not in source.dtypes:
             raise ModelError(
                 f"{tensor.file}: {tensor.name} has type {tensor.type.upper()}; supported here: "
                 f"{', '.join(source.dtypes)}."
             )
-        places[source.name] = Rows(tensor, begin, begin + count)
-        begin += count
+        places[source.name] = Place(tensor, begin, own[0] * row, own, dtype)
+        begin += own[0] * row
     return places
 
 
@@ -294,7 +320,7 @@ class GGUFTensors:
     def __init__(
         self,
         headers: list[GGUFHeader],
-        places: Mapping[str, Rows],
+        places: Mapping[str, Place],
         architecture: Architecture,
         num_heads: int,
         num_kv_heads: int,
@@ -305,13 +331,8 @@ class GGUFTensors:
 
     def read(self, source: Source) -> HostTensor:
         """Return a view of the mapped file, or a changed copy."""
-        stored, begin, end = self._places[source.name]
-        shape, dtype = _stored_form(stored)
-        shape = end - begin, *shape[1:]
-        row = stored.nbytes // stored.shape[0]
-        data = np.frombuffer(
-            self._data[stored.file], np.uint8, shape[0] * row, stored.begin + begin * row
-        )
+        stored, begin, nbytes, shape, dtype = self._places[source.name]
+        data = np.frombuffer(self._data[stored.file], np.uint8, nbytes, begin)
         architecture = self._architecture
         module = source.name.split(".")[-2]
         if architecture.permuted and module in self._heads:
@@ -324,7 +345,7 @@ class GGUFTensors:
             data = _by_group(data.reshape(shape[0], -1), source).reshape(-1)
         if stored.type in REPACKED:
             data = repack(data, stored.type)
-        if architecture.norm_shift and module.endswith("norm"):
+        if architecture.norm_shift and source.name.endswith("norm.weight"):
             floats = from_numpy(data).view(dtype).numpy().astype(np.float32)
             return from_numpy((floats - architecture.norm_shift).reshape(shape))
         tensor: HostTensor = from_numpy(data).view(dtype).view(shape)
