@@ -122,7 +122,9 @@ def make_gguf(
     described: dict[str, Any] = {"general.architecture": kind, "general.name": name}
     described |= {"general.file_type": mix.number, "general.quantization_version": 2}
     described |= _metadata(spec, kind, architecture)
-    described |= tokenizer_metadata(tokenizer_json, tokenizer, spec.vocab_size, spec.eos_token_ids)
+    described |= tokenizer_metadata(
+        tokenizer_json, tokenizer, spec.vocab_size, spec.eos_token_ids, spec.bos_token_id
+    )
     found = list(_tensors(spec, tensors, architecture, mix))
     names = [tensor.name for tensor in found]
     if len(set(names)) < len(names):

@@ -43,9 +43,12 @@ def read_rows(
     Raises:
         ModelError: a number is not finite.
     """
-    array: NDArray[Any] = tensors.read(source).numpy()
+    tensor = tensors.read(source)
+    array: NDArray[Any] = tensor.numpy()
     rows = array[begin:end] if order is None else array[order[begin:end]]
-    floats: NDArray[np.float32] = rows.astype(np.float32)
+    floats: NDArray[np.float32] = rows.astype(np.float32)  # a copy
+    if end == source.shape[0]:
+        tensors.done(tensor)
     if not np.isfinite(floats).all():
         raise ModelError(
             f"{source.name} has numbers that are not finite; download the model again."
