@@ -171,18 +171,20 @@ def _weights_by_kind(spec: ModelSpec) -> Iterator[tuple[str, Weight]]:
     """Yield all weights with the kind of their module."""
     blocks: dict[str, str] = {}
     for i, layer in enumerate(spec.layers):
-        for block in layer.blocks:
-            kind = _BLOCK_KINDS.get(type(block), type(block).__name__)
-            blocks |= {weight.name: kind for weight in block.weights(Names(f"layers.{i}."))}
+        for sublayer in layer.sublayers:
+            kind = _BLOCK_KINDS.get(type(sublayer.block), "other")
+            blocks |= {weight.name: kind for weight in sublayer.weights(Names(f"layers.{i}."))}
     for weight in spec.weights():
         if weight.kind == "vector" and "norm" in weight.name:
             yield "norms", weight
         elif weight.name in blocks:
             yield blocks[weight.name], weight
-        elif weight.name.startswith("embed.") or (spec.tied and weight.kind == "linear"):
+        elif weight.name.startswith("embed.") or (spec.tied and weight.name == "lm_head.weight"):
             yield "embedding", weight
-        else:
+        elif weight.name.startswith(("lm_head.", "project.")):
             yield "head", weight
+        else:
+            yield "other", weight
 
 
 _BLOCK_KINDS: dict[type, str] = {AttentionSpec: "attention", MLPSpec: "MLP"}
