@@ -152,11 +152,13 @@ def _describe_weights(spec: ModelSpec, dtype: str) -> dict[str, WeightKind]:
     counted: set[tuple[str, ...]] = set()
     for kind, weight in _weights_by_kind(spec):
         entry = found.setdefault(kind, WeightKind())
-        size = math.prod(weight.shape)
         if weight.kind == "linear":
             entry.nbytes += weight.form.nbytes(weight.packed(dtype))
         else:
-            entry.nbytes += size * DTYPE_NBYTES[dtype]
+            entry.nbytes += math.prod(weight.shape) * DTYPE_NBYTES[dtype]
+        size = math.prod(weight.shape)
+        if weight.form == PLAIN:  # with rows that are stored and never used (OPT)
+            size = sum(math.prod(source.shape) for source in weight.sources)
         form = dtype if weight.form == PLAIN else weight.form.name
         entry.forms[form] = entry.forms.get(form, 0) + size
         key = tuple(source.name for source in weight.sources)

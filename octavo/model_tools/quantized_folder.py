@@ -134,7 +134,8 @@ def _layers_weights(spec: ModelSpec) -> list[Weight]:
         if any(source.transform == "transpose" for source in weight.sources):
             raise ConfigError(
                 f"{spec.architecture} stores its weights as [inputs, outputs], which "
-                "the format of the output does not describe; convert to gguf instead."
+                "the format of the output does not describe; quantize it while it loads, with "
+                "--quantization int8 or int4."
             )
     return linear
 
