@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.attention.base import AttentionBackend
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.engine.assemble import set_up_worker
 from octavo.errors import ConfigError, ModelError
@@ -23,6 +24,7 @@ from octavo.system.tensor import Tensor
 from octavo.worker.graphs import EagerSteps
 from octavo.worker.input_batch import InputBatch, StepBuffers
 from octavo.worker.loading_bar import loading_bar
+from octavo.worker.platform import Platform
 
 Floats = NDArray[np.float32]
 _ROWS = 64
@@ -69,32 +71,44 @@ class ChunkRunner:
         self.model = loaded
         groups = setup.kv_cache_groups
         each = -(-chunk // config.cache.block_size)
-        kv = KVCacheConfig(len(groups) * each + 1, config.cache.block_size, groups)
         # The groups share the tensors, so each has blocks of its own.
         self._blocks = [list(range(1 + g * each, 1 + (g + 1) * each)) for g in range(len(groups))]
-        dtype = setup.kv_cache_dtype
+        kv = KVCacheConfig(len(groups) * each + 1, config.cache.block_size, groups)
+        self._batch = InputBatch(1, chunk, kv, setup.part.step_arrays)
+        self._buffers = StepBuffers(self._batch.layout(setup.largest_step))
+        self._whole, self._single = (self._steps(platform, backend, kv) for _ in range(2))
+
+    def _steps(
+        self, platform: Platform, backend: AttentionBackend, kv: KVCacheConfig
+    ) -> EagerSteps:
+        """Return a runner with caches of its own."""
+        dtype = self.setup.kv_cache_dtype
         tensors = [
             platform.allocate_cache(kv.num_blocks, nbytes, self.ops)
             for nbytes in kv.slot_nbytes(dtype)
         ]
         caches = [
             cache.view(tensors[slot], kv.block_size, dtype, backend)
-            for slot, cache in zip(kv.layer_to_tensor, setup.part.caches, strict=True)
+            for slot, cache in zip(kv.layer_to_tensor, self.setup.part.caches, strict=True)
         ]
-        self._batch = InputBatch(1, chunk, kv, setup.part.step_arrays)
-        self._buffers = StepBuffers(self._batch.layout(setup.largest_step))
-        self._steps = EagerSteps(
+        return EagerSteps(
             self.model,
             self.ops,
             backend,
             caches,
-            [group.cache for group in groups],
+            [group.cache for group in kv.groups],
             kv.layer_to_group,
             self._buffers,
         )
 
-    def begin(self, tokens: list[int]) -> tuple[Tensor, StepContext]:
-        """Return the embedded tokens of a chunk [T, hidden_size], and the context of its step."""
+    def begin(self, tokens: list[int], *, single: bool = False) -> tuple[Tensor, StepContext]:
+        """Return the first layer's input for a chunk [T, hidden_size], and the context of its step.
+
+        Args:
+            tokens: the chunk.
+            single: True for a second set of caches, of layers that compute other inputs than those
+                of the layers before.
+        """
         batch = self._batch
         batch.remove(_REQUEST)
         new = NewRequestData(tokens, len(tokens), CoreSamplingParams(), 0)
@@ -102,8 +116,9 @@ class ChunkRunner:
         request = ScheduledRequest(_REQUEST, len(tokens), self._blocks, new=new)
         inputs = batch.gather([request], {}, self._buffers)
         table: Any = inputs.table.first(inputs.size).map(self.ops.to_device)
-        step = self._steps.context(table, len(tokens), len(tokens))
-        return self.model.embed(table.input_ids, step.positions, None), step
+        steps = self._single if single else self._whole
+        step = steps.context(table, len(tokens), len(tokens))
+        return self.model.begin(table.input_ids, step), step
 
     def hidden_states(self, tokens: list[int]) -> Tensor:
         """Return the hidden states of a chunk after the final norm: [T, hidden_size]."""
@@ -111,12 +126,7 @@ class ChunkRunner:
         residual: Tensor | None = None
         for layer in self.model.layers:
             x, residual = layer(x, residual, step)
-        return self.finish(x, residual)
-
-    def finish(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """Return the final norm of the last layer's result."""
-        norm = self.model.norm
-        return norm(x) if residual is None else norm.add(x, residual)[0]
+        return self.model.finish(x, residual)
 
     def stream(self, x: Tensor, residual: Tensor | None) -> Floats:
         """Return the residual stream [T, hidden_size] after a layer, in float32."""

@@ -13,9 +13,9 @@ from typing import Any
 from octavo import __version__
 from octavo.bench import results
 from octavo.errors import ConfigError
-from octavo.model_tools.compressed_tensors import make_compressed, write_description
 from octavo.model_tools.gguf_writer import FILE_NAME, MIXES, check_description, make_gguf
 from octavo.model_tools.opened import MODEL_HELP, OpenedModel
+from octavo.model_tools.quantized_folder import Target, make_quantized, write_description
 from octavo.model_tools.unfinished import TensorFile, UnfinishedOutput
 from octavo.models.config_defaults import DEFAULTS
 from octavo.models.forms import quant_method
@@ -23,7 +23,7 @@ from octavo.plan.memory_plan import MIB
 from octavo.quantization.plain import PLAIN
 from octavo.text.tokenizer import Tokenizer
 
-_TARGETS = ("int8", "int4", "gguf:TYPE")
+_FOLDERS: dict[str, Target] = {"int8": "int8", "int4": "int4", "fp8": "fp8"}
 _TEXTS = re.compile(r"(?!config\.json$|.*\.index\.json$).*\.(json|jinja)$|merges\.txt$|vocab\.txt$")
 """Names of the small files of a folder that its conversion contains, too."""
 _COPIED = ("*.json", "*.jinja", "additional_chat_templates/*.jinja", "merges.txt", "vocab.txt")
@@ -39,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--to",
         required=True,
         metavar="FORM",
-        help="int8 or int4: a folder in the format of compressed-tensors. gguf:TYPE: a GGUF file; "
-        f"TYPE is {', '.join(MIXES)}.",
+        help="int8, int4 (formats of compressed-tensors) or fp8 (blocks of 128 x 128): a folder. "
+        f"gguf:TYPE: a GGUF file; TYPE is {', '.join(MIXES)}.",
     )
     parser.add_argument("--revision", metavar="TEXT", help="Branch, tag or commit on the hub.")
     parser.add_argument("--disable-tqdm", action="store_true", help="No progress bar.")
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if mix is not None and output.out.suffix != ".gguf":
         raise ConfigError(f"OUT {args.out}: the name of a GGUF file must end in .gguf.")
     with output.locked():
-        convert = _write_compressed if mix is None else _write_gguf
+        convert = _write_folder if mix is None else _write_gguf
         nbytes = convert(model, args.to, output, quiet=args.disable_tqdm)
     print(f"{args.model} as {args.to} is in {output.out}")
     return {"out": str(output.out), "nbytes": nbytes}
@@ -76,16 +76,15 @@ def _read_target(text: str) -> str | None:
     Raises:
         ConfigError: there is no such target.
     """
-    if text in ("int8", "int4"):
+    if text in _FOLDERS:
         return None
-    if text == "fp8":
-        raise ConfigError("--to fp8 is not supported yet; choose int8, int4 or gguf:TYPE.")
     kind, _, mix = text.partition(":")
     if kind == "gguf" and mix.upper() in MIXES:
         return mix.upper()
     if kind == "gguf":
         raise ConfigError(f"--to {text}: TYPE must be one of {', '.join(MIXES)}.")
-    raise ConfigError(f"--to {text} is not supported; choose one of {', '.join(_TARGETS)}.")
+    known = ", ".join([*_FOLDERS, "gguf:TYPE"])
+    raise ConfigError(f"--to {text} is not supported; choose one of {known}.")
 
 
 def _check_source(model: OpenedModel) -> None:
@@ -115,14 +114,12 @@ def _identity(model: OpenedModel, target: str) -> list[object]:
     return [__version__, target, stats]
 
 
-def _write_compressed(
-    model: OpenedModel, target: str, output: UnfinishedOutput, *, quiet: bool
-) -> int:
+def _write_folder(model: OpenedModel, target: str, output: UnfinishedOutput, *, quiet: bool) -> int:
     """Write a folder; return the size of its tensors."""
     spec, checkpoint = model.spec, model.checkpoint
     tensors = checkpoint.open(spec.expected)
     dtype = "float32" if spec.dtype == "float64" else spec.dtype
-    made = make_compressed(spec, tensors, 8 if target == "int8" else 4, dtype)
+    made = make_quantized(spec, tensors, _FOLDERS[target], dtype)
     _write(model, target, output, made.file, quiet=quiet)
     config = DEFAULTS.get(spec.architecture, {}) | checkpoint.config.fields
     config |= {"architectures": [spec.architecture], "quantization_config": made.quantization}

@@ -43,7 +43,11 @@ _SPECIAL = {
 
 
 def tokenizer_metadata(
-    text: str, tokenizer: Tokenizer, vocab_size: int, end_tokens: tuple[int, ...]
+    text: str,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    end_tokens: tuple[int, ...],
+    bos_token: int | None,
 ) -> dict[str, Any]:
     """Return the metadata of a tokenizer.
 
@@ -52,6 +56,7 @@ def tokenizer_metadata(
         tokenizer: the same tokenizer.
         vocab_size: number of the model's tokens.
         end_tokens: ids of the tokens that end an answer.
+        bos_token: id of the model's first token, for a tokenizer that names none.
 
     Raises:
         ModelError: GGUF has no name for the tokenizer's kind, or it does not fit the model.
@@ -69,13 +74,15 @@ def tokenizer_metadata(
     if _is_byte_level(data):
         metadata |= {"model": "gpt2", "pre": _find_pre(text, model), "merges": merges}
     else:
-        metadata |= {"model": "llama", "scores": _scores(tokens, merges)}
+        metadata |= {"model": "llama", "pre": "default", "scores": _scores(tokens, types, merges)}
         metadata["add_space_prefix"] = tokenizer.strips_leading_space
     for name, key in _SPECIAL.items():
         named_token = tokenizer.special_tokens.get(name)
         number = None if named_token is None else tokenizer.token_to_id(named_token)
         if number is not None:
             metadata[key] = number
+    if bos_token is not None and bos_token < vocab_size:
+        metadata.setdefault("bos_token_id", bos_token)
     ends = [token for token in end_tokens if token < vocab_size]
     for key, token in zip(("eos_token_id", "eot_token_id", "eom_token_id"), ends, strict=False):
         metadata[key] = token
@@ -131,12 +138,18 @@ def _is_byte_level(data: Mapping[str, Any]) -> bool:
     return '"ByteLevel"' in json.dumps([data.get("pre_tokenizer"), data.get("decoder")])
 
 
-def _scores(tokens: list[str], merges: list[str]) -> list[float]:
-    """Return scores for which SentencePiece's BPE merges in the order of the merges."""
+def _scores(tokens: list[str], types: list[int], merges: list[str]) -> list[float]:
+    """Return scores for which SentencePiece's BPE merges in the order of the merges.
+
+    Tokens that no merge makes have a score below all others, special ones and bytes 0.
+    """
     rank: dict[str, int] = {}
     for i, merge in enumerate(merges):
         rank.setdefault(merge.replace(" ", "", 1), i)
-    return [-float(rank.get(token, len(merges))) for token in tokens]
+    return [
+        -float(rank.get(token, len(merges))) if kind == TokenType.NORMAL else 0.0
+        for token, kind in zip(tokens, types, strict=True)
+    ]
 
 
 def _find_pre(text: str, model: Mapping[str, Any]) -> str:

@@ -40,6 +40,21 @@ _ALIGNMENT = 32
 _NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 30, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7}
 _NUMBERS |= {"q8_0": 8, "q4_k": 12, "q5_k": 13, "q6_k": 14}
 """Types of tensors, by ggml's numbers."""
+WRITTEN: tuple[str, ...] = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "granite",
+    "smollm3",
+    "olmo2",
+)
+WRITTEN += ("phi3", "exaone4", "seed_oss", "ernie4_5", "hunyuan-dense")
+"""Architectures that are written, by `general.architecture`."""
+_PATTERNS = ("olmo2", "exaone4")
+"""Architectures whose files name the layers with sliding windows."""
 _SMALLER = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 """Types of rows that blocks of 256 numbers do not divide."""
 
@@ -122,7 +137,9 @@ def make_gguf(
     described: dict[str, Any] = {"general.architecture": kind, "general.name": name}
     described |= {"general.file_type": mix.number, "general.quantization_version": 2}
     described |= _metadata(spec, kind, architecture)
-    described |= tokenizer_metadata(tokenizer_json, tokenizer, spec.vocab_size, spec.eos_token_ids)
+    described |= tokenizer_metadata(
+        tokenizer_json, tokenizer, spec.vocab_size, spec.eos_token_ids, spec.bos_token_id
+    )
     found = list(_tensors(spec, tensors, architecture, mix))
     names = [tensor.name for tensor in found]
     if len(set(names)) < len(names):
@@ -175,11 +192,16 @@ def _find_architecture(spec: ModelSpec) -> tuple[str, Architecture]:
     name = spec.architecture
     if name == "MistralForCausalLM":  # llama.cpp computes it as Llama
         name = "LlamaForCausalLM"
-    for kind, architecture in ARCHITECTURES.items():
-        if architecture.name == name:
+    known = []
+    for kind in WRITTEN:
+        architecture = ARCHITECTURES[kind]
+        names = [architecture.name, *filter(None, [architecture.windowed_name])]
+        if name in names:
             return kind, architecture
-    known = ", ".join(sorted(architecture.name for architecture in ARCHITECTURES.values()))
-    raise ConfigError(f"{spec.architecture} cannot be written to GGUF; supported: {known}.")
+        known += names
+    raise ConfigError(
+        f"{spec.architecture} cannot be written to GGUF; supported: {', '.join(sorted(known))}."
+    )
 
 
 # Metadata
@@ -212,8 +234,11 @@ def _metadata(spec: ModelSpec, kind: str, architecture: Architecture) -> dict[st
         "rope.dimension_count": rope.rotary_dim,
         "vocab_size": spec.vocab_size,
     }
-    if architecture.windowed:
+    if architecture.windowed and (window or kind not in _PATTERNS):
         values["attention.sliding_window"] = window
+        if kind in _PATTERNS:
+            pattern = [a.sliding_window is not None for a in attentions]
+            values["attention.sliding_window_pattern"] = pattern
     optional = {
         "attn_logit_softcapping": whole.soft_cap,
         "final_logit_softcapping": spec.head.soft_cap,
@@ -410,5 +435,5 @@ def _value(value: Any) -> bytes:
     head = struct.pack("<I", 9)
     if not value or isinstance(value[0], str):
         return head + struct.pack("<IQ", 8, len(value)) + b"".join(map(_text, value))
-    code, kind = ("<f4", 6) if isinstance(value[0], float) else ("<i4", 5)
+    code, kind = {float: ("<f4", 6), bool: ("?", 7), int: ("<i4", 5)}[type(value[0])]
     return head + struct.pack("<IQ", kind, len(value)) + np.array(value, code).tobytes()

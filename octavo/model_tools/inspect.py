@@ -152,11 +152,13 @@ def _describe_weights(spec: ModelSpec, dtype: str) -> dict[str, WeightKind]:
     counted: set[tuple[str, ...]] = set()
     for kind, weight in _weights_by_kind(spec):
         entry = found.setdefault(kind, WeightKind())
-        size = math.prod(weight.shape)
         if weight.kind == "linear":
             entry.nbytes += weight.form.nbytes(weight.packed(dtype))
         else:
-            entry.nbytes += size * DTYPE_NBYTES[dtype]
+            entry.nbytes += math.prod(weight.shape) * DTYPE_NBYTES[dtype]
+        size = math.prod(weight.shape)
+        if weight.form == PLAIN:  # with rows that are stored and never used (OPT)
+            size = sum(math.prod(source.shape) for source in weight.sources)
         form = dtype if weight.form == PLAIN else weight.form.name
         entry.forms[form] = entry.forms.get(form, 0) + size
         key = tuple(source.name for source in weight.sources)
@@ -171,18 +173,20 @@ def _weights_by_kind(spec: ModelSpec) -> Iterator[tuple[str, Weight]]:
     """Yield all weights with the kind of their module."""
     blocks: dict[str, str] = {}
     for i, layer in enumerate(spec.layers):
-        for block in layer.blocks:
-            kind = _BLOCK_KINDS.get(type(block), type(block).__name__)
-            blocks |= {weight.name: kind for weight in block.weights(Names(f"layers.{i}."))}
+        for sublayer in layer.sublayers:
+            kind = _BLOCK_KINDS.get(type(sublayer.block), "other")
+            blocks |= {weight.name: kind for weight in sublayer.weights(Names(f"layers.{i}."))}
     for weight in spec.weights():
         if weight.kind == "vector" and "norm" in weight.name:
             yield "norms", weight
         elif weight.name in blocks:
             yield blocks[weight.name], weight
-        elif weight.name.startswith("embed.") or (spec.tied and weight.kind == "linear"):
+        elif weight.name.startswith("embed.") or (spec.tied and weight.name == "lm_head.weight"):
             yield "embedding", weight
-        else:
+        elif weight.name.startswith(("lm_head.", "project.")):
             yield "head", weight
+        else:
+            yield "other", weight
 
 
 _BLOCK_KINDS: dict[type, str] = {AttentionSpec: "attention", MLPSpec: "MLP"}

@@ -324,6 +324,7 @@ class _Layers:
     def run(self, ids: list[int]) -> tuple[Tensor, Tensor]:
         """Compute a chunk; return the hidden states of the model and of the base."""
         model, base = self._model, self._base
+        _, single_step = model.begin(ids, single=True)
         x, step = model.begin(ids)
         base_x, base_step = base.begin(ids)
         residual: Tensor | None = None
@@ -332,12 +333,11 @@ class _Layers:
         for i, (layer, base_layer) in enumerate(
             zip(model.model.layers, base.model.layers, strict=True), 1
         ):
-            own = layer(base_x, base_residual, step)
+            own = layer(base_x, base_residual, single_step)
             base_x, base_residual = base_layer(base_x, base_residual, base_step)
-            # Last, so that the cache has the model's own keys and values.
             x, residual = layer(x, residual, step)
             self._add(i, own, (x, residual), (base_x, base_residual))
-        return model.finish(x, residual), base.finish(base_x, base_residual)
+        return model.model.finish(x, residual), base.model.finish(base_x, base_residual)
 
     def _add(
         self,

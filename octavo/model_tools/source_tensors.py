@@ -16,10 +16,14 @@ _NUMBERS = 2**20
 """Numbers that are converted at a time."""
 
 
-def row_ranges(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """Yield the rows [begin, end) of parts of a tensor that are converted at a time."""
-    columns = int(np.prod(shape[1:]))
-    step = max(1, _NUMBERS // columns)
+def row_ranges(shape: tuple[int, ...], multiple: int = 1) -> Iterator[tuple[int, int]]:
+    """Yield the rows [begin, end) of parts of a tensor that are converted at a time.
+
+    Args:
+        shape: shape of the tensor.
+        multiple: divisor of each `begin`.
+    """
+    step = max(1, _NUMBERS // int(np.prod(shape[1:])) // multiple) * multiple
     for begin in range(0, shape[0], step):
         yield begin, min(begin + step, shape[0])
 
@@ -43,9 +47,17 @@ def read_rows(
     Raises:
         ModelError: a number is not finite.
     """
-    array: NDArray[Any] = tensors.read(source).numpy()
+    tensor = tensors.read(source)
+    if tuple(tensor.shape) != source.shape:
+        raise ModelError(
+            f"{source.name} has the shape {list(tensor.shape)} in place of {list(source.shape)}, "
+            "which convert does not support."
+        )
+    array: NDArray[Any] = tensor.numpy()
     rows = array[begin:end] if order is None else array[order[begin:end]]
-    floats: NDArray[np.float32] = rows.astype(np.float32)
+    floats: NDArray[np.float32] = rows.astype(np.float32)  # a copy
+    if end == source.shape[0]:
+        tensors.done(tensor)
     if not np.isfinite(floats).all():
         raise ModelError(
             f"{source.name} has numbers that are not finite; download the model again."

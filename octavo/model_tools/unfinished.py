@@ -98,10 +98,10 @@ class UnfinishedOutput:
             ConfigError: the disk is too small or cannot be written to.
         """
         path, key_file = self.folder / file.name, self.folder / _KEY
-        key = hashlib.sha256(repr([source, file.head]).encode()).hexdigest()
+        key = hashlib.sha256(repr(source).encode() + file.head).hexdigest()
         try:
             if not key_file.exists() or key_file.read_text() != key:
-                path.unlink(missing_ok=True)
+                self._discard()
                 key_file.write_text(key)
             self._require_space(file, path)
             with path.open("ab") as stream:
@@ -118,6 +118,12 @@ class UnfinishedOutput:
             raise ConfigError(
                 f"{path} cannot be written: {error.strerror}. The same command continues it."
             ) from error
+
+    def _discard(self) -> None:
+        """Remove all files of an earlier conversion."""
+        for file in self.folder.iterdir():
+            if file.name != _LOCK:
+                file.unlink()
 
     def _require_space(self, file: TensorFile, path: Path) -> None:
         written = path.stat().st_size if path.exists() else 0

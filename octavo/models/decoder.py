@@ -55,21 +55,32 @@ class DecoderModel:
         x: Tensor
         residual: Tensor | None = None
         if self.spec.has_embed:
-            x = self.embed(input_ids, step.positions, step.embeds)
-            if self.layer_inputs is not None:
-                step.layer_inputs = self.layer_inputs(input_ids, x)
+            x = self.begin(input_ids, step)
         else:
             assert step.received is not None
             x, residual = step.received
-        if self.streams is not None:
-            x = self.streams.make(x)
+            if self.streams is not None:
+                x = self.streams.make(x)
         for index, layer in enumerate(self.layers):
             x, residual = layer(x, residual, step)
             if index in step.kept_layers:
                 step.kept[index] = x if residual is None else self._add(x, residual)
+        if self.spec.has_head:
+            return self.finish(x, residual)
         if self.streams is not None:
             x = self.streams.join(x)
-        if not self.spec.has_head:
-            step.handed = x, residual
-            return x
+        step.handed = x, residual
+        return x
+
+    def begin(self, input_ids: Tensor, step: StepContext) -> Tensor:
+        """Return the first layer's input."""
+        x = self.embed(input_ids, step.positions, step.embeds)
+        if self.layer_inputs is not None:
+            step.layer_inputs = self.layer_inputs(input_ids, x)
+        return x if self.streams is None else self.streams.make(x)
+
+    def finish(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """Return the hidden states after the final norm, from the last layer's result."""
+        if self.streams is not None:
+            x = self.streams.join(x)
         return self.norm(x) if residual is None else self.norm.add(x, residual)[0]

@@ -125,8 +125,40 @@ def test_scales_of_bfloat16_models_fit_float16(tmp_path):
                 assert torch.equal(scale.half().float(), scale.float())
 
 
+@pytest.mark.parametrize(("to", "most"), [("int8", 1.005), ("fp8", 1.02), ("int4", 1.05)])
+def test_octavo_reads_a_converted_folder(to, most, tmp_path):
+    """The codes are those of the file: the model is almost the original."""
+    out = convert("octavo/stories", tmp_path / "out", to)
+    found = measure({"model": str(out)}, base="octavo/stories", chunk=256, tokens=1500)
+    assert 1 / most < found["ratio"]["value"] < most
+    assert found["kl_divergence"]["value"] > 1e-5
+    forms = {w.form.name for w in read_spec(open_checkpoint(out)).weights() if w.kind == "linear"}
+    assert len(forms) == 2  # the layers', and the plain LM head
+
+
+def test_fp8(tmp_path):
+    """Blocks of 128 x 128 numbers, those at the ends smaller, share a scale."""
+    folder = tmp_path / "model"
+    hf = make_folder(folder, "LlamaForCausalLM", intermediate_size=160)
+    out = convert(folder, tmp_path / "out", "fp8")
+    tensors = safetensors.torch.load_file(out / "model.safetensors")
+    name = "model.layers.1.mlp.gate_proj"
+    codes, scales = tensors[f"{name}.weight"], tensors[f"{name}.weight_scale_inv"]
+    assert (codes.dtype, codes.shape) == (torch.float8_e4m3fn, (160, 64))
+    assert (scales.dtype, scales.shape) == (torch.float32, (2, 1))
+    original = hf.get_parameter(f"{name}.weight").detach()
+    for block, rows in enumerate((slice(0, 128), slice(128, 160))):
+        assert scales[block, 0] == original[rows].abs().max() / 448
+        expected = (original[rows] / scales[block, 0]).to(torch.float8_e4m3fn)
+        assert torch.equal(codes[rows].view(torch.uint8), expected.view(torch.uint8))
+    described = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert described["quant_method"] == "fp8"
+    assert described["modules_to_not_convert"] == ["lm_head"]
+
+
 # GGUF
 
+WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 KINDS = {
     "llama": ("LlamaForCausalLM", {}),
     "llama3": (
@@ -149,6 +181,11 @@ KINDS = {
     "smollm3": ("SmolLM3ForCausalLM", {}),
     "olmo2": ("Olmo2ForCausalLM", {}),
     "phi3": ("Phi3ForCausalLM", {"sliding_window": None}),
+    "olmo3": ("Olmo3ForCausalLM", {"sliding_window": 24, "layer_types": WINDOWS}),
+    "exaone4": ("Exaone4ForCausalLM", {"sliding_window": 24, "layer_types": WINDOWS}),
+    "seed_oss": ("SeedOssForCausalLM", {"head_dim": 16, "attention_out_bias": False}),
+    "ernie4_5": ("Ernie4_5ForCausalLM", {}),
+    "hunyuan-dense": ("HunYuanDenseV1ForCausalLM", {"head_dim": 16}),
     "yarn": ("LlamaForCausalLM", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}
              | {"factor": 4.0, "original_max_position_embeddings": 64}}),
 }  # fmt: skip
@@ -161,7 +198,8 @@ def test_gguf_of_an_architecture(name, tmp_path):
     folder = tmp_path / name
     hf = make_folder(folder, architecture, **config)
     out = convert(folder, tmp_path / f"{name}.gguf", "gguf:F32")
-    kind = {"llama3": "llama", "mistral": "llama", "yarn": "llama"}.get(name, name)
+    kind = {"llama3": "llama", "mistral": "llama", "yarn": "llama", "olmo3": "olmo2"}
+    kind = kind.get(name, name)
     expected = tmp_path / "expected.gguf"
     gguf_files.convert(hf, kind, expected)
     ours, theirs = GGUFHeader(out), GGUFHeader(expected)
@@ -332,7 +370,6 @@ def test_outputs_that_are_refused(llama, tmp_path, capsys, monkeypatch):
     ("to", "said"),
     [
         ("int3", "--to int3 is not supported; choose one of int8"),
-        ("fp8", "--to fp8 is not supported yet"),
         ("gguf:Q3_X", "TYPE must be one of F32, F16"),
         ("gguf", "TYPE must be one of"),
     ],

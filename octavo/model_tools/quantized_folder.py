@@ -1,10 +1,13 @@
-"""Writer of int8 and int4 checkpoints in the format of the package compressed-tensors.
+"""Writer of quantized checkpoints in folders: int8, int4 and fp8.
 
 The layers' linear modules are quantized. Embedding, LM head, norms and biases stay as they are.
 
-- int8 (W8A8): one scale for each output; activations have 8 bits, with a scale for each token.
-- int4 (W4A16): one scale for each output and group of inputs; eight codes in an int32, the first
-  one lowest, each 8 more than its number.
+- int8: compressed-tensors W8A8. One scale for each output; activations have 8 bits, with a scale
+  for each token.
+- int4: compressed-tensors W4A16. One scale for each output and group of inputs; eight codes in an
+  int32, the first one lowest, each 8 more than its number.
+- fp8: numbers of type float8_e4m3fn in blocks of 128 outputs and 128 inputs, which share a scale;
+  the largest number of a block becomes 448. The form of DeepSeek's and Qwen's checkpoints.
 """
 
 from __future__ import annotations
@@ -32,12 +35,14 @@ from octavo.system.tensor import numpy_dtype
 # Numpy's operators have the type Any.
 # mypy: disable-error-code="no-any-return"
 
-Bits = Literal[8, 4]
+Target = Literal["int8", "int4", "fp8"]
 FILE_NAME = "model.safetensors"
 _GROUP_SIZES = (128, 64, 32)
 """Sizes of groups, the best first; all groups of a model have one size."""
 _PER_WORD = 8
-_ORDER = ("I64", "F32", "I32", "F16", "BF16", "I8")
+_BLOCK = 128
+_LARGEST_FP8 = np.float32(448)
+_ORDER = ("I64", "F32", "I32", "F16", "BF16", "I8", "F8_E4M3")
 """Order of the types in the file, so that each tensor is aligned."""
 _TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
@@ -59,21 +64,21 @@ class _Tensor:
 
 
 @dataclass(frozen=True)
-class CompressedModel:
+class QuantizedModel:
     """Checkpoint to write: the file of tensors, and quantization_config."""
 
     file: TensorFile
     quantization: dict[str, Any]
 
 
-def make_compressed(spec: ModelSpec, tensors: Tensors, bits: Bits, dtype: str) -> CompressedModel:
+def make_quantized(spec: ModelSpec, tensors: Tensors, target: Target, dtype: str) -> QuantizedModel:
     """Return the checkpoint of a model.
 
     Args:
         spec: the model, with plain weights.
         tensors: its tensors.
-        bits: number of bits of a code.
-        dtype: type of the other weights and of the scales.
+        target: form of the layers' linear modules.
+        dtype: type of the other weights, and of the scales of integers.
 
     Raises:
         ConfigError: the model's linear modules are not stored as [outputs, inputs], or no group
@@ -81,36 +86,41 @@ def make_compressed(spec: ModelSpec, tensors: Tensors, bits: Bits, dtype: str) -
     """
     linear = _layers_weights(spec)
     inputs = {weight.shape[1] for weight in linear}
-    size = next((g for g in _GROUP_SIZES if all(n % g == 0 for n in inputs)), None)
-    if bits == 4 and size is None:  # modules that a smaller group does not divide stay plain
-        size = _GROUP_SIZES[-1]
+    # Modules that the smallest groups do not divide stay plain.
+    sizes = (g for g in _GROUP_SIZES if all(n % g == 0 for n in inputs))
+    size = next(sizes, _GROUP_SIZES[-1])
     chosen = {
         source.name
         for weight in linear
         for source in weight.sources
-        if bits == 8 or (size is not None and source.shape[1] % size == 0)
+        if target != "int4" or source.shape[1] % size == 0
     }
     if not chosen:
         raise ConfigError(
-            f"--to int4: groups of {_GROUP_SIZES[-1]} do not divide the inputs of any module of "
+            f"--to int4: groups of {size} do not divide the inputs of any module of "
             f"{spec.architecture}; use --to int8."
         )
     found: list[_Tensor] = []
     left_out: list[str] = []
     for weight in _distinct(spec):
         for source in weight.sources:
-            if source.name in chosen:
-                found += _quantized(source, tensors, bits, size or 0, dtype)
-                continue
-            found.append(_plain(source, tensors, dtype))
-            if weight.kind == "linear":
-                left_out.append(source.name.removesuffix(".weight"))
+            if source.name not in chosen:
+                found.append(_plain(source, tensors, dtype))
+                if weight.kind == "linear":
+                    left_out.append(source.name.removesuffix(".weight"))
+            elif target == "fp8":
+                found += _fp8(source, tensors)
+            else:
+                found += _integers(source, tensors, target, size, dtype)
     # The LM head of a tied model is a module without weights of its own.
     left_out = list(dict.fromkeys([*left_out, "lm_head"]))
     found.sort(key=lambda tensor: _ORDER.index(tensor.dtype))
-    config = _quantization_config(bits, size or 0, left_out)
+    if target == "fp8":
+        config = _fp8_config(left_out)
+    else:
+        config = _integers_config(target, size, left_out)
     pieces = tuple(piece for tensor in found for piece in tensor.pieces)
-    return CompressedModel(TensorFile(FILE_NAME, _header(found), pieces), config)
+    return QuantizedModel(TensorFile(FILE_NAME, _header(found), pieces), config)
 
 
 def _layers_weights(spec: ModelSpec) -> list[Weight]:
@@ -124,7 +134,8 @@ def _layers_weights(spec: ModelSpec) -> list[Weight]:
         if any(source.transform == "transpose" for source in weight.sources):
             raise ConfigError(
                 f"{spec.architecture} stores its weights as [inputs, outputs], which "
-                "compressed-tensors does not describe; convert to gguf instead."
+                "the format of the output does not describe; quantize it while it loads, with "
+                "--quantization int8 or int4."
             )
     return linear
 
@@ -148,14 +159,19 @@ def _plain(source: Source, tensors: Tensors, dtype: str) -> _Tensor:
     return _Tensor(source.name, _TYPES[dtype], source.shape, pieces)
 
 
-def _quantized(
-    source: Source, tensors: Tensors, bits: Bits, group_size: int, dtype: str
+def _integers(
+    source: Source,
+    tensors: Tensors,
+    target: Literal["int8", "int4"],
+    group_size: int,
+    dtype: str,
 ) -> list[_Tensor]:
     """Return codes, scales and shape of a module.
 
-    A tensor's codes and scales are computed twice, once for each of the two tensors, so that the
-    file can be written in order without a whole tensor in memory.
+    Codes and scales are computed twice, once for each of the two tensors, so that the file can be
+    written in order without a whole tensor in memory.
     """
+    bits = 8 if target == "int8" else 4
     rows, columns = source.shape
     groups = 1 if bits == 8 else columns // group_size
     name = source.name.removesuffix(".weight")
@@ -232,7 +248,53 @@ def _header(found: list[_Tensor]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _quantization_config(bits: Bits, group_size: int, left_out: list[str]) -> dict[str, Any]:
+def _fp8(source: Source, tensors: Tensors) -> list[_Tensor]:
+    """Return numbers and scales of a module; see `_integers`."""
+    rows, columns = source.shape
+    name = source.name.removesuffix(".weight")
+    across = -(-columns // _BLOCK)
+
+    def blocks(begin: int, end: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Return rows, and the scales [blocks of rows, blocks of columns]."""
+        x = read_rows(tensors, source, begin, end)
+        padded = np.pad(np.abs(x), ((0, -len(x) % _BLOCK), (0, -columns % _BLOCK)))
+        largest = padded.reshape(-1, _BLOCK, across, _BLOCK).max((1, 3))
+        return x, (largest / _LARGEST_FP8).astype(np.float32)
+
+    def numbers(begin: int, end: int) -> bytes:
+        x, shared = blocks(begin, end)
+        each = np.repeat(np.repeat(shared, _BLOCK, 0)[: len(x)], _BLOCK, 1)[:, :columns]
+        divided = np.clip(x / np.where(each == 0, np.float32(1), each), -_LARGEST_FP8, _LARGEST_FP8)
+        return divided.astype(numpy_dtype("float8_e4m3fn")).tobytes()
+
+    def scales(begin: int, end: int) -> bytes:
+        return blocks(begin, end)[1].tobytes()
+
+    ranges = list(row_ranges(source.shape, multiple=_BLOCK))
+    number_pieces = [Piece((e - b) * columns, partial(numbers, b, e)) for b, e in ranges]
+    scale_pieces = [
+        Piece(-(-(e - b) // _BLOCK) * across * 4, partial(scales, b, e)) for b, e in ranges
+    ]
+    shape = -(-rows // _BLOCK), across
+    return [
+        _Tensor(f"{name}.weight", "F8_E4M3", source.shape, tuple(number_pieces)),
+        _Tensor(f"{name}.weight_scale_inv", "F32", shape, tuple(scale_pieces)),
+    ]
+
+
+def _fp8_config(left_out: list[str]) -> dict[str, Any]:
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [_BLOCK, _BLOCK],
+        "modules_to_not_convert": left_out,
+    }
+
+
+def _integers_config(
+    target: Literal["int8", "int4"], group_size: int, left_out: list[str]
+) -> dict[str, Any]:
     def arguments(bits: int, strategy: str, *, group_size: int | None, dynamic: bool) -> Any:
         return {
             "num_bits": bits,
@@ -247,7 +309,7 @@ def _quantization_config(bits: Bits, group_size: int, left_out: list[str]) -> di
             "observer_kwargs": {},
         }
 
-    if bits == 8:
+    if target == "int8":
         weights = arguments(8, "channel", group_size=None, dynamic=False)
         activations = arguments(8, "token", group_size=None, dynamic=True)
     else:
@@ -255,7 +317,7 @@ def _quantization_config(bits: Bits, group_size: int, left_out: list[str]) -> di
         activations = None
     return {
         "quant_method": "compressed-tensors",
-        "format": "int-quantized" if bits == 8 else "pack-quantized",
+        "format": "int-quantized" if target == "int8" else "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": {
             "group_0": {
