@@ -45,7 +45,7 @@ def pack(blocks: torch.Tensor, block_type: str, k: int) -> QuantizedWeight:
     return ops.pack_blocks([blocks], block_type, k)
 
 
-@pytest.mark.parametrize("block_type", BLOCK_TYPES.keys() - {"nvfp4"})
+@pytest.mark.parametrize("block_type", [name for name in BLOCK_TYPES if name != "nvfp4"])
 def test_dequantize_equals_the_gguf_package(block_type: str):
     if block_type.endswith("_levels"):
         pytest.skip("tests/checkpoints/gguf/test_repack.py compares the types that are repacked")
