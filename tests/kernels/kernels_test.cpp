@@ -326,6 +326,8 @@ void test_conversions() {
 // ---- quantized weights ----
 
 constexpr int kLevels[16] = {-127, -101, -76, -58, -44, -31, -20, -10, 0, 10, 20, 31, 43, 58, 74, 95};
+constexpr int kNf4Levels[16] = {-32767, -22812, -17205, -12940, -9320, -6054, -2983, 0,
+                                2608,   5273,   8064,   11072,  14441, 18435, 23689, 32767};
 
 struct QuantLinear {
   QuantFormat format;
@@ -338,19 +340,23 @@ struct QuantLinear {
       : format(format), n(n), k(k), group(group), groups(group ? (k + group - 1) / group : 1), codes(n * k),
         zeros(n * groups), scales(n * groups), packed(nbytes()) {
     for (uint8_t& code : codes) {
-      code = uint8_t(below(format == QuantFormat::int8 ? 256 : 16));
+      code = uint8_t(below(of_bytes() ? 256 : 16));
       if (format == QuantFormat::fp8) code = uint8_t(below(127) | below(2) << 7);  // not NaN
     }
-    for (uint8_t& zero : zeros) zero = uint8_t(below(16));
-    for (float& scale : scales) scale = rounded<f16>(normal());
+    for (uint8_t& zero : zeros) zero = uint8_t(below(of_bytes() ? 256 : 16));
+    for (float& scale : scales) scale = rounded<f16>(normal()) / (format == QuantFormat::nf4 ? 256 : 1);
     kernels().pack_quant({codes.data(), scales.data(),
-                          format == QuantFormat::int4_zeros ? zeros.data() : nullptr, packed.data, 0, n, n, k, group, format});
+                          has_zeros() ? zeros.data() : nullptr, packed.data, 0, n, n, k, group, format});
   }
+
+  bool of_bytes() const { return format == QuantFormat::int8 || format == QuantFormat::int8_groups; }
+  bool has_zeros() const { return format == QuantFormat::int4_zeros || format == QuantFormat::int8_groups; }
 
   int64_t nbytes() const {
     if (format == QuantFormat::int8) return padded(n, 64) * (padded(k, 64) + 4);
     if (format == QuantFormat::fp8) return padded(n, 64) * (padded(k, 32) + 4 * groups);
-    return padded(n, 64) * groups * (group / 2 + 3);
+    if (format == QuantFormat::int8_groups) return padded(n, 64) * groups * (group + 5);
+    return padded(n, 64) * groups * (group / 2 + (format == QuantFormat::nf4 ? 4 : 3));
   }
 
   // A row of x of [rows][k + 3] times the weight, as quant.h says: integers, then roundings in order.
@@ -377,6 +383,8 @@ struct QuantLinear {
             case QuantFormat::int8: sum += (code - 128) * q[p]; break;
             case QuantFormat::int4_levels: sum += kLevels[code] * q[p]; break;
             case QuantFormat::int4: sum += (code - 8) * q[p]; break;
+            case QuantFormat::nf4: sum += kNf4Levels[code] * q[p]; break;
+            case QuantFormat::int8_groups:
             case QuantFormat::int4_zeros: sum += (code - zeros[j * groups + g]) * q[p]; break;
           }
         }
@@ -402,7 +410,8 @@ constexpr struct {
   const char* name;
 } kForms[] = {{QuantFormat::int8, 0, "int8"},           {QuantFormat::int4_levels, 32, "int4_levels-32"},
               {QuantFormat::int4_levels, 64, "int4_levels-64"}, {QuantFormat::int4, 32, "int4-32"},
-              {QuantFormat::int4, 128, "int4-128"},     {QuantFormat::int4_zeros, 64, "int4_zeros-64"}};
+              {QuantFormat::int4, 128, "int4-128"},     {QuantFormat::int4_zeros, 64, "int4_zeros-64"},
+              {QuantFormat::nf4, 64, "nf4-64"},         {QuantFormat::int8_groups, 128, "int8_groups-128"}};
 
 void test_quantized() {
   const Product shapes[] = {{1, 1, 1}, {2, 63, 3}, {3, 65, 172}, {7, 16, 1023}, {14, 70, 515}, {2, 20, 4133}};
@@ -757,12 +766,6 @@ struct Requests {
       for (auto* cached : {&keys[r], &values[r]})  // as the cache holds them
         for (int64_t i = 0; i < lengths[r] * s.kv_heads; i++) as_cached(cached->data() + i * s.head_size);
     }
-  }
-
-  int64_t block_stride() const {
-    const bool same = cache == CacheType::same;
-    const int64_t head = same ? s.head_size : cached_size(cache, Type<T>::dtype, s.head_size);
-    return 2 * s.kv_heads * s.block_size * head;
   }
 
   int64_t num_blocks() const {

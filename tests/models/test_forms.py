@@ -174,7 +174,7 @@ def test_ranks_have_parts_of_it(quantized: tuple[Path, Path]) -> None:
     ("fields", "settings", "message"),
     [
         ({"quant_method": "strange"}, {}, r"quant_method='strange' .*: .* bfloat16, .*toy"),
-        ({"quant_method": "fbgemm_fp8"}, {}, r"quant_method='fbgemm_fp8'.* --quantization int8"),
+        ({"quant_method": "quark"}, {}, r"quant_method='quark'.* --quantization int8"),
         ({"quant_method": ["toy"]}, {}, r"quant_method=\['toy'\] .*: .* bfloat16, .*toy"),
         ({}, {"quantization": "int8"}, r"quantization=int8: .* already, by toy; leave the setting"),
         ({"ignore": "lm_head"}, {}, r"ignore='lm_head'.*a list of names"),
