@@ -135,6 +135,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"rms_norm_eps": 1e-5, "max_position_embeddings": 65536},
     "BitNetForCausalLM": {"model_type": "bitnet", "hidden_act": "relu2", "rms_norm_eps": 1e-5}
     | {"num_key_value_heads": 5},
+    "ExaoneForCausalLM": {"model_type": "exaone"},
+    "Jais2ForCausalLM": {"model_type": "jais2", "hidden_act": "relu2", "layer_norm_eps": 1e-5}
+    | {"max_position_embeddings": 8192},
+    "HeliumForCausalLM": {"model_type": "helium", "hidden_act": "silu", "rms_norm_eps": 1e-8}
+    | {"num_key_value_heads": 20, "head_dim": 128, "max_position_embeddings": 4096},
+    "CwmForCausalLM": {"model_type": "cwm", "hidden_act": "silu", "rms_norm_eps": 1e-5}
+    | {"num_key_value_heads": 8, "head_dim": 128, "sliding_window": 8192}
+    | {"max_position_embeddings": 131072},
     "MiniCPMForCausalLM": {"model_type": "minicpm"} | _LLAMA,
     "InternLM2ForCausalLM": {"model_type": "internlm2"} | _LLAMA,
     "SmolLM3ForCausalLM": {"model_type": "smollm3"}

@@ -167,44 +167,67 @@ def make_hf(architecture: str, seed: int = 0, **config: Any) -> Any:
 def _model_class(architecture: str) -> Any:
     if architecture in STAND_INS:
         base: Any = getattr(transformers, f"{STAND_INS[architecture]}ForCausalLM")
-        own = {"save_pretrained": _save_internlm2} if architecture.startswith("InternLM2") else {}
+        own = {"save_pretrained": _save_renamed} if architecture in _RENAMED else {}
         return type(architecture, (base,), own)
     return getattr(transformers, architecture)
 
 
 STAND_INS = {"InternLM2ForCausalLM": "Llama", "InternLM3ForCausalLM": "Llama"}
-STAND_INS |= {"MiniCPMForCausalLM": "Granite"}
+STAND_INS |= {"MiniCPMForCausalLM": "Granite", "ExaoneForCausalLM": "Llama"}
 """Models of transformers that compute what architectures without a class there do."""
 
-_INTERNLM2 = {"embed_tokens": "tok_embeddings", "self_attn.o_proj": "attention.wo"}
-_INTERNLM2 |= {"mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3"}
-_INTERNLM2 |= {"mlp.down_proj": "feed_forward.w2", "input_layernorm": "attention_norm"}
-_INTERNLM2 |= {"post_attention_layernorm": "ffn_norm", "lm_head": "output"}
-_INTERNLM2 |= {"self_attn.q_proj": "attention.wqkv"}
-"""Parts of names in Llama -> those in InternLM2."""
+_RENAMED = {
+    "InternLM2ForCausalLM": {
+        "embed_tokens": "tok_embeddings",
+        "self_attn.o_proj": "attention.wo",
+        "self_attn.q_proj": "attention.wqkv",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.up_proj": "feed_forward.w3",
+        "mlp.down_proj": "feed_forward.w2",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "lm_head": "output",
+    },
+    "ExaoneForCausalLM": {
+        "model.embed_tokens": "transformer.wte",
+        "model.layers": "transformer.h",
+        "model.norm": "transformer.ln_f",
+        "self_attn.o_proj": "attn.attention.out_proj",
+        "self_attn": "attn.attention",
+        "mlp.gate_proj": "mlp.c_fc_0",
+        "mlp.up_proj": "mlp.c_fc_1",
+        "mlp.down_proj": "mlp.c_proj",
+        "input_layernorm": "ln_1",
+        "post_attention_layernorm": "ln_2",
+    },
+}
+"""Parts of names in the stand-in -> those in the architecture."""
 
 
-def _save_internlm2(model: Any, folder: Path) -> None:
-    """Save a Llama as InternLM2: other names, and one projection, group by group."""
-    heads, groups = model.config.num_attention_heads, model.config.num_key_value_heads
-    size, state = model.config.head_dim, dict(model.state_dict())
-    for name in [name for name in state if ".q_proj." in name]:
-        q, k, v = (
-            state.pop(name.replace("q_proj", part)) for part in ("q_proj", "k_proj", "v_proj")
-        )
-        shape = (groups, -1, size, *q.shape[1:])
-        assert q.shape[0] == heads * size
-        state[name] = torch.cat([x.view(shape) for x in (q, k, v)], 1).view(-1, *q.shape[1:])
+def _save_renamed(model: Any, folder: Path) -> None:
+    """Save a Llama under the names of another architecture."""
+    architecture, state = type(model).__name__, dict(model.state_dict())
+    if architecture == "InternLM2ForCausalLM":
+        _fuse_by_group(model.config, state)
     if model.config.tie_word_embeddings:
         del state["lm_head.weight"]
     renamed = {}
     for name, tensor in state.items():
-        for old, new in _INTERNLM2.items():
+        for old, new in _RENAMED[architecture].items():
             name = name.replace(old, new)
         renamed[name] = tensor.contiguous()
-    model.config.architectures = ["InternLM2ForCausalLM"]
+    model.config.architectures = [architecture]
     model.config.save_pretrained(folder)
     save_file(renamed, folder / "model.safetensors")
+
+
+def _fuse_by_group(config: Any, state: dict[str, Tensor]) -> None:
+    """Replace q_proj, k_proj and v_proj by one projection, group by group, named q_proj."""
+    for name in [name for name in state if ".q_proj." in name]:
+        parts = [state.pop(name.replace("q_proj", f"{part}_proj")) for part in "qkv"]
+        rest = parts[0].shape[1:]
+        shape = (config.num_key_value_heads, -1, config.head_dim, *rest)
+        state[name] = torch.cat([x.view(shape) for x in parts], 1).view(-1, *rest)
 
 
 def _config_class(architecture: str) -> Any:

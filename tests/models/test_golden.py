@@ -127,6 +127,10 @@ LATER: dict[str, tuple[int, str]] = {
     "internlm2-tied": (1566880, "4b7f9842326b2cb5"),
     "bitnet": (1644928, "7a89a91e39e83d49"),
     "bitnet-bias": (1654000, "e88f6dadb042a148"),
+    "exaone": (1555360, "319611af199f72bc"),
+    "jais2": (1477048, "4661b77c8ce63a57"),
+    "helium": (1593184, "1e6408ab67e18909"),
+    "cwm": (1992448, "c0e2bfafdf0b5fcb"),
 }
 """Digests of the cases that have their own."""
 

@@ -283,6 +283,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "bitnet": ("BitNetForCausalLM", SIZES),
     "bitnet-bias": ("BitNetForCausalLM", SIZES | {"attention_bias": True}),
+    "exaone": (  # compared with Llama
+        "ExaoneForCausalLM",
+        WIDE_HEADS
+        | {"num_layers": 3, "layer_norm_epsilon": 1e-6, "activation_function": "silu"}
+        | {"rope_parameters": LLAMA3, "tie_word_embeddings": True},
+    ),
+    "jais2": ("Jais2ForCausalLM", WIDE_HEADS),
+    "helium": ("HeliumForCausalLM", SIZES | {"head_dim": 12, "attention_bias": True}),
+    "cwm": (
+        "CwmForCausalLM",
+        WIDE_HEADS | {"sliding_window": 9, "num_hidden_layers": 4, "rope_parameters": LLAMA3},
+    ),
     "minicpm": (  # compared with Granite
         "MiniCPMForCausalLM",
         WIDE_HEADS

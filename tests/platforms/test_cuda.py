@@ -12,7 +12,7 @@ import torch
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import BUILTIN_MODEL, EngineConfig
 from octavo.errors import ConfigError
-from octavo.models.blocks.attention import Alibi, AttentionSpec
+from octavo.models.blocks.attention import Alibi, AttentionSpec, Sinks
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_spec
 from octavo.plan.setup import WorkerSetup
@@ -97,23 +97,24 @@ def test_settings_for_processors_only(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "slopes", "message"),
+    ("dtype", "changes", "message"),
     [
-        ("bfloat16", (), "pip install flashinfer-python"),
-        ("bfloat16", (0.5, 0.25), "attention_backend=triton"),
-        ("float32", (), "attention_backend=triton"),
+        ("bfloat16", {}, "pip install flashinfer-python"),
+        ("bfloat16", {"positions": Alibi((0.5, 0.25))}, "attention_backend=triton"),
+        ("bfloat16", {"sinks": Sinks("sinks", 2)}, "attention sinks.*attention_backend=triton"),
+        ("float32", {}, "attention_backend=triton"),
     ],
 )
 def test_what_flashinfer_cannot_do(
-    dtype: str, slopes: tuple[float, ...], message: str, monkeypatch: pytest.MonkeyPatch
+    dtype: str, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     asked = setup(dtype, attention_backend="flashinfer")
-    if slopes:
+    if changes:
         layer = SPEC.layers[0]
         attention, mlp = layer.blocks
         assert isinstance(attention, AttentionSpec)
-        attention = replace(attention, positions=Alibi(slopes))
+        attention = replace(attention, **changes)
         asked = replace(asked, spec=replace(SPEC, layers=(layer.with_blocks([attention, mlp]),)))
     with pytest.raises(ConfigError, match=message):
         CUDAPlatform().make_attention_backend(asked, CUDA)

@@ -52,6 +52,9 @@ class LlamaLike:
     final_norm: str = "model.norm"
     embed_module: str = "model.embed_tokens"
     head_module: str = "lm_head"
+    layer_names: str = "model.layers.{}."
+    bare_prefix: str = "model."
+    """Names, as in `ModelSpec`."""
     arrangement: Literal["sequential", "parallel"] = "sequential"
     residual_multiplier: float | None = None
 
@@ -220,8 +223,8 @@ class LlamaLike:
             ),
             head_module=self.head_module,
             max_model_len=max_model_len,
-            layer_names="model.layers.{}.",
-            bare_prefix="model.",
+            layer_names=self.layer_names,
+            bare_prefix=self.bare_prefix,
             ignored=(*ROTARY_TABLES, *self.ignored),
         )
 
