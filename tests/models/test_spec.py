@@ -232,6 +232,14 @@ UNSHARED = {"num_kv_shared_layers": 0}
         ("Gemma4ForCausalLM", {"num_kv_shared_layers": 1}, r"num_kv_shared_layers=1.*remain"),
         ("Gemma4ForCausalLM", {"vocab_size_per_layer_input": 9}, r"=9 .*each token needs a row"),
         ("Gemma4ForCausalLM", {"per_layer_config": {"0": 1}}, r"per_layer_config: 0=1.*object"),
+        ("Gemma4ForCausalLM", {"per_layer_config": {"2": {}}}, r"per_layer_config=.*from 0 to 1"),
+        ("Gemma4ForCausalLM", {"per_layer_config": {"all": {}}}, r"per_layer_config=.*from 0 to 1"),
+        (
+            "Gemma4ForCausalLM",
+            {"num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 2}
+            | {"per_layer_config": {"1": {"head_dim": 64}}, "head_dim": 32},
+            r"num_kv_shared_layers=1.*heads of layer 0",
+        ),
         (
             "Gemma4ForCausalLM",
             {"rope_parameters": {"full_attention": {"rope_type": "proportional", "factor": 0}}},
@@ -341,6 +349,19 @@ def test_refused_by_family(
 ) -> None:
     with pytest.raises(ModelError, match=message):
         read(tmp_path, LLAMA | {"architectures": [architecture]} | change)
+
+
+def test_gemma4_with_more_than_ten_layers(tmp_path: Path) -> None:
+    """transformers writes the numbers of layers with leading zeros."""
+    fields = {"num_hidden_layers": 12, "layer_types": None, "num_kv_shared_layers": 4}
+    spec = save_config(tmp_path, "Gemma4ForCausalLM", CASES["gemma4"][1] | fields)
+    attentions = [layer.blocks[0] for layer in spec.layers]
+    assert all(isinstance(block, AttentionSpec) for block in attentions)
+    assert [block.head_size for block in attentions] == [
+        24 if i % 6 == 5 else 16 for i in range(12)
+    ]
+    assert [block.source for block in attentions] == [None] * 8 + [7, 7, 7, 5]
+    assert len(spec.caches) == 8
 
 
 def test_loading_a_large_table(tmp_path: Path) -> None:

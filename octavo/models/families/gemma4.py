@@ -22,13 +22,13 @@ def read(config: ConfigJson) -> ModelSpec:
     windows = (*read_windows(config, types, config.integer("sliding_window"))[:-1], None)
     sources, same = parts.read_sources(config, windows), config.flag("attention_k_eq_v", False)
     wide = config.flag("use_double_wide_mlp", False)
-    inner, own_heads = config.integer("intermediate_size"), config.section("per_layer_config")
+    inner, own_heads = config.integer("intermediate_size"), parts.read_own_fields(config, count)
 
     def sizes(i: int) -> dict[str, int]:
         """Return the fields with the sizes of layer i."""
         fields, own = ["head_dim", "num_key_value_heads"], config
         if config.has("per_layer_config"):
-            own = own_heads.section(str(i))
+            own = own_heads[i]
         elif windows[i] is None:
             fields = ["global_head_dim", "num_global_key_value_heads" if same else fields[1]]
         names = zip(("head_dim", "num_key_value_heads"), fields, strict=True)

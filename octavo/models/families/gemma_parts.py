@@ -8,6 +8,7 @@ from dataclasses import replace
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.models.blocks.altup import AltUpLayerSpec, StreamsSpec
 from octavo.models.blocks.attention import AttentionSpec
+from octavo.models.blocks.base import BlockSpec
 from octavo.models.blocks.embedding import LayerInputsSpec
 from octavo.models.blocks.layer import LayerSpec, Sublayer
 from octavo.models.blocks.linear import LinearSpec
@@ -30,6 +31,15 @@ def read_sources(config: ConfigJson, windows: Sequence[int | None]) -> tuple[int
             "num_kv_shared_layers", "of each type of layer, one before the last ones must remain"
         )
     return tuple(None if i < first else last[window] for i, window in enumerate(windows))
+
+
+def read_own_fields(config: ConfigJson, count: int) -> list[ConfigJson]:
+    """Return the fields of each layer in per_layer_config, by numbers such as "5" or "05"."""
+    section, values = config.section("per_layer_config"), config.get("per_layer_config") or {}
+    names = {int(name): name for name in values if name.isdecimal() and len(name) < 8}
+    if len(names) < len(values) or max(names, default=0) >= count:
+        raise config.error("per_layer_config", f"it must name layers, from 0 to {count - 1}")
+    return [section.section(names.get(i, "")) for i in range(count)]
 
 
 def read_layers(
@@ -70,6 +80,11 @@ def with_sources(
         if key not in made:
             attention, mlp = layer.blocks
             assert isinstance(attention, AttentionSpec)
+            if source is not None and not _same_heads(attention, spec.layers[source].blocks[0]):
+                raise config.error(
+                    "num_kv_shared_layers",
+                    f"the heads of layer {source}, which others read, differ",
+                )
             changed = _read_source(attention, source, eps, same)
             made[key] = layer.with_blocks([changed, mlp])
         layers.append(made[key])
@@ -77,6 +92,11 @@ def with_sources(
     unused = rf".*layers\.({numbers})\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\..*"
     ignored = (*spec.ignored, unused) if numbers else spec.ignored
     return replace(spec, layers=tuple(layers), ignored=ignored)
+
+
+def _same_heads(one: AttentionSpec, other: BlockSpec) -> bool:
+    assert isinstance(other, AttentionSpec)
+    return (one.num_kv_heads, one.head_size) == (other.num_kv_heads, other.head_size)
 
 
 def _read_source(
