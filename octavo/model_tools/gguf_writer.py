@@ -24,7 +24,7 @@ from octavo.layers.rope_spec import RopeSpec
 from octavo.layers.rotary import build_cos_sin_cache
 from octavo.model_tools.block_quantizers import quantize
 from octavo.model_tools.gguf_tokenizer import PROBES, tokenizer_metadata
-from octavo.model_tools.source_tensors import as_bytes, read_rows, row_ranges
+from octavo.model_tools.source_tensors import as_bytes, read_rows, require_float16, row_ranges
 from octavo.model_tools.unfinished import Piece, TensorFile
 from octavo.models.blocks.attention import AttentionSpec
 from octavo.models.blocks.mlp import MLPSpec
@@ -363,6 +363,7 @@ def _converted(
     def make(begin: int, end: int, padding: int) -> bytes:
         x = read_rows(tensors, source, begin, end, order) + np.float32(shift)
         if kind in BLOCK_TYPES:
+            require_float16(x, source.name)
             return quantize(x, kind).tobytes() + bytes(padding)
         return as_bytes(x, kind, source.name) + bytes(padding)
 

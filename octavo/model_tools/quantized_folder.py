@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from octavo.checkpoints.base import Source, Tensors
 from octavo.errors import ConfigError
 from octavo.model_tools.block_quantizers import fit_symmetric
-from octavo.model_tools.source_tensors import as_bytes, read_rows, row_ranges
+from octavo.model_tools.source_tensors import as_bytes, read_rows, require_float16, row_ranges
 from octavo.model_tools.unfinished import Piece, TensorFile
 from octavo.models.spec import ModelSpec
 from octavo.models.weights import Weight
@@ -176,8 +176,13 @@ def _integers(
     groups = 1 if bits == 8 else columns // group_size
     name = source.name.removesuffix(".weight")
 
-    def codes(begin: int, end: int) -> bytes:
+    def rows_of(begin: int, end: int) -> NDArray[np.float32]:
         x = read_rows(tensors, source, begin, end)
+        require_float16(x, source.name)
+        return x
+
+    def codes(begin: int, end: int) -> bytes:
+        x = rows_of(begin, end)
         if bits == 8:
             return _codes(x, _row_scales(x, dtype), 127).astype(np.int8).tobytes()
         parts = x.reshape(-1, group_size)
@@ -186,7 +191,7 @@ def _integers(
         return words.sum(1, dtype=np.uint32).tobytes()
 
     def scales(begin: int, end: int) -> bytes:
-        x = read_rows(tensors, source, begin, end)
+        x = rows_of(begin, end)
         found = _row_scales(x, dtype)
         if bits == 4:
             found = _group_scales(x.reshape(-1, group_size), dtype)
@@ -209,17 +214,13 @@ def _integers(
 
 
 def _row_scales(x: NDArray[np.float32], dtype: str) -> NDArray[np.float32]:
-    return _stored(np.abs(x).max(1) / 127, dtype)
+    kept: NDArray[np.float32] = (np.abs(x).max(1) / 127).astype(numpy_dtype(dtype))
+    return kept.astype(np.float32)
 
 
 def _group_scales(parts: NDArray[np.float32], dtype: str) -> NDArray[np.float32]:
-    return _stored(fit_symmetric(parts, 8), dtype)
-
-
-def _stored(scales: NDArray[np.float32], dtype: str) -> NDArray[np.float32]:
     """Return the nearest scales that both float16 and the model's type hold exactly."""
-    with np.errstate(over="ignore"):
-        half = scales.astype(np.float16)
+    half = fit_symmetric(parts, 8).astype(np.float16)
     kept: NDArray[np.float32] = half.astype(numpy_dtype(dtype)).astype(np.float32)
     return kept
 

@@ -14,6 +14,7 @@ from octavo.system.tensor import numpy_dtype
 
 _NUMBERS = 2**20
 """Numbers that are converted at a time."""
+_LARGEST_HALF = 65504.0
 
 
 def row_ranges(shape: tuple[int, ...], multiple: int = 1) -> Iterator[tuple[int, int]]:
@@ -79,3 +80,17 @@ def as_bytes(floats: NDArray[np.float32], dtype: str, name: str) -> bytes:
             "choose another type."
         )
     return converted.tobytes()
+
+
+def require_float16(floats: NDArray[np.float32], name: str) -> None:
+    """Check that scales in float16 can hold the numbers of a tensor.
+
+    Raises:
+        ModelError: a number is too large.
+    """
+    largest = float(np.abs(floats).max())
+    if largest > _LARGEST_HALF:
+        raise ModelError(
+            f"{name} has the number {largest:.4g}, which is too large for scales in float16; "
+            "choose another type, or download the model again."
+        )

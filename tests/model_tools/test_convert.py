@@ -399,6 +399,8 @@ def test_sources_that_are_refused(llama, tmp_path, capsys):
     tensors["model.layers.2.mlp.up_proj.weight"][5, 7] = 1e6
     safetensors.numpy.save_file(tensors, broken / "model.safetensors")
     assert "which float16 cannot hold" in refused(capsys, broken, out, "gguf:F16", 1)
+    assert "too large for scales in float16" in refused(capsys, broken, out, "gguf:Q4_K_M", 1)
+    assert "too large for scales in float16" in refused(capsys, broken, out, "int4", 1)
     (broken / "model.safetensors").write_bytes(b"")
     assert refused(capsys, broken, out, "gguf:F16", 1)
 
