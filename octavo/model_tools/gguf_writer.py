@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from octavo.checkpoints.base import Source, Tensors
 from octavo.checkpoints.gguf.architectures import ARCHITECTURES, Architecture
+from octavo.checkpoints.gguf.config import SAMPLING
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.errors import ConfigError, ModelError
 from octavo.layers.rope_spec import RopeSpec
@@ -136,6 +137,10 @@ def make_gguf(
     mix = MIXES[mix_name]
     described: dict[str, Any] = {"general.architecture": kind, "general.name": name}
     described |= {"general.file_type": mix.number, "general.quantization_version": 2}
+    for field, key in SAMPLING.items():
+        value = spec.generation_config.get(field)
+        if value is not None and (field != "top_k" or value > 0):
+            described[f"general.sampling.{key}"] = value
     described |= _metadata(spec, kind, architecture)
     described |= tokenizer_metadata(
         tokenizer_json, tokenizer, spec.vocab_size, spec.eos_token_ids, spec.bos_token_id

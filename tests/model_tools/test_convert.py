@@ -269,6 +269,7 @@ def test_a_converted_model_keeps_its_quality(mix, most, tmp_path):
     out = convert("octavo/stories", tmp_path / "s.gguf", f"gguf:{mix.lower()}")
     found = measure({"model": str(out)}, base="octavo/stories", chunk=256, tokens=1500)
     assert 1 / most < found["ratio"]["value"] < most
+    assert read_spec(open_checkpoint(out)).generation_config == {"temperature": 0.7, "top_p": 0.95}
     header = GGUFHeader(out)
     embedding = header.tensors["token_embd.weight"]
     assert embedding.type == {"Q8_0": "q8_0", "Q4_K_M": "q6_k", "BF16": "bfloat16"}[mix]

@@ -42,6 +42,14 @@ _YARN = {
     "beta_slow": "yarn_beta_slow",
 }
 """Fields of YaRN's description, and their keys in rope.scaling."""
+SAMPLING = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
+"""Fields of generation_config.json, and their keys in general.sampling."""
 _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "attention.causal": (True,),
     "expert_count": (0,),
@@ -415,3 +423,14 @@ class Description:
         """Return the ids of all tokens that end an answer."""
         ids = (self._token(name) for name in ("eos", "eot", "eom"))
         return list(dict.fromkeys(token for token in ids if token is not None))
+
+    def sampling(self) -> dict[str, Any]:
+        """Return the default sampling parameters, by their names in generation_config.json."""
+        found = {
+            name: self.metadata.get(f"general.sampling.{key}") for name, key in SAMPLING.items()
+        }
+        return {
+            name: float(str(np.float32(value))) if isinstance(value, float) else value
+            for name, value in found.items()
+            if value is not None
+        }

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -125,9 +125,11 @@ class GGUFFile:
 
     @property
     def generation_config(self) -> ConfigJson | None:
-        """Ids of the tokens that end an answer."""
-        ids = {"eos_token_id": self._described.end_tokens()}
-        return ConfigJson(ids, str(self.path)) if ids["eos_token_id"] else None
+        """Ids of the tokens that end an answer, and default sampling parameters."""
+        fields: dict[str, Any] = self._described.sampling()
+        if ids := self._described.end_tokens():
+            fields["eos_token_id"] = ids
+        return ConfigJson(fields, str(self.path)) if fields else None
 
     @cached_property
     def dtype(self) -> str:

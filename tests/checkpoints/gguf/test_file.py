@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
+from octavo.checkpoints.gguf.config import Description
 from octavo.checkpoints.gguf.file import GGUFFile
 from octavo.checkpoints.gguf.header import GGUFHeader
 from octavo.checkpoints.registry import open_checkpoint
@@ -300,6 +301,12 @@ def test_config_and_tokenizer(tmp_path: Path) -> None:
     assert file.config.get("rms_norm_eps") == 1e-6
     assert file.generation_config is not None
     assert file.generation_config.get("eos_token_id") == [127]
+    keys = {"temp": 0.699999988, "top_k": 20, "penalty_repeat": 1.0, "penalty_last_n": 64}
+    keys = {f"general.sampling.{key}": value for key, value in keys.items()}
+    sampling = Description(
+        tmp_path / "m.gguf", {"general.architecture": "llama", **keys}
+    ).sampling()
+    assert sampling == {"temperature": 0.7, "top_k": 20, "repetition_penalty": 1.0}
     with start(tmp_path / "m.gguf") as llm:
         assert llm.get_tokenizer().encode("ab<5>") == [94, 100]
         llm.chat([{"role": "user", "content": "ab"}], SamplingParams(max_tokens=2), use_tqdm=False)
