@@ -1,6 +1,6 @@
 """Compare Octavo and llama.cpp on GGUF files: decoding of 1 and 8 requests, and prefill.
 
-    python benchmarks/gguf.py FILE... --llama BUILD/bin/llama-server --rounds 3
+    python benchmarks/gguf_speed.py FILE... --llama BUILD/bin/llama-server --rounds 3
 
 Both serve the same file on the same cores, one after the other in each round. The clients send
 random token ids. Prints medians, with the least and the most.
