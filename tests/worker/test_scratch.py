@@ -74,7 +74,9 @@ def measure(spec: ModelSpec, dtype: str, tokens: int, requests: int, **settings:
 @pytest.mark.parametrize("case", list(CASES))
 def test_layer_by_layer_a_step_takes_no_more(case: str, backend: str, tmp_path: Path) -> None:
     architecture, config = CASES[case]
-    spec = save_config(tmp_path, architecture, config | {"vocab_size": 3000})
+    tables = config.keys() & {"vocab_size_per_layer_input"} | {"vocab_size"}
+    sizes = dict.fromkeys(tables, 3000)
+    spec = save_config(tmp_path, architecture, config | sizes)
     ops = NativeOps()
     runner = Runner(load(tmp_path, load_format="dummy", ops=ops), 1, 128, backend)
     head, tokens = runner.model.head, list(range(100))
