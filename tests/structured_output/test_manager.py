@@ -420,7 +420,9 @@ def test_nothing_is_left_of_a_process_that_has_ended(manager, monkeypatch):
     assert not manager._ready
     for helper in manager._compiler._helpers.values():
         helper.process.processes.clear()  # a list of the stand-in only
-    gc.collect()
+    while process() is not None and time.monotonic() < deadline:  # its thread is ending
+        manager.wait(0.01)
+        gc.collect()
     assert process() is None  # and so its sockets are closed
 
 
