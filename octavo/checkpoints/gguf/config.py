@@ -134,6 +134,16 @@ class Description:
             raise self.error(f"{self.kind}.{key}={str(value)[:100]!r} is not true or false")
         return value
 
+    def _flags(self, key: str) -> list[bool] | None:
+        """Return the value of each layer, true or false; None: the file does not have the key."""
+        value = self._value(key)
+        if value is None:
+            return None
+        if not isinstance(value, np.ndarray) or value.dtype != np.bool_:
+            raise self.error(f"{self.kind}.{key} is not true or false for each layer")
+        flags: list[bool] = value.tolist()
+        return flags
+
     def config(
         self,
         vocab_size: int,
@@ -219,15 +229,10 @@ class Description:
         if architecture.windowed_name:
             fields["architectures"] = [architecture.windowed_name]
         if architecture.window_by_layer:
-            pattern = self._value("attention.sliding_window_pattern")
-            if isinstance(pattern, np.ndarray) and pattern.dtype == np.bool_:
+            pattern = self._flags("attention.sliding_window_pattern")
+            if pattern is not None:
                 kinds = {False: "full_attention", True: "sliding_attention"}
-                fields["layer_types"] = [kinds[sliding] for sliding in pattern.tolist()]
-            elif pattern is not None:
-                raise self.error(
-                    f"{self.kind}.attention.sliding_window_pattern is not true or false for each "
-                    "layer"
-                )
+                fields["layer_types"] = [kinds[sliding] for sliding in pattern]
         return fields
 
     def _rope(
@@ -306,10 +311,10 @@ class Description:
             case "granite" | "granite-swa":
                 if not self._flag("rope.scaling.finetuned", True):
                     raise self.error(f"{self.kind}.rope.scaling.finetuned=false is not supported")
-                rotated = self._value("attention.rope_pattern")
+                rotated = self._flags("attention.rope_pattern")
                 if rotated is not None and self.kind == "granite-swa":
                     theta = config.get("rope_theta", 10000.0)
-                    return {"layer_rope_theta": [theta if one else 0 for one in rotated.tolist()]}
+                    return {"layer_rope_theta": [theta if one else 0 for one in rotated]}
             case "minicpm":
                 missing = {"embedding_multiplier", "residual_multiplier", "logits_scaling"}
                 missing -= config.keys()
@@ -318,7 +323,10 @@ class Description:
                         f"the metadata lacks keys for {', '.join(sorted(missing))}; convert the "
                         "model again"
                     )
-                return {"attention_multiplier": config.get("head_dim", 1) ** -0.5}
+                size = config.get("head_dim", 1)
+                if size <= 0:
+                    raise self.error(f"attention.key_length={size} is not above 0")
+                return {"attention_multiplier": size**-0.5}
             case "stablelm":
                 self._flag("use_parallel_residual", True)  # the norm decides, as in llama.cpp
                 return {
@@ -425,12 +433,17 @@ class Description:
         return list(dict.fromkeys(token for token in ids if token is not None))
 
     def sampling(self) -> dict[str, Any]:
-        """Return the default sampling parameters, by their names in generation_config.json."""
-        found = {
-            name: self.metadata.get(f"general.sampling.{key}") for name, key in SAMPLING.items()
-        }
-        return {
-            name: float(str(np.float32(value))) if isinstance(value, float) else value
-            for name, value in found.items()
-            if value is not None
-        }
+        """Return the default sampling parameters, by their names in generation_config.json.
+
+        Raises:
+            ModelError: a value is not a number.
+        """
+        found: dict[str, Any] = {}
+        for name, key in SAMPLING.items():
+            value = self.metadata.get(f"general.sampling.{key}")
+            if value is None:
+                continue
+            if type(value) not in (int, float):
+                raise self.error(f"general.sampling.{key}={str(value)[:100]!r} is not a number")
+            found[name] = float(str(np.float32(value))) if type(value) is float else value
+        return found
