@@ -48,6 +48,11 @@ def make_worker_setup(
         ConfigError: settings do not fit the model.
         ModelError: the model folder cannot be used.
     """
+    if config.model.enable_prompt_embeds and spec.embed.layer_inputs is not None:
+        raise ConfigError(
+            f"enable_prompt_embeds is not supported with {spec.architecture}, whose layers also "
+            "read embeddings of the token ids; leave it out, and give prompts as text or token ids."
+        )
     setup = WorkerSetup(
         config=config,
         spec=spec,

@@ -9,12 +9,15 @@ import pytest
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import BUILTIN_MODEL, EngineConfig
 from octavo.engine import assemble
-from octavo.engine.assemble import make_engine_core
+from octavo.engine.assemble import make_engine_core, set_up_worker
+from octavo.errors import ConfigError
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_spec
 from octavo.plan.memory import MemoryBudget, MemoryItem, Scratch
 from octavo.platforms.cpu import CPUPlatform
 from tests.fakes import FakeExecutor
+from tests.models.harness import save_config
+from tests.models.test_parity import CASES
 from tests.params import core_params, core_request
 
 PATH = resolve_model(BUILTIN_MODEL)
@@ -129,6 +132,14 @@ def test_debug_logs_tell_why_requests_wait(caplog):
     name = "octavo.scheduler.listener"
     lines = [record.getMessage() for record in caplog.records if record.name == name]
     assert lines == [f"request {i} waits: max_num_seqs requests run" for i in (1, 2)]
+
+
+@pytest.mark.parametrize("case", ["gemma4", "gemma3n"])
+def test_prompt_embeds_lack_the_ids_that_some_models_need(case, tmp_path):
+    spec = save_config(tmp_path, *CASES[case])
+    config = EngineConfig.from_kwargs(model=str(tmp_path), enable_prompt_embeds=True)
+    with pytest.raises(ConfigError, match=f"enable_prompt_embeds .* {spec.architecture}"):
+        set_up_worker(config, spec, tmp_path, CPUPlatform(), 64)
 
 
 @pytest.mark.parametrize("collecting", [True, False])

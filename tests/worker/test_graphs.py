@@ -1,6 +1,7 @@
 """Captured steps: the bits of eager ones, for every family and any sizes of steps."""
 
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -113,9 +114,11 @@ STEPS: list[dict[str, int]] = [
 @pytest.mark.parametrize("case", list(CASES))
 def test_captured_equals_eager(case: str, dtype: str, tmp_path: Path) -> None:
     """The inputs are ids, and rows of the embedding's table in place of most of them."""
-    save_config(tmp_path, *CASES[case])
+    spec = save_config(tmp_path, *CASES[case])
     results = []
-    for captured, with_embeds in ((False, 0), (True, 0), (False, 30), (True, 30)):
+    # Embeddings of their own in each layer need the ids.
+    counts = (0, 30) if spec.embed.layer_inputs is None else (0,)
+    for captured, with_embeds in product((False, True), counts):
         steps, batch = make_steps(tmp_path, dtype)
         runner = capture(steps, dtype, with_embeds > 0) if captured else steps
         groups = len(batch.block_tables)
@@ -129,8 +132,7 @@ def test_captured_equals_eager(case: str, dtype: str, tmp_path: Path) -> None:
             new = NewRequestData(tokens, MAX_LEN, CoreSamplingParams(), 0)
             if with_embeds and req_id != "a":
                 new.prompt_embeds = embeds_of(steps.model, tokens[:with_embeds], dtype)
-                if steps.model.spec.embed.layer_inputs is None:  # these need the ids
-                    new.token_ids = [0] * with_embeds + tokens[with_embeds:]
+                new.token_ids = [0] * with_embeds + tokens[with_embeds:]
             row = batch.add(req_id, new)
             batch.append_blocks(row, blocks)
         seen = []
@@ -149,7 +151,7 @@ def test_captured_equals_eager(case: str, dtype: str, tmp_path: Path) -> None:
             assert list(result.kept) == list(KEPT)
             kept = list(result.kept.values())
             rows, width = result.hidden.shape
-            several = steps.model.spec.streams
+            several = spec.streams
             streams = 1 if several is None else 1 + len(several.make)
             assert {hidden.shape for hidden in kept} == {(rows, streams * width)}
             seen += [OPS.to_host(t).copy() for t in (result.hidden, result.logits, *kept)]
