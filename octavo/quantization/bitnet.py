@@ -15,20 +15,18 @@ from numpy.typing import NDArray
 
 from octavo.checkpoints.base import Source
 from octavo.checkpoints.config_json import ConfigJson
-from octavo.kernels.sizes import quantized_nbytes
 from octavo.quantization.base import Groups, IntArray, PackedShape, Part, TensorError
+from octavo.quantization.packed import PackedCodes
 
 if TYPE_CHECKING:
-    from octavo.kernels.base import Ops, QuantizedWeight
     from octavo.system.tensor import HostTensor
 
-_FORMAT: Literal["int8"] = "int8"
 _ZERO = 128
 """Code of zero in the format."""
 
 
 @dataclass(frozen=True)
-class BitNet:
+class BitNet(PackedCodes):
     """Ternary weights."""
 
     kind: Literal["factor", "divisor", "floats"]
@@ -80,25 +78,9 @@ class BitNet:
             for part in parts
         ]
 
-    def nbytes(self, shape: PackedShape) -> int:
-        """Implement `WeightForm`."""
-        return quantized_nbytes(shape.n, shape.k, _FORMAT, 0)
-
-    def pack(
-        self, ops: Ops, parts: Sequence[Part], shape: PackedShape, out: HostTensor | None = None
-    ) -> QuantizedWeight:
-        """Implement `WeightForm`."""
-        from octavo.kernels.base import Codes
-
-        codes = (Codes(ops.to_device(codes), ops.to_device(scales)) for codes, scales in parts)
-        return ops.pack_quantized(shape.n, shape.k, _FORMAT, 0, codes, out)
-
-    def wrap(self, data: HostTensor, shape: PackedShape) -> QuantizedWeight:
-        """Implement `WeightForm`."""
-        from octavo import _native
-        from octavo.kernels.base import QuantizedWeight
-
-        return QuantizedWeight(data, shape.n, shape.k, _FORMAT, 0, _native.panel())
+    def kernel_format(self, shape: PackedShape) -> tuple[Literal["int8"], int]:
+        """Implement `Packed`."""
+        return "int8", 0
 
 
 def _unpack(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -15,12 +15,11 @@ from numpy.typing import NDArray
 
 from octavo.checkpoints.base import Source
 from octavo.errors import ModelError
-from octavo.kernels.sizes import quantized_nbytes
-from octavo.quantization.base import IntArray, PackedShape, Part, TensorError
+from octavo.quantization.base import IntArray, Part, TensorError
+from octavo.quantization.packed import PackedBlocks
 from octavo.system.block_types import BLOCK_TYPES
 
 if TYPE_CHECKING:
-    from octavo.kernels.base import Ops, QuantizedWeight
     from octavo.system.tensor import HostTensor
 
 _BLOCK = 32
@@ -30,7 +29,7 @@ UNUSED_SCALES = ("input_scale", "input_global_scale", "k_scale", "v_scale")
 
 
 @dataclass(frozen=True)
-class FP4:
+class FP4(PackedBlocks):
     """Weights code * scale, with NVFP4 times or divided by a factor of the tensor."""
 
     block_type: Literal["mxfp4", "nvfp4"]
@@ -132,20 +131,3 @@ class FP4:
         blocks[..., -16::2] = (first & 15) | (second & 15) << 4
         blocks[..., -15::2] = first >> 4 | (second & 0xF0)
         return blocks.reshape(rows, -1)
-
-    def nbytes(self, shape: PackedShape) -> int:
-        """Implement `WeightForm`."""
-        return quantized_nbytes(shape.n, shape.k, self.block_type, 0)
-
-    def pack(
-        self, ops: Ops, parts: Sequence[Part], shape: PackedShape, out: HostTensor | None = None
-    ) -> QuantizedWeight:
-        """Implement `WeightForm`."""
-        return ops.pack_blocks([blocks for (blocks,) in parts], self.block_type, shape.k, out)
-
-    def wrap(self, data: HostTensor, shape: PackedShape) -> QuantizedWeight:
-        """Implement `WeightForm`."""
-        from octavo import _native
-        from octavo.kernels.base import QuantizedWeight
-
-        return QuantizedWeight(data, shape.n, shape.k, self.block_type, 0, _native.panel())

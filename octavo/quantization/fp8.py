@@ -15,12 +15,11 @@ from numpy.typing import NDArray
 
 from octavo.checkpoints.base import FLOATS, Source
 from octavo.checkpoints.config_json import ConfigJson
-from octavo.kernels.sizes import quantized_nbytes
 from octavo.quantization.base import Groups, IntArray, PackedShape, Part, TensorError
+from octavo.quantization.packed import PackedCodes
 from octavo.quantization.quantized import FromFloatsQuantized
 
 if TYPE_CHECKING:
-    from octavo.kernels.base import Ops, QuantizedWeight
     from octavo.system.tensor import HostTensor
 
 _GROUPS = (128, 64, 32)
@@ -44,7 +43,7 @@ class OnlineFP8(FromFloatsQuantized):
 
 
 @dataclass(frozen=True)
-class FP8:
+class FP8(PackedCodes):
     """Weights number * scale of a checkpoint."""
 
     block: tuple[int, int] | None = None
@@ -148,25 +147,9 @@ class FP8:
         wide = scales.repeat(self.block[1] // self.group_size, axis=1)[:, :groups]
         return wide.repeat(self.block[0], axis=0)[:rows]
 
-    def nbytes(self, shape: PackedShape) -> int:
-        """Implement `WeightForm`."""
-        return quantized_nbytes(shape.n, shape.k, "fp8", self.group_size)
-
-    def pack(
-        self, ops: Ops, parts: Sequence[Part], shape: PackedShape, out: HostTensor | None = None
-    ) -> QuantizedWeight:
-        """Implement `WeightForm`."""
-        from octavo.kernels.base import Codes
-
-        codes = (Codes(ops.to_device(codes), ops.to_device(scales)) for codes, scales in parts)
-        return ops.pack_quantized(shape.n, shape.k, "fp8", self.group_size, codes, out)
-
-    def wrap(self, data: HostTensor, shape: PackedShape) -> QuantizedWeight:
-        """Implement `WeightForm`."""
-        from octavo import _native
-        from octavo.kernels.base import QuantizedWeight
-
-        return QuantizedWeight(data, shape.n, shape.k, "fp8", self.group_size, _native.panel())
+    def kernel_format(self, shape: PackedShape) -> tuple[Literal["fp8"], int]:
+        """Implement `Packed`."""
+        return "fp8", self.group_size
 
 
 def _to_float32(scales: HostTensor) -> NDArray[Any]:

@@ -7,22 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar
 
 from octavo.checkpoints.base import Source
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.errors import ConfigError, ModelError
-from octavo.kernels.sizes import quantized_nbytes
-from octavo.quantization.base import IntArray, PackedShape, Part, WeightForm, select_rows
+from octavo.quantization.base import IntArray, Part, WeightForm, select_rows
+from octavo.quantization.packed import PackedBlocks
 from octavo.system.block_types import BLOCK_TYPES
 
 if TYPE_CHECKING:
-    from octavo.kernels.base import Ops, QuantFormat, QuantizedWeight
     from octavo.system.tensor import HostTensor
 
 
 @dataclass(frozen=True)
-class Blocks:
+class Blocks(PackedBlocks):
     """Weights in blocks of one type, a key of `BLOCK_TYPES`."""
 
     block_type: str
@@ -73,27 +72,6 @@ class Blocks:
             begin, end = (column // size.numbers * size.nbytes for column in columns)
             tensor = tensor[:, begin:end]
         return select_rows(tensor, rows)
-
-    def nbytes(self, shape: PackedShape) -> int:
-        """Implement `WeightForm`."""
-        return quantized_nbytes(shape.n, shape.k, self.block_type, 0)
-
-    def pack(
-        self, ops: Ops, parts: Sequence[Part], shape: PackedShape, out: HostTensor | None = None
-    ) -> QuantizedWeight:
-        """Implement `WeightForm`."""
-        return ops.pack_blocks([blocks for (blocks,) in parts], self._format, shape.k, out)
-
-    def wrap(self, data: HostTensor, shape: PackedShape) -> QuantizedWeight:
-        """Implement `WeightForm`."""
-        from octavo import _native
-        from octavo.kernels.base import QuantizedWeight
-
-        return QuantizedWeight(data, shape.n, shape.k, self._format, 0, _native.panel())
-
-    @property
-    def _format(self) -> QuantFormat:
-        return cast("QuantFormat", self.block_type)
 
 
 def read_gguf(config: ConfigJson) -> Mapping[str, WeightForm]:

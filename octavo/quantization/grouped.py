@@ -5,7 +5,7 @@ Codes, zero points and scales are kept exactly; activations have 8 bits, as with
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from octavo.checkpoints.base import Source
 from octavo.checkpoints.config_json import ConfigJson
-from octavo.kernels.sizes import quantized_nbytes
 from octavo.quantization.base import IntArray, PackedShape, Part, TensorError
+from octavo.quantization.packed import Packed
 
 if TYPE_CHECKING:
     from octavo.kernels.base import Codes, Ops, QuantFormat, QuantizedWeight
@@ -40,7 +40,7 @@ class Numbers:
 
 
 @dataclass(frozen=True)
-class Grouped(ABC):
+class Grouped(Packed):
     """Weights scale * (code - zero).
 
     A part has codes, scales, then zeros unless the form is symmetric, then the order of inputs if
@@ -165,10 +165,9 @@ class Grouped(ABC):
             )
         return slice(begin // self.group_size, -(-end // self.group_size))
 
-    def nbytes(self, shape: PackedShape) -> int:
-        """Implement `WeightForm`."""
-        format, group = self.format(shape.k)
-        return quantized_nbytes(shape.n, shape.k, format, group, ordered=self.ordered)
+    def kernel_format(self, shape: PackedShape) -> tuple[QuantFormat, int]:
+        """Implement `Packed`."""
+        return self.format(shape.k)
 
     def pack(
         self, ops: Ops, parts: Sequence[Part], shape: PackedShape, out: HostTensor | None = None
@@ -212,16 +211,6 @@ class Grouped(ABC):
                 for other in others
             ]
         return Codes(ops.to_device(codes), *map(ops.to_device, others))
-
-    def wrap(self, data: HostTensor, shape: PackedShape) -> QuantizedWeight:
-        """Implement `WeightForm`."""
-        from octavo import _native
-        from octavo.kernels.base import QuantizedWeight
-        from octavo.kernels.native import order_of
-
-        format, group = self.format(shape.k)
-        order = order_of(data, shape.k) if self.ordered else None
-        return QuantizedWeight(data, shape.n, shape.k, format, group, _native.panel(), order)
 
     def format(self, k: int) -> tuple[QuantFormat, int]:
         """Return the kernel's format of a weight with k inputs, and its groups.

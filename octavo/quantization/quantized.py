@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from octavo.kernels.sizes import quantized_nbytes
 from octavo.quantization.base import PackedShape, Part
+from octavo.quantization.packed import Packed
 from octavo.quantization.plain import FromFloats, floats
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from octavo.system.tensor import HostTensor
 
 
-class FromFloatsQuantized(FromFloats):
+class FromFloatsQuantized(Packed, FromFloats):
     """`WeightForm` with a format that depends only on the weight's shape."""
 
     max_inputs: ClassVar[int | None] = 2**17
@@ -24,22 +24,12 @@ class FromFloatsQuantized(FromFloats):
         """Return the format of a weight [n, k] and the number of inputs that share a scale."""
         raise NotImplementedError
 
-    def nbytes(self, shape: PackedShape) -> int:
-        """Implement `WeightForm`."""
-        return quantized_nbytes(shape.n, shape.k, *self._format(shape))
+    def kernel_format(self, shape: PackedShape) -> tuple[OnlineFormat, int]:
+        """Implement `Packed`."""
+        return self.format(shape.whole or shape.n, shape.k)
 
     def pack(
         self, ops: Ops, parts: Sequence[Part], shape: PackedShape, out: HostTensor | None = None
     ) -> QuantizedWeight:
         """Implement `WeightForm`."""
-        return ops.quantize_weight(floats(parts, "float32"), *self._format(shape), out)
-
-    def wrap(self, data: HostTensor, shape: PackedShape) -> QuantizedWeight:
-        """Implement `WeightForm`."""
-        from octavo import _native
-        from octavo.kernels.base import QuantizedWeight
-
-        return QuantizedWeight(data, shape.n, shape.k, *self._format(shape), _native.panel())
-
-    def _format(self, shape: PackedShape) -> tuple[OnlineFormat, int]:
-        return self.format(shape.whole or shape.n, shape.k)
+        return ops.quantize_weight(floats(parts, "float32"), *self.kernel_format(shape), out)
