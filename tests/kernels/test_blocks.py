@@ -21,11 +21,15 @@ HALVES = {"q2_k": (80, 82), "q3_k": (108,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_
 """Positions of the float16 numbers of a block; others have them at 0, and minima at 2."""
 
 
-def random_blocks(n: int, k: int, block_type: str, seed: int = 0) -> torch.Tensor:
-    """Return random bytes [n, bytes], with scales and minima of about 0.01."""
+def random_blocks(
+    n: int, k: int, block_type: str, seed: int = 0, byte: int | None = None
+) -> torch.Tensor:
+    """Return bytes [n, bytes], random or all the same, with scales and minima of about 0.01."""
     rng = np.random.default_rng(seed)
     size = BLOCK_TYPES[block_type]
     blocks = rng.integers(0, 256, (n, k // size.numbers, size.nbytes), dtype=np.uint8)
+    if byte is not None:
+        blocks[:] = byte
     if block_type == "mxfp4":
         blocks[..., 0] = rng.integers(115, 125, blocks.shape[:2])
     elif block_type == "nvfp4":
@@ -103,6 +107,18 @@ def test_linear(block_type: str, dtype: torch.dtype):
         found = ops.linear(x, pack(blocks, block_type, k), bias, "float32")
         most = max(1.0, float(expected.abs().max())) if m else 1.0
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * most)
+
+
+@types
+@pytest.mark.parametrize("byte", [0, 0x77, 0x80, 0xFF])
+def test_largest_products(block_type: str, byte: int):
+    """The largest sums of products that some instruction sets make in 16 bits."""
+    n, k = 16, 512
+    blocks = random_blocks(n, k, block_type, byte=byte)
+    weight, expected = (t.pack_blocks([blocks], block_type, k) for t in (ops, reference))
+    for x in (torch.ones(1, k), -torch.ones(1, k), torch.ones(19, k)):
+        y = reference.linear(x, expected)
+        torch.testing.assert_close(ops.linear(x, weight), y, rtol=1e-5, atol=1e-5 * y.abs().max())
 
 
 @types

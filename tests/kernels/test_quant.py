@@ -140,6 +140,21 @@ def test_longest_sum(sign: int):
 
 
 @formats
+@pytest.mark.parametrize("rows", [1, 7])
+def test_largest_products(format: QuantFormat, group: int, rows: int):
+    """The largest sums of products that some instruction sets make in 16 bits."""
+    n, k = 16, 256
+    part = random_codes(n, k, format, group)
+    part.codes[::2] = 0
+    part.codes[1::2] = 255 if format.startswith("int8") else 15
+    tables = (ops, reference)
+    weight, expected = (t.pack_quantized(n, k, format, group, [part]) for t in tables)
+    for x in (torch.ones(rows, k), -torch.ones(rows, k)):
+        y = reference.linear(x, expected)
+        torch.testing.assert_close(ops.linear(x, weight), y, rtol=1e-5, atol=1e-3)
+
+
+@formats
 def test_rows_of_zeros_and_of_next_to_nothing(format: QuantFormat, group: int):
     packed, _ = both(70, 100, format, group)
     x = random(4, 100)
