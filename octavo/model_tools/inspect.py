@@ -246,7 +246,7 @@ def _describe_tokenizer(model: OpenedModel) -> dict[str, Any]:
 
 
 def _plan(setup: WorkerSetup, platform: Platform) -> dict[str, Any]:
-    """Return the memory plan of `octavo serve`, or the reason why there is none."""
+    """Return the memory plan of `octavo serve`, or the reason why the engine makes no plan."""
     try:
         estimate = platform.estimate_memory(setup)
         if estimate is None:
@@ -332,7 +332,7 @@ class _Features:
         return features
 
     def _problem(self, **added: Any) -> str | None:
-        """Return the error of the engine with more settings; None: there is none."""
+        """Return the error of the engine with more settings; None: no error."""
         model = self._model
         try:
             config = EngineConfig.from_kwargs(**engine_settings(model.kwargs | added))

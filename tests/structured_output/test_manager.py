@@ -404,7 +404,7 @@ def test_grammars_of_a_shared_process_that_breaks_go_on_alone(manager, backend, 
     go.set()
 
 
-# The collection also finds what other tests have left, such as sockets that nobody closed.
+# The garbage collector also finds objects of other tests, such as sockets that are still open.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_nothing_is_left_of_a_process_that_has_ended(manager, monkeypatch):
     monkeypatch.setattr(compiler, "MAX_IDLE", 0)
