@@ -124,8 +124,15 @@ struct Blocks {
   static constexpr int64_t unit_nbytes = codes_nbytes + groups * group_nbytes;
   static constexpr int64_t header_nbytes = super ? kPanel * 2 * (min ? 2 : 1) : 0;
   static constexpr int zero = zero_of(F), offset = shape.zero - zero;
-  // Codes are unpacked faster than they are stored for further rows of x.
+  // True if codes are unpacked for each row of x. For many rows it is faster to store the bytes, except
+  // where unpacking is as fast as loading; for rare types one way is enough.
+#if defined(OCTAVO_PAIR_SUMS)
   static constexpr bool cheap = bits == 8 || (bits == 4 && !super && !shape.levels);
+#else
+  static constexpr bool cheap = !super && shape.scale != BlockScale::e4m3;
+#endif
+  static constexpr bool always_packed =
+      cheap || (F >= QuantFormat::iq1_levels && F != QuantFormat::nvfp4);
   // See dots()
   static constexpr int most = shape.zero == 128 ? 128 : shape.levels ? 2 * shape.zero : (1 << bits) - 1;
 
@@ -366,7 +373,7 @@ void block_panel(const LinearQArgs& a, const ByteRows& x, int64_t first, int64_t
   memset(out, 0, rows * kPanel * sizeof(float));
   constexpr int R = kQuantRows4;
   const int64_t all = a.k / kUnit, passes = ceil_div(rows, R), some = ceil_div(rows, passes);
-  if (passes <= 2 || Blocks<F>::cheap) {
+  if (passes <= 2 || Blocks<F>::always_packed) {
     const int64_t stretch = rows == 1 ? all : kStretch;  // stays in L1 for all rows and columns
     for (int64_t u = 0; u < all; u += stretch)
       for (int64_t i = 0; i < rows; i += some)
@@ -374,16 +381,18 @@ void block_panel(const LinearQArgs& a, const ByteRows& x, int64_t first, int64_t
                          out + i * kPanel, [&](int column) { return PackedUnits<F>{panel, column}; });
     return;
   }
-  UnpackedUnits<F> units;
-  for (int64_t u = 0; u < all; u += kStretch) {
-    const int64_t count = min<int64_t>(kStretch, all - u);
-    units.unpack(panel, u, count);
-    for (int64_t i = 0; i < rows; i += some)
-      block_rows<F, R>(int(min(some, rows - i)), x, first + i, u, count, out + i * kPanel,
-                       [&](int column) {
-                         const uint8_t* ahead = panel + Blocks<F>::unit_at(u + kStretch);
-                         return UnpackedColumns<F>{units, column, u, i ? nullptr : ahead};
-                       });
+  if constexpr (!Blocks<F>::always_packed) {
+    UnpackedUnits<F> units;
+    for (int64_t u = 0; u < all; u += kStretch) {
+      const int64_t count = min<int64_t>(kStretch, all - u);
+      units.unpack(panel, u, count);
+      for (int64_t i = 0; i < rows; i += some)
+        block_rows<F, R>(int(min(some, rows - i)), x, first + i, u, count, out + i * kPanel,
+                         [&](int column) {
+                           const uint8_t* ahead = panel + Blocks<F>::unit_at(u + kStretch);
+                           return UnpackedColumns<F>{units, column, u, i ? nullptr : ahead};
+                         });
+    }
   }
 }
 
@@ -401,6 +410,7 @@ INLINE void with_block_type(QuantFormat format, F f) {
   }
 }
 
+#if defined(OCTAVO_PRODUCTS)
 void linear_blocks(const LinearQArgs& a) {
   const int64_t panels = ceil_div(a.n, kPanel), some = min(a.m, kQuantChunk), units = a.k / kUnit;
   ByteRows x;
@@ -428,7 +438,7 @@ void linear_blocks(const LinearQArgs& a) {
   }
 }
 
-#if !defined(OCTAVO_BYTES_ONLY)
+#else
 // ---- packing ----
 
 // A block of one output: codes, and the bytes of the group's scales and minima as they are packed.

@@ -36,13 +36,13 @@ namespace avx512_bf16 {
 extern const KernelTable table;
 }
 namespace avx512_vnni {
-extern void (*const byte_product)(const LinearQArgs&);
+void linear_q(const LinearQArgs& a);
 }
 namespace avx512 {
 extern const KernelTable table;
 }
 namespace avx2_vnni {
-extern void (*const byte_product)(const LinearQArgs&);
+void linear_q(const LinearQArgs& a);
 }
 namespace avx2 {
 extern const KernelTable table;
@@ -91,11 +91,11 @@ static bool may_use_tiles() {
 #endif
 
 #if defined(__x86_64__)
-// Makes a variant with its own products of bytes; all other kernels are `table`'s.
-static KernelTable with_bytes(KernelTable table, const char* isa,
-                              void (*byte_product)(const LinearQArgs&)) {
+// Makes a variant with its own products with quantized weights; all other kernels are `table`'s.
+static KernelTable with_products(KernelTable table, const char* isa,
+                                 void (*linear_q)(const LinearQArgs&)) {
   table.isa = isa;
-  table.linear_q = byte_product;
+  table.linear_q = linear_q;
   return table;
 }
 #endif
@@ -131,14 +131,14 @@ static std::vector<const KernelTable*> find_available() {
 #endif
 #if defined(OCTAVO_HAS_avx512_vnni)
   static const KernelTable bytes512 =
-      with_bytes(avx512::table, "avx512_vnni", avx512_vnni::byte_product);
+      with_products(avx512::table, "avx512_vnni", avx512_vnni::linear_q);
   if (has_avx512 && __builtin_cpu_supports("avx512vnni")) found.push_back(&bytes512);
 #endif
 #if defined(OCTAVO_HAS_avx512)
   if (has_avx512) found.push_back(&avx512::table);
 #endif
 #if defined(OCTAVO_HAS_avx2_vnni)
-  static const KernelTable bytes2 = with_bytes(avx2::table, "avx2_vnni", avx2_vnni::byte_product);
+  static const KernelTable bytes2 = with_products(avx2::table, "avx2_vnni", avx2_vnni::linear_q);
   if (has_avx2 && __builtin_cpu_supports("avxvnni")) found.push_back(&bytes2);
 #endif
 #if defined(OCTAVO_HAS_avx2)

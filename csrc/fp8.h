@@ -176,6 +176,7 @@ INLINE void fp8_rows(const LinearQArgs& a, T t, const A* x, int64_t stride, int6
   });
 }
 
+#if defined(OCTAVO_PRODUCTS)
 #if defined(OCTAVO_TILES)
 void fp8_tiles(const LinearQArgs& a) {
   constexpr int64_t step = kTileBytes / sizeof(bf16);
@@ -242,6 +243,7 @@ void linear_fp8(const LinearQArgs& a) {
   });
 }
 
+#else
 // ---- packing ----
 
 // Packs rows of one panel. The last row of the weight writes the padding.
@@ -299,5 +301,6 @@ void quantize_fp8(const QuantizeArgs& a) {
     });
   });
 }
+#endif
 
 OCTAVO_END

@@ -1,8 +1,7 @@
-// One variant: compiled once for each instruction set, with OCTAVO_ISA as its name. With
-// OCTAVO_BYTES_ONLY it only has products of bytes, and uses the other kernels of another variant
-// (dispatch.cpp).
+// One variant: compiled once for each instruction set, with OCTAVO_ISA as its name. products.cpp has
+// its products with quantized weights. Some variants have only these, and use the other kernels of
+// another variant (dispatch.cpp).
 #include "quant.h"
-#if !defined(OCTAVO_BYTES_ONLY)
 #include "activation.h"
 #include "attention.h"
 #include "linear.h"
@@ -10,7 +9,6 @@
 #include "rotary.h"
 #include "sample.h"
 #include "tile.h"
-#endif
 
 #define OCTAVO_TEXT(x) #x
 #define OCTAVO_NAME(x) OCTAVO_TEXT(x)
@@ -18,17 +16,13 @@
 namespace octavo {
 namespace OCTAVO_ISA {
 
-#if defined(OCTAVO_BYTES_ONLY)
-extern void (*const byte_product)(const LinearQArgs&);
-void (*const byte_product)(const LinearQArgs&) = linear_q;
-#else
+void linear_q(const LinearQArgs& a);
 extern const KernelTable table;
 const KernelTable table = {OCTAVO_NAME(OCTAVO_ISA), kPanel, linear_scratch,
 #define KERNEL(name, Args) name,
                            OCTAVO_KERNELS(KERNEL)
 #undef KERNEL
 };
-#endif
 
 #if defined(__AMX_TILE__)
 // Tests one product of each kind, of whole numbers, so that the order of sums makes no difference.

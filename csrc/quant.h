@@ -340,17 +340,19 @@ INLINE void linear_q_typed(const LinearQArgs& a, T) {
         case QuantFormat::int8_groups:
           return panel4<QuantFormat::int8_groups>(a, x, first, rows, col, c);
         case QuantFormat::nf4: return panel4<QuantFormat::nf4>(a, x, first, rows, col, c);
-        default: return;  // linear_q passes others on
+        default: return;  // quantized_product passes others on
       }
     });
   }
 }
 
-void linear_q(const LinearQArgs& a) {
+#if defined(OCTAVO_PRODUCTS)
+void quantized_product(const LinearQArgs& a) {
   if (is_block_type(a.format)) return linear_blocks(a);
   if (a.format == QuantFormat::fp8) return linear_fp8(a);
   with_type(a.dtype, [&](auto t) { linear_q_typed(a, t); });
 }
+#else
 
 // ---- packing ----
 
@@ -541,5 +543,6 @@ void quantize_weight(const QuantizeArgs& a) {
     });
   });
 }
+#endif
 
 OCTAVO_END
