@@ -126,7 +126,7 @@ void dots8(const int8_t* x, int64_t stride, const uint8_t* w, int64_t quads, int
   UNROLL for (int i = 0; i < R; i++)
     UNROLL for (int j = 0; j < V; j++) acc[i][j] = load_raw<vi>(c + i * kPanel + j * W);
   for (int64_t q = 0; q < quads; q++, w += kQuad * kPanel) {
-    if (col == 0)  // the first columns prefetch the whole panel
+    if (V == kVectors || col == 0)  // the first columns prefetch the whole panel
       UNROLL for (int j = 0; j < kQuad * kPanel; j += 64) __builtin_prefetch(w + kAhead + j);
     dots<1, 128>(acc, x + q * kQuad, stride, [&](int, int j) {
       return decode<QuantFormat::int8>(load_raw<vu>(w + kQuad * col + j * kQuad * W));
