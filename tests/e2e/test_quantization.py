@@ -38,10 +38,15 @@ def test_the_plan_knows_the_sizes():
 
 @pytest.mark.skipif(not TEXT.exists(), reason="needs ../shared/data/text")
 @pytest.mark.parametrize(
-    ("model", "context"), [("octavo/stories", 512), ("stories260K", 512), ("babyllama", 256)]
+    ("model", "context", "most_fp8"),
+    [("octavo/stories", 512, 1.01), ("stories260K", 512, 1.025), ("babyllama", 256, 1.01)],
 )
-def test_perplexity(model, context, monkeypatch):
-    """Within 0.5 % (int8), 1 % (fp8) and 5 % (int4) of the bfloat16 weights."""
+def test_perplexity(model, context, most_fp8, monkeypatch):
+    """Within 0.5 % (int8), 1 % (fp8) and 5 % (int4) of the bfloat16 weights.
+
+    The 260,000 weights of the smallest model lose 2.1 % with fp8. Its weights rounded to e4m3 by numpy
+    lose the same, in float32.
+    """
     monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
     perplexity = importlib.import_module("perplexity")
     path = model if model.startswith("octavo/") else str(MODELS / model)
@@ -52,5 +57,5 @@ def test_perplexity(model, context, monkeypatch):
             rows = perplexity.make_rows(llm, text, context, 8000)
             values[name] = perplexity.perplexity(llm, rows)
     assert values["int8"] < 1.005 * values[None]
-    assert values["fp8"] < 1.01 * values[None]
+    assert values["fp8"] < most_fp8 * values[None]
     assert values["int4"] < 1.05 * values[None]
