@@ -25,13 +25,14 @@ class Source:
     name: str
     shape: tuple[int, ...]
     """Shape; -1: any size."""
-    transform: Literal["none", "transpose", "by_group", "skip_rows"] = "none"
+    transform: Literal["none", "transpose", "by_group", "by_shard", "skip_rows"] = "none"
     """Change of the stored tensor before a part is selected. transpose: from [inputs, outputs] to
     [outputs, inputs] (Conv1D). by_group: reorder rows from queries, keys and values of each group
-    of heads in turn to all queries, all keys, all values (BLOOM, Falcon). skip_rows: drop the first
-    rows (OPT's positions)."""
+    of heads in turn to all queries, all keys, all values (BLOOM, Falcon). by_shard: the same from
+    queries, values and keys of each of several equal parts of the heads (CodeGen). skip_rows: drop
+    the first rows (OPT's positions)."""
     groups: int = 1
-    """by_group: number of heads of keys and values."""
+    """by_group: number of heads of keys and values. by_shard: number of parts."""
     group_queries: int = 1
     """by_group: number of query heads in each group."""
     columns: tuple[int, int] | None = None

@@ -62,6 +62,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | _GEMMA
     | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
     | {"max_position_embeddings": 8192},
+    "VaultGemmaForCausalLM": {"model_type": "vaultgemma"}
+    | _GEMMA
+    | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    | {"max_position_embeddings": 8192},
     "Gemma3ForCausalLM": {"model_type": "gemma3_text"}
     | _GEMMA
     | {"max_position_embeddings": 131072},
@@ -94,11 +98,16 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "Idefics2ForConditionalGeneration": {"model_type": "idefics2"},
     "Idefics3ForConditionalGeneration": {"model_type": "idefics3"},
     "InternVLForConditionalGeneration": {"model_type": "internvl"},
+    "InternVLChatModel": {"model_type": "internvl_chat"},
     "LightOnOcrForConditionalGeneration": {"model_type": "lighton_ocr"},
     "LlavaForConditionalGeneration": {"model_type": "llava"},
     "LlavaNextForConditionalGeneration": {"model_type": "llava_next"},
     "LlavaOnevisionForConditionalGeneration": {"model_type": "llava_onevision"},
+    "PaliGemmaForConditionalGeneration": {"model_type": "paligemma"}
+    | {"num_attention_heads": 8, "num_key_value_heads": 1, "vocab_size": 257152},
     "Qwen2AudioForConditionalGeneration": {"model_type": "qwen2_audio"},
+    "Qwen3ASRForConditionalGeneration": {"model_type": "qwen3_asr", "num_key_value_heads": 8}
+    | {"max_position_embeddings": 65536, "tie_word_embeddings": True},
     "SmolVLMForConditionalGeneration": {"model_type": "smolvlm"},
     "VipLlavaForConditionalGeneration": {"model_type": "vipllava"},
     "VoxtralForConditionalGeneration": {"model_type": "voxtral"},
@@ -123,6 +132,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | _LLAMA
     | {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 524288},
     "Ernie4_5ForCausalLM": {"model_type": "ernie4_5"}
+    | _LLAMA
+    | {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5}
+    | {"max_position_embeddings": 131072},
+    "PaddleOCRVLForConditionalGeneration": {"model_type": "paddleocr_vl"}
     | _LLAMA
     | {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5}
     | {"max_position_embeddings": 131072},
@@ -155,6 +168,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "PhiForCausalLM": {"model_type": "phi"},
     "GPTNeoXForCausalLM": {"model_type": "gpt_neox"},
     "GPTJForCausalLM": {"model_type": "gptj", "n_positions": 2048, "rotary_dim": 64},
+    "CodeGenForCausalLM": {"model_type": "codegen", "n_positions": 2048, "rotary_dim": 64},
     "StableLmForCausalLM": {"model_type": "stablelm"}
     | {"hidden_act": "silu", "layer_norm_eps": 1e-5}
     | {"num_key_value_heads": 32, "max_position_embeddings": 4096},
@@ -165,6 +179,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "OlmoForCausalLM": {"model_type": "olmo", "hidden_act": "silu"},
     "OPTForCausalLM": {"model_type": "opt", "max_position_embeddings": 2048},
     "GPT2LMHeadModel": {"model_type": "gpt2", "n_positions": 1024},
+    "GPTBigCodeForCausalLM": {"model_type": "gpt_bigcode", "n_positions": 1024},
     "BloomForCausalLM": {"model_type": "bloom"},
     "MptForCausalLM": {"model_type": "mpt"},
     "FalconForCausalLM": {"model_type": "falcon"},

@@ -304,6 +304,11 @@ def _rows(source: Source, weight: Weight) -> list[slice | IntArray]:
             split = np.split(heads, (queries, queries + 1), axis=1)
             order = np.concatenate([part.ravel() for part in split])
             return [order[begin:end] for begin, end in parts or ((0, rows),)]
+        case "by_shard":
+            rows = weight.whole_rows
+            stored = np.arange(rows).reshape(source.groups, 3, -1)  # queries, values, keys
+            order = np.concatenate([stored[:, kind].ravel() for kind in (0, 2, 1)])
+            return [order[begin:end] for begin, end in parts or ((0, rows),)]
         case "skip_rows":
             parts = ((source.shape[0] - weight.shape[0], source.shape[0]),)
     return [slice(None)] if parts is None else [slice(*part) for part in parts]

@@ -26,6 +26,8 @@ FAMILIES: dict[str, Family] = {}
 """Built-in families, by names in config.json's `architectures`."""
 for _module in pkgutil.iter_modules(families.__path__, families.__name__ + "."):
     FAMILIES.update(getattr(importlib.import_module(_module.name), "ARCHITECTURES", {}))
+CAUSAL = ("PaliGemmaForConditionalGeneration",)
+"""Architectures that are run with causal attention, and say so, where the original is not."""
 _DEFAULTS = ModelConfig()
 
 
@@ -59,8 +61,9 @@ def read_spec(checkpoint: Checkpoint, settings: ModelConfig = _DEFAULTS) -> Mode
             "architectures",
             f"{_kind_of(architectures[0])}; README.md lists the models that are",
         )
-    if config.has("text_config"):
-        config = config.merged("text_config", OUTER_FIELDS)
+    for section in ("text_config", "llm_config"):
+        if config.has(section):
+            config = config.merged(section, OUTER_FIELDS)
     config = config.filled(DEFAULTS.get(architectures[0], {}))
     if config.has("auto_map") and not settings.trust_remote_code:
         raise config.error(
@@ -70,7 +73,8 @@ def read_spec(checkpoint: Checkpoint, settings: ModelConfig = _DEFAULTS) -> Mode
         )
     for name in ("num_local_experts", "num_experts", "n_routed_experts"):
         config.refuse(name, 0, "mixtures of experts are not supported")
-    if config.get("use_bidirectional_attention") != "vision":  # texts are causal then, too
+    causal = architectures[0] in CAUSAL or config.get("use_bidirectional_attention") == "vision"
+    if not causal:
         config.refuse("use_bidirectional_attention", False, "only causal attention is supported")
     try:
         spec = read(config)
@@ -134,7 +138,7 @@ _KINDS = {
     "Octavo's models process text",
     r"Moe|MoE|Mixtral|DeepseekV|Dbrx|GptOss": "it is a mixture of experts, and Octavo's models are "
     "dense",
-    r"Mamba|Jamba|RWKV|Rwkv|Zamba|Bamba|RecurrentGemma|FalconH1|Lfm2|Hybrid|Next": "it has "
+    r"Mamba|Jamba|RWKV|Rwkv|Zamba|Bamba|RecurrentGemma|FalconH1|Lfm[23]|Hybrid|Next": "it has "
     "recurrent layers (a state space), and Octavo's models have attention in every layer",
 }
 """Kinds of architectures that are not text decoders, by patterns of their names."""

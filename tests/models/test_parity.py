@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from octavo.checkpoints.registry import open_checkpoint
+from octavo.errors import ModelError
 from octavo.kernels.native import NativeOps
 from octavo.kernels.torch_tensors import as_torch, from_torch, torch_dtype
 from octavo.models.loader import load_model
@@ -109,6 +110,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma2ForCausalLM",
         SIZES
         | {"head_dim": 24, "sliding_window": 7, "query_pre_attn_scalar": 20}
+        | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+    ),
+    "vaultgemma": (
+        "VaultGemmaForCausalLM",
+        SIZES
+        | {"head_dim": 12, "sliding_window": 7, "query_pre_attn_scalar": 20}
         | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
     ),
     "gemma3": (
@@ -248,6 +255,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"rotary_pct": 0.5},
     ),
     "gptj": ("GPTJForCausalLM", GPT2 | {"rotary_dim": 6, "n_inner": 72, "n_head": 4}),
+    "codegen": ("CodeGenForCausalLM", GPT2 | {"rotary_dim": 4, "n_inner": 72, "n_head": 8}),
     "stablelm": (
         "StableLmForCausalLM",
         SIZES | {"hidden_size": 64, "use_qkv_bias": True, "rope_parameters": QUARTER},
@@ -342,6 +350,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2-untied-scaled": (
         "GPT2LMHeadModel",
         GPT2 | {"tie_word_embeddings": False, "scale_attn_by_inverse_layer_idx": True},
+    ),
+    "gpt-bigcode": ("GPTBigCodeForCausalLM", GPT2 | {"n_head": 4, "n_inner": 72}),
+    "gpt-bigcode-heads": (
+        "GPTBigCodeForCausalLM",
+        GPT2 | {"n_head": 4, "multi_query": False, "tie_word_embeddings": False},
     ),
     "bloom": ("BloomForCausalLM", BLOOM),
     "mpt": ("MptForCausalLM", MPT),
@@ -467,6 +480,21 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "LightOnOcr": _with_tower(SIZES | {"model_type": "qwen3"}, TOWER | {"model_type": "pixtral"}),
     "LlavaNext": _with_tower(LLAMA_TEXT, CLIP),
     "LlavaOnevision": _with_tower(QWEN_TEXT, SIGLIP),
+    "PaddleOCRVL": _with_tower(
+        WIDE_HEADS
+        | {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}
+            | {"mrope_section": [2, 3, 3]}
+        },
+        TOWER | {"image_size": 28, "spatial_merge_size": 1},
+    ),
+    "Qwen3ASR": {
+        "text_config": WIDE_HEADS | {"model_type": "qwen3", "tie_word_embeddings": True},
+        "audio_config": AUDIO
+        | {"model_type": "qwen3_asr_encoder", "d_model": 16, "encoder_layers": 1}
+        | {"encoder_attention_heads": 2, "encoder_ffn_dim": 16, "output_dim": 48}
+        | {"downsample_hidden_size": 8},
+    },
     "Qwen2Audio": {
         "text_config": QWEN_TEXT,
         "audio_config": AUDIO
@@ -662,6 +690,45 @@ def test_old_and_new_config_read_alike(case: str, tmp_path: Path) -> None:
         data = json.loads((tmp_path / "config.json").read_text())
         (tmp_path / "config.json").write_text(json.dumps(data | {"sliding_window_pattern": 2}))
     assert spec_of(tmp_path) == new
+
+
+@pytest.mark.parametrize("kind", ["gemma", "gemma2"])
+def test_paligemma(kind: str, tmp_path: Path) -> None:
+    """Without types of tokens, transformers computes causal attention, too."""
+    text = CASES[kind][1] | {"model_type": kind, "tie_word_embeddings": True}
+    config = _with_tower(text, SIGLIP, projection_dim=48, hidden_size=48)
+    hf_model = make_hf("PaliGemmaForConditionalGeneration", **config)
+    model = save_and_load(hf_model, tmp_path)
+    assert "later tokens" in model.spec.left_out
+    prompts = make_prompts(VOCAB, (20, 3))
+    assert_same_as_hf(hf_model, prompts, generate(model, prompts, 5))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_internvl_chat(tied: bool, tmp_path: Path) -> None:
+    """Its code is no part of transformers: a text model in its form."""
+    hf_model = make_hf("Qwen2ForCausalLM", **SIZES, tie_word_embeddings=tied)
+    hf_model.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    state = {f"language_model.{name}": tensor for name, tensor in state.items()}
+    state |= {f"{name}.weight": torch.ones(2) for name in ("vision_model.encoder.x", "mlp1.0")}
+    save_file(state, tmp_path / "model.safetensors")
+    text = json.loads((tmp_path / "config.json").read_text())
+    outer = {"architectures": ["InternVLChatModel"], "llm_config": text, "dtype": "float32"}
+    outer |= {"model_type": "internvl_chat", "auto_map": {"AutoModel": "x.Y"}}
+    (tmp_path / "config.json").write_text(json.dumps(outer | {"tie_word_embeddings": False}))
+    with pytest.raises(ModelError, match="trust_remote_code"):
+        spec_of(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    spec = spec_of(tmp_path, trust_remote_code=True)
+    assert spec.left_out == "pictures and sound"
+    model = load_model(spec, checkpoint, dtype="float32", ops=NativeOps())
+    prompts = make_prompts(VOCAB, (20, 3))
+    assert_same_as_hf(hf_model, prompts, generate(model, prompts, 5))
+    text["model_type"] = "qwen2_moe"
+    (tmp_path / "config.json").write_text(json.dumps(outer | {"llm_config": text}))
+    with pytest.raises(ModelError, match="llm_config: model_type='qwen2_moe'.*supported: llama"):
+        spec_of(tmp_path, trust_remote_code=True)
 
 
 def test_gemma3n_with_towers(tmp_path: Path) -> None:

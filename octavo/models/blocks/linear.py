@@ -26,12 +26,12 @@ class LinearSpec:
     """Stacked modules of the checkpoint, with the number of outputs of each."""
     inputs: int
     bias: bool = False
-    layout: Literal["rows", "conv1d", "by_group"] = "rows"
+    layout: Literal["rows", "conv1d", "by_group", "by_shard"] = "rows"
     """Layout of the weights in the checkpoint. rows: [outputs, inputs]. conv1d: [inputs, outputs]
     (GPT-2). by_group: rows are queries, keys and values of each group of heads in turn (BLOOM,
-    Falcon)."""
+    Falcon). by_shard: rows are queries, values and keys of each part of the heads (CodeGen)."""
     groups: int = 1
-    """Number of groups, for by_group; see `Source`."""
+    """Number of groups, for by_group, or of parts, for by_shard; see `Source`."""
     group_queries: int = 1
     """Number of query heads of a group, for by_group."""
     parts: tuple[tuple[int, int], ...] | None = None
@@ -148,10 +148,10 @@ class LinearSpec:
                 stored = form.sources(name, rows, inputs)
                 stored = tuple(replace(source, columns=self.columns) for source in stored)
             for source in stored:
-                if self.layout == "by_group":
+                if self.layout in ("by_group", "by_shard"):
                     source = replace(
                         source,
-                        transform="by_group",
+                        transform=self.layout,
                         groups=self.groups,
                         group_queries=self.group_queries,
                     )

@@ -36,8 +36,8 @@ OUTER_FIELDS: tuple[str, ...] = ("architectures", "dtype", "torch_dtype", "tie_w
 OUTER_FIELDS += ("quantization_config", "compression_config", "eos_token_id", "bos_token_id")
 """Fields of a model with towers that its text_config does not replace."""
 _TOWERS = (
-    r"(model\.)?(vision|visual|audio|image|multi_modal|connector|embed_vision|embed_audio)"
-    r"[^.]*(\..*)?"
+    r"(model\.)?(vision|visual|audio|image|multi_modal|connector|embed_vision|embed_audio|mlp1|mlp_AR"
+    r"|projector)[^.]*(\..*)?"
 )
 """Names of weights that process pictures or sound."""
 PLAIN: dict[str, Activation] = {
@@ -126,9 +126,13 @@ class Heads:
         self,
         *modules: str,
         bias: bool,
-        layout: Literal["rows", "conv1d", "by_group"] = "rows",
+        layout: Literal["rows", "conv1d", "by_group", "by_shard"] = "rows",
+        shards: int = 1,
     ) -> LinearSpec:
-        """Return the projection to queries, keys and values: three modules, or one fused module."""
+        """Return the projection to queries, keys and values: three modules, or one fused module.
+
+        `shards` is the number of parts of the heads, for the layout by_shard.
+        """
         query, key = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
         rows = (query, key, key)
         return LinearSpec(
@@ -138,7 +142,7 @@ class Heads:
             self.hidden_size,
             bias,
             layout,
-            groups=self.num_kv_heads if layout == "by_group" else 1,
+            groups=self.num_kv_heads if layout == "by_group" else shards,
             group_queries=self.num_heads // self.num_kv_heads if layout == "by_group" else 1,
         )
 

@@ -55,7 +55,9 @@ class GPTLike:
     masks: tuple[str, ...] = ()
     """Patterns of names of masks, which some checkpoints store next to the weights."""
 
-    qkv_layout: Literal["rows", "conv1d", "by_group"] = "rows"
+    qkv_layout: Literal["rows", "conv1d", "by_group", "by_shard"] = "rows"
+    qkv_shards: int = 1
+    """Number of parts of the heads, for by_shard."""
     layout: Literal["rows", "conv1d"] = "rows"
     """Layouts of the linear weights, as in `LinearSpec`."""
     attention_bias: bool = False
@@ -94,7 +96,12 @@ class GPTLike:
 
         def layer(scale: float) -> LayerSpec:
             attention = AttentionSpec(
-                heads.qkv_proj(*self.qkv_modules, bias=self.attention_bias, layout=self.qkv_layout),
+                heads.qkv_proj(
+                    *self.qkv_modules,
+                    bias=self.attention_bias,
+                    layout=self.qkv_layout,
+                    shards=self.qkv_shards,
+                ),
                 heads.o_proj(self.o_module, bias=self.attention_bias, layout=self.layout),
                 heads.num_heads,
                 heads.num_kv_heads,

@@ -1,6 +1,8 @@
-"""GPT-J: parallel blocks, neighbours rotated in part of each head, an LM head with a bias."""
+"""GPT-J and CodeGen: parallel blocks, neighbours rotated in part of each head, biased logits."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.layers.rope_spec import RopeSpec
@@ -15,9 +17,11 @@ from octavo.models.families.base import (
 from octavo.models.families.gpt import GPTLike
 from octavo.models.spec import ModelSpec
 
+_SHARDS = 4
+"""Parts of the heads in the fused projection of CodeGen: those of the machines that trained it."""
 
-def read(config: ConfigJson) -> ModelSpec:
-    """Read GPT-J."""
+
+def _gptj_like(config: ConfigJson) -> GPTLike:
     config.refuse("tie_word_embeddings", False, "supported: a separate LM head, with a bias")
     hidden = config.integer("n_embd", "hidden_size")
     heads = Heads.of(config, hidden, read_num_heads(config, "n_head"))
@@ -25,7 +29,7 @@ def read(config: ConfigJson) -> ModelSpec:
     rotary_dim = config.integer("rotary_dim", most=heads.head_size)
     if rotary_dim % 2:
         raise config.error("rotary_dim", "it must be even")
-    variant = GPTLike(
+    return GPTLike(
         heads=heads,
         num_layers=read_num_layers(config, "n_layer"),
         inner_size=config.integer("n_inner", default=4 * hidden),
@@ -47,7 +51,22 @@ def read(config: ConfigJson) -> ModelSpec:
         arrangement="parallel",
         tied=False,
     )
-    return variant.read(config)
 
 
-ARCHITECTURES = {"GPTJForCausalLM": read}
+def read(config: ConfigJson) -> ModelSpec:
+    """Read GPT-J."""
+    return _gptj_like(config).read(config)
+
+
+def read_codegen(config: ConfigJson) -> ModelSpec:
+    """Read CodeGen."""
+    variant = _gptj_like(config)
+    if variant.heads.num_heads % _SHARDS:
+        raise config.error("n_head", f"it must be a multiple of {_SHARDS}")
+    masks = (*variant.masks, r".*\.attn\.causal_mask")
+    qkv = ("attn.qkv_proj",)
+    variant = replace(variant, qkv_modules=qkv, qkv_layout="by_shard", qkv_shards=_SHARDS)
+    return replace(variant, masks=masks).read(config)
+
+
+ARCHITECTURES = {"GPTJForCausalLM": read, "CodeGenForCausalLM": read_codegen}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from octavo.checkpoints.config_json import ConfigJson
@@ -9,7 +10,9 @@ from octavo.models.config_defaults import DEFAULTS
 from octavo.models.families import (
     cohere,
     gemma,
+    gemma2,
     granite,
+    internlm2,
     internlm3,
     llama,
     mistral,
@@ -21,7 +24,8 @@ from octavo.models.families import (
 from octavo.models.families.base import Family, text_part
 from octavo.models.spec import ModelSpec
 
-_FAMILIES = (llama, mistral, qwen2, qwen3, cohere, gemma, granite, internlm3, phi3, smollm3)
+_FAMILIES = (llama, mistral, qwen2, qwen3, cohere, gemma, gemma2, granite, internlm2, internlm3)
+_FAMILIES += (phi3, smollm3)
 _READERS: dict[str, Family] = {
     name: read for family in _FAMILIES for name, read in family.ARCHITECTURES.items()
 }
@@ -30,18 +34,35 @@ _KINDS = {DEFAULTS[name]["model_type"]: name for name in _READERS}
 _MODELS = {"AyaVision": "cohere2", "Cohere2Vision": "cohere2", "GotOcr2": "qwen2"}
 _MODELS |= {"Idefics2": "mistral", "Idefics3": "llama", "InternVL": "qwen2"}
 _MODELS |= {"LightOnOcr": "qwen3", "Llava": "llama", "LlavaNext": "llama"}
-_MODELS |= {"LlavaOnevision": "qwen2", "Qwen2Audio": "qwen2", "SmolVLM": "llama"}
+_MODELS |= {"LlavaOnevision": "qwen2", "Qwen2Audio": "qwen2", "Qwen3ASR": "qwen3"}
+_MODELS |= {"PaliGemma": "gemma", "SmolVLM": "llama"}
 _MODELS |= {"VipLlava": "llama", "Voxtral": "llama"}
 """Models -> model_type of the text part if its config names none."""
 
 
-def read(config: ConfigJson, default: str) -> ModelSpec:
-    """Read the text part by the model_type of text_config."""
-    architecture = config.section("text_config").choice("model_type", _KINDS, default)
+def read(config: ConfigJson, default: str | None, section: str = "text_config") -> ModelSpec:
+    """Read the text part by the model_type of its section."""
+    architecture = config.section(section).choice("model_type", _KINDS, default)
     return _READERS[architecture](config.filled(DEFAULTS[architecture]))
+
+
+def read_internvl_chat(config: ConfigJson) -> ModelSpec:
+    """Read the text part of InternVL in its first form, with custom code."""
+    tied = config.section("llm_config").get("tie_word_embeddings")
+    return read(config.replaced("tie_word_embeddings", tied), None, "llm_config")
+
+
+def read_paligemma(config: ConfigJson) -> ModelSpec:
+    """Read the text part of PaliGemma 1 or 2, with causal attention in prompts."""
+    spec = text_part(partial(read, default=_MODELS["PaliGemma"]))(config)
+    return replace(spec, left_out="pictures and the attention of a prompt to its later tokens")
 
 
 ARCHITECTURES = {
     f"{name}ForConditionalGeneration": text_part(partial(read, default=default))
     for name, default in _MODELS.items()
+}
+ARCHITECTURES |= {
+    "InternVLChatModel": text_part(read_internvl_chat),
+    "PaliGemmaForConditionalGeneration": read_paligemma,
 }
