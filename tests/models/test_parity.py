@@ -727,7 +727,7 @@ def test_internvl_chat(tied: bool, tmp_path: Path) -> None:
     assert_same_as_hf(hf_model, prompts, generate(model, prompts, 5))
     text["model_type"] = "qwen2_moe"
     (tmp_path / "config.json").write_text(json.dumps(outer | {"llm_config": text}))
-    with pytest.raises(ModelError, match="llm_config: model_type='qwen2_moe'.*supported: llama"):
+    with pytest.raises(ModelError, match=r"llm_config: model_type='qwen2_moe'.*supported: llama"):
         spec_of(tmp_path, trust_remote_code=True)
 
 

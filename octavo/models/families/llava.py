@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from types import ModuleType
 
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.models.config_defaults import DEFAULTS
@@ -24,8 +25,8 @@ from octavo.models.families import (
 from octavo.models.families.base import Family, text_part
 from octavo.models.spec import ModelSpec
 
-_FAMILIES = (llama, mistral, qwen2, qwen3, cohere, gemma, gemma2, granite, internlm2, internlm3)
-_FAMILIES += (phi3, smollm3)
+_FAMILIES: tuple[ModuleType, ...] = (llama, mistral, qwen2, qwen3, cohere, gemma, gemma2, granite)
+_FAMILIES += (internlm2, internlm3, phi3, smollm3)
 _READERS: dict[str, Family] = {
     name: read for family in _FAMILIES for name, read in family.ARCHITECTURES.items()
 }
