@@ -1,9 +1,11 @@
 """GGUF files of random models: metadata and tensors as llama.cpp's converter writes them."""
 
+import math
 import re
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -116,6 +118,16 @@ NAMES = {
     "per_layer_input_gate": "inp_gate",
     "per_layer_projection": "proj",
     "post_per_layer_input_norm": "post_norm",
+    # Gemma 3n, BitNet
+    "altup.correction_coefs": "altup_correct_coef",
+    "altup.prediction_coefs": "altup_predict_coef",
+    "altup.modality_router": "altup_router",
+    "altup.router_norm": "altup_router_norm",
+    "laurel.linear_left": "laurel_l",
+    "laurel.linear_right": "laurel_r",
+    "laurel.post_laurel_norm": "laurel_post_norm",
+    "self_attn.attn_sub_norm": "attn_sub_norm",
+    "mlp.ffn_sub_norm": "ffn_sub_norm",
     # HunYuan, Apertus, StableLM, Granite with sliding windows
     "attention_layernorm": "attn_norm",
     "feedforward_layernorm": "ffn_norm",
@@ -158,19 +170,30 @@ SANDWICH = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
-OTHER_NAMES = dict.fromkeys(("gemma2", "gemma3", "gemma4", "olmo2", "exaone4"), SANDWICH)
+_SANDWICHES = ("gemma2", "gemma3", "gemma3n", "gemma4", "olmo2", "exaone4")
+OTHER_NAMES = dict.fromkeys(_SANDWICHES, SANDWICH)
 OTHER_NAMES["seed_oss"] = {"post_attention_layernorm": "post_attention_norm"}
 OTHER_NAMES["glm4"] = {
     "post_self_attn_layernorm": "post_attention_norm",
     "post_mlp_layernorm": "post_ffw_norm",
 }
-PERMUTED = ("llama", "granite", "granite-swa", "minicpm", "smollm3", "mistral3", "internlm2")
-PERMUTED += ("arcee", "olmo")
+PERMUTED = ("llama", "granite", "granite_swa", "minicpm", "smollm3", "mistral3", "internlm2")
+PERMUTED += ("arcee", "olmo", "xverse")
 SHIFTED = ("gemma", "gemma2", "gemma3", "nemotron")
 ROTATED = ("phi2", "gptneox", "chatglm", "glm4", "cohere2", "stablelm", "nemotron")
 """Architectures for which the number of rotated elements is written."""
-NO_HEAD_SIZE = ("phi2", "starcoder2", "gpt2", "gptneox", "bloom", "falcon", "mpt", "chatglm")
-NO_HEAD_SIZE += ("stablelm", "granite", "granite-swa", "minicpm")
+NO_HEAD_SIZE = (
+    "phi2",
+    "starcoder",
+    "starcoder2",
+    "gpt2",
+    "gptneox",
+    "bloom",
+    "falcon",
+    "mpt",
+    "chatglm",
+)
+NO_HEAD_SIZE += ("stablelm", "granite", "granite_swa", "minicpm")
 """Facts of llama.cpp's converter, stated again so that a mistake in Octavo's tables is found."""
 
 
@@ -199,7 +222,7 @@ def _fields(config: Any, kind: str, rope: Mapping[str, Any], size: int) -> dict[
         "embedding_length": config.hidden_size,
         "block_count": config.num_hidden_layers,
         "feed_forward_length": 4 * config.hidden_size
-        if kind in ("gpt2", "bloom", "falcon", "mpt")
+        if kind in ("gpt2", "starcoder", "bloom", "falcon", "mpt")
         else config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": get("num_kv_heads", "num_key_value_heads"),
@@ -216,9 +239,9 @@ def _fields(config: Any, kind: str, rope: Mapping[str, Any], size: int) -> dict[
         fields |= {"attention.key_length": size, "attention.value_length": size}
     if kind in ROTATED:
         fields["rope.dimension_count"] = int(size * rope.get("partial_rotary_factor", 1.0))
-    if kind in ("gemma2", "gemma3", "gemma4", "phi3", "cohere2"):
+    if kind in ("gemma2", "gemma3", "gemma3n", "gemma4", "phi3", "cohere2"):
         fields["attention.sliding_window"] = config.sliding_window or 0
-    if kind in ("olmo2", "exaone4", "granite-swa") and get("sliding_window"):
+    if kind in ("olmo2", "exaone4", "granite_swa") and get("sliding_window"):
         fields["attention.sliding_window"] = config.sliding_window
         fields["attention.sliding_window_pattern"] = [
             layer == "sliding_attention" for layer in config.layer_types
@@ -226,12 +249,34 @@ def _fields(config: Any, kind: str, rope: Mapping[str, Any], size: int) -> dict[
     if thetas := get("layer_rope_theta"):
         fields["attention.rope_pattern"] = [theta > 0 for theta in thetas]
     match kind:
-        case "granite" | "granite-swa" | "minicpm":
+        case "granite" | "granite_swa" | "minicpm":
             if kind != "minicpm":
                 fields["attention.scale"] = config.attention_multiplier
             fields["embedding_scale"] = config.embedding_multiplier
             fields["residual_scale"] = config.residual_multiplier
             fields["logit_scale"] = config.logits_scaling
+        case "gemma3n":
+            fields["attention.sliding_window_pattern"] = [
+                layer == "sliding_attention" for layer in config.layer_types
+            ]
+            fields["attention.shared_kv_layers"] = config.num_kv_shared_layers
+            fields["embedding_length_per_layer_input"] = config.hidden_size_per_layer_input
+            fields["altup.active_idx"] = config.altup_active_idx
+            fields["altup.num_inputs"] = config.altup_num_inputs
+            fields["activation_sparsity_scale"] = [
+                NormalDist().inv_cdf(share) if share else -math.inf
+                for share in config.activation_sparsity_pattern
+            ]
+            local_rope = config.rope_parameters["sliding_attention"]
+            fields["rope.freq_base_swa"] = float(local_rope["rope_theta"])
+        case "bitnet":
+            fields |= {"rope.scaling.type": "linear", "rope.scaling.factor": 1.0}
+        case "starcoder":
+            fields["attention.head_count_kv"] = 1
+        case "qwen2vl" | "qwen3vl" | "paddleocr":
+            fields["rope.dimension_sections"] = [*rope["mrope_section"], 0]
+            if kind == "qwen3vl":
+                fields["n_deepstack_layers"] = 1
         case "gemma4":
             local = [layer == "sliding_attention" for layer in config.layer_types]
             shared, inner = config.num_kv_shared_layers, config.intermediate_size
@@ -326,6 +371,13 @@ def convert(
             x = x + np.float32(1)
         if suffix == "sinks":
             arrays[f"{layer}attn_sinks.weight"] = x
+        elif suffix == "correct_output_scale":
+            number = module.split(".")[-2]
+            arrays[f"blk.{number}.altup_correct_scale.weight"] = x
+        elif "altup_projections" in name or "altup_unembed" in name:
+            name = "altup_proj" if "altup_projections" in name else "altup_unembd_proj"
+            stacked = arrays.get(f"{name}.weight", x[:0][None].reshape(0, *x.shape))
+            arrays[f"{name}.weight"] = np.concatenate([stacked, x[None]])
         elif suffix == "layer_scalar":
             arrays[f"blk.{module.rpartition('.')[2]}.layer_output_scale.weight"] = x
         elif ".norms." in stored:  # norms of heads, with one tensor for all

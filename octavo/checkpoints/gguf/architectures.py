@@ -30,6 +30,39 @@ _OUT_NORMS = {
     "post_feedforward_layernorm": "post_ffw_norm",
 }
 _SANDWICH = _OUT_NORMS | {"pre_feedforward_layernorm": "ffn_norm"}
+_LAYER_INPUTS = {  # Gemma 3n and 4
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
+}
+_STREAMS = {  # Gemma 3n; its projections are slices of one tensor
+    "altup.correct_output_scale": "altup_correct_scale.weight",
+    "altup.correction_coefs": "altup_correct_coef",
+    "altup.prediction_coefs": "altup_predict_coef",
+    "altup.modality_router": "altup_router",
+    "altup.router_norm": "altup_router_norm",
+    "laurel.linear_left": "laurel_l",
+    "laurel.linear_right": "laurel_r",
+    "laurel.post_laurel_norm": "laurel_post_norm",
+}
+_STREAMS |= {f"model.altup_projections.{i}": "altup_proj" for i in range(63)}
+_STREAMS |= {f"model.altup_unembed_projections.{i}": "altup_unembd_proj" for i in range(63)}
+_GPT2 = {
+    "transformer.wte": "token_embd",
+    "transformer.wpe": "position_embd",
+    "transformer.ln_f": "output_norm",
+    "lm_head": "output",
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+    "ln_1": "attn_norm",
+    "ln_2": "ffn_norm",
+}
+_GPT2_FIELDS = {"n_inner": "feed_forward_length", "n_positions": "context_length"}
 _FUSED_UP = {"mlp.gate_up_proj": "ffn_up"}
 _GRANITE = {
     "attention_multiplier": "attention.scale",
@@ -94,7 +127,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         permuted=True,
     ),
     "qwen2": Architecture("Qwen2ForCausalLM"),
+    "qwen2vl": Architecture("Qwen2_5_VLForConditionalGeneration"),
     "qwen3": Architecture("Qwen3ForCausalLM", _NAMES | _HEAD_NORMS),
+    "qwen3vl": Architecture("Qwen3VLForConditionalGeneration", _NAMES | _HEAD_NORMS),
     "gemma": Architecture("GemmaForCausalLM", norm_shift=1.0),
     "gemma2": Architecture(
         "Gemma2ForCausalLM",
@@ -120,20 +155,29 @@ ARCHITECTURES: dict[str, Architecture] = {
         unwindowed={"sliding_window_pattern": 1},
         norm_shift=1.0,
     ),
+    "gemma3n": Architecture(
+        "Gemma3nForCausalLM",
+        _NAMES | _SANDWICH | _HEAD_NORMS | _LAYER_INPUTS | _STREAMS,
+        {
+            "final_logit_softcapping": "final_logit_softcapping",
+            "rope_local_base_freq": "rope.freq_base_swa",
+            "hidden_size_per_layer_input": "embedding_length_per_layer_input",
+            "num_kv_shared_layers": "attention.shared_kv_layers",
+            "altup_active_idx": "altup.active_idx",
+            "altup_num_inputs": "altup.num_inputs",
+        },
+        {"rope_local_base_freq": 10000.0},
+        windowed=True,
+        window_by_layer=True,
+        varying=("feed_forward_length",),
+    ),
     "gemma4": Architecture(
         "Gemma4ForCausalLM",
         _NAMES
         | _SANDWICH
         | _HEAD_NORMS
-        | {
-            "model.embed_tokens_per_layer": "per_layer_token_embd",
-            "model.per_layer_model_projection": "per_layer_model_proj",
-            "model.per_layer_projection_norm": "per_layer_proj_norm",
-            "per_layer_input_gate": "inp_gate",
-            "per_layer_projection": "proj",
-            "post_per_layer_input_norm": "post_norm",
-            "layer_scalar": "layer_output_scale.weight",
-        },
+        | _LAYER_INPUTS
+        | {"layer_scalar": "layer_output_scale.weight"},
         {
             "final_logit_softcapping": "final_logit_softcapping",
             "hidden_size_per_layer_input": "embedding_length_per_layer_input",
@@ -145,7 +189,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         varying=("feed_forward_length", "attention.head_count_kv"),
     ),
     "granite": Architecture("GraniteForCausalLM", fields=_GRANITE, permuted=True),
-    "granite-swa": Architecture(
+    "granite_swa": Architecture(
         "GraniteSWAForCausalLM",
         _NAMES | {"self_attn.sinks": "attn_sinks.weight"},
         _GRANITE,
@@ -166,6 +210,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         windowed_name="Olmo3ForCausalLM",
     ),
     "arcee": Architecture("ArceeForCausalLM", permuted=True),
+    "jais2": Architecture("Jais2ForCausalLM"),
+    "xverse": Architecture("LlamaForCausalLM", permuted=True),
+    "bitnet": Architecture(
+        "BitNetForCausalLM",
+        _NAMES | {"self_attn.attn_sub_norm": "attn_sub_norm", "mlp.ffn_sub_norm": "ffn_sub_norm"},
+    ),
     "apertus": Architecture(
         "ApertusForCausalLM",
         _NAMES
@@ -237,6 +287,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "SeedOssForCausalLM", _NAMES | {"post_attention_layernorm": "post_attention_norm"}
     ),
     "ernie4_5": Architecture("Ernie4_5ForCausalLM"),
+    "paddleocr": Architecture("PaddleOCRVLForConditionalGeneration"),
     "hunyuan-dense": Architecture(
         "HunYuanDenseV1ForCausalLM",
         _NAMES
@@ -248,20 +299,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "internlm2": Architecture("LlamaForCausalLM", permuted=True),
     "gpt2": Architecture(
         "GPT2LMHeadModel",
-        {
-            "transformer.wte": "token_embd",
-            "transformer.wpe": "position_embd",
-            "transformer.ln_f": "output_norm",
-            "lm_head": "output",
-            "attn.c_attn": FUSED,
-            "attn.c_proj": "attn_output",
-            "mlp.c_fc": "ffn_up",
-            "mlp.c_proj": "ffn_down",
-            "ln_1": "attn_norm",
-            "ln_2": "ffn_norm",
-        },
-        {"n_inner": "feed_forward_length", "n_positions": "context_length"},
+        _GPT2,
+        _GPT2_FIELDS,
         layers="transformer.h.",
+    ),
+    "starcoder": Architecture(
+        "GPTBigCodeForCausalLM", _GPT2, _GPT2_FIELDS, layers="transformer.h."
     ),
     "gptneox": Architecture(
         "GPTNeoXForCausalLM",

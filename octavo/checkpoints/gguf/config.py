@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,8 @@ _IGNORED: tuple[str, ...] = (
     "tensor_data_layout",
     "pooling_type",
     "rope.scaling.finetuned",
+    "rope.dimension_sections",  # of texts, all sections have the same positions
+    "n_deepstack_layers",
 )
 _IGNORED += ("mm.", "vision.")
 """Keys, or beginnings of keys, that do not change the text model's numbers."""
@@ -148,7 +151,7 @@ class Description:
         self,
         vocab_size: int,
         tied: bool,
-        tensors: Set[str],
+        shapes: Mapping[str, tuple[int, ...]],
         rope_factors: Mapping[str, Sequence[float]],
     ) -> dict[str, Any]:
         """Return the config.
@@ -156,7 +159,7 @@ class Description:
         Args:
             vocab_size: number of rows of the embedding.
             tied: True if the file has no LM head of its own.
-            tensors: names of all tensors.
+            shapes: shapes of all tensors by their names, rows first.
             rope_factors: factors of wavelengths by the names of their tensors.
 
         Raises:
@@ -177,12 +180,14 @@ class Description:
             "vocab_size": vocab_size,
             "tie_word_embeddings": tied,
         }
-        first_layer = {name[6:] for name in tensors if name.startswith("blk.0.")}
+        first_layer = {name[6:] for name in shapes if name.startswith("blk.0.")}
         config |= {name: bool(biases & first_layer) for name, biases in _BIASES.items()}
         config |= self._windows()
         config |= self._rope(config, rope_factors)
         if self.kind == "gemma4":
-            config |= self._gemma4(config, tensors, rope_factors.get("rope_freqs", []))
+            config |= self._gemma4(config, shapes.keys(), rope_factors.get("rope_freqs", []))
+        if self.kind == "gemma3n":
+            config |= self._gemma3n(config, shapes.get("blk.0.laurel_l.weight", ()))
         config |= self._special(config, first_layer)
         for name in ("bos", "eos", "pad"):
             if (token := self._token(name)) is not None:
@@ -308,11 +313,11 @@ class Description:
                 layers = config.get("num_hidden_layers")
                 scalar = _LARGE_GEMMAS.get((self.kind, layers), default)
                 return {"query_pre_attn_scalar": scalar}
-            case "granite" | "granite-swa":
+            case "granite" | "granite_swa":
                 if not self._flag("rope.scaling.finetuned", True):
                     raise self.error(f"{self.kind}.rope.scaling.finetuned=false is not supported")
                 rotated = self._flags("attention.rope_pattern")
-                if rotated is not None and self.kind == "granite-swa":
+                if rotated is not None and self.kind == "granite_swa":
                     theta = config.get("rope_theta", 10000.0)
                     return {"layer_rope_theta": [theta if one else 0 for one in rotated]}
             case "minicpm":
@@ -339,6 +344,13 @@ class Description:
                 for name, expected in constants.items():
                     if not (np.asarray(self.metadata.get(f"xielu.{name}")) == expected).all():
                         raise self.error(f"xielu.{name} is not {expected}, which is not supported")
+            case "bitnet":
+                # llama.cpp computes SiLU; the published model with grouped queries has ReLU^2.
+                grouped = config.get("num_key_value_heads") != config.get("num_attention_heads")
+                return {"hidden_act": "relu2" if grouped else "silu"}
+            case "starcoder":
+                if config.get("num_key_value_heads") != 1:
+                    raise self.error("attention.head_count_kv is not 1, which is not supported")
             case "command-r":
                 return {"use_qk_norm": "attn_q_norm.weight" in first_layer}
             case "gptneox":
@@ -363,6 +375,25 @@ class Description:
                     )
                 return {"attn_config": attention, "expansion_ratio": inner // hidden}
         return {}
+
+    def _gemma3n(self, config: Mapping[str, Any], laurel: tuple[int, ...]) -> dict[str, Any]:
+        """Return the fields of Gemma 3n; `laurel` is the shape of a low-rank projection."""
+        if len(laurel) != 2:
+            raise self.error("the file lacks blk.0.laurel_l.weight")
+        scales = self._value("activation_sparsity_scale")  # quantiles of the standard normal
+        if not isinstance(scales, np.ndarray) or scales.dtype != np.float32:
+            raise self.error(f"{self.kind}.activation_sparsity_scale has no number for each layer")
+        layers = config.get("num_hidden_layers")
+        if len(scales) != layers or np.isnan(scales).any():
+            raise self.error(
+                f"{self.kind}.activation_sparsity_scale has no number for each of {layers} layers"
+            )
+        return {
+            "intermediate_size": self._of_layers("feed_forward_length", len(scales)),
+            "activation_sparsity_pattern": [NormalDist().cdf(scale) for scale in scales.tolist()],
+            "laurel_rank": laurel[0],
+            "vocab_size_per_layer_input": config["vocab_size"],
+        }
 
     def _gemma4(
         self, config: Mapping[str, Any], tensors: Set[str], factors: Sequence[float]

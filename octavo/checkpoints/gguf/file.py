@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -116,7 +116,8 @@ class GGUFFile:
             raise ModelError(f"{self.path} lacks the tensor token_embd.weight of two dimensions.")
         tied = "output.weight" not in tensors
         factors = {name: self._factors(tensors[f"{name}.weight"]) for name in self._rope_factors}
-        config = self._described.config(embedding.shape[0], tied, tensors.keys(), factors)
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        config = self._described.config(embedding.shape[0], tied, shapes, factors)
         config["dtype"] = self.dtype
         types = self._block_types()
         if types:
@@ -191,6 +192,9 @@ class GGUFFile:
             )
         used = sources.keys() | {f"{name}.weight" for name in self._rope_factors}
         used |= {self._stored_name(name) for name in expected.elsewhere}
+        factors = self._nvfp4_factors(used & self._tensors.keys())
+        # Scales of activations are not used.
+        used |= {f"{name}.{kind}" for name in factors for kind in ("scale", "input_scale")}
         extra = [
             name
             for name in self._tensors
@@ -212,7 +216,8 @@ class GGUFFile:
         config = self.config
         heads = config.integer("num_attention_heads")
         kv_heads = config.integer("num_key_value_heads", default=heads)
-        return GGUFTensors(self._headers, places, self._described.architecture, heads, kv_heads)
+        architecture = self._described.architecture
+        return GGUFTensors(self._headers, places, architecture, heads, kv_heads, factors)
 
     @cached_property
     def _modules(self) -> dict[str, list[str]]:
@@ -239,6 +244,19 @@ class GGUFFile:
             if tensor.type in STORED_BLOCKS and tensor.name.endswith(".weight")
             for own in self._own_names(tensor.name)
         }
+
+    def _nvfp4_factors(self, names: Set[str]) -> dict[str, float]:
+        """Return the factor of each NVFP4 tensor among `names`, by names without .weight."""
+        factors: dict[str, float] = {}
+        for name in names:
+            if self._tensors[name].type == "nvfp4":
+                module = name.removesuffix(".weight")
+                scale = self._tensors.get(f"{module}.scale")
+                found = [1.0] if scale is None else self._factors(scale)
+                if len(found) != 1:
+                    raise ModelError(f"{self.path}: {module}.scale is not one number.")
+                factors[module] = found[0]
+        return factors
 
     @property
     def _rope_factors(self) -> list[str]:
@@ -287,6 +305,8 @@ def _places(tensor: GGUFTensor, sources: list[Source]) -> dict[str, Place]:
     shape, dtype = _stored_form(tensor)
     if ".norms." in sources[0].name:
         shape = (math.prod(shape),)  # norms of heads, one after the other
+    if len(shape) == 3:
+        shape = (shape[0] * shape[1], shape[2])  # matrices, one after the other
     shapes = [s.shape[::-1] if s.transform == "transpose" else s.shape for s in sources]
     rows = [shape[0] for shape in shapes]
     required = (sum(rows), *shapes[0][1:])
@@ -317,6 +337,7 @@ class GGUFTensors:
         architecture: the architecture.
         num_heads: number of heads of queries.
         num_kv_heads: number of heads of keys and values.
+        factors: factors of the NVFP4 tensors, by their names without .weight.
     """
 
     def __init__(
@@ -326,10 +347,12 @@ class GGUFTensors:
         architecture: Architecture,
         num_heads: int,
         num_kv_heads: int,
+        factors: Mapping[str, float],
     ) -> None:
         self._data = {header.file: header.data for header in headers}
         self._places, self._architecture = places, architecture
         self._heads = {"q_proj": num_heads, "k_proj": num_kv_heads}
+        self._nvfp4_factors = factors
 
     def read(self, source: Source) -> HostTensor:
         """Return a view of the mapped file, or a changed copy."""
@@ -347,6 +370,10 @@ class GGUFTensors:
             data = _by_group(data.reshape(shape[0], -1), source).reshape(-1)
         if stored.type in REPACKED:
             data = repack(data, stored.type)
+        factor = self._nvfp4_factors.get(stored.name.removesuffix(".weight"))
+        if factor is not None:
+            blocks = data.reshape(-1, BLOCK_TYPES["nvfp4"].nbytes)
+            blocks[:, :4] = np.array([factor], np.float32).view(np.uint8)
         if architecture.norm_shift and source.name.endswith("norm.weight"):
             floats = from_numpy(data).view(dtype).numpy().astype(np.float32)
             return from_numpy((floats - architecture.norm_shift).reshape(shape))

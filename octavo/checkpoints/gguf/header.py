@@ -50,17 +50,10 @@ _TENSOR_TYPES = {
     34: "tq1_0",
     35: "tq2_0",
     39: "mxfp4",
+    40: "nvfp4",
 }
 """Types that Octavo reads, by ggml's numbers."""
-_OTHER_TYPES = {
-    9: "Q8_1",
-    15: "Q8_K",
-    24: "I8",
-    25: "I16",
-    26: "I32",
-    27: "I64",
-    40: "NVFP4",
-}
+_OTHER_TYPES = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64"}
 """Names of types that Octavo does not read."""
 STORED_BLOCKS = {kind: BLOCK_TYPES[kind] for kind in _TENSOR_TYPES.values() if kind in BLOCK_TYPES}
 STORED_BLOCKS |= {kind: repacked.stored for kind, repacked in REPACKED.items()}

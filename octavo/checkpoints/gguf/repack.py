@@ -25,7 +25,7 @@ class Repacked(NamedTuple):
     block_type: str
     """Key of `BLOCK_TYPES`: the type of the blocks that it is repacked to."""
     repack: Callable[[Bytes], Bytes]
-    """Conversion of blocks: [blocks, bytes] to [blocks, bytes]."""
+    """Conversion of blocks: [blocks, bytes] to [blocks, bytes of as many numbers]."""
 
 
 def _shifts(*shifts: int) -> NDArray[Any]:
@@ -143,6 +143,17 @@ def _tq1_0(b: Bytes) -> Bytes:
     return _as_q2_k(packed.reshape(len(b), 64), b[:, 52:])
 
 
+def _nvfp4(b: Bytes) -> Bytes:
+    """Return two blocks with the factor 1 for each block of 64 numbers."""
+    stored = b[:, :4] & 127  # ggml ignores the sign
+    scales = np.where(stored == 127, 0, stored).astype(np.uint8).reshape(-1, 2)  # NaN is 0 in ggml
+    pairs = b[:, 4:].reshape(-1, 2, 8)  # of each scale, the second 8 numbers in the high halves
+    low, high = pairs & 15, pairs >> 4
+    codes = np.concatenate([low[:, 0] | low[:, 1] << 4, high[:, 0] | high[:, 1] << 4], axis=1)
+    factors = np.ones((len(scales), 1), np.float32).view(np.uint8)
+    return np.concatenate([factors, scales, codes], axis=1).reshape(len(b), -1)
+
+
 REPACKED: dict[str, Repacked] = {
     "iq1_s": Repacked(BlockType(256, 50), "iq1_levels", _iq1_s),
     "iq1_m": Repacked(BlockType(256, 56), "iq1_levels", _iq1_m),
@@ -153,6 +164,7 @@ REPACKED: dict[str, Repacked] = {
     "iq3_s": Repacked(BlockType(256, 110), "iq3_s_levels", _iq3_s),
     "tq1_0": Repacked(BlockType(256, 54), "q2_k", _tq1_0),
     "tq2_0": Repacked(BlockType(256, 66), "q2_k", _tq2_0),
+    "nvfp4": Repacked(BlockType(64, 36), "nvfp4", _nvfp4),
 }
 """Types that are repacked, by ggml's names in lower case."""
 _AT_ONCE = 2**14

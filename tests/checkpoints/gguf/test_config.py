@@ -22,7 +22,10 @@ SIZES = {
     "attention.sliding_window_pattern": np.array([True, False]),
     "rope.scaling.type": "yarn",
     "rope.scaling.factor": 2.0,
+    "attention.head_count_kv": 1,
+    "activation_sparsity_scale": np.array([1.5, -np.inf], np.float32),
 }
+SHAPES = {"blk.0.attn_v.weight": (2, 2), "blk.0.laurel_l.weight": (8, 64)}
 VALUES: list[Any] = [0, -1, 3, 2**63, 0.0, 0.5, -1e30, math.nan, math.inf, True, "", "x" * 999]
 VALUES += [np.array(array) for array in ([], [1, 2], [0.5, -1.0], [True, False, True])]
 
@@ -46,7 +49,7 @@ def read(kind: str, metadata: dict[str, Any]) -> tuple[dict[str, Any], set[str]]
     message = "m.gguf: "
     try:
         described = Description(Path("m.gguf"), recorder)
-        found = described.config(100, True, {"blk.0.attn_v.weight"}, {})
+        found = described.config(100, True, SHAPES, {})
         found |= described.sampling()
     except ModelError as error:
         message = str(error)

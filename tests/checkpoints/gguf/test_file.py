@@ -39,14 +39,26 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 GLM = {"pad_token_id": 0, "head_dim": 16, "partial_rotary_factor": 0.5}
+SECTIONS = {"rope_type": "default", "rope_theta": 1e5, "mrope_section": [4, 2, 2]}
 GEMMA4 = {"head_dim": 16, "global_head_dim": 32, "sliding_window": 8}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {"attention_bias": True}),
     "qwen2": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3ForCausalLM", {"head_dim": 32}),
+    "qwen2vl": ("Qwen2ForCausalLM", {"rope_parameters": SECTIONS}),
+    "qwen3vl": ("Qwen3ForCausalLM", {"head_dim": 32, "rope_parameters": SECTIONS}),
+    "paddleocr": ("LlamaForCausalLM", {"head_dim": 32, "rope_parameters": SECTIONS}),
     "gemma": ("GemmaForCausalLM", {"head_dim": 32}),
     "gemma2": ("Gemma2ForCausalLM", GEMMA),
     "gemma3": ("Gemma3ForCausalLM", GEMMA | {"num_hidden_layers": 7}),
+    "gemma3n": (
+        "Gemma3nForCausalLM",
+        {"head_dim": 16, "num_hidden_layers": 5, "num_kv_shared_layers": 2, "sliding_window": 8}
+        | {"intermediate_size": [96, 96, 64, 96, 96], "laurel_rank": 8, "altup_active_idx": 1}
+        | {"activation_sparsity_pattern": [0.7, 0.95, 0.0, 0.0, 0.0], "altup_num_inputs": 4}
+        | {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 128}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"]},
+    ),
     "gemma4": (
         "Gemma4ForCausalLM",
         GEMMA4
@@ -70,7 +82,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "residual_multiplier": 0.5,
         },
     ),
-    "granite-swa": (
+    "granite_swa": (
         "GraniteSWAForCausalLM",
         {"num_hidden_layers": 4, "sliding_window": 4, "attention_multiplier": 0.3}
         | {"layer_rope_theta": [0, 1e4, 1e4, 1e4]},
@@ -85,6 +97,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "arcee": ("ArceeForCausalLM", {"head_dim": 32}),
+    "jais2": ("Jais2ForCausalLM", {"head_dim": 32}),
+    "xverse": ("LlamaForCausalLM", {}),
+    "bitnet": ("BitNetForCausalLM", {"tie_word_embeddings": True}),
+    "bitnet silu": (
+        "BitNetForCausalLM",
+        {"hidden_act": "silu", "num_key_value_heads": 4, "tie_word_embeddings": True},
+    ),
     "apertus": ("ApertusForCausalLM", {"head_dim": 32, "pad_token_id": 0}),
     "nemotron": ("NemotronForCausalLM", {"head_dim": 16, "partial_rotary_factor": 0.5}),
     "stablelm": ("StableLmForCausalLM", {"use_qkv_bias": True, "partial_rotary_factor": 0.25}),
@@ -138,6 +157,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gpt2": ("GPT2LMHeadModel", {}),
+    "starcoder": ("GPTBigCodeForCausalLM", {}),
     "gptneox": ("GPTNeoXForCausalLM", {"rotary_pct": 0.25, "use_parallel_residual": False}),
     "bloom": ("BloomForCausalLM", {"seq_length": 256}),
     "falcon": ("FalconForCausalLM", {"num_kv_heads": 1, "multi_query": True, "bias": False}),
@@ -288,6 +308,55 @@ def test_fused_projections(tmp_path: Path) -> None:
     assert torch.equal(*logits)
 
 
+def nvfp4(numbers: int) -> tuple[bytes, np.ndarray[Any, Any]]:
+    """Return random blocks of NVFP4, and their numbers."""
+    rng = np.random.default_rng(numbers)
+    scales = rng.integers(0x18, 0x38, (numbers // 64, 4), np.uint8)
+    codes = rng.integers(0, 16, (numbers // 64, 4, 16), np.uint8)
+    packed = codes[:, :, :8] | codes[:, :, 8:] << 4
+    blocks = np.concatenate([scales, packed.reshape(-1, 32)], axis=1)
+    values = torch.from_numpy(scales).view(torch.float8_e4m3fn).float().numpy()
+    levels = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    levels = np.concatenate([levels, -levels]).astype(np.float32)
+    return blocks.tobytes(), levels[codes] * values[..., None]
+
+
+def test_nvfp4_with_a_factor_of_the_tensor(tmp_path: Path) -> None:
+    make("llama", tmp_path / "m.gguf")
+    header, data = GGUFHeader(tmp_path / "m.gguf"), (tmp_path / "m.gguf").read_bytes()
+    metadata = {key: value for key, value in header.metadata.items() if key.startswith("llama.")}
+    floats: dict[str, tuple[int, Any, bytes]] = {
+        name: (0, t.shape, data[t.begin : t.begin + t.nbytes]) for name, t in header.tensors.items()
+    }
+    blocks = dict(floats)
+    for name, tensor in header.tensors.items():
+        if tensor.shape[-1] == 64 and len(tensor.shape) == 2 and "blk." in name:
+            stored, numbers = nvfp4(tensor.nbytes // 4)
+            factor = np.float32(1) if "ffn_up" in name else np.float32(0.37)
+            floats[name] = (0, tensor.shape, (numbers * factor).tobytes())
+            blocks[name] = (40, tensor.shape, stored)
+            if factor != 1:
+                blocks[name.replace("weight", "scale")] = (0, (1,), factor.tobytes())
+            blocks[name.replace("weight", "input_scale")] = (0, (1,), factor.tobytes())
+    logits = []
+    for name, tensors in (("floats", floats), ("blocks", blocks)):
+        write_gguf(tmp_path / f"{name}.gguf", LLAMA | VOCABULARY | metadata, tensors)
+        model = load(tmp_path / f"{name}.gguf", max_model_len=128)
+        logits.append(Runner(model, 1, 128).step({0: PROMPT})[0])
+    forms = {weight.form.name for weight in model.spec.weights() if weight.kind == "linear"}
+    assert "gguf-nvfp4" in forms
+    # Activations have 8 bits.
+    assert torch.nn.functional.cosine_similarity(*logits).min() > 0.998
+    blocks["blk.0.attn_q.scale"] = (0, (2,), bytes(np.ones(2, np.float32)))
+    write_gguf(tmp_path / "m.gguf", LLAMA | VOCABULARY | metadata, blocks)
+    with pytest.raises(ModelError, match=r"m\.gguf: blk\.0\.attn_q\.scale is not one number"):
+        load(tmp_path / "m.gguf")
+    blocks["blk.0.attn_q.weight"] = floats["blk.0.attn_q.weight"]
+    write_gguf(tmp_path / "m.gguf", LLAMA | VOCABULARY | metadata, blocks)
+    with pytest.raises(ModelError, match=r"holds 2 tensors .*: blk\.0\.attn_q\.(input_)?scale"):
+        load(tmp_path / "m.gguf")
+
+
 def test_blocks_that_ranks_would_divide(tmp_path: Path) -> None:
     make("llama", tmp_path / "m.gguf", {"": "q4_0"})
     with pytest.raises(OctavoError, match=r"divides the inputs of a weight at .*48.*, inside"):
@@ -385,7 +454,8 @@ def test_damaged_headers(data: bytes, message: str, tmp_path: Path) -> None:
     ("metadata", "tensors", "message"),
     [
         ({"general.alignment": 7}, {}, "general.alignment=7; it must be a multiple of 8"),
-        ({}, {"a": (40, (2, 256), bytes(288))}, "tensor a of type NVFP4, .* supported: FLOAT32"),
+        ({}, {"a": (9, (2, 256), bytes(640))}, "tensor a of type Q8_1, .* supported: FLOAT32"),
+        ({}, {"a": (40, (2, 96), bytes(108))}, r"96 columns, which blocks of 64 numbers \(NVFP4"),
         (
             {},
             {"a": (16, (2, 64), bytes(132))},

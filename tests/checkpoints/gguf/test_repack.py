@@ -20,15 +20,19 @@ DIGESTS = {
     "iq3_s": "e87859b973b6168a",
     "tq1_0": "c40f53ea9ff80571",
     "tq2_0": "96fd3706e358f3eb",
+    "nvfp4": "1b3bf0eec0c789eb",
 }
 """Beginnings of the SHA-256 of the numbers of `random_blocks` by the package gguf."""
 
 
 def random_blocks(kind: str) -> np.ndarray[Any, Any]:
-    """Return 400 random blocks, whose float16 factors are neither large nor NaN."""
+    """Return 400 random blocks, whose float16 factors are neither large nor NaN; ggml has no signs
+    of NVFP4's scales."""
     nbytes = REPACKED[kind].stored.nbytes
     blocks = np.random.default_rng(0).integers(0, 256, (400, nbytes), dtype=np.uint8)
-    if kind == "iq1_m":  # the factor's bits are in the highest bits of four numbers
+    if kind == "nvfp4":
+        blocks[:, :4] &= 127  # no signs
+    elif kind == "iq1_m":  # the factor's bits are in the highest bits of four numbers
         blocks[:, 55] = blocks[:, 55] & 15 | 0x20
     else:
         at = {"tq1_0": 52, "tq2_0": 64}.get(kind, 0)
