@@ -315,7 +315,12 @@ def _fields(config: Any, kind: str, rope: Mapping[str, Any], size: int) -> dict[
 
 
 def convert(
-    model: PreTrainedModel, kind: str, path: Path, types: Mapping[str, str] | None = None
+    model: PreTrainedModel,
+    kind: str,
+    path: Path,
+    types: Mapping[str, str] | None = None,
+    *,
+    as_published: bool = True,
 ) -> None:
     """Write a model of transformers.
 
@@ -324,6 +329,7 @@ def convert(
         kind: its `general.architecture`.
         path: the file.
         types: types of tensors by parts of their names; "" for all others; default: f32.
+        as_published: write tensors in the forms of published checkpoints, too: fused, or unused.
     """
     model.config.allow_global_per_layer_attribute_access = True  # Gemma 4
     config, names = model.config, NAMES | OTHER_NAMES.get(kind, {})
@@ -385,13 +391,17 @@ def convert(
             arrays[name] = np.concatenate([arrays.get(name, x[:0].reshape(0, size)), x[None]])
         else:
             arrays[f"{layer}{names[stored]}.{suffix}"] = x
-    if kind == "gemma4":  # published checkpoints have these tensors, which nothing reads
+    if (
+        kind == "gemma4" and as_published
+    ):  # published checkpoints have these tensors, which nothing reads
         for i in range(
             config.num_hidden_layers - config.num_kv_shared_layers, config.num_hidden_layers
         ):
             for part in ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight"):
                 arrays.setdefault(f"blk.{i}.{part}", np.full((2, 32), 7.0))
-    if kind == "chatglm":  # published checkpoints have one tensor for queries, keys and values
+    if (
+        kind == "chatglm" and as_published
+    ):  # published checkpoints have one tensor for queries, keys and values
         for name in [name for name in arrays if "attn_q." in name]:
             others = [name.replace("attn_q", other) for other in ("attn_k", "attn_v")]
             fused = [arrays.pop(part) for part in (name, *others)]

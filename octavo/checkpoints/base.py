@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from octavo.checkpoints.config_json import ConfigJson
 
 if TYPE_CHECKING:
@@ -47,6 +50,15 @@ class Source:
     """True if checkpoints may lack the tensor; it is then read as a tensor without elements."""
     dummy: float | None = None
     """Value of all elements with load_format=dummy; None: random numbers."""
+
+    def row_order(self, rows: int) -> NDArray[np.int64]:
+        """Return the stored rows in the order queries, keys, values; for by_group and by_shard."""
+        if self.transform == "by_shard":
+            queries, values, keys = np.arange(rows).reshape(self.groups, 3, -1).swapaxes(0, 1)
+            return np.concatenate([queries.ravel(), keys.ravel(), values.ravel()])
+        heads = np.arange(rows).reshape(self.groups, self.group_queries + 2, -1)
+        split = np.split(heads, (self.group_queries, self.group_queries + 1), axis=1)
+        return np.concatenate([part.ravel() for part in split])
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ converted: it must describe the same model, with the same tokens for the same te
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,19 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.checkpoints.base import Source, Tensors
-from octavo.checkpoints.gguf.architectures import ARCHITECTURES, Architecture
-from octavo.checkpoints.gguf.config import SAMPLING
+from octavo.checkpoints.gguf.architectures import ARCHITECTURES, Architecture, stored_name
+from octavo.checkpoints.gguf.config import NOT_ROTATED, SAMPLING
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.errors import ConfigError, ModelError
 from octavo.layers.rope_spec import RopeSpec
 from octavo.layers.rotary import build_cos_sin_cache
 from octavo.model_tools.block_quantizers import quantize
+from octavo.model_tools.gguf_metadata import attention_blocks, first_rope, model_metadata
 from octavo.model_tools.gguf_tokenizer import PROBES, tokenizer_metadata
 from octavo.model_tools.source_tensors import as_bytes, read_rows, require_float16, row_ranges
 from octavo.model_tools.unfinished import Piece, TensorFile
-from octavo.models.blocks.attention import AttentionSpec
-from octavo.models.blocks.mlp import MLPSpec
-from octavo.models.blocks.norm import RMSNormSpec
 from octavo.models.registry import read_spec
 from octavo.models.spec import ModelSpec
 from octavo.system.block_types import BLOCK_TYPES
@@ -41,21 +39,26 @@ _ALIGNMENT = 32
 _NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 30, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7}
 _NUMBERS |= {"q8_0": 8, "q4_k": 12, "q5_k": 13, "q6_k": 14}
 """Types of tensors, by ggml's numbers."""
-WRITTEN: tuple[str, ...] = (
-    "llama",
-    "qwen2",
-    "qwen3",
-    "gemma",
-    "gemma2",
-    "gemma3",
-    "granite",
-    "smollm3",
-    "olmo2",
-)
-WRITTEN += ("phi3", "exaone4", "seed_oss", "ernie4_5", "hunyuan-dense")
+_NOT_WRITTEN = ("bitnet", "exaone", "internlm2", "qwen2vl", "qwen3vl", "paddleocr", "xverse")
+"""Architectures that are read only: llama.cpp computes another activation (bitnet), they are parts
+of models, or their models in Hugging Face's form have other names than those of Llama."""
+WRITTEN: tuple[str, ...] = tuple(kind for kind in ARCHITECTURES if kind not in _NOT_WRITTEN)
 """Architectures that are written, by `general.architecture`."""
-_PATTERNS = ("olmo2", "exaone4")
-"""Architectures whose files name the layers with sliding windows."""
+_OTHER_KINDS = {
+    "MistralForCausalLM": "llama",  # llama.cpp computes it as Llama
+    "Ministral3ForCausalLM": "mistral3",
+    "MiniCPMForCausalLM": "minicpm",
+    "MptForCausalLM": "mpt",
+}
+"""Kinds of architectures that are not those of their names in `ARCHITECTURES`."""
+_FLOATS = ("altup", "laurel", "per_layer_model_proj")
+"""Beginnings of the names of matrices that are not quantized."""
+_FLOATS32 = ("position_embd", "altup_correct_coef", "altup_predict_coef")
+"""Matrices that are in float32."""
+_COMPARED = ("vocab_size", "hidden_size", "max_model_len", "embed", "layers", "head", "streams")
+"""Parts of a model that the file must describe."""
+_NOT_COMPARED = ("form", "forms", "scale_given")
+"""Fields of these parts without effect on answers to tokens."""
 _SMALLER = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 """Types of rows that blocks of 256 numbers do not divide."""
 
@@ -141,7 +144,8 @@ def make_gguf(
         value = spec.generation_config.get(field)
         if value is not None and (field != "top_k" or value > 0):
             described[f"general.sampling.{key}"] = value
-    described |= _metadata(spec, kind, architecture)
+    described |= model_metadata(spec, kind, architecture)
+    described |= _xielu(spec, tensors, architecture)
     described |= tokenizer_metadata(
         tokenizer_json, tokenizer, spec.vocab_size, spec.eos_token_ids, spec.bos_token_id
     )
@@ -171,12 +175,17 @@ def check_description(
     path = folder / "description.gguf"
     try:
         with path.open("wb") as stream:
-            stream.write(file.head + file.pieces[0].make())  # factors of wavelengths, if any
+            stream.write(file.head)
+            for piece in file.pieces[: len(_rope_factors(spec))]:  # the reader needs their numbers
+                stream.write(piece.make())
             stream.truncate(file.nbytes)
         checkpoint = open_checkpoint(path)
         found = read_spec(checkpoint)
         checkpoint.open(found.expected)
-        for field in ("vocab_size", "hidden_size", "max_model_len", "embed", "layers", "head"):
+        if (inputs := spec.embed.layer_inputs) is not None:  # the file has a row for each token
+            inputs = replace(inputs, rows=inputs.vocab_size)
+            spec = replace(spec, embed=replace(spec.embed, layer_inputs=inputs))
+        for field in _COMPARED:
             if not _same(getattr(spec, field), getattr(found, field)):
                 raise ConfigError(
                     f"{spec.architecture} with this config.json cannot be written to GGUF: its "
@@ -194,74 +203,23 @@ def check_description(
 
 
 def _find_architecture(spec: ModelSpec) -> tuple[str, Architecture]:
-    name = spec.architecture
-    if name == "MistralForCausalLM":  # llama.cpp computes it as Llama
-        name = "LlamaForCausalLM"
-    known = []
+    other = _OTHER_KINDS.get(spec.architecture)
+    if other is not None:
+        return other, ARCHITECTURES[other]
+    known = [*_OTHER_KINDS]
     for kind in WRITTEN:
         architecture = ARCHITECTURES[kind]
         names = [architecture.name, *filter(None, [architecture.windowed_name])]
-        if name in names:
+        if spec.architecture in names:
             return kind, architecture
         known += names
     raise ConfigError(
-        f"{spec.architecture} cannot be written to GGUF; supported: {', '.join(sorted(known))}."
+        f"{spec.architecture} cannot be written to GGUF; supported: "
+        f"{', '.join(sorted(set(known)))}."
     )
 
 
 # Metadata
-
-
-def _metadata(spec: ModelSpec, kind: str, architecture: Architecture) -> dict[str, Any]:
-    """Return the parameters of the model."""
-    attentions = [b for layer in spec.layers for b in layer.blocks if isinstance(b, AttentionSpec)]
-    mlps = [b for layer in spec.layers for b in layer.blocks if isinstance(b, MLPSpec)]
-    norm = spec.head.norm
-    if not attentions or not mlps or not isinstance(norm, RMSNormSpec):
-        raise ConfigError(f"{spec.architecture} cannot be written to GGUF: its blocks differ.")
-    whole = next((a for a in attentions if a.sliding_window is None), attentions[0])
-    rotary = [a.positions for a in (whole, *attentions) if isinstance(a.positions, RopeSpec)]
-    if not rotary:
-        raise ConfigError(f"{spec.architecture} cannot be written to GGUF: it has no positions.")
-    rope = rotary[0]
-    window = next((a.sliding_window for a in attentions if a.sliding_window), 0)
-    values: dict[str, Any] = {
-        "context_length": spec.max_model_len,
-        "embedding_length": spec.hidden_size,
-        "block_count": len(spec.layers),
-        "feed_forward_length": mlps[0].down.inputs,
-        "attention.head_count": whole.num_heads,
-        "attention.head_count_kv": whole.num_kv_heads,
-        "attention.key_length": whole.head_size,
-        "attention.value_length": whole.head_size,
-        "attention.layer_norm_rms_epsilon": float(norm.eps),
-        "rope.freq_base": float(rope.theta),
-        "rope.dimension_count": rope.rotary_dim,
-        "vocab_size": spec.vocab_size,
-    }
-    if architecture.windowed and (window or kind not in _PATTERNS):
-        values["attention.sliding_window"] = window
-        if kind in _PATTERNS:
-            pattern = [a.sliding_window is not None for a in attentions]
-            values["attention.sliding_window_pattern"] = pattern
-    optional = {
-        "attn_logit_softcapping": whole.soft_cap,
-        "final_logit_softcapping": spec.head.soft_cap,
-        "attention.scale": whole.scale,
-        "embedding_scale": spec.embed.scale,
-        "residual_scale": spec.layers[0].residual_multiplier,
-        "logit_scale": None if spec.head.scale is None else 1 / spec.head.scale,
-    }
-    known = set(architecture.fields.values())
-    values |= {k: float(v) for k, v in optional.items() if k in known and v is not None}
-    match rope.rope_type:
-        case "linear":
-            values |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope.factor)}
-            values["context_length"] = round(spec.max_model_len / rope.factor)
-        case "yarn":
-            values |= {"rope.scaling.type": "yarn", "rope.scaling.factor": float(rope.factor)}
-            values["rope.scaling.original_context_length"] = rope.original_max_position
-    return {f"{kind}.{key}": value for key, value in values.items()}
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -276,7 +234,7 @@ def _same(one: Any, other: Any) -> bool:
     if is_dataclass(one) and not isinstance(one, type):
         if type(one) is not type(other):
             return False
-        names = [f.name for f in fields(one) if f.name not in ("form", "forms")]
+        names = [f.name for f in fields(one) if f.name not in _NOT_COMPARED]
         return all(_same(getattr(one, name), getattr(other, name)) for name in names)
     if isinstance(one, tuple) and isinstance(other, tuple):
         seen: set[tuple[int, int]] = set()
@@ -294,33 +252,108 @@ def _same(one: Any, other: Any) -> bool:
 # Tensors
 
 
+@dataclass(frozen=True)
+class _Part:
+    """Tensor of the checkpoint, and how its rows become those of the file."""
+
+    source: Source
+    shape: tuple[int, ...]
+    order: NDArray[np.int64] | None
+    """Row of the checkpoint at each place; None: the rows keep their order."""
+    turned: bool
+    """True if the checkpoint has columns in place of rows."""
+    shift: float
+    """Number that is added."""
+
+
 def _tensors(
     spec: ModelSpec, tensors: Tensors, architecture: Architecture, mix: Mix
 ) -> Iterator[_Tensor]:
-    attention = next(b for b in spec.layers[0].blocks if isinstance(b, AttentionSpec))
-    heads = {"q_proj": attention.num_heads, "k_proj": attention.num_kv_heads}
-    rope = attention.positions
-    if isinstance(rope, RopeSpec) and rope.rope_type == "llama3":
-        factors = _llama3_factors(rope).tobytes()
-        yield _padded("rope_freqs.weight", "float32", (rope.rotary_dim // 2,), factors)
-    places = {spec.layer_names.format(i): i for i in range(len(spec.layers))}
-    by_name = {source.name: source for w in spec.weights() for source in w.sources}
-    for source in by_name.values():
-        prefix = next((p for p in places if source.name.startswith(p)), None)
-        layer = None if prefix is None else places[prefix]
-        module, _, suffix = source.name.removeprefix(prefix or "").rpartition(".")
-        stored = architecture.names.get(module)
-        if stored is None or source.transform != "none":
+    """Yield all tensors; those with factors of positions come first."""
+    yield from _rope_factors(spec)
+    for name, sources in _by_stored_name(spec, architecture).items():
+        if ".xielu." in name:
+            continue  # metadata
+        parts = [_part(source, spec, architecture) for source in sources]
+        shape = parts[0].shape
+        if len(parts) > 1 or ".norms." in sources[0].name:
+            shape = (len(parts), *shape)
+        yield _converted(name, _type_in(spec, mix, name, shape), shape, parts, tensors)
+    if architecture is ARCHITECTURES["gemma3n"]:
+        yield from _unused_tensors(spec, mix)
+
+
+def _by_stored_name(spec: ModelSpec, architecture: Architecture) -> dict[str, list[Source]]:
+    """Return the checkpoint's tensors by their names in the file, of which they may be slices.
+
+    Raises:
+        ConfigError: GGUF has no name for one.
+    """
+    parts: dict[str, list[Source]] = {}
+    for source in {s.name: s for w in spec.weights() for s in w.sources}.values():
+        name = stored_name(source.name, architecture.names, architecture.layers)
+        if name is None or source.transform not in ("none", "transpose", "by_group"):
             raise ConfigError(f"GGUF has no name for {source.name} of {spec.architecture}.")
-        name = f"{stored}.{suffix}" if layer is None else f"blk.{layer}.{stored}.{suffix}"
-        order = None
-        if architecture.permuted and module.rpartition(".")[2] in heads:
-            number = heads[module.rpartition(".")[2]]
-            rows = np.arange(source.shape[0]).reshape(number, 2, -1)
-            order = rows.swapaxes(1, 2).ravel()  # rotations of neighbors
-        shift = architecture.norm_shift if module.endswith("norm") else 0.0
-        kind = _type_of(mix, stored, layer, len(spec.layers), source.shape, tied=spec.tied)
-        yield _converted(name, kind, source, tensors, order, shift)
+        parts.setdefault(name, []).append(source)
+    return parts
+
+
+def _part(source: Source, spec: ModelSpec, architecture: Architecture) -> _Part:
+    turned, order = source.transform == "transpose", None
+    shape = source.shape[::-1] if turned else source.shape
+    attention, module = attention_blocks(spec)[0], source.name.split(".")[-2]
+    heads = {"q_proj": attention.num_heads, "k_proj": attention.num_kv_heads}
+    inputs = spec.embed.layer_inputs
+    if source.transform == "by_group":
+        order = source.row_order(shape[0])
+    elif architecture.permuted and module in heads:
+        rows = np.arange(shape[0]).reshape(heads[module], 2, -1)
+        order = rows.swapaxes(1, 2).ravel()  # rotations of neighbors
+    elif inputs is not None and source.name == f"{inputs.module}.weight":
+        # Tokens without a row have that of token 0.
+        order = np.arange(inputs.vocab_size)
+        order[inputs.rows :] = 0
+        shape = (inputs.vocab_size, *shape[1:])
+    shift = architecture.norm_shift if source.name.endswith("norm.weight") else 0.0
+    return _Part(source, shape, order, turned, shift)
+
+
+def _unused_tensors(spec: ModelSpec, mix: Mix) -> Iterator[_Tensor]:
+    """Yield zeros for the keys and values of Gemma 3n's layers that read those of others.
+
+    llama.cpp requires these tensors, and reads none of them.
+    """
+    for layer, attention in enumerate(attention_blocks(spec)):
+        if attention.source is None:
+            continue
+        rows = attention.num_kv_heads * attention.head_size
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
+            ("attn_k", "attn_v"), (rows, spec.hidden_size)
+        )
+        for stored, shape in (shapes | {"attn_k_norm": (attention.head_size,)}).items():
+            name = f"blk.{layer}.{stored}.weight"
+            kind = _type_in(spec, mix, name, shape)
+            nbytes = (shape[0] if len(shape) > 1 else 1) * _row_nbytes(kind, (1, *shape[-1:]))
+            yield _padded(name, kind, shape, bytes(nbytes))
+
+
+def _xielu(spec: ModelSpec, tensors: Tensors, architecture: Architecture) -> dict[str, Any]:
+    """Return the parameters of the activation xIELU of each layer, if the model has it."""
+    values: dict[str, list[float]] = {}
+    for name, (source, *_) in _by_stored_name(spec, architecture).items():
+        if ".xielu." in name:
+            number = float(read_rows(tensors, source, 0, 1)[0])
+            values.setdefault(name.partition(".xielu.")[2], []).append(number)
+    if values:
+        values |= {"beta": [0.5] * len(spec.layers), "eps": [-1e-6] * len(spec.layers)}
+    return {f"xielu.{key}": value for key, value in values.items()}
+
+
+def _type_in(spec: ModelSpec, mix: Mix, name: str, shape: tuple[int, ...]) -> str:
+    """Return the type of a tensor by its name in the file."""
+    words = name.split(".")
+    layer = int(words[1]) if words[0] == "blk" else None
+    return _type_of(mix, words[-2], layer, len(spec.layers), shape, tied=spec.tied)
 
 
 def _type_of(
@@ -333,10 +366,12 @@ def _type_of(
     tied: bool,
 ) -> str:
     """Return the type of a tensor; these are the choices of llama.cpp's quantizer."""
-    if len(shape) < 2:
+    if len(shape) < 2 or stored.endswith("norm") or stored in _FLOATS32:
         return "float32"
     kind = mix.base
-    if stored == "output" or (stored == "token_embd" and tied):
+    if stored.startswith(_FLOATS):
+        return "float16" if kind in BLOCK_TYPES else kind
+    if stored == "output" or (stored in ("token_embd", "per_layer_token_embd") and tied):
         kind = mix.head
     elif stored == "attn_qkv" and mix.fused is not None:
         kind = mix.fused
@@ -358,27 +393,26 @@ def _needs_more_bits(layer: int, num_layers: int) -> bool:
 
 
 def _converted(
-    name: str,
-    kind: str,
-    source: Source,
-    tensors: Tensors,
-    order: NDArray[np.int64] | None,
-    shift: float,
+    name: str, kind: str, shape: tuple[int, ...], parts: list[_Part], tensors: Tensors
 ) -> _Tensor:
-    def make(begin: int, end: int, padding: int) -> bytes:
-        x = read_rows(tensors, source, begin, end, order) + np.float32(shift)
+    def make(part: _Part, begin: int, end: int, padding: int) -> bytes:
+        source = part.source
+        x = read_rows(tensors, source, begin, end, part.order, turned=part.turned)
+        x += np.float32(part.shift)
         if kind in BLOCK_TYPES:
             require_float16(x, source.name)
             return quantize(x, kind).tobytes() + bytes(padding)
         return as_bytes(x, kind, source.name) + bytes(padding)
 
-    row = _row_nbytes(kind, source.shape)
     pieces = []
-    for begin, end in row_ranges(source.shape):
-        padding = -source.shape[0] * row % _ALIGNMENT if end == source.shape[0] else 0
-        nbytes = (end - begin) * row + padding
-        pieces.append(Piece(nbytes, partial(make, begin, end, padding)))
-    return _Tensor(name, kind, source.shape, tuple(pieces))
+    for index, part in enumerate(parts):
+        row = _row_nbytes(kind, part.shape)
+        for begin, end in row_ranges(part.shape):
+            is_last = index + 1 == len(parts) and end == part.shape[0]
+            padding = -len(parts) * part.shape[0] * row % _ALIGNMENT if is_last else 0
+            nbytes = (end - begin) * row + padding
+            pieces.append(Piece(nbytes, partial(make, part, begin, end, padding)))
+    return _Tensor(name, kind, shape, tuple(pieces))
 
 
 def _padded(name: str, kind: str, shape: tuple[int, ...], data: bytes) -> _Tensor:
@@ -392,6 +426,28 @@ def _row_nbytes(kind: str, shape: tuple[int, ...]) -> int:
         size = BLOCK_TYPES[kind]
         return columns // size.numbers * size.nbytes
     return columns * DTYPE_NBYTES[kind]
+
+
+def _rope_factors(spec: ModelSpec) -> list[_Tensor]:
+    """Return the tensors with factors of the wavelengths of rotary positions."""
+    rope = first_rope(spec)
+    factors: dict[str, Sequence[float] | NDArray[Any]] = {}
+    match None if rope is None else rope.rope_type:
+        case "llama3":
+            assert rope is not None
+            factors["rope_freqs"] = _llama3_factors(rope)
+        case "longrope":
+            assert rope is not None
+            factors["rope_factors_long"] = rope.long_factor
+            factors["rope_factors_short"] = rope.short_factor
+        case "proportional":
+            assert rope is not None
+            half = rope.rotary_dim // 2
+            factors["rope_freqs"] = np.where(np.arange(half) < rope.turning_pairs, 1, NOT_ROTATED)
+    return [
+        _padded(f"{name}.weight", "float32", (len(x),), np.asarray(x, "<f4").tobytes())
+        for name, x in factors.items()
+    ]
 
 
 def _llama3_factors(rope: RopeSpec) -> NDArray[np.float32]:

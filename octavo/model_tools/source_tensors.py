@@ -35,6 +35,8 @@ def read_rows(
     begin: int,
     end: int,
     order: NDArray[np.int64] | None = None,
+    *,
+    turned: bool = False,
 ) -> NDArray[np.float32]:
     """Return rows of a tensor in float32.
 
@@ -44,6 +46,7 @@ def read_rows(
         begin: first row.
         end: end of the rows.
         order: index of the row that comes at each place; None: the rows keep their order.
+        turned: True if the rows are the columns of the tensor.
 
     Raises:
         ModelError: a number is not finite.
@@ -54,10 +57,10 @@ def read_rows(
             f"{source.name} has the shape {list(tensor.shape)} in place of {list(source.shape)}, "
             "which convert does not support."
         )
-    array: NDArray[Any] = tensor.numpy()
+    array: NDArray[Any] = tensor.numpy().T if turned else tensor.numpy()
     rows = array[begin:end] if order is None else array[order[begin:end]]
     floats: NDArray[np.float32] = rows.astype(np.float32)  # a copy
-    if end == source.shape[0]:
+    if end == len(array if order is None else order):
         tensors.done(tensor)
     if not np.isfinite(floats).all():
         raise ModelError(

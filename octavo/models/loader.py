@@ -298,16 +298,9 @@ def _rows(source: Source, weight: Weight) -> list[slice | IntArray]:
     """Return the rows of a module that a weight needs."""
     parts = source.parts
     match source.transform:
-        case "by_group":
-            rows, queries = weight.whole_rows, source.group_queries
-            heads = np.arange(rows).reshape(source.groups, queries + 2, -1)
-            split = np.split(heads, (queries, queries + 1), axis=1)
-            order = np.concatenate([part.ravel() for part in split])
-            return [order[begin:end] for begin, end in parts or ((0, rows),)]
-        case "by_shard":
+        case "by_group" | "by_shard":
             rows = weight.whole_rows
-            stored = np.arange(rows).reshape(source.groups, 3, -1)  # queries, values, keys
-            order = np.concatenate([stored[:, kind].ravel() for kind in (0, 2, 1)])
+            order = source.row_order(rows)
             return [order[begin:end] for begin, end in parts or ((0, rows),)]
         case "skip_rows":
             parts = ((source.shape[0] - weight.shape[0], source.shape[0]),)

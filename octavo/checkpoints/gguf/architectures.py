@@ -118,6 +118,25 @@ class Architecture:
     """Number that the converter has added to the weights of norms."""
 
 
+def stored_name(name: str, names: Mapping[str, str], layers: str) -> str | None:
+    """Return the name of a tensor in GGUF, or None.
+
+    Args:
+        name: the tensor's name in Hugging Face's form.
+        names: names of modules, as in `Architecture.names`.
+        layers: prefix of the names of layers.
+    """
+    module, _, kind = name.rpartition(".")
+    layer, _, inner = module.removeprefix(layers).partition(".")
+    if not module.startswith(layers) or not layer.isdecimal():
+        return f"{names[module]}.{kind}" if module in names else None
+    whole = names.get(f"{inner}.{kind}".removeprefix("."))
+    inner = inner.partition(".norms.")[0] + ".norms" if ".norms." in inner else inner
+    if whole is None and inner not in names:
+        return None
+    return f"blk.{layer}.{whole or f'{names[inner]}.{kind}'}"
+
+
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("LlamaForCausalLM", permuted=True),
     "mistral3": Architecture(

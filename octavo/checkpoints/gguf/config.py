@@ -69,7 +69,7 @@ _IGNORED: tuple[str, ...] = (
 _IGNORED += ("mm.", "vision.")
 """Keys, or beginnings of keys, that do not change the text model's numbers."""
 _MOST = 1e30
-_NOT_ROTATED = float(np.float32(1e30))
+NOT_ROTATED = float(np.float32(1e30))
 """Factor of the wavelengths of pairs that Gemma 4 does not rotate."""
 _LARGE_GEMMAS: dict[tuple[str, Any], float] = {("gemma2", 46): 144.0, ("gemma3", 62): 168.0}
 """Scalars of queries of the 27B models, by architecture and layers; others use the head's size."""
@@ -424,7 +424,7 @@ class Description:
         if self.number("rope.dimension_count_swa") not in (None, head_dim):
             raise self.error("rope.dimension_count_swa is not the size of a head")
         turning = sum(factor == 1 for factor in factors)
-        if [*factors] != [1.0] * turning + [_NOT_ROTATED] * (len(factors) - turning):
+        if [*factors] != [1.0] * turning + [NOT_ROTATED] * (len(factors) - turning):
             raise self.error("rope_freqs.weight has factors that are neither 1 nor 1e30")
         positions: dict[str, Any] = {"rope_theta": config.get("rope_theta", 1e6)}
         if factors:

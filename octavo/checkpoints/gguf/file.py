@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from octavo import _native
 from octavo.checkpoints.base import FLOATS, Expected, LoadFormat, Source, shorten_names
 from octavo.checkpoints.config_json import ConfigJson
-from octavo.checkpoints.gguf.architectures import FUSED, FUSED_MODULES, Architecture
+from octavo.checkpoints.gguf.architectures import FUSED, FUSED_MODULES, Architecture, stored_name
 from octavo.checkpoints.gguf.config import Description
 from octavo.checkpoints.gguf.header import STORED_BLOCKS, GGUFHeader, GGUFTensor
 from octavo.checkpoints.gguf.repack import REPACKED, repack
@@ -170,14 +170,7 @@ class GGUFFile:
 
     def _stored_name(self, name: str) -> str:
         """Return the name in the file of a tensor; its own name if the file has none."""
-        module, _, kind = name.rpartition(".")
-        prefix = self._described.architecture.layers
-        layer, _, inner = module.removeprefix(prefix).partition(".")
-        if not module.startswith(prefix) or not layer.isdecimal():
-            return f"{self._names.get(module, module)}.{kind}"
-        whole = self._names.get(f"{inner}.{kind}".removeprefix("."))
-        inner = inner.partition(".norms.")[0] + ".norms" if ".norms." in inner else inner
-        return f"blk.{layer}.{whole or f'{self._names.get(inner, inner)}.{kind}'}"
+        return stored_name(name, self._names, self._described.architecture.layers) or name
 
     def open(self, expected: Expected) -> GGUFTensors:
         """Compare the tensors with `expected`; see `Checkpoint`."""
@@ -390,10 +383,8 @@ class GGUFTensors:
 
 def _by_group(rows: NDArray[np.uint8], source: Source) -> NDArray[np.uint8]:
     """Return the rows in the order of groups of heads; the file has all queries first."""
-    numbers = np.arange(len(rows)).reshape(source.groups, source.group_queries + 2, -1)
-    split = np.split(numbers, (source.group_queries, source.group_queries + 1), axis=1)
     grouped = np.empty_like(rows)
-    grouped[np.concatenate([part.ravel() for part in split])] = rows
+    grouped[source.row_order(len(rows))] = rows
     return grouped
 
 
