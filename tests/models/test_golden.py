@@ -131,6 +131,10 @@ LATER: dict[str, tuple[int, str]] = {
     "jais2": (1477048, "4661b77c8ce63a57"),
     "helium": (1593184, "1e6408ab67e18909"),
     "cwm": (1992448, "c0e2bfafdf0b5fcb"),
+    "vaultgemma": (1528672, "c39e57f947db09c0"),
+    "codegen": (1571746, "ccde76780cc8abc7"),
+    "gpt-bigcode": (1492840, "074237518d2b91fc"),
+    "gpt-bigcode-heads": (2106928, "87e6c28f54f5ad5c"),
 }
 """Digests of the cases that have their own."""
 
