@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -14,10 +15,14 @@ from octavo import LLM, SamplingParams
 from octavo.kernels.reference import ReferenceOps
 from octavo.kernels.torch_tensors import from_torch
 from octavo.quantization import int4
+from octavo.quantization.base import PackedShape
+from octavo.quantization.gptq import GPTQ
 from octavo.quantization.int4 import GROUP_SIZE
+from octavo.system.tensor import from_numpy
 from tests.drafts import SETTINGS, Drafter
 from tests.e2e.test_triton import folder
 from tests.fake_gpu import CUDA, FakeGpu
+from tests.quantization.test_gptq import module as gptq_module
 from tests.triton import needs_triton
 
 pytestmark = needs_triton
@@ -173,12 +178,25 @@ def test_weights_of_codes(
 ) -> None:
     """Activations stay in the model's type: the tokens are those of the dequantized weights."""
     monkeypatch.setattr(int4, "SMALL", 0)  # otherwise, weights as small as these are int8
-    params, replays = [PLAIN, GREEDY, GREEDY], gpu.replays
+    params = [PLAIN, GREEDY, GREEDY]
     expected = ids(run(dequantize(llama, form, group, tmp_path), params, device="cpu"))
-    got = run(llama, params, gpu, device="cuda", quantization=name, batch_invariant=True)
+    got = run(llama, params, gpu, device="cuda", quantization=name, enforce_eager=True)
     assert ids(got) == expected
     assert gpu.waits == []
-    assert gpu.replays > replays
+
+
+def test_a_weight_of_a_checkpoint(gpu: FakeGpu) -> None:
+    """The product with the unit matrix is the weight, with zeros and an order of inputs."""
+    stored, weight = gptq_module(np.random.default_rng(0), 40, 96, group=32, ordered=True)
+    form = GPTQ(group_size=32, symmetric=False, ordered=True)
+    names = (source.name.removeprefix("m.") for source in form.sources("m", 40, 96))
+    tensors = [from_numpy(np.ascontiguousarray(stored[name])) for name in names]
+    from octavo.kernels.triton.ops import TritonOps  # needs triton
+
+    ops = TritonOps(CUDA, upcast=True)
+    packed = form.pack(ops, form.cut(tensors, [slice(None)], None), PackedShape(40, 96, "float32"))
+    got = ops.linear(torch.eye(96, device=CUDA), packed)
+    np.testing.assert_allclose(ops.to_host(got).T, weight, rtol=1e-6, atol=1e-8)
 
 
 def test_everything_that_sampling_has(llama: str, llm: LLM, gpu: FakeGpu) -> None:

@@ -8,8 +8,6 @@ from pathlib import Path
 from octavo import LLM, SamplingParams
 from tests.models.harness import make_hf
 from tests.models.test_parity import CASES, VOCAB
-from tests.quantization.harness import SIZES, Folders
-from tests.quantization.test_awq import GROUP, module
 from tests.triton import needs_triton
 
 pytestmark = needs_triton
@@ -24,14 +22,12 @@ def folder(case: str, tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def prompts(vocab: int) -> list[list[int]]:
+def prompts() -> list[list[int]]:
     rng = random.Random(0)
-    return [[rng.randrange(3, vocab) for _ in range(n)] for n in (1, 9, 20, 33)]
+    return [[rng.randrange(3, VOCAB) for _ in range(n)] for n in (1, 9, 20, 33)]
 
 
-def tokens(
-    model: str, params: list[SamplingParams], vocab: int = VOCAB, **settings: object
-) -> list[list[int]]:
+def tokens(model: str, params: list[SamplingParams], **settings: object) -> list[list[int]]:
     defaults = {"max_num_batched_tokens": 24, "max_num_seqs": 4, "num_gpu_blocks_override": 40}
     with LLM(
         model=model,
@@ -42,7 +38,7 @@ def tokens(
         **defaults | settings,
     ) as llm:
         outputs = llm.generate(
-            [{"prompt_token_ids": ids} for ids in prompts(vocab)], params, use_tqdm=False
+            [{"prompt_token_ids": ids} for ids in prompts()], params, use_tqdm=False
         )
         return [list(output.outputs[0].token_ids) for output in outputs]
 
@@ -51,15 +47,3 @@ def test_greedy_tokens_are_the_same(tmp_path: Path) -> None:
     model = folder("gemma2", tmp_path)
     params = [GREEDY] * 4
     assert tokens(model, params, attention_backend="triton") == tokens(model, params)
-
-
-def test_tokens_of_a_quantized_checkpoint(tmp_path: Path) -> None:
-    """They are those of the dequantized weights: activations stay in the model's type."""
-    folders = Folders(
-        tmp_path,
-        lambda rng, name, *shape: None if name == "lm_head" else module(rng, *shape),
-        quant_method="awq", bits=4, group_size=GROUP, zero_point=True, version="gemm",
-    )  # fmt: skip
-    params, vocab = [GREEDY] * 4, SIZES["vocab_size"]
-    got = tokens(str(folders.quantized), params, vocab, attention_backend="triton")
-    assert got == tokens(str(folders.plain), params, vocab)

@@ -145,11 +145,11 @@ def test_prompt_embeds_lack_the_ids_that_some_models_need(case, tmp_path):
 
 
 def test_blocks_need_the_native_kernels():
-    types = {"lm_head": "q4_0", "model.layers.0.mlp.down_proj": "q6_k"}
+    types = {"model.layers.0.mlp.down_proj": "q4_0", "model.layers.1.mlp.down_proj": "q8_0"}
     described = ConfigJson({"quantization_config": {"quant_method": "gguf", "types": types}}, "")
     spec = assign(SPEC, None, described)
     config = EngineConfig.from_kwargs(attention_backend="triton")
-    with pytest.raises(ConfigError, match="weights of the form gguf-q4_0, gguf-q6_k, which only"):
+    with pytest.raises(ConfigError, match="weights of the form gguf-q4_0, gguf-q8_0, which only"):
         set_up_worker(config, spec, PATH, CPUPlatform(), 64)
     set_up_worker(EngineConfig(), spec, PATH, CPUPlatform(), 64)
 
