@@ -39,7 +39,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 GLM = {"pad_token_id": 0, "head_dim": 16, "partial_rotary_factor": 0.5}
-SECTIONS = {"rope_type": "default", "rope_theta": 1e5, "mrope_section": [4, 2, 2]}
+SECTIONS = {"rope_type": "default", "rope_theta": 1e5, "mrope_section": [6, 5, 5]}
 GEMMA4 = {"head_dim": 16, "global_head_dim": 32, "sliding_window": 8}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {"attention_bias": True}),
