@@ -10,6 +10,9 @@ from octavo import _native
 from octavo.attention.base import AttentionBackend
 from octavo.system.tensor import Tensor
 
+Handed = tuple[Tensor, "Tensor | None", "Tensor | None"]
+"""Output of a stage: (x, residual) as for `Layer`, and `StepContext.layer_inputs`."""
+
 
 @dataclass(slots=True)
 class StepContext:
@@ -24,10 +27,9 @@ class StepContext:
         kept: filled by the model: [T, hidden_size] after each of `kept_layers`, the residual added.
         embeds: [T, embed_size], replaces the tokens' rows of the embedding's table; changed in
             place.
-        received: output of the previous stage: (x, residual) as for `Layer`.
+        received: output of the previous stage.
         progress: notified of each layer with keys and values in the cache.
-        handed: filled by the model if another stage has the next layers: (x, residual) as for
-            `Layer`.
+        handed: filled by the model if another stage has the next layers.
         arrays: arrays that blocks declare, by name; see `StepArray`.
         layer_inputs: filled by the model: [T, layers, size], inputs of the layers besides the
             residual stream.
@@ -40,8 +42,8 @@ class StepContext:
     kept_layers: tuple[int, ...] = ()
     kept: dict[int, Tensor] = field(default_factory=dict)
     embeds: Tensor | None = None
-    received: tuple[Tensor, Tensor | None] | None = None
+    received: Handed | None = None
     progress: _native.StepProgress | None = None
-    handed: tuple[Tensor, Tensor | None] | None = None
+    handed: Handed | None = None
     arrays: Mapping[str, Tensor] = field(default_factory=dict)
     layer_inputs: Tensor | None = None

@@ -50,7 +50,8 @@ class DecoderModel:
     def forward(self, input_ids: Tensor, step: StepContext) -> Tensor:
         """Return the hidden states after the final norm.
 
-        A stage starts from `StepContext.received`, and passes its hidden states on without a norm.
+        A stage starts from `StepContext.received`, and passes its residual stream on without a
+        norm.
         """
         x: Tensor
         residual: Tensor | None = None
@@ -58,18 +59,14 @@ class DecoderModel:
             x = self.begin(input_ids, step)
         else:
             assert step.received is not None
-            x, residual = step.received
-            if self.streams is not None:
-                x = self.streams.make(x)
+            x, residual, step.layer_inputs = step.received
         for index, layer in enumerate(self.layers):
             x, residual = layer(x, residual, step)
             if index in step.kept_layers:
                 step.kept[index] = x if residual is None else self._add(x, residual)
         if self.spec.has_head:
             return self.finish(x, residual)
-        if self.streams is not None:
-            x = self.streams.join(x)
-        step.handed = x, residual
+        step.handed = x, residual, step.layer_inputs
         return x
 
     def begin(self, input_ids: Tensor, step: StepContext) -> Tensor:

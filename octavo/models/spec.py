@@ -109,12 +109,24 @@ class ModelSpec:
                 f"pipeline_parallel_size of more than 1 is not supported with {self.architecture}; "
                 "leave it out."
             )
+        layers = self.layers[begin:end]
+        moved = {
+            id(layer): layer.with_blocks([block.in_stage(begin) for block in layer.blocks])
+            for layer in layers
+            if layer.cache_layer is not None
+        }
+        has_embed, has_head, streams = begin == 0, end == len(self.layers), self.streams
+        if streams is not None:
+            streams = StreamsSpec(
+                streams.make if has_embed else (), streams.join if has_head else ()
+            )
         stage = replace(
             self,
-            layers=self.layers[begin:end],
+            layers=tuple(moved.get(id(layer), layer) for layer in layers),
+            streams=streams,
             first_layer=begin,
-            has_embed=begin == 0,
-            has_head=end == len(self.layers),
+            has_embed=has_embed,
+            has_head=has_head,
         )
         names, own = ({s.name for w in m.weights() for s in w.sources} for m in (self, stage))
         return replace(stage, elsewhere=frozenset(names - own))
@@ -123,6 +135,19 @@ class ModelSpec:
     def hands_residual(self) -> bool:
         """True if the residual stream has two parts between layers; see `Layer`."""
         return self.layers[0].hands_residual
+
+    @property
+    def stream_size(self) -> int:
+        """Size of x between layers, see `Layer`; of the whole model."""
+        return self.hidden_size * (1 if self.streams is None else 1 + len(self.streams.make))
+
+    @property
+    def handed_numbers(self) -> int:
+        """Numbers that a stage of the whole model hands to the next one for a token."""
+        inputs = self.embed.layer_inputs
+        residual = self.hidden_size * self.hands_residual
+        of_layers = 0 if inputs is None else inputs.num_layers * inputs.size
+        return self.stream_size + residual + of_layers
 
     @property
     def tied(self) -> bool:
@@ -245,22 +270,19 @@ def divide_layers(spec: ModelSpec, num_stages: int, asked: str | None) -> list[t
             weights that a stage reads for a token, including the LM head.
 
     Raises:
-        ConfigError: there are too few layers, `asked` does not match the layers, or a layer reads
-            the cache of another one.
+        ConfigError: there are too few layers, or `asked` does not match the layers, or divides
+            layers of which one reads the cache of another.
     """
     layers = len(spec.layers)
-    reads = any(layer.cache_layer is not None for layer in spec.layers)
-    if num_stages > 1 and (reads or spec.embed.layer_inputs is not None):
-        which = "read the KV cache of earlier ones" if reads else "have embeddings of their own"
-        raise ConfigError(
-            f"pipeline_parallel_size={num_stages} is not supported with {spec.architecture}, "
-            f"whose layers {which}; use tensor_parallel_size."
-        )
-    if num_stages > layers:
-        raise ConfigError(
-            f"pipeline_parallel_size={num_stages} is more than the {layers} layers of the model; "
-            "lower it."
-        )
+    # A stage with a layer that reads the cache of an earlier one has that one, too.
+    sources = [(layer.cache_layer, i) for i, layer in enumerate(spec.layers)]
+    inside = {b for source, i in sources if source is not None for b in range(source + 1, i + 1)}
+    most = layers - len(inside)
+    if num_stages > most:
+        known = f"the {layers} layers of the model"
+        if inside:
+            known = f"{most}, since some of the {layers} layers read the KV cache of earlier ones"
+        raise ConfigError(f"pipeline_parallel_size={num_stages} is more than {known}; lower it.")
     if asked is not None:
         counts = [int(count) for count in asked.split(",")]
         if len(counts) != num_stages or sum(counts) != layers:
@@ -270,19 +292,25 @@ def divide_layers(spec: ModelSpec, num_stages: int, asked: str | None) -> list[t
                 "layers of the model."
             )
         ends = list(accumulate(counts, initial=0))
+        if inside.intersection(ends):
+            raise ConfigError(
+                f"pipeline_layers={asked!r} divides layers that read the KV cache of earlier ones "
+                f"from these; the last stage must have at least {layers - min(inside) + 1} layers."
+            )
         return list(pairwise(ends))
     sizes = {id(layer): _linear_size(layer.weights(Names())) for layer in spec.distinct_layers}
     read = [0, *accumulate(sizes[id(layer)] for layer in spec.layers)]
     head = _linear_size(spec.head.weights(Names()))
     # best[k, n]: for k stages with the first n layers, the least possible maximum of the weights
     # that a stage reads, and the begin of the last of these stages. The final stage has the head.
-    best = {(1, n): (read[n], 0) for n in range(1, layers + 1)}
+    ends = [n for n in range(1, layers + 1) if n not in inside]
+    best = {(1, n): (read[n], 0) for n in ends}
     for k in range(2, num_stages + 1):
-        for n in range(k, layers + 1):
+        for index, n in enumerate(ends[k - 1 :], k - 1):
             more = head if (k, n) == (num_stages, layers) else 0
             best[k, n] = min(
                 (max(best[k - 1, begin][0], read[n] - read[begin] + more), begin)
-                for begin in range(k - 1, n)
+                for begin in ends[k - 2 : index]
             )
     stages: list[tuple[int, int]] = []
     end = layers

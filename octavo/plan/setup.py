@@ -152,7 +152,7 @@ class WorkerSetup:
             max_num_drafts=self.max_num_drafts,
             num_slots=self.max_in_flight + 1,
             rank=self.rank,
-            handed_nbytes=2 * self.spec.hidden_size * DTYPE_NBYTES[self.dtype],
+            handed_nbytes=self.spec.handed_numbers * DTYPE_NBYTES[self.dtype],
             buffers=[scratch.shared for scratch in self.scratches],
         )
 

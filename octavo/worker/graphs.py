@@ -20,7 +20,7 @@ from octavo.attention.base import AttentionBackend
 from octavo.kernels.base import Ops
 from octavo.kernels.memory import Arena
 from octavo.kernels.native import NativeOps
-from octavo.layers.step import StepContext
+from octavo.layers.step import Handed, StepContext
 from octavo.layers.step_table import StepTable
 from octavo.models.base import Model
 from octavo.models.cache import CacheSpec
@@ -52,7 +52,7 @@ class StepResult:
     """Hidden states [T, hidden_size] after each layer in `kept_layers`."""
     tokens: Tensor | None = None
     """Tokens, int64 [S], if the runner has already chosen them."""
-    handed: tuple[Tensor, Tensor | None] | None = None
+    handed: Handed | None = None
     """Output of a stage for the next one, instead of logits: see `StepContext`. It may have extra
     rows at its end that belong to no token."""
 
@@ -104,7 +104,7 @@ class EagerSteps:
         groups: Sequence[int],
         buffers: StepBuffers,
         kept_layers: tuple[int, ...] = (),
-        received: tuple[Tensor, Tensor | None] | None = None,
+        received: Handed | None = None,
         progress: _native.StepProgress | None = None,
     ) -> None:
         self._buffers = buffers
@@ -139,8 +139,9 @@ class EagerSteps:
         ]
         received = self._received
         if received is not None:
-            rows, (x, residual) = len(table.input_ids), received
-            received = x[:rows], None if residual is None else residual[:rows]
+            rows, (x, *others) = len(table.input_ids), received
+            residual, inputs = (None if tensor is None else tensor[:rows] for tensor in others)
+            received = x[:rows], residual, inputs
         return StepContext(
             positions=table.positions,
             caches=self.caches,

@@ -6,16 +6,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.layers.shared import BufferRows, SharedBuffers
+from octavo.layers.step import Handed
 from octavo.plan.group_layout import HANDED_SLOTS, SLOT_HEAD_NBYTES, GroupLayout
 from octavo.plan.setup import WorkerSetup
 from octavo.system.distributed import COUNTER_NBYTES, GroupMemory
-from octavo.system.tensor import HostTensor, Tensor, empty, from_numpy
+from octavo.system.tensor import HostTensor, empty, from_numpy
 from octavo.worker.graphs import StepResult, StepRunner
 from octavo.worker.input_batch import StepBuffers, StepInputs
 from octavo.worker.token_broadcast import TokenBroadcast
-
-Handed = tuple[Tensor, Tensor | None]
-"""Pair (x, residual) as in `Layer`."""
 
 
 def make_buffers(setup: WorkerSetup) -> SharedBuffers | None:
@@ -35,9 +33,14 @@ def make_received(setup: WorkerSetup, dtype: str) -> Handed | None:
     """Return memory for the output of the stage before; None for the first stage."""
     if setup.rank.is_first:
         return None
-    shape = setup.max_num_batched_tokens, setup.spec.hidden_size
-    residual = empty(*shape, dtype=dtype) if setup.spec.hands_residual else None
-    return empty(*shape, dtype=dtype), residual
+    tokens, spec = setup.max_num_batched_tokens, setup.spec
+    residual = empty(tokens, spec.hidden_size, dtype=dtype) if spec.hands_residual else None
+    inputs = spec.embed.layer_inputs
+    return (
+        empty(tokens, spec.stream_size, dtype=dtype),
+        residual,
+        None if inputs is None else empty(tokens, inputs.num_layers, inputs.size, dtype=dtype),
+    )
 
 
 class Group:

@@ -15,6 +15,7 @@ from octavo.kernels.base import PackedWeight, QuantizedWeight
 from octavo.kernels.memory import Arena, placeholder
 from octavo.kernels.native import NativeOps
 from octavo.kv_cache.groups import KVCacheConfig
+from octavo.layers.step import Handed
 from octavo.layers.step_table import StepLayout
 from octavo.models.blocks.base import LargestStep, Parts
 from octavo.models.cache import CacheSpec
@@ -123,9 +124,13 @@ def _view(cache: CacheSpec, block_size: int, dtype: str, backend: AttentionBacke
     return cache.view(memory, block_size, dtype, backend)
 
 
-def _received(setup: WorkerSetup, dtype: str) -> tuple[Tensor, Tensor | None]:
-    x = placeholder(setup.max_num_batched_tokens, setup.spec.hidden_size, dtype=dtype)
-    return x, x if setup.spec.hands_residual else None
+def _received(setup: WorkerSetup, dtype: str) -> Handed:
+    tokens, spec = setup.max_num_batched_tokens, setup.spec
+    x, inputs = placeholder(tokens, spec.stream_size, dtype=dtype), spec.embed.layer_inputs
+    if inputs is None:
+        return x, x if spec.hands_residual else None, None
+    shape = tokens, inputs.num_layers, inputs.size
+    return x, x if spec.hands_residual else None, placeholder(*shape, dtype=dtype)
 
 
 def _weight(weight: Weight, dtype: str) -> Tensor | PackedWeight | QuantizedWeight:

@@ -112,7 +112,9 @@ def test_several_ranks_answer_as_one(settings, layouts, folder, in_ranks):
             llm.llm_engine.client.core.check_integrity()
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen2", "gpt2", "bloom", "opt-350m", "granite"])
+@pytest.mark.parametrize(
+    "case", ["llama", "qwen2", "gpt2", "bloom", "opt-350m", "granite", "gemma4", "gemma3n"]
+)
 def test_parts_of_layers_of_other_models(case, tmp_path, in_ranks):
     architecture, config = CASES[case]
     make_hf(architecture, **config).save_pretrained(tmp_path)

@@ -197,8 +197,8 @@ KINDS |= {
     if name.split()[0] not in (*KINDS, *READ_ONLY, "minicpm", "mistral3")
 }
 KINDS |= {name: MODELS[name] for name in ("mistral3 long", "phi3 longrope", "qwen2 yarn")}
-OTHER_SIZES = dict.fromkeys(("gpt2", "gptneox", "bloom", "mpt"), {"num_key_value_heads": 4})
-OTHER_SIZES |= dict.fromkeys(("gemma3n", "gemma4"), {"vocab_size_per_layer_input": 272})
+OTHER_SIZES = {name: {"num_key_value_heads": 4} for name in ("gpt2", "gptneox", "bloom", "mpt")}
+OTHER_SIZES |= {name: {"vocab_size_per_layer_input": 272} for name in ("gemma3n", "gemma4")}
 OTHER_SIZES["mistral3 long"] = {"max_position_embeddings": 128}
 
 

@@ -17,7 +17,7 @@ from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import ModelConfig
 from octavo.kernels.native import NativeOps
 from octavo.kernels.torch_tensors import ForHost, as_torch, from_torch
-from octavo.layers.step import StepContext
+from octavo.layers.step import Handed, StepContext
 from octavo.models.base import Model
 from octavo.models.loader import load_model
 from octavo.models.registry import read_spec
@@ -60,6 +60,9 @@ class Runner:
         self.num_computed = [0] * num_reqs
         self.kept_layers: tuple[int, ...] = ()
         self.kept: dict[int, HostTensor] = {}
+        self.received: Handed | None = None
+        self.handed: Handed | None = None
+        """Input and output of a stage."""
 
     def step(self, scheduled: dict[int, list[int]]) -> dict[int, Tensor]:
         """Compute tokens for some requests; return their logits [tokens, vocab_size]."""
@@ -91,8 +94,12 @@ class Runner:
             self.backend,
             self.kept_layers,
             self.kept,
+            received=self.received,
         )
         hidden = self.model.forward(from_torch(torch.tensor(ids)), step)
+        self.handed = step.handed
+        if step.handed is not None:
+            return {}
         logits = as_torch(self.model.head(hidden))
         return {req: logits[starts[i] : starts[i + 1]] for i, req in enumerate(scheduled)}
 

@@ -21,7 +21,7 @@ from octavo.models.spec import divide_layers
 from octavo.models.weight_cache import weights_key
 from octavo.quantization.int4 import SMALL
 from octavo.system.distributed import GroupMemory, Rank
-from tests.models.harness import Runner, load, make_hf, spec_of
+from tests.models.harness import Runner, load, make_hf, save_config, spec_of
 from tests.models.test_parity import CASES, TEXT_PARTS, VOCAB
 
 TOKENS = 64
@@ -239,6 +239,44 @@ def test_stages_have_every_weight_once_but_for_a_tied_table(case: str, tmp_path:
     assert len(names) - len(whole) == spec.tied
     for stage in stages:
         load_model(stage, open_checkpoint(tmp_path), dtype="float32", ops=NativeOps())
+
+
+@pytest.mark.parametrize(
+    ("case", "num_stages"), [("llama", 3), ("opt-350m", 2), ("gemma4", 3), ("gemma3n", 2)]
+)
+def test_stages_have_the_bits_of_one(case: str, num_stages: int, tmp_path: Path) -> None:
+    """Also with several residual streams, inputs of layers, and layers that read others' caches."""
+    architecture, config = CASES[case]
+    if case == "gemma4":  # two more layers, for a stage between others
+        config = config | {"num_hidden_layers": 8, "layer_types": config["layer_types"][:2] * 4}
+    make_hf(architecture, **config).save_pretrained(tmp_path)
+    expected = run(load(tmp_path), lambda: None)
+    spec, checkpoint = spec_of(tmp_path), open_checkpoint(tmp_path)
+    stages = [
+        Runner(
+            load_model(spec.stage(*layers), checkpoint, dtype="float32", ops=NativeOps()), 2, TOKENS
+        )
+        for layers in divide_layers(spec, num_stages, None)
+    ]
+    assert len(stages) == num_stages
+    found: list[Tensor] = []
+    for scheduled in script():
+        handed = None
+        for stage in stages:
+            stage.received = handed
+            logits, handed = stage.step(scheduled), stage.handed
+        found += [x.clone() for x in logits.values()]
+    assert all(map(torch.equal, found, expected))
+
+
+def test_layers_that_read_others_stay_with_them(tmp_path: Path) -> None:
+    spec = save_config(tmp_path, *CASES["gemma4"])  # layers 3 to 5 read those of 1 and 2
+    assert [layer.cache_layer for layer in spec.layers] == [None, None, None, 1, 2, 1]
+    assert divide_layers(spec, 2, None) == divide_layers(spec, 2, "1,5") == [(0, 1), (1, 6)]
+    with pytest.raises(ConfigError, match=r"'3,3' divides layers that .* must have at least 5"):
+        divide_layers(spec, 2, "3,3")
+    with pytest.raises(ConfigError, match="=3 is more than 2, since some of the 6 layers read"):
+        divide_layers(spec, 3, None)
 
 
 def test_what_no_stage_has_is_still_found(tmp_path: Path) -> None:

@@ -222,6 +222,10 @@ class AttentionSpec(BlockSpec):
         """Return the layer whose keys and values this one reads."""
         return self.source
 
+    def in_stage(self, begin: int) -> AttentionSpec:
+        """Implement `BlockSpec`."""
+        return self if self.source is None else replace(self, source=self.source - begin)
+
     def tables(self) -> tuple[Table, ...]:
         """Return the tables of cosines and sines, or of slopes, of factors and of norms."""
         tables: list[Table | None] = [self.positions, self.query_scale]

@@ -76,6 +76,10 @@ class BlockSpec(ABC):
         """Return the index of the layer whose caches the block reads; None: it has its own."""
         return None
 
+    def in_stage(self, begin: int) -> BlockSpec:
+        """Return the block in a stage of which `begin` is the first layer."""
+        return self
+
     def arrays(self) -> tuple[StepArray, ...]:
         """Return the arrays of a step that the block needs in addition to those of all models."""
         return ()
