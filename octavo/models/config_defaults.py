@@ -92,11 +92,21 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "Glm4vForConditionalGeneration": {"model_type": "glm4v"}
     | _LLAMA
     | {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 32768},
+    "Glm46VForConditionalGeneration": {"model_type": "glm46v"}
+    | _LLAMA
+    | {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 32768},
     "AyaVisionForConditionalGeneration": {"model_type": "aya_vision"},
     "Cohere2VisionForConditionalGeneration": {"model_type": "cohere2_vision"},
     "GotOcr2ForConditionalGeneration": {"model_type": "got_ocr2"},
     "Idefics2ForConditionalGeneration": {"model_type": "idefics2"},
     "Idefics3ForConditionalGeneration": {"model_type": "idefics3"},
+    "DeepseekVLForConditionalGeneration": {"model_type": "deepseek_vl"},
+    "Exaone4_5_ForConditionalGeneration": {"model_type": "exaone4_5"},
+    "GraniteSpeechForConditionalGeneration": {"model_type": "granite_speech"},
+    "LlavaNextVideoForConditionalGeneration": {"model_type": "llava_next_video"},
+    "Ovis2ForConditionalGeneration": {"model_type": "ovis2"},
+    "VideoLlama3ForConditionalGeneration": {"model_type": "video_llama_3"},
+    "VideoLlavaForConditionalGeneration": {"model_type": "video_llava"},
     "InternVLForConditionalGeneration": {"model_type": "internvl"},
     "InternVLChatModel": {"model_type": "internvl_chat"},
     "LightOnOcrForConditionalGeneration": {"model_type": "lighton_ocr"},

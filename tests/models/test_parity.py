@@ -469,6 +469,23 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         | {"partial_rotary_factor": 0.5},
         QWEN_TOWER | {"image_size": 28, "patch_size": 14},
     ),
+    "DeepseekVL": _with_tower(LLAMA_TEXT, SIGLIP),
+    "Exaone4_5_": _with_tower(
+        SIZES | {"model_type": "exaone4", "sliding_window": 9, "sliding_window_pattern": 2},
+        QWEN_TOWER,
+    ),
+    "GraniteSpeech": {
+        "text_config": SIZES | {"model_type": "granite"},
+        "encoder_config": {"hidden_dim": 16, "num_layers": 1, "num_heads": 2, "input_dim": 8}
+        | {"output_dim": 8},
+        "projector_config": {"model_type": "blip_2_qformer", "hidden_size": 16}
+        | {"num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16}
+        | {"encoder_hidden_size": 16},
+    },
+    "LlavaNextVideo": _with_tower(LLAMA_TEXT, CLIP),
+    "Ovis2": _with_tower(QWEN_TEXT, TOWER),
+    "VideoLlama3": _with_tower(QWEN_TEXT, TOWER),
+    "VideoLlava": _with_tower(LLAMA_TEXT, CLIP),
     "GotOcr2": _with_tower(QWEN_TEXT, SAM),
     "Idefics2": _with_tower(WIDE_HEADS | {"model_type": "mistral"}, TOWER),
     "Idefics3": _with_tower(LLAMA_TEXT, TOWER),
@@ -509,6 +526,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "VipLlava": _with_tower(LLAMA_TEXT, CLIP),
     "Voxtral": {"text_config": LLAMA_TEXT, "audio_config": TOWER | AUDIO},
 }
+WRAPPERS["Glm46V"] = WRAPPERS["Glm4v"]
 """Models whose text part is a family with cases above; less is tested of them."""
 
 

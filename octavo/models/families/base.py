@@ -36,8 +36,8 @@ OUTER_FIELDS: tuple[str, ...] = ("architectures", "dtype", "torch_dtype", "tie_w
 OUTER_FIELDS += ("quantization_config", "compression_config", "eos_token_id", "bos_token_id")
 """Fields of a model with towers that its text_config does not replace."""
 _TOWERS = (
-    r"(model\.)?(vision|visual|audio|image|multi_modal|connector|embed_vision|embed_audio|mlp1|mlp_AR"
-    r"|projector)[^.]*(\..*)?"
+    r"(model\.)?(vision|visual|video|audio|image|multi_modal|connector|embed_vision|embed_audio|"
+    r"encoder|projector|aligner|mlp1|mlp_AR)[^.]*(\..*)?"
 )
 """Names of weights that process pictures or sound."""
 PLAIN: dict[str, Activation] = {

@@ -38,7 +38,7 @@ def read_glm4(config: ConfigJson) -> ModelSpec:
 
 
 def read_glm4v(config: ConfigJson) -> ModelSpec:
-    """Read the text part of GLM-4.1V; its positions have parts that are equal in texts."""
+    """Read the text part of GLM-4.1V or 4.6V; its positions have parts that are equal in texts."""
     config.refuse("attention_bias", True, "supported: biases of queries, keys and values")
     return _with_out_norms(_glm_like(config, {"mrope": "default"})).read(config)
 
@@ -47,4 +47,5 @@ ARCHITECTURES = {
     "GlmForCausalLM": read,
     "Glm4ForCausalLM": read_glm4,
     "Glm4vForConditionalGeneration": text_part(read_glm4v),
+    "Glm46VForConditionalGeneration": text_part(read_glm4v),
 }

@@ -10,6 +10,7 @@ from octavo.checkpoints.config_json import ConfigJson
 from octavo.models.config_defaults import DEFAULTS
 from octavo.models.families import (
     cohere,
+    exaone4,
     gemma,
     gemma2,
     granite,
@@ -26,7 +27,7 @@ from octavo.models.families.base import Family, text_part
 from octavo.models.spec import ModelSpec
 
 _FAMILIES: tuple[ModuleType, ...] = (llama, mistral, qwen2, qwen3, cohere, gemma, gemma2, granite)
-_FAMILIES += (internlm2, internlm3, phi3, smollm3)
+_FAMILIES += (exaone4, internlm2, internlm3, phi3, smollm3)
 _READERS: dict[str, Family] = {
     name: read for family in _FAMILIES for name, read in family.ARCHITECTURES.items()
 }
@@ -36,6 +37,9 @@ _MODELS = {"AyaVision": "cohere2", "Cohere2Vision": "cohere2", "GotOcr2": "qwen2
 _MODELS |= {"Idefics2": "mistral", "Idefics3": "llama", "InternVL": "qwen2"}
 _MODELS |= {"LightOnOcr": "qwen3", "Llava": "llama", "LlavaNext": "llama"}
 _MODELS |= {"LlavaOnevision": "qwen2", "Qwen2Audio": "qwen2", "Qwen3ASR": "qwen3"}
+_MODELS |= {"DeepseekVL": "llama", "Exaone4_5_": "exaone4", "GraniteSpeech": "granite"}
+_MODELS |= {"LlavaNextVideo": "llama", "Ovis2": "qwen2"}
+_MODELS |= {"VideoLlama3": "qwen2", "VideoLlava": "llama"}
 _MODELS |= {"PaliGemma": "gemma", "SmolVLM": "llama"}
 _MODELS |= {"VipLlava": "llama", "Voxtral": "llama"}
 """Models -> model_type of the text part if its config names none."""
