@@ -118,7 +118,8 @@ NAMES = {
     "per_layer_input_gate": "inp_gate",
     "per_layer_projection": "proj",
     "post_per_layer_input_norm": "post_norm",
-    # Gemma 3n, BitNet
+    # Muse Glimmer, Gemma 3n, BitNet
+    "self_attn.gate_proj": "attn_gate",
     "altup.correction_coefs": "altup_correct_coef",
     "altup.prediction_coefs": "altup_predict_coef",
     "altup.modality_router": "altup_router",
@@ -170,7 +171,7 @@ SANDWICH = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
-_SANDWICHES = ("gemma2", "gemma3", "gemma3n", "gemma4", "olmo2", "exaone4")
+_SANDWICHES = ("gemma2", "gemma3", "gemma3n", "gemma4", "olmo2", "exaone4", "muse-glimmer")
 OTHER_NAMES = dict.fromkeys(_SANDWICHES, SANDWICH)
 OTHER_NAMES["seed_oss"] = {"post_attention_layernorm": "post_attention_norm"}
 OTHER_NAMES["glm4"] = {
@@ -178,8 +179,9 @@ OTHER_NAMES["glm4"] = {
     "post_mlp_layernorm": "post_ffw_norm",
 }
 PERMUTED = ("llama", "granite", "granite_swa", "minicpm", "smollm3", "mistral3", "internlm2")
-PERMUTED += ("arcee", "olmo", "xverse")
-SHIFTED = ("gemma", "gemma2", "gemma3", "nemotron")
+PERMUTED += ("arcee", "olmo", "xverse", "muse-glimmer")
+SHIFTED = dict.fromkeys(("gemma", "gemma2", "gemma3", "nemotron"), "norm.weight")
+SHIFTED["muse-glimmer"] = "layernorm.weight"
 ROTATED = ("phi2", "gptneox", "chatglm", "glm4", "cohere2", "stablelm", "nemotron")
 """Architectures for which the number of rotated elements is written."""
 NO_HEAD_SIZE = (
@@ -246,7 +248,7 @@ def _fields(config: Any, kind: str, rope: Mapping[str, Any], size: int) -> dict[
         fields["attention.sliding_window_pattern"] = [
             layer == "sliding_attention" for layer in config.layer_types
         ]
-    if thetas := get("layer_rope_theta"):
+    if kind == "granite_swa" and (thetas := get("layer_rope_theta")):
         fields["attention.rope_pattern"] = [theta > 0 for theta in thetas]
     match kind:
         case "granite" | "granite_swa" | "minicpm":
@@ -269,6 +271,12 @@ def _fields(config: Any, kind: str, rope: Mapping[str, Any], size: int) -> dict[
             ]
             local_rope = config.rope_parameters["sliding_attention"]
             fields["rope.freq_base_swa"] = float(local_rope["rope_theta"])
+        case "muse-glimmer":
+            fields["attention.sliding_window"] = config.sliding_window
+            fields["attention.sliding_window_pattern"] = [
+                layer == "sliding_attention" for layer in config.layer_types
+            ]
+            fields["logit_scale"] = config.output_multiplier
         case "bitnet":
             fields |= {"rope.scaling.type": "linear", "rope.scaling.factor": 1.0}
         case "starcoder":
@@ -332,7 +340,7 @@ def convert(
         as_published: write tensors in the forms of published checkpoints, too: fused, or unused.
     """
     model.config.allow_global_per_layer_attribute_access = True  # Gemma 4
-    config, names = model.config, NAMES | OTHER_NAMES.get(kind, {})
+    config, names = model.config.get_text_config(), NAMES | OTHER_NAMES.get(kind, {})
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
     heads = config.num_attention_heads
@@ -353,6 +361,9 @@ def convert(
             arrays[f"rope_factors_{length}.weight"] = factors
     tied = getattr(config, "tie_word_embeddings", True)
     for name, tensor in model.state_dict().items():
+        if "vision" in name:
+            continue
+        name = name.replace("model.language_model.", "model.")
         module, _, suffix = name.rpartition(".")
         if module.endswith("act_fn"):  # Apertus
             metadata.setdefault(f"xielu.{suffix}", []).append(tensor.float().item())
@@ -373,7 +384,7 @@ def convert(
             x = np.concatenate([part.reshape(-1, *x.shape[1:]) for part in parts])
         if kind == "gpt2" and x.ndim == 2 and stored.startswith(("attn.", "mlp.")):
             x = x.T
-        if name.endswith("norm.weight") and kind in SHIFTED:
+        if kind in SHIFTED and name.endswith(SHIFTED[kind]):
             x = x + np.float32(1)
         if suffix == "sinks":
             arrays[f"{layer}attn_sinks.weight"] = x
@@ -391,17 +402,20 @@ def convert(
             arrays[name] = np.concatenate([arrays.get(name, x[:0].reshape(0, size)), x[None]])
         else:
             arrays[f"{layer}{names[stored]}.{suffix}"] = x
-    if (
-        kind == "gemma4" and as_published
-    ):  # published checkpoints have these tensors, which nothing reads
+    if kind == "gemma4" and as_published:
+        # These checkpoints have tensors that nothing reads.
         for i in range(
             config.num_hidden_layers - config.num_kv_shared_layers, config.num_hidden_layers
         ):
             for part in ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight"):
                 arrays.setdefault(f"blk.{i}.{part}", np.full((2, 32), 7.0))
-    if (
-        kind == "chatglm" and as_published
-    ):  # published checkpoints have one tensor for queries, keys and values
+    if kind == "muse-glimmer":
+        for i in range(config.num_hidden_layers):
+            scale = np.full(size, config.qk_scale_factor, np.float32)
+            arrays[f"blk.{i}.attn_q_norm.weight"] = scale
+            arrays[f"blk.{i}.attn_k_norm.weight"] = np.ones(size, np.float32)
+    if kind == "chatglm" and as_published:
+        # These checkpoints have one tensor for queries, keys and values.
         for name in [name for name in arrays if "attn_q." in name]:
             others = [name.replace("attn_q", other) for other in ("attn_k", "attn_v")]
             fused = [arrays.pop(part) for part in (name, *others)]

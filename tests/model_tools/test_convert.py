@@ -190,7 +190,16 @@ KINDS = {
     "yarn": ("LlamaForCausalLM", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}
              | {"factor": 4.0, "original_max_position_embeddings": 64}}),
 }  # fmt: skip
-READ_ONLY = ("exaone", "internlm2", "xverse", "bitnet", "qwen2vl", "qwen3vl", "paddleocr")
+READ_ONLY = (
+    "muse-glimmer",
+    "exaone",
+    "internlm2",
+    "xverse",
+    "bitnet",
+    "qwen2vl",
+    "qwen3vl",
+    "paddleocr",
+)
 KINDS |= {
     name: model
     for name, model in MODELS.items()

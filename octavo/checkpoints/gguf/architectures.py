@@ -116,6 +116,11 @@ class Architecture:
     neighbors."""
     norm_shift: float = 0.0
     """Number that the converter has added to the weights of norms."""
+    shifted: str = "norm.weight"
+    """End of the names of these weights."""
+    constants: Mapping[str, str] = field(default_factory=dict)
+    """Fields of the config that are not in the metadata, and the layers' tensors that repeat their
+    number; an empty field: 1."""
 
 
 def stored_name(name: str, names: Mapping[str, str], layers: str) -> str | None:
@@ -206,6 +211,18 @@ ARCHITECTURES: dict[str, Architecture] = {
         windowed=True,
         window_by_layer=True,
         varying=("feed_forward_length", "attention.head_count_kv"),
+    ),
+    "muse-glimmer": Architecture(
+        "MuseGlimmerForConditionalGeneration",
+        _NAMES | _SANDWICH | {"self_attn.gate_proj": "attn_gate"},
+        {"final_logit_softcapping": "final_logit_softcapping", "output_multiplier": "logit_scale"},
+        {"post_norm_eps": 1e-8},
+        windowed=True,
+        window_by_layer=True,
+        permuted=True,
+        norm_shift=1.0,
+        shifted="layernorm.weight",
+        constants={"qk_scale_factor": "attn_q_norm", "": "attn_k_norm"},
     ),
     "granite": Architecture("GraniteForCausalLM", fields=_GRANITE, permuted=True),
     "granite_swa": Architecture(

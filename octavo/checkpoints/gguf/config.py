@@ -344,6 +344,10 @@ class Description:
                 for name, expected in constants.items():
                     if not (np.asarray(self.metadata.get(f"xielu.{name}")) == expected).all():
                         raise self.error(f"xielu.{name} is not {expected}, which is not supported")
+            case "muse-glimmer":
+                kinds, theta = config.get("layer_types", []), config.get("rope_theta", 10000.0)
+                # Layers without a window have no positions.
+                return {"layer_rope_theta": [theta * (kind[0] == "s") for kind in kinds]}
             case "bitnet":
                 # llama.cpp computes SiLU; the published model with grouped queries has ReLU^2.
                 grouped = config.get("num_key_value_heads") != config.get("num_attention_heads")

@@ -119,11 +119,31 @@ class GGUFFile:
         factors = {name: self._factors(tensors[f"{name}.weight"]) for name in self._rope_factors}
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         config = self._described.config(embedding.shape[0], tied, shapes, factors)
+        config |= self._constants
         config["dtype"] = self.dtype
         types = self._block_types()
         if types:
             config["quantization_config"] = {"quant_method": "gguf", "types": types}
         return ConfigJson(config, str(self.path))
+
+    @cached_property
+    def _constants(self) -> dict[str, float]:
+        """Fields of the config whose numbers are in tensors; see `Architecture.constants`."""
+        found: dict[str, float] = {}
+        for field, stored in self._described.architecture.constants.items():
+            numbers = {
+                number
+                for name, tensor in self._tensors.items()
+                if name.startswith("blk.") and name.endswith(f".{stored}.weight")
+                for number in self._factors(tensor)
+            }
+            if len(numbers) != 1 or (not field and numbers != {1.0}):
+                raise ModelError(
+                    f"{self.path}: the tensors {stored}.weight do not all have one number, "
+                    f"{field or 1}."
+                )
+            found |= {field: numbers.pop()} if field else {}
+        return found
 
     @property
     def generation_config(self) -> ConfigJson | None:
@@ -187,6 +207,12 @@ class GGUFFile:
             )
         used = sources.keys() | {f"{name}.weight" for name in self._rope_factors}
         used |= {self._stored_name(name) for name in expected.elsewhere}
+        constants = self._described.architecture.constants.values()
+        used |= {
+            name
+            for name in self._tensors
+            if name.startswith("blk.") and name.split(".")[-2] in constants
+        }
         factors = self._nvfp4_factors(used & self._tensors.keys())
         # Scales of activations are not used.
         used |= {f"{name}.{kind}" for name in factors for kind in ("scale", "input_scale")}
@@ -369,7 +395,7 @@ class GGUFTensors:
         if factor is not None:
             blocks = data.reshape(-1, BLOCK_TYPES["nvfp4"].nbytes)
             blocks[:, :4] = np.array([factor], np.float32).view(np.uint8)
-        if architecture.norm_shift and source.name.endswith("norm.weight"):
+        if architecture.norm_shift and source.name.endswith(architecture.shifted):
             floats = from_numpy(data).view(dtype).numpy().astype(np.float32)
             return from_numpy((floats - architecture.norm_shift).reshape(shape))
         tensor: HostTensor = from_numpy(data).view(dtype).view(shape)

@@ -73,6 +73,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layer_types": ["sliding_attention", "full_attention"] * 2}
         | {"hidden_size_per_layer_input": 0, "tie_word_embeddings": False},
     ),
+    "muse-glimmer": (
+        "MuseGlimmerForConditionalGeneration",
+        {
+            "text_config": SIZES
+            | {"head_dim": 16, "num_hidden_layers": 6, "sliding_window": 4, "post_norm_eps": 1e-8}
+            | {"qk_scale_factor": 2.0, "output_multiplier": 0.5, "final_logit_softcapping": 9.0},
+            "vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+            | {"num_attention_heads": 2, "pos_emb_height": 4, "pos_emb_width": 4},
+            "projector_hidden_size": 16,
+            "out_hidden_size": 64,
+        },
+    ),
     "granite": (
         "GraniteForCausalLM",
         {
@@ -217,7 +229,8 @@ PROMPT = [5, 9, 33, 2, 77, 40, 41, 42, 8, 101, 64, 3]
 def make(kind: str, path: Path, types: dict[str, str] | None = None) -> Any:
     name, fields = MODELS[kind]
     torch.manual_seed(0)
-    model = make_hf(name, **SIZES | fields).float().eval()
+    sizes = {} if "text_config" in fields else SIZES
+    model = make_hf(name, **sizes | fields).float().eval()
     convert(model, kind.split()[0], path, types)
     return model
 
@@ -284,6 +297,20 @@ def test_blocks_of_other_layouts(kind: str, tmp_path: Path) -> None:
         runner = Runner(load(tmp_path / f"{name}.gguf", max_model_len=128), 1, 128)
         found.append(runner.step({0: PROMPT})[0].log_softmax(-1))
     assert 0 < (found[0] - found[1]).abs().mean() < 0.25
+
+
+def test_constants_in_tensors(tmp_path: Path) -> None:
+    """Muse Glimmer's files have norms of queries that only repeat a factor."""
+    make("muse-glimmer", tmp_path / "m.gguf")
+    header, data = GGUFHeader(tmp_path / "m.gguf"), (tmp_path / "m.gguf").read_bytes()
+    assert GGUFFile(tmp_path / "m.gguf").config.get("qk_scale_factor") == 2.0
+    for name, number in (("attn_q_norm", 2.5), ("attn_k_norm", 2.0)):
+        changed = bytearray(data)
+        begin = header.tensors[f"blk.3.{name}.weight"].begin + 4
+        changed[begin : begin + 4] = struct.pack("<f", number)
+        (tmp_path / "x.gguf").write_bytes(changed)
+        with pytest.raises(ModelError, match=rf"x\.gguf: the tensors {name}.weight do not all"):
+            read_spec(open_checkpoint(tmp_path / "x.gguf"))
 
 
 def test_fused_projections(tmp_path: Path) -> None:
@@ -540,7 +567,7 @@ def test_rejected_factors(factors: Any, message: str, tmp_path: Path) -> None:
 
 def test_kernels_without_blocks(tmp_path: Path) -> None:
     make("llama", tmp_path / "m.gguf", {"": "q8_0"})
-    with pytest.raises(ConfigError, match=r"m\.gguf is quantized, which only the CPU's own"):
+    with pytest.raises(ConfigError, match=r"m\.gguf has weights of the form gguf-q8_0, which only"):
         start(tmp_path / "m.gguf", attention_backend="triton")
 
 
