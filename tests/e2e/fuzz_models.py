@@ -28,14 +28,14 @@ from tests.models.harness import make_hf, save_config
 COMPARED = 4
 """One of this number of models is compared with transformers, or with the plain torch backend."""
 _SIZES = (8, 64, 97, 160, 256, 331, 458, 768, 1280)
-_GEMMA = ("Gemma", "Gemma2", "Gemma3")
+_GEMMA = ("Gemma", "Gemma2", "Gemma3", "VaultGemma")
 _BIAS = ("Llama", "Qwen3", *_GEMMA, "Glm", "Glm4", "Olmo2", "Granite", "SmolLM3")
 _BIAS = (*_BIAS, "Cohere", "Cohere2", "Olmo3", "SeedOss", "HunYuanDenseV1")
 _BIAS = (*_BIAS, "Arcee", "Nemotron", "Olmo", "Apertus", "GraniteSWA", "BitNet")
 """Families whose attention may have a bias."""
 _ROPE = (*_BIAS, "Mistral", "Ministral", "Ministral3", "Qwen2", "Phi3", "Phi", "Starcoder2")
 _ROPE = (*_ROPE, "InternLM3", "Exaone4", "Ernie4_5", "StableLm")
-_PLAIN = ("OPT", "Bloom", "Mpt", "Falcon", "GPTNeoX", "GPTJ")
+_PLAIN = ("OPT", "Bloom", "Mpt", "Falcon", "GPTNeoX", "GPTJ", "CodeGen", "GPTBigCode")
 _NAMES = {"GPT2": "GPT2LMHeadModel"} | {name: f"{name}ForCausalLM" for name in (*_ROPE, *_PLAIN)}
 # Families with heads that transformers fits into the hidden size, or that may have any size.
 _FITTED = ("Phi3", "Phi", "Olmo2", "Granite", "SmolLM3", "Starcoder2", "Cohere", "Cohere2")
@@ -60,7 +60,9 @@ def draw_model(rng: random.Random) -> tuple[str, dict[str, Any]]:
     tied = {"tie_word_embeddings": rng.random() < 0.5}
     if family in ("Glm", "Glm4", "Phi", "Nemotron", "StableLm"):
         head = max(8, head // 8 * 8)  # a half or a quarter of it is rotated, in pairs
-    if family in ("Falcon", "GPTNeoX", "GPTJ"):
+    if family == "CodeGen":
+        heads = 4 * kv_heads  # of four parts
+    if family in ("Falcon", "GPTNeoX", "GPTJ", "CodeGen"):
         head += head % 2
         hidden = heads * head
     elif family not in _ROPE:
@@ -70,7 +72,10 @@ def draw_model(rng: random.Random) -> tuple[str, dict[str, Any]]:
         config = {"n_positions": positions, "n_embd": hidden, "n_layer": layers, "n_head": heads}
         config |= {"n_inner": rng.choice((None, inner))}
         config |= {"scale_attn_by_inverse_layer_idx": rng.random() < 0.3}
-    elif family == "GPTJ":
+    elif family == "GPTBigCode":
+        config = {"n_positions": positions, "n_embd": hidden, "n_layer": layers, "n_head": heads}
+        config |= {"n_inner": rng.choice((None, inner)), "multi_query": rng.random() < 0.7}
+    elif family in ("GPTJ", "CodeGen"):
         config = {"n_positions": positions, "n_embd": hidden, "n_layer": layers, "n_head": heads}
         config |= {
             "n_inner": rng.choice((None, inner)),
@@ -167,10 +172,10 @@ def _rope_model(
         config |= {"sliding_window": window, "sliding_window_pattern": rng.randint(1, 3)}
     if family == "Phi":
         config["tie_word_embeddings"] = False
-    if family in ("Gemma2", "Gemma3"):
+    if family in ("Gemma2", "Gemma3", "VaultGemma"):
         config |= {"sliding_window": window, "query_pre_attn_scalar": rng.choice((16, 100))}
         config["final_logit_softcapping"] = rng.choice((None, 30.0))
-    if family == "Gemma2":
+    if family in ("Gemma2", "VaultGemma"):
         config["attn_logit_softcapping"] = rng.choice((None, 50.0))
     if family == "Gemma3":
         config["sliding_window_pattern"] = rng.randint(1, 3)
