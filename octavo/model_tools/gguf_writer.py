@@ -327,15 +327,16 @@ def _unused_tensors(spec: ModelSpec, mix: Mix) -> Iterator[_Tensor]:
     for layer, attention in enumerate(attention_blocks(spec)):
         if attention.source is None:
             continue
-        rows = attention.num_kv_heads * attention.head_size
-        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
-            ("attn_k", "attn_v"), (rows, spec.hidden_size)
-        )
-        for stored, shape in (shapes | {"attn_k_norm": (attention.head_size,)}).items():
+        keys = attention.num_kv_heads * attention.head_size, spec.hidden_size
+        for stored, shape in (
+            ("attn_k", keys),
+            ("attn_v", keys),
+            ("attn_k_norm", (attention.head_size,)),
+        ):
             name = f"blk.{layer}.{stored}.weight"
             kind = _type_in(spec, mix, name, shape)
-            nbytes = (shape[0] if len(shape) > 1 else 1) * _row_nbytes(kind, (1, *shape[-1:]))
-            yield _padded(name, kind, shape, bytes(nbytes))
+            rows = shape[0] if len(shape) == 2 else 1
+            yield _padded(name, kind, shape, bytes(rows * _row_nbytes(kind, (rows, shape[-1]))))
 
 
 def _xielu(spec: ModelSpec, tensors: Tensors, architecture: Architecture) -> dict[str, Any]:
@@ -431,18 +432,16 @@ def _row_nbytes(kind: str, shape: tuple[int, ...]) -> int:
 
 def _rope_factors(spec: ModelSpec) -> list[_Tensor]:
     """Return the tensors with factors of the wavelengths of rotary positions."""
-    rope = first_rope(spec)
-    factors: dict[str, Sequence[float] | NDArray[Any]] = {}
-    match None if rope is None else rope.rope_type:
+    rope, factors = first_rope(spec), dict[str, Sequence[float] | NDArray[Any]]()
+    if rope is None:
+        return []
+    match rope.rope_type:
         case "llama3":
-            assert rope is not None
             factors["rope_freqs"] = _llama3_factors(rope)
         case "longrope":
-            assert rope is not None
             factors["rope_factors_long"] = rope.long_factor
             factors["rope_factors_short"] = rope.short_factor
         case "proportional":
-            assert rope is not None
             half = rope.rotary_dim // 2
             factors["rope_freqs"] = np.where(np.arange(half) < rope.turning_pairs, 1, NOT_ROTATED)
     return [

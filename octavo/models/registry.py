@@ -26,7 +26,7 @@ FAMILIES: dict[str, Family] = {}
 """Built-in families, by names in config.json's `architectures`."""
 for _module in pkgutil.iter_modules(families.__path__, families.__name__ + "."):
     FAMILIES.update(getattr(importlib.import_module(_module.name), "ARCHITECTURES", {}))
-CAUSAL = ("PaliGemmaForConditionalGeneration",)
+_CAUSAL = ("PaliGemmaForConditionalGeneration",)
 """Architectures that are run with causal attention, and say so, where the original is not."""
 _DEFAULTS = ModelConfig()
 
@@ -73,7 +73,7 @@ def read_spec(checkpoint: Checkpoint, settings: ModelConfig = _DEFAULTS) -> Mode
         )
     for name in ("num_local_experts", "num_experts", "n_routed_experts"):
         config.refuse(name, 0, "mixtures of experts are not supported")
-    causal = architectures[0] in CAUSAL or config.get("use_bidirectional_attention") == "vision"
+    causal = architectures[0] in _CAUSAL or config.get("use_bidirectional_attention") == "vision"
     if not causal:
         config.refuse("use_bidirectional_attention", False, "only causal attention is supported")
     try:
