@@ -30,7 +30,7 @@ def read_floats(scheme: ConfigJson, format: str) -> WeightForm:
     if format not in _FORMATS[bits]:
         known = ", ".join(_FORMATS[bits])
         raise weights.error(
-            "num_bits", f"floats of {bits} bits are supported in {known}, not {format}"
+            "num_bits", f"floats of {bits} bits have the format {known}, not {format}"
         )
     weights.refuse("symmetric", True, "floats have no zero points")
     weights.refuse("dynamic", False, "weights cannot be dynamic")

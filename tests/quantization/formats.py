@@ -98,6 +98,12 @@ def _bitnet(
     return {"weight": packed, "weight_scale": divisor}, codes * (1 / divisor)
 
 
+def _rounded(rng: np.random.Generator, rows: int, inputs: int) -> Any:
+    numbers = (rng.standard_normal((rows, inputs)) / 4).astype(np.float32)
+    scale = np.abs(numbers).mean(dtype=np.float64).astype(np.float32)
+    return {"weight": numbers}, np.clip(np.rint(numbers / scale), -1, 1) * scale
+
+
 _PLAIN: dict[str, Any] = {"modules_to_not_convert": ["lm_head"]}
 _GPTQ: dict[str, Any] = test_gptq.FIELDS | {
     "dynamic": {r"-:.*lm_head": {}}, "lm_head": False, "checkpoint_format": "gptq",
@@ -112,8 +118,6 @@ _AWQ: dict[str, Any] = {
 }  # fmt: skip
 _MODELOPT: dict[str, Any] = {"quant_method": "modelopt", "ignore": ["lm_h*"]}
 _NF4 = test_bitsandbytes.FOUR
-_BYTES: dict[str, Any] = test_bitsandbytes.EIGHT | {"llm_int8_skip_modules": ["lm_head"]}
-
 FORMATS: dict[str, Format] = {
     "awq": Format(_but_lm_head(test_awq.module), _AWQ | _PLAIN),
     "gptq": Format(_but_lm_head(test_gptq.module, group=32), _GPTQ),
@@ -163,13 +167,13 @@ FORMATS: dict[str, Format] = {
     "modelopt NVFP4": Format(
         _but_lm_head(test_fp4.module, kind="modelopt"), _MODELOPT | {"quant_algo": "NVFP4"}
     ),
-    "bitsandbytes int8": Format(test_bitsandbytes.in_8_bits, _BYTES),
+    "bitsandbytes int8": Format(test_bitsandbytes.in_8_bits, test_bitsandbytes.EIGHT),
     "bitsandbytes nf4": Format(test_bitsandbytes.in_4_bits(True), _NF4, atol=1e-5),
     "bitnet": Format(
         _but_lm_head(_bitnet), {"quant_method": "bitnet", "linear_class": "bitlinear"} | _PLAIN
     ),
     "bitnet online": Format(
-        lambda rng, name, *shape: None,
+        _but_lm_head(_rounded),
         {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "online"}
         | _PLAIN,
     ),
