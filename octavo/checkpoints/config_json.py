@@ -196,7 +196,10 @@ class ConfigJson:
         if value is None:
             value = default
         if value is None:
-            raise ModelError(f"{self.where}: the field {' or '.join(names)} is missing.")
+            raise ModelError(
+                f"{self.where}: the field {' or '.join(names)} is missing; add it, or download the "
+                "file again."
+            )
         return value
 
 

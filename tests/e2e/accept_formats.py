@@ -201,12 +201,13 @@ def answers(llm: LLM, prompts: list[list[int]]) -> list[tuple[tuple[int, ...], l
 
 def _nbytes(model: object) -> int:
     """Return the bytes of all tensors that a live model holds."""
-    sizes: dict[int, int] = {}
+    ends: dict[int, int] = {}
     seen, left = set(), [model]
     while left:
         value = left.pop()
         if isinstance(value, HostTensor):
-            sizes[value.data_ptr()] = max(sizes.get(value.data_ptr(), 0), value.nbytes)
+            begin = value.data_ptr()
+            ends[begin] = max(ends.get(begin, 0), begin + value.nbytes)
         elif id(value) not in seen:
             seen.add(id(value))
             left += value.values() if isinstance(value, dict) else ()
@@ -214,7 +215,11 @@ def _nbytes(model: object) -> int:
             left += vars(value).values() if hasattr(value, "__dict__") else ()
             for name in (n for kind in type(value).__mro__ for n in getattr(kind, "__slots__", ())):
                 left.append(getattr(value, name, None))
-    return sum(sizes.values())
+    total = reached = 0
+    for begin, end in sorted(ends.items()):  # some are views of others
+        total += max(0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
 
 
 def _prompt_logprobs(path: Path) -> np.ndarray[Any, Any]:

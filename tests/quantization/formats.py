@@ -6,8 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from tests.quantization import test_awq, test_bitsandbytes, test_compressed_tensors
-from tests.quantization import test_fp4, test_fp8, test_gptq
+from tests.quantization import (
+    test_awq,
+    test_bitsandbytes,
+    test_compressed_tensors,
+    test_fp4,
+    test_fp8,
+    test_gptq,
+)
 from tests.quantization.harness import SIZES, Array, Folders, Quantize
 from tests.quantization.test_compressed_tensors import TOKENS, description
 
@@ -54,9 +60,7 @@ def _ints(activations: dict[str, Any] | None = None, **options: Any) -> Format:
 
 def _ordered(rng: np.random.Generator, rows: int, inputs: int) -> Any:
     order = np.random.default_rng(inputs).permutation(inputs)
-    return test_compressed_tensors.module(
-        rng, rows, inputs, group=32, symmetric=False, order=order
-    )
+    return test_compressed_tensors.module(rng, rows, inputs, group=32, symmetric=False, order=order)
 
 
 def _floats(format: str, module: Any, **weights: Any) -> Format:
@@ -88,9 +92,7 @@ def _static(rng: np.random.Generator, rows: int, inputs: int) -> Any:
     return stored | {"input_scale": np.asarray(0.5, np.float32)}, weight
 
 
-def _bitnet(
-    rng: np.random.Generator, rows: int, inputs: int
-) -> tuple[dict[str, Array], Array]:
+def _bitnet(rng: np.random.Generator, rows: int, inputs: int) -> tuple[dict[str, Array], Array]:
     codes = rng.integers(-1, 2, (rows, inputs))
     quarters = (codes + 1).astype(np.uint8).reshape(4, rows // 4, inputs)
     packed = np.bitwise_or.reduce(quarters << np.array([0, 2, 4, 6], np.uint8)[:, None, None])
@@ -128,9 +130,8 @@ FORMATS: dict[str, Format] = {
         _but_lm_head(test_gptq.module, group=64, bits=8, symmetric=True),
         _GPTQ | {"bits": 8, "group_size": 64, "sym": True},
     ),
-    "auto-round gptq": Format(
-        _but_lm_head(test_gptq.module, group=32, minus_one=False), _AUTO
-    ),
+    "gptq channels": Format(_but_lm_head(test_gptq.module, group=-1), _GPTQ | {"group_size": -1}),
+    "auto-round gptq": Format(_but_lm_head(test_gptq.module, group=32, minus_one=False), _AUTO),
     "auto-round awq": Format(
         _but_lm_head(test_awq.module), _AUTO | {"packing_format": "auto_round:auto_awq"}
     ),

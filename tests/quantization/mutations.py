@@ -151,8 +151,8 @@ def _damage(
         case 4:
             entry["data_offsets"] = header[other]["data_offsets"]
         case 5:
-            header[str([name + "x", name[1:], "", "\0", name * 99][rng.integers(5)])] = (
-                header.pop(name)
+            header[str([name + "x", name[1:], "", "\0", name * 99][rng.integers(5)])] = header.pop(
+                name
             )
         case 6:
             del entry[["dtype", "shape", "data_offsets"][rng.integers(3)]]
@@ -194,7 +194,7 @@ def change_description(rng: np.random.Generator, fields: dict[str, Any]) -> list
         del fields[name]
         return [name]
     new = VALUES[rng.integers(len(VALUES))]
-    if chance < 0.3:  # a pattern, where the format has them
+    if chance < 0.35:  # a pattern, where the format has them
         pattern = PATTERNS[rng.integers(len(PATTERNS))]
         name, new = [
             ("ignore", [f"re:{pattern}"]),
@@ -204,7 +204,7 @@ def change_description(rng: np.random.Generator, fields: dict[str, Any]) -> list
             ("extra_config", {pattern: {"group_size": 32}}),
             ("targets", [f"re:{pattern}"]),
         ][rng.integers(6)]
-    elif chance < 0.4:
+    elif chance < 0.5:
         name = [
             "bits", "group_size", "sym", "desc_act", "dynamic", "extra_config", "weights", "ignore",
             "kv_cache_scheme", "weight_block_size", "actorder", "data_type", "strategy", "format",
@@ -242,9 +242,12 @@ def change_tensor(rng: np.random.Generator, stored: Stored) -> Stored:
             case 7:
                 whole = array.reshape(array.shape or (1,))
                 axis = int(rng.integers(whole.ndim))
-                array = [whole[:-1], whole.repeat(2, axis), whole[..., None], whole.swapaxes(0, -1)][
-                    rng.integers(4)
-                ]
+                array = [
+                    whole[:-1],
+                    whole.repeat(2, axis),
+                    whole[..., None],
+                    whole.swapaxes(0, -1),
+                ][rng.integers(4)]
             case 8:
                 array = np.zeros((0, *array.shape[1:]), array.dtype)
             case 9:
@@ -400,7 +403,7 @@ def run_format(name: str, first: int, count: int, output: Path) -> None:
 
 
 def run_all(names: list[str], first: int, count: int) -> int:
-    """Check formats, each in processes of its own; print findings; return the number of failures."""
+    """Check formats, each in processes of its own; return the number of failures."""
     messages: collections.Counter[str] = collections.Counter()
     failures = 0
     for name in names:

@@ -115,6 +115,16 @@ def test_two_scales_and_divided_blocks() -> None:
         FP8((48, 64)).cut(tensors_of(FP8((48, 64)), stored), [slice(None)], None)
 
 
+def test_blocks_larger_than_the_weight() -> None:
+    """They take no more memory than the weight."""
+    stored, weight = module(np.random.default_rng(0), ROWS, INPUTS, "one")
+    stored["weight_scale"] = stored["weight_scale"].reshape(1, 1)
+    form = FP8((2**62, 2**40))
+    ((codes, scales),) = form.cut(tensors_of(form, stored), [slice(None)], None)
+    wide = scales.numpy().repeat(128, 1)[:, :INPUTS]
+    assert np.array_equal(codes.numpy().view(E4M3).astype(np.float32) * wide, weight)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
