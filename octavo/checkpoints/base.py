@@ -16,6 +16,8 @@ LoadFormat = Literal["auto", "safetensors", "pt", "gguf", "sharded_state", "dumm
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 _MAX_NAMES = 6
 """Number of names listed in an error message."""
+_MAX_CHARACTERS = 200
+"""Limit of each of these names."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,10 @@ class Checkpoint(Protocol):
 
 
 def shorten_names(names: list[str]) -> str:
-    """Return the first names for an error message, and the number of the other names."""
+    """Return the first names for an error message, and the number of the other names.
+
+    Names that are empty or have other than printable characters are in quotes.
+    """
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return ", ".join(names[:_MAX_NAMES]) + more
+    shown = (name if name and name.isprintable() else repr(name) for name in names[:_MAX_NAMES])
+    return ", ".join(name[:_MAX_CHARACTERS] for name in shown) + more

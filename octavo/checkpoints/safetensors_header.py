@@ -65,7 +65,7 @@ def _opened(file: Path, header: object) -> Any:
     except SafetensorError as error:
         entries = header.items() if isinstance(header, dict) else ()
         wrong = (name for name, entry in entries if not _has_its_size(name, entry))
-        if (name := next(wrong, None)) is None or name in str(error):
+        if (name := next(wrong, None)) is None or f"`{name}`" in str(error):
             raise
         raise ValueError(f"{error}: {name}") from None
 

@@ -111,7 +111,7 @@ class Mutant:
         if self.kind == "header":
             self.named.append("model.safetensors")
             head, content = _damage(rng, header, content)
-            self.named += [*self.tensors, "layers.0"]
+            self.named += [*self.tensors, *(n[1:] for n in self.tensors), "''", r"'\x00'"]
         else:
             head = json.dumps(header).encode()
             head = struct.pack("<Q", len(head)) + head
@@ -238,7 +238,8 @@ def change_tensor(rng: np.random.Generator, stored: Stored) -> Stored:
             case 5:
                 array = rng.permutation(flat).reshape(array.shape)
             case 6:
-                array = array.astype(list(_DTYPES.values())[rng.integers(len(_DTYPES))])
+                other = list(_DTYPES.values())[rng.integers(len(_DTYPES))]
+                array = array.astype(np.float64).astype(other)
             case 7:
                 whole = array.reshape(array.shape or (1,))
                 axis = int(rng.integers(whole.ndim))
@@ -353,7 +354,7 @@ class Corpus:
                     raise AssertionError(f"loaded, but {name}: {reason}")
         else:
             named = [*mutant.named, "model.layers.0", "lm_head", "regular expression"]
-            assert any(text in message for text in named), f"names no {named}: {message[:500]}"
+            assert any(text in message for text in named), f"{message[:500]}; names no {named}"
         return message
 
 
