@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from octavo.checkpoints.config_json import ConfigJson
+from octavo.checkpoints.model_files import printable
 
 if TYPE_CHECKING:
     from octavo.system.tensor import HostTensor
@@ -16,8 +17,6 @@ LoadFormat = Literal["auto", "safetensors", "pt", "gguf", "sharded_state", "dumm
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 _MAX_NAMES = 6
 """Number of names listed in an error message."""
-_MAX_CHARACTERS = 200
-"""Limit of each of these names."""
 
 
 @dataclass(frozen=True)
@@ -162,10 +161,6 @@ class Checkpoint(Protocol):
 
 
 def shorten_names(names: list[str]) -> str:
-    """Return the first names for an error message, and the number of the other names.
-
-    Names that are empty or have other than printable characters are in quotes.
-    """
+    """Return the first names for an error message, and the number of the other names."""
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    shown = (name if name and name.isprintable() else repr(name) for name in names[:_MAX_NAMES])
-    return ", ".join(name[:_MAX_CHARACTERS] for name in shown) + more
+    return ", ".join(map(printable, names[:_MAX_NAMES])) + more

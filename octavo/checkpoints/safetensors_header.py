@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from octavo.checkpoints.config_json import MOST_JSON_NBYTES
 from octavo.checkpoints.mapped_file import StoredTensor
-from octavo.checkpoints.model_files import refuse_lfs_pointer, require_file
+from octavo.checkpoints.model_files import printable, refuse_lfs_pointer, require_file
 from octavo.errors import ModelError
 
 _DTYPES = {"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
@@ -67,7 +67,7 @@ def _opened(file: Path, header: object) -> Any:
         wrong = (name for name, entry in entries if not _has_its_size(name, entry))
         if (name := next(wrong, None)) is None or f"`{name}`" in str(error):
             raise
-        raise ValueError(f"{error}: {name}") from None
+        raise ValueError(f"{error}: {printable(name)}") from None
 
 
 def _has_its_size(name: str, entry: object) -> bool:

@@ -242,7 +242,7 @@ def test_compressed_tensors(kind: str, strategy: str, tmp_path: Path) -> None:
         ({"strategy": "tensor_group"}, "strategy='tensor_group'"),
         ({"strategy": "block"}, "block_structure=None"),
         ({"strategy": "group", "group_size": 16}, "group_size=16"),
-        ({"num_bits": 4}, "num_bits=4 .* not float-quantized"),
+        ({"num_bits": 4}, "num_bits=4 .* not 'float-quantized'"),
     ],
 )
 def test_compressed_tensors_rejected(fields: dict[str, Any], message: str) -> None:
