@@ -115,7 +115,7 @@ def _matches(module: str, pattern: str, config: ConfigJson) -> bool:
     except (re.error, RecursionError, OverflowError) as error:
         raise ModelError(
             f"{config.where}: {pattern[:_MOST_SHOWN]!r} is not a regular expression that Octavo "
-            f"supports ({reason_of(error)})."
+            f"supports ({reason_of(error)}); name the modules instead."
         ) from None
 
 

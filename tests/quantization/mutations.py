@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,16 @@ PATTERNS = [
     "[", "[]*+?{(]", r"[\]*+?{(]", "(?#(a+)+)b", "(?:a?)?(?:a?)?(?:a?)?x", r"(?:.|.){1}" * 3, "\0",
 ]  # fmt: skip
 """Regular expressions: damaged, slow, or only strange."""
+_LISTS_OF_PATTERNS = (
+    "ignore", "modules_to_not_convert", "llm_int8_skip_modules", "dynamic", "extra_config",
+    "targets",
+)  # fmt: skip
+_FIELDS = (
+    "bits", "group_size", "sym", "desc_act", "dynamic", "extra_config", "weights", "ignore",
+    "kv_cache_scheme", "weight_block_size", "actorder", "data_type", "strategy", "format",
+    "block_structure", "num_bits", "zero_point", "quant_algo", "exclude_modules",
+)  # fmt: skip
+"""Fields that some formats have."""
 
 
 @dataclass
@@ -122,6 +133,10 @@ class Mutant:
         (folder / "model.safetensors").write_bytes(head + content)
 
 
+def _pick(rng: np.random.Generator, items: Sequence[Any]) -> Any:
+    return items[rng.integers(len(items))]
+
+
 def _damage(
     rng: np.random.Generator, header: dict[str, Any], content: bytes
 ) -> tuple[bytes, bytes]:
@@ -133,39 +148,37 @@ def _damage(
     shape = entry["shape"]
     odd = [-1, 0, 1, 2**31, 2**40, 2**62, 2**63, 2**64, 10**30, 1.5, 1e308, "1", None, [], True]
     odd.append(float("nan"))
-    value = odd[rng.integers(len(odd))]
+    value = _pick(rng, odd)
     length = None
     kind = rng.integers(16)
     match kind:
         case 0:
-            entry["dtype"] = [*_DTYPES, "F4", "I4", "F6_E2M3", "C64", "", 5, None][
-                rng.integers(len(_DTYPES) + 7)
-            ]
+            known = [*_DTYPES, "F4", "I4", "F6_E2M3", "C64", "", 5, None]
+            entry["dtype"] = _pick(rng, known)
         case 1:
             entry["shape"] = [*shape[:-1], value]
         case 2:
-            entry["shape"] = [shape[::-1], [*shape, 1], [1, *shape], [], value, [value] * 40][
-                rng.integers(6)
-            ]
+            shapes = [shape[::-1], [*shape, 1], [1, *shape], [], value, [value] * 40]
+            entry["shape"] = _pick(rng, shapes)
         case 3:
-            entry["data_offsets"] = [
+            places = [
                 [value, end], [begin, value], [end, begin], [begin + 1, end + 1], [begin],
                 [begin, end, end], [begin, begin], value, [begin + 2**63, end + 2**63],
-            ][rng.integers(9)]  # fmt: skip
+            ]  # fmt: skip
+            entry["data_offsets"] = _pick(rng, places)
         case 4:
             entry["data_offsets"] = header[other]["data_offsets"]
         case 5:
-            header[str([name + "x", name[1:], "", "\0", name * 99][rng.integers(5)])] = header.pop(
-                name
-            )
+            renamed = _pick(rng, [name + "x", name[1:], "", "\0", name * 99])
+            header[renamed] = header.pop(name)
         case 6:
-            del entry[["dtype", "shape", "data_offsets"][rng.integers(3)]]
+            del entry[_pick(rng, ["dtype", "shape", "data_offsets"])]
         case 7:
             header[name] = value
         case 8:
-            header["__metadata__"] = [{"format": 1}, value, {"a": "b"}][rng.integers(3)]
+            header["__metadata__"] = _pick(rng, [{"format": 1}, value, {"a": "b"}])
         case 9:
-            length = int([0, 1, 2**32, 2**63, 2**64 - 1, 100][rng.integers(6)])
+            length = _pick(rng, [0, 1, 2**32, 2**63, 2**64 - 1, 100])
         case 10:
             content = content[: rng.integers(len(content))]
         case 11:
@@ -177,7 +190,8 @@ def _damage(
     if kind == 13:
         text = text.replace(json.dumps(name).encode(), json.dumps(other).encode())  # a name twice
     if kind == 14:
-        text = [text[: rng.integers(len(text))], b"[" * 50_000, b"\xff" * 9, b"{}"][rng.integers(4)]
+        cut = text[: rng.integers(len(text))]
+        text = _pick(rng, [cut, b"[" * 50_000, b"\xff" * 9, b"{}"])
     if kind == 15:
         changed = bytearray(text)
         for _ in range(int(rng.integers(1, 5))):
@@ -189,7 +203,7 @@ def _damage(
 def change_description(rng: np.random.Generator, fields: dict[str, Any]) -> list[str]:
     """Change a random field at any depth, remove or add one; return its name and those above it."""
     names = sorted(fields)
-    name = names[rng.integers(len(names))]
+    name = _pick(rng, names)
     value = fields[name]
     if isinstance(value, dict) and value and rng.random() < 0.8:
         return [name, *change_description(rng, value)]
@@ -197,23 +211,15 @@ def change_description(rng: np.random.Generator, fields: dict[str, Any]) -> list
     if chance < 0.15:
         del fields[name]
         return [name]
-    new = VALUES[rng.integers(len(VALUES))]
+    new = _pick(rng, VALUES)
     if chance < 0.35:  # a pattern, where the format has them
-        pattern = PATTERNS[rng.integers(len(PATTERNS))]
-        name, new = [
-            ("ignore", [f"re:{pattern}"]),
-            ("modules_to_not_convert", [f"re:{pattern}"]),
-            ("llm_int8_skip_modules", [f"re:{pattern}"]),
-            ("dynamic", {pattern: {"group_size": 32}}),
-            ("extra_config", {pattern: {"group_size": 32}}),
-            ("targets", [f"re:{pattern}"]),
-        ][rng.integers(6)]
+        pattern = _pick(rng, PATTERNS)
+        new = [f"re:{pattern}"]
+        name = _pick(rng, _LISTS_OF_PATTERNS)
+        if name in ("dynamic", "extra_config"):
+            new = {pattern: {"group_size": 32}}
     elif chance < 0.5:
-        name = [
-            "bits", "group_size", "sym", "desc_act", "dynamic", "extra_config", "weights", "ignore",
-            "kv_cache_scheme", "weight_block_size", "actorder", "data_type", "strategy", "format",
-            "block_structure", "num_bits", "zero_point", "quant_algo", "exclude_modules",
-        ][rng.integers(19)]  # fmt: skip
+        name = _pick(rng, _FIELDS)
     fields[name] = copy.deepcopy(new)
     return [name]
 
@@ -222,17 +228,16 @@ def change_tensor(rng: np.random.Generator, stored: Stored) -> Stored:
     """Return a tensor with another shape, another type or other numbers."""
     array = np.array(stored.array())
     flat = array.reshape(-1)
-    floating = array.dtype.kind == "f" or array.dtype.type in _DTYPES.values()
-    floating = floating and array.dtype.kind not in "iub"
+    floating = array.dtype.kind not in "iu"
     with np.errstate(all="ignore"):
         match rng.integers(10):
             case 0 | 1 | 2 if floating:
                 odd = [np.nan, np.inf, -np.inf, 0, -1, 1e38, 1e-38, 65504]
-                flat[rng.integers(flat.size)] = odd[rng.integers(len(odd))]
+                flat[rng.integers(flat.size)] = _pick(rng, odd)
             case 0 | 1 | 2:
                 info = np.iinfo(array.dtype)
                 odd = [info.min, info.max, 0, 1, info.max // 2, 4, 7, 127]
-                flat[rng.integers(flat.size, size=rng.integers(1, 3))] = odd[rng.integers(len(odd))]
+                flat[rng.integers(flat.size, size=rng.integers(1, 3))] = _pick(rng, odd)
             case 3:
                 raw = flat.view(np.uint8)
                 for _ in range(int(rng.integers(1, 9))):
@@ -242,17 +247,12 @@ def change_tensor(rng: np.random.Generator, stored: Stored) -> Stored:
             case 5:
                 array = rng.permutation(flat).reshape(array.shape)
             case 6:
-                other = list(_DTYPES.values())[rng.integers(len(_DTYPES))]
-                array = array.astype(np.float64).astype(other)
+                array = array.astype(np.float64).astype(_pick(rng, list(_DTYPES.values())))
             case 7:
                 whole = array.reshape(array.shape or (1,))
                 axis = int(rng.integers(whole.ndim))
-                array = [
-                    whole[:-1],
-                    whole.repeat(2, axis),
-                    whole[..., None],
-                    whole.swapaxes(0, -1),
-                ][rng.integers(4)]
+                turned = whole.swapaxes(0, -1)
+                array = _pick(rng, [whole[:-1], whole.repeat(2, axis), whole[..., None], turned])
             case 8:
                 array = np.zeros((0, *array.shape[1:]), array.dtype)
             case 9:
@@ -311,20 +311,19 @@ class Corpus:
         described = mutant.config["quantization_config"]
         if mutant.kind == "description":
             if rng.random() < 0.05:
-                new = [*VALUES, {"quant_method": "awq"}][rng.integers(len(VALUES) + 1)]
+                new = _pick(rng, [*VALUES, {"quant_method": "awq"}])
                 mutant.config["quantization_config"] = new
                 mutant.named.append("quantization_config")
             elif rng.random() < 0.05:
-                described["quant_method"] = FORMATS[
-                    list(FORMATS)[rng.integers(len(FORMATS))]
-                ].description["quant_method"]
+                other = _pick(rng, list(FORMATS.values()))
+                described["quant_method"] = other.description["quant_method"]
                 mutant.named.append("quantization_config")
             else:
                 for _ in range(int(rng.integers(1, 3))):
                     if described:
                         mutant.named += change_description(rng, described)
         elif mutant.kind == "tensor":
-            name = self.quantized[rng.integers(len(self.quantized))]
+            name = _pick(rng, self.quantized)
             if rng.random() < 0.1:
                 del mutant.tensors[name]
             else:
