@@ -14,7 +14,7 @@ import os
 import signal
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -233,12 +233,12 @@ def _prompt_logprobs(path: Path) -> np.ndarray[Any, Any]:
     return np.array([row[token].logprob for row, token in rows if row is not None])
 
 
-def accept(name: str, folder: Path) -> dict[str, str]:
-    """Return the errors of all checks of a format, by the check's name."""
+def accept(name: str, folder: Path, checks: Iterable[str] = CHECKS) -> dict[str, str]:
+    """Return the errors of some checks of a format, by the check's name."""
     case, failed = Case(name, folder), {}
-    for check, run in CHECKS.items():
+    for check in checks:
         try:
-            run(case)
+            CHECKS[check](case)
         except Exception:
             failed[check] = traceback.format_exc(limit=-2)
     return failed

@@ -7,7 +7,7 @@ import pytest
 from tests.quantization.formats import FORMATS
 from tests.quantization.mutations import Corpus
 
-COUNT = 30
+COUNT = 24
 
 
 @pytest.mark.parametrize("name", FORMATS)
