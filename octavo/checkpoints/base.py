@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.checkpoints.config_json import ConfigJson
+from octavo.checkpoints.model_files import printable
 
 if TYPE_CHECKING:
     from octavo.system.tensor import HostTensor
@@ -175,4 +176,4 @@ class Checkpoint(Protocol):
 def shorten_names(names: list[str]) -> str:
     """Return the first names for an error message, and the number of the other names."""
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return ", ".join(names[:_MAX_NAMES]) + more
+    return ", ".join(map(printable, names[:_MAX_NAMES])) + more
