@@ -34,6 +34,7 @@ from octavo.models.spec import ModelSpec
 from octavo.models.weights import Weight
 from octavo.quantization.plain import PLAIN
 from octavo.system.device import cpu_memory
+from octavo.system.private_folder import check_private_folder
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +161,7 @@ class WeightCache:
         """
         file = self.file(key)
         try:
-            self._check_folder()
+            check_private_folder(self._folder)
             # The cache writes neither links nor pipes.
             descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
@@ -215,7 +216,7 @@ class WeightCache:
 
     def _write(self, key: bytes, memory: Bytes) -> None:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._check_folder()
+        check_private_folder(self._folder)
         with self._locked():
             if self.file(key).exists():  # another process was faster
                 return
@@ -274,18 +275,6 @@ class WeightCache:
             file.unlink(missing_ok=True)
             held -= info.st_size
         return True
-
-    def _check_folder(self) -> None:
-        """Reject a folder in which other users could write weights.
-
-        Raises:
-            PermissionError: the path is not a folder, not this user's, or writable for others.
-        """
-        info = self._folder.lstat()
-        if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o022:
-            raise PermissionError(
-                f"{self._folder} must be a folder of this user, without write permission for others"
-            )
 
 
 class _DamagedError(Exception):

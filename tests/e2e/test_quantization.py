@@ -44,8 +44,8 @@ def test_the_plan_knows_the_sizes():
 def test_perplexity(model, context, most_fp8, monkeypatch):
     """Within 0.5 % (int8), 1 % (fp8) and 5 % (int4) of the bfloat16 weights.
 
-    The 260,000 weights of the smallest model lose 2.1 % with fp8. Its weights rounded to e4m3 by numpy
-    lose the same, in float32.
+    The smallest model, of 260,000 weights, loses 2.1 % with fp8. In float32, it loses the same with
+    weights that numpy rounded to e4m3.
     """
     monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
     perplexity = importlib.import_module("perplexity")

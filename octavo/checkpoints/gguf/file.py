@@ -18,6 +18,7 @@ from octavo.checkpoints.config_json import ConfigJson
 from octavo.checkpoints.gguf.architectures import FUSED, FUSED_MODULES, Architecture
 from octavo.checkpoints.gguf.config import Description
 from octavo.checkpoints.gguf.header import STORED_BLOCKS, GGUFHeader, GGUFTensor
+from octavo.checkpoints.gguf.kept_texts import kept_texts
 from octavo.checkpoints.gguf.repack import REPACKED, repack
 from octavo.checkpoints.gguf.tokenizer import tokenizer_texts
 from octavo.errors import ModelError
@@ -150,8 +151,9 @@ class GGUFFile:
 
     @cached_property
     def _texts(self) -> dict[str, str]:
+        header = self._headers[0]
         try:
-            return tokenizer_texts(self._headers[0].metadata)
+            return kept_texts(header.bytes, lambda: tokenizer_texts(header.metadata))
         except ModelError as error:
             raise ModelError(f"{self.path}: {error}") from None
 

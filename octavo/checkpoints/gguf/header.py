@@ -159,6 +159,8 @@ class GGUFHeader:
         self.tensors: dict[str, GGUFTensor]
         """Tensors by name."""
         self._read()
+        self.bytes = self.data[: self._at]
+        """Bytes of the header, without the tensors' data."""
 
     def _read(self) -> None:
         if bytes(self.data[:4]) != b"GGUF":
