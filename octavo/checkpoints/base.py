@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from octavo.checkpoints.config_json import ConfigJson
+from octavo.checkpoints.model_files import printable
 
 if TYPE_CHECKING:
     from octavo.system.tensor import HostTensor
@@ -162,4 +163,4 @@ class Checkpoint(Protocol):
 def shorten_names(names: list[str]) -> str:
     """Return the first names for an error message, and the number of the other names."""
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return ", ".join(names[:_MAX_NAMES]) + more
+    return ", ".join(map(printable, names[:_MAX_NAMES])) + more

@@ -8,7 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from octavo.checkpoints.model_files import refuse_lfs_pointer, require_file, without_config
+from octavo.checkpoints.model_files import (
+    printable,
+    refuse_lfs_pointer,
+    require_file,
+    without_config,
+)
 from octavo.errors import ModelError, reason_of
 
 # The index of the largest models has half this size.
@@ -181,7 +186,7 @@ class ConfigJson:
         value = self.get(name)
         if value is not None and not isinstance(value, dict):
             raise self.error(name, "it must be an object")
-        return ConfigJson(value or {}, f"{self.where}: {name}")
+        return ConfigJson(value or {}, f"{self.where}: {printable(name)}")
 
     def refuse(self, name: str, neutral: object, reason: str) -> None:
         """Raise `ModelError` unless the field is absent or has the value `neutral`."""
@@ -196,7 +201,10 @@ class ConfigJson:
         if value is None:
             value = default
         if value is None:
-            raise ModelError(f"{self.where}: the field {' or '.join(names)} is missing.")
+            raise ModelError(
+                f"{self.where}: the field {' or '.join(names)} is missing; add it, or download the "
+                "file again."
+            )
         return value
 
 

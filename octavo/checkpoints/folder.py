@@ -177,7 +177,8 @@ def match_names(
         if not any(_fits(tensor.shape, shape) for shape in shapes):
             raise ModelError(
                 f"{tensor.file}: {name} has shape {list(tensor.shape)}, but config.json requires "
-                f"{' or '.join(str(list(shape)) for shape in shapes)}."
+                f"{' or '.join(str(list(shape)) for shape in shapes)}; correct config.json, or "
+                "download the model again."
             )
         require_dtype(name, tensor, source)
     return names
@@ -199,7 +200,8 @@ def require_no_more(folder: Path, unused: list[str], expected: Expected) -> None
     if extra:
         raise ModelError(
             f"{folder} holds {len(extra)} tensors that {expected.architecture} with this "
-            f"config.json does not have: {shorten_names(extra)}."
+            f"config.json does not have: {shorten_names(extra)}. Correct config.json, or download "
+            "the model again."
         )
 
 
@@ -211,5 +213,6 @@ def require_dtype(name: str, stored: StoredTensor, source: Source) -> None:
     """
     if stored.dtype not in source.dtypes:
         raise ModelError(
-            f"{stored.file}: {name} has type {stored.dtype}; supported: {', '.join(source.dtypes)}."
+            f"{stored.file}: {name} has type {stored.dtype}; supported: "
+            f"{', '.join(source.dtypes)}. Correct config.json, or download the model again."
         )

@@ -8,6 +8,15 @@ from pathlib import Path
 from octavo.errors import ModelError
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_MOST_SHOWN = 200  # characters of a name
+
+
+def printable(name: str) -> str:
+    """Return a name from a file for an error message.
+
+    A name that is empty or has other than printable characters is in quotes. Long names are cut.
+    """
+    return (name if name and name.isprintable() else repr(name))[:_MOST_SHOWN]
 
 
 def require_file(path: Path) -> None:

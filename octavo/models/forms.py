@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -19,8 +20,9 @@ from octavo.quantization.registry import FORMS, METHODS
 
 _QUANTIZED = ("quantization_config", "compression_config")
 """Fields of config.json that describe a quantized checkpoint."""
-_MOST_REPEATS = 6
-"""Limit of a pattern's repeats and groups: with more, a name could take minutes."""
+_MOST_WAYS = 2**21
+"""Limit of the ways in which a name could match a pattern: each takes nanoseconds."""
+_LONG_NAME = 60  # characters of a module's name
 _MOST_SHOWN = 100  # characters of a pattern in an error message
 _LEFT_OUT = ("modules_to_not_convert", "ignored_layers", "ignore")
 """Fields in a quantization description that list modules without quantization."""
@@ -113,7 +115,7 @@ def _matches(module: str, pattern: str, config: ConfigJson) -> bool:
     except (re.error, RecursionError, OverflowError) as error:
         raise ModelError(
             f"{config.where}: {pattern[:_MOST_SHOWN]!r} is not a regular expression that Octavo "
-            f"supports ({reason_of(error)})."
+            f"supports ({reason_of(error)}); name the modules instead."
         ) from None
 
 
@@ -121,14 +123,29 @@ def _matches(module: str, pattern: str, config: ConfigJson) -> bool:
 def _compiled(pattern: str) -> re.Pattern[str]:
     """Return a pattern that takes little time for a name.
 
+    Repeats can divide a name in many ways, and each way can use other alternatives.
+
     Raises:
         re.error: the pattern is none, or could take long.
     """
-    plain = re.sub(r"\\.|\[[^]]*\]|\(\?", lambda found: found[0][0], pattern)
-    if len(re.findall(r"[*+?{]", plain)) > _MOST_REPEATS or plain.count("(") > _MOST_REPEATS:
-        raise re.error(f"it has more than {_MOST_REPEATS} repeats or groups")
+    plain = re.sub(r"\\.|\[[^]]*\]", "c", pattern)
     if re.search(r"\)[*+{]", plain):
         raise re.error("it repeats a group")
+    if re.search(r"\(\?[a-z]*x", plain):
+        raise re.error("it has the flag x, which hides repeats")
+    plain = plain.replace("(?", "(")
+    repeats, ways, open_groups = len(re.findall(r"[*+?{]", plain)), 1, [1]
+    for character in f"{plain})":
+        match character:
+            case "(":
+                open_groups.append(1)
+            case "|":
+                open_groups[-1] += 1
+            case ")":
+                ways *= open_groups.pop()
+                open_groups = open_groups or [1]
+    if repeats > 4 or ways * math.comb(_LONG_NAME + repeats, repeats) > _MOST_WAYS:
+        raise re.error("it has more than 4 repeats, or too many alternatives besides")
     return re.compile(pattern)
 
 

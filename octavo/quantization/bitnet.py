@@ -66,10 +66,12 @@ class BitNet(PackedCodes):
             codes, scale = _round(dense(tensors[0], "float32").numpy())
         else:
             codes = _unpack(tensors[0].numpy())
-            scale = float(dense(tensors[1], "float32").numpy()[0])
-            if not np.isfinite(scale) or scale <= 0:
-                raise TensorError("weight_scale", f"is {scale}; download the file again.")
-            scale = 1 / scale if self.kind == "divisor" else scale
+            stored = scale = dense(tensors[1], "float32").numpy()[0]
+            with np.errstate(divide="ignore", over="ignore"):
+                if self.kind == "divisor":
+                    scale = np.float32(1) / stored
+            if not np.isfinite([stored, scale]).all() or stored <= 0:
+                raise TensorError("weight_scale", f"is {stored}; download the file again.")
         if columns is not None:
             codes = codes[:, slice(*columns)]
         parts = [np.ascontiguousarray(codes[selected]) for selected in rows]
@@ -94,7 +96,8 @@ def _unpack(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 def _round(weight: NDArray[np.float32]) -> tuple[NDArray[np.uint8], float]:
     """Return the codes, and the mean magnitude, which is their scale."""
-    scale = max(float(np.abs(weight).mean(dtype=np.float64)), 1e-5)
+    with np.errstate(invalid="ignore"):
+        scale = max(float(np.abs(weight).mean(dtype=np.float64)), 1e-5)
     if not np.isfinite(scale):
         raise TensorError("weight", "has numbers that are not finite; download the file again.")
     return (np.clip(np.rint(weight / np.float32(scale)), -1, 1) + _ZERO).astype(np.uint8), scale

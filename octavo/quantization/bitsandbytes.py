@@ -58,7 +58,9 @@ class LLMInt8(Grouped):
         """Implement `Grouped`."""
         numbers, scb, layout = tensors
         if layout.any():
-            raise TensorError("weight_format", f"is {layout}; supported: 0, rows.")
+            raise TensorError(
+                "weight_format", f"is {layout}; supported: 0 (rows); download the model again."
+            )
         scales = scb.astype(np.float32)[:, None] / np.float32(127)
         return Numbers(numbers.view(np.uint8) ^ np.uint8(128), scales)
 
@@ -121,12 +123,17 @@ class NF4(Grouped):
             raise _wrong_state("the shape is not that of the weight")
         with np.errstate(all="ignore"):
             if not np.array_equal(np.rint(levels * np.float32(32767)), NF4_LEVELS):
-                raise TensorError("weight.quant_map", "does not have the levels of NF4.")
+                raise TensorError(
+                    "weight.quant_map", "does not have the levels of NF4; download the model again."
+                )
             if nested:
                 scales, table = nested
                 for name, array in ("nested_absmax", scales), ("nested_quant_map", table):
                     if not np.isfinite(array).all():
-                        raise TensorError(f"weight.{name}", "has numbers that are not finite.")
+                        raise TensorError(
+                            f"weight.{name}",
+                            "has numbers that are not finite; download the file again.",
+                        )
                 each = scales.repeat(_NESTED_BLOCK)[: len(absmax)]
                 absmax = table[absmax] * each + np.float32(described.offset)
         codes = np.stack([stored[:, 0] >> 4, stored[:, 0] & 15], 1)

@@ -30,13 +30,14 @@ def read_floats(scheme: ConfigJson, format: str) -> WeightForm:
     if format not in _FORMATS[bits]:
         known = ", ".join(_FORMATS[bits])
         raise weights.error(
-            "num_bits", f"floats of {bits} bits are supported in {known}, not {format}"
+            "num_bits", f"floats of {bits} bits have the format {known}, not {format!r:.100}"
         )
     weights.refuse("symmetric", True, "floats have no zero points")
     weights.refuse("dynamic", False, "weights cannot be dynamic")
     if bits == 4:
         form = _FP4[format]
-        weights.refuse("group_size", form.group_size, f"{format} has groups of {form.group_size}")
+        reason = f"the format {format} has groups of {form.group_size}"
+        weights.refuse("group_size", form.group_size, reason)
         return form
     strategy = weights.choice("strategy", _STRATEGIES)
     if strategy == "block":

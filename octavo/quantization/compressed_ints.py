@@ -82,12 +82,15 @@ class CompressedInts(Grouped):
         """Implement `Grouped`."""
         scales, stored, *others = tensors
         if not self.packed:
-            zeros = None if self.symmetric else self._codes_of(others[0])
-            return Numbers(self._codes_of(stored), scales, zeros)
+            zeros = None if self.symmetric else self._codes_of(others[0], self.zeros)
+            return Numbers(self._codes_of(stored, "weight"), scales, zeros)
         shape, *others = others
         codes = unpack(stored, self.bits)
         if tuple(shape) != codes.shape:
-            raise TensorError("weight_shape", f"is {shape.tolist()}, not {list(codes.shape)}.")
+            raise TensorError(
+                "weight_shape",
+                f"is {shape.tolist()}, not {list(codes.shape)}; download the model again.",
+            )
         zeros = order = None
         if not self.symmetric:
             words, *others = others
@@ -97,15 +100,21 @@ class CompressedInts(Grouped):
             codes = codes.take(order, 1)
         return Numbers(codes, scales, zeros, order)
 
-    def _codes_of(self, numbers: NDArray[np.int8]) -> NDArray[np.uint8]:
+    def _codes_of(self, numbers: NDArray[np.int8], tensor: str) -> NDArray[np.uint8]:
         """Return the codes of signed numbers.
+
+        Args:
+            numbers: the numbers.
+            tensor: last part of their tensor's name, for error messages.
 
         Raises:
             TensorError: a number has too many bits.
         """
         half = 2 ** (self.bits - 1)
         if (numbers < -half).any() or (numbers >= half).any():
-            raise TensorError("weight", f"has numbers of more than {self.bits} bits.")
+            raise TensorError(
+                tensor, f"has numbers of more than {self.bits} bits; download the model again."
+            )
         return (numbers.view(np.uint8) + np.uint8(half)) & np.uint8(2 * half - 1)
 
     def format(self, k: int) -> tuple[QuantFormat, int]:

@@ -144,8 +144,8 @@ class FP8(PackedCodes):
         if self.block is None:
             return np.broadcast_to(scales.reshape(-1, 1), (rows, 1))
         groups = -(-inputs // self.group_size)
-        wide = scales.repeat(self.block[1] // self.group_size, axis=1)[:, :groups]
-        return wide.repeat(self.block[0], axis=0)[:rows]
+        wide = scales.repeat(min(self.block[1] // self.group_size, groups), axis=1)[:, :groups]
+        return wide.repeat(min(self.block[0], rows), axis=0)[:rows]
 
     def kernel_format(self, shape: PackedShape) -> tuple[Literal["fp8"], int]:
         """Implement `Packed`."""

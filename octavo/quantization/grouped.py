@@ -189,7 +189,7 @@ class Grouped(Packed):
             raise TensorError(
                 "weight",
                 f"or a module with the same inputs has another shape than config.json requires: "
-                f"{shapes}.",
+                f"{shapes}; download the model again.",
             )
         codes = (self._codes(ops, part, shape.k) for part in parts)
         return ops.pack_quantized(shape.n, shape.k, *self.format(shape.k), codes, out, order)
@@ -205,7 +205,7 @@ class Grouped(Packed):
             others.append(from_numpy(np.full(others[0].shape, 128, np.uint8)))
         if group:
             groups = -(-k // group)
-            each = self.group_size // group if self.group_size else groups
+            each = min(self.group_size // group, groups) if self.group_size else groups
             others = [
                 from_numpy(np.ascontiguousarray(other.numpy().repeat(each, 1)[:, :groups]))
                 for other in others

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from octavo import LLM
+from octavo.checkpoints.base import shorten_names
 from octavo.config import BUILTIN_MODEL
 from octavo.errors import ModelError
 from octavo.models.hub import resolve_model
@@ -62,3 +63,8 @@ def test_one_file_is_none_of_a_model(name: str, text: str, message: str, tmp_pat
     load_format = "pt" if name.endswith(".bin") else "auto"
     with pytest.raises(ModelError, match=message):
         LLM(str(folder), load_format=load_format, max_model_len=64)
+
+
+def test_names_in_messages():
+    assert shorten_names(["a.b", "", "b\0", "x" * 999]) == f"a.b, '', 'b\\x00', {'x' * 200}"
+    assert shorten_names(list("abcdefgh")) == "a, b, c, d, e, f and 2 more"

@@ -12,6 +12,7 @@ from octavo.config import EngineConfig
 from octavo.fleet.start import EngineProcesses
 from octavo.frontend.async_llm import AsyncLLM
 from octavo.sampling_params import RequestOutputKind
+from octavo.scheduler.speculation import DraftLengths
 from tests.gguf_files import convert
 from tests.models.harness import make_hf
 
@@ -74,9 +75,12 @@ def expected(files: dict[str, str]) -> list[tuple[object, ...]]:
     ],
     ids=["prefixes", "chunks", "tensor parallel", "pipeline parallel", "draft"],
 )
-def test_layouts(files, expected, settings):
+def test_layouts(files, expected, settings, monkeypatch):
     """Alone and among others, with cached prefixes the second time."""
-    if "draft" in settings:
+    drafts = "draft" in settings
+    if drafts:
+        # The maximum: the best number depends on the drafts' time.
+        monkeypatch.setattr(DraftLengths, "choose", lambda self, num_reqs: self.most)
         draft = {"model": files["draft"], "num_speculative_tokens": settings["draft"]}
         settings = {"speculative_config": draft}
     with LLM(files["target"], **SETTINGS, **settings) as llm:
@@ -85,6 +89,7 @@ def test_layouts(files, expected, settings):
         crowd = [[(5 * i + j) % 120 for j in range(30)] for i in range(3)]
         assert answers(llm, PROMPTS + crowd)[: len(PROMPTS)] == expected
         assert llm.stats().prefix_cache_hits > 64
+        assert (llm.stats().num_draft_tokens > 0) == drafts
 
 
 def test_revival(files):

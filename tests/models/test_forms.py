@@ -180,8 +180,11 @@ def test_ranks_have_parts_of_it(quantized: tuple[Path, Path]) -> None:
         ({"ignore": "lm_head"}, {}, r"ignore='lm_head'.*a list of names"),
         ({"modules_to_not_convert": ["re:("]}, {}, r"'re:\(' is not a regular expression"),
         ({"ignore": ["re:(a+)+$"]}, {}, r"'re:.*' is not .*it repeats a group"),
-        ({"ignore": ["re:" + 7 * "a?"]}, {}, r"more than 6 repeats or groups"),
-        ({"ignore": ["re:" + 7 * "(a|a)"]}, {}, r"more than 6 repeats or groups"),
+        ({"ignore": ["re:(?x)(.|.) *$"]}, {}, r"'re:.*' is not .*the flag x"),
+        ({"ignore": ["re:(?i)(?sx:(.|.) *$)"]}, {}, r"'re:.*' is not .*the flag x"),
+        ({"ignore": ["re:" + 5 * "a?"]}, {}, r"more than 4 repeats"),
+        ({"ignore": ["re:" + 22 * "(a|a)"]}, {}, r"too many alternatives"),
+        ({"ignore": ["re:.*.*.*(?:a|(?:.|..|...|....|.....|......)" + 3 * "(|.)"]}, {}, "too many"),
         ({"group": 0}, {}, r"group=0"),
     ],
 )

@@ -128,6 +128,13 @@ def test_folders(name: str, folder: Path) -> None:
         load(folder)
 
 
+@pytest.mark.parametrize("changes", [{"shape": (2,)}, {"dtype": "F16"}, {"dtype": "F99"}])
+def test_the_wrong_tensor_is_named(changes: dict[str, Any], folder: Path) -> None:
+    header(folder, entry(**changes), None, b"1234")
+    with pytest.raises(ModelError, match=r"model\.safetensors is damaged .*: x\); download"):
+        load(folder)
+
+
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
 def test_no_file_of_a_folder_is_waited_for(name: str, folder: Path) -> None:
     fifo(folder / name)
@@ -197,7 +204,7 @@ def test_configs_with_odd_values(folder: Path, data: st.DataObject) -> None:
         make_memory_plan(engine, spec, budget, max_num_batched_tokens=1)
     except (ModelError, ConfigError):
         return
-    assert len(spec.caches) == len(spec.layers) <= 4096
+    assert len(spec.caches) <= len(spec.layers) <= 4096  # layers may share a cache
     assert spec.max_model_len < 2**31
 
 

@@ -94,7 +94,9 @@ def test_parts() -> None:
     [
         ("factor", "weight", np.array([[0b11]], np.uint8), "codes that are not -1, 0 or 1"),
         ("factor", "weight_scale", np.array([np.nan], np.float32), "weight_scale is nan"),
+        ("divisor", "weight_scale", np.array([np.inf], np.float32), "weight_scale is inf"),
         ("divisor", "weight_scale", np.array([0], np.float32), r"weight_scale is 0\.0"),
+        ("divisor", "weight_scale", np.array([1e-40], np.float32), "weight_scale is 9.999.*e-41"),
         ("floats", "weight", np.array([[np.inf]], np.float32), "not finite"),
     ],
 )

@@ -140,6 +140,11 @@ def test_w4a8(symmetric: bool, tmp_path: Path) -> None:
     folders.save()
     with pytest.raises(ModelError, match=rf"^{name} has numbers of more than 4 bits"):
         load(folders.quantized)
+    if not symmetric:
+        folders.tensors[f"{name}_zero_point"][:] = -9
+        folders.save()
+        with pytest.raises(ModelError, match=rf"^{name}_zero_point has numbers of more than"):
+            load(folders.quantized)
 
 
 def test_order_of_inputs(tmp_path: Path) -> None:

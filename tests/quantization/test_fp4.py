@@ -13,9 +13,8 @@ from octavo.quantization.fp4 import FP4
 from octavo.quantization.modelopt import read_modelopt
 from octavo.system.distributed import Rank
 from octavo.system.tensor import from_numpy
-from tests.quantization.harness import Array
+from tests.quantization.harness import E4M3, Array, Folders
 from tests.quantization.test_compressed_tensors import description
-from tests.quantization.test_fp8 import E4M3, FP8Folders
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
@@ -61,7 +60,7 @@ def describe(kind: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["nvfp4", "mxfp4", "modelopt"])
 def test_a_model(kind: str, tmp_path: Path) -> None:
-    folders = FP8Folders(tmp_path, quantize(kind), **describe(kind))
+    folders = Folders(tmp_path, quantize(kind), **describe(kind))
     folders.assert_same_weights()
     for reduces in (False, True):
         folders.assert_same_weights(Rank(1, 2, reduces=reduces))

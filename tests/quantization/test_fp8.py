@@ -4,10 +4,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -22,28 +20,10 @@ from octavo.quantization.fp8 import FP8, OnlineFP8, read_fp8
 from octavo.system.distributed import Rank
 from octavo.system.tensor import from_numpy
 from tests.models.harness import generate, load, make_prompts
-from tests.quantization.harness import VOCAB, Array, Folders
+from tests.quantization.harness import E4M3, VOCAB, Array, Folders
 from tests.quantization.test_compressed_tensors import description
 
-E4M3 = ml_dtypes.float8_e4m3fn
 ROWS, INPUTS = 96, 200
-
-
-class FP8Folders(Folders):
-    """Folders with float8 tensors, which safetensors writes for torch only."""
-
-    def save(self, **fields: Any) -> None:
-        tensors, self.tensors = self.tensors, {}
-        super().save(**fields)
-        self.tensors = tensors
-        stored = {name: to_torch(np.ascontiguousarray(array)) for name, array in tensors.items()}
-        safetensors.torch.save_file(stored, self.quantized / "model.safetensors")
-
-
-def to_torch(array: Array) -> Tensor:
-    if array.dtype == E4M3:
-        return torch.from_numpy(array.view(np.uint8)).view(torch.float8_e4m3fn)
-    return torch.from_numpy(array)
 
 
 def module(
@@ -135,6 +115,16 @@ def test_two_scales_and_divided_blocks() -> None:
         FP8((48, 64)).cut(tensors_of(FP8((48, 64)), stored), [slice(None)], None)
 
 
+def test_blocks_larger_than_the_weight() -> None:
+    """They take no more memory than the weight."""
+    stored, weight = module(np.random.default_rng(0), ROWS, INPUTS, "one")
+    stored["weight_scale"] = stored["weight_scale"].reshape(1, 1)
+    form = FP8((2**62, 2**40))
+    ((codes, scales),) = form.cut(tensors_of(form, stored), [slice(None)], None)
+    wide = scales.numpy().repeat(128, 1)[:, :INPUTS]
+    assert np.array_equal(codes.numpy().view(E4M3).astype(np.float32) * wide, weight)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -172,7 +162,7 @@ def test_a_model(tmp_path: Path, kind: str) -> None:
         "weight_block_size": KINDS[kind], "scale_fmt": "ue8m0" if kind == "ue8m0" else None,
         "modules_to_not_convert": ["lm_head", "model.layers.1.mlp.down_proj"],
     }  # fmt: skip
-    folders = FP8Folders(tmp_path, quantize(kind), **description)
+    folders = Folders(tmp_path, quantize(kind), **description)
     folders.assert_same_weights()
     for reduces in (False, True):
         folders.assert_same_weights(Rank(1, 2, reduces=reduces))
@@ -207,7 +197,7 @@ def test_floats_are_rounded_as_torch_does(tmp_path: Path) -> None:
 
 
 def test_a_setting_without_a_form(tmp_path: Path) -> None:
-    folders = FP8Folders(tmp_path, quantize("block"), quant_method="fp8")
+    folders = Folders(tmp_path, quantize("block"), quant_method="fp8")
     with pytest.raises(ConfigError, match=r"quantization=awq: .* not quantized, .* int4, fp8"):
         load(folders.plain, quantization="awq")
 
@@ -238,7 +228,7 @@ def test_compressed_tensors(kind: str, strategy: str, tmp_path: Path) -> None:
         group_size=32 if strategy == "group" else None,
         activations={"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
     )
-    folders = FP8Folders(tmp_path, one, **described)
+    folders = Folders(tmp_path, one, **described)
     folders.assert_same_weights()
     folders.assert_same_weights(Rank(1, 2))
 
@@ -252,7 +242,7 @@ def test_compressed_tensors(kind: str, strategy: str, tmp_path: Path) -> None:
         ({"strategy": "tensor_group"}, "strategy='tensor_group'"),
         ({"strategy": "block"}, "block_structure=None"),
         ({"strategy": "group", "group_size": 16}, "group_size=16"),
-        ({"num_bits": 4}, "num_bits=4 .* not float-quantized"),
+        ({"num_bits": 4}, "num_bits=4 .* not 'float-quantized'"),
     ],
 )
 def test_compressed_tensors_rejected(fields: dict[str, Any], message: str) -> None:

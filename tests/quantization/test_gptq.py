@@ -94,6 +94,7 @@ def test_damaged_tensors(folders: Folders) -> None:
         ({"group": 64, "minus_one": False}, {"group_size": 64, "checkpoint_format": "gptq_v2"}),
         ({"group": 128, "symmetric": True}, {"group_size": 128, "sym": True, "format": "gptq"}),
         ({"group": -1}, {"group_size": -1}),
+        ({"group": -1}, {"group_size": 2**31 - 128}),
         ({"group": -1, "symmetric": True}, {"group_size": -1, "sym": True, "desc_act": True}),
         ({"group": 64, "bits": 8}, {"group_size": 64, "bits": 8}),
         ({"group": -1, "bits": 8, "symmetric": True}, {"group_size": -1, "bits": 8, "sym": True}),
