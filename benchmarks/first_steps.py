@@ -128,7 +128,7 @@ def no_prompt() -> str:
     return " | ".join(
         [
             refused("run", "mistral", "hi there", needed="mistral"),
-            refused("run", "model.gguf", "hi there", needed="no file model.gguf"),
+            refused("run", "model.gguf", "hi there", needed="file model.gguf does not exist"),
         ]
     )
 
