@@ -99,8 +99,8 @@ def interrupt() -> str:
 
 @step("flags stand anywhere")
 def flags_anywhere() -> str:
-    """Run `octavo run MODEL --max-tokens 4 TEXT`."""
-    status, said = octavo("run", "octavo/stories", "--max-tokens", "4", "Once upon a")
+    """Run `octavo run MODEL --raw --max-tokens 4 TEXT`."""
+    status, said = octavo("run", "octavo/stories", "--raw", "--max-tokens", "4", "Once upon a")
     assert status == 0, said
     return said.strip().splitlines()[0]
 
@@ -128,7 +128,7 @@ def no_prompt() -> str:
     return " | ".join(
         [
             refused("run", "mistral", "hi there", needed="mistral"),
-            refused("run", "model.gguf", "hi there", needed="no file model.gguf"),
+            refused("run", "model.gguf", "hi there", needed="file model.gguf does not exist"),
         ]
     )
 

@@ -104,11 +104,11 @@ def test_the_other_python_examples_are_none():
 @pytest.mark.parametrize("words", [w for w in OCTAVO if w[0] == "run"], ids=" ".join)
 def test_octavo_run(words, tmp_path):
     """Without a text, the command reads standard input, which ends at once."""
-    if words[-1].endswith(".gguf"):
-        words = [*words[:-1], str(tmp_path / words[-1])]
+    words = [str(tmp_path / word) if word.endswith(".gguf") else word for word in words]
+    for path in (Path(word) for word in words if word.endswith(".gguf")):
         sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
         model = make_hf("LlamaForCausalLM", vocab_size=128, num_hidden_layers=1, **sizes)
-        convert(model, "llama", Path(words[-1]), {"": "q4_0"})
+        convert(model, "llama", path, {"": "q4_0"})
     text = None if len(words) > 1 and " " in words[-1] else "The dog"
     done = octavo(*here(words), capture_output=True, input=text)
     assert done.stdout.strip()

@@ -89,7 +89,8 @@ def main() -> None:
         print(f"{size_of(env, '.pyc'):.0f} MB of it byte code", flush=True)
         installed = {line.split("==")[0] for line in run(*pip, "freeze").splitlines()}
         assert not installed & {"torch", "triton", "transformers", "xgrammar"}, installed
-        story = run(env / "bin" / "octavo", "run", "Once upon a time", "--max-tokens", "20")
+        words = ("run", "--raw", "Once upon a time", "--max-tokens", "20")
+        story = run(env / "bin" / "octavo", *words)
         assert story.strip(), story
         isa, text = json.loads(run(python, "-c", GENERATE))
         assert text, text

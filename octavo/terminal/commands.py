@@ -43,10 +43,11 @@ _NAME = re.compile(r"[\w.~/\\:@+-]+", re.ASCII)
 
 _RUN_EXAMPLES = """examples:
   octavo run                          chat with the built-in model
-  octavo run "Once upon a time"       continue a text
+  octavo run "Tell me a story."       ask one question
   octavo run org/name                 chat with a model from Hugging Face's hub
-  octavo run ./folder "The dog"       continue a text with a local model
-  octavo run - < story.txt            continue the text on standard input
+  octavo run model.gguf "2 + 3?"      ask a local model
+  octavo run --raw "Once upon a time" continue a text
+  octavo run --raw - < story.txt      continue the text on standard input
 """
 _CHAT_EXAMPLES = """examples:
   octavo chat                         chat with the server on this machine
@@ -84,9 +85,15 @@ def add_commands(commands: Any, named: str | None) -> list[argparse.ArgumentPars
         "words",
         nargs="*",
         metavar="[MODEL] [PROMPT]",
-        help="Model, and text to continue (-: read it from standard input); without a text, a "
-        "chat. One word without white space is a model: a folder, a hub id (org/name) or its URL. "
-        "To continue such a word, name the model, too.",
+        help="Model, and one message (-: read it from standard input); without a message, a "
+        "chat. A model without a chat template continues the message as a text. One word without "
+        "white space is a model: a folder, a file, a hub id (org/name) or its URL. To send such a "
+        "word, name the model, too.",
+    )
+    run.add_argument(
+        "--raw",
+        action="store_true",
+        help="Continue each text as it is, without the model's chat template.",
     )
     add_config_flag(run)
     run.add_argument(
@@ -207,8 +214,10 @@ def run_model(args: argparse.Namespace) -> int:
     if prompt == _STDIN or (prompt is None and not sys.stdin.isatty()):
         _check_local(config)  # piped input may take long to arrive
         prompt = read_all()
-    if prompt is not None and args.system_prompt is not None:
-        raise ConfigError("--system-prompt is for a chat; a text to continue has none.")
+    if args.raw and args.system_prompt is not None:
+        raise ConfigError(
+            "--system-prompt is for a chat, and --raw continues texts; leave one of them out."
+        )
 
     level = getattr(args, "log_level", settings_from_environment().get("log_level"))
     setup_logging(level or "warning", "text")
@@ -218,20 +227,24 @@ def run_model(args: argparse.Namespace) -> int:
         if model is None or prompt is not None or "/" in model:
             raise
         raise HubError(
-            f"{error} To continue it as a text: octavo run {BUILTIN_MODEL} {shlex.quote(model)}"
+            f"{error} To send it as a message: octavo run {BUILTIN_MODEL} {shlex.quote(model)}"
         ) from None
     try:
         source = LocalModel(llm, config.model.model)
-        if prompt is not None:
-            return _answer(source, prompt, params)
-        is_chat = bool(llm.get_tokenizer().chat_templates)
-        if not is_chat and args.system_prompt is not None:
+        has_template = bool(llm.get_tokenizer().chat_templates)
+        if not has_template and args.system_prompt is not None:
             raise ConfigError(
                 f"--system-prompt is for a chat, and {source.model} has no chat template; leave "
                 "it out."
             )
-        Session(source, params, args.system_prompt, is_chat).run()
-        return 0
+        is_chat = has_template and not args.raw
+        if prompt is not None and not is_chat:
+            return _answer(source, prompt, params)
+        session = Session(source, params, args.system_prompt, is_chat)
+        if prompt is None:
+            session.run()
+            return 0
+        return 130 if session.ask(prompt) else 0
     finally:
         llm.shutdown()
 

@@ -70,8 +70,8 @@ class Session:
             note(f"{self.source.model}: {keys}")
         else:
             note(
-                f"{self.source.model} has no chat template, so it continues the texts that you "
-                f"type. {keys}"
+                f"{self.source.model} continues the texts that you type, without a chat "
+                f"template. {keys}"
             )
         while (text := reader.read()) is not None:
             try:

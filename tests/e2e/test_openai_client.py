@@ -255,7 +255,7 @@ def test_client_commands(server):
 
 
 def test_run_without_a_server():
-    command = [sys.executable, "-m", "octavo", "run", "Once upon a time", "--temperature", "0"]
+    command = [sys.executable, "-m", "octavo", "run", "Tell me a story.", "--temperature", "0"]
     done = subprocess.run(
         [*command, "--max-tokens", "12"], capture_output=True, text=True, timeout=120, check=True
     )

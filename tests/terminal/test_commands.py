@@ -103,7 +103,8 @@ def llm(monkeypatch):
 
 
 def test_run_streams_and_ends_with_figures(llm, capsys):
-    assert cli.main(["run", "Once upon", "--max-tokens", "9", "--seed", "3", "--top_k", "4"]) == 0
+    flags = ["--max-tokens", "9", "--seed", "3", "--top_k", "4"]
+    assert cli.main(["run", "--raw", "Once upon", *flags]) == 0
     out, err = capsys.readouterr()
     assert out == "Hello\n"
     model, figures = err.splitlines()
@@ -150,7 +151,7 @@ def test_run_tells_the_model_from_the_prompt(llm, typed, tmp_path, monkeypatch, 
         (["~/nothing"], "~/nothing", []),
         ([], None, []),
     ]:
-        assert cli.main(["run", *argv]) == 0
+        assert cli.main(["run", "--raw", *argv]) == 0
         assert llm().kwargs.get("model") == model, argv
         assert llm().prompts == prompts
         assert (model or "octavo/stories") in capsys.readouterr().err
@@ -170,7 +171,7 @@ def test_run_tells_the_model_from_the_prompt(llm, typed, tmp_path, monkeypatch, 
 def test_flags_may_stand_anywhere(llm, argv, model, prompt):
     assert cli.main(["run", *argv]) == 0
     assert llm().kwargs.get("model") == model
-    assert llm().prompts == [prompt]
+    assert llm().prompts == [json.dumps([{"role": "user", "content": prompt}])]
     assert llm().params[0].max_tokens == 4
 
 
@@ -182,7 +183,7 @@ def test_a_word_taken_for_a_model_that_is_none_may_be_a_text(monkeypatch, capsys
     monkeypatch.setattr(hub, "resolve_folders", fail)
     assert cli.main(["run", "hello"]) == 1
     assert capsys.readouterr().err == (
-        "octavo: error: hello is no model. To continue it as a text: octavo run octavo/stories "
+        "octavo: error: hello is no model. To send it as a message: octavo run octavo/stories "
         "hello\n"
     )
     for argv in (["hello", "text"], ["org/name"]):
@@ -191,10 +192,14 @@ def test_a_word_taken_for_a_model_that_is_none_may_be_a_text(monkeypatch, capsys
 
 
 @pytest.mark.parametrize("argv", [[], ["-"], ["org/name", "-"], ["org/name"]])
-def test_a_pipe_is_one_prompt(llm, piped, argv):
-    piped("Grüße,\n\nthe dog\n".encode())
+def test_a_pipe_is_one_message(llm, piped, argv):
+    text = "Grüße,\n\nthe dog"
+    piped(f"{text}\n".encode())
     assert cli.main(["run", *argv]) == 0
-    assert llm().prompts == ["Grüße,\n\nthe dog"]
+    assert llm().prompts == [json.dumps([{"role": "user", "content": text}])]
+    piped(f"{text}\n".encode())
+    assert cli.main(["run", "--raw", *argv]) == 0
+    assert llm().prompts == [text]
     assert llm().kwargs == ({"model": "org/name"} if "org/name" in argv else {})
 
 
@@ -235,13 +240,17 @@ def test_run_without_prompt_is_a_chat_with_memory(llm, typed, capsys):
 
 def test_a_model_without_a_chat_template_continues_texts(llm, typed, capsys, monkeypatch):
     monkeypatch.setattr(FakeLLM, "has_template", False)
-    typed("Once upon", "The dog", "/regen", "/system x")
-    assert cli.main(["run"]) == 0
-    assert llm().prompts == ["Once upon", "The dog", "The dog"]
-    assert llm().special == [True, True, True]
-    error = capsys.readouterr().err
-    assert "octavo/stories has no chat template, so it continues the texts" in error
-    assert "Unknown command /system" in error
+    for raw in ([], ["--raw"]):
+        typed("Once upon", "The dog", "/regen", "/system x")
+        assert cli.main(["run", *raw]) == 0
+        assert llm().prompts == ["Once upon", "The dog", "The dog"]
+        assert llm().special == [True, True, True]
+        error = capsys.readouterr().err
+        assert "octavo/stories continues the texts that you type, without a chat template" in error
+        assert "Unknown command /system" in error
+        assert cli.main(["run", *raw, "Once upon"]) == 0
+        assert llm().prompts == ["Once upon"]
+        assert "octavo/stories continues the text.\n" in capsys.readouterr().err
     typed()
     assert cli.main(["run", "--system-prompt", "Be brief."]) == 2
     assert "octavo/stories has no chat template; leave it out" in capsys.readouterr().err
@@ -256,16 +265,39 @@ def test_run_logs_as_much_as_is_wanted(llm, levels, monkeypatch):
     assert levels == ["warning", "info", "debug"]
 
 
-def test_a_system_prompt_is_for_a_chat(llm, capsys):
-    assert cli.main(["run", "--system-prompt", "Be brief.", "Once upon"]) == 2
-    assert "--system-prompt" in capsys.readouterr().err
-    assert llm() is None
+def test_a_prompt_is_a_message_of_a_chat(llm, capsys):
+    argv = ["run", "--system-prompt", "Be brief.", "What is 2 + 3?", "--max-tokens", "9"]
+    assert cli.main(argv) == 0
+    assert [json.loads(prompt) for prompt in llm().prompts] == [
+        [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "What is 2 + 3?"},
+        ]
+    ]
+    assert llm().special == [False]
+    assert llm().params[0].max_tokens == 9
+    out, err = capsys.readouterr()
+    assert out == "Hello\n"
+    assert err.startswith("[4 tokens | first token ")
+    assert llm().closed
+
+
+def test_raw_continues_texts_and_has_no_system_prompt(llm, typed, capsys):
+    typed("Once upon")
+    assert cli.main(["run", "--raw"]) == 0
+    assert llm().prompts == ["Once upon"]
+    assert llm().special == [True]
+    for prompt in ([], ["Once upon"]):
+        FakeLLM.made = None
+        assert cli.main(["run", "--raw", "--system-prompt", "Be brief.", *prompt]) == 2
+        assert "--raw continues texts; leave one of them out" in capsys.readouterr().err
+        assert llm() is None
 
 
 def test_run_says_what_is_wrong_with_a_prompt(llm, capsys):
     FakeLLM.error = RequestError("the prompt is too long")
     assert cli.main(["run", "a text"]) == 1
-    assert capsys.readouterr().err.endswith("\noctavo: error: the prompt is too long\n")
+    assert capsys.readouterr() == ("", "octavo: error: the prompt is too long\n")
     assert llm().closed
 
 

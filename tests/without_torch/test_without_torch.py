@@ -130,7 +130,7 @@ def test_prompt_embeds_and_sleep(light: str, serve: Serve) -> None:
 
 def test_commands(light: str, tmp_path: Path) -> None:
     octavo = ("-m", "octavo")
-    assert run(light, *octavo, "run", "Once upon a time", "--max-tokens", "8").strip()
+    assert run(light, *octavo, "run", "--raw", "Once upon a time", "--max-tokens", "8").strip()
     assert run(light, *octavo, "list")
     assert (
         "throughput"
