@@ -268,7 +268,7 @@ class _Pattern:
                 fields[kind] = "".join(pieces).strip()
             else:
                 word = yield from reader.run(_NAME, _MOST_NAME)
-                if not 0 < len(word) <= _MOST_NAME:
+                if not 0 < len(word) <= _MOST_NAME or not (yield from reader.char()):
                     return False
                 fields[kind] = word
         return True
@@ -298,7 +298,8 @@ class PatternCalls:
     """Patterns before and after the arguments."""
     argument: tuple[str, str] | None = None
     """Pattern before a value, with `{key}`, and the text after it. A field `{text}` is "true" if the
-    value is a text; without it, the schema decides."""
+    value is a text; without it, the schema decides. If the text begins with a newline, the newlines
+    around a value are not part of it."""
     section: tuple[str, str] | None = None
     """Texts before the first call, and after the last one."""
 
@@ -360,7 +361,7 @@ class PatternCalls:
         return True
 
     def _arguments(self, reader: Reader, sink: Sink, close: str) -> Steps[bool]:
-        markers = Markers([close])
+        markers, trims = Markers([close.strip()]), close != close.strip()
         after = (self._argument.first, self._end.first)
         while True:
             yield from reader.spaces()
@@ -370,30 +371,38 @@ class PatternCalls:
             if not (yield from self._argument.read(reader, fields, 1)):
                 return False
             is_text = fields["text"] == "true" if "text" in fields else None
-            value = _Value(sink, fields["key"], is_text)
+            value = _Value(sink, fields["key"], is_text, trims)
             # The text may contain `close`, too: another argument or the call's end must follow it.
             while True:
                 if (yield from reader.until(markers, value.add)) is None:
                     return False
                 spaces = yield from reader.run(_SPACES, 2**16)
-                closed = not (yield from reader.char())
+                closed = False
                 for text in after:
                     closed = closed or (yield from reader.follows(text))
-                if closed:
+                if closed or reader.ended:
                     break
-                value.add(close + spaces)
+                value.add(close.strip() + spaces)
             value.end()
-        if not (yield from reader.char()) and self._end.first:
+        if not (yield from reader.follows(self._end.first)) and reader.ended:
             return False
         sink.close()
         return True
 
 
 class _Value:
-    """Receiver of an argument's text, which becomes JSON."""
+    """Receiver of an argument's text, which becomes JSON.
 
-    def __init__(self, sink: Sink, key: str, is_text: bool | None) -> None:
+    Args:
+        sink: receives the JSON.
+        key: name of the argument.
+        is_text: True if the value is a text; None: the schema decides.
+        trims: a newline at the beginning and at the end is not part of the text.
+    """
+
+    def __init__(self, sink: Sink, key: str, is_text: bool | None, trims: bool) -> None:
         self._sink = sink
+        self._trims = trims
         self._is_text = sink.is_text(key) if is_text is None else is_text
         self._held: list[str] = []
         sink.key(key)
@@ -403,17 +412,18 @@ class _Value:
         self._newline = ""
 
     def add(self, text: str) -> None:
-        """Add a piece of the text. A newline at its beginning or end is not part of it."""
+        """Add a piece of the text."""
         if not self._is_text:
             self._held.append(text)
             return
-        if not self._begun and text:
-            self._begun = True
-            text = text.removeprefix("\n")
-        text = self._newline + text
-        self._newline = ""
-        if text.endswith("\n"):
-            text, self._newline = text[:-1], "\n"
+        if self._trims:
+            if not self._begun:
+                text = text.removeprefix("\n")
+            text = self._newline + text
+            self._newline = ""
+            if text.endswith("\n"):
+                text, self._newline = text[:-1], "\n"
+        self._begun = True
         self._sink.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
 
     def end(self) -> None:
@@ -488,10 +498,10 @@ class PythonCalls:
                 return False
             pieces: list[str] = []
             whole = yield from reader.python_value(pieces.append)
-            sink.key(key)
-            sink.arguments(_from_python("".join(pieces).strip()))
             if not whole:
                 return False
+            sink.key(key)
+            sink.arguments(_from_python("".join(pieces).strip()))
         sink.close()
         return True
 

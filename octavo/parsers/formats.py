@@ -11,7 +11,7 @@ _MISTRAL_THINK = ("[THINK]", "[/THINK]")
 _HERMES = JsonCalls(("<tool_call>",), "</tool_call>")
 _QWEN_XML = PatternCalls(
     ("<function={name}>", "</function>"),
-    ("<parameter={key}>", "</parameter>"),
+    ("<parameter={key}>", "\n</parameter>"),
     ("<tool_call>", "</tool_call>"),
 )
 _GLM = PatternCalls(

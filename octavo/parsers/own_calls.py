@@ -30,8 +30,13 @@ def read_harmony(reader: Reader, sink: Sink) -> Steps[bool]:
     header_pieces: list[str] = []
     if (yield from reader.until(_MESSAGE, header_pieces.append)) is None:
         return False
+    yield from reader.spaces()
+    if (yield from reader.char()) != "{":
+        return False
     sink.start(name)
-    yield from reader.until(_CALL, sink.arguments)
+    if not (yield from reader.json_value(sink.arguments)):
+        yield from reader.until(_CALL, sink.arguments)
+    yield from reader.literal("<|call|>")
     return True
 
 
@@ -63,7 +68,7 @@ def read_gemma(reader: Reader, sink: Sink) -> Steps[bool]:
             yield from reader.spaces()
         else:
             word = yield from reader.run(_BARE, 2**20)
-            if not word:
+            if not word or not (yield from reader.char()):
                 return True
             is_key = yield from reader.follows(":")
             sink.arguments(json.dumps(word, ensure_ascii=False) if is_key else word)
