@@ -40,6 +40,7 @@ MAX_EXTRA_ARGS_NBYTES = 2**16
 """Maximum size of `extra_args` as msgpack."""
 MAX_GRAMMAR_NBYTES = 2**19
 """Maximum size of a schema, a regular expression, a grammar or all choices, as UTF-8."""
+MAX_PRESERVED_TOKEN_IDS = 256
 MAX_GRAMMAR_DEPTH = 64
 """Maximum levels of nesting of a schema."""
 MAX_CHOICES = 4096
@@ -287,6 +288,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     """True to turn tokens into text."""
     skip_special_tokens: bool = True
     """True to leave special tokens out of the text."""
+    preserved_token_ids: list[int] | None = None
+    """Special tokens that stay in the text nevertheless (llama.cpp's `preserved_tokens`)."""
     spaces_between_special_tokens: bool = True
     """Put spaces between special tokens in the text. It has no effect: tokenizers join them."""
     include_stop_str_in_output: bool = False
@@ -433,6 +436,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
                 raise RequestError(
                     "allowed_token_ids is empty: no token could be chosen.", "allowed_token_ids"
                 )
+        if self.preserved_token_ids is not None:
+            self._check_token_ids("preserved_token_ids", MAX_PRESERVED_TOKEN_IDS)
         self._check_logprob_token_ids()
         if self.logit_bias is not None:
             self._check_logit_bias()

@@ -132,7 +132,6 @@ CHAT: Unsupported = {
     **_TEMPLATE,
     **_all(_NOTHING, "audio web_search_options reasoning prompt suffix"),
     "modalities": (None, ["text"]),
-    "include_reasoning": (None, True),
     "separate_reasoning": (None, True),
     "stream_reasoning": (None, True),
     "best_of": _ONE,

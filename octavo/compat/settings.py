@@ -287,18 +287,14 @@ FOREIGN: dict[str, Foreign] = {
             enable_flash_late_interaction=EITHER,
         ),
         _group(
-            "tool calls are not parsed from answers yet; leave it out and parse them in your "
-            "client, or request JSON with response_format",
-            enable_auto_tool_choice=False,
-            tool_call_parser=None,
+            "tools run in clients, and parsers are Octavo's own",
+            enable_auto_tool_choice=EITHER,
             tool_parser_plugin="",
             tool_server=None,
             tool_strict_level="auto",
         ),
         _group(
-            "reasoning is not separated from the answer yet; leave it out, so that the answer is "
-            "one text",
-            reasoning_parser="",
+            "parsers of reasoning are Octavo's own",
             reasoning_parser_plugin="",
             reasoning_config={},
         ),

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, Protocol
 
 from octavo.parsers.calls import Calls, Sink
 from octavo.parsers.parts import Part, Reasoning, Text
 from octavo.parsers.reader import Markers, Reader, Steps
+
+
+class HasSpecialTokens(Protocol):
+    """Interface that is needed of a tokenizer."""
+
+    all_special_ids: frozenset[int]
+
+    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
+        """Return the texts of tokens."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +41,15 @@ class Format:
         begin, end = self.thoughts
         return prompt.rfind(begin) > prompt.rfind(end) and prompt.rstrip().endswith(begin.rstrip())
 
+    def special_ids(self, tokenizer: HasSpecialTokens) -> list[int]:
+        """Return the ids of a tokenizer's special tokens that belong to the format."""
+        texts = [*self.in_thoughts.markers, *self.silent]
+        if self.calls is not None:
+            texts += self.calls.texts
+        ids = sorted(tokenizer.all_special_ids)
+        special = zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True)
+        return [i for i, token in special if any(token in text for text in texts)]
+
     @cached_property
     def _call_begins(self) -> tuple[str, ...]:
         return () if self.calls is None else self.calls.begins
@@ -50,13 +68,13 @@ class Format:
 class AnswerParser:
     """Parser of one choice; see `Parser`.
 
-    White space next to a marker belongs to the marker. All other text becomes text or reasoning, also
-    what begins like a call and is none.
+    White space next to a marker belongs to the marker. All other text becomes text or reasoning,
+    also what begins like a call and is none.
 
     Args:
         answer_format: format of the model.
-        schemas: JSON schemas of the parameters by the name of the function; None: the request has no
-            tools, and what looks like a call is text.
+        schemas: JSON schemas of the parameters by the name of the function; None: the request has
+            no tools, and what looks like a call is text.
         thinks: the prompt ends inside of reasoning.
     """
 
@@ -93,7 +111,7 @@ class AnswerParser:
             in_thoughts = self._kind is Reasoning
             markers = self._format.in_thoughts if in_thoughts else self._format.in_text
             kind = self._kind
-            marker = yield from reader.until(markers, lambda text, kind=kind: out.write(kind, text))
+            marker = yield from reader.until(markers, partial(out.write, kind))
             if marker is None:
                 out.end(kind)
                 return

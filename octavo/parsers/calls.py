@@ -1,6 +1,7 @@
 """Ways to write tool calls.
 
-Each has `begins`, the texts that may begin a call, and `read`, which reads what follows one of them.
+Each has `begins`, the texts that may begin a call, and `read`, which reads what follows one of
+them.
 """
 
 from __future__ import annotations
@@ -82,6 +83,10 @@ class Calls(Protocol):
     def begins(self) -> tuple[str, ...]:
         """Texts that may begin a call."""
 
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All texts and patterns of a call's marks."""
+
     def read(self, marker: str, reader: Reader, sink: Sink) -> Steps[bool]:
         """Read calls after a text of `begins`.
 
@@ -102,6 +107,11 @@ class JsonCalls:
     end: str = ""
     named_by_key: bool = False
     """True: an object's only key is the name, and its value the arguments."""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Implement `Calls`."""
+        return (*self.begins, self.end)
 
     @cached_property
     def _end(self) -> Markers:
@@ -236,8 +246,8 @@ class _Pattern:
     """Literals and fields in the order in which they are read.
 
     Args:
-        pattern: text with fields `{name}`, `{id}` and `{text}` (words) and `{key}` (any text up to the
-            literal after it). White space stands for any white space.
+        pattern: text with fields `{name}`, `{id}` and `{text}` (words) and `{key}` (any text up to
+            the literal after it). White space stands for any white space.
     """
 
     def __init__(self, pattern: str) -> None:
@@ -297,9 +307,9 @@ class PatternCalls:
     call: tuple[str, str]
     """Patterns before and after the arguments."""
     argument: tuple[str, str] | None = None
-    """Pattern before a value, with `{key}`, and the text after it. A field `{text}` is "true" if the
-    value is a text; without it, the schema decides. If the text begins with a newline, the newlines
-    around a value are not part of it."""
+    """Pattern before a value, with `{key}`, and the text after it. A field `{text}` is "true" if
+    the value is a text; without it, the schema decides. If the text begins with a newline, the
+    newlines around a value are not part of it."""
     section: tuple[str, str] | None = None
     """Texts before the first call, and after the last one."""
 
@@ -319,7 +329,14 @@ class PatternCalls:
     @cached_property
     def begins(self) -> tuple[str, ...]:
         """Implement `Calls`."""
-        return (self._begin.first,) if self.section is None else (self.section[0], self._begin.first)
+        return (
+            (self._begin.first,) if self.section is None else (self.section[0], self._begin.first)
+        )
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Implement `Calls`."""
+        return (*self.call, *(self.argument or ()), *(self.section or ()))
 
     def read(self, marker: str, reader: Reader, sink: Sink) -> Steps[bool]:
         """Implement `Calls`."""
@@ -435,7 +452,7 @@ class _Value:
 
 
 def to_json(text: str) -> str:
-    """Return the JSON text of a value: the text itself if it is JSON, Python's values, or a string."""
+    """Return JSON: the text if it is JSON, else Python's literal that it is, else a string."""
     try:
         json.loads(text)
     except (ValueError, RecursionError):
@@ -455,6 +472,11 @@ class PythonCalls:
 
     begins: tuple[str, ...]
     end: str = ""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Implement `Calls`."""
+        return (*self.begins, self.end)
 
     def read(self, marker: str, reader: Reader, sink: Sink) -> Steps[bool]:
         """Implement `Calls`."""
@@ -519,7 +541,14 @@ class OwnCalls:
     """Calls that a function of the format reads."""
 
     begins: tuple[str, ...]
+    others: tuple[str, ...]
+    """Other texts of a call's marks."""
     read_calls: Callable[[Reader, Sink], Steps[bool]] = field(compare=False)
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Implement `Calls`."""
+        return (*self.begins, *self.others)
 
     def read(self, marker: str, reader: Reader, sink: Sink) -> Steps[bool]:
         """Implement `Calls`."""

@@ -1,7 +1,7 @@
 """Detection of a model's format from its chat template.
 
-The template renders conversations that contain a thought and tool calls. A format whose parser finds
-exactly these in the rendered text is the model's format.
+The template renders conversations that contain a thought and tool calls. A format whose parser
+finds exactly these in the rendered text is the model's format.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from octavo.errors import OctavoError
 from octavo.parsers.answer import AnswerParser, Format
-from octavo.parsers.formats import FORMATS
+from octavo.parsers.formats import FORMATS, REASONING_PARSERS, TOOL_CALL_PARSERS
 from octavo.parsers.parts import CallArguments, CallStart
 
 Render = Callable[..., str]
@@ -45,13 +45,29 @@ _TOOLS = [
 _QUESTION = {"role": "user", "content": "octavo-question"}
 
 
-def find_format(render: Render, source: str) -> Format | None:
+def find_format(
+    render: Render, source: str, tool_parser: str | None = None, reasoning_parser: str | None = None
+) -> Format | None:
     """Return the format of a chat template; None if it shows neither reasoning nor tool calls.
 
     Args:
         render: renders messages with the template.
         source: the template.
+        tool_parser: name of `TOOL_CALL_PARSERS`; None: what the template shows.
+        reasoning_parser: name of `REASONING_PARSERS`; None: what the template shows.
     """
+    found = _find(render, source)
+    if tool_parser is not None:
+        named = TOOL_CALL_PARSERS[tool_parser]
+        thoughts = named.thoughts if found is None else found.thoughts
+        found = replace(named, thoughts=thoughts)
+    if reasoning_parser is not None:
+        thoughts = REASONING_PARSERS[reasoning_parser]
+        found = replace(found or Format(reasoning_parser), thoughts=thoughts)
+    return found
+
+
+def _find(render: Render, source: str) -> Format | None:
     turns = list(_turns(render))
     shown = "".join([source, *(turn for _, turn in turns)])
     formats = list(FORMATS.values())
@@ -68,7 +84,7 @@ def find_format(render: Render, source: str) -> Format | None:
 
 
 def _turns(render: Render) -> Iterator[tuple[int, str]]:
-    """Yield (number of calls, rendered turn of the assistant) for the probes that can be rendered."""
+    """Yield (number of calls, turn of the assistant) for the probes that can be rendered."""
     fields: Sequence[dict[str, object]] = (
         {"content": "", "reasoning_content": "octavo-thought"},
         {"content": "", "thinking": "octavo-thought"},

@@ -18,9 +18,9 @@ _GLM = PatternCalls(
     ("<tool_call>{name}", "</tool_call>"),
     ("<arg_key>{key}</arg_key> <arg_value>", "</arg_value>"),
 )
-_DSML = ("<｜DSML｜invoke name=\"{name}\">", "</｜DSML｜invoke>")
+_DSML = ('<｜DSML｜invoke name="{name}">', "</｜DSML｜invoke>")
 _DSML_ARGUMENT = (
-    "<｜DSML｜parameter name=\"{key}\" string=\"{text}\">",
+    '<｜DSML｜parameter name="{key}" string="{text}">',
     "</｜DSML｜parameter>",
 )
 _DEEPSEEK_SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
@@ -32,13 +32,18 @@ _ALL = [
     Format("llama3_json", None, JsonCalls(("<|python_tag|>", "{")), first_only=True),
     Format("pythonic", None, PythonCalls(("<|python_start|>", "["), ""), first_only=True),
     Format("mistral", _MISTRAL_THINK, JsonCalls(("[TOOL_CALLS]",))),
-    Format("mistral_v11", _MISTRAL_THINK, PatternCalls(("[TOOL_CALLS]{name}[CALL_ID]{id}[ARGS]", ""))),
+    Format(
+        "mistral_v11", _MISTRAL_THINK, PatternCalls(("[TOOL_CALLS]{name}[CALL_ID]{id}[ARGS]", ""))
+    ),
     Format("mistral_v13", _MISTRAL_THINK, PatternCalls(("[TOOL_CALLS]{name}[ARGS]", ""))),
     Format(
         "deepseek_v3",
         THINK,
         PatternCalls(
-            ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name} ```json", "``` <｜tool▁call▁end｜>"),
+            (
+                "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name} ```json",
+                "``` <｜tool▁call▁end｜>",
+            ),
             section=_DEEPSEEK_SECTION,
         ),
     ),
@@ -91,7 +96,11 @@ _ALL = [
     ),
     Format("jamba", None, JsonCalls(("<tool_calls>",), "</tool_calls>")),
     Format("xlam", THINK, JsonCalls(("[",)), first_only=True),
-    Format("gemma4", ("<|channel>thought", "<channel|>"), OwnCalls(("<|tool_call>",), read_gemma)),
+    Format(
+        "gemma4",
+        ("<|channel>thought", "<channel|>"),
+        OwnCalls(("<|tool_call>",), ("<tool_call|>", '<|"|>'), read_gemma),
+    ),
     Format("olmo3", THINK, PythonCalls(("<function_calls>",), "</function_calls>")),
     Format(
         "cohere",
@@ -130,7 +139,11 @@ _ALL = [
     Format(
         "openai",
         ("<|channel|>analysis<|message|>", "<|end|>"),
-        OwnCalls((" to=functions.", "<|channel|>commentary to=functions."), read_harmony),
+        OwnCalls(
+            (" to=functions.", "<|channel|>commentary to=functions."),
+            ("<|constrain|>", "<|message|>", "<|call|>"),
+            read_harmony,
+        ),
         silent=(
             "<|start|>assistant",
             "<|channel|>final<|message|>",
@@ -168,7 +181,10 @@ _ALL = [
         "solar",
         ("<|think|>", "<|end|><|begin|>assistant"),
         PatternCalls(
-            ("<|tool_call:begin|>{id}<|tool_call:name|>{name}<|tool_call:args|>", "<|tool_call:end|>"),
+            (
+                "<|tool_call:begin|>{id}<|tool_call:name|>{name}<|tool_call:args|>",
+                "<|tool_call:end|>",
+            ),
             section=("<|tool_calls|>", "<|calls|>"),
         ),
         silent=("<|content|>",),
@@ -177,3 +193,42 @@ _ALL = [
 
 FORMATS = {entry.name: entry for entry in _ALL}
 """Formats by name; the names are those of vLLM's parsers where it has one."""
+
+_OTHER_NAMES = {
+    "qwen3_xml": "qwen3_coder",
+    "llama4_json": "llama3_json",
+    "llama4_pythonic": "pythonic",
+    "glm47": "glm45",
+    "step3p5": "qwen3_coder",
+    "nemotron_v3": "qwen3_coder",
+    "gpt_oss": "openai",
+}
+TOOL_CALL_PARSERS = {**FORMATS, **{name: FORMATS[own] for name, own in _OTHER_NAMES.items()}}
+"""Formats by the names of --tool-call-parser."""
+
+REASONING_PARSERS: dict[str, tuple[str, str] | None] = {
+    "none": None,
+    **dict.fromkeys(
+        (
+            "deepseek_r1",
+            "deepseek_v3",
+            "qwen3",
+            "glm45",
+            "granite",
+            "hunyuan_a13b",
+            "ernie45",
+            "kimi_k2",
+            "minimax_m2",
+            "nemotron_v3",
+            "olmo3",
+            "step3",
+        ),
+        THINK,
+    ),
+    "mistral": _MISTRAL_THINK,
+    **{
+        name: FORMATS[name].thoughts
+        for name in ("seed_oss", "cohere", "gemma4", "apertus", "apriel", "hunyuan_3", "solar")
+    },
+}
+"""Texts before and after reasoning by the names of --reasoning-parser."""

@@ -1,8 +1,8 @@
 """Reader of a text that arrives in pieces.
 
-A function that reads is a generator (`Steps`): it yields when it needs more text, and continues once
-there is more, or the text has ended. So it is written as if the text were whole. Its time is linear
-in the length of the text: each function consumes all but the beginning of a marker.
+A function that reads is a generator (`Steps`): it yields when it needs more text, and continues
+once there is more, or the text has ended. So it is written as if the text were whole. Its time is
+linear in the length of the text: each function consumes all but the beginning of a marker.
 """
 
 from __future__ import annotations

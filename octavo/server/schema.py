@@ -354,10 +354,10 @@ Documents: TypeAlias = (
 
 
 def _check_tool_choice(value: object) -> object:
-    if value not in (None, "none"):
+    if value not in (None, "none", "auto"):
         raise UnsupportedError(
-            f'tool_choice={show(value)} is not supported yet; use "none", or response_format to '
-            "ask for JSON.",
+            f'tool_choice={show(value)} is not supported yet; use "auto" or "none", or '
+            "response_format to ask for JSON.",
             "tool_choice",
         )
     return value
@@ -688,9 +688,13 @@ class ChatFields(GenerationBody):
     """Texts for retrieval, for templates that use them: objects of strings, such as title and
     text."""
     tools: Tools = None
-    """Definitions of tools for templates that use them; needs tool_choice none."""
-    tool_choice: Annotated[Literal["none"] | None, BeforeValidator(_check_tool_choice)] = None
-    """Must be none, so that the answer calls no tool. Required with tools."""
+    """Definitions of the tools that the model may call."""
+    tool_choice: Annotated[Literal["none", "auto"] | None, BeforeValidator(_check_tool_choice)] = (
+        None
+    )
+    """auto (default): the model may call tools; none: it calls none."""
+    include_reasoning: bool | None = None
+    """Return the reasoning. Default true."""
 
     unsupported = known_fields.CHAT
     inner: ClassVar[Mapping[str, type[Body]]] = {
@@ -707,12 +711,6 @@ class ChatFields(GenerationBody):
     def check(self) -> None:
         """Check that the fields fit together; see `GenerationBody.check`."""
         super().check()
-        if self.tools and self.tool_choice is None:
-            raise UnsupportedError(
-                'tools is supported with tool_choice="none" only: tool calls are not parsed from '
-                "answers yet; add that, or use response_format to ask for JSON.",
-                "tools",
-            )
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs=true.", "top_logprobs")
         both = self.max_tokens, self.max_completion_tokens

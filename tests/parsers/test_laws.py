@@ -99,7 +99,9 @@ def test_an_answer_that_was_cut(name):
     answer = write(fmt, "thought" if fmt.thoughts else None, "", calls_of(fmt))
     whole = parse(fmt, [answer])
     close = fmt.calls.argument[1].strip() if getattr(fmt.calls, "argument", None) else '<|"|>'
-    endings = [json.dumps(close[:n], ensure_ascii=False)[1:-1] for n in range(len(close) - 1, 0, -1)]
+    endings = [
+        json.dumps(close[:n], ensure_ascii=False)[1:-1] for n in range(len(close) - 1, 0, -1)
+    ]
     for end in range(len(answer)):
         blocks = parse(fmt, [answer[:end]])
         begun = [b for b in blocks if b[0] == "call"]

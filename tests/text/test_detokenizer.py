@@ -275,7 +275,10 @@ def test_nothing_follows_a_stop_text():
     class Pieces:
         has_bytes = True
         strips_leading_space = False
-        pieces = pieces_without_special = ("one", b".\xc3", "!")
+        all_special_ids = frozenset()
+
+        def pieces(self, skipped):
+            return ("one", b".\xc3", "!")
 
     params = SamplingParams(stop=["."], max_tokens=None)
     detokenizer = IncrementalDetokenizer(Pieces(), [], params)
