@@ -288,8 +288,6 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     """True to turn tokens into text."""
     skip_special_tokens: bool = True
     """True to leave special tokens out of the text."""
-    preserved_token_ids: list[int] | None = None
-    """Special tokens that stay in the text nevertheless (llama.cpp's `preserved_tokens`)."""
     spaces_between_special_tokens: bool = True
     """Put spaces between special tokens in the text. It has no effect: tokenizers join them."""
     include_stop_str_in_output: bool = False
@@ -330,6 +328,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     """Unsupported."""
     trace_decode_token_ids: list[int] | None = None
     """Unsupported."""
+    preserved_token_ids: list[int] | None = None
+    """Special tokens that stay in the text in spite of `skip_special_tokens`; at most 256."""
 
     @classmethod
     def from_optional(cls, **given: Any) -> SamplingParams:

@@ -138,7 +138,7 @@ CHAT: Unsupported = {
 }
 
 MESSAGE: Unsupported = {
-    **_all(_NOTHING, "audio function_call reasoning reasoning_content thinking"),
+    **_all(_NOTHING, "audio function_call thinking"),
     **_all(_OFF, "prefix partial"),
     "refusal": _NOTHING,
     "annotations": (None, []),

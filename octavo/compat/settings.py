@@ -287,14 +287,19 @@ FOREIGN: dict[str, Foreign] = {
             enable_flash_late_interaction=EITHER,
         ),
         _group(
-            "tools run in clients, and parsers are Octavo's own",
+            "tool calls are read with every model whose format of calls is known",
             enable_auto_tool_choice=EITHER,
+        ),
+        _group(
+            "the parsers of tool calls are Octavo's own; name one of them with tool_call_parser, and "
+            "leave it out",
             tool_parser_plugin="",
             tool_server=None,
             tool_strict_level="auto",
         ),
         _group(
-            "parsers of reasoning are Octavo's own",
+            "the parsers of reasoning are Octavo's own; name one of them with reasoning_parser, and "
+            "leave it out",
             reasoning_parser_plugin="",
             reasoning_config={},
         ),

@@ -255,7 +255,7 @@ class ChatMessage(Answer):
     content: str | None
     refusal: None
     reasoning: str | None
-    reasoning_content: str | None
+    reasoning_content: NotRequired[str | None]
     """The same as `reasoning`."""
     tool_calls: NotRequired[list[ToolCall] | None]
 

@@ -155,6 +155,9 @@ def _plain_messages(messages: list[Message]) -> list[dict[str, object]]:
         plain.append({"role": role, "content": message.content})
         if message.name is not None:
             plain[-1]["name"] = message.name
+        reasoning = message.reasoning_content or message.reasoning
+        if reasoning is not None:
+            plain[-1]["reasoning_content"] = plain[-1]["reasoning"] = reasoning
         if message.tool_calls:
             plain[-1]["tool_calls"] = [_plain_call(call) for call in message.tool_calls]
         if message.tool_call_id is not None:
@@ -278,8 +281,9 @@ class ChatCompletion(Generation[ChatFields]):
                 "content": texts.get(Text, None if calls else ""),
                 "refusal": None,
                 "reasoning": reasoning,
-                "reasoning_content": reasoning,
             }
+            if reasoning is not None:
+                message["reasoning_content"] = reasoning
             if calls:
                 message["tool_calls"] = _whole_calls(calls)
             return {

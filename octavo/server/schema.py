@@ -289,8 +289,21 @@ class Message(Body):
     """Name of the speaker, for templates that show it."""
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     """Calls of tools in an earlier answer of the assistant."""
+    reasoning: str | None = None
+    """Reasoning of an earlier answer, for templates that show it."""
+    reasoning_content: str | None = None
+    """Older name of reasoning."""
     tool_call_id: str | None = None
     """Id of the call that a tool's message answers."""
+
+
+_OWNERS = {
+    "tool_calls": "assistant",
+    "reasoning": "assistant",
+    "reasoning_content": "assistant",
+    "tool_call_id": "tool",
+}
+"""Roles of the messages that may have a field."""
 
 
 def _check_messages(value: object, chat: str = "messages") -> object:
@@ -320,7 +333,7 @@ def _check_messages(value: object, chat: str = "messages") -> object:
                 f"{MAX_ROLE_LENGTH} characters, such as system, user or assistant.",
                 "messages",
             )
-        for name, owner in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
+        for name, owner in _OWNERS.items():
             if message.get(name) and role != owner:
                 raise RequestError(
                     f"{where}.{name} is not allowed with role {show(role)}; it belongs to messages "
