@@ -20,6 +20,7 @@ from gpu.base import FULL, QUICK, Bench, Gpu, Row, Sizes
 from gpu.correctness import check_invariance, check_parity
 from gpu.kernels import measure_card, measure_kernels
 from gpu.models import measure_model
+from gpu.quantized import check_quantized
 
 LAST_START, LIMIT = 420.0, 455.0
 """Seconds after which no part is started, and after which a running part is ended."""
@@ -32,6 +33,7 @@ def parts(sizes: Sizes) -> dict[str, Callable[[Bench], None]]:
         "parity": check_parity,
         "invariance": check_invariance,
         "kernels": measure_kernels,
+        "quantized": check_quantized,
         **{name: partial(measure_model, name=name) for name in sizes.models},
     }
 

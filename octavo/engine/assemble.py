@@ -38,7 +38,7 @@ from octavo.plan.memory_plan import (
 )
 from octavo.plan.setup import WorkerSetup
 from octavo.platforms.registry import get_platform
-from octavo.quantization.plain import PLAIN
+from octavo.quantization.packed import PackedBlocks
 from octavo.scheduler.listener import LogListener, StepListener
 from octavo.scheduler.scheduler import Scheduler
 from octavo.structured_output.client import GrammarHelper, HelperSetup
@@ -213,11 +213,12 @@ def set_up_worker(
         ModelError: the model folder cannot be used.
     """
     check_settings(config, platform)
-    is_quantized = any(weight.form != PLAIN for weight in spec.weights())
-    if is_quantized and not platform.is_native(config.device):
+    blocks = {w.form.name for w in spec.weights() if isinstance(w.form, PackedBlocks)}
+    if blocks and not platform.is_native(config.device):
         raise ConfigError(
-            f"{config.model.model} is quantized, which only the CPU's own kernels support; use "
-            "device=cpu without attention_backend=triton, or a checkpoint in bfloat16."
+            f"{config.model.model} has weights of the form {', '.join(sorted(blocks))}, which only "
+            "the CPU's own kernels support; use device=cpu without attention_backend=triton, or "
+            "another checkpoint."
         )
     return make_worker_setup(config, spec, model_path, default_batched_tokens, engine_index)
 

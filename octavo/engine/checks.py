@@ -115,13 +115,6 @@ REQUIREMENTS = (
         "device={platform.name}, where an engine uses all of the device; start a server for each, "
         "and a load balancer in front.",
     ),
-    Requirement(
-        "`quantization`",
-        "`device=cpu`",
-        lambda config, platform: config.model.quantization is not None and platform.name == "cuda",
-        "quantization={config.model.quantization} is not supported on CUDA yet; leave it out, or "
-        "use device=cpu.",
-    ),
 )
 """Requirements of every engine, in the order of the checks."""
 

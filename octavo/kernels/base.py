@@ -252,7 +252,8 @@ class Ops(Protocol):
 
         With a quantized weight other than fp8, x is quantized too: each row, or with groups each
         group of a row, to -127 ... 127 times a scale that makes its largest number 127 (Dettmers
-        et al., "LLM.int8()", section 2.1, the row-wise half).
+        et al., "LLM.int8()", section 2.1, the row-wise half). On a GPU x is quantized with int8
+        only.
         """
         ...
 

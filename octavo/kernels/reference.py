@@ -5,7 +5,7 @@ They favor readability and are not batch-invariant: torch chooses the order of s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -140,12 +140,13 @@ def _quantize_fp8(groups: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _quantize_levels(groups: Tensor) -> tuple[Tensor, Tensor]:
-    middles = (LEVELS[1:] + LEVELS[:-1]) / 2
+    levels = LEVELS.to(groups.device)
+    middles = (levels[1:] + levels[:-1]) / 2
     most = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
     best, scale = torch.zeros_like(most), torch.zeros_like(most)
     for place in _TRIES:
-        inverse = _ratio(place * LEVELS[0].expand_as(most), most)
-        q = LEVELS[torch.bucketize(groups * inverse, middles)]
+        inverse = _ratio(place * levels[0].expand_as(most), most)
+        q = levels[torch.bucketize(groups * inverse, middles)]
         vq, qq = (groups * q).sum(-1, keepdim=True), (q * q).sum(-1, keepdim=True)
         gain = _ratio(vq * vq, qq)
         scale = torch.where(gain > best, vq / qq, scale)
@@ -272,13 +273,17 @@ class ReferenceOps:
         group_size: int,
         out: HostTensor | None = None,
     ) -> QuantizedWeight:
+        """Quantize a few rows at a time, so that temporaries stay small."""
         assert out is None
-        rows = torch.cat([self.to_device(part).float() for part in weight])
-        n, k = rows.shape
-        grouped = _in_groups(rows, group_size or k)
-        codes, scales = _QUANTIZERS[format](grouped)
-        part = Codes(codes.flatten(1)[:, :k], scales)
-        return self.pack_quantized(n, k, format, group_size, [part])
+        n, k = sum(part.shape[0] for part in weight), weight[0].shape[1]
+
+        def codes() -> Iterator[Codes]:
+            for part in weight:
+                for rows in self.to_device(part).split(max(1, _CHUNK // k)):
+                    numbers, scales = _QUANTIZERS[format](_in_groups(rows.float(), group_size or k))
+                    yield Codes(numbers.flatten(1)[:, :k], scales)
+
+        return self.pack_quantized(n, k, format, group_size, codes(), out)
 
     def pack_quantized(
         self,

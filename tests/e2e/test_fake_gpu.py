@@ -6,13 +6,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from octavo import LLM, SamplingParams
+from octavo.kernels.reference import ReferenceOps
+from octavo.kernels.torch_tensors import from_torch
+from octavo.quantization import int4
+from octavo.quantization.base import PackedShape
+from octavo.quantization.gptq import GPTQ
+from octavo.quantization.int4 import GROUP_SIZE
+from octavo.system.tensor import from_numpy
 from tests.drafts import SETTINGS, Drafter
 from tests.e2e.test_triton import folder
 from tests.fake_gpu import CUDA, FakeGpu
+from tests.quantization.test_gptq import module as gptq_module
 from tests.triton import needs_triton
 
 pytestmark = needs_triton
@@ -131,6 +141,62 @@ def test_settings(settings: dict[str, object], llama: str, gpu: FakeGpu) -> None
     expected = ids(run(llama, params, device="cpu", **on_cpu))
     assert ids(run(llama, params, gpu, device="cuda", **settings)) == expected
     assert bool(gpu.waits) == ("attention_backend" in settings), "the reference looks at lengths"
+
+
+def dequantize(model: str, form: str, group: int, folder: Path) -> str:
+    """Write the model with the numbers of its quantized weights; return its folder."""
+    hf, ops = AutoModelForCausalLM.from_pretrained(model), ReferenceOps()
+    for module in hf.modules():
+        if isinstance(module, torch.nn.Linear):
+            weight = ops.quantize_weight([from_torch(module.weight)], form, group)
+            numbers = (weight.data[..., :-1] * weight.data[..., -1:]).flatten(1)[:, : weight.k]
+            module.weight.data.copy_(numbers)
+    hf.save_pretrained(folder)
+    return str(folder)
+
+
+def test_int8(llama: str, gpu: FakeGpu) -> None:
+    """Weights and activations have the same bits as on a CPU, and sums of products are exact."""
+    params, settings = [PLAIN, GREEDY, GREEDY], {"quantization": "int8"}
+    expected, replays = ids(run(llama, params, device="cpu", **settings)), gpu.replays
+    assert ids(run(llama, params, gpu, device="cuda", **settings)) == expected
+    assert gpu.waits == []
+    assert gpu.replays > replays
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "group"), [("int4", "int4_levels", GROUP_SIZE), ("fp8", "fp8", 0)]
+)
+def test_weights_of_codes(
+    name: str,
+    form: str,
+    group: int,
+    llama: str,
+    tmp_path: Path,
+    gpu: FakeGpu,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Activations stay in the model's type: the tokens are those of the dequantized weights."""
+    monkeypatch.setattr(int4, "SMALL", 0)  # otherwise, weights as small as these are int8
+    params = [PLAIN, GREEDY, GREEDY]
+    expected = ids(run(dequantize(llama, form, group, tmp_path), params, device="cpu"))
+    got = run(llama, params, gpu, device="cuda", quantization=name, enforce_eager=True)
+    assert ids(got) == expected
+    assert gpu.waits == []
+
+
+def test_a_weight_of_a_checkpoint(gpu: FakeGpu) -> None:
+    """The product with the unit matrix is the weight, with zeros and an order of inputs."""
+    stored, weight = gptq_module(np.random.default_rng(0), 40, 96, group=32, ordered=True)
+    form = GPTQ(group_size=32, symmetric=False, ordered=True)
+    names = (source.name.removeprefix("m.") for source in form.sources("m", 40, 96))
+    tensors = [from_numpy(np.ascontiguousarray(stored[name])) for name in names]
+    from octavo.kernels.triton.ops import TritonOps  # needs triton
+
+    ops = TritonOps(CUDA, upcast=True)
+    packed = form.pack(ops, form.cut(tensors, [slice(None)], None), PackedShape(40, 96, "float32"))
+    got = ops.linear(ops.to_device(np.eye(96, dtype=np.float32)), packed)
+    np.testing.assert_allclose(ops.to_host(got).T, weight, rtol=1e-6, atol=1e-8)
 
 
 def test_everything_that_sampling_has(llama: str, llm: LLM, gpu: FakeGpu) -> None:

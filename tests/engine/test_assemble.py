@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from octavo.checkpoints.config_json import ConfigJson
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import BUILTIN_MODEL, EngineConfig
 from octavo.engine import assemble
 from octavo.engine.assemble import make_engine_core, set_up_worker
 from octavo.errors import ConfigError
+from octavo.models.forms import assign
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_spec
 from octavo.plan.memory import MemoryBudget, MemoryItem, Scratch
@@ -140,6 +142,16 @@ def test_prompt_embeds_lack_the_ids_that_some_models_need(case, tmp_path):
     config = EngineConfig.from_kwargs(model=str(tmp_path), enable_prompt_embeds=True)
     with pytest.raises(ConfigError, match=f"enable_prompt_embeds .* {spec.architecture}"):
         set_up_worker(config, spec, tmp_path, CPUPlatform(), 64)
+
+
+def test_blocks_need_the_native_kernels():
+    types = {"model.layers.0.mlp.down_proj": "q4_0", "model.layers.1.mlp.down_proj": "q8_0"}
+    described = ConfigJson({"quantization_config": {"quant_method": "gguf", "types": types}}, "")
+    spec = assign(SPEC, None, described)
+    config = EngineConfig.from_kwargs(attention_backend="triton")
+    with pytest.raises(ConfigError, match="weights of the form gguf-q4_0, gguf-q8_0, which only"):
+        set_up_worker(config, spec, PATH, CPUPlatform(), 64)
+    set_up_worker(EngineConfig(), spec, PATH, CPUPlatform(), 64)
 
 
 @pytest.mark.parametrize("collecting", [True, False])

@@ -26,7 +26,6 @@ CASES = [
         "kv_transfer_config needs enable_prefix_caching",
     ),
     ({"data_parallel_size": 2}, "data_parallel_size=2 is not supported on device=cuda"),
-    ({"quantization": "int8"}, "quantization=int8 is not supported on CUDA yet"),
 ]
 
 

@@ -17,7 +17,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from octavo.kernels.triton import activation, gemm, kv_write, norm, sample, tokens
+from octavo.kernels.base import Codes, QuantFormat
+from octavo.kernels.triton import activation, gemm, kv_write, norm, quantized, sample, tokens
 from octavo.kernels.triton.attention import attention
 
 target = GPUTarget("cuda", 0, 32)
@@ -62,6 +63,7 @@ def kernels(dtype: torch.dtype) -> None:
     activation.gelu(x, "none")
     for bias in (None, weight):
         gemm.linear(x, zeros(4096, 4096, dtype=dtype), bias, torch.float32, upcast=False)
+    products(x)
 
     heads, kv_heads, page = 8, 2, 16
     cases: list[tuple[int, int, dict[str, Any]]] = [
@@ -114,6 +116,25 @@ def kernels(dtype: torch.dtype) -> None:
                 upcast=False,
                 **given | features,
             )
+
+
+def products(x: torch.Tensor) -> None:
+    """Launch the products with quantized weights; the first has the largest tiles."""
+    n, k = 4096, x.shape[1]
+    formats: list[tuple[QuantFormat, int]] = [
+        ("int4_zeros", 128),
+        ("int8", 0),
+        ("fp8", 0),
+        ("int4_levels", 32),
+        ("int8_groups", 128),
+    ]
+    few = 1 if x.dtype == torch.float32 else 2 if target.arch < 90 else None
+    for format, group in formats[:few]:
+        groups = k // (group or k)
+        codes, scales = zeros(n, k, dtype=torch.uint8), zeros(n, groups)
+        part = Codes(codes, scales, zeros(n, groups, dtype=torch.uint8))
+        weight = quantized.pack(n, k, format, group, [part], None)
+        quantized.linear(x, weight, None, x.dtype, upcast=False)
 
 
 for capability in sys.argv[1:]:

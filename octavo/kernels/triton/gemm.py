@@ -12,7 +12,38 @@ import triton.language as tl
 from torch import Tensor
 
 _TILE_M, _TILE_N, _TILE_K = 64, 64, 64
-_GROUP = 8  # tiles of rows that share columns in the L2 cache
+
+
+@triton.jit
+def place(rows, n, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """Return the rows and the columns of this program's tile of the result, int64.
+
+    Eight tiles of rows share columns in the L2 cache.
+    """
+    GROUP: tl.constexpr = 8
+    tile = tl.program_id(0)
+    tiles_m = tl.cdiv(rows, TILE_M)
+    in_group = GROUP * tl.cdiv(n, TILE_N)
+    first = (tile // in_group) * GROUP
+    size = tl.minimum(tiles_m - first, GROUP)
+    tile_m = first + (tile % in_group) % size
+    tile_n = (tile % in_group) // size
+    m_at = (tile_m * TILE_M + tl.arange(0, TILE_M)).to(tl.int64)
+    n_at = (tile_n * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
+    return m_at, n_at
+
+
+@triton.jit
+def store(out, acc, bias, m_at, n_at, rows, n, HAS_BIAS: tl.constexpr):
+    """Add the bias to a tile of the result, and round it into `out` [rows, n]."""
+    n_in = n_at < n
+    if HAS_BIAS:
+        acc += tl.load(bias + n_at, mask=n_in, other=0.0).to(tl.float32)[None, :]
+    tl.store(
+        out + m_at[:, None] * n + n_at[None, :],
+        acc.to(out.dtype.element_ty),
+        mask=(m_at < rows)[:, None] & n_in[None, :],
+    )
 
 
 @triton.jit(do_not_specialize=["rows"])  # they change from step to step
@@ -31,17 +62,8 @@ def _linear(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
-    GROUP: tl.constexpr,
 ):
-    tile = tl.program_id(0)
-    tiles_m = tl.cdiv(rows, TILE_M)
-    in_group = GROUP * tl.cdiv(n, TILE_N)
-    first = (tile // in_group) * GROUP
-    size = tl.minimum(tiles_m - first, GROUP)
-    tile_m = first + (tile % in_group) % size
-    tile_n = (tile % in_group) // size
-    m_at = (tile_m * TILE_M + tl.arange(0, TILE_M)).to(tl.int64)
-    n_at = (tile_n * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
+    m_at, n_at = place(rows, n, TILE_M, TILE_N)
     k_at = tl.arange(0, TILE_K)
     m_in = m_at < rows
     n_in = n_at < n
@@ -56,13 +78,7 @@ def _linear(
             a = a.to(tl.float32)
             b = b.to(tl.float32)
         acc = tl.dot(a, b, acc, input_precision="ieee")
-    if HAS_BIAS:
-        acc += tl.load(bias + n_at, mask=n_in, other=0.0).to(tl.float32)[None, :]
-    tl.store(
-        out + m_at[:, None] * n + n_at[None, :],
-        acc.to(out.dtype.element_ty),
-        mask=m_in[:, None] & n_in[None, :],
-    )
+    store(out, acc, bias, m_at, n_at, rows, n, HAS_BIAS)
 
 
 def linear(
@@ -92,7 +108,6 @@ def linear(
             TILE_M=_TILE_M,
             TILE_N=_TILE_N,
             TILE_K=_TILE_K if x.element_size() == 2 else _TILE_K // 2,
-            GROUP=_GROUP,
             num_warps=4,
             num_stages=4,
         )

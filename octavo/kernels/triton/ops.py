@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import cast
 
 import numpy as np
@@ -12,11 +12,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo.errors import ConfigError
-from octavo.kernels.base import Gate, Gelu, PackedWeight, QuantizedWeight
+from octavo.kernels.base import (
+    Codes,
+    Gate,
+    Gelu,
+    PackedWeight,
+    QuantFormat,
+    QuantizedWeight,
+)
 from octavo.kernels.reference import ReferenceOps, into
 from octavo.kernels.torch_tensors import torch_dtype
 from octavo.kernels.triton import activation as _activation
-from octavo.kernels.triton import gemm, norm, sample
+from octavo.kernels.triton import gemm, norm, quantized, sample
+from octavo.system.tensor import HostTensor
 
 
 class TritonOps(ReferenceOps):
@@ -59,10 +67,12 @@ class TritonOps(ReferenceOps):
         out_dtype: str | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Use cuBLAS, or the kernel that uses the same tile for every number of rows."""
-        assert isinstance(weight, PackedWeight), "quantized weights are not supported on CUDA yet"
-        table = cast(Tensor, weight.data)
+        """Use cuBLAS, or the kernels that use the same tile for every number of rows."""
         dtype = x.dtype if out_dtype is None else torch_dtype(out_dtype)
+        if isinstance(weight, QuantizedWeight):
+            assert isinstance(weight, quantized.CodesWeight), "blocks have no kernels on CUDA yet"
+            return into(out, quantized.linear(x, weight, bias, dtype, upcast=self.upcast))
+        table = cast(Tensor, weight.data)
         if self.batch_invariant:
             return into(out, gemm.linear(x, table, bias, dtype, upcast=self.upcast))
         if dtype == x.dtype:
@@ -71,6 +81,21 @@ class TritonOps(ReferenceOps):
             y = torch.mm(x, table.T, out_dtype=dtype)
             return into(out, y if bias is None else y + bias)
         return super().linear(x, weight, bias, out_dtype, out)
+
+    def pack_quantized(
+        self,
+        n: int,
+        k: int,
+        format: QuantFormat,
+        group_size: int,
+        parts: Iterable[Codes],
+        out: HostTensor | None = None,
+        order: NDArray[np.int32] | None = None,
+    ) -> QuantizedWeight:
+        """Keep rows; see `quantized.CodesWeight`."""
+        assert out is None
+        own = None if order is None else self.to_device(order)
+        return quantized.pack(n, k, format, group_size, parts, own)
 
     def rms_norm(
         self,
