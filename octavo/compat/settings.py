@@ -291,15 +291,15 @@ FOREIGN: dict[str, Foreign] = {
             enable_auto_tool_choice=EITHER,
         ),
         _group(
-            "the parsers of tool calls are Octavo's own; name one of them with tool_call_parser, and "
-            "leave it out",
+            "the parsers of tool calls are Octavo's own; name one with tool_call_parser, and leave "
+            "it out",
             tool_parser_plugin="",
             tool_server=None,
             tool_strict_level="auto",
         ),
         _group(
-            "the parsers of reasoning are Octavo's own; name one of them with reasoning_parser, and "
-            "leave it out",
+            "the parsers of reasoning are Octavo's own; name one with reasoning_parser, and leave "
+            "it out",
             reasoning_parser_plugin="",
             reasoning_config={},
         ),

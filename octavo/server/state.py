@@ -112,6 +112,8 @@ class ServerState(HttpState):
                 await self.chat_template(engine.tokenizer)  # reports a wrong template at once
             await engine.wait_ready()
             self.on_ready()
+            if engine.tokenizer is not None:
+                await self.answer_format(engine.tokenizer)  # before the first chat needs it
             while engine.is_running:
                 await asyncio.sleep(_WATCH_INTERVAL)
             self.fail(EngineDeadError(engine.health().reason))
