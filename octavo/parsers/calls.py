@@ -451,10 +451,15 @@ class _Value:
         self._sink.arguments(to_json("".join(self._held).strip()))
 
 
+def _refuse(constant: str) -> None:
+    """Refuse NaN and infinities, which JSON does not have."""
+    raise ValueError(constant)
+
+
 def to_json(text: str) -> str:
     """Return JSON: the text if it is JSON, else Python's literal that it is, else a string."""
     try:
-        json.loads(text)
+        json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         pass
     else:
