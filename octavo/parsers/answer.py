@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Protocol
 
-from octavo.parsers.calls import Calls, Sink
+from octavo.parsers.calls import BARE, Calls, Sink
 from octavo.parsers.parts import Part, Reasoning, Text
 from octavo.parsers.reader import Markers, Reader, Steps
 
@@ -31,8 +31,6 @@ class Format:
     calls: Calls | None = None
     silent: tuple[str, ...] = ()
     """Texts that are not part of an answer."""
-    first_only: bool = False
-    """True: calls are the whole answer (after reasoning); a text before them makes them text."""
 
     def opens_thoughts(self, prompt: str) -> bool:
         """Return True if a prompt ends inside of reasoning."""
@@ -62,7 +60,8 @@ class Format:
     @cached_property
     def in_thoughts(self) -> Markers:
         """Markers in reasoning."""
-        return Markers([*self._call_begins, *(self.thoughts or ())])
+        begins = [begin for begin in self._call_begins if begin not in BARE]
+        return Markers([*begins, *(self.thoughts or ())])
 
 
 class AnswerParser:
@@ -123,7 +122,7 @@ class AnswerParser:
                 out.marker()
             elif marker in self._format.silent:
                 out.marker()
-            elif self._calls is None or (self._format.first_only and out.written):
+            elif self._calls is None or (marker in BARE and out.written):
                 out.write(kind, marker)
             else:
                 reader.keep()

@@ -95,8 +95,8 @@ class Calls(Protocol):
         """
 
 
-_BARE = ("{", "[")
-"""Beginnings of calls without a marker, which are calls only if they name a tool."""
+BARE = ("{", "[")
+"""Beginnings of calls without a marker: calls if they begin the text and name a tool."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class JsonCalls:
     def read(self, marker: str, reader: Reader, sink: Sink) -> Steps[bool]:
         """Implement `Calls`."""
         before = sink.count
-        sink.only_known = marker in _BARE
+        sink.only_known = marker in BARE
         yield from reader.spaces()
         closing = marker == "[" or (marker != "{" and (yield from reader.literal("[")))
         opened = marker == "{"
@@ -486,7 +486,7 @@ class PythonCalls:
     def read(self, marker: str, reader: Reader, sink: Sink) -> Steps[bool]:
         """Implement `Calls`."""
         before = sink.count
-        sink.only_known = marker in _BARE
+        sink.only_known = marker in BARE
         yield from reader.spaces()
         bracket = marker == "[" or (yield from reader.literal("["))
         while True:

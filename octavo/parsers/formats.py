@@ -8,7 +8,7 @@ from octavo.parsers.own_calls import read_gemma, read_harmony
 
 THINK = ("<think>", "</think>")
 _MISTRAL_THINK = ("[THINK]", "[/THINK]")
-_HERMES = JsonCalls(("<tool_call>",), "</tool_call>")
+_HERMES = JsonCalls(("<tool_call>", "{"), "</tool_call>")
 _QWEN_XML = PatternCalls(
     ("<function={name}>", "</function>"),
     ("<parameter={key}>", "\n</parameter>"),
@@ -29,8 +29,8 @@ _COHERE = JsonCalls(("<|START_ACTION|>",), "<|END_ACTION|>")
 _ALL = [
     Format("hermes", THINK, _HERMES),
     Format("qwen3_coder", THINK, _QWEN_XML),
-    Format("llama3_json", None, JsonCalls(("<|python_tag|>", "{")), first_only=True),
-    Format("pythonic", None, PythonCalls(("<|python_start|>", "["), ""), first_only=True),
+    Format("llama3_json", None, JsonCalls(("<|python_tag|>", "{"))),
+    Format("pythonic", None, PythonCalls(("<|python_start|>", "["), "")),
     Format("mistral", _MISTRAL_THINK, JsonCalls(("[TOOL_CALLS]",))),
     Format(
         "mistral_v11", _MISTRAL_THINK, PatternCalls(("[TOOL_CALLS]{name}[CALL_ID]{id}[ARGS]", ""))
@@ -95,7 +95,7 @@ _ALL = [
         JsonCalls(("<|action_start|><|plugin|>",), "<|action_end|>"),
     ),
     Format("jamba", None, JsonCalls(("<tool_calls>",), "</tool_calls>")),
-    Format("xlam", THINK, JsonCalls(("[",)), first_only=True),
+    Format("xlam", THINK, JsonCalls(("[",))),
     Format(
         "gemma4",
         ("<|channel>thought", "<channel|>"),

@@ -45,7 +45,7 @@ def test_names_instead_of_a_template():
     template = ChatTemplate({"default": plain}, {})
     assert find_format(template.render, plain) is None
     fmt = find_format(template.render, plain, "hermes", "qwen3")
-    assert (fmt.calls.begins, fmt.thoughts) == (("<tool_call>",), ("<think>", "</think>"))
+    assert (fmt.calls.begins[0], fmt.thoughts) == ("<tool_call>", ("<think>", "</think>"))
     assert find_format(template.render, plain, None, "mistral").thoughts == ("[THINK]", "[/THINK]")
     assert find_format(template.render, plain, None, "none").thoughts is None
 

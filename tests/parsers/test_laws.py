@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.parsers.answer import AnswerParser
+from octavo.parsers.calls import BARE
 from octavo.parsers.formats import FORMATS
 from octavo.parsers.parts import CallArguments, CallStart, Reasoning, Text
 from tests.parsers.writers import write
@@ -50,6 +51,11 @@ def calls_of(fmt):
     return CALLS[:1] if fmt.name == "openai" else CALLS
 
 
+def is_bare(fmt):
+    """Return True if the writer of the tests writes calls without a marker."""
+    return fmt.calls.begins[-1] in BARE and fmt.name != "hermes"
+
+
 def blocks_of(fmt, thought, text, calls):
     blocks = [["Reasoning", thought]] if thought else []
     blocks += [["Text", text]] if text else []
@@ -67,7 +73,7 @@ def answers(fmt):
     for thought in thoughts:
         for text in ("", "Let me see: 1 < 2."):
             for some in ([], calls[:1], calls):
-                if fmt.first_only and text and some:
+                if is_bare(fmt) and text and some:
                     continue
                 if thought or text or some:
                     yield write(fmt, thought, text, some), blocks_of(fmt, thought, text, some)
@@ -135,7 +141,7 @@ def test_a_marker_in_an_argument_is_none(name):
 def test_calls_in_an_open_thought(name):
     fmt = FORMATS[name]
     written = write(fmt, None, "", CALLS[:1])
-    if fmt.name == "openai" or fmt.first_only:
+    if fmt.name == "openai" or is_bare(fmt):
         return
     answer = f"I think\n{written}"
     assert values(parse(fmt, [answer], thinks=True)) == [
@@ -188,3 +194,19 @@ def test_long_answers():
         for answer in (write(fmt, None, "", [call]), "a < b [c {" * 5_000, " \n" * 20_000):
             pieces = [answer[i : i + 7] for i in range(0, len(answer), 7)]
             parse(fmt, pieces)
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "pythonic", "xlam"])
+def test_calls_without_a_marker(name):
+    """They are calls only if they begin the text, and name a tool."""
+    fmt = FORMATS[name]
+    call = {
+        "pythonic": "[now()]",
+        "xlam": '[{"name": "now", "arguments": {}}]',
+    }.get(name, '{"name": "now", "parameters": {}}')
+    assert parse(fmt, call) == [["call", "now", "{}"]]
+    for text in (f"See: {call}", call.replace("now", "then"), '{"a": [1, {"name": 2}]}', "[1, 2]"):
+        assert parse(fmt, text) == [["Text", text]]
+    if fmt.thoughts:
+        begin, end = fmt.thoughts
+        assert parse(fmt, f"{begin}{call}{end}") == [["Reasoning", call]]

@@ -61,7 +61,7 @@ def _write_json(way, calls):
     else:
         objects = [{"name": name, "arguments": arguments} for name, arguments in calls]
     texts = [json.dumps(o, ensure_ascii=False) for o in objects]
-    bare = way.begins[-1] in ("{", "[")
+    bare = way.begins[-1] in ("{", "[") and not way.end
     begin = "" if bare else way.begins[0]
     if way.end in ("</tool_call>", "<|action_end|>") or way.begins[0].startswith("<|function_call"):
         return "\n".join(f"{begin}\n{text}\n{way.end}" for text in texts)
