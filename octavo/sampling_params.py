@@ -40,6 +40,7 @@ MAX_EXTRA_ARGS_NBYTES = 2**16
 """Maximum size of `extra_args` as msgpack."""
 MAX_GRAMMAR_NBYTES = 2**19
 """Maximum size of a schema, a regular expression, a grammar or all choices, as UTF-8."""
+MAX_PRESERVED_TOKEN_IDS = 256
 MAX_GRAMMAR_DEPTH = 64
 """Maximum levels of nesting of a schema."""
 MAX_CHOICES = 4096
@@ -327,6 +328,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     """Unsupported."""
     trace_decode_token_ids: list[int] | None = None
     """Unsupported."""
+    preserved_token_ids: list[int] | None = None
+    """Special tokens that stay in the text in spite of `skip_special_tokens`; at most 256."""
 
     @classmethod
     def from_optional(cls, **given: Any) -> SamplingParams:
@@ -433,6 +436,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
                 raise RequestError(
                     "allowed_token_ids is empty: no token could be chosen.", "allowed_token_ids"
                 )
+        if self.preserved_token_ids is not None:
+            self._check_token_ids("preserved_token_ids", MAX_PRESERVED_TOKEN_IDS)
         self._check_logprob_token_ids()
         if self.logit_bias is not None:
             self._check_logit_bias()

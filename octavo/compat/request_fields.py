@@ -132,14 +132,13 @@ CHAT: Unsupported = {
     **_TEMPLATE,
     **_all(_NOTHING, "audio web_search_options reasoning prompt suffix"),
     "modalities": (None, ["text"]),
-    "include_reasoning": (None, True),
     "separate_reasoning": (None, True),
     "stream_reasoning": (None, True),
     "best_of": _ONE,
 }
 
 MESSAGE: Unsupported = {
-    **_all(_NOTHING, "audio function_call reasoning reasoning_content thinking"),
+    **_all(_NOTHING, "audio function_call thinking"),
     **_all(_OFF, "prefix partial"),
     "refusal": _NOTHING,
     "annotations": (None, []),

@@ -287,18 +287,19 @@ FOREIGN: dict[str, Foreign] = {
             enable_flash_late_interaction=EITHER,
         ),
         _group(
-            "tool calls are not parsed from answers yet; leave it out and parse them in your "
-            "client, or request JSON with response_format",
-            enable_auto_tool_choice=False,
-            tool_call_parser=None,
+            "tool calls are read with every model whose format of calls is known",
+            enable_auto_tool_choice=EITHER,
+        ),
+        _group(
+            "the parsers of tool calls are Octavo's own; name one with tool_call_parser, and leave "
+            "it out",
             tool_parser_plugin="",
             tool_server=None,
             tool_strict_level="auto",
         ),
         _group(
-            "reasoning is not separated from the answer yet; leave it out, so that the answer is "
-            "one text",
-            reasoning_parser="",
+            "the parsers of reasoning are Octavo's own; name one with reasoning_parser, and leave "
+            "it out",
             reasoning_parser_plugin="",
             reasoning_config={},
         ),

@@ -58,6 +58,20 @@ class ServerConfig(Section, frozen=True):
     chat_template: Annotated[
         str | None, Meta(description="Chat template, as a file or as text.")
     ] = None
+    tool_call_parser: Annotated[
+        str | None,
+        Meta(
+            description="Format of tool calls in answers, such as hermes; default: the one that the"
+            " chat template shows."
+        ),
+    ] = None
+    reasoning_parser: Annotated[
+        str | None,
+        Meta(
+            description="Format of reasoning in answers, such as qwen3; default: the one that the"
+            " chat template shows; none: reasoning stays in the text."
+        ),
+    ] = None
     response_role: Annotated[str, Meta(description="Role of chat answers.")] = "assistant"
     exclude_tools_when_tool_choice_none: Annotated[
         bool,

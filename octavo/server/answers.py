@@ -154,6 +154,7 @@ class PromptLogprob(Answer):
 
 
 FinishReason = Literal["stop", "length", "abort"]
+ChatFinishReason = Literal["stop", "length", "abort", "tool_calls"]
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
@@ -231,13 +232,32 @@ class ChatLogprobs(Answer):
     refusal: None
 
 
+class CalledFunction(Answer):
+    """Function of a tool call."""
+
+    name: str
+    arguments: str
+    """JSON text that the model wrote; it may be cut at the length limit."""
+
+
+class ToolCall(Answer):
+    """Call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(Answer):
     """Message of the answer."""
 
     role: str
-    content: str
+    content: str | None
     refusal: None
-    reasoning: None
+    reasoning: str | None
+    reasoning_content: NotRequired[str | None]
+    """The same as `reasoning`."""
+    tool_calls: NotRequired[list[ToolCall] | None]
 
 
 class ChatChoice(Answer):
@@ -246,7 +266,7 @@ class ChatChoice(Answer):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
     stop_reason: int | str | None
     token_ids: list[int] | None
 
@@ -263,11 +283,31 @@ class ChatAnswer(Envelope):
     prompt_token_ids: list[int] | None
 
 
+class CalledFunctionDelta(Answer):
+    """New part of a call's function."""
+
+    name: NotRequired[str | None]
+    arguments: NotRequired[str | None]
+
+
+class ToolCallDelta(Answer):
+    """New part of a tool call; its id, type and name come with the first part."""
+
+    index: int
+    """Number of the call in the message."""
+    id: NotRequired[str | None]
+    type: NotRequired[Literal["function"] | None]
+    function: CalledFunctionDelta
+
+
 class ChatDelta(Answer):
     """New part of a message."""
 
     role: NotRequired[str | None]
     content: NotRequired[str | None]
+    reasoning: NotRequired[str | None]
+    reasoning_content: NotRequired[str | None]
+    tool_calls: NotRequired[list[ToolCallDelta] | None]
 
 
 class ChatChunkChoice(Answer):
@@ -276,7 +316,7 @@ class ChatChunkChoice(Answer):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
     stop_reason: NotRequired[int | str | None]
     token_ids: NotRequired[list[int] | None]
 

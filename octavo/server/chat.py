@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from starlette.requests import Request
@@ -10,17 +12,21 @@ from starlette.responses import Response
 
 from octavo.errors import RequestError
 from octavo.outputs import CompletionOutput, Logprob, RequestOutput
+from octavo.parsers.answer import AnswerParser, Format
+from octavo.parsers.detect import schemas_of
+from octavo.parsers.parts import CallArguments, CallStart, Part, Reasoning, Role, Text
 from octavo.server import answers
 from octavo.server.body import read_model
 from octavo.server.generation import (
     Generation,
+    Prompt,
     Reading,
     finite,
     make_sampling_params,
     prompt_logprobs_json,
     raw,
 )
-from octavo.server.parts import Delta, Part, Reasoning, Role, Text, fold
+from octavo.server.parts import Delta, fold
 from octavo.server.schema import BatchChatBody, ChatBody, ChatFields, Message, Tool, ToolCall
 from octavo.server.state import ServerState, state_of
 from octavo.system.offload import offload
@@ -85,9 +91,20 @@ async def render_messages(
 
 
 async def read_chat(
-    body: ChatFields, engine: AsyncLLM, state: ServerState, num_bytes: int
+    body: ChatFields,
+    engine: AsyncLLM,
+    state: ServerState,
+    num_bytes: int,
+    preserved: list[int] | None = None,
 ) -> Reading:
     """Convert a body of `num_bytes` bytes to a request for an engine.
+
+    Args:
+        body: the body.
+        engine: the engine.
+        state: state of the server.
+        num_bytes: size of the body.
+        preserved: special tokens that belong to the format of answers.
 
     Raises:
         RequestError: the body cannot be turned into a request for this engine.
@@ -110,6 +127,7 @@ async def read_chat(
         # Without a limit the answer may fill the context.
         {"max_tokens": None, **engine.spec.generation_config},
         max_tokens=given_limit,
+        preserved_token_ids=preserved,
         logprobs=asked if body.logprobs and not body.logprob_token_ids else None,
     )
     template = await state.chat_template(tokenizer)
@@ -137,6 +155,9 @@ def _plain_messages(messages: list[Message]) -> list[dict[str, object]]:
         plain.append({"role": role, "content": message.content})
         if message.name is not None:
             plain[-1]["name"] = message.name
+        reasoning = message.reasoning_content or message.reasoning
+        if reasoning is not None:
+            plain[-1]["reasoning_content"] = plain[-1]["reasoning"] = reasoning
         if message.tool_calls:
             plain[-1]["tool_calls"] = [_plain_call(call) for call in message.tool_calls]
         if message.tool_call_id is not None:
@@ -155,6 +176,11 @@ def _plain_call(call: ToolCall) -> dict[str, object]:
 
 def _plain_tool(tool: Tool) -> dict[str, object]:
     return {"type": tool.type, "function": tool.function.model_dump(exclude_unset=True)}
+
+
+def _whole_calls(calls: list[dict[str, object]]) -> list[dict[str, object]]:
+    """Return calls without their numbers."""
+    return [{key: call[key] for key in ("id", "type", "function")} for call in calls]
 
 
 class ChatCompletion(Generation[ChatFields]):
@@ -180,6 +206,8 @@ class ChatCompletion(Generation[ChatFields]):
             for message, role in zip(last, self._roles, strict=True)
         ]
         """Texts of the last messages, to send before the answers."""
+        self._num_calls: dict[int, int] = {}
+        """Number of the calls of tools in each choice so far."""
         if not (body.logprobs or body.return_token_ids):
             self.text_chunk = (
                 b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}'
@@ -192,7 +220,35 @@ class ChatCompletion(Generation[ChatFields]):
 
     async def read(self, engine: AsyncLLM) -> Reading:
         """Return the request for the engine; see `Generation.read`."""
-        return await read_chat(self.body, engine, self.state, self.context.body_bytes)
+        tokenizer = self.state.tokenizer(engine, "messages")
+        answer_format = await self.state.answer_format(tokenizer)
+        tools = self.body.tools if self.body.tool_choice != "none" else None
+        if tools and (answer_format is None or answer_format.calls is None):
+            raise RequestError(
+                "tools need a model whose chat template shows how it calls tools, and this one's "
+                'does not; send tool_choice="none", or start the server with --tool-call-parser.',
+                "tools",
+            )
+        num_bytes = self.context.body_bytes
+        if answer_format is None or not (tools or answer_format.thoughts):
+            return await read_chat(self.body, engine, self.state, num_bytes)
+        preserved = answer_format.special_ids(tokenizer)
+        reading = await read_chat(self.body, engine, self.state, num_bytes, preserved)
+        self._parse_with(answer_format, tools, reading.prompts)
+        return reading
+
+    def _parse_with(
+        self, answer_format: Format, tools: list[Tool] | None, prompts: Sequence[Prompt]
+    ) -> None:
+        """Split the answers into text, reasoning and calls of tools."""
+        schemas = schemas_of([_plain_tool(tool) for tool in tools]) if tools else None
+
+        def make(prompt: int) -> AnswerParser:
+            text = prompts[prompt]
+            thinks = isinstance(text, str) and answer_format.opens_thoughts(text)
+            return AnswerParser(answer_format, schemas, thinks)
+
+        self.make_parser = make
 
     def opening(self, prompt: int) -> list[list[Part]]:
         """Return the role, and the echo; see `Generation.opening`."""
@@ -214,44 +270,81 @@ class ChatCompletion(Generation[ChatFields]):
         """Return a choice; see `Generation.write`."""
         body, completion = self.body, delta.completion
         texts = fold(delta.parts)
+        calls = self._write_calls(delta) if CallStart in texts or CallArguments in texts else []
+        finish_reason: str | None = completion.finish_reason
+        if finish_reason == "stop" and self._num_calls.get(delta.index):
+            finish_reason = "tool_calls"
+        reasoning = texts.get(Reasoning) if body.include_reasoning is not False else None
         if not body.stream:
-            message = {
+            message: dict[str, object] = {
                 "role": texts[Role],
-                "content": texts.get(Text, ""),
+                "content": texts.get(Text, None if calls else ""),
                 "refusal": None,
-                "reasoning": texts.get(Reasoning),
+                "reasoning": reasoning,
             }
+            if reasoning is not None:
+                message["reasoning_content"] = reasoning
+            if calls:
+                message["tool_calls"] = _whole_calls(calls)
             return {
                 "index": delta.index,
                 "message": cast("answers.ChatMessage", message),
                 "logprobs": self._logprobs(completion),
-                "finish_reason": cast("answers.FinishReason", completion.finish_reason),
+                "finish_reason": cast("answers.ChatFinishReason", finish_reason),
                 "stop_reason": completion.stop_reason,
                 "token_ids": completion.token_ids if body.return_token_ids else None,
             }
         finished = completion.finish_reason is not None
         reports_tokens = bool(completion.token_ids) and (body.logprobs or body.return_token_ids)
-        if not (texts or finished or reports_tokens):
-            return None
-        changes: dict[str, str] = {}
+        changes: dict[str, object] = {}
         if Role in texts:
             changes["role"] = texts[Role]
-        if Reasoning in texts:
-            changes["reasoning"] = texts[Reasoning]
-        if Text in texts or Reasoning not in texts:
+        if reasoning:
+            changes["reasoning"] = changes["reasoning_content"] = reasoning
+        if calls:
+            changes["tool_calls"] = calls
+        if not (changes or Text in texts or finished or reports_tokens):
+            return None
+        if Text in texts or not (reasoning or calls):
             changes["content"] = texts.get(Text, "")
         choice: answers.ChatChunkChoice = {
             "index": delta.index,
             "delta": cast("answers.ChatDelta", changes),
             "logprobs": self._logprobs(completion) if completion.token_ids else None,
             # The reason is in the chunk of the last text, as with vLLM.
-            "finish_reason": cast("answers.FinishReason | None", completion.finish_reason),
+            "finish_reason": cast("answers.ChatFinishReason | None", finish_reason),
         }
         if finished:
             choice["stop_reason"] = completion.stop_reason
         if body.return_token_ids and (finished or completion.token_ids):
             choice["token_ids"] = completion.token_ids
         return choice
+
+    def _write_calls(self, delta: Delta) -> list[dict[str, object]]:
+        """Return the new parts of the calls of a choice, in OpenAI's form."""
+        written: list[dict[str, object]] = []
+        number = self._num_calls.get(delta.index, 0)
+        for part in delta.parts:
+            if isinstance(part, CallStart):
+                function = {"name": part.text, "arguments": ""}
+                call_id = part.id or self._call_id(delta.index, number)
+                written.append(
+                    {"index": number, "id": call_id, "type": "function", "function": function}
+                )
+                number += 1
+            elif isinstance(part, CallArguments):
+                if written and written[-1]["index"] == number - 1:
+                    function = cast("dict[str, str]", written[-1]["function"])
+                    function["arguments"] = function.get("arguments", "") + part.text
+                else:
+                    written.append({"index": number - 1, "function": {"arguments": part.text}})
+        self._num_calls[delta.index] = number
+        return written
+
+    def _call_id(self, choice: int, number: int) -> str:
+        """Return the id of a call: the same after a restart of the engine."""
+        digest = hashlib.blake2b(f"{self.id}-{choice}-{number}".encode(), digest_size=12)
+        return f"call_{digest.hexdigest()}"
 
     def _logprobs(self, completion: CompletionOutput) -> answers.ChatLogprobs | None:
         if not self.body.logprobs:

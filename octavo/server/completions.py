@@ -13,6 +13,7 @@ from starlette.responses import Response
 from octavo.errors import RequestError
 from octavo.frontend.prompt_embeds import PROMPT_EMBEDS_OFF
 from octavo.outputs import CompletionOutput, Logprob, PromptLogprobs, RequestOutput
+from octavo.parsers.parts import Text
 from octavo.server import answers
 from octavo.server.body import read_model
 from octavo.server.generation import (
@@ -25,7 +26,7 @@ from octavo.server.generation import (
     prompt_logprobs_json,
     raw,
 )
-from octavo.server.parts import Delta, Text, fold
+from octavo.server.parts import Delta, fold
 from octavo.server.schema import CompletionBody
 from octavo.server.state import state_of
 from octavo.server.tensor_file import decode_embeds

@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from octavo.errors import RequestError
 from octavo.outputs import CompletionOutput, Logprob, RequestOutput, SampleLogprobs
+from octavo.parsers.parts import Text
 from octavo.server import answers
 from octavo.server.body import read_model, unknown_fields, validate
 from octavo.server.completions import Completion, token_prompts
@@ -20,7 +21,7 @@ from octavo.server.generation import (
     prompt_logprobs_json,
     raw,
 )
-from octavo.server.parts import Delta, Text, fold
+from octavo.server.parts import Delta, fold
 from octavo.server.schema import CompletionBody, GenerateBody
 from octavo.server.state import ServerState, state_of
 

@@ -27,13 +27,14 @@ from octavo.outputs import (
     RequestMetrics,
     RequestOutput,
 )
+from octavo.parsers.parts import Parser, Part, Text
 from octavo.sampling_params import SamplingParams
 from octavo.server import answers
 from octavo.server.auth import flow_of, private_salt
 from octavo.server.errors import ClientDisconnectError, error_event, log_unexpected
 from octavo.server.load_report import add_load_report
 from octavo.server.middleware import context_of
-from octavo.server.parts import Delta, Parser, Part, Text
+from octavo.server.parts import Delta
 from octavo.server.resumable_streams import DONE, Events, Stream
 from octavo.server.schema import GenerationBody
 from octavo.server.state import ServerState, state_of
@@ -82,8 +83,8 @@ class Generation(ABC, Generic[B]):
     chunk_object_name: str
     prompt_param: str
     """Field that holds the prompt."""
-    make_parser: Callable[[], Parser] | None = None
-    """Maker of the parser of each choice; None: an answer is text."""
+    make_parser: Callable[[int], Parser] | None = None
+    """Maker of the parser of a choice, from the number of its prompt; None: an answer is text."""
     text_chunk: bytes | None = None
     """Template of a choice with only text, faster than `write`; None: use `write`."""
 
@@ -212,7 +213,7 @@ class Generation(ABC, Generic[B]):
             return [Text(completion.text)] if completion.text else []
         parser = self._parsers.get(index)
         if parser is None:
-            parser = self._parsers[index] = self.make_parser()
+            parser = self._parsers[index] = self.make_parser(index // self.n)
         parts = parser.feed(completion.text)
         return parts if completion.finish_reason is None else parts + parser.end()
 

@@ -1,40 +1,11 @@
-"""Parts of an answer: a parser makes them from the engine's text, a writer turns them into JSON."""
+"""New parts of a choice, which a writer turns into JSON."""
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import msgspec
 
 from octavo.outputs import CompletionOutput, RequestOutput
-
-
-class Part(msgspec.Struct, frozen=True, gc=False):
-    """Piece of an answer's text; the subclass is its kind."""
-
-    text: str
-
-
-class Role(Part, frozen=True, gc=False):
-    """Role of the message."""
-
-
-class Text(Part, frozen=True, gc=False):
-    """Text for the reader."""
-
-
-class Reasoning(Part, frozen=True, gc=False):
-    """Thoughts of the model before its answer."""
-
-
-class Parser(Protocol):
-    """Parser of the text of one choice, which may arrive in pieces."""
-
-    def feed(self, text: str) -> list[Part]:
-        """Parse the next piece; return the new parts that later pieces cannot change."""
-
-    def end(self) -> list[Part]:
-        """Return the remaining parts, after the last piece."""
+from octavo.parsers.parts import Part
 
 
 class Delta(msgspec.Struct, gc=False):

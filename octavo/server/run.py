@@ -20,6 +20,7 @@ from octavo.models.hub import resolve_model
 from octavo.models.registry import read_spec
 from octavo.models.spec import divide_layers
 from octavo.observability.recording import RecordSettings
+from octavo.parsers.formats import REASONING_PARSERS, TOOL_CALL_PARSERS
 from octavo.plan.memory_plan import resolve_dtype, resolve_max_model_len
 from octavo.plan.setup import resolve_kv_cache_dtype
 from octavo.platforms.registry import get_platform
@@ -66,6 +67,7 @@ def run_server(
             f"default_chat_template_kwargs has {min(reserved)!r}, which the server itself sets; "
             "leave it out."
         )
+    _check_parsers(config)
     _check_model(config, engine_config)
     allow_files()
     if sources:
@@ -133,6 +135,22 @@ def log_host_check(config: ServerConfig) -> None:
             "machine could reach the server through a visitor's browser; --allowed-hosts NAME "
             "answers to that name only"
         )
+
+
+def _check_parsers(config: ServerConfig) -> None:
+    """Check the names of parsers.
+
+    Raises:
+        ConfigError: there is no parser of that name.
+    """
+    known = {"tool_call_parser": [*TOOL_CALL_PARSERS], "reasoning_parser": [*REASONING_PARSERS]}
+    for setting, parsers in known.items():
+        name = getattr(config, setting)
+        if name is not None and name not in parsers:
+            raise ConfigError(
+                f"{setting}={name!r} is unknown; use one of {', '.join(sorted(parsers))}, or leave "
+                "it out to use the format that the chat template shows."
+            )
 
 
 def _check_model(config: ServerConfig, engine_config: EngineConfig) -> None:

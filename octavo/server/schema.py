@@ -289,8 +289,21 @@ class Message(Body):
     """Name of the speaker, for templates that show it."""
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     """Calls of tools in an earlier answer of the assistant."""
+    reasoning: str | None = None
+    """Reasoning of an earlier answer, for templates that show it."""
+    reasoning_content: str | None = None
+    """Older name of reasoning."""
     tool_call_id: str | None = None
     """Id of the call that a tool's message answers."""
+
+
+_OWNERS = {
+    "tool_calls": "assistant",
+    "reasoning": "assistant",
+    "reasoning_content": "assistant",
+    "tool_call_id": "tool",
+}
+"""Roles of the messages that may have a field."""
 
 
 def _check_messages(value: object, chat: str = "messages") -> object:
@@ -320,7 +333,7 @@ def _check_messages(value: object, chat: str = "messages") -> object:
                 f"{MAX_ROLE_LENGTH} characters, such as system, user or assistant.",
                 "messages",
             )
-        for name, owner in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
+        for name, owner in _OWNERS.items():
             if message.get(name) and role != owner:
                 raise RequestError(
                     f"{where}.{name} is not allowed with role {show(role)}; it belongs to messages "
@@ -354,10 +367,10 @@ Documents: TypeAlias = (
 
 
 def _check_tool_choice(value: object) -> object:
-    if value not in (None, "none"):
+    if value not in (None, "none", "auto"):
         raise UnsupportedError(
-            f'tool_choice={show(value)} is not supported yet; use "none", or response_format to '
-            "ask for JSON.",
+            f'tool_choice={show(value)} is not supported yet; use "auto" or "none", or '
+            "response_format to ask for JSON.",
             "tool_choice",
         )
     return value
@@ -688,9 +701,13 @@ class ChatFields(GenerationBody):
     """Texts for retrieval, for templates that use them: objects of strings, such as title and
     text."""
     tools: Tools = None
-    """Definitions of tools for templates that use them; needs tool_choice none."""
-    tool_choice: Annotated[Literal["none"] | None, BeforeValidator(_check_tool_choice)] = None
-    """Must be none, so that the answer calls no tool. Required with tools."""
+    """Definitions of the tools that the model may call."""
+    tool_choice: Annotated[Literal["none", "auto"] | None, BeforeValidator(_check_tool_choice)] = (
+        None
+    )
+    """auto (default): the model may call tools; none: it calls none."""
+    include_reasoning: bool | None = None
+    """Return the reasoning. Default true."""
 
     unsupported = known_fields.CHAT
     inner: ClassVar[Mapping[str, type[Body]]] = {
@@ -707,12 +724,6 @@ class ChatFields(GenerationBody):
     def check(self) -> None:
         """Check that the fields fit together; see `GenerationBody.check`."""
         super().check()
-        if self.tools and self.tool_choice is None:
-            raise UnsupportedError(
-                'tools is supported with tool_choice="none" only: tool calls are not parsed from '
-                "answers yet; add that, or use response_format to ask for JSON.",
-                "tools",
-            )
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs=true.", "top_logprobs")
         both = self.max_tokens, self.max_completion_tokens

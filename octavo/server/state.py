@@ -27,6 +27,8 @@ from octavo.errors import (
     RequestError,
 )
 from octavo.frontend.request_memory import leaves_room
+from octavo.parsers.answer import Format
+from octavo.parsers.detect import find_format
 from octavo.server.auth import tenant_of
 from octavo.server.errors import show
 from octavo.server.http_state import HttpState
@@ -86,6 +88,7 @@ class ServerState(HttpState):
         self._finish_times: deque[float] = deque(maxlen=_RECENT_ANSWERS)
         self._counter = itertools.count()
         self._warned_of_priority = False
+        self._answer_format: asyncio.Task[Format | None] | None = None
         self._template: asyncio.Task[ChatTemplate] | None = None
 
     # Lifecycle of the engine
@@ -109,6 +112,8 @@ class ServerState(HttpState):
                 await self.chat_template(engine.tokenizer)  # reports a wrong template at once
             await engine.wait_ready()
             self.on_ready()
+            if engine.tokenizer is not None:
+                await self.answer_format(engine.tokenizer)  # before the first chat needs it
             while engine.is_running:
                 await asyncio.sleep(_WATCH_INTERVAL)
             self.fail(EngineDeadError(engine.health().reason))
@@ -324,6 +329,20 @@ class ServerState(HttpState):
                 param,
             )
         return engine.tokenizer
+
+    async def answer_format(self, tokenizer: Tokenizer) -> Format | None:
+        """Return the format of the model's answers; see `octavo.parsers.find_format`.
+
+        Raises:
+            ConfigError: the template of --chat-template cannot be used.
+        """
+        if self._answer_format is None:
+            template = await self.chat_template(tokenizer)
+            names = self.config.tool_call_parser, self.config.reasoning_parser
+            self._answer_format = asyncio.create_task(
+                asyncio.to_thread(find_format, template.render, template.sources, *names)
+            )
+        return await asyncio.shield(self._answer_format)
 
     async def chat_template(self, tokenizer: Tokenizer) -> ChatTemplate:
         """Return the template of --chat-template, or the model's template.

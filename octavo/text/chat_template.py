@@ -82,6 +82,11 @@ class ChatTemplate:
         return self._sources.get("default")
 
     @property
+    def sources(self) -> str:
+        """All templates, joined."""
+        return "\n".join(self._sources.values())
+
+    @property
     def available(self) -> bool:
         """True if there is any template."""
         return bool(self._sources)

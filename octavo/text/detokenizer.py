@@ -38,13 +38,13 @@ class ByteStream:
     Args:
         tokenizer: tokenizer with `has_bytes`.
         prompt_token_ids: preceding tokens; a character begun there is completed.
-        skip_special_tokens: True to omit special tokens.
+        skipped: tokens to omit.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool
+        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skipped: frozenset[int]
     ) -> None:
-        self._pieces = tokenizer.pieces_without_special if skip_special_tokens else tokenizer.pieces
+        self._pieces = tokenizer.pieces(skipped)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._incomplete = False
         self._strip = False
@@ -79,14 +79,14 @@ class WindowStream:
     Args:
         tokenizer: any tokenizer.
         prompt_token_ids: preceding tokens; the last of them decide about a leading space.
-        skip_special_tokens: True to omit special tokens.
+        skipped: tokens to omit.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool
+        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skipped: frozenset[int]
     ) -> None:
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.all_special_ids if skip_special_tokens else frozenset[int]()
+        self._skipped = skipped
         context = islice(
             (i for i in reversed(prompt_token_ids) if i not in self._skipped), _NUM_CONTEXT_TOKENS
         )
@@ -118,11 +118,22 @@ class WindowStream:
 
 
 def make_text_stream(
-    tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool
+    tokenizer: Tokenizer,
+    prompt_token_ids: Sequence[int],
+    skip_special_tokens: bool,
+    preserved_token_ids: Sequence[int] | None = None,
 ) -> TextStream:
-    """Make the stream that fits the tokenizer."""
+    """Make the stream that fits the tokenizer.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        prompt_token_ids: preceding tokens.
+        skip_special_tokens: True to omit special tokens.
+        preserved_token_ids: special tokens that are not omitted nevertheless.
+    """
+    skipped = tokenizer.all_special_ids if skip_special_tokens else frozenset[int]()
     kind = ByteStream if tokenizer.has_bytes else WindowStream
-    return kind(tokenizer, prompt_token_ids, skip_special_tokens)
+    return kind(tokenizer, prompt_token_ids, skipped.difference(preserved_token_ids or ()))
 
 
 class IncrementalDetokenizer:
@@ -146,7 +157,9 @@ class IncrementalDetokenizer:
         self.token_ids = array("i")
         self._stream: TextStream | None = None
         if tokenizer is not None and params.detokenize:
-            self._stream = make_text_stream(tokenizer, prompt_token_ids, params.skip_special_tokens)
+            self._stream = make_text_stream(
+                tokenizer, prompt_token_ids, params.skip_special_tokens, params.preserved_token_ids
+            )
         self._stops = list(params.stop)
         self._num_held = max(map(len, params.stop), default=1) - 1
         self._min_tokens = params.min_tokens

@@ -136,8 +136,8 @@ class Tokenizer:
         self._bytes_kind, self.strips_leading_space = _bytes_kind(backend)
         self._replacements = _replacements(backend)
         self._context = _context_token(backend) if self._bytes_kind is None else ([], "")
-        self.pieces = _Pieces(self, skip_special_tokens=False)
-        self.pieces_without_special = _Pieces(self, skip_special_tokens=True)
+        self._pieces: dict[frozenset[int], _Pieces] = {}
+        self._all_pieces = self.pieces(frozenset())
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer:
@@ -159,6 +159,17 @@ class Tokenizer:
         for name in ("special_tokens_map.json", "tokenizer_config.json"):
             config |= {k: v for k, v in _read_json(checkpoint, name).items() if v is not None}
         return cls(backend, config, _read_chat_templates(checkpoint, config))
+
+    def pieces(self, skipped: frozenset[int]) -> Mapping[int, str | bytes]:
+        """Return the text or the bytes that each token adds to a text.
+
+        Args:
+            skipped: tokens that add no text.
+        """
+        pieces = self._pieces.get(skipped)
+        if pieces is None:
+            pieces = self._pieces[skipped] = _Pieces(self, skipped)
+        return pieces
 
     @property
     def vocab_size(self) -> int:
@@ -426,12 +437,12 @@ class Tokenizer:
 
         For tokenizers without `has_bytes`, these are the token's text after another one.
         """
-        piece = self.pieces[token_id]
+        piece = self._all_pieces[token_id]
         return piece.encode("utf-8", "surrogatepass") if isinstance(piece, str) else piece
 
     def token_text(self, token_id: int) -> str:
         """Return the text that a token adds inside a text; U+FFFD for parts of characters."""
-        piece = self.pieces[token_id]
+        piece = self._all_pieces[token_id]
         return piece if isinstance(piece, str) else piece.decode("utf-8", "replace")
 
     def make_piece(self, token_id: int) -> str | bytes:
@@ -498,15 +509,14 @@ class _Pieces(dict[int, str | bytes]):
     `str` if the token consists of whole characters, `bytes` if it contains part of a character.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
         super().__init__()
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        self._skipped = skipped
 
     def __missing__(self, token_id: int) -> str | bytes:
-        tokenizer = self._tokenizer
-        skip = self._skip_special_tokens and token_id in tokenizer.all_special_ids
-        piece = self[token_id] = "" if skip else tokenizer.make_piece(token_id)
+        skip = token_id in self._skipped
+        piece = self[token_id] = "" if skip else self._tokenizer.make_piece(token_id)
         return piece
 
 

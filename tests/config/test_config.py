@@ -211,6 +211,8 @@ BAD_SERVER = {
     "ssl_keyfile": [5],
     "ssl_certfile": [5],
     "chat_template": [5],
+    "tool_call_parser": [5],
+    "reasoning_parser": [5],
     "response_role": [None],
     "exclude_tools_when_tool_choice_none": ["yes", 1],
     "max_num_queued_reqs": [-1, 1.5],

@@ -274,7 +274,7 @@ DEFAULTS = {
     "num_beams": (1, 4),
     "num_return_sequences": (1, 2),
     "tools": ([], [{}]),
-    "tool_choice": ("none", "auto"),
+    "tool_choice": ("none", "required"),
     "grammar": ("", {"type": "json"}),
 }
 MORE = {
@@ -313,7 +313,7 @@ def test_the_defaults_of_other_servers_pass(path):
         ("/v1/completions", {"suffix": ""}, {"suffix": "x"}),
         ("/v1/completions", {"messages": None}, {"messages": []}),
         ("/v1/chat/completions", {"modalities": ["text"]}, {"modalities": ["audio"]}),
-        ("/v1/chat/completions", {"include_reasoning": True}, {"include_reasoning": False}),
+        ("/v1/chat/completions", {"stream_reasoning": True}, {"stream_reasoning": False}),
         ("/v1/chat/completions", {"best_of": 1}, {"best_of": 2}),
         ("/tokenize", {"parse_special": True}, {"parse_special": False}),
         ("/tokenize", {"with_pieces": False}, {"with_pieces": True}),

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from octavo.parsers.parts import Reasoning, Text
 from octavo.server.chat import ChatCompletion
-from octavo.server.parts import Reasoning, Text, fold
+from octavo.server.parts import fold
 from tests.server.fake_engine import events, with_server
 
 OPEN, CLOSE = "<think>", "</think>"
@@ -14,7 +15,7 @@ OPEN, CLOSE = "<think>", "</think>"
 class Thoughts:
     """Parser of an answer that begins with `<think>...</think>`."""
 
-    def __init__(self):
+    def __init__(self, prompt):
         self._kind, self._mark, self._held = Text, OPEN, ""
 
     def feed(self, text):
@@ -60,7 +61,7 @@ def test_a_parser_is_seen_in_streams_and_whole_answers(answer, thoughts, text, f
         for item in await events(await served.chat(**fields, stream=True)):
             (choice,) = json.loads(item)["choices"]
             for name, piece in choice["delta"].items():
-                if name != "role":
+                if name not in ("role", "reasoning_content"):
                     found[choice["index"]][name] += piece
             num_logprobs += len((choice["logprobs"] or {"content": []})["content"])
         expected = {"content": text, "reasoning": thoughts or ""}

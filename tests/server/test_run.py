@@ -289,6 +289,13 @@ def test_a_taken_port_is_told_before_anything_is_loaded():
         listen.bind("no.such.host.invalid", 0)
 
 
+def test_unknown_parsers():
+    for setting in ("tool_call_parser", "reasoning_parser"):
+        with pytest.raises(ConfigError, match=f"{setting}='x' is unknown; use one of .*, mistral"):
+            run._check_parsers(ServerConfig(**{setting: "x"}))
+    run._check_parsers(ServerConfig(tool_call_parser="hermes", reasoning_parser="none"))
+
+
 def test_a_unix_socket(tmp_path):
     path = str(tmp_path / "octavo.sock")
     with socket.socket(socket.AF_UNIX) as left:  # by a server that was killed

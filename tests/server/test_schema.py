@@ -218,16 +218,9 @@ WRONG = {
             "missing_parameter",
         ),
         (
-            {**CHAT, "tools": [{"type": "function", "function": {"name": "f"}}]},
-            'tools is supported with tool_choice="none" only: tool calls are not parsed from '
-            "answers yet; add that, or use response_format to ask for JSON.",
-            "tools",
-            "unsupported_parameter",
-        ),
-        (
-            {**CHAT, "tool_choice": "auto"},
-            "tool_choice='auto' is not supported yet; use \"none\", or response_format to ask for "
-            "JSON.",
+            {**CHAT, "tool_choice": "required"},
+            'tool_choice=\'required\' is not supported yet; use "auto" or "none", or '
+            "response_format to ask for JSON.",
             "tool_choice",
             "unsupported_parameter",
         ),

@@ -51,7 +51,7 @@ def test_pieces_add_up_to_decode(tokenizer, text):
     before = tokenizer.decode(prompt, skip_special_tokens=True)
     after = tokenizer.decode(prompt + ids, skip_special_tokens=True)
     for kind in (WindowStream, ByteStream) if tokenizer.has_bytes else (WindowStream,):
-        stream = kind(tokenizer, prompt, True)
+        stream = kind(tokenizer, prompt, tokenizer.all_special_ids)
         pieces = [stream.push(i) for i in ids]
         assert before + "".join(pieces) + stream.flush() == after
         if "\ufffd" not in text:
@@ -82,25 +82,24 @@ def test_sentencepiece_equals_decode(text):
     tokenizer = sentencepiece()
     prompt = tokenizer.encode("a")
     ids = tokenizer.encode(text, add_special_tokens=False)
+    skipped = tokenizer.all_special_ids
     for kind in (ByteStream, WindowStream):
         expected = tokenizer.decode(prompt + ids, True)
-        assert tokenizer.decode(prompt, True) + stream_text(kind(tokenizer, prompt, True), ids) == (
-            expected
-        )
+        text_of_ids = stream_text(kind(tokenizer, prompt, skipped), ids)
+        assert tokenizer.decode(prompt, True) + text_of_ids == expected
 
 
 def test_first_space_after_nothing_but_special_tokens():
     tokenizer = sentencepiece()
     ids = tokenizer.encode("ab a", add_special_tokens=False)
-    assert stream_text(ByteStream(tokenizer, [tokenizer.bos_token_id], True), ids) == "ab a"
-    assert stream_text(ByteStream(tokenizer, [tokenizer.bos_token_id], False), ids) == " ab a"
+    assert stream_text(make_text_stream(tokenizer, [tokenizer.bos_token_id], True), ids) == "ab a"
+    assert stream_text(make_text_stream(tokenizer, [tokenizer.bos_token_id], False), ids) == " ab a"
 
 
 def test_a_character_begun_in_the_prompt_is_completed():
     data = "中".encode()
-    assert (
-        stream_text(ByteStream(byte_level(), list(b"x" + data[:2]), True), [data[2], 65]) == "中A"
-    )
+    stream = ByteStream(byte_level(), list(b"x" + data[:2]), frozenset())
+    assert stream_text(stream, [data[2], 65]) == "中A"
 
 
 def test_words_of_bert():
@@ -110,7 +109,7 @@ def test_words_of_bert():
 
 def test_window_stays_small_whatever_comes():
     tokenizer = byte_level()
-    stream = WindowStream(tokenizer, list(b"a"), True)
+    stream = WindowStream(tokenizer, list(b"a"), tokenizer.all_special_ids)
     text = ""
     for _ in range(1000):
         text += stream.push(0xE4)
@@ -275,7 +274,10 @@ def test_nothing_follows_a_stop_text():
     class Pieces:
         has_bytes = True
         strips_leading_space = False
-        pieces = pieces_without_special = ("one", b".\xc3", "!")
+        all_special_ids = frozenset()
+
+        def pieces(self, skipped):
+            return ("one", b".\xc3", "!")
 
     params = SamplingParams(stop=["."], max_tokens=None)
     detokenizer = IncrementalDetokenizer(Pieces(), [], params)
@@ -293,3 +295,13 @@ def test_long_answers_are_kept_in_few_pieces():
         detokenizer.update([65])
     assert len(detokenizer._released) < 300
     assert detokenizer.text() == "A" * 5000
+
+
+def test_special_tokens_that_stay(shared_data):
+    tokenizer = Tokenizer.from_folder(shared_data / "tokenizers" / "llama3")
+    kept, dropped = tokenizer.encode("<|python_tag|><|eot_id|>", add_special_tokens=False)
+    params = SamplingParams(preserved_token_ids=[kept], max_tokens=None)
+    detokenizer = IncrementalDetokenizer(tokenizer, [], params)
+    detokenizer.update([kept, dropped])
+    detokenizer.finish()
+    assert detokenizer.text() == "<|python_tag|>"

@@ -1,0 +1,1 @@
+"""Parsers of answers: reasoning and tool calls."""

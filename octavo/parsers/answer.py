@@ -1,0 +1,173 @@
+"""Parser of an answer with reasoning and tool calls, for one format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, Protocol
+
+from octavo.parsers.calls import BARE, Calls, Sink
+from octavo.parsers.parts import Part, Reasoning, Text
+from octavo.parsers.reader import Markers, Reader, Steps
+
+
+class HasSpecialTokens(Protocol):
+    """Interface that is needed of a tokenizer."""
+
+    all_special_ids: frozenset[int]
+
+    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
+        """Return the texts of tokens."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """Way in which a family of models writes reasoning and tool calls."""
+
+    name: str
+    thoughts: tuple[str, str] | None = None
+    """Texts before and after reasoning."""
+    calls: Calls | None = None
+    silent: tuple[str, ...] = ()
+    """Texts that are not part of an answer."""
+
+    def opens_thoughts(self, prompt: str) -> bool:
+        """Return True if a prompt ends inside of reasoning."""
+        if self.thoughts is None:
+            return False
+        begin, end = self.thoughts
+        return prompt.rfind(begin) > prompt.rfind(end) and prompt.rstrip().endswith(begin.rstrip())
+
+    def special_ids(self, tokenizer: HasSpecialTokens) -> list[int]:
+        """Return the ids of a tokenizer's special tokens that belong to the format."""
+        texts = [*self.in_thoughts.markers, *self.silent]
+        if self.calls is not None:
+            texts += self.calls.texts
+        ids = sorted(tokenizer.all_special_ids)
+        special = zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True)
+        return [i for i, token in special if any(token in text for text in texts)]
+
+    @cached_property
+    def _call_begins(self) -> tuple[str, ...]:
+        return () if self.calls is None else self.calls.begins
+
+    @cached_property
+    def in_text(self) -> Markers:
+        """Markers in a text."""
+        return Markers([*self._call_begins, *(self.thoughts or ())[:1], *self.silent])
+
+    @cached_property
+    def in_thoughts(self) -> Markers:
+        """Markers in reasoning."""
+        begins = [begin for begin in self._call_begins if begin not in BARE]
+        return Markers([*begins, *(self.thoughts or ())])
+
+
+class AnswerParser:
+    """Parser of one choice; see `Parser`.
+
+    White space next to a marker belongs to the marker. All other text becomes text or reasoning,
+    also what begins like a call and is none.
+
+    Args:
+        answer_format: format of the model.
+        schemas: JSON schemas of the parameters by the name of the function; None: the request has
+            no tools, and what looks like a call is text.
+        thinks: the prompt ends inside of reasoning.
+    """
+
+    def __init__(
+        self, answer_format: Format, schemas: Mapping[str, Any] | None = None, thinks: bool = False
+    ) -> None:
+        self._format = answer_format
+        self._reader = Reader()
+        self._out = _Output()
+        self._sink = Sink(self._out.parts, schemas or {})
+        self._calls = answer_format.calls if schemas is not None else None
+        self._kind: type[Part] = Reasoning if thinks else Text
+        self._steps = self._read()
+        next(self._steps)
+
+    def feed(self, text: str) -> list[Part]:
+        """Implement `Parser`."""
+        self._reader.add(text)
+        return self._go()
+
+    def end(self) -> list[Part]:
+        """Implement `Parser`."""
+        self._reader.ended = True
+        return self._go()
+
+    def _go(self) -> list[Part]:
+        next(self._steps, None)
+        return self._out.collect()
+
+    def _read(self) -> Steps[None]:
+        yield
+        reader, out, thoughts = self._reader, self._out, self._format.thoughts
+        while True:
+            in_thoughts = self._kind is Reasoning
+            markers = self._format.in_thoughts if in_thoughts else self._format.in_text
+            kind = self._kind
+            marker = yield from reader.until(markers, partial(out.write, kind))
+            if marker is None:
+                out.end(kind)
+                return
+            if thoughts is not None and marker in thoughts:
+                if in_thoughts and marker == thoughts[0] and out.written:
+                    out.write(kind, marker)
+                    continue
+                self._kind = Reasoning if marker == thoughts[0] else Text
+                out.marker()
+            elif marker in self._format.silent:
+                out.marker()
+            elif self._calls is None or (marker in BARE and out.written):
+                out.write(kind, marker)
+            else:
+                reader.keep()
+                if (yield from self._calls.read(marker, reader, self._sink)):
+                    reader.kept()
+                    out.marker()
+                else:
+                    out.write(kind, marker + reader.kept())
+
+
+class _Output:
+    """Parts that were made; it omits white space next to markers."""
+
+    def __init__(self) -> None:
+        self.parts: list[Part] = []
+        self.written = False
+        """True if the current block has text."""
+        self._after_marker = False
+        self._spaces: list[str] = []
+
+    def write(self, kind: type[Part], text: str) -> None:
+        """Add a text."""
+        if self._after_marker and not self.written:
+            text = text.lstrip()
+        body = text.rstrip()
+        if body:
+            self.parts.append(kind("".join([*self._spaces, body])))
+            self._spaces.clear()
+            self.written = True
+        if len(text) > len(body):
+            self._spaces.append(text[len(body) :])
+
+    def marker(self) -> None:
+        """Begin a new block."""
+        self._spaces.clear()
+        self._after_marker, self.written = True, False
+
+    def end(self, kind: type[Part]) -> None:
+        """End the answer."""
+        if self._spaces:
+            self.parts.append(kind("".join(self._spaces)))
+            self._spaces.clear()
+
+    def collect(self) -> list[Part]:
+        """Return the parts since the last call."""
+        parts = self.parts[:]
+        self.parts.clear()
+        return parts

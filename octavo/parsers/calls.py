@@ -1,0 +1,560 @@
+"""Ways to write tool calls.
+
+Each has `begins`, the texts that may begin a call, and `read`, which reads what follows one of
+them.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+from octavo.parsers.parts import CallArguments, CallStart, Part
+from octavo.parsers.reader import Markers, Reader, Steps, ignore
+
+_NAME = re.compile(r"[\w.:/-]*")
+_SPACES = re.compile(r"\s*")
+_MOST_NAME = 256
+_NAME_KEYS = ("name", "tool_name", "function_name", "function")
+_ARGUMENTS_KEYS = ("arguments", "parameters", "args")
+_ID_KEYS = ("id", "tool_call_id", "call_id")
+
+
+class Sink:
+    """Receiver of the calls of an answer.
+
+    Args:
+        parts: list to which the parts are added.
+        schemas: JSON schemas of the parameters by the name of the function.
+    """
+
+    def __init__(self, parts: list[Part], schemas: Mapping[str, Any]) -> None:
+        self._parts = parts
+        self.schemas = schemas
+        self.count = 0
+        """Number of calls so far."""
+        self.only_known = False
+        """True: a call of a function that is no tool is none."""
+        self._properties: Mapping[str, Any] = {}
+        self._separator = ""
+
+    def accepts(self, name: str) -> bool:
+        """Return True if a call may have this name."""
+        return not self.only_known or name in self.schemas
+
+    def start(self, name: str, call_id: str | None = None) -> None:
+        """Begin a call."""
+        self.count += 1
+        self._separator = "{"
+        schema = self.schemas.get(name)
+        properties = schema.get("properties") if isinstance(schema, Mapping) else None
+        self._properties = properties if isinstance(properties, Mapping) else {}
+        self._parts.append(CallStart(name, call_id))
+
+    def arguments(self, text: str) -> None:
+        """Add a text to the arguments."""
+        if text:
+            self._parts.append(CallArguments(text))
+
+    def key(self, key: str) -> None:
+        """Begin the next argument, for calls whose arguments are not written as one JSON text."""
+        self.arguments(f"{self._separator}{json.dumps(key, ensure_ascii=False)}: ")
+        self._separator = ", "
+
+    def close(self) -> None:
+        """End the arguments that `key` began."""
+        self.arguments("{}" if self._separator == "{" else "}")
+
+    def is_text(self, key: str) -> bool:
+        """Return True if the schema allows only a text as the argument."""
+        schema = self._properties.get(key)
+        return isinstance(schema, Mapping) and schema.get("type") == "string"
+
+
+class Calls(Protocol):
+    """Way to write tool calls."""
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        """Texts that may begin a call."""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All texts and patterns of a call's marks."""
+
+    def read(self, marker: str, reader: Reader, sink: Sink) -> Steps[bool]:
+        """Read calls after a text of `begins`.
+
+        Returns:
+            False if this is no call; then `sink` has received nothing.
+        """
+
+
+BARE = ("{", "[")
+"""Beginnings of calls without a marker: calls if they begin the text and name a tool."""
+
+
+@dataclass(frozen=True)
+class JsonCalls:
+    """Calls that are JSON objects with a name and arguments, or a list of such objects."""
+
+    begins: tuple[str, ...]
+    end: str = ""
+    named_by_key: bool = False
+    """True: an object's only key is the name, and its value the arguments."""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Implement `Calls`."""
+        return (*self.begins, self.end)
+
+    @cached_property
+    def _end(self) -> Markers:
+        return Markers([self.end] if self.end else [])
+
+    def read(self, marker: str, reader: Reader, sink: Sink) -> Steps[bool]:
+        """Implement `Calls`."""
+        before = sink.count
+        sink.only_known = marker in BARE
+        yield from reader.spaces()
+        closing = marker == "[" or (marker != "{" and (yield from reader.literal("[")))
+        opened = marker == "{"
+        while True:
+            yield from reader.spaces()
+            char = yield from reader.char()
+            if opened or char == "{":
+                if not opened:
+                    reader.take(1)
+                opened = False
+                if not (yield from self._object(reader, sink)):
+                    break
+            elif char and (char == "," or (char == ";" and not closing)):
+                reader.take(1)
+            else:
+                if char == "]" and closing:
+                    reader.take(1)
+                break
+        if sink.count == before:
+            return False
+        if self.end:
+            yield from reader.spaces()
+            yield from reader.literal(self.end)
+        return True
+
+    def _object(self, reader: Reader, sink: Sink) -> Steps[bool]:
+        """Read an object after its brace; return False if it is no call, or is not whole."""
+        name: str | None = None
+        call_id: str | None = None
+        held: list[str] | None = None
+        started = False
+        while True:
+            yield from reader.spaces()
+            char = yield from reader.char()
+            if char == ",":
+                reader.take(1)
+                continue
+            if char == "}":
+                reader.take(1)
+                break
+            key = yield from reader.json_string()
+            yield from reader.spaces()
+            if key is None or not (yield from reader.literal(":")):
+                return False
+            yield from reader.spaces()
+            char = yield from reader.char()
+            if self.named_by_key and name is None:
+                name = key
+                sink.start(name)
+                started = True
+                if not (yield from self._arguments(reader, sink.arguments)):
+                    return False
+            elif key in _NAME_KEYS and name is None:
+                if key == "function" and char == "{":
+                    reader.take(1)
+                    return (yield from self._object(reader, sink)) and (
+                        yield from self._rest(reader)
+                    )
+                name = yield from reader.json_string()
+                if name is None or not sink.accepts(name):
+                    return False
+                if held is not None:
+                    sink.start(name, call_id)
+                    sink.arguments("".join(held))
+                    started = True
+            elif key in _ARGUMENTS_KEYS and not started and held is None:
+                if name is None:
+                    held = []
+                    if not (yield from self._arguments(reader, held.append)):
+                        return False
+                else:
+                    sink.start(name, call_id)
+                    started = True
+                    if not (yield from self._arguments(reader, sink.arguments)):
+                        return False
+            elif key in _ID_KEYS and char == '"' and not started:
+                call_id = yield from reader.json_string()
+            elif not (yield from reader.json_value(ignore)):
+                return False
+        if not started:
+            if name is None:
+                return False
+            sink.start(name, call_id)
+            sink.arguments("{}")
+        return True
+
+    def _arguments(self, reader: Reader, emit: Callable[[str], None]) -> Steps[bool]:
+        """Read arguments: a JSON value, or a text that contains it."""
+        if (yield from reader.char()) == '"':
+            text = yield from reader.json_string()
+            if text is None:
+                return False
+            emit(text)
+            return True
+        if not (yield from reader.json_value(emit)):
+            # What is no JSON belongs to the arguments, too, up to the end of the call.
+            yield from reader.until(self._end, emit)
+            return False
+        return True
+
+    def _rest(self, reader: Reader) -> Steps[bool]:
+        """Read the other members of an object, and its end."""
+        while True:
+            yield from reader.spaces()
+            if (yield from reader.literal("}")):
+                return True
+            if (yield from reader.literal(",")):
+                continue
+            if (yield from reader.json_string()) is None:
+                return False
+            yield from reader.spaces()
+            if not (yield from reader.literal(":")):
+                return False
+            yield from reader.spaces()
+            if not (yield from reader.json_value(ignore)):
+                return False
+
+
+_FIELD = re.compile(r"\{(name|id|key|text)\}")
+
+
+class _Pattern:
+    """Literals and fields in the order in which they are read.
+
+    Args:
+        pattern: text with fields `{name}`, `{id}` and `{text}` (words) and `{key}` (any text up to
+            the literal after it). White space stands for any white space.
+    """
+
+    def __init__(self, pattern: str) -> None:
+        self._steps: list[tuple[str, str]] = []
+        for i, piece in enumerate(_FIELD.split(pattern)):
+            if i % 2:
+                self._steps.append((piece, ""))
+                continue
+            for word in re.split(r"(\s+)", piece):
+                if word:
+                    self._steps.append(("spaces", "") if word.isspace() else ("literal", word))
+        self.first = next((literal for kind, literal in self._steps if kind == "literal"), "")
+
+    def read(self, reader: Reader, fields: dict[str, str], skip: int = 0) -> Steps[bool]:
+        """Read the pattern without its first `skip` steps; return False at the first difference."""
+        steps = iter(self._steps[skip:])
+        for kind, literal in steps:
+            if kind == "spaces":
+                yield from reader.spaces()
+            elif kind == "literal":
+                if not (yield from reader.literal(literal)):
+                    return False
+            elif kind == "key":
+                pieces: list[str] = []
+                _, following = next(steps)
+                if (yield from reader.until(Markers([following]), pieces.append)) is None:
+                    return False
+                fields[kind] = "".join(pieces).strip()
+            else:
+                word = yield from reader.run(_NAME, _MOST_NAME)
+                if not 0 < len(word) <= _MOST_NAME or not (yield from reader.char()):
+                    return False
+                fields[kind] = word
+        return True
+
+    def skim(self, reader: Reader) -> Steps[None]:
+        """Read those literals of the pattern that come next."""
+        for kind, literal in self._steps:
+            yield from reader.spaces()
+            if kind == "literal":
+                yield from reader.literal(literal)
+
+
+def _name_of(call_id: str) -> str:
+    """Return the name in an id such as functions.get_weather:0."""
+    return call_id.removeprefix("functions.").rpartition(":")[0] or call_id
+
+
+@dataclass(frozen=True)
+class PatternCalls:
+    """Calls that follow a pattern; see `_Pattern` for the fields.
+
+    The arguments are one JSON value between the two parts of `call`, or follow the pattern of
+    `argument`, each. Without `{name}` in the pattern, `{id}` contains it.
+    """
+
+    call: tuple[str, str]
+    """Patterns before and after the arguments."""
+    argument: tuple[str, str] | None = None
+    """Pattern before a value, with `{key}`, and the text after it. A field `{text}` is "true" if
+    the value is a text; without it, the schema decides. If the text begins with a newline, the
+    newlines around a value are not part of it."""
+    section: tuple[str, str] | None = None
+    """Texts before the first call, and after the last one."""
+
+    @cached_property
+    def _begin(self) -> _Pattern:
+        return _Pattern(self.call[0])
+
+    @cached_property
+    def _end(self) -> _Pattern:
+        return _Pattern(self.call[1])
+
+    @cached_property
+    def _argument(self) -> _Pattern:
+        assert self.argument is not None
+        return _Pattern(self.argument[0])
+
+    @cached_property
+    def begins(self) -> tuple[str, ...]:
+        """Implement `Calls`."""
+        return (
+            (self._begin.first,) if self.section is None else (self.section[0], self._begin.first)
+        )
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Implement `Calls`."""
+        return (*self.call, *(self.argument or ()), *(self.section or ()))
+
+    def read(self, marker: str, reader: Reader, sink: Sink) -> Steps[bool]:
+        """Implement `Calls`."""
+        before = sink.count
+        if marker == self._begin.first:
+            return (yield from self._call(reader, sink)) or sink.count > before
+        while True:
+            yield from reader.spaces()
+            if not (yield from reader.literal(self._begin.first)):
+                break
+            if not (yield from self._call(reader, sink)):
+                break
+        if sink.count == before:
+            return False
+        assert self.section is not None
+        yield from reader.literal(self.section[1])
+        return True
+
+    def _call(self, reader: Reader, sink: Sink) -> Steps[bool]:
+        """Read a call after its first literal; return False if it is none, or is not whole."""
+        fields: dict[str, str] = {}
+        if not (yield from self._begin.read(reader, fields, 1)):
+            return False
+        call_id = fields.get("id")
+        if self.argument is None:
+            yield from reader.spaces()
+            if (yield from reader.char()) != "{":
+                return False
+        sink.start(fields.get("name") or _name_of(call_id or ""), call_id)
+        if self.argument is None:
+            if not (yield from reader.json_value(sink.arguments)):
+                # What is no JSON belongs to the arguments, too, up to the end of the call.
+                ends = [self._end.first] if self._end.first else []
+                yield from reader.until(Markers(ends), sink.arguments)
+                return False
+        elif not (yield from self._arguments(reader, sink, self.argument[1])):
+            return False
+        yield from self._end.skim(reader)
+        return True
+
+    def _arguments(self, reader: Reader, sink: Sink, close: str) -> Steps[bool]:
+        markers, trims = Markers([close.strip()]), close != close.strip()
+        after = (self._argument.first, self._end.first)
+        while True:
+            yield from reader.spaces()
+            if not (yield from reader.literal(self._argument.first)):
+                break
+            fields: dict[str, str] = {}
+            if not (yield from self._argument.read(reader, fields, 1)):
+                return False
+            is_text = fields["text"] == "true" if "text" in fields else None
+            value = _Value(sink, fields["key"], is_text, trims)
+            # The text may contain `close`, too: another argument or the call's end must follow it.
+            while True:
+                if (yield from reader.until(markers, value.add)) is None:
+                    return False
+                spaces = yield from reader.run(_SPACES, 2**16)
+                closed = False
+                for text in after:
+                    closed = closed or (yield from reader.follows(text))
+                if closed or reader.ended:
+                    break
+                value.add(close.strip() + spaces)
+            value.end()
+        if not (yield from reader.follows(self._end.first)) and reader.ended:
+            return False
+        sink.close()
+        return True
+
+
+class _Value:
+    """Receiver of an argument's text, which becomes JSON.
+
+    Args:
+        sink: receives the JSON.
+        key: name of the argument.
+        is_text: True if the value is a text; None: the schema decides.
+        trims: a newline at the beginning and at the end is not part of the text.
+    """
+
+    def __init__(self, sink: Sink, key: str, is_text: bool | None, trims: bool) -> None:
+        self._sink = sink
+        self._trims = trims
+        self._is_text = sink.is_text(key) if is_text is None else is_text
+        self._held: list[str] = []
+        sink.key(key)
+        if self._is_text:
+            sink.arguments('"')
+        self._begun = False
+        self._newline = ""
+
+    def add(self, text: str) -> None:
+        """Add a piece of the text."""
+        if not self._is_text:
+            self._held.append(text)
+            return
+        if self._trims:
+            if not self._begun:
+                text = text.removeprefix("\n")
+            text = self._newline + text
+            self._newline = ""
+            if text.endswith("\n"):
+                text, self._newline = text[:-1], "\n"
+        self._begun = True
+        self._sink.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
+
+    def end(self) -> None:
+        """End the value."""
+        if self._is_text:
+            self._sink.arguments('"')
+            return
+        self._sink.arguments(to_json("".join(self._held).strip()))
+
+
+def _refuse(constant: str) -> None:
+    """Refuse NaN and infinities, which JSON does not have."""
+    raise ValueError(constant)
+
+
+def to_json(text: str) -> str:
+    """Return JSON: the text if it is JSON, else Python's literal that it is, else a string."""
+    try:
+        json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        pass
+    else:
+        return text
+    try:
+        value = ast.literal_eval(text)
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+
+
+@dataclass(frozen=True)
+class PythonCalls:
+    """Calls of Python functions, in a list or one in each line."""
+
+    begins: tuple[str, ...]
+    end: str = ""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Implement `Calls`."""
+        return (*self.begins, self.end)
+
+    def read(self, marker: str, reader: Reader, sink: Sink) -> Steps[bool]:
+        """Implement `Calls`."""
+        before = sink.count
+        sink.only_known = marker in BARE
+        yield from reader.spaces()
+        bracket = marker == "[" or (yield from reader.literal("["))
+        while True:
+            yield from reader.spaces()
+            char = yield from reader.char()
+            if char == ",":
+                reader.take(1)
+            elif not char.isidentifier() or not (yield from self._call(reader, sink)):
+                break
+        if sink.count == before:
+            return False
+        if bracket:
+            yield from reader.literal("]")
+        if self.end:
+            yield from reader.spaces()
+            yield from reader.literal(self.end)
+        return True
+
+    def _call(self, reader: Reader, sink: Sink) -> Steps[bool]:
+        name = yield from reader.run(_NAME, _MOST_NAME)
+        if not (yield from reader.literal("(")) or not sink.accepts(name):
+            return False
+        sink.start(name)
+        while True:
+            yield from reader.spaces()
+            char = yield from reader.char()
+            if char == ",":
+                reader.take(1)
+                continue
+            if char == ")":
+                reader.take(1)
+                break
+            key = yield from reader.run(_NAME, _MOST_NAME)
+            yield from reader.spaces()
+            if not key or not (yield from reader.literal("=")):
+                return False
+            pieces: list[str] = []
+            whole = yield from reader.python_value(pieces.append)
+            if not whole:
+                return False
+            sink.key(key)
+            sink.arguments(_from_python("".join(pieces).strip()))
+        sink.close()
+        return True
+
+
+def _from_python(text: str) -> str:
+    try:
+        value = ast.literal_eval(text)
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return to_json(text)
+
+
+@dataclass(frozen=True)
+class OwnCalls:
+    """Calls that a function of the format reads."""
+
+    begins: tuple[str, ...]
+    others: tuple[str, ...]
+    """Other texts of a call's marks."""
+    read_calls: Callable[[Reader, Sink], Steps[bool]] = field(compare=False)
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Implement `Calls`."""
+        return (*self.begins, *self.others)
+
+    def read(self, marker: str, reader: Reader, sink: Sink) -> Steps[bool]:
+        """Implement `Calls`."""
+        return (yield from self.read_calls(reader, sink))

@@ -1,0 +1,136 @@
+"""Tool calls and reasoning in chats, with a fake engine."""
+
+import json
+
+import pytest
+
+from tests.server import fake_engine
+from tests.server.fake_engine import FakeAsyncLLM, events, make_tokenizer, with_server
+
+TEMPLATE = (
+    "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}{% for m in messages %}"
+    "<{{ m.role }}>{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n"
+    "{% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}\n<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n'
+    "</tool_call>{% endfor %}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% if think %}<think>\n{% endif %}{% endif %}"
+)
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+ANSWER = f"<think>\nI add.\n</think>\n\nSure.\n{CALL}\n{CALL}"
+
+
+@pytest.fixture(autouse=True)
+def _long_prompts(monkeypatch):
+    monkeypatch.setattr(fake_engine, "MAX_MODEL_LEN", 4096)
+
+
+async def whole_and_streamed(served, **fields):
+    """Return the message and finish reason of a whole answer, after a check of the streamed one."""
+    whole = (await served.chat(**fields)).json()
+    (choice,) = whole["choices"]
+    message = choice["message"]
+    merged = {"content": "", "reasoning": "", "reasoning_content": "", "calls": {}}
+    reason = None
+    for item in await events(await served.chat(**fields, stream=True)):
+        (chunk,) = json.loads(item)["choices"]
+        reason = chunk["finish_reason"] or reason
+        for name, piece in chunk["delta"].items():
+            if name == "tool_calls":
+                for call in piece:
+                    known = merged["calls"].setdefault(call["index"], {"arguments": ""})
+                    known.update({k: call[k] for k in ("id", "type") if k in call})
+                    known["name"] = call["function"].get("name", known.get("name"))
+                    known["arguments"] += call["function"].get("arguments", "")
+            elif name != "role":
+                merged[name] += piece
+    assert reason == choice["finish_reason"]
+    assert merged["content"] == (message["content"] or "")
+    assert merged["reasoning"] == merged["reasoning_content"] == (message["reasoning"] or "")
+    assert [call["name"] for call in merged["calls"].values()] == [
+        call["function"]["name"] for call in message.get("tool_calls", [])
+    ]
+    assert [call["arguments"] for call in merged["calls"].values()] == [
+        call["function"]["arguments"] for call in message.get("tool_calls", [])
+    ]
+    assert all(call["type"] == "function" for call in merged["calls"].values())
+    assert len({call["id"] for call in merged["calls"].values()}) == len(merged["calls"])
+    return message, choice["finish_reason"]
+
+
+def serve(scenario, template=TEMPLATE, answer=ANSWER):
+    async def run(served):
+        served.engine.answer = answer
+        await scenario(served)
+
+    with_server(run, lambda: FakeAsyncLLM(tokenizer=make_tokenizer(template)))
+
+
+def test_calls_reasoning_and_text():
+    async def scenario(served):
+        message, reason = await whole_and_streamed(served, tools=[TOOL], max_tokens=200)
+        assert reason == "tool_calls"
+        assert message["content"] == "Sure."
+        assert message["reasoning"] == message["reasoning_content"] == "I add."
+        assert [c["function"] for c in message["tool_calls"]] == [
+            {"name": "add", "arguments": '{"a": 1}'}
+        ] * 2
+
+    serve(scenario)
+
+
+def test_a_call_without_text():
+    async def scenario(served):
+        message, _ = await whole_and_streamed(served, tools=[TOOL], max_tokens=200)
+        assert message["content"] is None
+
+    serve(scenario, answer=CALL)
+
+
+@pytest.mark.parametrize("fields", [{}, {"tools": [TOOL], "tool_choice": "none"}], ids=str)
+def test_calls_that_nobody_asked_for_are_text(fields):
+    async def scenario(served):
+        message, reason = await whole_and_streamed(served, **fields, max_tokens=200)
+        assert reason == "stop"
+        assert message["content"] == f"Sure.\n{CALL}\n{CALL}"
+        assert "tool_calls" not in message
+
+    serve(scenario)
+
+
+def test_an_answer_that_is_cut():
+    async def scenario(served):
+        message, reason = await whole_and_streamed(served, tools=[TOOL], max_tokens=80)
+        assert reason == "length"
+        (call,) = message["tool_calls"]
+        assert '{"a": 1}'.startswith(call["function"]["arguments"])
+
+    serve(scenario)
+
+
+def test_the_prompt_begins_the_thought():
+    async def scenario(served):
+        fields = {"chat_template_kwargs": {"think": True}, "max_tokens": 99}
+        message, _ = await whole_and_streamed(served, **fields)
+        assert (message["reasoning"], message["content"]) == ("Hm", "Yes")
+        message, _ = await whole_and_streamed(served, **fields, include_reasoning=False)
+        assert (message["reasoning"], message["content"]) == (None, "Yes")
+
+    serve(scenario, answer="Hm\n</think>\nYes")
+
+
+def test_a_template_without_tools():
+    async def scenario(served):
+        response = await served.chat(tools=[TOOL])
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "tools"
+        message, _ = await whole_and_streamed(served, max_tokens=200)
+        assert message["content"] == ANSWER
+
+    serve(scenario, template="{% for m in messages %}{{ m.content }}{% endfor %}")
