@@ -20,6 +20,7 @@ from octavo.parsers.reader import Markers, Reader, Steps, ignore
 _NAME = re.compile(r"[\w.:/-]*")
 _SPACES = re.compile(r"\s*")
 _MOST_NAME = 256
+_TEXT_OR_NULL = {"string", "null"}
 _NAME_KEYS = ("name", "tool_name", "function_name", "function")
 _ARGUMENTS_KEYS = ("arguments", "parameters", "args")
 _ID_KEYS = ("id", "tool_call_id", "call_id")
@@ -73,7 +74,8 @@ class Sink:
     def is_text(self, key: str) -> bool:
         """Return True if the schema allows only a text as the argument."""
         schema = self._properties.get(key)
-        return isinstance(schema, Mapping) and schema.get("type") == "string"
+        kind = schema.get("type") if isinstance(schema, Mapping) else None
+        return kind == "string" or (isinstance(kind, list) and {*map(str, kind)} == _TEXT_OR_NULL)
 
 
 class Calls(Protocol):

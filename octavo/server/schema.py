@@ -32,6 +32,7 @@ MAX_PROMPTS = 4096
 MAX_ENGINES = 1024
 MAX_ROLE_LENGTH = 64
 MAX_DOCUMENTS = 4096
+MAX_TOOLS = 128
 
 RequestId: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[!-~]{1,128}$")]
 _INTEGER = re.compile(r"[+-]?[0-9]{1,40}(\.0*)?")
@@ -360,7 +361,7 @@ def _check_messages(value: object, chat: str = "messages") -> object:
 Messages: TypeAlias = Annotated[
     list[Message], Field(fail_fast=True), BeforeValidator(_check_messages)
 ]
-Tools: TypeAlias = Annotated[list[Tool], Field(fail_fast=True)] | None
+Tools: TypeAlias = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None
 Documents: TypeAlias = (
     Annotated[list[dict[str, str]], Field(max_length=MAX_DOCUMENTS, fail_fast=True)] | None
 )

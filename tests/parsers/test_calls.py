@@ -4,7 +4,10 @@ import json
 
 import pytest
 
+from octavo.parsers.answer import AnswerParser
 from octavo.parsers.calls import to_json
+from octavo.parsers.formats import FORMATS
+from octavo.parsers.parts import CallArguments
 
 
 @pytest.mark.parametrize(
@@ -30,3 +33,24 @@ def test_values(text, value):
 @pytest.mark.parametrize("text", ["[" * 100_000, "-" * 100_000 + "1", "(" * 5000, "a." * 50_000])
 def test_deep_values_are_texts(text):
     assert json.loads(to_json(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"type": "string"}, "12"),
+        ({"type": ["string", "null"]}, "12"),
+        ({"type": "integer"}, 12),
+        ({"type": ["string", "integer"]}, 12),
+        ({}, 12),
+    ],
+    ids=str,
+)
+def test_the_schema_decides_about_texts(schema, value):
+    schemas = {"f": {"properties": {"x": schema}}}
+    parser = AnswerParser(FORMATS["qwen3_coder"], schemas)
+    parts = parser.feed(
+        "<tool_call><function=f><parameter=x>\n12\n</parameter></function></tool_call>"
+    )
+    arguments = "".join(part.text for part in parts if isinstance(part, CallArguments))
+    assert json.loads(arguments) == {"x": value}

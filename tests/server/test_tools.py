@@ -114,6 +114,16 @@ def test_an_answer_that_is_cut():
     serve(scenario)
 
 
+def test_too_many_tools():
+    async def scenario(served):
+        response = await served.chat(tools=[TOOL] * 129)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "tools"
+        assert "128" in response.json()["error"]["message"]
+
+    serve(scenario)
+
+
 def test_the_prompt_begins_the_thought():
     async def scenario(served):
         fields = {"chat_template_kwargs": {"think": True}, "max_tokens": 99}
