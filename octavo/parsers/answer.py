@@ -39,6 +39,55 @@ class Format:
         begin, end = self.thoughts
         return prompt.rfind(begin) > prompt.rfind(end) and prompt.rstrip().endswith(begin.rstrip())
 
+    def structural_tag(
+        self,
+        schemas: Mapping[str, Any],
+        *,
+        required: bool = False,
+        parallel: bool = True,
+        thinks: bool = False,
+    ) -> dict[str, Any] | None:
+        """Return the form of an answer with calls, as a structural tag in xgrammar's notation.
+
+        Args:
+            schemas: JSON schemas of the parameters by the name of the function.
+            required: the answer, after reasoning, consists of calls.
+            parallel: it may have several.
+            thinks: the prompt ends inside of reasoning.
+
+        Returns:
+            The structural tag. None if calls without a marker are not required: the beginning of a
+            text does not tell them from a text.
+
+        Raises:
+            RequestError: no grammar describes the arguments of this format.
+        """
+        assert self.calls is not None
+        trigger = self.calls.trigger
+        tags = [
+            self.calls.tag(name, schema or {"type": "object", "properties": {}})
+            for name, schema in schemas.items()
+        ]
+        if not required:
+            if trigger is None:
+                return None
+            content: dict[str, Any] = {"type": "triggered_tags", "triggers": [trigger]}
+            content |= {"tags": tags, "stop_after_first": not parallel}
+            return {"type": "structural_tag", "format": content}
+        calls: dict[str, Any] = {"type": "tags_with_separator", "tags": tags, "separator": "\n"}
+        calls |= {"at_least_one": True, "stop_after_first": not parallel}
+        elements: list[dict[str, Any]] = [calls]
+        if self.thoughts is not None:
+            begin, end = self.thoughts
+            thought = {"type": "tag", "content": {"type": "any_text"}, "end": end}
+            if thinks:
+                elements.insert(0, thought | {"begin": ""})
+            else:
+                elements.insert(0, {"type": "optional", "content": thought | {"begin": begin}})
+            lines = {"type": "const_string", "value": "\n\n"}
+            elements.insert(1, {"type": "optional", "content": lines})
+        return {"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}
+
     def special_ids(self, tokenizer: HasSpecialTokens) -> list[int]:
         """Return the ids of a tokenizer's special tokens that belong to the format."""
         texts = [*self.in_thoughts.markers, *self.silent]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
+from octavo.errors import RequestError
 from octavo.parsers.parts import CallArguments, CallStart, Part
 from octavo.parsers.reader import Markers, Reader, Steps, ignore
 
@@ -24,6 +25,16 @@ _TEXT_OR_NULL = {"string", "null"}
 _NAME_KEYS = ("name", "tool_name", "function_name", "function")
 _ARGUMENTS_KEYS = ("arguments", "parameters", "args")
 _ID_KEYS = ("id", "tool_call_id", "call_id")
+
+
+def _quote(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def is_text_schema(schema: object) -> bool:
+    """Return True if a JSON schema allows texts and no other value but null."""
+    kind = schema.get("type") if isinstance(schema, Mapping) else None
+    return kind == "string" or (isinstance(kind, list) and {*map(str, kind)} == _TEXT_OR_NULL)
 
 
 class Sink:
@@ -73,9 +84,15 @@ class Sink:
 
     def is_text(self, key: str) -> bool:
         """Return True if the schema allows only a text as the argument."""
-        schema = self._properties.get(key)
-        kind = schema.get("type") if isinstance(schema, Mapping) else None
-        return kind == "string" or (isinstance(kind, list) and {*map(str, kind)} == _TEXT_OR_NULL)
+        return is_text_schema(self._properties.get(key))
+
+
+Tag = dict[str, Any]
+
+
+def _schema_tag(begin: str, schema: Mapping[str, Any], end: str) -> Tag:
+    content = {"type": "json_schema", "json_schema": dict(schema)}
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
 class Calls(Protocol):
@@ -88,6 +105,21 @@ class Calls(Protocol):
     @property
     def texts(self) -> tuple[str, ...]:
         """All texts and patterns of a call's marks."""
+
+    @property
+    def trigger(self) -> str | None:
+        """Text that begins every call that `tag` describes; None if a text may begin so, too."""
+
+    def tag(self, name: str, schema: Mapping[str, Any]) -> Tag:
+        """Return a call of a function as a tag of a structural tag (xgrammar's notation).
+
+        Args:
+            name: name of the function.
+            schema: JSON schema of its arguments.
+
+        Raises:
+            RequestError: no grammar describes the arguments of this format.
+        """
 
     def read(self, marker: str, reader: Reader, sink: Sink) -> Steps[bool]:
         """Read calls after a text of `begins`.
@@ -109,6 +141,30 @@ class JsonCalls:
     end: str = ""
     named_by_key: bool = False
     """True: an object's only key is the name, and its value the arguments."""
+    as_list: bool = True
+    """True: the model writes a list of objects."""
+    keys: tuple[str, str] = ("name", "arguments")
+    """Keys that the model writes."""
+
+    @property
+    def trigger(self) -> str | None:
+        """Implement `Calls`."""
+        begin = self.begins[0]
+        return None if begin in BARE else begin
+
+    def tag(self, name: str, schema: Mapping[str, Any]) -> Tag:
+        """Implement `Calls`."""
+        first, second = self.keys
+        begin = f'{{"{first}": {_quote(name)}, "{second}": '
+        if self.named_by_key:
+            begin = f"{{{_quote(name)}: "
+        end = "}"
+        if self.as_list:
+            begin, end = f"[{begin}", "}]"
+        if self.trigger is not None:
+            space = "\n" if self.end == "</tool_call>" else ""
+            begin, end = f"{self.trigger}{space}{begin}", f"{end}{space}{self.end}"
+        return _schema_tag(begin, schema, end)
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -315,6 +371,50 @@ class PatternCalls:
     section: tuple[str, str] | None = None
     """Texts before the first call, and after the last one."""
 
+    @property
+    def trigger(self) -> str | None:
+        """Implement `Calls`."""
+        return self._begin.first if self.section is None else self.section[0]
+
+    def tag(self, name: str, schema: Mapping[str, Any]) -> Tag:
+        """Implement `Calls`."""
+        begin, end = self.call
+        call_id = "call00000" if "{name}" in begin else f"functions.{name}:0"
+        begin = begin.replace("{name}", name).replace("{id}", call_id)
+        if self.section is not None:
+            begin, end = self.section[0] + begin, end + self.section[1]
+        if self.argument is None:
+            return _schema_tag(begin, schema, end)
+        return {
+            "type": "tag",
+            "begin": begin,
+            "content": self._arguments_format(schema),
+            "end": end,
+        }
+
+    def _arguments_format(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments in the order of the schema, as a format of a structural tag."""
+        assert self.argument is not None
+        required = schema.get("required") or ()
+        elements: list[dict[str, Any]] = []
+        for key, part in (schema.get("properties") or {}).items():
+            begin, end = self.argument
+            text = is_text_schema(part)
+            begin = begin.replace("{key}", key).replace("{text}", "true" if text else "false")
+            if end.startswith("\n"):
+                begin += "\n"
+            content: dict[str, Any] = {"type": "json_schema", "json_schema": part}
+            if text:
+                content = {"type": "any_text"}
+                if isinstance(part.get("enum"), list):
+                    values = [{"type": "const_string", "value": str(v)} for v in part["enum"]]
+                    content = {"type": "or", "elements": values}
+            tag = {"type": "tag", "begin": begin, "content": content, "end": end}
+            elements.append(tag if key in required else {"type": "optional", "content": tag})
+        if not elements:
+            return {"type": "const_string", "value": ""}
+        return {"type": "sequence", "elements": elements}
+
     @cached_property
     def _begin(self) -> _Pattern:
         return _Pattern(self.call[0])
@@ -481,6 +581,29 @@ class PythonCalls:
     end: str = ""
 
     @property
+    def trigger(self) -> str | None:
+        """Implement `Calls`."""
+        return None if self.begins[0] in BARE else self.begins[0]
+
+    def tag(self, name: str, schema: Mapping[str, Any]) -> Tag:
+        """Implement `Calls`."""
+        required = schema.get("required") or ()
+        properties = schema.get("properties") or {}
+        elements: list[dict[str, Any]] = []
+        for key in sorted(properties, key=lambda key: key not in required):
+            comma = ", " if elements else ""
+            content = {"type": "json_schema", "json_schema": properties[key]}
+            tag = {"type": "tag", "begin": f"{comma}{key}=", "content": content, "end": ""}
+            elements.append(tag if key in required else {"type": "optional", "content": tag})
+        arguments: dict[str, Any] = {"type": "sequence", "elements": elements}
+        return {
+            "type": "tag",
+            "begin": f"{self.trigger or ''}[{name}(",
+            "content": arguments if elements else {"type": "const_string", "value": ""},
+            "end": f")]{self.end}",
+        }
+
+    @property
     def texts(self) -> tuple[str, ...]:
         """Implement `Calls`."""
         return (*self.begins, self.end)
@@ -551,6 +674,25 @@ class OwnCalls:
     others: tuple[str, ...]
     """Other texts of a call's marks."""
     read_calls: Callable[[Reader, Sink], Steps[bool]] = field(compare=False)
+
+    call: tuple[str, str] | None = None
+    """Texts before and after the arguments of a call, with `{name}`; None: they are no JSON."""
+
+    @property
+    def trigger(self) -> str | None:
+        """Implement `Calls`."""
+        return self.begins[-1]
+
+    def tag(self, name: str, schema: Mapping[str, Any]) -> Tag:
+        """Implement `Calls`."""
+        if self.call is None:
+            raise RequestError(
+                "This model writes arguments of tools in a form that no schema describes; use "
+                'tool_choice="auto", without strict.',
+                "tool_choice",
+            )
+        begin, end = self.call
+        return _schema_tag(begin.replace("{name}", name), schema, end)
 
     @property
     def texts(self) -> tuple[str, ...]:

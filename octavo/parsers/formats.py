@@ -8,7 +8,7 @@ from octavo.parsers.own_calls import read_gemma, read_harmony
 
 THINK = ("<think>", "</think>")
 _MISTRAL_THINK = ("[THINK]", "[/THINK]")
-_HERMES = JsonCalls(("<tool_call>", "{"), "</tool_call>")
+_HERMES = JsonCalls(("<tool_call>", "{"), "</tool_call>", as_list=False)
 _QWEN_XML = PatternCalls(
     ("<function={name}>", "</function>"),
     ("<parameter={key}>", "\n</parameter>"),
@@ -24,13 +24,17 @@ _DSML_ARGUMENT = (
     "</｜DSML｜parameter>",
 )
 _DEEPSEEK_SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
-_COHERE = JsonCalls(("<|START_ACTION|>",), "<|END_ACTION|>")
+_COHERE = JsonCalls(("<|START_ACTION|>",), "<|END_ACTION|>", keys=("tool_name", "parameters"))
 
 _ALL = [
     Format("hermes", THINK, _HERMES),
     Format("qwen3_coder", THINK, _QWEN_XML),
-    Format("llama3_json", None, JsonCalls(("<|python_tag|>", "{"))),
-    Format("pythonic", None, PythonCalls(("<|python_start|>", "["), "")),
+    Format(
+        "llama3_json",
+        None,
+        JsonCalls(("{", "<|python_tag|>"), as_list=False, keys=("name", "parameters")),
+    ),
+    Format("pythonic", None, PythonCalls(("[", "<|python_start|>"))),
     Format("mistral", _MISTRAL_THINK, JsonCalls(("[TOOL_CALLS]",))),
     Format(
         "mistral_v11", _MISTRAL_THINK, PatternCalls(("[TOOL_CALLS]{name}[CALL_ID]{id}[ARGS]", ""))
@@ -92,7 +96,12 @@ _ALL = [
     Format(
         "internlm",
         None,
-        JsonCalls(("<|action_start|><|plugin|>",), "<|action_end|>"),
+        JsonCalls(
+            ("<|action_start|><|plugin|>",),
+            "<|action_end|>",
+            as_list=False,
+            keys=("name", "parameters"),
+        ),
     ),
     Format("jamba", None, JsonCalls(("<tool_calls>",), "</tool_calls>")),
     Format("xlam", THINK, JsonCalls(("[",))),
@@ -143,6 +152,10 @@ _ALL = [
             (" to=functions.", "<|channel|>commentary to=functions."),
             ("<|constrain|>", "<|message|>", "<|call|>"),
             read_harmony,
+            (
+                "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
+                "<|call|>",
+            ),
         ),
         silent=(
             "<|start|>assistant",
@@ -167,7 +180,9 @@ _ALL = [
     Format(
         "gigachat3",
         None,
-        JsonCalls(("<|function_call|>", "<|message_sep|>\n\nfunction call<|role_sep|>")),
+        JsonCalls(
+            ("<|function_call|>", "<|message_sep|>\n\nfunction call<|role_sep|>"), as_list=False
+        ),
     ),
     Format(
         "minicpm5",

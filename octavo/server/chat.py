@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from starlette.requests import Request
@@ -15,6 +15,7 @@ from octavo.outputs import CompletionOutput, Logprob, RequestOutput
 from octavo.parsers.answer import AnswerParser, Format
 from octavo.parsers.detect import schemas_of
 from octavo.parsers.parts import CallArguments, CallStart, Part, Reasoning, Role, Text
+from octavo.sampling_params import StructuredOutputsParams
 from octavo.server import answers
 from octavo.server.body import read_model
 from octavo.server.generation import (
@@ -27,7 +28,15 @@ from octavo.server.generation import (
     raw,
 )
 from octavo.server.parts import Delta, fold
-from octavo.server.schema import BatchChatBody, ChatBody, ChatFields, Message, Tool, ToolCall
+from octavo.server.schema import (
+    BatchChatBody,
+    ChatBody,
+    ChatFields,
+    Message,
+    NamedTool,
+    Tool,
+    ToolCall,
+)
 from octavo.server.state import ServerState, state_of
 from octavo.system.offload import offload
 from octavo.text.chat_template import ChatTemplate
@@ -178,6 +187,11 @@ def _plain_tool(tool: Tool) -> dict[str, object]:
     return {"type": tool.type, "function": tool.function.model_dump(exclude_unset=True)}
 
 
+def _thinks(answer_format: Format, prompt: Prompt) -> bool:
+    """Return True if a prompt ends inside of reasoning."""
+    return isinstance(prompt, str) and answer_format.opens_thoughts(prompt)
+
+
 def _whole_calls(calls: list[dict[str, object]]) -> list[dict[str, object]]:
     """Return calls without their numbers."""
     return [{key: call[key] for key in ("id", "type", "function")} for call in calls]
@@ -234,21 +248,50 @@ class ChatCompletion(Generation[ChatFields]):
             return await read_chat(self.body, engine, self.state, num_bytes)
         preserved = answer_format.special_ids(tokenizer)
         reading = await read_chat(self.body, engine, self.state, num_bytes, preserved)
-        self._parse_with(answer_format, tools, reading.prompts)
+        schemas = schemas_of([_plain_tool(tool) for tool in tools]) if tools else None
+        self._parse_with(answer_format, schemas, reading.prompts)
+        if schemas and reading.params.structured_outputs is None and tokenizer.has_bytes:
+            form = self._form_of_calls(answer_format, schemas, reading.prompts)
+            if form is not None:
+                params = StructuredOutputsParams(structural_tag=form)
+                reading.params.structured_outputs = params
         return reading
 
+    def _form_of_calls(
+        self, answer_format: Format, schemas: Mapping[str, Any], prompts: Sequence[Prompt]
+    ) -> dict[str, Any] | None:
+        """Return the structural tag that holds calls to their schemas."""
+        choice, parallel = self.body.tool_choice, self.body.parallel_tool_calls is not False
+        if isinstance(choice, NamedTool):
+            name, parallel = choice.function.name, False
+            schemas = {name: schemas[name]}
+        return answer_format.structural_tag(
+            schemas,
+            required=choice not in (None, "auto"),
+            parallel=parallel,
+            thinks=_thinks(answer_format, prompts[0]),
+        )
+
     def _parse_with(
-        self, answer_format: Format, tools: list[Tool] | None, prompts: Sequence[Prompt]
+        self,
+        answer_format: Format,
+        schemas: Mapping[str, Any] | None,
+        prompts: Sequence[Prompt],
     ) -> None:
         """Split the answers into text, reasoning and calls of tools."""
-        schemas = schemas_of([_plain_tool(tool) for tool in tools]) if tools else None
 
         def make(prompt: int) -> AnswerParser:
-            text = prompts[prompt]
-            thinks = isinstance(text, str) and answer_format.opens_thoughts(text)
+            thinks = _thinks(answer_format, prompts[prompt])
             return AnswerParser(answer_format, schemas, thinks)
 
         self.make_parser = make
+
+    def _blamed(self, error: RequestError) -> RequestError:
+        """Set the field of the body that caused an engine's error; return the error."""
+        error = super()._blamed(error)
+        if error.param == "structured_outputs":  # the request itself has none
+            error.param = "tools"
+        return error
 
     def opening(self, prompt: int) -> list[list[Part]]:
         """Return the role, and the echo; see `Generation.opening`."""

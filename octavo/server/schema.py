@@ -367,11 +367,37 @@ Documents: TypeAlias = (
 )
 
 
+class NamedFunction(Body):
+    """Name of a function."""
+
+    name: str
+    """Name of the function."""
+
+
+_NAMED_PARTS: Mapping[str, type[Body]] = {"function": NamedFunction}
+
+
+class NamedTool(Body):
+    """Tool that the answer must call."""
+
+    inner = _NAMED_PARTS
+
+    type: Literal["function"] = "function"
+    """Kind of the tool: function."""
+    function: NamedFunction
+    """Function to call."""
+
+
 def _check_tool_choice(value: object) -> object:
-    if value not in (None, "none", "auto"):
+    if isinstance(value, str) and value not in ("none", "auto", "required"):
+        raise RequestError(
+            f'tool_choice={show(value)} is unknown; use "auto", "none", "required", or '
+            '{"type": "function", "function": {"name": "..."}}.',
+            "tool_choice",
+        )
+    if isinstance(value, dict) and value.get("type", "function") != "function":
         raise UnsupportedError(
-            f'tool_choice={show(value)} is not supported yet; use "auto" or "none", or '
-            "response_format to ask for JSON.",
+            f"tool_choice.type={show(value['type'])} is not supported; use function.",
             "tool_choice",
         )
     return value
@@ -703,10 +729,14 @@ class ChatFields(GenerationBody):
     text."""
     tools: Tools = None
     """Definitions of the tools that the model may call."""
-    tool_choice: Annotated[Literal["none", "auto"] | None, BeforeValidator(_check_tool_choice)] = (
-        None
-    )
-    """auto (default): the model may call tools; none: it calls none."""
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedTool | None,
+        BeforeValidator(_check_tool_choice),
+    ] = None
+    """auto (default): the model may call tools; none: it calls none; required: it calls at least
+    one; a function: it calls this one."""
+    parallel_tool_calls: bool | None = None
+    """Allow several calls in an answer. Default true."""
     include_reasoning: bool | None = None
     """Return the reasoning. Default true."""
 
@@ -725,6 +755,7 @@ class ChatFields(GenerationBody):
     def check(self) -> None:
         """Check that the fields fit together; see `GenerationBody.check`."""
         super().check()
+        self._check_tools()
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs=true.", "top_logprobs")
         both = self.max_tokens, self.max_completion_tokens
@@ -733,6 +764,28 @@ class ChatFields(GenerationBody):
                 f"max_tokens={both[0]} and max_completion_tokens={both[1]} contradict; "
                 "give one of them.",
                 "max_tokens",
+            )
+
+    def _check_tools(self) -> None:
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            twice = next(name for i, name in enumerate(names) if name in names[:i])
+            raise RequestError(f"tools has the function {twice!r} twice.", "tools")
+        choice = self.tool_choice
+        if choice in (None, "none", "auto"):
+            return
+        if not names:
+            raise RequestError("tool_choice needs tools.", "tool_choice")
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise RequestError(
+                f"tool_choice.function.name={choice.function.name!r} is not a function of tools.",
+                "tool_choice",
+            )
+        if (found := self.constraint()) is not None:
+            raise RequestError(
+                f"tool_choice={show(choice)} and {found[0]} both constrain the form of the answer; "
+                "give one of them.",
+                "tool_choice",
             )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -137,12 +137,16 @@ def _gbnf_char(char: str) -> str:
     return char if is_plain else f"\\x{ord(char):02x}"
 
 
-def lark_from_tag(tag: Any, write_schema: Callable[[Any], str]) -> str:
+def lark_from_tag(
+    tag: Any, write_schema: Callable[[Any], str], special_tokens: Mapping[str, int]
+) -> str:
     """Return the grammar of a structural tag: Lark, or JSON with several grammars.
 
     Args:
         tag: the structural tag, of either form.
         write_schema: returns a schema as the argument of Lark's `%json`.
+        special_tokens: special tokens by their text. Where the beginning or the end of a tag
+            contains such a text, it stands for the token.
 
     Raises:
         GrammarError: a part is unsupported.
@@ -160,7 +164,7 @@ def lark_from_tag(tag: Any, write_schema: Callable[[Any], str]) -> str:
         tag = {"format": {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}}
     if not isinstance(tag, dict) or "format" not in tag:
         raise _refusal('a structural tag must have a "format", or "structures" and "triggers"')
-    writer = _TagWriter(write_schema)
+    writer = _TagWriter(write_schema, special_tokens)
     start = writer.write(tag["format"], ())
     lark = "\n".join([f"start: {start}", r"TEXT: /(.|\n)*/", *writer.rules])
     if not writer.grammars:
@@ -172,8 +176,13 @@ def lark_from_tag(tag: Any, write_schema: Callable[[Any], str]) -> str:
 class _TagWriter:
     """Writer of the formats of a structural tag; `rules` and `grammars` belong to its results."""
 
-    def __init__(self, write_schema: Callable[[Any], str]) -> None:
+    def __init__(
+        self, write_schema: Callable[[Any], str], special_tokens: Mapping[str, int]
+    ) -> None:
         self._write_schema = write_schema
+        self._special_tokens = special_tokens
+        texts = sorted(filter(None, special_tokens), key=len, reverse=True)
+        self._special = re.compile(f"({'|'.join(map(re.escape, texts))})") if texts else None
         self.rules: list[str] = []
         self.grammars: dict[str, str] = {}
 
@@ -185,6 +194,8 @@ class _TagWriter:
                 raise _refusal(f"{field} of the format {kind} is not supported")
         regular = self._write_regular(content)
         if regular is not None:
+            if any(map(self._has_token, ends or ())):
+                return f"{self._add('T', ': ', regular)} {self._any_text(ends)}"
             return self._add("T", ": ", f"{regular} {_any_of(map(_literal, ends or ()))}")
         if kind == "sequence":
             *others, last = self._merge_regular(_list(content, "elements"))
@@ -193,7 +204,7 @@ class _TagWriter:
             return _any_of(self.write(element, ends) for element in _list(content, "elements"))
         if kind in ("any_text", "triggered_tags"):
             return self._write_free(content, ends)
-        return f"{self._write_closed(kind, content)} {_any_of(map(_literal, ends or ()))}"
+        return f"{self._write_closed(kind, content)} {self._any_text(ends)}"
 
     def _merge_regular(self, formats: Any) -> list[Any]:
         """Return a sequence with each run of regular languages as one sequence."""
@@ -210,7 +221,7 @@ class _TagWriter:
         """
         kind = content["type"]
         if kind == "const_string":
-            return _literal(content["value"])
+            return None if self._has_token(content["value"]) else _literal(content["value"])
         if kind == "regex":
             pattern = content["pattern"]
             return f"/(?:{to_rust(whole(parse(pattern), pattern))})/"
@@ -226,12 +237,16 @@ class _TagWriter:
         if inner is None:
             return None
         if kind == "tag":
+            if any(map(self._has_token, [content["begin"], *_ends(content)])):
+                return None
             ends = _any_of(map(_literal, _ends(content)))
             return f"({_literal(content['begin'])} {inner} {ends})"
         return f"({inner}){_quantifier(content)}"
 
     def _write_closed(self, kind: str, content: Any) -> str:
         """Return a format that determines its own end."""
+        if kind == "const_string":
+            return self._text(content["value"])
         if kind == "json_schema":
             return f"%json {self._write_schema(content['json_schema'])}"
         if kind == "grammar":
@@ -239,14 +254,14 @@ class _TagWriter:
             self.grammars[name] = lark_from_ebnf(content["grammar"])
             return f"@{name}"
         if kind == "tag":
-            return f"{_literal(content['begin'])} {self._write_content(content)}"
+            return f"{self._text(content['begin'])} {self._write_content(content)}"
         if kind in (*_QUANTIFIERS, "repeat"):
             return f"({self.write(content['content'], None)}){_quantifier(content)}"
         if kind == "tags_with_separator":
             tags = [self._write_closed("tag", tag) for tag in _list(content, "tags")]
             tag = self._add("r", ": ", _any_of(tags))
             if not content.get("stop_after_first"):
-                tag = f"({tag} ({_literal(content['separator'])} {tag})*)"
+                tag = f"({tag} ({self._text(content['separator'])} {tag})*)"
             return tag if content.get("at_least_one") else f"({tag})?"
         raise _refusal(f"the format {kind} is not supported")
 
@@ -261,17 +276,17 @@ class _TagWriter:
         after: dict[str, list[str]] = {}
         for tag in _list(content, "tags"):
             begin, inner = tag["begin"], self._add("r", ": ", self._write_content(tag))
-            tags.append(f"{_literal(begin)} {inner}")
+            tags.append(f"{self._text(begin)} {inner}")
             triggers = [text for text in _list(content, "triggers") if begin.startswith(text)]
             if not triggers:
                 raise _refusal(f"no trigger begins the tag {begin[:80]!r}")
             trigger = min(triggers, key=len)  # the first that the text contains
-            after.setdefault(trigger, []).append(f"{_literal(begin[len(trigger) :])} {inner}")
+            after.setdefault(trigger, []).append(f"{self._text(begin[len(trigger) :])} {inner}")
         calls = [
             f"{self._write_text_before(text)} {_any_of(found)}" for text, found in after.items()
         ]
         first, call = _any_of(tags), self._add("r", ": ", _any_of(calls))
-        end = _any_of(map(_literal, ends))
+        end = self._any_text(ends)
         if content.get("stop_after_first"):
             return f"{first} {end}" if content.get("at_least_one") else f"({call} {end} | {finish})"
         return f"{first if content.get('at_least_one') else ''} {call}* {finish}"
@@ -283,7 +298,33 @@ class _TagWriter:
     def _write_text_before(self, end: str) -> str:
         if not end:
             raise _refusal("a trigger must not be empty")
-        return self._add("r", "[lazy]: ", f"TEXT {_literal(end)}")
+        if not self._has_token(end):
+            return self._add("r", "[lazy]: ", f"TEXT {_literal(end)}")
+        # No text contains a special token, so it ends the text by itself.
+        before, token = self._split(end)[:2]
+        if before:
+            raise _refusal(f"{end[:80]!r} must begin with its special token {token[:80]!r}")
+        return self._add("r", ": ", f"TEXT {self._text(end)}")
+
+    def _split(self, text: str) -> list[str]:
+        """Return the pieces of a text: each second one is the text of a special token."""
+        _literal(text)  # rejects what is no text
+        return [text] if self._special is None else self._special.split(text)
+
+    def _has_token(self, text: str) -> bool:
+        return len(self._split(text)) > 1
+
+    def _text(self, text: str) -> str:
+        """Return a text, with its special tokens, as a part of a rule."""
+        parts = [
+            f"<[{self._special_tokens[piece]}]>" if i % 2 else _literal(piece)
+            for i, piece in enumerate(self._split(text))
+            if piece
+        ]
+        return " ".join(parts) or _literal("")
+
+    def _any_text(self, texts: Ends) -> str:
+        return _any_of(map(self._text, texts or ()))
 
     def _add(self, prefix: str, separator: str, right: str) -> str:
         """Add a rule and return its name."""

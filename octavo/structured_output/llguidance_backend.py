@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import llguidance
@@ -82,7 +82,7 @@ class LLGuidanceBackend(GrammarBackend):
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
         """Implement `GrammarBackend`."""
         try:
-            source = _source(spec)
+            source = _source(spec, self._vocabulary.special_tokens)
         except GrammarError:
             raise
         except KeyError as error:
@@ -102,10 +102,15 @@ class _Tokens:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self.tokens = vocabulary.token_bytes
+        self.tokens = list(vocabulary.token_bytes)
+        for text, token in vocabulary.special_tokens.items():
+            self.tokens[token] = text.encode()
         self.eos_token_id = vocabulary.stop_token_ids[0]
         self.bos_token_id = None
-        self.special_token_ids = vocabulary.stop_token_ids
+        self.special_token_ids = [
+            *vocabulary.stop_token_ids,
+            *vocabulary.special_tokens.values(),
+        ]
 
     def __call__(self, text: str) -> list[int]:
         # Not the space that sentencepiece puts before a text: the library would fail on it.
@@ -183,7 +188,7 @@ class _Grammar(Grammar):
             raise _refusal(self._matcher.get_error())
 
 
-def _source(spec: GrammarSpec) -> str:
+def _source(spec: GrammarSpec, special_tokens: Mapping[str, int]) -> str:
     """Return the source of a grammar in the library's format."""
     if spec.kind == "json_object":
         return LLMatcher.grammar_from_json_schema(_write_schema({"type": "object"}, spec))
@@ -203,7 +208,9 @@ def _source(spec: GrammarSpec) -> str:
         return LLMatcher.grammar_from_lark(
             lark_from_ebnf(spec.text) if is_ebnf(spec.text) else spec.text
         )
-    return lark_from_tag(parse_json(spec.text), lambda schema: _write_schema(schema, spec))
+    return lark_from_tag(
+        parse_json(spec.text), lambda schema: _write_schema(schema, spec), special_tokens
+    )
 
 
 def _write_schema(schema: Any, spec: GrammarSpec) -> str:

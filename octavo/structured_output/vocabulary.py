@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from octavo.errors import GrammarError
 from octavo.text.tokenizer import Tokenizer
@@ -20,6 +20,8 @@ class Vocabulary:
     """Tokens that end an answer."""
     encode: Callable[[str], list[int]]
     """Tokenizer of a text, without special tokens."""
+    special_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Special tokens that do not end an answer, by their text. A grammar may contain them."""
 
     @classmethod
     def from_tokenizer(
@@ -48,10 +50,12 @@ class Vocabulary:
                 "out."
             )
         silent = tokenizer.all_special_ids.union(stop_token_ids)
+        others = [i for i in sorted(silent.difference(stop_token_ids)) if i < vocab_size]
         return cls(
             [b"" if i in silent else tokenizer.token_bytes(i) for i in range(vocab_size)],
             stop_token_ids,
             lambda text: tokenizer.encode(text, add_special_tokens=False),
+            dict(zip(tokenizer.convert_ids_to_tokens(others), others, strict=True)),
         )
 
     @property

@@ -32,7 +32,7 @@ def write_calls(way, calls):
             f"{name}({', '.join(f'{k}={v!r}' for k, v in arguments.items())})"
             for name, arguments in calls
         )
-        begin = "" if way.begins[0] == "[" else way.begins[0]
+        begin = way.trigger or ""
         return f"{begin}[{inner}]{way.end}"
     if isinstance(way, PatternCalls):
         written = "\n".join(_write_pattern(way, i, call) for i, call in enumerate(calls))
@@ -61,11 +61,11 @@ def _write_json(way, calls):
     else:
         objects = [{"name": name, "arguments": arguments} for name, arguments in calls]
     texts = [json.dumps(o, ensure_ascii=False) for o in objects]
-    bare = way.begins[-1] in ("{", "[") and not way.end
+    bare = way.trigger is None
     begin = "" if bare else way.begins[0]
     if way.end in ("</tool_call>", "<|action_end|>") or way.begins[0].startswith("<|function_call"):
         return "\n".join(f"{begin}\n{text}\n{way.end}" for text in texts)
-    if way.begins[-1] == "{":
+    if way.begins[0] == "{":
         return "; ".join(texts)
     return f"{begin}[{', '.join(texts)}]{way.end}"
 

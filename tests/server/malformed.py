@@ -322,7 +322,7 @@ def cases(max_request_bytes: int = 8 * 2**20) -> list[Case]:
     for name, value in [
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("tools", "x"),
-        ("tool_choice", "required"),
+        ("tool_choice", "always"),
         ("tool_choice", {"type": "function", "function": {"name": "f"}}),
         ("functions", [{"name": "f"}]),
         ("function_call", "auto"),

@@ -274,7 +274,7 @@ DEFAULTS = {
     "num_beams": (1, 4),
     "num_return_sequences": (1, 2),
     "tools": ([], [{}]),
-    "tool_choice": ("none", "required"),
+    "tool_choice": ("none", "always"),
     "grammar": ("", {"type": "json"}),
 }
 MORE = {

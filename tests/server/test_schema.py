@@ -218,11 +218,17 @@ WRONG = {
             "missing_parameter",
         ),
         (
-            {**CHAT, "tool_choice": "required"},
-            'tool_choice=\'required\' is not supported yet; use "auto" or "none", or '
-            "response_format to ask for JSON.",
+            {**CHAT, "tool_choice": "always"},
+            'tool_choice=\'always\' is unknown; use "auto", "none", "required", or '
+            '{"type": "function", "function": {"name": "..."}}.',
             "tool_choice",
-            "unsupported_parameter",
+            None,
+        ),
+        (
+            {**CHAT, "tool_choice": "required"},
+            "tool_choice needs tools.",
+            "tool_choice",
+            None,
         ),
         (
             messages({"role": "", "content": "x"}),

@@ -144,3 +144,67 @@ def test_a_template_without_tools():
         assert message["content"] == ANSWER
 
     serve(scenario, template="{% for m in messages %}{{ m.content }}{% endfor %}")
+
+
+def test_required_calls():
+    """The engine gets the form of the answer."""
+
+    async def scenario(served):
+        named = {"type": "function", "function": {"name": "add"}}
+        for choice in (None, "auto", "required", named):
+            fields = {} if choice is None else {"tool_choice": choice}
+            assert (await served.chat(tools=[TOOL], **fields, max_tokens=200)).status_code == 200
+            wanted = served.engine.params[-1].structured_outputs
+            form = json.loads(wanted.structural_tag)["format"]
+            required = choice not in (None, "auto")
+            assert form["type"] == ("sequence" if required else "triggered_tags")
+            calls = form["elements"][-1] if required else form
+            assert calls["stop_after_first"] is (choice is named)
+            (tag,) = calls["tags"]
+            assert tag["content"]["json_schema"] == TOOL["function"]["parameters"]
+        fields = {"tools": [TOOL], "parallel_tool_calls": False, "max_tokens": 200}
+        assert (await served.chat(**fields)).status_code == 200
+        wanted = served.engine.params[-1].structured_outputs
+        assert json.loads(wanted.structural_tag)["format"]["stop_after_first"]
+        # The form that the request itself has comes first.
+        form = {"type": "json_object"}
+        assert (await served.chat(tools=[TOOL], response_format=form)).status_code == 200
+        wanted = served.engine.params[-1].structured_outputs
+        assert wanted.json_object
+
+    serve(scenario)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"tools": [TOOL, TOOL]}, "tools", "'add' twice"),
+        (
+            {"tools": [TOOL], "tool_choice": {"function": {"name": "x"}}},
+            "tool_choice",
+            "not a function of tools",
+        ),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "custom"}},
+            "tool_choice",
+            "not supported; use function",
+        ),
+        (
+            {
+                "tools": [TOOL],
+                "tool_choice": "required",
+                "response_format": {"type": "json_object"},
+            },
+            "tool_choice",
+            "both constrain",
+        ),
+    ],
+)
+def test_wrong_choices(fields, param, words):
+    async def scenario(served):
+        response = await served.chat(**fields)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == param
+        assert words in response.json()["error"]["message"]
+
+    serve(scenario)

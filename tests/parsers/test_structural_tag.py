@@ -1,0 +1,117 @@
+"""Grammars of calls: what a model writes under them is parsed, and follows the schema."""
+
+import json
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from octavo.errors import RequestError
+from octavo.messages import GrammarSpec
+from octavo.parsers.formats import FORMATS
+from octavo.structured_output.llguidance_backend import LLGuidanceBackend
+from octavo.structured_output.vocabulary import Vocabulary
+from tests.parsers.test_laws import parse
+
+SCHEMAS = {
+    "find": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "enum": ["Rome", "Oslo"]},
+            "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        },
+        "required": ["city", "days"],
+    },
+    "now": None,
+}
+NAMES = sorted(FORMATS)
+
+
+def vocabulary(special=()):
+    """Return one token for each byte, a stop token, and special tokens."""
+    tokens = [bytes([i]) for i in range(256)] + [b""] * (1 + len(special))
+    ids = {text: 257 + i for i, text in enumerate(special)}
+    return Vocabulary(tokens, [256], lambda text: list(text.encode()), ids)
+
+
+def sample(grammar, words, rng, most=1500):
+    """Return a text that the grammar allows: random tokens, but mostly the end if it is allowed."""
+    names = {i: text for text, i in words.special_tokens.items()}
+    text = b""
+    row = np.zeros((words.size + 31) // 32, np.int32)
+    for _ in range(most):
+        grammar.fill_bitmask(row)
+        bits = np.unpackbits(row.view(np.uint8), bitorder="little")[: words.size]
+        allowed = np.flatnonzero(bits)
+        allowed = [i for i in allowed if i >= 256 or 0x20 <= i < 0x7F or i == 10] or [*allowed]
+        if 256 in allowed:
+            return text.decode()
+        token = int(rng.choice([i for i in allowed if i > 256] or allowed))
+        assert grammar.accept_tokens([token]) == 1
+        text += names[token].encode() if token > 256 else bytes([token])
+    raise AssertionError(f"the text does not end: {text[:200]}")
+
+
+def compile_tag(tag, words):
+    spec = GrammarSpec("structural_tag", json.dumps(tag))
+    return LLGuidanceBackend(words).compile(spec)
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["text", "special"])
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "gemma4"])
+def test_required_calls(name, special):
+    fmt = replace(FORMATS[name], thoughts=None)
+    rng = random.Random(name)
+    marks = [text for text in fmt.calls.begins if len(text) > 1 and " " not in text]
+    words = vocabulary([marks[0]] if special and marks else [])
+    tag = fmt.structural_tag(SCHEMAS, required=True, parallel=False)
+    compiled = compile_tag(tag, words)
+    for _ in range(3):
+        text = sample(compiled.start(), words, rng)
+        blocks = parse(fmt, [text], SCHEMAS)
+        assert len(blocks) == 1, text
+        kind, function, arguments = blocks[0]
+        assert kind == "call"
+        found = json.loads(arguments)
+        if function == "find":
+            assert found["city"] in ("Rome", "Oslo"), text
+            assert found["days"] in range(1, 10)
+        else:
+            assert (function, found) == ("now", {})
+
+
+def test_reasoning_comes_first():
+    fmt, words = FORMATS["hermes"], vocabulary()
+    tag = fmt.structural_tag(SCHEMAS, required=True, thinks=True)
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    for answer, good in [
+        (f"I think.</think>\n\n{call}", True),
+        (f"I think.</think>{call}\n{call}", True),
+        ("I think.</think>\n\nHello", False),
+        (call, False),  # a thought that does not end
+    ]:
+        grammar = compile_tag(tag, words).start()
+        data = [*answer.encode(), 256]
+        assert (grammar.accept_tokens(data) == len(data)) is good, answer
+
+
+def test_calls_of_an_answer_that_may_have_none():
+    fmt, words = FORMATS["hermes"], vocabulary()
+    tag = fmt.structural_tag(SCHEMAS)
+    call = '<tool_call>\n{"name": "find", "arguments": {"city": "Rome", "days": 3}}\n</tool_call>'
+    for answer, good in [
+        ("Hello", True),
+        (f"Sure: {call}\n{call}", True),
+        (call.replace("Rome", "Paris"), False),
+        (call.replace("find", "lose"), False),
+    ]:
+        grammar = compile_tag(tag, words).start()
+        data = [*answer.encode(), 256]
+        assert (grammar.accept_tokens(data) == len(data)) is good, answer
+
+
+def test_calls_that_no_grammar_can_tell():
+    assert FORMATS["llama3_json"].structural_tag(SCHEMAS) is None
+    with pytest.raises(RequestError, match="no schema describes"):
+        FORMATS["gemma4"].structural_tag(SCHEMAS, required=True)
