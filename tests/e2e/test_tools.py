@@ -1,0 +1,115 @@
+"""Tool calls of the built-in model, which a grammar forces, with OpenAI's client."""
+
+import json
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import jsonschema
+import openai
+import pytest
+
+from tests.e2e import harness
+
+MODEL = "octavo/stories"
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "animal": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 30},
+        "kind": {"enum": ["a cat", "a dog"]},
+    },
+    "required": ["animal", "age", "kind"],
+}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": SCHEMA}}
+    for name in ("find_animal", "draw_animal")
+]
+NAMED = {"type": "function", "function": {"name": "draw_animal"}}
+CHATS = [[{"role": "user", "content": f"Tell me about {x}."}] for x in ("Tom", "a dog", "rain")]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("server")
+    with harness.serve(folder, "--tool-call-parser", "hermes") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def call(client, chat, choice="required", **fields):
+    """Return (name, arguments) of the calls of an answer, and its reason to finish."""
+    answer = client.chat.completions.create(
+        model=MODEL, messages=chat, tools=TOOLS, tool_choice=choice, seed=3, **fields
+    )
+    (choice,) = answer.choices
+    calls = choice.message.tool_calls or []
+    return [(c.function.name, c.function.arguments) for c in calls], choice.finish_reason
+
+
+def streamed(client, chat, choice="required", at_first=lambda: None, **fields):
+    """Return the same of a streamed answer; `at_first` runs after the first piece of arguments."""
+    calls, reason, begun = {}, None, False
+    for chunk in client.chat.completions.create(
+        model=MODEL, messages=chat, tools=TOOLS, tool_choice=choice, seed=3, stream=True, **fields
+    ):
+        (part,) = chunk.choices
+        reason = part.finish_reason or reason
+        for piece in part.delta.tool_calls or []:
+            name, arguments = calls.get(piece.index, (None, ""))
+            calls[piece.index] = (
+                piece.function.name or name,
+                arguments + (piece.function.arguments or ""),
+            )
+            if calls[piece.index][1] and not begun:
+                begun = True
+                at_first()
+    return [calls[i] for i in sorted(calls)], reason
+
+
+def check(calls, reason, names=("find_animal", "draw_animal")):
+    assert reason == "tool_calls"
+    assert calls
+    for name, arguments in calls:
+        assert name in names
+        jsonschema.validate(json.loads(arguments), SCHEMA)
+
+
+def test_alone_streamed_and_in_company(client):
+    alone = [call(client, chat, parallel_tool_calls=False) for chat in CHATS]
+    for calls, reason in alone:
+        check(calls, reason)
+        assert len(calls) == 1
+    assert [streamed(client, chat, parallel_tool_calls=False) for chat in CHATS] == alone
+    with ThreadPoolExecutor(6) as threads:
+        company = threads.map(lambda chat: call(client, chat, parallel_tool_calls=False), CHATS * 4)
+        assert list(company) == alone * 4
+
+
+def test_a_named_function(client):
+    for chat in CHATS:
+        found = call(client, chat, NAMED, temperature=1)
+        check(*found, names=["draw_animal"])
+        assert streamed(client, chat, NAMED, temperature=1) == found
+
+
+def test_a_call_that_is_cut(client):
+    calls, reason = call(client, CHATS[0], NAMED, max_tokens=26)
+    assert reason == "length"
+    ((name, arguments),) = calls
+    assert name == "draw_animal"
+    ((_, whole),), _ = call(client, CHATS[0], NAMED)
+    assert whole.startswith(arguments)
+
+
+def test_an_engine_that_dies_within_a_call(client, server):
+    expected = call(client, CHATS[1], NAMED)
+
+    def kill():
+        server.engine_process().send_signal(signal.SIGKILL)
+
+    assert streamed(client, CHATS[1], NAMED, at_first=kill) == expected
