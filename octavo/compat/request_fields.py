@@ -170,6 +170,15 @@ GENERATE: Unsupported = {
     "content_parts": (None, []),
 }
 
+ANTHROPIC: Unsupported = {
+    **_all(
+        _NOTHING, "container context_management output_config output_format speed inference_geo"
+    ),
+    "mcp_servers": (None, []),
+    "service_tier": (None, "auto", "standard_only"),
+}
+ANTHROPIC_TOOL: Unsupported = {"type": (None, "custom")}
+
 DETOKENIZE: Unsupported = {"skip_special_tokens": _OFF}
 SCALE: Unsupported = {}
 

@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from octavo.errors import ConfigError
 from octavo.server import admin, health, model_list
+from octavo.server.anthropic import count_tokens, create_message
 from octavo.server.chat import create_batch_chat_completion, create_chat_completion
 from octavo.server.completions import create_completion
 from octavo.server.docs import HEADERS, docs_page
@@ -75,6 +76,8 @@ ROUTES: tuple[tuple[str, Endpoint, str], ...] = (
     ("/v1/completions", resumable(create_completion), "POST"),
     ("/v1/chat/completions", resumable(create_chat_completion), "POST"),
     ("/v1/chat/completions/batch", create_batch_chat_completion, "POST"),
+    ("/v1/messages", create_message, "POST"),
+    ("/v1/messages/count_tokens", count_tokens, "POST"),
     ("/inference/v1/generate", resumable(create_token_generation), "POST"),
     ("/invocations", resumable(create_invocation), "POST"),
     ("/v1/streams/{stream_id:path}", get_stream, "GET"),

@@ -314,9 +314,7 @@ class ChatCompletion(Generation[ChatFields]):
         body, completion = self.body, delta.completion
         texts = fold(delta.parts)
         calls = self._write_calls(delta) if CallStart in texts or CallArguments in texts else []
-        finish_reason: str | None = completion.finish_reason
-        if finish_reason == "stop" and self._num_calls.get(delta.index):
-            finish_reason = "tool_calls"
+        finish_reason = self.finish_reason(delta.index, completion)
         reasoning = texts.get(Reasoning) if body.include_reasoning is not False else None
         if not body.stream:
             message: dict[str, object] = {
@@ -366,26 +364,34 @@ class ChatCompletion(Generation[ChatFields]):
     def _write_calls(self, delta: Delta) -> list[dict[str, object]]:
         """Return the new parts of the calls of a choice, in OpenAI's form."""
         written: list[dict[str, object]] = []
-        number = self._num_calls.get(delta.index, 0)
         for part in delta.parts:
             if isinstance(part, CallStart):
+                call_id = self.begin_call(delta.index, part)
+                number = self._num_calls[delta.index] - 1
                 function = {"name": part.text, "arguments": ""}
-                call_id = part.id or self._call_id(delta.index, number)
                 written.append(
                     {"index": number, "id": call_id, "type": "function", "function": function}
                 )
-                number += 1
             elif isinstance(part, CallArguments):
-                if written and written[-1]["index"] == number - 1:
+                number = self._num_calls[delta.index] - 1
+                if written and written[-1]["index"] == number:
                     function = cast("dict[str, str]", written[-1]["function"])
                     function["arguments"] = function.get("arguments", "") + part.text
                 else:
-                    written.append({"index": number - 1, "function": {"arguments": part.text}})
-        self._num_calls[delta.index] = number
+                    written.append({"index": number, "function": {"arguments": part.text}})
         return written
 
-    def _call_id(self, choice: int, number: int) -> str:
-        """Return the id of a call: the same after a restart of the engine."""
+    def finish_reason(self, choice: int, completion: CompletionOutput) -> str | None:
+        """Return the finish reason of a choice: tool_calls if it ended with calls."""
+        called = completion.finish_reason == "stop" and self._num_calls.get(choice)
+        return "tool_calls" if called else completion.finish_reason
+
+    def begin_call(self, choice: int, start: CallStart) -> str:
+        """Count a call of a choice, and return its id: the same after a restart of the engine."""
+        number = self._num_calls.get(choice, 0)
+        self._num_calls[choice] = number + 1
+        if start.id is not None:
+            return start.id
         digest = hashlib.blake2b(f"{self.id}-{choice}-{number}".encode(), digest_size=12)
         return f"call_{digest.hexdigest()}"
 

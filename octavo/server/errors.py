@@ -130,8 +130,37 @@ def error_status(error: BaseException) -> int:
     return 503 if isinstance(error, EngineDeadError) else 500
 
 
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def anthropic_error_event(error: BaseException) -> bytes:
+    """Return the server-sent event of a stream of Anthropic's API that failed."""
+    return b"event: error\ndata: " + anthropic_error_json(error) + b"\n\n"
+
+
+def anthropic_error_json(error: BaseException) -> bytes:
+    """Return the JSON body of an error in Anthropic's form."""
+    detail, status = error_detail(error), error_status(error)
+    kind = "api_error" if status >= 500 else "invalid_request_error"
+    kind = _ANTHROPIC_TYPES.get(status, kind)
+    found = answers.AnthropicErrorDetail(type=kind, message=detail["message"])
+    return msgspec.json.encode(answers.AnthropicError(type="error", error=found))
+
+
 def error_json(error: BaseException) -> bytes:
     """Return the JSON body of an error."""
+    return msgspec.json.encode(answers.ErrorAnswer(error=error_detail(error)))
+
+
+def error_detail(error: BaseException) -> answers.ErrorDetail:
+    """Return OpenAI's description of an error."""
     if isinstance(error, RequestError):
         message, kind, param, code = error.message, error.type, error.param, error.code
     elif isinstance(error, OctavoError):
@@ -144,8 +173,7 @@ def error_json(error: BaseException) -> bytes:
         message = message[:MAX_MESSAGE_CHARS] + "..."
     # A message may quote text that UTF-8 cannot express.
     message = message.encode("utf-8", "replace").decode()
-    detail = answers.ErrorDetail(message=message, type=kind, param=param, code=code)
-    return msgspec.json.encode(answers.ErrorAnswer(error=detail))
+    return answers.ErrorDetail(message=message, type=kind, param=param, code=code)
 
 
 def error_event(error: BaseException) -> bytes:
@@ -153,8 +181,13 @@ def error_event(error: BaseException) -> bytes:
     return b"data: " + error_json(error) + b"\n\n"
 
 
-def error_response(error: BaseException) -> Response:
-    """Return the answer to a request that failed before any data was sent."""
+def error_response(error: BaseException, *, anthropic: bool = False) -> Response:
+    """Return the answer to a request that failed before any data was sent.
+
+    Args:
+        error: the error.
+        anthropic: True for the form of Anthropic's API.
+    """
     headers: dict[str, str] = {}
     retry_after = getattr(error, "retry_after", None)
     if retry_after is not None:
@@ -168,7 +201,8 @@ def error_response(error: BaseException) -> Response:
     status = error_status(error)
     if status == 408 or isinstance(error, GivenUpError):
         headers["x-should-retry"] = "false"  # OpenAI's clients would repeat the request
-    return Response(error_json(error), status, headers, "application/json")
+    body = anthropic_error_json(error) if anthropic else error_json(error)
+    return Response(body, status, headers, "application/json")
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:

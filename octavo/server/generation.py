@@ -497,10 +497,16 @@ class EventStream(Response):
         events: the events; closed when the client disconnects.
         deadline: latest end of the response, as second of `time.monotonic`.
         last: bytes to send after the events.
+        write_error: returns the event of an error.
     """
 
     def __init__(
-        self, state: ServerState, events: Events, deadline: float | None, last: bytes = DONE
+        self,
+        state: ServerState,
+        events: Events,
+        deadline: float | None,
+        last: bytes = DONE,
+        write_error: Callable[[BaseException], bytes] = error_event,
     ) -> None:
         super().__init__(
             media_type="text/event-stream",
@@ -511,6 +517,7 @@ class EventStream(Response):
         self._events = events
         self._deadline = deadline
         self._last = last
+        self._write_error = write_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until they end, fail, or the client disconnects."""
@@ -544,7 +551,7 @@ class EventStream(Response):
             if not started:
                 raise
             log_unexpected(error)
-            last = error_event(error) + DONE
+            last = self._write_error(error) + last
         if not started:
             await start()
         await send({"type": "http.response.body", "body": last, "more_body": False})

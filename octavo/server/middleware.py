@@ -26,6 +26,7 @@ from octavo.system.logs import REQUEST_ID
 
 logger = logging.getLogger(__name__)
 
+_ANTHROPIC_PATH = "/v1/messages"
 CLIENT_CLOSED_REQUEST = 499
 """Status of nginx for a client that disconnected; it is only logged."""
 
@@ -82,7 +83,8 @@ class RequestMiddleware:
         token = REQUEST_ID.set(context.request_id)
         path, root = scope["path"], scope.get("root_path", "")
         # As the router sees the path: a proxy may leave its own path in front.
-        probe = (path.removeprefix(root) if path.startswith(f"{root}/") else path) in OPEN_PATHS
+        route = path.removeprefix(root) if path.startswith(f"{root}/") else path
+        probe = route in OPEN_PATHS
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -98,6 +100,8 @@ class RequestMiddleware:
             self.state.allowed_hosts.check(headers.getlist("host"))
             if not probe:
                 given = headers.get("authorization")
+                if given is None and (key := headers.get("x-api-key")) is not None:
+                    given = f"Bearer {key}"
                 context.api_key, context.is_admin = self.state.api_keys.check(
                     None if given is None else given.encode("latin-1")
                 )
@@ -112,7 +116,8 @@ class RequestMiddleware:
             log_unexpected(error)
             if context.status is not None:
                 raise  # too late for an answer: the connection gets closed
-            await error_response(error)(scope, receive, send_with_id)
+            response = error_response(error, anthropic=route.startswith(_ANTHROPIC_PATH))
+            await response(scope, receive, send_with_id)
         finally:
             self.state.num_active -= not probe
             self.state.body_bytes -= context.body_bytes

@@ -18,6 +18,7 @@ from starlette.responses import Response
 
 from octavo import __version__
 from octavo.server import answers
+from octavo.server.anthropic_schema import CountTokensBody, MessagesBody
 from octavo.server.field_docs import describe
 from octavo.server.schema import (
     BatchChatBody,
@@ -60,6 +61,8 @@ class Operation:
     body: type[BaseModel] | None = None
     chunk: type[object] | None = None
     """Class of the data of a stream's events; None if the route cannot stream."""
+    error: type[object] = answers.ErrorAnswer
+    """Class of the errors."""
     states: Sequence[int] = (200,)
     """Statuses of responses with `answer`."""
     query: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -79,10 +82,10 @@ class Operation:
                     "description": "Server-sent events, with stream=true. The data of each is "
                     "JSON (x-event-schema); the last one is [DONE]. With --resume-grace each has "
                     "an id, which a later request passes in the header Last-Event-ID.",
-                    "x-event-schema": {"anyOf": [_ref(self.chunk), _ref(answers.ErrorAnswer)]},
+                    "x-event-schema": {"anyOf": [_ref(self.chunk), _ref(self.error)]},
                 }
             }
-        error = {"application/json": {"schema": _ref(answers.ErrorAnswer)}}
+        error = {"application/json": {"schema": _ref(self.error)}}
         found: dict[int | str, dict[str, Any]] = {s: _response(s, content) for s in self.states}
         if self.answer is None and self.chunk is not None:
             found[204] = _response(204, {})
@@ -122,6 +125,16 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "/v1/chat/completions": Operation(answers.ChatAnswer, _WITH_BODY, ChatBody, answers.ChatChunk),
     "/v1/chat/completions/batch": Operation(answers.ChatAnswer, _WITH_BODY, BatchChatBody),
+    "/v1/messages": Operation(
+        answers.AnthropicMessage,
+        _WITH_BODY,
+        MessagesBody,
+        chunk=answers.AnthropicEvent,
+        error=answers.AnthropicError,
+    ),
+    "/v1/messages/count_tokens": Operation(
+        answers.InputTokens, _WITH_BODY, CountTokensBody, error=answers.AnthropicError
+    ),
     "/inference/v1/generate": Operation(
         answers.TokensAnswer, _WITH_BODY, GenerateBody, answers.TokensChunk
     ),
@@ -182,7 +195,7 @@ def describe_routes(
             responses=OPERATIONS[path].responses(),
             openapi_extra=OPERATIONS[path].extra(path),
         )
-    models: list[type[object]] = [answers.ErrorAnswer]
+    models: list[type[object]] = [answers.ErrorAnswer, answers.AnthropicError]
     for operation in OPERATIONS.values():
         found = (operation.body, operation.answer, operation.chunk)
         models += [model for model in found if model is not None and model not in models]

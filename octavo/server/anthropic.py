@@ -1,0 +1,211 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages API."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.outputs import CompletionOutput, RequestOutput
+from octavo.parsers.parts import CallArguments, CallStart, Part, Reasoning
+from octavo.server import answers
+from octavo.server.anthropic_schema import CountTokensBody, MessagesBody
+from octavo.server.body import read_model
+from octavo.server.chat import ChatCompletion, read_chat
+from octavo.server.errors import anthropic_error_event
+from octavo.server.generation import EventStream
+from octavo.server.resumable_streams import Events
+from octavo.server.state import state_of
+from octavo.system.offload import offload
+from octavo.text.tokenizer import MAX_TOKENS
+
+_STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+
+encode = msgspec.json.encode
+
+
+async def create_message(request: Request) -> Response:
+    """Write the next message of a chat."""
+    limit = state_of(request).config.max_request_bytes
+    body = await read_model(request, MessagesBody, limit)
+    return await MessageAnswer.respond(request, body.to_chat())
+
+
+async def count_tokens(request: Request) -> Response:
+    """Return the number of tokens of a chat."""
+    state = state_of(request)
+    given = await read_model(request, CountTokensBody, state.config.max_request_bytes)
+    body = given.to_chat()
+    state.check_model(body.model)
+    engine = await state.get_engine()
+    tokenizer = state.tokenizer(engine, "messages")
+    reading = await read_chat(body, engine, state, 0)
+    (prompt,) = reading.prompts
+    assert isinstance(prompt, str)
+    most = max(engine.max_model_len, MAX_TOKENS)
+    ids = await offload(len(prompt), tokenizer.encode, prompt, reading.add_special_tokens, most)
+    return answers.respond(answers.InputTokens(input_tokens=len(ids)))
+
+
+class MessageAnswer(ChatCompletion):
+    """One request of the Messages API."""
+
+    id_prefix = "msg"
+
+    def stream(self) -> Response:
+        """Return the answer as a stream; it ends with its connection."""
+        return EventStream(
+            self.state, self.events(), self.deadline, last=b"", write_error=anthropic_error_event
+        )
+
+    async def answer(self) -> Response:
+        """Return the whole answer."""
+        last: RequestOutput | None = None
+        async with aclosing(self._outputs()) as stream:
+            async for _, output in stream:
+                last = output
+        assert last is not None
+        (completion,) = last.outputs
+        blocks = _Blocks(self)
+        for part in self._parse(0, completion):
+            blocks.add(part)
+        return answers.respond(self._message(blocks.whole(), completion))
+
+    async def events(self) -> Events:
+        """Yield the server-sent events of the answer."""
+        blocks = _Blocks(self)
+        completion: CompletionOutput | None = None
+        async with aclosing(self._outputs()) as stream:
+            async for _, output in stream:
+                if completion is None:
+                    yield [_event({"type": "message_start", "message": self._message([], None)})]
+                (completion,) = output.outputs
+                made = [event for part in self._parse(0, completion) for event in blocks.add(part)]
+                if made:
+                    yield list(map(_event, made))
+        assert completion is not None
+        ended = self._message([], completion)
+        delta = {name: ended[name] for name in ("stop_reason", "stop_sequence")}
+        usage = {"type": "message_delta", "delta": delta, "usage": ended["usage"]}
+        yield [*map(_event, [*blocks.close(), usage, {"type": "message_stop"}])]
+
+    def _message(
+        self, content: list[dict[str, Any]], completion: CompletionOutput | None
+    ) -> dict[str, Any]:
+        """Return the message; without `completion`, as it is when its stream begins."""
+        reason, stop = None, None
+        if completion is not None:
+            finish = self.finish_reason(0, completion)
+            reason = _STOP_REASONS.get(finish or "", "end_turn")
+            if finish == "stop" and isinstance(completion.stop_reason, str):
+                reason, stop = "stop_sequence", completion.stop_reason
+        usage = self.usage.to_dict(0 if completion is None else None)
+        details = usage["prompt_tokens_details"]
+        cached = 0 if details is None else details["cached_tokens"]
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._envelope["model"],
+            "content": content,
+            "stop_reason": reason,
+            "stop_sequence": stop,
+            "usage": {
+                "input_tokens": usage["prompt_tokens"] - cached,
+                "cache_creation_input_tokens": 0,
+                "cache_read_input_tokens": cached,
+                "output_tokens": usage["completion_tokens"],
+            },
+        }
+
+
+class _Blocks:
+    """Content blocks of a message, made from the parts of the answer.
+
+    Args:
+        answer: makes the ids of calls, and counts them.
+    """
+
+    def __init__(self, answer: MessageAnswer) -> None:
+        self._answer = answer
+        self._pieces: list[tuple[dict[str, Any], list[str]]] = []
+        """Each block without its text, and the pieces of its text."""
+        self._kind: type[Part] | None = None
+        """Kind of the block that is open."""
+
+    def add(self, part: Part) -> Iterable[dict[str, Any]]:
+        """Add a part; return the events that tell it to a client."""
+        events: list[dict[str, Any]] = []
+        kind = type(part)
+        if kind is CallArguments:
+            delta = {"type": "input_json_delta", "partial_json": part.text}
+        elif isinstance(part, CallStart):
+            events += self.close()
+            block = {
+                "type": "tool_use",
+                "id": self._answer.begin_call(0, part),
+                "name": part.text,
+                "input": {},
+            }
+            events.append(self._open(kind, block))
+            return events
+        else:
+            if kind is not self._kind:
+                events += self.close()
+                block = {"type": "text", "text": ""}
+                if kind is Reasoning:
+                    block = {"type": "thinking", "thinking": "", "signature": ""}
+                events.append(self._open(kind, block))
+            delta = {"type": "text_delta", "text": part.text}
+            if kind is Reasoning:
+                delta = {"type": "thinking_delta", "thinking": part.text}
+        self._pieces[-1][1].append(part.text)
+        index = len(self._pieces) - 1
+        return [*events, {"type": "content_block_delta", "index": index, "delta": delta}]
+
+    def _open(self, kind: type[Part], block: dict[str, Any]) -> dict[str, Any]:
+        self._kind = kind
+        self._pieces.append((block, []))
+        index = len(self._pieces) - 1
+        return {"type": "content_block_start", "index": index, "content_block": block}
+
+    def close(self) -> list[dict[str, Any]]:
+        """Return the events that end the open block."""
+        if self._kind is None:
+            return []
+        index = len(self._pieces) - 1
+        events: list[dict[str, Any]] = []
+        if self._kind is Reasoning:
+            delta = {"type": "signature_delta", "signature": ""}
+            events.append({"type": "content_block_delta", "index": index, "delta": delta})
+        self._kind = None
+        return [*events, {"type": "content_block_stop", "index": index}]
+
+    def whole(self) -> list[dict[str, Any]]:
+        """Return the blocks with their texts. The input of a call that was cut is what parses."""
+        blocks = []
+        for block, pieces in self._pieces:
+            text = "".join(pieces)
+            if block["type"] == "tool_use":
+                block = block | {"input": _parse_input(text)}
+            else:
+                block = block | {block["type"]: text}
+            blocks.append(block)
+        return blocks
+
+
+def _parse_input(text: str) -> Any:
+    """Return the input of a call; {} if its text is cut, as only a stream can show that."""
+    try:
+        value = msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (data["type"].encode(), encode(data))
