@@ -25,6 +25,7 @@ from octavo.config import (
 from octavo.config.arguments import shown_default
 from octavo.engine.checks import REQUIREMENTS
 from octavo.router.config import RouterConfig
+from octavo.server.anthropic_schema import CountTokensBody, MessagesBody
 from octavo.server.app import ROUTES
 from octavo.server.body import Body
 from octavo.server.field_docs import attribute_docs, field_doc
@@ -147,6 +148,8 @@ _EXAMPLES: dict[type[BaseModel], dict[str, Any]] = {
     CompletionBody: {"model": BUILTIN_MODEL, "prompt": "Once upon a time", "max_tokens": 20},
     ChatBody: {"model": BUILTIN_MODEL, "messages": [{"role": "user", "content": "Hello!"}]},
     BatchChatBody: {"messages": [[{"role": "user", "content": "Hello!"}]]},
+    MessagesBody: {"max_tokens": 20, "messages": [{"role": "user", "content": "Hello!"}]},
+    CountTokensBody: {"messages": [{"role": "user", "content": "Hello!"}]},
     GenerateBody: {"token_ids": [72, 105], "sampling_params": {"max_tokens": 5}},
     TokenizeBody: {"prompt": "Once upon a time"},
     DetokenizeBody: {"tokens": [72, 105]},

@@ -12,8 +12,7 @@ def _all(reason: str, *paths: str) -> dict[str, str]:
 ELSEWHERE: Mapping[str, str] = {
     **_all("use POST /v1/chat/completions", "/v1/responses"),
     **_all(
-        "the Anthropic and Cohere APIs are not supported; use POST /v1/chat/completions",
-        "/v1/messages",
+        "the API of Cohere is not supported; use POST /v1/chat/completions",
         "/cohere/v2",
     ),
     **_all(
@@ -23,6 +22,7 @@ ELSEWHERE: Mapping[str, str] = {
         "/v1/completions/derender",
         "/v1/chat/completions/render",
         "/v1/chat/completions/derender",
+        "/v1/messages/render",
     ),
     **_all(
         "a request ends if its client closes the connection, or if the server stops",

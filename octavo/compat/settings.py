@@ -304,8 +304,11 @@ FOREIGN: dict[str, Foreign] = {
             reasoning_config={},
         ),
         _group(
-            "the Anthropic and Cohere APIs are not supported",
+            "with Anthropic's API, disabled thinking sets enable_thinking of the chat template",
             anthropic_disabled_thinking_effort=ANY,
+        ),
+        _group(
+            "the API of Cohere is not supported",
             cohere_format=ANY,
             cohere_is_reasoning_model=EITHER,
         ),

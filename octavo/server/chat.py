@@ -253,7 +253,7 @@ class ChatCompletion(Generation[ChatFields]):
         if schemas and reading.params.structured_outputs is None and tokenizer.has_bytes:
             form = self._form_of_calls(answer_format, schemas, reading.prompts)
             if form is not None:
-                params = StructuredOutputsParams(structural_tag=form)
+                params = StructuredOutputsParams(structural_tag=form, disable_any_whitespace=True)
                 reading.params.structured_outputs = params
         return reading
 

@@ -94,7 +94,8 @@ def test_every_refusal_is_one_sentence_that_names_no_other_program():
 
 # Words that a reason must have, by a part of the setting's name.
 TOPICS = {
-    r"anthropic|cohere": "Anthropic",
+    r"anthropic": "Anthropic",
+    r"cohere": "Cohere",
     r"aux_output": "no other output",
     r"batch_sharded|^nnodes|^node_rank|^(pre|de).*_context_": "divided among processes",
     r"^(dcp|cp)_": "context parallel",

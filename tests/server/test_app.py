@@ -45,6 +45,8 @@ def test_index_lists_the_addresses():
             "POST /v1/completions",
             "POST /v1/chat/completions",
             "POST /v1/chat/completions/batch",
+            "POST /v1/messages",
+            "POST /v1/messages/count_tokens",
             "POST /inference/v1/generate",
             "POST /invocations",
             "GET /v1/streams/{stream_id:path}",

@@ -12,8 +12,6 @@ from octavo.server import answers
 from octavo.server.openapi import OPERATIONS
 from tests.server.fake_engine import FakeAsyncLLM, events, with_server
 
-ERRORS = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorAnswer"}}}
-
 
 def profiled_engine():
     settings = {"profiler_dir": "/x", "enable_sleep_mode": True}
@@ -56,7 +54,8 @@ def test_every_address_is_described():
                 elif int(status) >= 400 and not (
                     path in ("/health", "/ping", "/ready") and status == "503"
                 ):
-                    assert response["content"] == ERRORS
+                    schema = {"$ref": f"#/components/schemas/{paths[path].error.__name__}"}
+                    assert response["content"] == {"application/json": {"schema": schema}}
                 else:
                     assert response["content"]
             assert {"400", "421", "500"} <= set(answers_)
