@@ -152,8 +152,8 @@ def test_typed_errors(client):
         ask(model="gpt-4")
     assert missing.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as tools:
-        ask(tools=[{"type": "function", "function": {"name": "f"}}])
-    assert tools.value.param == "tools"
+        ask(tool_choice="required")
+    assert tools.value.param == "tool_choice"
     with pytest.raises(openai.BadRequestError) as formatted:
         ask(response_format={"type": "json_schema"})
     assert formatted.value.param == "response_format.json_schema"

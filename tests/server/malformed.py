@@ -320,7 +320,8 @@ def cases(max_request_bytes: int = 8 * 2**20) -> list[Case]:
         body = {"max_tokens": 2} if messages is ... else {"messages": messages, "max_tokens": 2}
         add(f"messages {name}", CHAT, body, param="messages")
     for name, value in [
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("tools", [{"type": "function", "function": {"name": 5}}]),
+        ("tools", [{"type": "function", "function": {"name": "f"}}] * 200),
         ("tools", "x"),
         ("tool_choice", "always"),
         ("tool_choice", {"type": "function", "function": {"name": "f"}}),
