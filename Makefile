@@ -20,13 +20,16 @@ demo:
 	@$(BIN)/python examples/demo.py
 	@echo "Next: $(BIN)/octavo run (a chat), $(BIN)/octavo serve (an OpenAI-compatible server), README.md."
 
-test: lint types unit
+# Style and types are checked, and packages installed, while the kernels are compiled.
+test:
+	@$(MAKE) --no-print-directory -j 3 lint types dev light
+	@$(MAKE) --no-print-directory unit
 
-lint: dev
+lint: .venv/.devtools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: dev
+types: .venv/.devtools
 	$(BIN)/mypy
 
 # Tests start hundreds of processes; without bytecode files, each would compile Octavo's modules.
@@ -83,8 +86,24 @@ light: .venv/.light
 	$(PIP) $(BUILD)=ON -e .
 	@touch $@
 
-.venv/.dev: .venv/.torch $(NATIVE)
-	$(PIP) $(BUILD)=OFF --config-settings=cmake.define.OCTAVO_EMULATED_TILES=ON -e '.[dev]'
+# Two programs must not install packages in .venv at the same time.
+ifneq ($(filter lint types dev light,$(MAKECMDGOALS)),)
+.venv/.packages: .venv/.torch
+endif
+
+# All that the tests and checks need, without Octavo.
+.venv/.devtools: .venv/.torch .venv/.packages
+	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["dev"], sep="\n")' > .venv/dev-requirements.txt
+	$(PIP) -r .venv/dev-requirements.txt
+	@touch $@
+
+ALL_KERNELS := $(BUILD)=OFF --config-settings=cmake.define.OCTAVO_EMULATED_TILES=ON
+.venv/.all-kernels: .venv/.tools $(NATIVE)
+	$(BIN)/python -m pip wheel -qq --disable-pip-version-check --no-deps $(ALL_KERNELS) --wheel-dir build .
+	@touch $@
+
+.venv/.dev: .venv/.devtools .venv/.all-kernels
+	$(PIP) --no-deps $(ALL_KERNELS) -e .
 	@touch .venv/.kernels .venv/.installed $@
 
 # An environment with Octavo's own dependencies only, as a user has it, for tests/without_torch. It uses the

@@ -370,14 +370,14 @@ def test_other_families(architecture, tmp_path):
 def test_tiles_agree_with_themselves(isa, quantization, tmp_path):
     """The same promise for products on tiles, with a model that is small enough for
     emulated ones."""
-    sizes = {"hidden_size": 72, "intermediate_size": 128, "vocab_size": 300}
+    sizes = {"hidden_size": 40, "intermediate_size": 72, "vocab_size": 100}
     sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128}
     make_hf("LlamaForCausalLM", **sizes).save_pretrained(tmp_path)
     settings = {"model": str(tmp_path), "skip_tokenizer_init": True, "quantization": quantization}
     settings |= {"dtype": "bfloat16", "enable_prefix_caching": False}
     requests = [
-        ([(7 * i + 3 * j) % 300 for j in range(count)], params(0.9 if i % 2 else 0.0))
-        for i, count in enumerate((1, 15, 16, 17, 33, 70))
+        ([(7 * i + 3 * j) % 100 for j in range(count)], params(0.9 if i % 2 else 0.0))
+        for i, count in enumerate((1, 15, 17, 33))
     ]
     before = native.isa()
     native.set_isa(isa)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.e2e.fuzz_models import check_model
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32))
 def test_every_legal_model_starts_and_answers(seed: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
