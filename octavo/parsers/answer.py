@@ -56,21 +56,21 @@ class Format:
             thinks: the prompt ends inside of reasoning.
 
         Returns:
-            The structural tag. None if calls without a marker are not required: the beginning of a
-            text does not tell them from a text.
+            The structural tag. None if calls are not required and no grammar can tell them from a
+            text.
 
         Raises:
             RequestError: no grammar describes the arguments of this format.
         """
         assert self.calls is not None
         trigger = self.calls.trigger
+        if not required and trigger is None:
+            return None
         tags = [
             self.calls.tag(name, schema or {"type": "object", "properties": {}})
             for name, schema in schemas.items()
         ]
         if not required:
-            if trigger is None:
-                return None
             content: dict[str, Any] = {"type": "triggered_tags", "triggers": [trigger]}
             content |= {"tags": tags, "stop_after_first": not parallel}
             return {"type": "structural_tag", "format": content}

@@ -108,7 +108,10 @@ class Calls(Protocol):
 
     @property
     def trigger(self) -> str | None:
-        """Text that begins every call that `tag` describes; None if a text may begin so, too."""
+        """Text that begins every call that `tag` describes.
+
+        None if a text may begin so, too, or if no grammar describes the calls.
+        """
 
     def tag(self, name: str, schema: Mapping[str, Any]) -> Tag:
         """Return a call of a function as a tag of a structural tag (xgrammar's notation).
@@ -681,7 +684,7 @@ class OwnCalls:
     @property
     def trigger(self) -> str | None:
         """Implement `Calls`."""
-        return self.begins[-1]
+        return None if self.call is None else self.begins[-1]
 
     def tag(self, name: str, schema: Mapping[str, Any]) -> Tag:
         """Implement `Calls`."""

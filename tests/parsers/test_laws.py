@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.parsers.answer import AnswerParser
+from octavo.parsers.calls import BARE
 from octavo.parsers.formats import FORMATS
 from octavo.parsers.parts import CallArguments, CallStart, Reasoning, Text
 from tests.parsers.writers import write
@@ -52,7 +53,7 @@ def calls_of(fmt):
 
 def is_bare(fmt):
     """Return True if the writer of the tests writes calls without a marker."""
-    return fmt.calls.trigger is None
+    return fmt.calls.begins[0] in BARE
 
 
 def blocks_of(fmt, thought, text, calls):
