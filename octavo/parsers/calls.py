@@ -148,6 +148,8 @@ class JsonCalls:
     """True: the model writes a list of objects."""
     keys: tuple[str, str] = ("name", "arguments")
     """Keys that the model writes."""
+    space: str = ""
+    """White space that the model writes next to `begins` and `end`."""
 
     @property
     def trigger(self) -> str | None:
@@ -165,8 +167,8 @@ class JsonCalls:
         if self.as_list:
             begin, end = f"[{begin}", "}]"
         if self.trigger is not None:
-            space = "\n" if self.end == "</tool_call>" else ""
-            begin, end = f"{self.trigger}{space}{begin}", f"{end}{space}{self.end}"
+            begin = f"{self.trigger}{self.space}{begin}"
+            end = f"{end}{self.space}{self.end}"
         return _schema_tag(begin, schema, end)
 
     @property

@@ -13,6 +13,7 @@ from typing import Any
 
 from octavo.errors import OctavoError
 from octavo.parsers.answer import AnswerParser, Format
+from octavo.parsers.calls import JsonCalls
 from octavo.parsers.formats import FORMATS, REASONING_PARSERS, TOOL_CALL_PARSERS
 from octavo.parsers.parts import CallArguments, CallStart
 
@@ -80,6 +81,9 @@ def _find(render: Render, source: str) -> Format | None:
         thinking = next((f for f in formats if _shows_thoughts(f, shown)), None)
         return None if thinking is None else replace(thinking, calls=None, silent=())
     best = max(found, key=lambda f: _score(f, shown))
+    if turns and isinstance(best.calls, JsonCalls):
+        space = "\n" if f"{best.calls.begins[0]}\n" in turns[0][1] else ""
+        best = replace(best, calls=replace(best.calls, space=space))
     return best if _shows_thoughts(best, shown) else replace(best, thoughts=None)
 
 

@@ -8,7 +8,7 @@ from octavo.parsers.own_calls import read_gemma, read_harmony
 
 THINK = ("<think>", "</think>")
 _MISTRAL_THINK = ("[THINK]", "[/THINK]")
-_HERMES = JsonCalls(("<tool_call>", "{"), "</tool_call>", as_list=False)
+_HERMES = JsonCalls(("<tool_call>", "{"), "</tool_call>", as_list=False, space="\n")
 _QWEN_XML = PatternCalls(
     ("<function={name}>", "</function>"),
     ("<parameter={key}>", "\n</parameter>"),

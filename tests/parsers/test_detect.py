@@ -52,3 +52,16 @@ def test_names_instead_of_a_template():
 
 def test_a_template_that_fails():
     assert found("{{ raise_exception('no') }}") is None
+
+
+@pytest.mark.parametrize("space", ["", "\n"])
+def test_white_space_next_to_a_marker(space):
+    """A grammar makes the model write calls as its template shows them."""
+    source = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
+        "{{ space }}{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}"
+        "{{ space }}</tool_call>{% endfor %}{% endfor %}"
+    ).replace("{{ space }}", "{{ '\\n' }}" if space else "")
+    tag = found(source).calls.tag("f", {})
+    assert tag["begin"] == f'<tool_call>{space}{{"name": "f", "arguments": '
+    assert tag["end"] == f"}}{space}</tool_call>"
