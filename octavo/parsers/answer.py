@@ -117,7 +117,7 @@ class AnswerParser:
     """Parser of one choice; see `Parser`.
 
     White space next to a marker belongs to the marker. All other text becomes text or reasoning,
-    also what begins like a call and is none.
+    also the beginning of a call that does not go on like one.
 
     Args:
         answer_format: format of the model.
@@ -135,6 +135,8 @@ class AnswerParser:
         self._sink = Sink(self._out.parts, schemas or {})
         self._calls = answer_format.calls if schemas is not None else None
         self._kind: type[Part] = Reasoning if thinks else Text
+        if thinks:
+            self._out.marker()
         self._steps = self._read()
         next(self._steps)
 

@@ -27,8 +27,23 @@ _ARGUMENTS_KEYS = ("arguments", "parameters", "args")
 _ID_KEYS = ("id", "tool_call_id", "call_id")
 
 
+def _encodable(text: str) -> str:
+    """Return a text with escapes in place of lone surrogates, which UTF-8 cannot express."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def _quote(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+def _properties(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schemas of properties, each with the definitions that it may refer to."""
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    properties = schema.get("properties") or {}
+    return {
+        key: part | shared if shared and isinstance(part, dict) else part
+        for key, part in properties.items()
+    }
 
 
 def is_text_schema(schema: object) -> bool:
@@ -61,6 +76,8 @@ class Sink:
 
     def start(self, name: str, call_id: str | None = None) -> None:
         """Begin a call."""
+        name = _encodable(name)
+        call_id = None if call_id is None else _encodable(call_id)
         self.count += 1
         self._separator = "{"
         schema = self.schemas.get(name)
@@ -71,7 +88,7 @@ class Sink:
     def arguments(self, text: str) -> None:
         """Add a text to the arguments."""
         if text:
-            self._parts.append(CallArguments(text))
+            self._parts.append(CallArguments(_encodable(text)))
 
     def key(self, key: str) -> None:
         """Begin the next argument, for calls whose arguments are not written as one JSON text."""
@@ -108,9 +125,9 @@ class Calls(Protocol):
 
     @property
     def trigger(self) -> str | None:
-        """Text that begins every call that `tag` describes.
+        """Text that begins a call, if `tag` allows all that the model may write after it.
 
-        None if a text may begin so, too, or if no grammar describes the calls.
+        None if a text may begin so, too, or if the model may write calls in other ways.
         """
 
     def tag(self, name: str, schema: Mapping[str, Any]) -> Tag:
@@ -154,8 +171,7 @@ class JsonCalls:
     @property
     def trigger(self) -> str | None:
         """Implement `Calls`."""
-        begin = self.begins[0]
-        return None if begin in BARE else begin
+        return None if self._begin in BARE or self.as_list else self._begin
 
     def tag(self, name: str, schema: Mapping[str, Any]) -> Tag:
         """Implement `Calls`."""
@@ -166,8 +182,8 @@ class JsonCalls:
         end = "}"
         if self.as_list:
             begin, end = f"[{begin}", "}]"
-        if self.trigger is not None:
-            begin = f"{self.trigger}{self.space}{begin}"
+        if self._begin not in BARE:
+            begin = f"{self._begin}{self.space}{begin}"
             end = f"{end}{self.space}{self.end}"
         return _schema_tag(begin, schema, end)
 
@@ -175,6 +191,10 @@ class JsonCalls:
     def texts(self) -> tuple[str, ...]:
         """Implement `Calls`."""
         return (*self.begins, self.end)
+
+    @property
+    def _begin(self) -> str:
+        return self.begins[0]
 
     @cached_property
     def _end(self) -> Markers:
@@ -194,7 +214,7 @@ class JsonCalls:
                 if not opened:
                     reader.take(1)
                 opened = False
-                if not (yield from self._object(reader, sink)):
+                if not (yield from self._object(reader, sink, may_nest=True)):
                     break
             elif char and (char == "," or (char == ";" and not closing)):
                 reader.take(1)
@@ -209,8 +229,11 @@ class JsonCalls:
             yield from reader.literal(self.end)
         return True
 
-    def _object(self, reader: Reader, sink: Sink) -> Steps[bool]:
-        """Read an object after its brace; return False if it is no call, or is not whole."""
+    def _object(self, reader: Reader, sink: Sink, *, may_nest: bool) -> Steps[bool]:
+        """Read an object after its brace; return False if it is no call, or is not whole.
+
+        `may_nest`: the key "function" may have an object with name and arguments.
+        """
         name: str | None = None
         call_id: str | None = None
         held: list[str] | None = None
@@ -237,9 +260,9 @@ class JsonCalls:
                 if not (yield from self._arguments(reader, sink.arguments)):
                     return False
             elif key in _NAME_KEYS and name is None:
-                if key == "function" and char == "{":
+                if key == "function" and char == "{" and may_nest:
                     reader.take(1)
-                    return (yield from self._object(reader, sink)) and (
+                    return (yield from self._object(reader, sink, may_nest=False)) and (
                         yield from self._rest(reader)
                     )
                 name = yield from reader.json_string()
@@ -261,6 +284,8 @@ class JsonCalls:
                         return False
             elif key in _ID_KEYS and char == '"' and not started:
                 call_id = yield from reader.json_string()
+            elif sink.only_known and name is None and key not in ("type", *_ID_KEYS):
+                return False  # an object of another kind: do not wait for its end
             elif not (yield from reader.json_value(ignore)):
                 return False
         if not started:
@@ -272,11 +297,15 @@ class JsonCalls:
 
     def _arguments(self, reader: Reader, emit: Callable[[str], None]) -> Steps[bool]:
         """Read arguments: a JSON value, or a text that contains it."""
-        if (yield from reader.char()) == '"':
+        char = yield from reader.char()
+        if char == '"':
             text = yield from reader.json_string()
             if text is None:
                 return False
-            emit(text)
+            emit(text if text.strip() else "{}")
+            return True
+        if char == "n" and (yield from reader.literal("null")):
+            emit("{}")
             return True
         if not (yield from reader.json_value(emit)):
             # What is no JSON belongs to the arguments, too, up to the end of the call.
@@ -378,8 +407,8 @@ class PatternCalls:
 
     @property
     def trigger(self) -> str | None:
-        """Implement `Calls`."""
-        return self._begin.first if self.section is None else self.section[0]
+        """Implement `Calls`: a model may write white space and several calls in other ways."""
+        return None
 
     def tag(self, name: str, schema: Mapping[str, Any]) -> Tag:
         """Implement `Calls`."""
@@ -402,7 +431,7 @@ class PatternCalls:
         assert self.argument is not None
         required = schema.get("required") or ()
         elements: list[dict[str, Any]] = []
-        for key, part in (schema.get("properties") or {}).items():
+        for key, part in _properties(schema).items():
             begin, end = self.argument
             text = is_text_schema(part)
             begin = begin.replace("{key}", key).replace("{text}", "true" if text else "false")
@@ -412,7 +441,8 @@ class PatternCalls:
             if text:
                 content = {"type": "any_text"}
                 if isinstance(part.get("enum"), list):
-                    values = [{"type": "const_string", "value": str(v)} for v in part["enum"]]
+                    texts = ["null" if v is None else str(v) for v in part["enum"]]
+                    values = [{"type": "const_string", "value": text} for text in texts]
                     content = {"type": "or", "elements": values}
             tag = {"type": "tag", "begin": begin, "content": content, "end": end}
             elements.append(tag if key in required else {"type": "optional", "content": tag})
@@ -468,9 +498,14 @@ class PatternCalls:
         if not (yield from self._begin.read(reader, fields, 1)):
             return False
         call_id = fields.get("id")
+        yield from reader.spaces()
         if self.argument is None:
-            yield from reader.spaces()
             if (yield from reader.char()) != "{":
+                return False
+        elif not (yield from reader.follows(self._argument.first)):
+            # A call without arguments is none if it names no tool, or does not end.
+            known = fields["name"] in sink.schemas
+            if not known or not (yield from reader.follows(self._end.first)):
                 return False
         sink.start(fields.get("name") or _name_of(call_id or ""), call_id)
         if self.argument is None:
@@ -587,24 +622,37 @@ class PythonCalls:
 
     @property
     def trigger(self) -> str | None:
-        """Implement `Calls`."""
-        return None if self.begins[0] in BARE else self.begins[0]
+        """Implement `Calls`: a model may write several calls in a list."""
+        return None
 
     def tag(self, name: str, schema: Mapping[str, Any]) -> Tag:
         """Implement `Calls`."""
         required = schema.get("required") or ()
-        properties = schema.get("properties") or {}
-        elements: list[dict[str, Any]] = []
-        for key in sorted(properties, key=lambda key: key not in required):
-            comma = ", " if elements else ""
+        properties = _properties(schema)
+        names = sorted(properties, key=lambda key: key not in required)
+
+        def argument(key: str, comma: str) -> Tag:
             content = {"type": "json_schema", "json_schema": properties[key]}
-            tag = {"type": "tag", "begin": f"{comma}{key}=", "content": content, "end": ""}
-            elements.append(tag if key in required else {"type": "optional", "content": tag})
-        arguments: dict[str, Any] = {"type": "sequence", "elements": elements}
+            return {"type": "tag", "begin": f"{comma}{key}=", "content": content, "end": ""}
+
+        def beginning_with(first: int) -> dict[str, Any]:
+            """Return the arguments from a place on."""
+            elements = [argument(names[first], "")]
+            for key in names[first + 1 :]:
+                tag = argument(key, ", ")
+                elements.append(tag if key in required else {"type": "optional", "content": tag})
+            return {"type": "sequence", "elements": elements}
+
+        content: dict[str, Any] = {"type": "const_string", "value": ""}
+        if names and names[0] in required:
+            content = beginning_with(0)
+        elif names:
+            starts = [beginning_with(i) for i in range(len(names))]
+            content = {"type": "or", "elements": [*starts, content]}
         return {
             "type": "tag",
-            "begin": f"{self.trigger or ''}[{name}(",
-            "content": arguments if elements else {"type": "const_string", "value": ""},
+            "begin": f"{self.begins[0] if self.begins[0] not in BARE else ''}[{name}(",
+            "content": content,
             "end": f")]{self.end}",
         }
 
@@ -637,7 +685,11 @@ class PythonCalls:
 
     def _call(self, reader: Reader, sink: Sink) -> Steps[bool]:
         name = yield from reader.run(_NAME, _MOST_NAME)
-        if not (yield from reader.literal("(")) or not sink.accepts(name):
+        if len(name) > _MOST_NAME or not (yield from reader.literal("(")):
+            return False
+        yield from reader.spaces()
+        char = yield from reader.char()
+        if not sink.accepts(name) or not (char == ")" or char.isidentifier()):
             return False
         sink.start(name)
         while True:
@@ -692,8 +744,8 @@ class OwnCalls:
         """Implement `Calls`."""
         if self.call is None:
             raise RequestError(
-                "This model writes arguments of tools in a form that no schema describes; use "
-                'tool_choice="auto", without strict.',
+                "This model writes arguments of tools in a form that no grammar describes; use "
+                'tool_choice="auto".',
                 "tool_choice",
             )
         begin, end = self.call

@@ -24,6 +24,8 @@ _CALLS: list[tuple[str, dict[str, object]]] = [
     ("find_place", {"town": 'octavo "press"', "pages": 8}),
     ("sum_up", {"first": 1.5, "second": 2}),
 ]
+_MOST_TURN = 2**14
+"""Characters of a rendered turn that are parsed."""
 _TYPES = {str: "string", int: "integer", float: "number"}
 _SCHEMAS: dict[str, dict[str, Any]] = {
     name: {
@@ -115,7 +117,8 @@ def _turns(render: Render) -> Iterator[tuple[int, str]]:
                 )
             except OctavoError:
                 continue
-            yield num_calls, whole[_end_of_common(prompt, whole) :]
+            begin = _end_of_common(prompt, whole)
+            yield num_calls, whole[begin : begin + _MOST_TURN]
             break
 
 
@@ -141,7 +144,7 @@ def _calls_in(candidate: Format, turn: str) -> list[tuple[str, object]]:
             calls[-1][1].append(part.text)
     try:
         return [(name, json.loads("".join(pieces))) for name, pieces in calls]
-    except ValueError:
+    except (ValueError, RecursionError):
         return []
 
 

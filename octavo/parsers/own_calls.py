@@ -19,7 +19,7 @@ _CALL = Markers(["<|call|>"])
 def read_harmony(reader: Reader, sink: Sink) -> Steps[bool]:
     """Read a call of gpt-oss after "to=functions.": its name, a channel and the arguments."""
     name = yield from reader.run(_NAME, _MOST_NAME)
-    if not name:
+    if not 0 < len(name) <= _MOST_NAME:
         return False
     yield from reader.spaces()
     for header in ("<|channel|>", "<|constrain|>", "<|message|>"):
@@ -45,7 +45,7 @@ def read_gemma(reader: Reader, sink: Sink) -> Steps[bool]:
     if not (yield from reader.literal("call:")):
         return False
     name = yield from reader.run(_NAME, _MOST_NAME)
-    if not name or not (yield from reader.follows("{")):
+    if not 0 < len(name) <= _MOST_NAME or not (yield from reader.follows("{")):
         return False
     sink.start(name)
     quote, depth = Markers([_QUOTE]), 0

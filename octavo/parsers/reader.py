@@ -126,11 +126,13 @@ class Reader:
         Reading stops after `most` characters, or up to a piece more.
         """
         pieces: list[str] = []
+        length = 0
         while True:
             match = pattern.match(self._text, self._at)
             assert match is not None
             pieces.append(self.take(match.end() - self._at))
-            if self._at < len(self._text) or self.ended or sum(map(len, pieces)) > most:
+            length += len(pieces[-1])
+            if self._at < len(self._text) or self.ended or length > most:
                 return "".join(pieces)
             yield
 

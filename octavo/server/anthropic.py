@@ -186,7 +186,7 @@ class _Blocks:
         return [*events, {"type": "content_block_stop", "index": index}]
 
     def whole(self) -> list[dict[str, Any]]:
-        """Return the blocks with their texts. The input of a call that was cut is what parses."""
+        """Return the blocks with their texts."""
         blocks = []
         for block, pieces in self._pieces:
             text = "".join(pieces)
@@ -199,10 +199,10 @@ class _Blocks:
 
 
 def _parse_input(text: str) -> Any:
-    """Return the input of a call; {} if its text is cut, as only a stream can show that."""
+    """Return the input of a call; {} if its text is cut. A stream has the cut text."""
     try:
         value = msgspec.json.decode(text)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

@@ -220,6 +220,10 @@ class ChatCompletion(Generation[ChatFields]):
             for message, role in zip(last, self._roles, strict=True)
         ]
         """Texts of the last messages, to send before the answers."""
+        self._makes_ids = False
+        """True: calls get ids of the server, because a grammar wrote those of the model."""
+        self._ids: set[str] = set()
+        """Ids that the model wrote."""
         self._num_calls: dict[int, int] = {}
         """Number of the calls of tools in each choice so far."""
         if not (body.logprobs or body.return_token_ids):
@@ -250,27 +254,43 @@ class ChatCompletion(Generation[ChatFields]):
         reading = await read_chat(self.body, engine, self.state, num_bytes, preserved)
         schemas = schemas_of([_plain_tool(tool) for tool in tools]) if tools else None
         self._parse_with(answer_format, schemas, reading.prompts)
-        if schemas and reading.params.structured_outputs is None and tokenizer.has_bytes:
-            form = self._form_of_calls(answer_format, schemas, reading.prompts)
-            if form is not None:
-                params = StructuredOutputsParams(structural_tag=form, disable_any_whitespace=True)
-                reading.params.structured_outputs = params
+        if schemas and reading.params.structured_outputs is None:
+            required = self.body.tool_choice not in (None, "auto")
+            if tokenizer.has_bytes:
+                form = await offload(
+                    num_bytes // 4, self._form_of_calls, answer_format, schemas, reading.prompts
+                )
+                reading.params.structured_outputs = form
+            elif required:
+                raise RequestError(
+                    "tool_choice needs a tokenizer whose tokens stand for fixed bytes, unlike this "
+                    'model\'s; use tool_choice="auto".',
+                    "tool_choice",
+                )
+            self._makes_ids = required
         return reading
 
     def _form_of_calls(
         self, answer_format: Format, schemas: Mapping[str, Any], prompts: Sequence[Prompt]
-    ) -> dict[str, Any] | None:
-        """Return the structural tag that holds calls to their schemas."""
+    ) -> StructuredOutputsParams | None:
+        """Return the form that holds calls to their schemas; None if no grammar has it.
+
+        Raises:
+            RequestError: a schema is too large, or no grammar describes it.
+        """
         choice, parallel = self.body.tool_choice, self.body.parallel_tool_calls is not False
         if isinstance(choice, NamedTool):
             name, parallel = choice.function.name, False
             schemas = {name: schemas[name]}
-        return answer_format.structural_tag(
+        form = answer_format.structural_tag(
             schemas,
             required=choice not in (None, "auto"),
             parallel=parallel,
             thinks=_thinks(answer_format, prompts[0]),
         )
+        if form is None:
+            return None
+        return StructuredOutputsParams(structural_tag=form, disable_any_whitespace=True)
 
     def _parse_with(
         self,
@@ -289,8 +309,8 @@ class ChatCompletion(Generation[ChatFields]):
     def _blamed(self, error: RequestError) -> RequestError:
         """Set the field of the body that caused an engine's error; return the error."""
         error = super()._blamed(error)
-        if error.param == "structured_outputs":  # the request itself has none
-            error.param = "tools"
+        if error.param in ("structured_outputs", "structural_tag"):  # the body has none
+            return RequestError(f"tools: {error.message}", "tools", error.code)
         return error
 
     def opening(self, prompt: int) -> list[list[Part]]:
@@ -390,7 +410,8 @@ class ChatCompletion(Generation[ChatFields]):
         """Count a call of a choice, and return its id: the same after a restart of the engine."""
         number = self._num_calls.get(choice, 0)
         self._num_calls[choice] = number + 1
-        if start.id is not None:
+        if start.id and not self._makes_ids and start.id not in self._ids:
+            self._ids.add(start.id)
             return start.id
         digest = hashlib.blake2b(f"{self.id}-{choice}-{number}".encode(), digest_size=12)
         return f"call_{digest.hexdigest()}"

@@ -24,8 +24,9 @@ class Delta(msgspec.Struct, gc=False):
 
 def fold(parts: list[Part]) -> dict[type[Part], str]:
     """Return the joined text of each kind of part."""
-    texts: dict[type[Part], str] = {}
+    texts: dict[type[Part], list[str]] = {}
     for part in parts:
-        kind = type(part)
-        texts[kind] = texts[kind] + part.text if kind in texts else part.text
-    return texts
+        texts.setdefault(type(part), []).append(part.text)
+    return {
+        kind: pieces[0] if len(pieces) == 1 else "".join(pieces) for kind, pieces in texts.items()
+    }

@@ -263,7 +263,7 @@ _TOOL_PARTS: Mapping[str, type[Body]] = {"function": FunctionDefinition}
 
 
 class Tool(Body):
-    """Tool for chat templates that use tools."""
+    """Tool that the model may call."""
 
     inner = _TOOL_PARTS
 
@@ -367,6 +367,37 @@ Documents: TypeAlias = (
 )
 
 
+def _check_function(function: FunctionDefinition, where: str) -> None:
+    """Raise RequestError if a function has a wrong name, or parameters that are no schema."""
+    if not _FUNCTION_NAME.fullmatch(function.name):
+        raise RequestError(
+            f"{where}.name={show(function.name)} is not allowed; use 1 to 128 letters, digits, "
+            "and _ - . : /, with a letter or _ first.",
+            f"{where}.name",
+        )
+    schema = function.parameters or {}
+    properties, required = schema.get("properties"), schema.get("required")
+    right = properties is None or (
+        isinstance(properties, dict)
+        and all(isinstance(part, dict | bool) for part in properties.values())
+    )
+    if not right:
+        raise RequestError(
+            f"{where}.parameters.properties={show(properties)} is not an object of schemas.",
+            f"{where}.parameters",
+        )
+    if required is not None and not (
+        isinstance(required, list) and all(isinstance(key, str) for key in required)
+    ):
+        raise RequestError(
+            f"{where}.parameters.required={show(required)} is not a list of names.",
+            f"{where}.parameters",
+        )
+
+
+_FUNCTION_NAME = re.compile(r"[A-Za-z_][\w.:/-]{0,127}", re.ASCII)
+
+
 class NamedFunction(Body):
     """Name of a function."""
 
@@ -395,9 +426,18 @@ def _check_tool_choice(value: object) -> object:
             '{"type": "function", "function": {"name": "..."}}.',
             "tool_choice",
         )
-    if isinstance(value, dict) and value.get("type", "function") != "function":
+    if not isinstance(value, dict):
+        return value
+    if value.get("type", "function") != "function":
         raise UnsupportedError(
             f"tool_choice.type={show(value['type'])} is not supported; use function.",
+            "tool_choice",
+        )
+    function = value.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RequestError(
+            f"tool_choice.function={show(function)} has no name; give "
+            '{"type": "function", "function": {"name": "..."}}.',
             "tool_choice",
         )
     return value
@@ -767,11 +807,19 @@ class ChatFields(GenerationBody):
             )
 
     def _check_tools(self) -> None:
+        for i, tool in enumerate(self.tools or ()):
+            _check_function(tool.function, f"tools[{i}].function")
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
             twice = next(name for i, name in enumerate(names) if name in names[:i])
             raise RequestError(f"tools has the function {twice!r} twice.", "tools")
         choice = self.tool_choice
+        if names and choice != "none" and self.use_beam_search:
+            raise RequestError(
+                'tools are not available with use_beam_search=true; send tool_choice="none", or '
+                "leave one of them out.",
+                "tools",
+            )
         if choice in (None, "none", "auto"):
             return
         if not names:
@@ -832,6 +880,7 @@ class BatchChatBody(ChatFields):
 _WITHOUT_BATCH: Mapping[str, tuple[object, ...]] = {
     "stream": (None, False),
     "use_beam_search": (None, False),
+    "tools": (None, []),
     "n": (None, 1),
     "prompt_logprobs": (None,),
     "kv_transfer_params": (None,),

@@ -340,7 +340,7 @@ class ServerState(HttpState):
             template = await self.chat_template(tokenizer)
             names = self.config.tool_call_parser, self.config.reasoning_parser
             self._answer_format = asyncio.create_task(
-                asyncio.to_thread(find_format, template.render, template.sources, *names)
+                asyncio.to_thread(_find_format, template, *names)
             )
         return await asyncio.shield(self._answer_format)
 
@@ -362,6 +362,17 @@ def state_of(request: Request) -> ServerState:
     state = request.app.state.octavo
     assert isinstance(state, ServerState)
     return state
+
+
+def _find_format(
+    template: ChatTemplate, tool_parser: str | None, reasoning_parser: str | None
+) -> Format | None:
+    """Return `find_format` of a template; None, with a warning, if it cannot be examined."""
+    try:
+        return find_format(template.render, template.sources, tool_parser, reasoning_parser)
+    except Exception:
+        logger.warning("the format of answers was not found in the chat template", exc_info=True)
+        return None
 
 
 def _fingerprint(config: EngineConfig) -> str:

@@ -212,3 +212,36 @@ def test_calls_without_a_marker(name):
     if fmt.thoughts:
         begin, end = fmt.thoughts
         assert parse(fmt, f"{begin}{call}{end}") == [["Reasoning", call]]
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "blocks"),
+    [
+        ("glm45", "Use <tool_call>tag to call", [["Text", "Use <tool_call>tag to call"]]),
+        ("glm45", "<tool_call>...</tool_call>", [["Text", "<tool_call>...</tool_call>"]]),
+        ("glm45", "<tool_call>now</tool_call>", [["call", "now", "{}"]]),
+        ("qwen3_coder", "Write <function=foo> then", [["Text", "Write <function=foo> then"]]),
+        ("pythonic", '[now("x")]', [["Text", '[now("x")]']]),
+        ("hermes", '<tool_call>{"name": "now", "arguments": ""}', [["call", "now", "{}"]]),
+        ("hermes", '<tool_call>{"name": "now", "arguments": null}', [["call", "now", "{}"]]),
+        ("hermes", '{"function":' * 3000, [["Text", '{"function":' * 3000]]),
+        (
+            "hermes",
+            '<tool_call>{"name": "\\ud800", "arguments": {}}',
+            [["call", "\\ud800", "{}"]],
+        ),
+        ("openai", f" to=functions.{'x' * 300}<|message|>{{}}", None),
+    ],
+    ids=lambda v: str(v)[:30],
+)
+def test_what_is_almost_a_call(name, answer, blocks):
+    found = parse(FORMATS[name], [answer])
+    assert parse(FORMATS[name], answer) == found
+    assert found == ([["Text", answer]] if blocks is None else blocks)
+    json.dumps(found).encode()
+
+
+def test_json_that_is_no_call_is_streamed():
+    parser = AnswerParser(FORMATS["hermes"], SCHEMAS)
+    parts = parser.feed('{"answer": "word')
+    assert "".join(part.text for part in parts) == '{"answer": "word'

@@ -112,7 +112,41 @@ def test_calls_of_an_answer_that_may_have_none():
 
 
 def test_calls_that_no_grammar_can_tell():
-    for name in ("llama3_json", "pythonic", "gemma4"):
+    for name in ("llama3_json", "pythonic", "gemma4", "mistral", "glm45"):
         assert FORMATS[name].structural_tag(SCHEMAS) is None
-    with pytest.raises(RequestError, match="no schema describes"):
+    with pytest.raises(RequestError, match="no grammar describes"):
         FORMATS["gemma4"].structural_tag(SCHEMAS, required=True)
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "olmo3"])
+def test_definitions_that_a_property_refers_to(name):
+    point = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    schema = {"properties": {"p": {"$ref": "#/$defs/P"}}, "$defs": {"P": point}, "required": ["p"]}
+    tag = FORMATS[name].structural_tag({"now": schema}, required=True)
+    compile_tag(tag, vocabulary())
+
+
+@pytest.mark.parametrize(
+    ("answer", "good"),
+    [("f()", True), ("f(a=1)", True), ("f(b=2)", True), ("f(a=1, b=2)", True), ("f(, b=2)", False)],
+)
+def test_optional_arguments_of_python_calls(answer, good):
+    schema = {"properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+    tag = FORMATS["pythonic"].structural_tag({"f": schema}, required=True, parallel=False)
+    data = [*f"[{answer}]".encode(), 256]
+    assert (compile_tag(tag, vocabulary()).start().accept_tokens(data) == len(data)) is good
+
+
+def test_a_text_or_null():
+    schema = {
+        "properties": {"x": {"type": ["string", "null"], "enum": [None, "a"]}},
+        "required": ["x"],
+    }
+    fmt = FORMATS["qwen3_coder"]
+    tag = fmt.structural_tag({"f": schema}, required=True, parallel=False)
+    for value, good in (("null", True), ("a", True), ("None", False)):
+        answer = (
+            f"<tool_call><function=f><parameter=x>\n{value}\n</parameter></function></tool_call>"
+        )
+        data = [*answer.encode(), 256]
+        assert (compile_tag(tag, vocabulary()).start().accept_tokens(data) == len(data)) is good

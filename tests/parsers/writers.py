@@ -2,7 +2,7 @@
 
 import json
 
-from octavo.parsers.calls import JsonCalls, OwnCalls, PatternCalls, PythonCalls
+from octavo.parsers.calls import BARE, JsonCalls, OwnCalls, PatternCalls, PythonCalls
 
 Call = tuple[str, dict]
 """Name of the function, and arguments."""
@@ -32,7 +32,7 @@ def write_calls(way, calls):
             f"{name}({', '.join(f'{k}={v!r}' for k, v in arguments.items())})"
             for name, arguments in calls
         )
-        begin = way.trigger or ""
+        begin = "" if way.begins[0] in BARE else way.begins[0]
         return f"{begin}[{inner}]{way.end}"
     if isinstance(way, PatternCalls):
         written = "\n".join(_write_pattern(way, i, call) for i, call in enumerate(calls))
@@ -61,7 +61,7 @@ def _write_json(way, calls):
     else:
         objects = [{"name": name, "arguments": arguments} for name, arguments in calls]
     texts = [json.dumps(o, ensure_ascii=False) for o in objects]
-    bare = way.trigger is None
+    bare = way.begins[0] in BARE
     begin = "" if bare else way.begins[0]
     if way.end in ("</tool_call>", "<|action_end|>") or way.begins[0].startswith("<|function_call"):
         return "\n".join(f"{begin}\n{text}\n{way.end}" for text in texts)

@@ -184,6 +184,25 @@ def test_required_calls():
             "tool_choice",
             "not a function of tools",
         ),
+        *(
+            (
+                {"tools": [{"type": "function", "function": {"name": "f", **wrong}}]},
+                f"tools[0].function.{field}",
+                words,
+            )
+            for wrong, field, words in [
+                ({"name": "a b"}, "name", "'a b' is not allowed"),
+                ({"name": ""}, "name", "'' is not allowed"),
+                ({"parameters": {"properties": [1]}}, "parameters", "not an object of schemas"),
+                ({"parameters": {"required": 5}}, "parameters", "not a list of names"),
+            ]
+        ),
+        (
+            {"tools": [TOOL], "use_beam_search": True, "n": 2, "temperature": 0},
+            "tools",
+            "not available with use_beam_search",
+        ),
+        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice", "has no name"),
         (
             {"tools": [TOOL], "tool_choice": {"type": "custom"}},
             "tool_choice",
@@ -208,3 +227,37 @@ def test_wrong_choices(fields, param, words):
         assert words in response.json()["error"]["message"]
 
     serve(scenario)
+
+
+def test_a_schema_that_is_too_large():
+    async def scenario(served):
+        words = {f"word{i}": {"type": "string", "description": "x" * 9000} for i in range(70)}
+        function = {"name": "f", "parameters": {"type": "object", "properties": words}}
+        response = await served.chat(tools=[{"type": "function", "function": function}])
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "tools"
+
+    serve(scenario)
+
+
+def test_ids_of_the_model_are_used_once():
+    """Kimi's ids name the function; an id that occurs again would mix up the results."""
+    call = "<|tool_call_begin|>{}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+    calls = [
+        call.format(name) for name in ("functions.add:0", "functions.add:1", "functions.add:0")
+    ]
+
+    async def scenario(served):
+        served.engine.answer = (
+            f"<|tool_calls_section_begin|>{''.join(calls)}<|tool_calls_section_end|>"
+        )
+        message, _ = await whole_and_streamed(served, tools=[TOOL], max_tokens=400)
+        ids = [call["id"] for call in message["tool_calls"]]
+        assert ids[:2] == ["functions.add:0", "functions.add:1"]
+        assert ids[2].startswith("call_")
+
+    with_server(
+        scenario,
+        lambda: FakeAsyncLLM(tokenizer=make_tokenizer(TEMPLATE)),
+        tool_call_parser="kimi_k2",
+    )
