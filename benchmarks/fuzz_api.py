@@ -35,7 +35,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from octavo.compat import request_fields as known_fields
 from octavo.server import answers
-from octavo.server.openapi import OPERATIONS
+from octavo.server.openapi import OPERATIONS, Operation
 
 Json = dict[str, Any]
 ANSWER_TIMEOUT = 60.0
@@ -342,9 +342,9 @@ def check(request: Request, status: int, headers: dict[str, str], body: bytes) -
         return
     try:
         if status >= 400:
-            TypeAdapter(answers.ErrorAnswer).validate_json(body)
+            TypeAdapter(operation.error).validate_json(body)
         elif kind == "text/event-stream":
-            _check_events(operation.chunk, body, fail)
+            _check_events(operation, body, fail)
         elif (
             kind == "application/json"
             and operation.answer is not None
@@ -355,18 +355,21 @@ def check(request: Request, status: int, headers: dict[str, str], body: bytes) -
         fail(f"not as described ({error.errors()[:3]})")
 
 
-def _check_events(chunk: Any, body: bytes, fail: Callable[[str], None]) -> None:
+def _check_events(operation: Operation, body: bytes, fail: Callable[[str], None]) -> None:
     items = body.decode().split("\n\n")
-    if items[-2:] != ["data: [DONE]", ""]:
+    anthropic = operation.chunk is answers.AnthropicEvent
+    last = 'event: message_stop\ndata: {"type":"message_stop"}' if anthropic else "data: [DONE]"
+    failed = anthropic and items[-2].startswith("event: error")
+    if items[-1] or (items[-2] != last and not failed):
         fail("a stream without its end")
-    for item in items[:-2]:
-        data = item.removeprefix("data: ")
-        if data.startswith('{"error"'):
-            found = TypeAdapter(answers.ErrorAnswer).validate_json(data)["error"]
-            if found["type"] == "server_error":
+    for item in items[: -1 if anthropic else -2]:
+        data = item.partition("data: ")[2]
+        if data.startswith(('{"error"', '{"type":"error"')):
+            found = TypeAdapter(operation.error).validate_json(data)["error"]
+            if found["type"] in ("server_error", "api_error"):
                 fail("a server's error in a stream")
         else:
-            TypeAdapter(chunk).validate_json(data)
+            TypeAdapter(operation.chunk).validate_json(data)
 
 
 # The real server

@@ -130,6 +130,11 @@ def error_status(error: BaseException) -> int:
     return 503 if isinstance(error, EngineDeadError) else 500
 
 
+def speaks_anthropic(path: str) -> bool:
+    """Return True if the clients of an address expect the form of Anthropic's API."""
+    return "/v1/messages" in path
+
+
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -208,15 +213,18 @@ def error_response(error: BaseException, *, anthropic: bool = False) -> Response
 async def on_http_exception(request: Request, error: Exception) -> Response:
     """Turn errors of the router (unknown address, wrong method) into OpenAI's form."""
     assert isinstance(error, HTTPException)
-    where = f"{request.method} {request.url.path}"
+    path = request.url.path
+    where, anthropic = f"{request.method} {path}", speaks_anthropic(path)
     if error.status_code == 405:
         allow = (error.headers or {}).get("Allow", "")
-        return error_response(RouteError(405, f"{where}: method not allowed; use {allow}.", allow))
+        wrong = RouteError(405, f"{where}: method not allowed; use {allow}.", allow)
+        return error_response(wrong, anthropic=anthropic)
     if error.status_code == 404:
-        instead = elsewhere(request.url.path)
+        instead = elsewhere(path)
         said = "no such route; GET / lists them" if instead is None else f"not available; {instead}"
-        return error_response(RouteError(404, f"{where}: {said}."))
-    return error_response(RouteError(error.status_code, f"{where}: {error.detail}"))
+        return error_response(RouteError(404, f"{where}: {said}."), anthropic=anthropic)
+    other = RouteError(error.status_code, f"{where}: {error.detail}")
+    return error_response(other, anthropic=anthropic)
 
 
 def log_unexpected(error: BaseException) -> None:

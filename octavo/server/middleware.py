@@ -20,13 +20,13 @@ from octavo.server.errors import (
     error_response,
     log_unexpected,
     show,
+    speaks_anthropic,
 )
 from octavo.server.http_state import HttpState
 from octavo.system.logs import REQUEST_ID
 
 logger = logging.getLogger(__name__)
 
-_ANTHROPIC_PATH = "/v1/messages"
 CLIENT_CLOSED_REQUEST = 499
 """Status of nginx for a client that disconnected; it is only logged."""
 
@@ -83,8 +83,7 @@ class RequestMiddleware:
         token = REQUEST_ID.set(context.request_id)
         path, root = scope["path"], scope.get("root_path", "")
         # As the router sees the path: a proxy may leave its own path in front.
-        route = path.removeprefix(root) if path.startswith(f"{root}/") else path
-        probe = route in OPEN_PATHS
+        probe = (path.removeprefix(root) if path.startswith(f"{root}/") else path) in OPEN_PATHS
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -116,7 +115,7 @@ class RequestMiddleware:
             log_unexpected(error)
             if context.status is not None:
                 raise  # too late for an answer: the connection gets closed
-            response = error_response(error, anthropic=route.startswith(_ANTHROPIC_PATH))
+            response = error_response(error, anthropic=speaks_anthropic(path))
             await response(scope, receive, send_with_id)
         finally:
             self.state.num_active -= not probe

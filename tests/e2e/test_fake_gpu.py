@@ -29,7 +29,35 @@ pytestmark = needs_triton
 
 
 @pytest.fixture(scope="module")
-def gpu() -> Iterator[FakeGpu]:
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return folder("llama", tmp_path_factory.mktemp("llama"))
+
+
+def dequantize(model: str, form: str, group: int, folder: Path) -> str:
+    """Write the model with the numbers of its quantized weights; return its folder."""
+    hf, ops = AutoModelForCausalLM.from_pretrained(model), ReferenceOps()
+    for module in hf.modules():
+        if isinstance(module, torch.nn.Linear):
+            weight = ops.quantize_weight([from_torch(module.weight)], form, group)
+            numbers = (weight.data[..., :-1] * weight.data[..., -1:]).flatten(1)[:, : weight.k]
+            module.weight.data.copy_(numbers)
+    hf.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def twins(llama: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return, for each quantization, a model of the numbers that it makes of `llama`."""
+    forms = {"int4": ("int4_levels", GROUP_SIZE), "fp8": ("fp8", 0)}
+    return {
+        name: dequantize(llama, form, group, tmp_path_factory.mktemp(name))
+        for name, (form, group) in forms.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def gpu(twins: dict[str, str]) -> Iterator[FakeGpu]:
+    """Fake the GPU after transformers has loaded its models: it would keep faked functions."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         yield FakeGpu(monkeypatch)
 
@@ -56,11 +84,6 @@ SMALL = {
     "max_num_seqs": 3,
     "num_gpu_blocks_override": 40,
 }
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return folder("llama", tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")
@@ -143,18 +166,6 @@ def test_settings(settings: dict[str, object], llama: str, gpu: FakeGpu) -> None
     assert bool(gpu.waits) == ("attention_backend" in settings), "the reference looks at lengths"
 
 
-def dequantize(model: str, form: str, group: int, folder: Path) -> str:
-    """Write the model with the numbers of its quantized weights; return its folder."""
-    hf, ops = AutoModelForCausalLM.from_pretrained(model), ReferenceOps()
-    for module in hf.modules():
-        if isinstance(module, torch.nn.Linear):
-            weight = ops.quantize_weight([from_torch(module.weight)], form, group)
-            numbers = (weight.data[..., :-1] * weight.data[..., -1:]).flatten(1)[:, : weight.k]
-            module.weight.data.copy_(numbers)
-    hf.save_pretrained(folder)
-    return str(folder)
-
-
 def test_int8(llama: str, gpu: FakeGpu) -> None:
     """Weights and activations have the same bits as on a CPU, and sums of products are exact."""
     params, settings = [PLAIN, GREEDY, GREEDY], {"quantization": "int8"}
@@ -164,22 +175,14 @@ def test_int8(llama: str, gpu: FakeGpu) -> None:
     assert gpu.replays > replays
 
 
-@pytest.mark.parametrize(
-    ("name", "form", "group"), [("int4", "int4_levels", GROUP_SIZE), ("fp8", "fp8", 0)]
-)
+@pytest.mark.parametrize("name", ["int4", "fp8"])
 def test_weights_of_codes(
-    name: str,
-    form: str,
-    group: int,
-    llama: str,
-    tmp_path: Path,
-    gpu: FakeGpu,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, llama: str, twins: dict[str, str], gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Activations stay in the model's type: the tokens are those of the dequantized weights."""
     monkeypatch.setattr(int4, "SMALL", 0)  # otherwise, weights as small as these are int8
     params = [PLAIN, GREEDY, GREEDY]
-    expected = ids(run(dequantize(llama, form, group, tmp_path), params, device="cpu"))
+    expected = ids(run(twins[name], params, device="cpu"))
     got = run(llama, params, gpu, device="cuda", quantization=name, enforce_eager=True)
     assert ids(got) == expected
     assert gpu.waits == []

@@ -45,7 +45,8 @@ def begin(server: Server, path: str, num_events: int = 10, last: str | None = No
             found += piece
             if found.count(b"\n\n") >= num_events:
                 break
-    return found[: found.rindex(b"\n\n") + 2]  # a truncated event does not count
+    events = found.split(b"\n\n")[:-1]  # a truncated event does not count
+    return b"".join(event + b"\n\n" for event in events[:num_events])
 
 
 def last_id(events: bytes) -> str:
