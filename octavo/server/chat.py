@@ -309,7 +309,8 @@ class ChatCompletion(Generation[ChatFields]):
     def _blamed(self, error: RequestError) -> RequestError:
         """Set the field of the body that caused an engine's error; return the error."""
         error = super()._blamed(error)
-        if error.param in ("structured_outputs", "structural_tag"):  # the body has none
+        made = self.body.constraint() is None
+        if made and error.param in ("structured_outputs", "structural_tag"):
             return RequestError(f"tools: {error.message}", "tools", error.code)
         return error
 
