@@ -14,7 +14,6 @@ from octavo.server.body import Body, validate
 from octavo.server.errors import show
 from octavo.server.schema import MAX_TOOLS, ChatBody, Float, Int
 
-_MOST_STOPS = 64
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -93,7 +92,7 @@ def _convert_message(message: object, where: str) -> list[dict[str, Any]]:
         elif kind == "thinking" and role == "assistant":
             thoughts.append(_field(block, "thinking", at))
         elif kind == "redacted_thinking" and role == "assistant":
-            continue  # nobody but its author can read it
+            continue  # only the service that wrote it can read it
         else:
             texts.append(_text_block(block, at))
     converted: list[dict[str, Any]] = results

@@ -29,7 +29,7 @@ def schema_of(value):
 
 
 def cases(kind):
-    """Yield (schemas, calls); the first allowed value of each argument is taken."""
+    """Yield (schemas, calls); each argument has the first value that is allowed."""
     answers = (DATA / f"answers_{kind}.json").read_text().splitlines()
     truths = {case["id"]: case["ground_truth"] for case in map(json.loads, answers)}
     for case in map(json.loads, (DATA / f"BFCL_v4_{kind}.json").read_text().splitlines()):

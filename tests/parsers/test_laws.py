@@ -152,7 +152,7 @@ def test_calls_in_an_open_thought(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_request_without_tools(name):
-    """What looks like a call is text."""
+    """A call in the text stays text."""
     fmt = FORMATS[name]
     if fmt.silent:
         return

@@ -111,6 +111,21 @@ def test_calls_of_an_answer_that_may_have_none():
         assert (grammar.accept_tokens(data) == len(data)) is good, answer
 
 
+def test_a_marker_that_is_a_special_token():
+    """Any text may come before it; the same text, spelled in other tokens, begins no call."""
+    words = vocabulary(["<tool_call>", "</tool_call>"])
+    begin, end = words.special_tokens.values()
+    call = [*b'\n{"name": "now", "arguments": {}}\n', end]
+    compiled = compile_tag(FORMATS["hermes"].structural_tag(SCHEMAS), words)
+    for data, good in [
+        ([*b"Sure: ", begin, *call, *b" and ", begin, *call, 256], True),
+        ([begin, *call, 256], True),
+        ([*b"Sure: ", begin, *b"\n{}", 256], False),
+        ([*b"<tool_call> is a marker", 256], True),
+    ]:
+        assert (compiled.start().accept_tokens(data) == len(data)) is good
+
+
 def test_calls_that_no_grammar_can_tell():
     for name in ("llama3_json", "pythonic", "gemma4", "mistral", "glm45"):
         assert FORMATS[name].structural_tag(SCHEMAS) is None

@@ -94,7 +94,13 @@ def test_blocks():
             use,
         ]
         assert message["stop_reason"] == "tool_use"
-        assert message["usage"]["output_tokens"] == len(ANSWER) + 1
+        prompt = len(served.engine.requests[-1].prompt_token_ids)
+        assert message["usage"] == {
+            "input_tokens": prompt,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 0,
+            "output_tokens": len(ANSWER) + 1,
+        }
 
     serve(scenario)
 

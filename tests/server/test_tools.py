@@ -94,7 +94,7 @@ def test_a_call_without_text():
 
 
 @pytest.mark.parametrize("fields", [{}, {"tools": [TOOL], "tool_choice": "none"}], ids=str)
-def test_calls_that_nobody_asked_for_are_text(fields):
+def test_calls_without_tools_are_text(fields):
     async def scenario(served):
         message, reason = await whole_and_streamed(served, **fields, max_tokens=200)
         assert reason == "stop"
