@@ -33,6 +33,7 @@ from octavo.server.auth import tenant_of
 from octavo.server.errors import show
 from octavo.server.http_state import HttpState
 from octavo.server.resumable_streams import StreamRegistry
+from octavo.server.state_dir import StateDir
 from octavo.server.stats_log import StatsLog
 from octavo.text.chat_template import ChatTemplate
 from octavo.text.tokenizer import Tokenizer
@@ -75,6 +76,7 @@ class ServerState(HttpState):
         self.engine: AsyncLLM | None = None
         self.failure: OctavoError | None = None
         """Reason why the engine does not run, or no longer runs."""
+        self.state_dir = None if config.state_dir is None else StateDir(config.state_dir)
         self.streams = StreamRegistry(config.resume_grace, self.run)
         self._start_engine = start_engine
         self._started: asyncio.Task[AsyncLLM] | None = None
@@ -175,6 +177,9 @@ class ServerState(HttpState):
         await self.streams.close()
         if self.engine is not None:
             await self.engine.shutdown()
+        if self.state_dir is not None:
+            self.state_dir.close()
+            self.state_dir = None
 
     # Ending
 
