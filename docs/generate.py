@@ -162,6 +162,7 @@ _CLIENT_METHODS = {
     "/v1/chat/completions": "chat.completions.create",
 }
 """Methods of OpenAI's client by route."""
+_ELSEWHERE = ("/v1/responses/", "/v1/conversations")
 
 
 def curl_line(route: Route) -> str:
@@ -197,10 +198,16 @@ def openai_line(route: Route) -> str:
     return line
 
 
+def described_elsewhere(path: str) -> bool:
+    """Return True if a page of its own describes a route, whose examples need stored objects."""
+    return path.startswith(_ELSEWHERE)
+
+
 def _routes() -> Iterator[Route]:
     found: dict[str, Route] = {}  # the first route of each address: GET before POST
     for path, endpoint, method in ROUTES:
-        found.setdefault(path, Route(path, endpoint, methods=[method]))
+        if not described_elsewhere(path):
+            found.setdefault(path, Route(path, endpoint, methods=[method]))
     return iter(found.values())
 
 

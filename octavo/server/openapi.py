@@ -177,6 +177,12 @@ OPERATIONS: dict[str, Operation] = {
     "/start_profile": Operation(answers.ProfileStarted, (*_ADMIN, 404, 409)),
     "/stop_profile": Operation(answers.ProfileStopped, (*_ADMIN, 404, 409)),
 }
+"""Documentation by path, or by method and path ("DELETE /v1/...")."""
+
+
+def operation_of(path: str, method: str) -> Operation:
+    """Return the documentation of a route."""
+    return OPERATIONS.get(f"{method} {path}") or OPERATIONS[path]
 
 
 def describe_routes(
@@ -187,13 +193,14 @@ def describe_routes(
         title="Octavo", version=__version__, description="OpenAI-compatible inference server."
     )
     for path, endpoint, method in routes:
+        operation = operation_of(path, method)
         app.add_api_route(
             path,
             endpoint,
             methods=[method],
             response_class=Response,
-            responses=OPERATIONS[path].responses(),
-            openapi_extra=OPERATIONS[path].extra(path),
+            responses=operation.responses(),
+            openapi_extra=operation.extra(path),
         )
     models: list[type[object]] = [answers.ErrorAnswer, answers.AnthropicError]
     for operation in OPERATIONS.values():
