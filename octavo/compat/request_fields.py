@@ -177,6 +177,18 @@ ANTHROPIC: Unsupported = {
     "mcp_servers": (None, []),
     "service_tier": (None, "auto", "standard_only"),
 }
+RESPONSES: Unsupported = {
+    **_all(_NOTHING, "prompt context_management moderation image access_programs"),
+    **_all(_NOTHING, "n seed stop logprobs response_format messages"),
+    "truncation": (None, "disabled"),
+    "background_options": _NOTHING,
+    "prompt_cache_options": _NOTHING,
+}
+RESPONSES_REASONING: Unsupported = {
+    "context": (None, "auto"),
+    "mode": (None, "standard"),
+}
+RESPONSES_STREAM_OPTIONS: Unsupported = {"include_obfuscation": _OFF}
 ANTHROPIC_TOOL: Unsupported = {"type": (None, "custom")}
 
 DETOKENIZE: Unsupported = {"skip_special_tokens": _OFF}

@@ -10,7 +10,6 @@ def _all(reason: str, *paths: str) -> dict[str, str]:
 
 
 ELSEWHERE: Mapping[str, str] = {
-    **_all("use POST /v1/chat/completions", "/v1/responses"),
     **_all(
         "the API of Cohere is not supported; use POST /v1/chat/completions",
         "/cohere/v2",

@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from octavo.errors import ConfigError
-from octavo.server import admin, health, model_list
+from octavo.server import admin, conversations, health, model_list, responses
 from octavo.server.anthropic import count_tokens, create_message
 from octavo.server.chat import create_batch_chat_completion, create_chat_completion
 from octavo.server.completions import create_completion
@@ -78,6 +78,20 @@ ROUTES: tuple[tuple[str, Endpoint, str], ...] = (
     ("/v1/chat/completions/batch", create_batch_chat_completion, "POST"),
     ("/v1/messages", create_message, "POST"),
     ("/v1/messages/count_tokens", count_tokens, "POST"),
+    ("/v1/responses", responses.create_response, "POST"),
+    ("/v1/responses/input_tokens", responses.count_input_tokens, "POST"),
+    ("/v1/responses/{response_id}", responses.get_response, "GET"),
+    ("/v1/responses/{response_id}", responses.delete_response, "DELETE"),
+    ("/v1/responses/{response_id}/cancel", responses.cancel_response, "POST"),
+    ("/v1/responses/{response_id}/input_items", responses.list_input_items, "GET"),
+    ("/v1/conversations", conversations.create_conversation, "POST"),
+    ("/v1/conversations/{conversation_id}", conversations.get_conversation, "GET"),
+    ("/v1/conversations/{conversation_id}", conversations.update_conversation, "POST"),
+    ("/v1/conversations/{conversation_id}", conversations.delete_conversation, "DELETE"),
+    ("/v1/conversations/{conversation_id}/items", conversations.list_items, "GET"),
+    ("/v1/conversations/{conversation_id}/items", conversations.create_items, "POST"),
+    ("/v1/conversations/{conversation_id}/items/{item_id}", conversations.get_item, "GET"),
+    ("/v1/conversations/{conversation_id}/items/{item_id}", conversations.delete_item, "DELETE"),
     ("/inference/v1/generate", resumable(create_token_generation), "POST"),
     ("/invocations", resumable(create_invocation), "POST"),
     ("/v1/streams/{stream_id:path}", get_stream, "GET"),

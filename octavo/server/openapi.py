@@ -20,6 +20,13 @@ from octavo import __version__
 from octavo.server import answers
 from octavo.server.anthropic_schema import CountTokensBody, MessagesBody
 from octavo.server.field_docs import describe
+from octavo.server.responses_schema import (
+    ConversationBody,
+    ConversationItemsBody,
+    ConversationUpdateBody,
+    InputTokensBody,
+    ResponseBody,
+)
 from octavo.server.schema import (
     BatchChatBody,
     ChatBody,
@@ -36,7 +43,9 @@ _ALWAYS = (400, 421, 500)
 _GUARDED = (*_ALWAYS, 401, 503)
 _WITH_BODY = (*_GUARDED, 404, 408, 413, 415, 429)
 _ADMIN = (*_GUARDED, 403, 415)
+_NAMED = (*_GUARDED, 404)
 _FLAG = ("false", "true")
+_PAGES = {"limit": ("20",), "order": ("desc", "asc")}
 
 
 class InvocationBody(RootModel[ChatBody | CompletionBody]):
@@ -99,7 +108,7 @@ class Operation:
             extra["requestBody"] = {"required": True, "content": content}
         for name in re.findall(r"{(\w+)", path):
             parameter = {"name": name, "in": "path", "required": True}
-            extra["parameters"] = [{**parameter, "schema": {"type": "string"}}]
+            extra.setdefault("parameters", []).append({**parameter, "schema": {"type": "string"}})
         for name, values in self.query.items():
             schema: dict[str, Any] = {"type": "string", "enum": values, "default": values[0]}
             if len(values) == 1:
@@ -134,6 +143,37 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "/v1/messages/count_tokens": Operation(
         answers.InputTokens, _WITH_BODY, CountTokensBody, error=answers.AnthropicError
+    ),
+    "/v1/responses": Operation(
+        answers.ResponseObject, _WITH_BODY, ResponseBody, answers.ResponseEvent
+    ),
+    "/v1/responses/input_tokens": Operation(
+        answers.ResponseInputTokens, _WITH_BODY, InputTokensBody
+    ),
+    "GET /v1/responses/{response_id}": Operation(
+        answers.ResponseObject,
+        _NAMED,
+        chunk=answers.ResponseEvent,
+        query={"stream": _FLAG, "starting_after": ("0",)},
+    ),
+    "DELETE /v1/responses/{response_id}": Operation(answers.Deleted, _NAMED),
+    "/v1/responses/{response_id}/cancel": Operation(answers.ResponseObject, (*_NAMED, 415)),
+    "/v1/responses/{response_id}/input_items": Operation(answers.ItemList, _NAMED, query=_PAGES),
+    "/v1/conversations": Operation(answers.Conversation, _WITH_BODY, ConversationBody),
+    "GET /v1/conversations/{conversation_id}": Operation(answers.Conversation, _NAMED),
+    "POST /v1/conversations/{conversation_id}": Operation(
+        answers.Conversation, _WITH_BODY, ConversationUpdateBody
+    ),
+    "DELETE /v1/conversations/{conversation_id}": Operation(answers.Deleted, _NAMED),
+    "GET /v1/conversations/{conversation_id}/items": Operation(
+        answers.ItemList, _NAMED, query=_PAGES
+    ),
+    "POST /v1/conversations/{conversation_id}/items": Operation(
+        answers.ItemList, _WITH_BODY, ConversationItemsBody
+    ),
+    "GET /v1/conversations/{conversation_id}/items/{item_id}": Operation(answers.Item, _NAMED),
+    "DELETE /v1/conversations/{conversation_id}/items/{item_id}": Operation(
+        answers.Conversation, _NAMED
     ),
     "/inference/v1/generate": Operation(
         answers.TokensAnswer, _WITH_BODY, GenerateBody, answers.TokensChunk

@@ -36,7 +36,7 @@ def test_subfolders_are_private(tmp_path):
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert state.subfolder("things") == folder
     folder.chmod(0o777)
-    with pytest.raises(ConfigError, match="things cannot be used: .*without write permission"):
+    with pytest.raises(ConfigError, match=r"things cannot be used: .*without write permission"):
         state.subfolder("things")
     state.close()
 
