@@ -56,17 +56,17 @@ class EventLog:
         self._grown = asyncio.Event()
 
     @classmethod
-    def of(cls, events: bytes) -> EventLog:
+    def of(cls, events: str) -> EventLog:
         """Return the log of a work that has ended, from its events."""
         log = cls(None)
-        log._events = [event + b"\n\n" for event in events.split(b"\n\n")[:-1]]
+        log._events = split_events(events.encode())
         log._ended = True
         return log
 
     @property
-    def events(self) -> bytes | None:
+    def events(self) -> str | None:
         """All events; None: they have been dropped."""
-        return None if self._events is None else b"".join(self._events)
+        return None if self._events is None else b"".join(self._events).decode()
 
     def append(self, events: list[bytes]) -> None:
         """Add events."""
@@ -137,6 +137,11 @@ class EventLog:
     def _wake(self) -> None:
         self._grown.set()
         self._grown = asyncio.Event()
+
+
+def split_events(events: bytes) -> list[bytes]:
+    """Return joined server-sent events one by one."""
+    return [event + b"\n\n" for event in events.split(b"\n\n")[:-1]]
 
 
 def events_dropped() -> RequestError:

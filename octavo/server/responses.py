@@ -16,7 +16,7 @@ from octavo.errors import RequestError
 from octavo.outputs import CompletionOutput
 from octavo.parsers.parts import Text
 from octavo.server import answers
-from octavo.server.background import EventLog, events_dropped
+from octavo.server.background import EventLog, events_dropped, split_events
 from octavo.server.body import check_media_type, read_model
 from octavo.server.chat import ChatCompletion, read_chat
 from octavo.server.conversations import append_items, load_conversation
@@ -441,7 +441,7 @@ class ResponseAnswer(ChatCompletion):
         yield [*self._written(made), self._lifecycle(last)]
 
     def failed(self, error: BaseException) -> bytes:
-        """Return the last event of a response that failed."""
+        """Return the last events of a response that failed."""
         status = error_status(error)
         self._error = answers.ResponseError(
             code="rate_limit_exceeded"
@@ -451,9 +451,13 @@ class ResponseAnswer(ChatCompletion):
             else "server_error",
             message=error_detail(error)["message"],
         )
-        self._status = "failed"
-        self._output.close("incomplete")
-        return self._lifecycle("failed")
+        return self._cut("failed", "failed")
+
+    def _cut(self, status: answers.ResponseStatus, last: str) -> bytes:
+        """End the response before its answer is complete; return the last events."""
+        events = self._written(self._output.close("incomplete"))
+        self._status = status
+        return b"".join([*events, self._lifecycle(last)])
 
     def snapshot(self) -> answers.ResponseObject:
         """Return the response as it is now."""
@@ -613,12 +617,11 @@ class ResponseAnswer(ChatCompletion):
                     await state.objects.delete(self.context.api_key, self.id)
                     return
                 if isinstance(error, ClientDisconnectError):
-                    self._status = "cancelled"
-                    self._output.close("incomplete")
-                    log.append([self._lifecycle("incomplete")])
+                    last = self._cut("cancelled", "incomplete")
                 else:
                     log_unexpected(error)
-                    log.append([self.failed(error)])
+                    last = self.failed(error)
+                log.append(split_events(last))
             await self._save()
         finally:
             log.end()

@@ -31,7 +31,7 @@ class StoredResponse(msgspec.Struct):
     """Response as the API returns it."""
     items: list[Item]
     """All input items, those of earlier responses included."""
-    events: bytes | None = None
+    events: str | None = None
     """Events of a background response."""
 
 
@@ -91,7 +91,7 @@ async def save(
     """Store an object."""
 
     def pack() -> bytes:
-        return zlib.compress(msgspec.msgpack.encode(stored), 1)
+        return zlib.compress(msgspec.json.encode(stored), 1)
 
     await store.put(api_key, name, await offload(_LONG, pack))
 
@@ -107,7 +107,7 @@ async def load(
         return None
 
     def unpack() -> Stored:
-        return msgspec.msgpack.decode(zlib.decompress(packed), type=kind)
+        return msgspec.json.decode(zlib.decompress(packed), type=kind)
 
     return await offload(_LONG, unpack)
 
