@@ -30,6 +30,7 @@ from octavo.server.app import ROUTES
 from octavo.server.body import Body
 from octavo.server.field_docs import attribute_docs, field_doc
 from octavo.server.openapi import OPERATIONS, InvocationBody
+from octavo.server.responses_schema import ResponseBody
 from octavo.server.schema import (
     BatchChatBody,
     ChatBody,
@@ -112,7 +113,7 @@ def api() -> str:
         " unknown fields in the header `X-Octavo-Ignored-Fields`, or rejects them with"
         " `--strict-fields`.",
     ]
-    for route in _routes():
+    for route in routes():
         (method,) = route.methods - {"HEAD"}
         parts += [f"## {method} {_shown(route.path)}", _first_line(route.endpoint)]
         parts += [_code("sh", curl_line(route)), _code("python", openai_line(route))]
@@ -150,6 +151,7 @@ _EXAMPLES: dict[type[BaseModel], dict[str, Any]] = {
     BatchChatBody: {"messages": [[{"role": "user", "content": "Hello!"}]]},
     MessagesBody: {"max_tokens": 20, "messages": [{"role": "user", "content": "Hello!"}]},
     CountTokensBody: {"messages": [{"role": "user", "content": "Hello!"}]},
+    ResponseBody: {"model": BUILTIN_MODEL, "input": "Hello!", "max_output_tokens": 20},
     GenerateBody: {"token_ids": [72, 105], "sampling_params": {"max_tokens": 5}},
     TokenizeBody: {"prompt": "Once upon a time"},
     DetokenizeBody: {"tokens": [72, 105]},
@@ -160,6 +162,7 @@ _CLIENT_METHODS = {
     "/v1/models/{model:path}": "models.retrieve",
     "/v1/completions": "completions.create",
     "/v1/chat/completions": "chat.completions.create",
+    "/v1/responses": "responses.create",
 }
 """Methods of OpenAI's client by route."""
 _ELSEWHERE = ("/v1/responses/", "/v1/conversations")
@@ -203,7 +206,8 @@ def described_elsewhere(path: str) -> bool:
     return path.startswith(_ELSEWHERE)
 
 
-def _routes() -> Iterator[Route]:
+def routes() -> Iterator[Route]:
+    """Return the routes of docs/api.md."""
     found: dict[str, Route] = {}  # the first route of each address: GET before POST
     for path, endpoint, method in ROUTES:
         if not described_elsewhere(path):
