@@ -22,6 +22,7 @@ ELSEWHERE: Mapping[str, str] = {
         "/v1/chat/completions/render",
         "/v1/chat/completions/derender",
         "/v1/messages/render",
+        "/v1/responses/render",
     ),
     **_all(
         "a request ends if its client closes the connection, or if the server stops",

@@ -63,9 +63,8 @@ class EventLog:
         log._ended = True
         return log
 
-    @property
-    def events(self) -> str | None:
-        """All events; None: they have been dropped."""
+    def joined(self) -> str | None:
+        """Return all events; None: they have been dropped."""
         return None if self._events is None else b"".join(self._events).decode()
 
     def append(self, events: list[bytes]) -> None:

@@ -57,12 +57,18 @@ if TYPE_CHECKING:
 encode = msgspec.json.encode
 
 _UNFINISHED = ("queued", "in_progress")
+_USABLE = ("completed", "incomplete")
+"""Statuses of responses that others may continue."""
+# Stored responses that the references of one request may name: each is loaded as a whole.
+_MAX_REFERENCED = 64
 _STATUSES: Mapping[str, answers.ResponseStatus] = {"length": "incomplete", "abort": "cancelled"}
 """Statuses by finish reason; others: completed."""
 _INTERRUPTED = answers.ResponseError(
     code="server_error",
     message="The server was restarted before the response was complete; create it again.",
 )
+# Microseconds that a response with logprobs may take to write; only a thread may spend them.
+_LONG = 5_000
 # No response has more events, and parsing more digits would take long.
 _MAX_DIGITS = 15
 
@@ -128,8 +134,11 @@ async def get_response(request: Request) -> Response:
         if after is not None:
             raise RequestError("starting_after needs stream=true.", "starting_after")
         if running is not None:
-            return answers.respond(running.snapshot())
-        return answers.respond((await _stored(request)).response)
+            return answers.respond(await running.settled())
+        stored = await _stored(request)
+        # With logprobs it may be long.
+        written = await offload(_LONG, encode, stored.response)
+        return Response(written, media_type="application/json")
     begin = 0
     if after is not None:
         if not (after.isascii() and after.isdecimal() and len(after) <= _MAX_DIGITS):
@@ -177,7 +186,7 @@ async def _finished_log(request: Request) -> EventLog:
         )
     if stored.events is None:
         raise events_dropped()
-    return EventLog.of(stored.events)
+    return await offload(_LONG, EventLog.of, stored.events)
 
 
 async def delete_response(request: Request) -> Response:
@@ -258,7 +267,8 @@ async def _all_items(
     if (previous := given.previous_response_id) is not None:
         store_of(state, "previous_response_id", "previous_response_id")
         stored = None
-        if (api_key, previous) not in state.background.running:
+        running: ResponseAnswer | None = state.background.running.get((api_key, previous))
+        if running is None or (await running.settled())["status"] not in _UNFINISHED:
             stored = await _load_response(state, api_key, previous)
             if stored is None:
                 raise RequestError(
@@ -268,7 +278,7 @@ async def _all_items(
                     "previous_response_id",
                     "previous_response_not_found",
                 )
-        if stored is None or stored.response["status"] not in ("completed", "incomplete"):
+        if stored is None or stored.response["status"] not in _USABLE:
             status = "in_progress" if stored is None else stored.response["status"]
             raise RequestError(
                 f"previous_response_id={show(previous)} has the status {status}; name a response "
@@ -281,10 +291,22 @@ async def _all_items(
         conversation = await load_conversation(state, api_key, given.conversation.id)
         before = conversation.items
     known = {item["id"]: item for item in before}
+    owners: set[str] = set()
     new: list[Item] = []
     for i, item in enumerate(given.input or ()):
         if item["type"] == "item_reference":
-            found = known.get(item["id"]) or await _find_item(state, api_key, item["id"])
+            owner = owner_of(item["id"])
+            is_known = item["id"] in known or owner in owners
+            if owner is not None and not is_known and has_store(state):
+                owners.add(owner)
+                if len(owners) > _MAX_REFERENCED:
+                    raise RequestError(
+                        f"input refers to items of more than {_MAX_REFERENCED} responses; send the "
+                        "items themselves, or previous_response_id.",
+                        "input",
+                    )
+                known = await _items_of(state, api_key, owner) | known
+            found = known.get(item["id"])
             if found is None:
                 raise RequestError(
                     f"input[{i}]: item with id {show(item['id'])} not found; send the item itself.",
@@ -294,7 +316,7 @@ async def _all_items(
             new.append(found)
         else:
             new.append(item)
-    return before, with_ids(new, name, len(before))
+    return before, await offload(2 * len(new), with_ids, new, name, len(before))
 
 
 async def _to_chat(
@@ -320,17 +342,14 @@ async def _to_chat(
     return await offload(context_of(request).body_bytes // 8 + 20 * len(before), convert)
 
 
-async def _find_item(state: ServerState, api_key: str | None, name: str) -> Item | None:
-    """Return a stored item of a response or a conversation."""
-    owner = owner_of(name)
-    if owner is None or not has_store(state):
-        return None
+async def _items_of(state: ServerState, api_key: str | None, owner: str) -> dict[str, Item]:
+    """Return the items of a stored response or conversation by id."""
     items: list[Item] = []
     if (response := await _load_response(state, api_key, f"resp_{owner}")) is not None:
         items = response.items + response.response["output"]
     elif conversation := await load(state.objects, api_key, f"conv_{owner}", StoredConversation):
         items = conversation.items
-    return next((item for item in items if item["id"] == name), None)
+    return {item["id"]: item for item in items}
 
 
 class ResponseAnswer(ChatCompletion):
@@ -440,6 +459,12 @@ class ResponseAnswer(ChatCompletion):
             await self._save()
         yield [*self._written(made), self._lifecycle(last)]
 
+    async def settled(self) -> answers.ResponseObject:
+        """Return a background response as it is now; one that is complete has also been stored."""
+        if self._status not in _UNFINISHED:
+            await self._ended.wait()
+        return self.snapshot()
+
     def failed(self, error: BaseException) -> bytes:
         """Return the last events of a response that failed."""
         status = error_status(error)
@@ -501,7 +526,7 @@ class ResponseAnswer(ChatCompletion):
             "tools": [tool.model_dump() for tool in given.tools or ()],
             "top_logprobs": given.top_logprobs or 0,
             "truncation": "disabled",
-            "usage": None if status in _UNFINISHED else self._usage(),
+            "usage": self._usage() if status in _USABLE else None,
             "user": given.user,
             "metadata": given.metadata or {},
         }
@@ -571,11 +596,11 @@ class ResponseAnswer(ChatCompletion):
         """Store the response, and add it to its conversation."""
         state, api_key = self.state, self.context.api_key
         if self._stores and not self.is_deleted:
-            events = None if self.log is None else self.log.events
+            events = None if self.log is None else await offload(_LONG, self.log.joined)
             stored = StoredResponse(dict(self.snapshot()), self.items, events)
             await save(state.objects, api_key, self.id, stored)
         conversation = self._given.conversation
-        if conversation is not None and self._status in ("completed", "incomplete"):
+        if conversation is not None and self._status in _USABLE:
             await append_items(state, api_key, conversation.id, [*self._new, *self._output.whole()])
 
     # In the background
@@ -591,7 +616,9 @@ class ResponseAnswer(ChatCompletion):
         accepted.cancel()
         if self._refusal is not None:
             raise self._refusal
-        if not task.done():  # the body lives until the response is complete
+        if task.done():
+            task.result()  # raises an error of the store
+        else:  # the body lives until the response is complete
             self._body_bytes, self.context.body_bytes = self.context.body_bytes, 0
         if self._given.stream:
             return _reading(self.state, self.log, 0)

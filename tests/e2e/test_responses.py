@@ -151,12 +151,13 @@ def test_an_engine_that_dies_and_a_restart(client, server, folder):
     assert [event.sequence_number for event in events] == list(range(len(events)))
     server.process.send_signal(signal.SIGKILL)
     server.process.wait()
-    with harness.serve(folder, "--state-dir", str(folder / "state")) as second:
-        with openai.OpenAI(base_url=second.url + "/v1", api_key="none", max_retries=0) as again:
-            assert again.responses.retrieve(made.id) == made
-            kept = list(again.responses.retrieve(made.id, stream=True))
-            assert kept == events
-            following = again.responses.create(
-                **{**STORY, "input": "And then?"}, max_output_tokens=8, previous_response_id=made.id
-            )
-            assert following.usage.input_tokens > made.usage.input_tokens + 100
+    with (
+        harness.serve(folder, "--state-dir", str(folder / "state")) as second,
+        openai.OpenAI(base_url=second.url + "/v1", api_key="none", max_retries=0) as again,
+    ):
+        assert again.responses.retrieve(made.id) == made
+        assert list(again.responses.retrieve(made.id, stream=True)) == events
+        following = again.responses.create(
+            **{**STORY, "input": "And then?"}, max_output_tokens=8, previous_response_id=made.id
+        )
+        assert following.usage.input_tokens > made.usage.input_tokens + 100

@@ -9,6 +9,7 @@ from openai.types.responses import Response, ResponseItem, ResponseStreamEvent
 from openai.types.responses.response_item_list import ResponseItemList
 from pydantic import TypeAdapter
 
+from octavo.server import responses
 from tests.server import fake_engine
 from tests.server.fake_engine import Call, FakeAsyncLLM, make_tokenizer, with_server
 from tests.server.test_tools import ANSWER, CALL, TEMPLATE
@@ -421,7 +422,7 @@ def test_input_items():
     serve(scenario, answer="x")
 
 
-def test_deleted_and_unknown_responses():
+def test_deleted_and_unknown_responses(monkeypatch):
     async def scenario(served):
         made = await create(served)
         path = f"{PATH}/{made['id']}"
@@ -444,6 +445,12 @@ def test_deleted_and_unknown_responses():
                 error = await refused(served, previous_response_id=name)
                 assert error["param"] == "previous_response_id"
                 assert error["code"] == "previous_response_not_found"
+        many = [{"type": "item_reference", "id": f"msg_{i:032x}_0"} for i in range(99)]
+        await refused(served, many)
+        monkeypatch.setattr(responses, "_MAX_REFERENCED", 1)
+        kept = [(await create(served))["output"][0]["id"] for _ in range(2)]
+        error = await refused(served, [{"type": "item_reference", "id": i} for i in kept])
+        assert "more than 1 responses" in error["message"]
         item = made["output"][0]["id"]
         error = await refused(served, [{"type": "item_reference", "id": item}])
         assert (error["param"], error["code"]) == ("input[0].id", "item_not_found")
@@ -512,11 +519,12 @@ def test_background():
         items = (await served.http.get(f"{path}/input_items")).json()["data"]
         assert [item["content"][0]["text"] for item in items] == ["hi"]
         error = await refused(served, previous_response_id=begun["id"])
-        assert "in_progress" in error["message"]
+        assert "queued" in error["message"] or "in_progress" in error["message"]
         live = Call(served, f"{path}?stream=true", b"", method="GET")
         found = await until_done(served, begun["id"])
         assert bare(found) == bare(whole)
         assert found["background"]
+        await create(served, [{"role": "user", "content": "x"}], previous_response_id=begun["id"])
         await live.task
         body = live.body.decode()
         events = parse(body)
