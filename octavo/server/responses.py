@@ -193,7 +193,6 @@ async def delete_response(request: Request) -> Response:
     """Delete a stored response; a background response that still runs is cancelled."""
     state, name, running = _running(request)
     if running is not None:
-        running.is_deleted = True
         await running.cancel()
     else:
         await _stored(request)
@@ -384,7 +383,6 @@ class ResponseAnswer(ChatCompletion):
         self._new = new
         self.log: EventLog | None = None
         """Events of a background response."""
-        self.is_deleted = False
         self._given = given
         self._stores = has_store(self.state) and given.store is not False
         self._created = int(time.time())
@@ -595,7 +593,7 @@ class ResponseAnswer(ChatCompletion):
     async def _save(self) -> None:
         """Store the response, and add it to its conversation."""
         state, api_key = self.state, self.context.api_key
-        if self._stores and not self.is_deleted:
+        if self._stores:
             events = None if self.log is None else await offload(_LONG, self.log.joined)
             stored = StoredResponse(dict(self.snapshot()), self.items, events)
             await save(state.objects, api_key, self.id, stored)

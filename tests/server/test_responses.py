@@ -546,6 +546,8 @@ def test_background():
         assert late.json()["error"]["param"] == "starting_after"
         assert checked(await served.post(f"{path}/cancel")) == found
         assert served.state.body_bytes == 0
+        memory = served.engine.request_memory
+        assert memory.used == memory.kept > 0
 
     serve(scenario, step_time=0.001)
 
