@@ -179,6 +179,12 @@ ANTHROPIC: Unsupported = {
 }
 ANTHROPIC_TOOL: Unsupported = {"type": (None, "custom")}
 
+OLLAMA_GENERATE: Unsupported = {
+    **_all((None, ""), "suffix template"),
+    **_all((None, []), "context images"),
+    **_all(_NOTHING, "width height steps"),
+}
+
 DETOKENIZE: Unsupported = {"skip_special_tokens": _OFF}
 SCALE: Unsupported = {}
 

@@ -30,6 +30,14 @@ from octavo.server.generate import create_token_generation
 from octavo.server.http_state import HttpState
 from octavo.server.invocations import create_invocation
 from octavo.server.middleware import RequestMiddleware
+from octavo.server.ollama import create_ollama_chat, create_ollama_generation
+from octavo.server.ollama_models import (
+    list_running,
+    list_tags,
+    ollama_version,
+    running,
+    show_model,
+)
 from octavo.server.resume_routes import get_stream, resumable
 from octavo.server.state import ServerState
 from octavo.server.tokenize import detokenize, tokenize
@@ -64,6 +72,7 @@ DOCUMENTATION: tuple[tuple[str, Endpoint, str], ...] = (
 )
 ROUTES: tuple[tuple[str, Endpoint, str], ...] = (
     ("/", health.index, "GET"),
+    ("/", running, "HEAD"),
     ("/health", health.health, "GET"),
     ("/ping", health.health, "GET"),
     ("/ping", health.health, "POST"),
@@ -78,6 +87,12 @@ ROUTES: tuple[tuple[str, Endpoint, str], ...] = (
     ("/v1/chat/completions/batch", create_batch_chat_completion, "POST"),
     ("/v1/messages", create_message, "POST"),
     ("/v1/messages/count_tokens", count_tokens, "POST"),
+    ("/api/chat", create_ollama_chat, "POST"),
+    ("/api/generate", create_ollama_generation, "POST"),
+    ("/api/tags", list_tags, "GET"),
+    ("/api/ps", list_running, "GET"),
+    ("/api/show", show_model, "POST"),
+    ("/api/version", ollama_version, "GET"),
     ("/inference/v1/generate", resumable(create_token_generation), "POST"),
     ("/invocations", resumable(create_invocation), "POST"),
     ("/v1/streams/{stream_id:path}", get_stream, "GET"),

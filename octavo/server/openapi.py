@@ -17,9 +17,11 @@ from pydantic.json_schema import JsonSchemaMode
 from starlette.responses import Response
 
 from octavo import __version__
-from octavo.server import answers
+from octavo.server import answers, ollama_answers
 from octavo.server.anthropic_schema import CountTokensBody, MessagesBody
 from octavo.server.field_docs import describe
+from octavo.server.ollama import MEDIA_TYPE
+from octavo.server.ollama_schema import OllamaChatBody, OllamaGenerateBody, ShowBody
 from octavo.server.schema import (
     BatchChatBody,
     ChatBody,
@@ -75,7 +77,12 @@ class Operation:
             content = {"text/plain": {"schema": {"type": "string"}}}
         elif self.answer is not None:
             content = {"application/json": {"schema": _ref(self.answer)}}
-        if self.chunk is not None:
+        if self.error is ollama_answers.OllamaError and self.chunk is not None:
+            line = {"anyOf": [_ref(self.chunk), _ref(self.error)]}
+            text = "Lines of JSON (x-event-schema), except with stream=false."
+            schema = {"type": "string", "description": text, "x-event-schema": line}
+            content[MEDIA_TYPE] = {"schema": schema}
+        elif self.chunk is not None:
             content["text/event-stream"] = {
                 "schema": {
                     "type": "string",
@@ -134,6 +141,28 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "/v1/messages/count_tokens": Operation(
         answers.InputTokens, _WITH_BODY, CountTokensBody, error=answers.AnthropicError
+    ),
+    "/api/chat": Operation(
+        ollama_answers.OllamaChatAnswer,
+        _WITH_BODY,
+        OllamaChatBody,
+        ollama_answers.OllamaChatAnswer,
+        ollama_answers.OllamaError,
+    ),
+    "/api/generate": Operation(
+        ollama_answers.OllamaGenerateAnswer,
+        _WITH_BODY,
+        OllamaGenerateBody,
+        ollama_answers.OllamaGenerateAnswer,
+        ollama_answers.OllamaError,
+    ),
+    "/api/tags": Operation(ollama_answers.OllamaTags, _GUARDED, error=ollama_answers.OllamaError),
+    "/api/ps": Operation(ollama_answers.OllamaRunning, _GUARDED, error=ollama_answers.OllamaError),
+    "/api/show": Operation(
+        ollama_answers.OllamaShown, _WITH_BODY, ShowBody, error=ollama_answers.OllamaError
+    ),
+    "/api/version": Operation(
+        ollama_answers.OllamaVersion, _GUARDED, error=ollama_answers.OllamaError
     ),
     "/inference/v1/generate": Operation(
         answers.TokensAnswer, _WITH_BODY, GenerateBody, answers.TokensChunk
@@ -195,7 +224,11 @@ def describe_routes(
             responses=OPERATIONS[path].responses(),
             openapi_extra=OPERATIONS[path].extra(path),
         )
-    models: list[type[object]] = [answers.ErrorAnswer, answers.AnthropicError]
+    models: list[type[object]] = [
+        answers.ErrorAnswer,
+        answers.AnthropicError,
+        ollama_answers.OllamaError,
+    ]
     for operation in OPERATIONS.values():
         found = (operation.body, operation.answer, operation.chunk)
         models += [model for model in found if model is not None and model not in models]
