@@ -70,9 +70,9 @@ DOCUMENTATION: tuple[tuple[str, Endpoint, str], ...] = (
     ("/openapi.json", openapi, "GET"),
     ("/docs", docs, "GET"),
 )
+OLLAMA_PROBE: tuple[str, Endpoint, str] = ("/", running, "HEAD")
 ROUTES: tuple[tuple[str, Endpoint, str], ...] = (
     ("/", health.index, "GET"),
-    ("/", running, "HEAD"),
     ("/health", health.health, "GET"),
     ("/ping", health.health, "GET"),
     ("/ping", health.health, "POST"),
@@ -112,7 +112,7 @@ ROUTES: tuple[tuple[str, Endpoint, str], ...] = (
     ("/start_profile", admin.start_profile, "POST"),
     ("/stop_profile", admin.stop_profile, "POST"),
 )
-"""Path, function and method of each route, without `DOCUMENTATION`."""
+"""Path, function and method of each route, without `DOCUMENTATION` and `OLLAMA_PROBE`."""
 
 
 class App(Starlette):
@@ -154,7 +154,7 @@ def build_app(state: ServerState) -> App:
         yield
 
     documented = not state.config.disable_fastapi_docs
-    routes = (*DOCUMENTATION, *ROUTES) if documented else ROUTES
+    routes = ((*DOCUMENTATION, *ROUTES) if documented else ROUTES) + (OLLAMA_PROBE,)
     app = App(routes, lifespan, state.config.root_path)
     add_layers(app, state)
     return app

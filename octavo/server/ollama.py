@@ -87,9 +87,11 @@ def _renamed(error: RequestError) -> RequestError:
     name = f"options.{OPTION_NAMES[param]}" if param in OPTION_NAMES else param
     if param == "response_format" or param.startswith("response_format."):
         name = "format"
-    if name == param or not error.message.startswith(param):
+    if name == param:
         return error
-    return type(error)(name + error.message.removeprefix(param), name, error.code)
+    named = error.message.startswith(param)
+    message = name + error.message.removeprefix(param) if named else f"{name}: {error.message}"
+    return RequestError(message, name, error.code)
 
 
 class OllamaAnswer(ChatCompletion):

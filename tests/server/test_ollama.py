@@ -512,6 +512,7 @@ def test_ollamas_client():
         for refused in (client.pull("x"), client.embed("x", "y"), client.delete("x")):
             with pytest.raises(ollama.ResponseError, match="not available"):
                 await refused
+        assert (await client.list()).models[0].details.parameter_size == "1.0K"
 
     serve(scenario)
 
