@@ -20,6 +20,7 @@ from octavo.server.body import read_model
 from octavo.server.chat import ChatCompletion
 from octavo.server.errors import ollama_error_json, show
 from octavo.server.generation import EventStream, Reading, make_sampling_params
+from octavo.server.middleware import context_of
 from octavo.server.ollama_answers import CalledTool, OllamaToolCall
 from octavo.server.ollama_models import served_name
 from octavo.server.ollama_schema import (
@@ -31,6 +32,7 @@ from octavo.server.ollama_schema import (
 from octavo.server.parts import fold
 from octavo.server.resumable_streams import Events
 from octavo.server.state import state_of
+from octavo.system.offload import offload
 
 if TYPE_CHECKING:
     from octavo.frontend.async_llm import AsyncLLM
@@ -68,7 +70,8 @@ async def _respond(
             encode(loaded) + b"\n", media_type=MEDIA_TYPE if body.streams else "application/json"
         )
     try:
-        answer = kind(request, body.to_chat(model), body)
+        work = context_of(request).body_bytes // 8
+        answer = kind(request, await offload(work, body.to_chat, model), body)
     except RequestError as error:
         raise _renamed(error) from None
     if body.streams:

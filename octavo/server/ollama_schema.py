@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from octavo.compat import request_fields as known_fields
 from octavo.errors import RequestError, UnsupportedError
@@ -59,8 +59,8 @@ def _check_think(value: object) -> object:
     )
 
 
-def _check_num_predict(value: object) -> object:
-    if isinstance(value, int) and value < 1 and value not in _NO_LIMIT:
+def _check_num_predict(value: int) -> int:
+    if value < 1 and value not in _NO_LIMIT:
         raise RequestError(
             f"options.num_predict={value} is not allowed; give 1 or more, or -1 or -2 for as many "
             "tokens as the context has room for.",
@@ -82,7 +82,7 @@ class Options(Body):
     """Least probability of a token to sample, as a share of the most probable token's."""
     seed: Int | None = None
     """Seed of the random numbers; -1: another one for each request."""
-    num_predict: Annotated[int, BeforeValidator(_check_num_predict)] | None = None
+    num_predict: Annotated[Int, AfterValidator(_check_num_predict)] | None = None
     """Maximum tokens of the answer; -1 or -2: as many as the context has room for. Default -1."""
     stop: str | list[str] | None = None
     """Texts that end the answer."""
@@ -92,7 +92,7 @@ class Options(Body):
     """Number that is subtracted from the logits of tokens of the answer."""
     frequency_penalty: Float | None = None
     """Number that is subtracted from a token's logit each time that the answer has the token."""
-    num_ctx: Annotated[int, Field(ge=1)] | None = None
+    num_ctx: Annotated[Int, Field(ge=1)] | None = None
     """Context in tokens that the client needs. More than the server's is an error; less has no
     effect."""
 
@@ -255,27 +255,31 @@ def _number_calls(messages: list[dict[str, Any]]) -> None:
     A result belongs to the first unanswered call of its tool, or without a name to the first
     unanswered call. Some chat templates need ids of nine letters and digits.
     """
-    waiting: deque[tuple[str, str]] = deque()
-    number = 0
+    calls: list[dict[str, Any]] = []
+    answered: set[int] = set()
+    queues: defaultdict[tuple[str, str], deque[int]] = defaultdict(deque)
+    """Numbers of the calls in order: all, and those with each id and each name."""
     for message in messages:
         for call in message.get("tool_calls", ()):
-            if "id" not in call:
-                call["id"] = f"call{number:05}"
-            number += 1
-            waiting.append((call["id"], call["function"]["name"]))
+            call.setdefault("id", f"call{len(calls):05}")
+            for key in (("", ""), ("id", call["id"]), ("name", call["function"]["name"])):
+                queues[key].append(len(calls))
+            calls.append(call)
         if message["role"] != "tool":
             continue
-        known = "id" if "tool_call_id" in message else "name" if "name" in message else None
-        for pair in waiting:
-            call_id, name = pair
-            if known == "id" and message["tool_call_id"] != call_id:
-                continue
-            if known == "name" and message["name"] != name:
-                continue
-            message.setdefault("tool_call_id", call_id)
-            message.setdefault("name", name)
-            waiting.remove(pair)
-            break
+        key = ("", "")
+        if "tool_call_id" in message:
+            key = ("id", message["tool_call_id"])
+        elif "name" in message:
+            key = ("name", message["name"])
+        queue = queues[key]
+        while queue and queue[0] in answered:
+            queue.popleft()
+        if queue:
+            answered.add(queue[0])
+            call = calls[queue[0]]
+            message.setdefault("tool_call_id", call["id"])
+            message.setdefault("name", call["function"]["name"])
 
 
 class OllamaChatBody(OllamaBody):

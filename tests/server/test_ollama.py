@@ -1,6 +1,7 @@
 """Ollama's API, with a fake engine and with Ollama's own client."""
 
 import json
+import time
 
 import httpx
 import ollama
@@ -13,7 +14,7 @@ from octavo.config import BUILTIN_MODEL, EngineConfig
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_spec
 from octavo.server import ollama_answers
-from octavo.server.ollama_schema import OPTION_NAMES, Options
+from octavo.server.ollama_schema import OPTION_NAMES, OllamaChatBody, Options
 from tests.server import fake_engine
 from tests.server.fake_engine import Call, FakeAsyncLLM, make_tokenizer, with_server
 from tests.server.test_tools import ANSWER, CALL, TEMPLATE, TOOL
@@ -118,7 +119,7 @@ def test_durations():
         ({}, "stop", "Hello, you"),
         ({"num_predict": -1}, "stop", "Hello, you"),
         ({"num_predict": -2}, "stop", "Hello, you"),
-        ({"num_predict": 5}, "length", "Hello"),
+        ({"num_predict": 5.0}, "length", "Hello"),
         ({"stop": [","]}, "stop", "Hello"),
         ({"stop": ","}, "stop", "Hello"),
     ],
@@ -221,11 +222,14 @@ def test_results_belong_to_calls():
                 {"role": "tool", "tool_call_id": "own", "content": "2"},
                 {"role": "tool", "content": "3"},
                 {"role": "tool", "tool_name": "other", "content": "4"},
+                {"role": "assistant", "tool_calls": [call("g", id="own")]},
+                {"role": "tool", "tool_call_id": "own", "content": "5"},
             ],
         )
         assert prompt_of(served) == (
             "<user>hi<assistant>[call00000 f {}][call00001 g {}][own g {}]<tool>[call00001 g]1"
             "<tool>[own g]2<tool>[call00000 f]3<tool>[ other]4"
+            "<assistant>[own g {}]<tool>[own g]5"
         )
 
     serve(scenario, answer="ab", template=template)
@@ -577,3 +581,15 @@ def test_keys():
         assert (await client.chat("fake", [USER])).done
 
     serve(scenario, answer="ab", api_key=["secret"])
+
+
+def test_many_calls_take_little_time():
+    """A body of the largest number of values: each result finds its call at once."""
+    many = 8000
+    call = {"function": {"name": "f", "arguments": {}}}
+    messages = [USER, {"role": "assistant", "tool_calls": [call] * many}]
+    messages += [{"role": "tool", "tool_name": "f", "content": "1"}] * many
+    begin = time.process_time()
+    converted = OllamaChatBody(model="m", messages=messages).messages
+    assert time.process_time() - begin < 2
+    assert converted[-1]["tool_call_id"] == "call07999"
