@@ -171,8 +171,12 @@ GENERATE: Unsupported = {
 }
 
 ANTHROPIC: Unsupported = {
-    **_all(
-        _NOTHING, "container context_management output_config output_format speed inference_geo"
+    **_all(_NOTHING, "container output_format speed inference_geo"),
+    # The thoughts of earlier answers stay in the prompt in any case.
+    "context_management": (
+        None,
+        {"edits": []},
+        {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
     ),
     "mcp_servers": (None, []),
     "service_tier": (None, "auto", "standard_only"),
