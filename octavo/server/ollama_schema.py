@@ -156,8 +156,6 @@ class OllamaBody(Body):
                 chat[name] = getattr(self.options, option)
             if chat["max_tokens"] in _NO_LIMIT:
                 chat["max_tokens"] = None
-            if chat["seed"] == -1:
-                chat["seed"] = None
         return self.complete(chat)
 
     def complete(self, chat: dict[str, Any]) -> ChatBody:

@@ -89,6 +89,8 @@ def client_of(served, **settings):
 
 
 def test_a_chat_with_tools_and_thinking():
+    chat = {"model": "fake", "messages": [USER], "tools": [TOOL]}
+
     async def scenario(served):
         answer = await whole_and_streamed(served, tools=[TOOL])
         assert answer.message.role == "assistant"
@@ -96,6 +98,10 @@ def test_a_chat_with_tools_and_thinking():
         assert answer.message.thinking == "I add."
         calls = [(c.function.name, c.function.arguments) for c in answer.message.tool_calls]
         assert calls == [("add", {"a": 1})] * 2
+        whole = await served.post("/api/chat", **chat, stream=False)
+        numbers = [c["function"]["index"] for c in whole.json()["message"]["tool_calls"]]
+        assert numbers == [0, 1]
+        assert len({c["id"] for c in whole.json()["message"]["tool_calls"]}) == 2
         assert (answer.model, answer.done_reason) == ("fake", "stop")
         assert answer.prompt_eval_count == len(served.engine.requests[-1].prompt_token_ids)
         assert answer.eval_count == len(ANSWER) + 1
@@ -472,6 +478,7 @@ def test_an_error_in_a_stream():
         lines = [json.loads(line) for line in call.body.splitlines()]
         assert lines[0]["message"]["content"]
         assert lines[-1] == {"error": "out of paper"}
+        assert call.body.endswith(b"}\n")
 
     serve(scenario, answer="Hello, you")
 
