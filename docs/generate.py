@@ -29,6 +29,8 @@ from octavo.server.anthropic_schema import CountTokensBody, MessagesBody
 from octavo.server.app import ROUTES
 from octavo.server.body import Body
 from octavo.server.field_docs import attribute_docs, field_doc
+from octavo.server.ollama import MEDIA_TYPE
+from octavo.server.ollama_schema import OllamaChatBody, OllamaGenerateBody, ShowBody
 from octavo.server.openapi import OPERATIONS, InvocationBody
 from octavo.server.responses_schema import ResponseBody
 from octavo.server.schema import (
@@ -152,6 +154,12 @@ _EXAMPLES: dict[type[BaseModel], dict[str, Any]] = {
     MessagesBody: {"max_tokens": 20, "messages": [{"role": "user", "content": "Hello!"}]},
     CountTokensBody: {"messages": [{"role": "user", "content": "Hello!"}]},
     ResponseBody: {"model": BUILTIN_MODEL, "input": "Hello!", "max_output_tokens": 20},
+    OllamaChatBody: {
+        "model": BUILTIN_MODEL,
+        "messages": [{"role": "user", "content": "Hello!"}],
+    },
+    OllamaGenerateBody: {"model": BUILTIN_MODEL, "prompt": "Hello!"},
+    ShowBody: {"model": BUILTIN_MODEL},
     GenerateBody: {"token_ids": [72, 105], "sampling_params": {"max_tokens": 5}},
     TokenizeBody: {"prompt": "Once upon a time"},
     DetokenizeBody: {"tokens": [72, 105]},
@@ -192,7 +200,8 @@ def openai_line(route: Route) -> str:
             line = f"client.{method}(\n    {', '.join(arguments)}\n)"
         return line
     verb = "get" if "GET" in route.methods else "post"
-    kind = "str" if operation.answer is None else "object"
+    streams = MEDIA_TYPE in operation.responses()[200]["content"]
+    kind = "str" if operation.answer is None or streams else "object"
     body = f", body={json.dumps(given)}" if given else ""
     line = f'client.{verb}("{ADDRESS}{_address(route.path)}", cast_to={kind}{body})'
     if len(line) > 100:  # as ruff formats it

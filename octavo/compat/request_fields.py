@@ -171,8 +171,12 @@ GENERATE: Unsupported = {
 }
 
 ANTHROPIC: Unsupported = {
-    **_all(
-        _NOTHING, "container context_management output_config output_format speed inference_geo"
+    **_all(_NOTHING, "container output_format speed inference_geo"),
+    # The thoughts of earlier answers stay in the prompt in any case.
+    "context_management": (
+        None,
+        {"edits": []},
+        {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
     ),
     "mcp_servers": (None, []),
     "service_tier": (None, "auto", "standard_only"),
@@ -190,6 +194,12 @@ RESPONSES_REASONING: Unsupported = {
 }
 RESPONSES_STREAM_OPTIONS: Unsupported = {"include_obfuscation": _OFF}
 ANTHROPIC_TOOL: Unsupported = {"type": (None, "custom")}
+
+OLLAMA_GENERATE: Unsupported = {
+    **_all((None, ""), "suffix template"),
+    **_all((None, []), "context images"),
+    **_all(_NOTHING, "width height steps"),
+}
 
 DETOKENIZE: Unsupported = {"skip_special_tokens": _OFF}
 SCALE: Unsupported = {}

@@ -30,6 +30,14 @@ from octavo.server.generate import create_token_generation
 from octavo.server.http_state import HttpState
 from octavo.server.invocations import create_invocation
 from octavo.server.middleware import RequestMiddleware
+from octavo.server.ollama import create_ollama_chat, create_ollama_generation
+from octavo.server.ollama_models import (
+    list_running,
+    list_tags,
+    ollama_version,
+    running,
+    show_model,
+)
 from octavo.server.resume_routes import get_stream, resumable
 from octavo.server.state import ServerState
 from octavo.server.tokenize import detokenize, tokenize
@@ -62,6 +70,7 @@ DOCUMENTATION: tuple[tuple[str, Endpoint, str], ...] = (
     ("/openapi.json", openapi, "GET"),
     ("/docs", docs, "GET"),
 )
+OLLAMA_PROBE: tuple[str, Endpoint, str] = ("/", running, "HEAD")
 ROUTES: tuple[tuple[str, Endpoint, str], ...] = (
     ("/", health.index, "GET"),
     ("/health", health.health, "GET"),
@@ -92,6 +101,12 @@ ROUTES: tuple[tuple[str, Endpoint, str], ...] = (
     ("/v1/conversations/{conversation_id}/items", conversations.create_items, "POST"),
     ("/v1/conversations/{conversation_id}/items/{item_id}", conversations.get_item, "GET"),
     ("/v1/conversations/{conversation_id}/items/{item_id}", conversations.delete_item, "DELETE"),
+    ("/api/chat", create_ollama_chat, "POST"),
+    ("/api/generate", create_ollama_generation, "POST"),
+    ("/api/tags", list_tags, "GET"),
+    ("/api/ps", list_running, "GET"),
+    ("/api/show", show_model, "POST"),
+    ("/api/version", ollama_version, "GET"),
     ("/inference/v1/generate", resumable(create_token_generation), "POST"),
     ("/invocations", resumable(create_invocation), "POST"),
     ("/v1/streams/{stream_id:path}", get_stream, "GET"),
@@ -111,7 +126,7 @@ ROUTES: tuple[tuple[str, Endpoint, str], ...] = (
     ("/start_profile", admin.start_profile, "POST"),
     ("/stop_profile", admin.stop_profile, "POST"),
 )
-"""Path, function and method of each route, without `DOCUMENTATION`."""
+"""Path, function and method of each route, without `DOCUMENTATION` and `OLLAMA_PROBE`."""
 
 
 class App(Starlette):
@@ -153,7 +168,7 @@ def build_app(state: ServerState) -> App:
         yield
 
     documented = not state.config.disable_fastapi_docs
-    routes = (*DOCUMENTATION, *ROUTES) if documented else ROUTES
+    routes = ((*DOCUMENTATION, *ROUTES) if documented else ROUTES) + (OLLAMA_PROBE,)
     app = App(routes, lifespan, state.config.root_path)
     add_layers(app, state)
     return app

@@ -17,9 +17,11 @@ from pydantic.json_schema import JsonSchemaMode
 from starlette.responses import Response
 
 from octavo import __version__
-from octavo.server import answers
+from octavo.server import answers, ollama_answers
 from octavo.server.anthropic_schema import CountTokensBody, MessagesBody
 from octavo.server.field_docs import describe
+from octavo.server.ollama import MEDIA_TYPE
+from octavo.server.ollama_schema import OllamaChatBody, OllamaGenerateBody, ShowBody
 from octavo.server.responses_schema import (
     ConversationBody,
     ConversationItemsBody,
@@ -84,7 +86,12 @@ class Operation:
             content = {"text/plain": {"schema": {"type": "string"}}}
         elif self.answer is not None:
             content = {"application/json": {"schema": _ref(self.answer)}}
-        if self.chunk is not None:
+        if self.error is ollama_answers.OllamaError and self.chunk is not None:
+            line = {"anyOf": [_ref(self.chunk), _ref(self.error)]}
+            text = "Lines of JSON (x-event-schema), except with stream=false."
+            schema = {"type": "string", "description": text, "x-event-schema": line}
+            content[MEDIA_TYPE] = {"schema": schema}
+        elif self.chunk is not None:
             content["text/event-stream"] = {
                 "schema": {
                     "type": "string",
@@ -175,6 +182,28 @@ OPERATIONS: dict[str, Operation] = {
     "DELETE /v1/conversations/{conversation_id}/items/{item_id}": Operation(
         answers.Conversation, _NAMED
     ),
+    "/api/chat": Operation(
+        ollama_answers.OllamaChatAnswer,
+        _WITH_BODY,
+        OllamaChatBody,
+        ollama_answers.OllamaChatAnswer,
+        ollama_answers.OllamaError,
+    ),
+    "/api/generate": Operation(
+        ollama_answers.OllamaGenerateAnswer,
+        _WITH_BODY,
+        OllamaGenerateBody,
+        ollama_answers.OllamaGenerateAnswer,
+        ollama_answers.OllamaError,
+    ),
+    "/api/tags": Operation(ollama_answers.OllamaTags, _GUARDED, error=ollama_answers.OllamaError),
+    "/api/ps": Operation(ollama_answers.OllamaRunning, _GUARDED, error=ollama_answers.OllamaError),
+    "/api/show": Operation(
+        ollama_answers.OllamaShown, _WITH_BODY, ShowBody, error=ollama_answers.OllamaError
+    ),
+    "/api/version": Operation(
+        ollama_answers.OllamaVersion, _GUARDED, error=ollama_answers.OllamaError
+    ),
     "/inference/v1/generate": Operation(
         answers.TokensAnswer, _WITH_BODY, GenerateBody, answers.TokensChunk
     ),
@@ -242,7 +271,11 @@ def describe_routes(
             responses=operation.responses(),
             openapi_extra=operation.extra(path),
         )
-    models: list[type[object]] = [answers.ErrorAnswer, answers.AnthropicError]
+    models: list[type[object]] = [
+        answers.ErrorAnswer,
+        answers.AnthropicError,
+        ollama_answers.OllamaError,
+    ]
     for operation in OPERATIONS.values():
         found = (operation.body, operation.answer, operation.chunk)
         models += [model for model in found if model is not None and model not in models]
