@@ -363,9 +363,7 @@ class AsyncLLM:
         """Stream the outputs of a request that has an envelope; see `generate`."""
         request, text = await self._process(prompt, params, request_id, options, add_special_tokens)
         nbytes = request_nbytes(request, params, self.spec.vocab_size)
-        with self.request_memory.reserve(
-            nbytes, options.tenant, background=options.background
-        ):
+        with self.request_memory.reserve(nbytes, options.tenant, background=options.background):
             async with aclosing(self._stream(request, params, text)) as outputs:
                 async for output in outputs:
                     yield output
@@ -415,9 +413,7 @@ class AsyncLLM:
         vocab_size = self.spec.vocab_size
         search = make_beam_search(params, request, vocab_size)
         nbytes = beam_search_nbytes(request, search, vocab_size)
-        with self.request_memory.reserve(
-            nbytes, options.tenant, background=options.background
-        ):
+        with self.request_memory.reserve(nbytes, options.tenant, background=options.background):
             return await run_beam_search(
                 request, text, search, of_prompt, self.tokenizer, self._stream
             )

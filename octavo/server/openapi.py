@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any
+from typing import Any, get_args
 
 from fastapi import FastAPI
 from pydantic import BaseModel, RootModel, TypeAdapter
@@ -19,7 +19,10 @@ from starlette.responses import Response
 from octavo import __version__
 from octavo.server import answers
 from octavo.server.anthropic_schema import CountTokensBody, MessagesBody
+from octavo.server.batches import CreateBatchBody
 from octavo.server.field_docs import describe
+from octavo.server.file_store import Purpose
+from octavo.server.files import MAX_EXPIRY, MIN_EXPIRY
 from octavo.server.schema import (
     BatchChatBody,
     ChatBody,
@@ -37,6 +40,8 @@ _GUARDED = (*_ALWAYS, 401, 503)
 _WITH_BODY = (*_GUARDED, 404, 408, 413, 415, 429)
 _ADMIN = (*_GUARDED, 403, 415)
 _FLAG = ("false", "true")
+_ORDER = ("desc", "asc")
+_TEXT = ()
 
 
 class InvocationBody(RootModel[ChatBody | CompletionBody]):
@@ -66,7 +71,10 @@ class Operation:
     states: Sequence[int] = (200,)
     """Statuses of responses with `answer`."""
     query: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Query parameters and their values, the default first; one value: any integer >= 0."""
+    """Query parameters and their values, the default first; one value: any integer >= 0; none: any
+    text."""
+    form: bool = False
+    """True for the form of an upload."""
 
     def responses(self) -> dict[int | str, dict[str, Any]]:
         """Return the `responses` of FastAPI's route."""
@@ -97,17 +105,38 @@ class Operation:
         if self.body is not None:
             content = {"application/json": {"schema": _ref(self.body)}}
             extra["requestBody"] = {"required": True, "content": content}
+        if self.form:
+            content = {"multipart/form-data": {"schema": _UPLOAD}}
+            extra["requestBody"] = {"required": True, "content": content}
         for name in re.findall(r"{(\w+)", path):
             parameter = {"name": name, "in": "path", "required": True}
             extra["parameters"] = [{**parameter, "schema": {"type": "string"}}]
         for name, values in self.query.items():
-            schema: dict[str, Any] = {"type": "string", "enum": values, "default": values[0]}
-            if len(values) == 1:
+            schema: dict[str, Any] = {"type": "string"}
+            if len(values) > 1:
+                schema |= {"enum": values, "default": values[0]}
+            elif values:
                 schema = {"type": "integer", "minimum": 0, "default": int(values[0])}
             extra.setdefault("parameters", []).append(
                 {"name": name, "in": "query", "schema": schema}
             )
         return extra or None
+
+
+_UPLOAD = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"type": "string", "enum": get_args(Purpose)},
+        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+        "expires_after[seconds]": {
+            "type": "integer",
+            "minimum": MIN_EXPIRY,
+            "maximum": MAX_EXPIRY,
+        },
+    },
+}
 
 
 OPERATIONS: dict[str, Operation] = {
@@ -139,6 +168,23 @@ OPERATIONS: dict[str, Operation] = {
         answers.TokensAnswer, _WITH_BODY, GenerateBody, answers.TokensChunk
     ),
     "/invocations": Operation(InvocationAnswer, _WITH_BODY, InvocationBody, InvocationChunk),
+    "POST /v1/files": Operation(answers.FileObject, (*_WITH_BODY, 403, 507), form=True),
+    "GET /v1/files": Operation(
+        answers.FileList,
+        (*_GUARDED, 404),
+        query={"purpose": _TEXT, "order": _ORDER, "after": _TEXT, "limit": ("10000",)},
+    ),
+    "GET /v1/files/{file_id}": Operation(answers.FileObject, (*_GUARDED, 404)),
+    "DELETE /v1/files/{file_id}": Operation(answers.FileDeleted, (*_GUARDED, 404, 409, 507)),
+    "/v1/files/{file_id}/content": Operation(None, (*_GUARDED, 404)),
+    "POST /v1/batches": Operation(answers.Batch, (*_WITH_BODY, 507), CreateBatchBody),
+    "GET /v1/batches": Operation(
+        answers.BatchList,
+        (*_GUARDED, 404),
+        query={"order": _ORDER, "after": _TEXT, "limit": ("20",)},
+    ),
+    "/v1/batches/{batch_id}": Operation(answers.Batch, (*_GUARDED, 404)),
+    "/v1/batches/{batch_id}/cancel": Operation(answers.Batch, (*_GUARDED, 403, 404, 409, 507)),
     "/v1/streams/{stream_id:path}": Operation(
         None,
         (*_GUARDED, 404),
@@ -187,13 +233,14 @@ def describe_routes(
         title="Octavo", version=__version__, description="OpenAI-compatible inference server."
     )
     for path, endpoint, method in routes:
+        operation = OPERATIONS.get(f"{method} {path}") or OPERATIONS[path]
         app.add_api_route(
             path,
             endpoint,
             methods=[method],
             response_class=Response,
-            responses=OPERATIONS[path].responses(),
-            openapi_extra=OPERATIONS[path].extra(path),
+            responses=operation.responses(),
+            openapi_extra=operation.extra(path),
         )
     models: list[type[object]] = [answers.ErrorAnswer, answers.AnthropicError]
     for operation in OPERATIONS.values():

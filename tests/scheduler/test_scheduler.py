@@ -355,9 +355,7 @@ class TestBackground:
     @pytest.mark.parametrize("policy", ["fcfs", "priority"])
     def test_any_other_request_takes_a_seat_at_the_next_step(self, policy):
         engine = FakeEngine(scheduling_policy=policy, max_num_seqs=2)
-        lines = [
-            engine.add(x, [i] * 9, background=True, priority=-9) for i, x in enumerate("abc")
-        ]
+        lines = [engine.add(x, [i] * 9, background=True, priority=-9) for i, x in enumerate("abc")]
         engine.step()
         assert ids(engine.scheduler.running) == ["a", "b"]
         online = engine.add("online", [9] * 4, priority=9)
