@@ -361,7 +361,7 @@ class AsyncLLM:
         add_special_tokens: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream the outputs of a request that has an envelope; see `generate`."""
-        request, text = await self._process(prompt, params, request_id, options, add_special_tokens)
+        request, text = await self.process(prompt, params, request_id, options, add_special_tokens)
         nbytes = request_nbytes(request, params, self.spec.vocab_size)
         with self.request_memory.reserve(nbytes, options.tenant, background=options.background):
             async with aclosing(self._stream(request, params, text)) as outputs:
@@ -407,7 +407,7 @@ class AsyncLLM:
     ) -> RequestOutput:
         """Find the most probable answers to a prompt with an envelope; see `beam_search`."""
         of_prompt = prompt_params(params)
-        request, text = await self._process(
+        request, text = await self.process(
             prompt, of_prompt, request_id, options, add_special_tokens
         )
         vocab_size = self.spec.vocab_size
@@ -615,7 +615,7 @@ class AsyncLLM:
         if self._recorder is not None:
             self._recorder.close()
 
-    async def _process(
+    async def process(
         self,
         prompt: Prompt,
         params: SamplingParams,

@@ -561,6 +561,23 @@ class ProfileStopped(Answer):
     path: str
 
 
+class RenderedPrompt(Answer):
+    """POST /v1/chat/completions/render: a body for POST /inference/v1/generate."""
+
+    request_id: str
+    model: str
+    prompt_text: str | None
+    """Prompt as text; null: the client sent token ids."""
+    token_ids: list[int]
+    sampling_params: dict[str, Any]
+    """Parameters, without those that have the default of that route."""
+    stream: bool
+    stream_options: dict[str, Any] | None
+    cache_salt: str | None
+    priority: int
+    kv_transfer_params: dict[str, Any] | None
+
+
 class FileObject(Answer):
     """OpenAI's description of a file."""
 

@@ -19,7 +19,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, OctavoError
 from octavo.server import admin, batches, files, health, model_list
 from octavo.server.anthropic import count_tokens, create_message
 from octavo.server.batch_runner import BatchRunner
@@ -31,6 +31,7 @@ from octavo.server.generate import create_token_generation
 from octavo.server.http_state import HttpState
 from octavo.server.invocations import create_invocation
 from octavo.server.middleware import RequestMiddleware
+from octavo.server.render import render_chat, render_completion
 from octavo.server.resume_routes import get_stream, resumable
 from octavo.server.state import ServerState
 from octavo.server.tokenize import detokenize, tokenize
@@ -77,6 +78,8 @@ ROUTES: tuple[tuple[str, Endpoint, str], ...] = (
     ("/v1/completions", resumable(create_completion), "POST"),
     ("/v1/chat/completions", resumable(create_chat_completion), "POST"),
     ("/v1/chat/completions/batch", create_batch_chat_completion, "POST"),
+    ("/v1/completions/render", render_completion, "POST"),
+    ("/v1/chat/completions/render", render_chat, "POST"),
     ("/v1/messages", create_message, "POST"),
     ("/v1/messages/count_tokens", count_tokens, "POST"),
     ("/inference/v1/generate", resumable(create_token_generation), "POST"),
@@ -150,7 +153,10 @@ def build_app(state: ServerState) -> App:
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         state.start()
         if state.state_dir is not None:
-            await runner.open()
+            try:
+                await runner.open()
+            except OctavoError as error:
+                state.fail(error)
         yield
 
     documented = not state.config.disable_fastapi_docs

@@ -35,7 +35,7 @@ class Journal:
         self._pending: list[tuple[int, bool, bytes]] = []
         self._lock = asyncio.Lock()
         self._failure: OSError | None = None
-        self._stream: BinaryIO = open(path, "ab")
+        self._stream: BinaryIO = path.open("ab")
         try:
             path.chmod(0o600)
             self._read()

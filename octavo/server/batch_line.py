@@ -120,8 +120,15 @@ async def answer_line(state: ServerState, line: BatchLine, context: RequestConte
             sent.extend(message.get("body", b""))
 
     app = SimpleNamespace(state=SimpleNamespace(octavo=state))
-    scope: Scope = {"type": "http", "method": "POST", "path": line.url, "headers": []}
-    scope |= {"app": app, "octavo": context, "query_string": b""}
+    scope: Scope = {
+        "type": "http",
+        "method": "POST",
+        "path": line.url,
+        "query_string": b"",
+        "headers": [],
+        "app": app,
+        "octavo": context,
+    }
     try:
         if len(data) > state.config.max_request_bytes:
             raise BodyTooLargeError(state.config.max_request_bytes)
@@ -149,7 +156,8 @@ def failed(request_id: str, error: Exception) -> LineAnswer:
 
 async def _never() -> Message:
     """Wait for a message of the client, which never disconnects."""
-    return await asyncio.get_running_loop().create_future()
+    forever: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+    return await forever
 
 
 def _fault(error: Exception, custom_id: str | None) -> LineError:

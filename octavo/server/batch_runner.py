@@ -20,6 +20,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, Literal
@@ -30,6 +31,7 @@ from starlette.requests import Request
 from octavo.errors import (
     EngineDeadError,
     NotFoundError,
+    OctavoError,
     QueueFullError,
     RequestError,
 )
@@ -124,7 +126,11 @@ class BatchRunner:
         self._temporary: str | None = None
         self._opening: asyncio.Task[None] | None = None
         self._stopped = False
-        self._keys = {tenant_of(key): key for key in _keys(state)} or {None: None}
+        keys = [*state.config.api_key, *state.config.admin_key]
+        self._keys: dict[str | None, str | None] = {tenant_of(key): key for key in keys}
+        """API keys by owner."""
+        if not state.config.api_key:
+            self._keys[None] = None
         self.slots = _Slots(state.engine_config.scheduler.max_num_seqs)
 
     # Lifecycle
@@ -144,7 +150,11 @@ class BatchRunner:
             )
         if self._opening is None:
             self._opening = asyncio.create_task(self._open())
-        await asyncio.shield(self._opening)
+        try:
+            await asyncio.shield(self._opening)
+        except OSError as error:
+            self._opening = None
+            raise StorageError(error) from None
 
     async def _open(self) -> None:
         if self.state.state_dir is None:
@@ -313,10 +323,6 @@ class BatchRunner:
             await asyncio.to_thread(path.unlink, missing_ok=True)
 
 
-def _keys(state: ServerState) -> list[str]:
-    return [*state.config.api_key, *state.config.admin_key]
-
-
 def _load(folder: Path) -> list[Batch]:
     """Return the batches of a folder, and remove what no batch needs."""
     found = []
@@ -371,8 +377,8 @@ class _Slots:
             raise
         self._nbytes += nbytes
 
-    def release(self, nbytes: int) -> None:
-        """Free the place of a line."""
+    def release(self, nbytes: int, _: object) -> None:
+        """Free the place of a line of `nbytes` bytes, whose task has ended."""
         self._places.release()
         self._nbytes -= nbytes
         self._freed.set()
@@ -391,6 +397,7 @@ class _Job:
         self._runner = runner
         self._batch = batch
         self._appends: set[asyncio.Task[None]] = set()
+        self._counted = 0
         if batch.status == "cancelling":
             self.cancelled.set()
         self.task = asyncio.create_task(self._run())
@@ -428,7 +435,7 @@ class _Job:
         if batch.finished:
             return
         journal = await asyncio.to_thread(Journal, runner.journal_path(batch))
-        runner.files.count(batch.owner, journal.nbytes)
+        self._count(journal.nbytes)
         try:
             batch.completed = journal.num_good
             batch.failed = len(journal.places) - batch.completed
@@ -442,10 +449,15 @@ class _Job:
                 await runner.save(batch)
             await self._finish(journal)
         finally:
-            runner.files.give_back(batch.owner, journal.nbytes)
+            self._count(0)
             journal.close()
         await asyncio.to_thread(runner.journal_path(batch).unlink, missing_ok=True)
         logger.info("batch %s is %s", batch.id, batch.status)
+
+    def _count(self, nbytes: int) -> None:
+        """Count the bytes of the journal among those of the owner's files."""
+        self._runner.files.count(self._batch.owner, nbytes - self._counted)
+        self._counted = nbytes
 
     async def _fail(self, errors: list[BatchError]) -> None:
         batch = self._batch
@@ -479,7 +491,10 @@ class _Job:
     async def _answer_all(self, journal: Journal) -> Literal["completed", "expired", "cancelled"]:
         """Answer the lines without an answer until all have one, or the batch ends."""
         batch = self._batch
-        await (await self._runner.state.get_engine()).wait_ready()
+        try:
+            await (await self._runner.state.get_engine()).wait_ready()
+        except OctavoError as error:
+            raise EngineDeadError(str(error)) from error
         work = asyncio.create_task(self._answer_lines(journal))
         cancelled = asyncio.create_task(self.cancelled.wait())
         try:
@@ -515,7 +530,7 @@ class _Job:
                     nbytes = len(line)
                     await runner.slots.acquire(nbytes)
                     task = asyncio.create_task(self._answer(number, line, journal))
-                    task.add_done_callback(lambda _, size=nbytes: runner.slots.release(size))
+                    task.add_done_callback(partial(runner.slots.release, nbytes))
                     tasks.add(task)
             for task in tasks:
                 await task
@@ -567,9 +582,9 @@ class _Job:
         await asyncio.shield(append)
 
     async def _append(self, journal: Journal, number: int, good: bool, data: bytes) -> None:
-        batch, before = self._batch, journal.nbytes
+        batch = self._batch
         await journal.append(number, good, data)
-        self._runner.files.count(batch.owner, journal.nbytes - before)
+        self._count(journal.nbytes)
         batch.completed += good
         batch.failed += not good
 

@@ -212,7 +212,11 @@ async def read_model(
     """
     data = await read_body(request, limit)
     strict = state_of(request).config.strict_fields
-    checked, unknown = await offload(len(data) // 8, check_body, data, model, strict)
+
+    def check() -> tuple[M, list[str]]:
+        return check_body(data, model, strict)
+
+    checked, unknown = await offload(len(data) // 8, check)
     context_of(request).ignored_fields = unknown
     return checked
 
@@ -236,7 +240,7 @@ def check_body(
     body = parse_json(data)
     kind = model if isinstance(model, type) else model(body)
     unknown = unknown_fields(kind, body)
-    checked = validate(kind, body)
+    checked: M = validate(kind, body)
     if unknown and strict:
         raise RequestError(
             f"Unknown fields: {', '.join(unknown)}; leave them out (this server runs with "

@@ -269,7 +269,7 @@ class FileWriter:
         self.nbytes = 0
         self._taken = 0
         try:
-            self._stream: BinaryIO = open(store.path(file_id), "xb")
+            self._stream: BinaryIO = store.path(file_id).open("xb")
             store.path(file_id).chmod(0o600)
         except OSError as error:
             raise StorageError(error) from None

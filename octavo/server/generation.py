@@ -71,6 +71,15 @@ class Reading(NamedTuple):
     add_special_tokens: bool
 
 
+class Rendered(NamedTuple):
+    """Prompt as the engine receives it."""
+
+    text: str | None
+    """None: the client sent token ids."""
+    token_ids: list[int]
+    params: SamplingParams
+
+
 class Generation(ABC, Generic[B]):
     """HTTP request for text, from its checked body to the bytes of the answer.
 
@@ -404,6 +413,25 @@ class Generation(ABC, Generic[B]):
                         yield index, output
             except RequestError as error:
                 raise self._blamed(error) from None
+
+    async def render(self) -> list[Rendered]:
+        """Return the requests that the engine would receive, in the order of the prompts.
+
+        Raises:
+            RequestError: the request is wrong.
+        """
+        engine = await self.state.get_engine()
+        self.tokenizer = engine.tokenizer
+        options = RequestOptions(clock.now())
+        try:
+            prompts, params, special = await self.read(engine)
+            found = []
+            for prompt in prompts:
+                request, text = await engine.process(prompt, params, self.id, options, special)
+                found.append(Rendered(text, request.prompt_token_ids, params))
+            return found
+        except RequestError as error:
+            raise self._blamed(error) from None
 
     def _blamed(self, error: RequestError) -> RequestError:
         """Set the field of the body that caused an engine's error; return the error."""

@@ -48,6 +48,10 @@ class InvocationBody(RootModel[ChatBody | CompletionBody]):
     """Body of POST /invocations."""
 
 
+class RenderedPrompts(RootModel[list[answers.RenderedPrompt]]):
+    """POST /v1/completions/render."""
+
+
 class InvocationAnswer(RootModel[answers.ChatAnswer | answers.CompletionAnswer]):
     """POST /invocations."""
 
@@ -123,7 +127,7 @@ class Operation:
         return extra or None
 
 
-_UPLOAD = {
+_UPLOAD: dict[str, Any] = {
     "type": "object",
     "required": ["file", "purpose"],
     "properties": {
@@ -154,6 +158,8 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "/v1/chat/completions": Operation(answers.ChatAnswer, _WITH_BODY, ChatBody, answers.ChatChunk),
     "/v1/chat/completions/batch": Operation(answers.ChatAnswer, _WITH_BODY, BatchChatBody),
+    "/v1/completions/render": Operation(RenderedPrompts, _WITH_BODY, CompletionBody),
+    "/v1/chat/completions/render": Operation(answers.RenderedPrompt, _WITH_BODY, ChatBody),
     "/v1/messages": Operation(
         answers.AnthropicMessage,
         _WITH_BODY,
