@@ -572,6 +572,7 @@ class _Job:
         while True:
             try:
                 runner.files.check_room(batch.owner, len(data))
+                self._count(self._counted + len(data))
                 break
             except RequestError as error:
                 logger.warning("batch %s waits for room: %s", batch.id, error)
@@ -584,7 +585,6 @@ class _Job:
     async def _append(self, journal: Journal, number: int, good: bool, data: bytes) -> None:
         batch = self._batch
         await journal.append(number, good, data)
-        self._count(journal.nbytes)
         batch.completed += good
         batch.failed += not good
 
