@@ -110,7 +110,7 @@ def api() -> str:
         " `-H 'Authorization: Bearer KEY'` to `curl`. A field with the value null counts as"
         " missing. The server rejects fields of other servers that it does not support. It lists"
         " unknown fields in the header `X-Octavo-Ignored-Fields`, or rejects them with"
-        " `--strict-fields`.",
+        " `--strict-fields`. [Files and batches](batches.md) have a page of their own.",
     ]
     for route in _routes():
         (method,) = route.methods - {"HEAD"}
@@ -164,6 +164,10 @@ _CLIENT_METHODS = {
 """Methods of OpenAI's client by route."""
 
 
+_BATCHES = ("/v1/files", "/v1/batches")
+"""Addresses that docs/batches.md describes."""
+
+
 def curl_line(route: Route) -> str:
     """Return a `curl` command that requests a route."""
     url = ADDRESS + _address(route.path)
@@ -200,6 +204,8 @@ def openai_line(route: Route) -> str:
 def _routes() -> Iterator[Route]:
     found: dict[str, Route] = {}  # the first route of each address: GET before POST
     for path, endpoint, method in ROUTES:
+        if path.startswith(_BATCHES):
+            continue
         found.setdefault(path, Route(path, endpoint, methods=[method]))
     return iter(found.values())
 

@@ -174,21 +174,10 @@ OPERATIONS: dict[str, Operation] = {
         answers.TokensAnswer, _WITH_BODY, GenerateBody, answers.TokensChunk
     ),
     "/invocations": Operation(InvocationAnswer, _WITH_BODY, InvocationBody, InvocationChunk),
-    "POST /v1/files": Operation(answers.FileObject, (*_WITH_BODY, 403, 507), form=True),
-    "GET /v1/files": Operation(
-        answers.FileList,
-        (*_GUARDED, 404),
-        query={"purpose": _TEXT, "order": _ORDER, "after": _TEXT, "limit": ("10000",)},
-    ),
-    "GET /v1/files/{file_id}": Operation(answers.FileObject, (*_GUARDED, 404)),
-    "DELETE /v1/files/{file_id}": Operation(answers.FileDeleted, (*_GUARDED, 404, 409, 507)),
+    "/v1/files": Operation(answers.FileObject, (*_WITH_BODY, 403, 507), form=True),
+    "/v1/files/{file_id}": Operation(answers.FileObject, (*_GUARDED, 404)),
     "/v1/files/{file_id}/content": Operation(None, (*_GUARDED, 404)),
-    "POST /v1/batches": Operation(answers.Batch, (*_WITH_BODY, 507), CreateBatchBody),
-    "GET /v1/batches": Operation(
-        answers.BatchList,
-        (*_GUARDED, 404),
-        query={"order": _ORDER, "after": _TEXT, "limit": ("20",)},
-    ),
+    "/v1/batches": Operation(answers.Batch, (*_WITH_BODY, 507), CreateBatchBody),
     "/v1/batches/{batch_id}": Operation(answers.Batch, (*_GUARDED, 404)),
     "/v1/batches/{batch_id}/cancel": Operation(answers.Batch, (*_GUARDED, 403, 404, 409, 507)),
     "/v1/streams/{stream_id:path}": Operation(
@@ -229,6 +218,21 @@ OPERATIONS: dict[str, Operation] = {
     "/start_profile": Operation(answers.ProfileStarted, (*_ADMIN, 404, 409)),
     "/stop_profile": Operation(answers.ProfileStopped, (*_ADMIN, 404, 409)),
 }
+"""Documentation of each address."""
+OTHER_METHODS: dict[str, Operation] = {
+    "GET /v1/files": Operation(
+        answers.FileList,
+        (*_GUARDED, 404),
+        query={"purpose": _TEXT, "order": _ORDER, "after": _TEXT, "limit": ("10000",)},
+    ),
+    "DELETE /v1/files/{file_id}": Operation(answers.FileDeleted, (*_GUARDED, 404, 409, 507)),
+    "GET /v1/batches": Operation(
+        answers.BatchList,
+        (*_GUARDED, 404),
+        query={"order": _ORDER, "after": _TEXT, "limit": ("20",)},
+    ),
+}
+"""Documentation of a method whose address has another one in `OPERATIONS`."""
 
 
 def describe_routes(
@@ -239,7 +243,7 @@ def describe_routes(
         title="Octavo", version=__version__, description="OpenAI-compatible inference server."
     )
     for path, endpoint, method in routes:
-        operation = OPERATIONS.get(f"{method} {path}") or OPERATIONS[path]
+        operation = OTHER_METHODS.get(f"{method} {path}", OPERATIONS[path])
         app.add_api_route(
             path,
             endpoint,
@@ -249,7 +253,7 @@ def describe_routes(
             openapi_extra=operation.extra(path),
         )
     models: list[type[object]] = [answers.ErrorAnswer, answers.AnthropicError]
-    for operation in OPERATIONS.values():
+    for operation in [*OPERATIONS.values(), *OTHER_METHODS.values()]:
         found = (operation.body, operation.answer, operation.chunk)
         models += [model for model in found if model is not None and model not in models]
     inputs: list[tuple[str, JsonSchemaMode, TypeAdapter[object]]] = [

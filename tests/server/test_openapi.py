@@ -40,11 +40,14 @@ def test_every_address_is_described():
         for ref in refs(description):
             assert ref.removeprefix("#/components/schemas/") in schemas
         for path, methods in description["paths"].items():
-            assert set(methods) == ({"get", "post"} if path == "/ping" else {*list(methods)[:1]})
+            both = {"/ping": "get", "/v1/files": "get", "/v1/batches": "get"}
+            both["/v1/files/{file_id}"] = "delete"
+            assert set(methods) == {*list(methods)[:1], both.get(path, *list(methods)[:1])}, path
             ((method, operation), *_) = methods.items()
             named = {p["name"] for p in operation.get("parameters", []) if p["in"] == "path"}
             assert named == set(re.findall(r"{(\w+)}", path))
-            assert ("requestBody" in operation) == (paths[path].body is not None)
+            has_body = paths[path].body is not None or paths[path].form
+            assert ("requestBody" in operation) == has_body
             answers_ = operation["responses"]
             assert "200" in answers_
             for status, response in answers_.items():
@@ -59,7 +62,7 @@ def test_every_address_is_described():
                 else:
                     assert response["content"]
             assert {"400", "421", "500"} <= set(answers_)
-            if method == "post" and path != "/ping":
+            if method == "post" and path not in ("/ping", "/v1/batches/{batch_id}/cancel"):
                 assert {"401", "415", "503"} <= set(answers_)
         for path in ("/v1/completions", "/v1/chat/completions"):
             content = description["paths"][path]["post"]["responses"]["200"]["content"]
@@ -87,6 +90,13 @@ STATUSES = {
     "/v1/streams/{stream_id}": {*KEYED, 200, 204, 404},
     "/tokenizer_info": {*KEYED, 200, 404},
     "/server_info": {*KEYED, 200, 403},
+    "/v1/files": {*POSTED, 403, 507},
+    "/v1/files/{file_id}": {*KEYED, 200, 404},
+    "/v1/files/{file_id}/content": {*KEYED, 200, 404},
+    "/v1/batches": {*POSTED, 507},
+    "/v1/batches/{batch_id}": {*KEYED, 200, 404},
+    "/v1/batches/{batch_id}/cancel": {*KEYED, 200, 403, 404, 409, 507},
+    "/v1/chat/completions/render": POSTED,
     "/tokenize": POSTED,
     "/detokenize": POSTED,
     "/reset_prefix_cache": OPERATORS,
@@ -206,6 +216,12 @@ def test_the_small_answers_are_as_described():
             ("GET", "/version", None),
             ("GET", "/v1/models", None),
             ("GET", "/v1/models/fake", None),
+            ("POST", "/v1/completions/render", {"prompt": "hi"}),
+            (
+                "POST",
+                "/v1/chat/completions/render",
+                {"messages": [{"role": "user", "content": "hi"}]},
+            ),
             ("POST", "/tokenize", {"prompt": "hi"}),
             ("POST", "/tokenize", {"prompt": "hi", "return_token_strs": True}),
             ("POST", "/detokenize", {"tokens": [5]}),
