@@ -56,10 +56,13 @@ _MAX_BATCHES = 1000
 # Bytes of lines that are answered at a time, unless one line has more.
 _MAX_LINE_BYTES = 32 * 2**20
 _LINES_AT_ONCE = 64
-# Seconds until another attempt: of a line for which there is no room, and of a batch whose files
-# cannot be read or written.
+# Seconds until another attempt: of a line for which there is no room, or that the operator stopped,
+# at first and at last; and of a batch whose files cannot be read or written.
 _LINE_RETRY = 1.0
+_LONGEST_RETRY = 30.0
 _DISK_RETRY = 10.0
+# In an answer that a pause or sleep of the engine cut short. A text would escape the quotes.
+_ABORTED = b'"finish_reason":"abort"'
 
 Status = Literal[
     "validating",
@@ -543,6 +546,7 @@ class _Job:
         """Answer a line, and write the answer to the journal."""
         batch, runner = self._batch, self._runner
         request, request_id = parse_line(line), _digest(batch.id, number)
+        retry = _LINE_RETRY
         while True:
             context = RequestContext(
                 request_id,
@@ -553,9 +557,12 @@ class _Job:
             )
             try:
                 answer = await answer_line(runner.state, request, context)
-                break
+                if answer.status != 503 and _ABORTED not in answer.body:
+                    break
             except QueueFullError:
-                await asyncio.sleep(_LINE_RETRY)
+                pass
+            await asyncio.sleep(retry)
+            retry = min(2 * retry, _LONGEST_RETRY)
         good = answer.error is None
         data = msgspec.json.encode(
             {

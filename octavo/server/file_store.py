@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 MAX_FILES = 4096
 # All files together may have this many times the bytes of the largest one.
 _MAX_TOTAL = 50
+# Expired files that one request deletes, so that it does not take long.
+_MOST_DROPPED = 64
 _ID = re.compile(r"file-[0-9a-f]{32}")
 
 Purpose = Literal["assistants", "batch", "fine-tune", "vision", "user_data"]
@@ -179,7 +181,8 @@ class FileStore:
 
     def _drop_expired(self) -> None:
         now = time.time()
-        for file in [f for f in self._files.values() if f.expires_at and f.expires_at <= now]:
+        expired = [f for f in self._files.values() if f.expires_at and f.expires_at <= now]
+        for file in expired[:_MOST_DROPPED]:
             if not self.in_use(file.id):
                 self._forget(file)
                 try:

@@ -6,13 +6,16 @@ import json
 import shutil
 import time
 
+import msgspec
 import openai
 import pytest
 from openai.types import Batch
 
 from octavo.config import EngineConfig
+from octavo.errors import SleepError
 from octavo.server import batch_input, batch_runner
 from octavo.server.batch_journal import Journal
+from octavo.server.batch_line import failed
 from tests.server.fake_engine import FakeAsyncLLM, with_server
 from tests.server.test_files import as_user, client_of, post_file, strictly
 
@@ -121,6 +124,8 @@ def test_openai_client():
             assert (answer["error"], answer["response"]["status_code"]) == (None, 200)
             body = openai.types.chat.ChatCompletion.model_validate(answer["response"]["body"])
             assert body.id == "chatcmpl-" + answer["response"]["request_id"]
+            assert body.created == found.created_at
+            assert body.usage.prompt_tokens_details is None  # it would depend on other requests
             assert answer["id"].startswith("batch_req_")
         assert body.choices[0].message.content == "He"
         (bad,) = await read(served, found.error_file_id)
@@ -358,6 +363,37 @@ def test_lines_leave_most_of_the_memory_and_wait_for_room(monkeypatch):
         assert served.engine.request_memory.used == 0
 
     with_server(scenario, lambda: engine)
+
+
+def test_lines_that_the_operator_stops_run_again(monkeypatch):
+    monkeypatch.setattr(batch_runner, "_LINE_RETRY", 0.01)
+    real, stopped = batch_runner.answer_line, []
+
+    async def answer_line(state, request, context):
+        answer = await real(state, request, context)
+        if len(stopped) == 0:
+            stopped.append(answer)
+            body = answer.body.replace(b'"finish_reason":"length"', b'"finish_reason":"abort"')
+            assert body != answer.body
+            return msgspec.structs.replace(answer, body=body)
+        if len(stopped) == 1:
+            stopped.append(answer)
+            return failed(context.request_id, SleepError("The engine fell asleep."))
+        return answer
+
+    monkeypatch.setattr(batch_runner, "answer_line", answer_line)
+
+    async def scenario(served):
+        quoting = {"prompt": '"finish_reason":"abort"', "echo": True, "max_tokens": 1}
+        batch = await begin(served, *lines(3), line("quoting", **quoting))
+        done = await until(served, batch, "completed")
+        assert done["request_counts"] == {"total": 4, "completed": 4, "failed": 0}
+        answers = await read(served, done["output_file_id"])
+        reasons = {a["response"]["body"]["choices"][0]["finish_reason"] for a in answers}
+        assert reasons == {"length"}
+        assert len(served.engine.requests) == 6
+
+    with_server(scenario)
 
 
 def test_batches_take_turns():
