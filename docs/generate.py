@@ -113,7 +113,7 @@ def api() -> str:
         " `-H 'Authorization: Bearer KEY'` to `curl`. A field with the value null counts as"
         " missing. The server rejects fields of other servers that it does not support. It lists"
         " unknown fields in the header `X-Octavo-Ignored-Fields`, or rejects them with"
-        " `--strict-fields`.",
+        " `--strict-fields`. [Files and batches](batches.md) have a page of their own.",
     ]
     for route in routes():
         (method,) = route.methods - {"HEAD"}
@@ -173,7 +173,7 @@ _CLIENT_METHODS = {
     "/v1/responses": "responses.create",
 }
 """Methods of OpenAI's client by route."""
-_ELSEWHERE = ("/v1/responses/", "/v1/conversations")
+_ELSEWHERE = ("/v1/responses/", "/v1/conversations", "/v1/files", "/v1/batches")
 
 
 def curl_line(route: Route) -> str:

@@ -162,11 +162,17 @@ class RequestOptions(msgspec.Struct, array_like=True, frozen=True):
     """Parameters for the KV connector."""
     flow: int | None = None
     """Class of the client's address. Without tenants, flows share tokens fairly."""
+    background: bool = False
+    """True for a line of a batch: all other requests are served first, under every policy."""
 
     @property
     def share(self) -> str | int | None:
-        """The tenant, or else the flow; the scheduler divides tokens fairly among shares."""
-        return self.flow if self.tenant is None else self.tenant
+        """The tenant, or else the flow; the scheduler divides tokens fairly among shares.
+
+        What a tenant computes in the background does not count against its other requests.
+        """
+        share = self.flow if self.tenant is None else self.tenant
+        return f"background of {share}" if self.background else share
 
     @property
     def due(self) -> float:

@@ -28,7 +28,7 @@ NO_EFFECT = frozenset(
     _all(
         (),
         "metadata store prediction safety_identifier prompt_cache_key prompt_cache_retention "
-        "session_id return_mm_kwargs cache_control "
+        "prompt_text session_id return_mm_kwargs cache_control "
         "mirostat_tau mirostat_eta dynatemp_exponent xtc_threshold id_slot n_cache_reuse "
         "dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers",
     )

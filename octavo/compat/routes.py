@@ -17,9 +17,7 @@ ELSEWHERE: Mapping[str, str] = {
     **_all(
         "use POST /tokenize to render prompts and chats as token ids, POST /v1/completions with "
         "return_token_ids to pass and return them, and POST /detokenize for their text",
-        "/v1/completions/render",
         "/v1/completions/derender",
-        "/v1/chat/completions/render",
         "/v1/chat/completions/derender",
         "/v1/messages/render",
         "/v1/responses/render",

@@ -97,6 +97,14 @@ class ServerConfig(Section, frozen=True):
     max_request_bytes: Annotated[
         int, Meta(description="Maximum size of a request body (8M ...).", ge=1024)
     ] = 8 * 2**20
+    max_file_bytes: Annotated[
+        int,
+        Meta(
+            description="Maximum size of a file of /v1/files (200M ...); all files together may"
+            " have fifty times as many bytes.",
+            ge=1024,
+        ),
+    ] = 200 * 2**20
     max_connections_per_client: Annotated[
         int,
         Meta(

@@ -244,6 +244,16 @@ class OutputProcessor:
             if all(times.first_token_time is None for times in group.times.values()):
                 yield group.request
 
+    def num_running_in_background(self) -> int:
+        """Return the number of core requests in the background with a token. O(live requests)."""
+        waiting = {request.request_id for request in self.waiting()}
+        groups = self._groups.values()
+        return sum(
+            group.request.n
+            for group in groups
+            if group.request.options.background and group.request.request_id not in waiting
+        )
+
     def has_first_tokens(self, request_id: str) -> bool:
         """Return True if every answer of a request has a token, or if the request has ended."""
         group = self._groups.get(request_id)

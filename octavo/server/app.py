@@ -19,9 +19,10 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from octavo.errors import ConfigError
-from octavo.server import admin, conversations, health, model_list, responses
+from octavo.errors import ConfigError, OctavoError
+from octavo.server import admin, batches, conversations, files, health, model_list, responses
 from octavo.server.anthropic import count_tokens, create_message
+from octavo.server.batch_runner import BatchRunner
 from octavo.server.chat import create_batch_chat_completion, create_chat_completion
 from octavo.server.completions import create_completion
 from octavo.server.docs import HEADERS, docs_page
@@ -38,6 +39,7 @@ from octavo.server.ollama_models import (
     running,
     show_model,
 )
+from octavo.server.render import render_chat, render_completion
 from octavo.server.resume_routes import get_stream, resumable
 from octavo.server.state import ServerState
 from octavo.server.tokenize import detokenize, tokenize
@@ -85,6 +87,8 @@ ROUTES: tuple[tuple[str, Endpoint, str], ...] = (
     ("/v1/completions", resumable(create_completion), "POST"),
     ("/v1/chat/completions", resumable(create_chat_completion), "POST"),
     ("/v1/chat/completions/batch", create_batch_chat_completion, "POST"),
+    ("/v1/completions/render", render_completion, "POST"),
+    ("/v1/chat/completions/render", render_chat, "POST"),
     ("/v1/messages", create_message, "POST"),
     ("/v1/messages/count_tokens", count_tokens, "POST"),
     ("/v1/responses", responses.create_response, "POST"),
@@ -109,6 +113,15 @@ ROUTES: tuple[tuple[str, Endpoint, str], ...] = (
     ("/api/version", ollama_version, "GET"),
     ("/inference/v1/generate", resumable(create_token_generation), "POST"),
     ("/invocations", resumable(create_invocation), "POST"),
+    ("/v1/files", files.create_file, "POST"),
+    ("/v1/files", files.list_files, "GET"),
+    ("/v1/files/{file_id}", files.get_file, "GET"),
+    ("/v1/files/{file_id}", files.delete_file, "DELETE"),
+    ("/v1/files/{file_id}/content", files.get_file_content, "GET"),
+    ("/v1/batches", batches.create_batch, "POST"),
+    ("/v1/batches", batches.list_batches, "GET"),
+    ("/v1/batches/{batch_id}", batches.get_batch, "GET"),
+    ("/v1/batches/{batch_id}/cancel", batches.cancel_batch, "POST"),
     ("/v1/streams/{stream_id:path}", get_stream, "GET"),
     ("/tokenize", tokenize, "POST"),
     ("/detokenize", detokenize, "POST"),
@@ -162,14 +175,23 @@ class App(Starlette):
 def build_app(state: ServerState) -> App:
     """Create the application; its lifespan starts the engine, which `state.close` ends."""
 
+    runner = BatchRunner(state)
+    state.at_drain, state.at_close = runner.stop, runner.close
+
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         state.start()
+        if state.state_dir is not None:
+            try:
+                await runner.open()
+            except OctavoError as error:
+                state.fail(error)
         yield
 
     documented = not state.config.disable_fastapi_docs
     routes = ((*DOCUMENTATION, *ROUTES) if documented else ROUTES) + (OLLAMA_PROBE,)
     app = App(routes, lifespan, state.config.root_path)
+    app.state.batches = runner
     add_layers(app, state)
     return app
 

@@ -7,7 +7,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar, cast
 
 import msgspec
@@ -71,6 +71,15 @@ class Reading(NamedTuple):
     add_special_tokens: bool
 
 
+class Rendered(NamedTuple):
+    """Prompt as the engine receives it."""
+
+    text: str | None
+    """None: the client sent token ids."""
+    token_ids: list[int]
+    params: SamplingParams
+
+
 class Generation(ABC, Generic[B]):
     """HTTP request for text, from its checked body to the bytes of the answer.
 
@@ -97,11 +106,13 @@ class Generation(ABC, Generic[B]):
         self.id = f"{self.id_prefix}-{self.context.request_id}"
         deadline_ms = body.deadline_ms or self.context.deadline_ms
         arrival = self.context.arrival
-        self.deadline = self.state.deadline(arrival, deadline_ms)
+        background = self.context.background
+        # A line of a batch waits for other requests, for which its client sets no limit.
+        self.deadline = None if background else self.state.deadline(arrival, deadline_ms)
         self._own_deadline = _after(arrival, deadline_ms)
         self._first_token_deadline = _after(arrival, body.max_ttft_ms or self.context.max_ttft_ms)
         self.n = 1 if body.n is None else body.n
-        self.usage = Usage(self.state.config.enable_prompt_tokens_details)
+        self.usage = Usage(self.reports_cached_tokens)
         self._times: RequestMetrics | None = None
         """Times of the request, if they are reported."""
         self.tokenizer: Tokenizer | None = None
@@ -113,7 +124,7 @@ class Generation(ABC, Generic[B]):
         self._envelope: dict[str, object] = {
             "id": self.id,
             "object": self.chunk_object_name if body.stream else self.object_name,
-            "created": int(time.time()),
+            "created": self.context.created or int(time.time()),
             "model": body.model or self.state.model_names[0],
             "system_fingerprint": self.state.system_fingerprint,
         }
@@ -146,6 +157,11 @@ class Generation(ABC, Generic[B]):
 
         stream.task.add_done_callback(let_go)
         return reading(state, stream, 0)
+
+    @property
+    def reports_cached_tokens(self) -> bool:
+        """True if the usage has details; the same batch has the same answers without them."""
+        return self.state.config.enable_prompt_tokens_details and not self.context.background
 
     @property
     @abstractmethod
@@ -313,9 +329,10 @@ class Generation(ABC, Generic[B]):
     async def _outputs(self) -> AsyncGenerator[IndexedOutput, None]:
         """Yield the outputs of all prompts, as they arrive."""
         count = self.num_prompts * max(1, self.num_answers)
-        tenant = self.state.tenant(self.context.api_key)
+        tenant, background = self.state.tenant(self.context.api_key), self.context.background
         blamed = "n" if self.num_answers > self.num_prompts else self.prompt_param
-        with self.state.admit(count, blamed, tenant):
+        # Lines of batches take no places: their number has a limit of its own.
+        with nullcontext() if background else self.state.admit(count, blamed, tenant):
             engine = await self.state.get_engine()
             self.tokenizer = engine.tokenizer
             try:
@@ -358,6 +375,7 @@ class Generation(ABC, Generic[B]):
                     turn=index * params.n,
                     cache_salt=salt,
                     flow=flow_of(self.context.address),
+                    background=background,
                 )
                 if self.body.use_beam_search:
                     beams = self.body.beam_params(params.max_tokens)
@@ -381,6 +399,7 @@ class Generation(ABC, Generic[B]):
 
             # Times of a request with several answers are not defined.
             times_one = self.state.config.enable_per_request_metrics and count == 1
+            times_one = times_one and not background
             streams = [one(i) for i in range(len(prompts))]
             merged = streams[0] if len(streams) == 1 else _merge(streams)
             try:
@@ -394,6 +413,25 @@ class Generation(ABC, Generic[B]):
                         yield index, output
             except RequestError as error:
                 raise self._blamed(error) from None
+
+    async def render(self) -> list[Rendered]:
+        """Return the requests that the engine would receive, in the order of the prompts.
+
+        Raises:
+            RequestError: the request is wrong.
+        """
+        engine = await self.state.get_engine()
+        self.tokenizer = engine.tokenizer
+        options = RequestOptions(clock.now())
+        try:
+            prompts, params, special = await self.read(engine)
+            found = []
+            for prompt in prompts:
+                request, text = await engine.process(prompt, params, self.id, options, special)
+                found.append(Rendered(text, request.prompt_token_ids, params))
+            return found
+        except RequestError as error:
+            raise self._blamed(error) from None
 
     def _blamed(self, error: RequestError) -> RequestError:
         """Set the field of the body that caused an engine's error; return the error."""

@@ -51,6 +51,10 @@ class RequestContext:
     body_bytes: int = 0
     """Number of received bytes of the body."""
     status: int | None = None
+    background: bool = False
+    """True for a line of a batch."""
+    created: int | None = None
+    """Time of the answer in seconds since 1970; None: now."""
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any
+from typing import Any, get_args
 
 from fastapi import FastAPI
 from pydantic import BaseModel, RootModel, TypeAdapter
@@ -19,7 +19,10 @@ from starlette.responses import Response
 from octavo import __version__
 from octavo.server import answers, ollama_answers
 from octavo.server.anthropic_schema import CountTokensBody, MessagesBody
+from octavo.server.batches import CreateBatchBody
 from octavo.server.field_docs import describe
+from octavo.server.file_store import Purpose
+from octavo.server.files import MAX_EXPIRY, MIN_EXPIRY
 from octavo.server.ollama import MEDIA_TYPE
 from octavo.server.ollama_schema import OllamaChatBody, OllamaGenerateBody, ShowBody
 from octavo.server.responses_schema import (
@@ -48,10 +51,15 @@ _ADMIN = (*_GUARDED, 403, 415)
 _NAMED = (*_GUARDED, 404)
 _FLAG = ("false", "true")
 _PAGES = {"limit": ("20",), "order": ("desc", "asc")}
+_TEXT = ()
 
 
 class InvocationBody(RootModel[ChatBody | CompletionBody]):
     """Body of POST /invocations."""
+
+
+class RenderedPrompts(RootModel[list[answers.RenderedPrompt]]):
+    """POST /v1/completions/render."""
 
 
 class InvocationAnswer(RootModel[answers.ChatAnswer | answers.CompletionAnswer]):
@@ -77,7 +85,10 @@ class Operation:
     states: Sequence[int] = (200,)
     """Statuses of responses with `answer`."""
     query: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Query parameters and their values, the default first; one value: any integer >= 0."""
+    """Query parameters and their values, the default first; one value: any integer >= 0; none: any
+    text."""
+    form: bool = False
+    """True for the form of an upload."""
 
     def responses(self) -> dict[int | str, dict[str, Any]]:
         """Return the `responses` of FastAPI's route."""
@@ -113,17 +124,38 @@ class Operation:
         if self.body is not None:
             content = {"application/json": {"schema": _ref(self.body)}}
             extra["requestBody"] = {"required": True, "content": content}
+        if self.form:
+            content = {"multipart/form-data": {"schema": _UPLOAD}}
+            extra["requestBody"] = {"required": True, "content": content}
         for name in re.findall(r"{(\w+)", path):
             parameter = {"name": name, "in": "path", "required": True}
             extra.setdefault("parameters", []).append({**parameter, "schema": {"type": "string"}})
         for name, values in self.query.items():
-            schema: dict[str, Any] = {"type": "string", "enum": values, "default": values[0]}
-            if len(values) == 1:
+            schema: dict[str, Any] = {"type": "string"}
+            if len(values) > 1:
+                schema |= {"enum": values, "default": values[0]}
+            elif values:
                 schema = {"type": "integer", "minimum": 0, "default": int(values[0])}
             extra.setdefault("parameters", []).append(
                 {"name": name, "in": "query", "schema": schema}
             )
         return extra or None
+
+
+_UPLOAD: dict[str, Any] = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"type": "string", "enum": get_args(Purpose)},
+        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+        "expires_after[seconds]": {
+            "type": "integer",
+            "minimum": MIN_EXPIRY,
+            "maximum": MAX_EXPIRY,
+        },
+    },
+}
 
 
 OPERATIONS: dict[str, Operation] = {
@@ -141,6 +173,8 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "/v1/chat/completions": Operation(answers.ChatAnswer, _WITH_BODY, ChatBody, answers.ChatChunk),
     "/v1/chat/completions/batch": Operation(answers.ChatAnswer, _WITH_BODY, BatchChatBody),
+    "/v1/completions/render": Operation(RenderedPrompts, _WITH_BODY, CompletionBody),
+    "/v1/chat/completions/render": Operation(answers.RenderedPrompt, _WITH_BODY, ChatBody),
     "/v1/messages": Operation(
         answers.AnthropicMessage,
         _WITH_BODY,
@@ -208,6 +242,12 @@ OPERATIONS: dict[str, Operation] = {
         answers.TokensAnswer, _WITH_BODY, GenerateBody, answers.TokensChunk
     ),
     "/invocations": Operation(InvocationAnswer, _WITH_BODY, InvocationBody, InvocationChunk),
+    "/v1/files": Operation(answers.FileObject, (*_WITH_BODY, 403, 507), form=True),
+    "/v1/files/{file_id}": Operation(answers.FileObject, (*_GUARDED, 404)),
+    "/v1/files/{file_id}/content": Operation(None, (*_GUARDED, 404)),
+    "/v1/batches": Operation(answers.Batch, (*_WITH_BODY, 507), CreateBatchBody),
+    "/v1/batches/{batch_id}": Operation(answers.Batch, (*_GUARDED, 404)),
+    "/v1/batches/{batch_id}/cancel": Operation(answers.Batch, (*_GUARDED, 403, 404, 409, 507)),
     "/v1/streams/{stream_id:path}": Operation(
         None,
         (*_GUARDED, 404),
@@ -245,6 +285,17 @@ OPERATIONS: dict[str, Operation] = {
     "/is_scaling_elastic_ep": Operation(answers.IsScaling, (*_ADMIN, 404)),
     "/start_profile": Operation(answers.ProfileStarted, (*_ADMIN, 404, 409)),
     "/stop_profile": Operation(answers.ProfileStopped, (*_ADMIN, 404, 409)),
+    "GET /v1/files": Operation(
+        answers.FileList,
+        (*_GUARDED, 404),
+        query={"purpose": _TEXT, "order": ("desc", "asc"), "after": _TEXT, "limit": ("10000",)},
+    ),
+    "DELETE /v1/files/{file_id}": Operation(answers.FileDeleted, (*_GUARDED, 404, 409, 507)),
+    "GET /v1/batches": Operation(
+        answers.BatchList,
+        (*_GUARDED, 404),
+        query={**_PAGES, "after": _TEXT},
+    ),
 }
 """Documentation by path, or by method and path ("DELETE /v1/...")."""
 

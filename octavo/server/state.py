@@ -89,6 +89,10 @@ class ServerState(HttpState):
         self._logging: asyncio.Task[None] | None = None
         self.on_ready: Callable[[], None] = lambda: None
         """Callback for the end of the model's loading."""
+        self.at_drain: Callable[[], None] = lambda: None
+        """Callback for the begin of the end: work in the background stops."""
+        self.at_close: Callable[[], Awaitable[None]] | None = None
+        """Callback before the end of the engine."""
         self._num_admitted = 0
         self._admitted: Counter[str | None] = Counter()
         """Number of admitted answers by tenant."""
@@ -181,6 +185,8 @@ class ServerState(HttpState):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.background.close()
+        if self.at_close is not None:
+            await self.at_close()
         await self.streams.close()
         if self.engine is not None:
             await self.engine.shutdown()
@@ -201,6 +207,7 @@ class ServerState(HttpState):
     def begin_drain(self) -> None:
         """Reject new requests, and end streams without a reader."""
         super().begin_drain()
+        self.at_drain()
         self.streams.drain()
 
     # Requests

@@ -124,7 +124,7 @@ class FakeAsyncLLM:
         self._stepping: asyncio.Task[None] | None = None
 
     async def serve(self, prompt, params, request_id, options, *, add_special_tokens):
-        request, text = await self._process(prompt, params, request_id, options, add_special_tokens)
+        request, text = await self.process(prompt, params, request_id, options, add_special_tokens)
         async with aclosing(self._stream(request, params, text)) as outputs:
             async for output in outputs:
                 yield output
@@ -132,13 +132,13 @@ class FakeAsyncLLM:
     async def serve_beams(self, prompt, params, request_id, options, *, add_special_tokens):
         self.beam_params.append(params)
         of_prompt = prompt_params(params)
-        request, text = await self._process(
+        request, text = await self.process(
             prompt, of_prompt, request_id, options, add_special_tokens
         )
         search = make_beam_search(params, request, self.spec.vocab_size)
         return await run_beam_search(request, text, search, of_prompt, self.tokenizer, self._stream)
 
-    async def _process(self, prompt, params, request_id, options, add_special_tokens):
+    async def process(self, prompt, params, request_id, options, add_special_tokens):
         if self.dead is not None:
             raise self.dead
         return await offload(

@@ -46,7 +46,7 @@ def test_every_address_is_described():
             operation = description["paths"][shown].pop(method.lower())
             named = {p["name"] for p in operation.get("parameters", []) if p["in"] == "path"}
             assert named == set(re.findall(r"{(\w+)}", shown))
-            assert ("requestBody" in operation) == (known.body is not None)
+            assert ("requestBody" in operation) == (known.body is not None or known.form)
             answers_ = operation["responses"]
             assert "200" in answers_
             for status, response in answers_.items():
@@ -61,7 +61,7 @@ def test_every_address_is_described():
                 else:
                     assert response["content"]
             assert {"400", "421", "500"} <= set(answers_)
-            if method == "POST" and path != "/ping":
+            if method == "POST" and path not in ("/ping", "/v1/batches/{batch_id}/cancel"):
                 assert {"401", "415", "503"} <= set(answers_)
         assert not any(description["paths"].values()), "a method that no route has"
         description = again
@@ -91,6 +91,13 @@ STATUSES = {
     "/v1/streams/{stream_id}": {*KEYED, 200, 204, 404},
     "/tokenizer_info": {*KEYED, 200, 404},
     "/server_info": {*KEYED, 200, 403},
+    "/v1/files": {*POSTED, 403, 507},
+    "/v1/files/{file_id}": {*KEYED, 200, 404},
+    "/v1/files/{file_id}/content": {*KEYED, 200, 404},
+    "/v1/batches": {*POSTED, 507},
+    "/v1/batches/{batch_id}": {*KEYED, 200, 404},
+    "/v1/batches/{batch_id}/cancel": {*KEYED, 200, 403, 404, 409, 507},
+    "/v1/chat/completions/render": POSTED,
     "/tokenize": POSTED,
     "/detokenize": POSTED,
     "/reset_prefix_cache": OPERATORS,
@@ -214,6 +221,12 @@ def test_the_small_answers_are_as_described():
             ("GET", "/api/ps", None),
             ("GET", "/api/version", None),
             ("POST", "/api/show", {"model": "fake"}),
+            ("POST", "/v1/completions/render", {"prompt": "hi"}),
+            (
+                "POST",
+                "/v1/chat/completions/render",
+                {"messages": [{"role": "user", "content": "hi"}]},
+            ),
             ("POST", "/tokenize", {"prompt": "hi"}),
             ("POST", "/tokenize", {"prompt": "hi", "return_token_strs": True}),
             ("POST", "/detokenize", {"tokens": [5]}),
