@@ -140,13 +140,15 @@ class CompletionOutput:
     logprobs: SampleLogprobs | None = None
     routed_experts: None = None
     finish_reason: str | None = None
-    """"stop", "length", "abort" or "error"; None while the answer is incomplete."""
+    """"stop", "length", "repetition", "abort" or "error"; None while the answer is incomplete."""
     stop_reason: int | str | None = None
     """Stop token id or stop text that ended the answer; None for the end-of-sequence token."""
     lora_request: None = None
     sampling_mask: None = None
     spec_decode_metrics: None = None
     weight_versions: None = None
+    repetition_period: int | None = None
+    """Number of tokens that the answer repeats, if `repetition_guard` found that."""
 
     def finished(self) -> bool:
         """Return True if this answer is complete."""

@@ -178,6 +178,8 @@ class CompletionChoice(Answer):
     prompt_logprobs: PromptLogprobs | None
     token_ids: list[int] | None
     prompt_token_ids: list[int] | None
+    repetition_period: NotRequired[int | None]
+    """Number of tokens that the answer repeats, if the repetition guard found that."""
 
 
 class CompletionAnswer(Envelope):
@@ -200,6 +202,8 @@ class CompletionChunkChoice(Answer):
     stop_reason: NotRequired[int | str | None]
     token_ids: NotRequired[list[int] | None]
     prompt_token_ids: NotRequired[list[int] | None]
+    repetition_period: NotRequired[int | None]
+    """Number of tokens that the answer repeats, if the repetition guard found that."""
 
 
 class CompletionChunk(Envelope):
@@ -269,6 +273,8 @@ class ChatChoice(Answer):
     finish_reason: ChatFinishReason
     stop_reason: int | str | None
     token_ids: list[int] | None
+    repetition_period: NotRequired[int | None]
+    """Number of tokens that the answer repeats, if the repetition guard found that."""
 
 
 class ChatAnswer(Envelope):
@@ -319,6 +325,8 @@ class ChatChunkChoice(Answer):
     finish_reason: ChatFinishReason | None
     stop_reason: NotRequired[int | str | None]
     token_ids: NotRequired[list[int] | None]
+    repetition_period: NotRequired[int | None]
+    """Number of tokens that the answer repeats, if the repetition guard found that."""
 
 
 class ChatChunk(Envelope):
@@ -360,6 +368,8 @@ class TokensChunkChoice(Answer):
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     text: NotRequired[str | None]
+    repetition_period: NotRequired[int | None]
+    """Number of tokens that the answer repeats, if the repetition guard found that."""
 
 
 class TokensAnswer(Answer):

@@ -17,7 +17,7 @@ from octavo.server.anthropic_schema import CountTokensBody, MessagesBody
 from octavo.server.body import read_model
 from octavo.server.chat import ChatCompletion, read_chat
 from octavo.server.errors import anthropic_error_event
-from octavo.server.generation import EventStream
+from octavo.server.generation import EventStream, stopped_by_guard
 from octavo.server.resumable_streams import Events
 from octavo.server.state import state_of
 from octavo.system.offload import offload
@@ -101,7 +101,8 @@ class MessageAnswer(ChatCompletion):
         if completion is not None:
             finish = self.finish_reason(0, completion)
             reason = _STOP_REASONS.get(finish or "", "end_turn")
-            if finish == "stop" and isinstance(completion.stop_reason, str):
+            stopped = finish == "stop" and not stopped_by_guard(completion)
+            if stopped and isinstance(completion.stop_reason, str):
                 reason, stop = "stop_sequence", completion.stop_reason
         usage = self.usage.to_dict(0 if completion is None else None)
         details = usage["prompt_tokens_details"]

@@ -26,6 +26,7 @@ from octavo.server.generation import (
     make_sampling_params,
     prompt_logprobs_json,
     raw,
+    stopped_by_guard,
 )
 from octavo.server.parts import Delta, fold
 from octavo.server.schema import (
@@ -404,7 +405,8 @@ class ChatCompletion(Generation[ChatFields]):
 
     def finish_reason(self, choice: int, completion: CompletionOutput) -> str | None:
         """Return the finish reason of a choice: tool_calls if it ended with calls."""
-        called = completion.finish_reason == "stop" and self._num_calls.get(choice)
+        whole = completion.finish_reason == "stop" and not stopped_by_guard(completion)
+        called = whole and self._num_calls.get(choice)
         return "tool_calls" if called else completion.finish_reason
 
     def begin_call(self, choice: int, start: CallStart) -> str:

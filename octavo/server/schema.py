@@ -18,6 +18,7 @@ from octavo.sampling_params import (
     MAX_N,
     MAX_STOP_STRINGS,
     BeamSearchParams,
+    RepetitionGuard,
     RequestOutputKind,
     SamplingParams,
     check_extra_args,
@@ -521,6 +522,12 @@ class GenerationBody(ServedBody, StructuredOutputsBody):
     """Tokens, at most 128, to report instead of the most probable ones; needs logprobs."""
     allowed_token_ids: Ints | None = None
     bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
+    thinking_token_budget: Int | None = None
+    """Maximum number of tokens of reasoning; then its end is forced, and the answer goes on. -1
+    (default): no limit. It needs a model whose chat template shows reasoning."""
+    repetition_guard: RepetitionGuard | None = None
+    """Action when the answer repeats itself: off, report, stop, or close_thinking, which ends the
+    reasoning, or the answer if it is not in reasoning. Default: --repetition-guard."""
     vllm_xargs: Annotated[Xargs, PlainValidator(_check_xargs, json_schema_input_type=Xargs)] = None
     """Arguments for logits processors of plug-ins."""
     add_special_tokens: bool | None = None
