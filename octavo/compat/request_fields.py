@@ -127,7 +127,6 @@ COMPLETION: Unsupported = {
 CHAT: Unsupported = {
     **GENERATION,
     "prompt_embeds": (None, []),
-    **_FUNCTIONS,
     **_TEMPLATE,
     **_all(_NOTHING, "audio web_search_options reasoning prompt suffix"),
     "modalities": (None, ["text"]),
@@ -137,7 +136,7 @@ CHAT: Unsupported = {
 }
 
 MESSAGE: Unsupported = {
-    **_all(_NOTHING, "audio function_call thinking"),
+    **_all(_NOTHING, "audio thinking"),
     **_all(_OFF, "prefix partial"),
     "refusal": _NOTHING,
     "annotations": (None, []),

@@ -124,15 +124,20 @@ class AnswerParser:
         schemas: JSON schemas of the parameters by the name of the function; None: the request has
             no tools, and what looks like a call is text.
         thinks: the prompt ends inside of reasoning.
+        only_known: a call of a function that `schemas` lacks is text.
     """
 
     def __init__(
-        self, answer_format: Format, schemas: Mapping[str, Any] | None = None, thinks: bool = False
+        self,
+        answer_format: Format,
+        schemas: Mapping[str, Any] | None = None,
+        thinks: bool = False,
+        only_known: bool = False,
     ) -> None:
         self._format = answer_format
         self._reader = Reader()
         self._out = _Output()
-        self._sink = Sink(self._out.parts, schemas or {})
+        self._sink = Sink(self._out.parts, schemas or {}, only_known)
         self._calls = answer_format.calls if schemas is not None else None
         self._kind: type[Part] = Reasoning if thinks else Text
         if thinks:

@@ -58,21 +58,25 @@ class Sink:
     Args:
         parts: list to which the parts are added.
         schemas: JSON schemas of the parameters by the name of the function.
+        only_known: a call of a function that `schemas` lacks is none.
     """
 
-    def __init__(self, parts: list[Part], schemas: Mapping[str, Any]) -> None:
+    def __init__(
+        self, parts: list[Part], schemas: Mapping[str, Any], only_known: bool = False
+    ) -> None:
         self._parts = parts
         self.schemas = schemas
         self.count = 0
         """Number of calls so far."""
-        self.only_known = False
-        """True: a call of a function that is no tool is none."""
+        self.is_bare = False
+        """True: a call without a marker is read, and it must name a tool."""
+        self._only_known = only_known
         self._properties: Mapping[str, Any] = {}
         self._separator = ""
 
     def accepts(self, name: str) -> bool:
         """Return True if a call may have this name."""
-        return not self.only_known or name in self.schemas
+        return name in self.schemas or not (self.is_bare or self._only_known)
 
     def start(self, name: str, call_id: str | None = None) -> None:
         """Begin a call."""
@@ -203,7 +207,7 @@ class JsonCalls:
     def read(self, marker: str, reader: Reader, sink: Sink) -> Steps[bool]:
         """Implement `Calls`."""
         before = sink.count
-        sink.only_known = marker in BARE
+        sink.is_bare = marker in BARE
         yield from reader.spaces()
         closing = marker == "[" or (marker != "{" and (yield from reader.literal("[")))
         opened = marker == "{"
@@ -255,6 +259,8 @@ class JsonCalls:
             char = yield from reader.char()
             if self.named_by_key and name is None:
                 name = key
+                if not sink.accepts(name):
+                    return False
                 sink.start(name)
                 started = True
                 if not (yield from self._arguments(reader, sink.arguments)):
@@ -284,7 +290,7 @@ class JsonCalls:
                         return False
             elif key in _ID_KEYS and char == '"' and not started:
                 call_id = yield from reader.json_string()
-            elif sink.only_known and name is None and key not in ("type", *_ID_KEYS):
+            elif sink.is_bare and name is None and key not in ("type", *_ID_KEYS):
                 return False  # an object of another kind: do not wait for its end
             elif not (yield from reader.json_value(ignore)):
                 return False
@@ -507,7 +513,10 @@ class PatternCalls:
             known = fields["name"] in sink.schemas
             if not known or not (yield from reader.follows(self._end.first)):
                 return False
-        sink.start(fields.get("name") or _name_of(call_id or ""), call_id)
+        name = fields.get("name") or _name_of(call_id or "")
+        if not sink.accepts(name):
+            return False
+        sink.start(name, call_id)
         if self.argument is None:
             if not (yield from reader.json_value(sink.arguments)):
                 # What is no JSON belongs to the arguments, too, up to the end of the call.
@@ -664,7 +673,7 @@ class PythonCalls:
     def read(self, marker: str, reader: Reader, sink: Sink) -> Steps[bool]:
         """Implement `Calls`."""
         before = sink.count
-        sink.only_known = marker in BARE
+        sink.is_bare = marker in BARE
         yield from reader.spaces()
         bracket = marker == "[" or (yield from reader.literal("["))
         while True:

@@ -19,7 +19,7 @@ _CALL = Markers(["<|call|>"])
 def read_harmony(reader: Reader, sink: Sink) -> Steps[bool]:
     """Read a call of gpt-oss after "to=functions.": its name, a channel and the arguments."""
     name = yield from reader.run(_NAME, _MOST_NAME)
-    if not 0 < len(name) <= _MOST_NAME:
+    if not 0 < len(name) <= _MOST_NAME or not sink.accepts(name):
         return False
     yield from reader.spaces()
     for header in ("<|channel|>", "<|constrain|>", "<|message|>"):
@@ -46,6 +46,8 @@ def read_gemma(reader: Reader, sink: Sink) -> Steps[bool]:
         return False
     name = yield from reader.run(_NAME, _MOST_NAME)
     if not 0 < len(name) <= _MOST_NAME or not (yield from reader.follows("{")):
+        return False
+    if not sink.accepts(name):
         return False
     sink.start(name)
     quote, depth = Markers([_QUOTE]), 0

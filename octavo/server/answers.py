@@ -154,7 +154,7 @@ class PromptLogprob(Answer):
 
 
 FinishReason = Literal["stop", "length", "abort"]
-ChatFinishReason = Literal["stop", "length", "abort", "tool_calls"]
+ChatFinishReason = Literal["stop", "length", "abort", "tool_calls", "function_call"]
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
@@ -262,6 +262,8 @@ class ChatMessage(Answer):
     reasoning_content: NotRequired[str | None]
     """The same as `reasoning`."""
     tool_calls: NotRequired[list[ToolCall] | None]
+    function_call: NotRequired[CalledFunction | None]
+    """Call, for a request with functions."""
 
 
 class ChatChoice(Answer):
@@ -314,6 +316,7 @@ class ChatDelta(Answer):
     reasoning: NotRequired[str | None]
     reasoning_content: NotRequired[str | None]
     tool_calls: NotRequired[list[ToolCallDelta] | None]
+    function_call: NotRequired[CalledFunctionDelta | None]
 
 
 class ChatChunkChoice(Answer):

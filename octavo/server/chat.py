@@ -30,6 +30,7 @@ from octavo.server.generation import (
 )
 from octavo.server.parts import Delta, fold
 from octavo.server.schema import (
+    AllowedTools,
     BatchChatBody,
     ChatBody,
     ChatFields,
@@ -225,6 +226,8 @@ class ChatCompletion(Generation[ChatFields]):
         """True: calls get ids of the server, because a grammar wrote those of the model."""
         self._ids: set[str] = set()
         """Ids that the model wrote."""
+        self._called: set[int] = set()
+        """Choices with the one call of the older form, whose further calls are left out."""
         self._num_calls: dict[int, int] = {}
         """Number of the calls of tools in each choice so far."""
         if not (body.logprobs or body.return_token_ids):
@@ -241,7 +244,7 @@ class ChatCompletion(Generation[ChatFields]):
         """Return the request for the engine; see `Generation.read`."""
         tokenizer = self.state.tokenizer(engine, "messages")
         answer_format = await self.state.answer_format(tokenizer)
-        tools = self.body.tools if self.body.tool_choice != "none" else None
+        tools = self.body.callable_tools
         if tools and (answer_format is None or answer_format.calls is None):
             raise RequestError(
                 "tools need a model whose chat template shows how it calls tools, and this one's "
@@ -255,8 +258,9 @@ class ChatCompletion(Generation[ChatFields]):
         reading = await read_chat(self.body, engine, self.state, num_bytes, preserved)
         schemas = schemas_of([_plain_tool(tool) for tool in tools]) if tools else None
         self._parse_with(answer_format, schemas, reading.prompts)
+        strict = next((i for i, tool in enumerate(tools) if tool.function.strict), None)
         if schemas and reading.params.structured_outputs is None:
-            required = self.body.tool_choice not in (None, "auto")
+            required, form = self.body.must_call, None
             if tokenizer.has_bytes:
                 form = await offload(
                     num_bytes // 4, self._form_of_calls, answer_format, schemas, reading.prompts
@@ -268,8 +272,21 @@ class ChatCompletion(Generation[ChatFields]):
                     'model\'s; use tool_choice="auto".',
                     "tool_choice",
                 )
+            if strict is not None and form is None:
+                raise self._strict_error(tools[strict])
             self._makes_ids = required
+        elif strict is not None:
+            raise self._strict_error(tools[strict])
         return reading
+
+    def _strict_error(self, tool: Tool) -> RequestError:
+        """Return the error of a strict tool whose calls no grammar can hold to its schema."""
+        name = tool.function.name
+        return RequestError(
+            f"The function {name!r} is strict, but here no grammar can hold its calls to its "
+            'schema; send tool_choice="required", or leave strict out.',
+            "tools",
+        )
 
     def _form_of_calls(
         self, answer_format: Format, schemas: Mapping[str, Any], prompts: Sequence[Prompt]
@@ -280,12 +297,13 @@ class ChatCompletion(Generation[ChatFields]):
             RequestError: a schema is too large, or no grammar describes it.
         """
         choice, parallel = self.body.tool_choice, self.body.parallel_tool_calls is not False
+        required = self.body.must_call
         if isinstance(choice, NamedTool):
             name, parallel = choice.function.name, False
             schemas = {name: schemas[name]}
         form = answer_format.structural_tag(
             schemas,
-            required=choice not in (None, "auto"),
+            required=required,
             parallel=parallel,
             thinks=_thinks(answer_format, prompts[0]),
         )
@@ -300,10 +318,11 @@ class ChatCompletion(Generation[ChatFields]):
         prompts: Sequence[Prompt],
     ) -> None:
         """Split the answers into text, reasoning and calls of tools."""
+        restricted = isinstance(self.body.tool_choice, AllowedTools)
 
         def make(prompt: int) -> AnswerParser:
             thinks = _thinks(answer_format, prompts[prompt])
-            return AnswerParser(answer_format, schemas, thinks)
+            return AnswerParser(answer_format, schemas, thinks, only_known=restricted)
 
         self.make_parser = make
 
@@ -347,7 +366,9 @@ class ChatCompletion(Generation[ChatFields]):
             }
             if reasoning is not None:
                 message["reasoning_content"] = reasoning
-            if calls:
+            if calls and body.functions:
+                message["function_call"] = calls[0]["function"]
+            elif calls:
                 message["tool_calls"] = _whole_calls(calls)
             return {
                 "index": delta.index,
@@ -364,7 +385,9 @@ class ChatCompletion(Generation[ChatFields]):
             changes["role"] = texts[Role]
         if reasoning:
             changes["reasoning"] = changes["reasoning_content"] = reasoning
-        if calls:
+        if calls and body.functions:
+            changes["function_call"] = calls[0]["function"]
+        elif calls:
             changes["tool_calls"] = calls
         if not (changes or Text in texts or finished or reports_tokens):
             return None
@@ -387,6 +410,14 @@ class ChatCompletion(Generation[ChatFields]):
         """Return the new parts of the calls of a choice, in OpenAI's form."""
         written: list[dict[str, object]] = []
         for part in delta.parts:
+            if (
+                isinstance(part, CallStart)
+                and self.body.functions
+                and self._num_calls.get(delta.index)
+            ):
+                self._called.add(delta.index)
+            if delta.index in self._called:
+                continue
             if isinstance(part, CallStart):
                 call_id = self.begin_call(delta.index, part)
                 number = self._num_calls[delta.index] - 1
@@ -407,7 +438,9 @@ class ChatCompletion(Generation[ChatFields]):
         """Return the finish reason of a choice: tool_calls if it ended with calls."""
         whole = completion.finish_reason == "stop" and not stopped_by_guard(completion)
         called = whole and self._num_calls.get(choice)
-        return "tool_calls" if called else completion.finish_reason
+        if not called:
+            return completion.finish_reason
+        return "function_call" if self.body.functions else "tool_calls"
 
     def begin_call(self, choice: int, start: CallStart) -> str:
         """Count a call of a choice, and return its id: the same after a restart of the engine."""

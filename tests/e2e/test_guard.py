@@ -1,4 +1,4 @@
-"""Limits of reasoning and repetition: the same tokens at any load, with drafts, after preemption."""
+"""Limits of reasoning and repetition: the same tokens at any load and after a preemption."""
 
 import pytest
 
@@ -18,7 +18,9 @@ REQUESTS = [
     SamplingParams(repetition_guard="stop", **(FIELDS | LOOP | {"max_tokens": 300})),
     SamplingParams(repetition_guard="close_thinking", **(FIELDS | LOOP | {"max_tokens": 300})),
     SamplingParams(repetition_guard="report", **(FIELDS | LOOP | {"max_tokens": 150})),
-    SamplingParams(thinking_token_budget=9, temperature=0.7, seed=5, repetition_penalty=1.2, **FIELDS),
+    SamplingParams(
+        thinking_token_budget=9, temperature=0.7, seed=5, repetition_penalty=1.2, **FIELDS
+    ),
 ]
 
 
