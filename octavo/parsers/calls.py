@@ -15,6 +15,19 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from octavo.errors import RequestError
+from octavo.parsers.forms import (
+    ID,
+    SPACES,
+    Form,
+    any_of,
+    const,
+    listed,
+    optional,
+    schema,
+    sequence,
+    spaced,
+    tag,
+)
 from octavo.parsers.parts import CallArguments, CallStart, Part
 from octavo.parsers.reader import Markers, Reader, Steps, ignore
 
@@ -108,12 +121,11 @@ class Sink:
         return is_text_schema(self._properties.get(key))
 
 
-Tag = dict[str, Any]
+Tag = Form
 
 
-def _schema_tag(begin: str, schema: Mapping[str, Any], end: str) -> Tag:
-    content = {"type": "json_schema", "json_schema": dict(schema)}
-    return {"type": "tag", "begin": begin, "content": content, "end": end}
+def _schema_tag(begin: str, given: Mapping[str, Any], end: str) -> Tag:
+    return tag(begin, schema(dict(given)), end)
 
 
 class Calls(Protocol):
@@ -129,9 +141,17 @@ class Calls(Protocol):
 
     @property
     def trigger(self) -> str | None:
-        """Text that begins a call, if `tag` allows all that the model may write after it.
+        """Text that begins each call that has a marker; None: calls have no marker."""
 
-        None if a text may begin so, too, or if the model may write calls in other ways.
+    def triggered(self, schemas: Mapping[str, Any], parallel: bool) -> list[Tag]:
+        """Return what may follow `trigger`, as tags that begin with it.
+
+        Args:
+            schemas: JSON schemas of the arguments by the name of the function.
+            parallel: the model may write several calls.
+
+        Raises:
+            RequestError: no grammar describes the arguments of this format.
         """
 
     def tag(self, name: str, schema: Mapping[str, Any]) -> Tag:
@@ -175,7 +195,40 @@ class JsonCalls:
     @property
     def trigger(self) -> str | None:
         """Implement `Calls`."""
-        return None if self._begin in BARE or self.as_list else self._begin
+        marked = [text for text in self.begins if text not in BARE]
+        if not marked:
+            return None
+        # A word that a text may contain, too.
+        return f"{marked[0]}[" if marked[0].isalpha() else marked[0]
+
+    def triggered(self, schemas: Mapping[str, Any], parallel: bool) -> list[Tag]:
+        """Implement `Calls`."""
+        trigger = self.trigger
+        assert trigger is not None
+        if not self.as_list and self.end:
+            return [self.tag(name, schema) for name, schema in schemas.items()]
+        objects = [self._object_form(name, schema) for name, schema in schemas.items()]
+        if not self.as_list:
+            return [tag(trigger, sequence(SPACES, form, SPACES), "") for form in objects]
+        opening = [] if trigger.endswith("[") else [SPACES, const("[")]
+        inner = [SPACES, listed(any_of(objects), parallel), SPACES, const("]")]
+        end = [SPACES, const(self.end)] if self.end else []
+        return [tag(trigger, sequence(*opening, *inner, *end), "")]
+
+    def _object_form(self, name: str, given: Mapping[str, Any]) -> Form:
+        """Return an object that is a call."""
+        first, second = self.keys
+        if self.named_by_key:
+            key = sequence(const("{"), SPACES, const(f"{_quote(name)}:"), SPACES)
+            return sequence(key, schema(given), SPACES, const("}"))
+        id_keys = any_of(const(_quote(key)) for key in _ID_KEYS)
+        member = sequence(id_keys, const(":"), SPACES, const('"'), ID, const('"'))
+        return sequence(
+            *(const("{"), SPACES, optional(sequence(member, const(","), SPACES))),
+            *(const(f'"{first}":'), SPACES, const(f"{_quote(name)},"), SPACES),
+            *(const(f'"{second}":'), SPACES, schema(given)),
+            *(optional(sequence(SPACES, const(","), SPACES, member)), SPACES, const("}")),
+        )
 
     def tag(self, name: str, schema: Mapping[str, Any]) -> Tag:
         """Implement `Calls`."""
@@ -413,8 +466,28 @@ class PatternCalls:
 
     @property
     def trigger(self) -> str | None:
-        """Implement `Calls`: a model may write white space and several calls in other ways."""
-        return None
+        """Implement `Calls`."""
+        return self._begin.first
+
+    def triggered(self, schemas: Mapping[str, Any], parallel: bool) -> list[Tag]:
+        """Implement `Calls`: the texts of a section are free."""
+        return [self._triggered(name, schema, parallel) for name, schema in schemas.items()]
+
+    def _triggered(self, name: str, given: Mapping[str, Any], parallel: bool) -> Tag:
+        trigger, (begin, end) = self._begin.first, self.call
+        head = begin[begin.index(trigger) + len(trigger) :]
+        call_id = ID if "{name}" in begin else sequence(const(f"functions.{name}:"), ID)
+        opening: list[Form] = []
+        for i, piece in enumerate(_FIELD.split(head)):
+            if i % 2:
+                opening.append(const(name) if piece == "name" else call_id)
+            else:
+                opening += spaced(piece)
+        inner = schema(given) if self.argument is None else self._arguments_format(given, SPACES)
+        closing = spaced(end)
+        if not parallel and self.section is not None:
+            closing.append(optional(sequence(SPACES, const(self.section[1]))))
+        return tag(trigger, sequence(*opening, SPACES, inner, SPACES, *closing), "")
 
     def tag(self, name: str, schema: Mapping[str, Any]) -> Tag:
         """Implement `Calls`."""
@@ -432,8 +505,10 @@ class PatternCalls:
             "end": end,
         }
 
-    def _arguments_format(self, schema: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments in the order of the schema, as a format of a structural tag."""
+    def _arguments_format(
+        self, schema: Mapping[str, Any], spaces: Form | None = None
+    ) -> dict[str, Any]:
+        """Return the arguments in the order of the schema, with `spaces` after each."""
         assert self.argument is not None
         required = schema.get("required") or ()
         elements: list[dict[str, Any]] = []
@@ -451,6 +526,8 @@ class PatternCalls:
                     values = [{"type": "const_string", "value": text} for text in texts]
                     content = {"type": "or", "elements": values}
             tag = {"type": "tag", "begin": begin, "content": content, "end": end}
+            if spaces is not None:
+                tag = sequence(tag, spaces)
             elements.append(tag if key in required else {"type": "optional", "content": tag})
         if not elements:
             return {"type": "const_string", "value": ""}
@@ -631,11 +708,29 @@ class PythonCalls:
 
     @property
     def trigger(self) -> str | None:
-        """Implement `Calls`: a model may write several calls in a list."""
-        return None
+        """Implement `Calls`."""
+        return next((text for text in self.begins if text not in BARE), None)
+
+    def triggered(self, schemas: Mapping[str, Any], parallel: bool) -> list[Tag]:
+        """Implement `Calls`."""
+        trigger = self.trigger
+        assert trigger is not None
+        calls = [
+            sequence(const(f"{name}("), self._arguments_form(schema), const(")"))
+            for name, schema in schemas.items()
+        ]
+        bracket = [optional(const(mark)) for mark in "[]"]
+        end = [SPACES, const(self.end)] if self.end else []
+        inner = [SPACES, listed(any_of(calls), parallel), SPACES]
+        return [tag(trigger, sequence(SPACES, bracket[0], *inner, bracket[1], *end), "")]
 
     def tag(self, name: str, schema: Mapping[str, Any]) -> Tag:
         """Implement `Calls`."""
+        begin = self.begins[0] if self.begins[0] not in BARE else ""
+        return tag(f"{begin}[{name}(", self._arguments_form(schema), f")]{self.end}")
+
+    def _arguments_form(self, schema: Mapping[str, Any]) -> Form:
+        """Return the arguments, the required ones first."""
         required = schema.get("required") or ()
         properties = _properties(schema)
         names = sorted(properties, key=lambda key: key not in required)
@@ -652,18 +747,11 @@ class PythonCalls:
                 elements.append(tag if key in required else {"type": "optional", "content": tag})
             return {"type": "sequence", "elements": elements}
 
-        content: dict[str, Any] = {"type": "const_string", "value": ""}
-        if names and names[0] in required:
-            content = beginning_with(0)
-        elif names:
-            starts = [beginning_with(i) for i in range(len(names))]
-            content = {"type": "or", "elements": [*starts, content]}
-        return {
-            "type": "tag",
-            "begin": f"{self.begins[0] if self.begins[0] not in BARE else ''}[{name}(",
-            "content": content,
-            "end": f")]{self.end}",
-        }
+        if not names:
+            return const("")
+        if names[0] in required:
+            return beginning_with(0)
+        return any_of([*map(beginning_with, range(len(names))), const("")])
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -748,6 +836,10 @@ class OwnCalls:
     def trigger(self) -> str | None:
         """Implement `Calls`."""
         return None if self.call is None else self.begins[-1]
+
+    def triggered(self, schemas: Mapping[str, Any], parallel: bool) -> list[Tag]:
+        """Implement `Calls`."""
+        return [self.tag(name, schema) for name, schema in schemas.items()]
 
     def tag(self, name: str, schema: Mapping[str, Any]) -> Tag:
         """Implement `Calls`."""

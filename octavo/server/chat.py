@@ -258,7 +258,7 @@ class ChatCompletion(Generation[ChatFields]):
         reading = await read_chat(self.body, engine, self.state, num_bytes, preserved)
         schemas = schemas_of([_plain_tool(tool) for tool in tools]) if tools else None
         self._parse_with(answer_format, schemas, reading.prompts)
-        strict = next((i for i, tool in enumerate(tools) if tool.function.strict), None)
+        strict = next((tool for tool in tools if tool.function.strict), None)
         if schemas and reading.params.structured_outputs is None:
             required, form = self.body.must_call, None
             if tokenizer.has_bytes:
@@ -272,11 +272,11 @@ class ChatCompletion(Generation[ChatFields]):
                     'model\'s; use tool_choice="auto".',
                     "tool_choice",
                 )
-            if strict is not None and form is None:
-                raise self._strict_error(tools[strict])
+            if strict is not None and (form is None or not (required or answer_format.marks_calls)):
+                raise self._strict_error(strict)
             self._makes_ids = required
         elif strict is not None:
-            raise self._strict_error(tools[strict])
+            raise self._strict_error(strict)
         return reading
 
     def _strict_error(self, tool: Tool) -> RequestError:
@@ -319,10 +319,14 @@ class ChatCompletion(Generation[ChatFields]):
     ) -> None:
         """Split the answers into text, reasoning and calls of tools."""
         restricted = isinstance(self.body.tool_choice, AllowedTools)
+        # No grammar holds a call without its marker.
+        strict = not self.body.must_call and any(
+            tool.function.strict for tool in self.body.callable_tools
+        )
 
         def make(prompt: int) -> AnswerParser:
             thinks = _thinks(answer_format, prompts[prompt])
-            return AnswerParser(answer_format, schemas, thinks, only_known=restricted)
+            return AnswerParser(answer_format, schemas, thinks, restricted, not strict)
 
         self.make_parser = make
 

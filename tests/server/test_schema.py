@@ -199,8 +199,8 @@ WRONG = {
         ),
         (
             messages({"role": "function", "content": "x"}),
-            "messages[0].name=None is not allowed; a message of role 'function' has the name of the "
-            "function.",
+            "messages[0].name=None is not allowed; a message of role 'function' has the name of "
+            "the function.",
             "messages",
             None,
         ),
