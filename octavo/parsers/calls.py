@@ -32,6 +32,8 @@ from octavo.parsers.parts import CallArguments, CallStart, Part
 from octavo.parsers.reader import Markers, Reader, Steps, ignore
 
 _NAME = re.compile(r"[\w.:/-]*")
+_MOST_NULL = 64
+"""Characters, white space included, of a text that may become null."""
 _SPACES = re.compile(r"\s*")
 _MOST_NAME = 256
 _TEXT_OR_NULL = {"string", "null"}
@@ -59,10 +61,24 @@ def _properties(schema: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def is_text_schema(schema: object) -> bool:
-    """Return True if a JSON schema allows texts and no other value but null."""
-    kind = schema.get("type") if isinstance(schema, Mapping) else None
-    return kind == "string" or (isinstance(kind, list) and {*map(str, kind)} == _TEXT_OR_NULL)
+def text_schema(schema: object) -> tuple[Mapping[str, Any], bool] | None:
+    """Return the schema of a text if a JSON schema allows texts and no other value but null.
+
+    The second value is True if it allows null.
+    """
+    if not isinstance(schema, Mapping):
+        return None
+    kind = schema.get("type")
+    if kind == "string":
+        return schema, False
+    if isinstance(kind, list) and {*map(str, kind)} == _TEXT_OR_NULL:
+        return schema, True
+    branches = schema.get("anyOf") or schema.get("oneOf")
+    if kind is None and isinstance(branches, list) and len(branches) == 2:
+        others = [branch for branch in branches if branch != {"type": "null"}]
+        if len(others) == 1 and isinstance(others[0], Mapping):
+            return (others[0], True) if others[0].get("type") == "string" else None
+    return None
 
 
 class Sink:
@@ -117,8 +133,13 @@ class Sink:
         self.arguments("{}" if self._separator == "{" else "}")
 
     def is_text(self, key: str) -> bool:
-        """Return True if the schema allows only a text as the argument."""
-        return is_text_schema(self._properties.get(key))
+        """Return True if the schema allows only a text, or a text or null, as the argument."""
+        return text_schema(self._properties.get(key)) is not None
+
+    def may_be_null(self, key: str) -> bool:
+        """Return True if the schema allows a text or null as the argument."""
+        found = text_schema(self._properties.get(key))
+        return found is not None and found[1]
 
 
 Tag = Form
@@ -514,15 +535,16 @@ class PatternCalls:
         elements: list[dict[str, Any]] = []
         for key, part in _properties(schema).items():
             begin, end = self.argument
-            text = is_text_schema(part)
+            text = text_schema(part)
             begin = begin.replace("{key}", key).replace("{text}", "true" if text else "false")
             if end.startswith("\n"):
                 begin += "\n"
             content: dict[str, Any] = {"type": "json_schema", "json_schema": part}
-            if text:
-                content = {"type": "any_text"}
-                if isinstance(part.get("enum"), list):
-                    texts = ["null" if v is None else str(v) for v in part["enum"]]
+            if text is not None:
+                content, (of_text, may_be_null) = {"type": "any_text"}, text
+                if isinstance(of_text.get("enum"), list):
+                    texts = ["null" if v is None else str(v) for v in of_text["enum"]]
+                    texts += ["null"] if may_be_null and "null" not in texts else []
                     values = [{"type": "const_string", "value": text} for text in texts]
                     content = {"type": "or", "elements": values}
             tag = {"type": "tag", "begin": begin, "content": content, "end": end}
@@ -651,10 +673,12 @@ class _Value:
         self._is_text = sink.is_text(key) if is_text is None else is_text
         self._held: list[str] = []
         sink.key(key)
-        if self._is_text:
-            sink.arguments('"')
         self._begun = False
         self._newline = ""
+        self._may_be_null = is_text is None and sink.may_be_null(key)
+        """True if the text so far may become null."""
+        if self._is_text and not self._may_be_null:
+            sink.arguments('"')
 
     def add(self, text: str) -> None:
         """Add a piece of the text."""
@@ -669,10 +693,23 @@ class _Value:
             if text.endswith("\n"):
                 text, self._newline = text[:-1], "\n"
         self._begun = True
+        if self._may_be_null:
+            text = "".join([*self._held, text])
+            if len(text) <= _MOST_NULL and "null".startswith(text.strip()):
+                self._held = [text]
+                return
+            self._may_be_null = False
+            self._sink.arguments('"')
         self._sink.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
 
     def end(self) -> None:
         """End the value."""
+        if self._may_be_null:
+            text = "".join(self._held)
+            self._sink.arguments(
+                "null" if text.strip() == "null" else json.dumps(text, ensure_ascii=False)
+            )
+            return
         if self._is_text:
             self._sink.arguments('"')
             return

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from octavo.errors import RequestError
 from octavo.outputs import CompletionOutput, Logprob, RequestOutput
 from octavo.parsers.answer import AnswerParser, Format
-from octavo.parsers.detect import schemas_of
+from octavo.parsers.detect import schemas_of, without_notes
 from octavo.parsers.parts import CallArguments, CallStart, Part, Reasoning, Role, Text
 from octavo.sampling_params import StructuredOutputsParams
 from octavo.server import answers
@@ -254,7 +254,7 @@ class ChatCompletion(Generation[ChatFields]):
         num_bytes = self.context.body_bytes
         if answer_format is None or not (tools or answer_format.thoughts):
             return await read_chat(self.body, engine, self.state, num_bytes)
-        preserved = answer_format.special_ids(tokenizer)
+        preserved = self.state.special_ids(tokenizer, answer_format)
         reading = await read_chat(self.body, engine, self.state, num_bytes, preserved)
         schemas = schemas_of([_plain_tool(tool) for tool in tools]) if tools else None
         self._parse_with(answer_format, schemas, reading.prompts)
@@ -302,7 +302,7 @@ class ChatCompletion(Generation[ChatFields]):
             name, parallel = choice.function.name, False
             schemas = {name: schemas[name]}
         form = answer_format.structural_tag(
-            schemas,
+            {name: without_notes(schema) for name, schema in schemas.items()},
             required=required,
             parallel=parallel,
             thinks=_thinks(answer_format, prompts[0]),

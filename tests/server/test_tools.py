@@ -231,7 +231,7 @@ def test_wrong_choices(fields, param, words):
 
 def test_a_schema_that_is_too_large():
     async def scenario(served):
-        words = {f"word{i}": {"type": "string", "description": "x" * 9000} for i in range(70)}
+        words = {f"word{i}": {"type": "string", "enum": ["x" * 9000]} for i in range(70)}
         function = {"name": "f", "parameters": {"type": "object", "properties": words}}
         response = await served.chat(tools=[{"type": "function", "function": function}])
         assert response.status_code == 400
