@@ -219,8 +219,8 @@ WRONG = {
         ),
         (
             {**CHAT, "tool_choice": "always"},
-            'tool_choice=\'always\' is unknown; use "auto", "none", "required", or '
-            '{"type": "function", "function": {"name": "..."}}.',
+            'tool_choice=\'always\' is unknown; use "auto", "none", "required", '
+            '{"type": "function", "function": {"name": "..."}} or {"type": "allowed_tools", ...}.',
             "tool_choice",
             None,
         ),
