@@ -228,26 +228,34 @@ class JsonCalls:
         assert trigger is not None
         if not self.as_list and self.end:
             return [self.tag(name, schema) for name, schema in schemas.items()]
-        objects = [self._object_form(name, schema) for name, schema in schemas.items()]
+        one = self._object_form(schemas)
         if not self.as_list:
-            return [tag(trigger, sequence(SPACES, form, SPACES), "") for form in objects]
+            return [tag(trigger, sequence(SPACES, one, SPACES), "")]
         opening = [] if trigger.endswith("[") else [SPACES, const("[")]
-        inner = [SPACES, listed(any_of(objects), parallel), SPACES, const("]")]
+        inner = [SPACES, listed(one, parallel), SPACES, const("]")]
         end = [SPACES, const(self.end)] if self.end else []
         return [tag(trigger, sequence(*opening, *inner, *end), "")]
 
-    def _object_form(self, name: str, given: Mapping[str, Any]) -> Form:
-        """Return an object that is a call."""
+    def _object_form(self, schemas: Mapping[str, Any]) -> Form:
+        """Return an object that is a call of one of the functions."""
         first, second = self.keys
         if self.named_by_key:
-            key = sequence(const("{"), SPACES, const(f"{_quote(name)}:"), SPACES)
-            return sequence(key, schema(given), SPACES, const("}"))
+            members = [
+                sequence(const(f"{_quote(name)}:"), SPACES, schema(given))
+                for name, given in schemas.items()
+            ]
+            return sequence(const("{"), SPACES, any_of(members), SPACES, const("}"))
         id_keys = any_of(const(_quote(key)) for key in _ID_KEYS)
         member = sequence(id_keys, const(":"), SPACES, const('"'), ID, const('"'))
+        calls = [
+            sequence(
+                const(f"{_quote(name)},"), SPACES, const(f'"{second}":'), SPACES, schema(given)
+            )
+            for name, given in schemas.items()
+        ]
         return sequence(
             *(const("{"), SPACES, optional(sequence(member, const(","), SPACES))),
-            *(const(f'"{first}":'), SPACES, const(f"{_quote(name)},"), SPACES),
-            *(const(f'"{second}":'), SPACES, schema(given)),
+            *(const(f'"{first}":'), SPACES, any_of(calls)),
             *(optional(sequence(SPACES, const(","), SPACES, member)), SPACES, const("}")),
         )
 
