@@ -1,9 +1,15 @@
 """Limits of reasoning and repetition: the same tokens at any load and after a preemption."""
 
+from dataclasses import replace
+
 import pytest
 
 from octavo import LLM, SamplingParams
 from octavo.guard import MIN_LOOP
+from octavo.parsers.answer import AnswerParser
+from octavo.parsers.formats import FORMATS
+from octavo.parsers.parts import CallStart
+from octavo.sampling_params import StructuredOutputsParams
 from tests.drafts import SETTINGS, Drafter
 
 MARKERS = ("<|im_start|>", "<|endoftext|>")
@@ -90,3 +96,30 @@ def test_same_bits_everywhere(expected, settings, monkeypatch):
             assert llm.stats().num_preemptions
         if drafter is not None:
             assert drafter.num_tokens > 1.1 * drafter.num_steps
+
+
+def test_a_grammar_after_the_reasoning():
+    """The budget ends the reasoning where the grammar allows it; then a call follows."""
+    markers = ("<|endoftext|>", "<|im_start|>")  # the first one ends texts: grammars have it not
+    fmt = replace(FORMATS["hermes"], thoughts=markers)
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    tag = fmt.structural_tag({"f": schema}, required=True, parallel=False, thinks=True)
+    params = SamplingParams(
+        thinking_token_budget=6,
+        structured_outputs=StructuredOutputsParams(structural_tag=tag, disable_any_whitespace=True),
+        temperature=0.8,
+        seed=7,
+        max_tokens=80,
+        reasoning_markers=markers,
+        preserved_token_ids=[BEGIN],
+    )
+    with LLM(dtype="float32", max_model_len=512) as llm:
+        many = llm.generate(["Once upon a time. <|endoftext|>"] * 3, params, use_tqdm=False)
+    for output in many:
+        (answer,) = output.outputs
+        assert answer.token_ids == many[0].outputs[0].token_ids
+        assert answer.token_ids.index(BEGIN) == 6
+        parser = AnswerParser(fmt, {"f": schema}, thinks=True)
+        parts = parser.feed(answer.text) + parser.end()
+        assert [part.text for part in parts if isinstance(part, CallStart)] == ["f"]
+        assert answer.finish_reason == "stop"
