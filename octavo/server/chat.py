@@ -246,10 +246,12 @@ class ChatCompletion(Generation[ChatFields]):
         answer_format = await self.state.answer_format(tokenizer)
         tools = self.body.callable_tools
         if tools and (answer_format is None or answer_format.calls is None):
+            field = "functions" if self.body.functions else "tools"
+            choice = "function_call" if self.body.functions else "tool_choice"
             raise RequestError(
-                "tools need a model whose chat template shows how it calls tools, and this one's "
-                'does not; send tool_choice="none", or start the server with --tool-call-parser.',
-                "tools",
+                f"{field} need a model whose chat template shows how it calls tools, unlike this "
+                f'one\'s; send {choice}="none", or start the server with --tool-call-parser.',
+                field,
             )
         num_bytes = self.context.body_bytes
         if answer_format is None or not (tools or answer_format.thoughts):
@@ -335,7 +337,8 @@ class ChatCompletion(Generation[ChatFields]):
         error = super()._blamed(error)
         made = self.body.constraint() is None
         if made and error.param in ("structured_outputs", "structural_tag"):
-            return RequestError(f"tools: {error.message}", "tools", error.code)
+            field = "functions" if self.body.functions else "tools"
+            return RequestError(f"{field}: {error.message}", field, error.code)
         return error
 
     def opening(self, prompt: int) -> list[list[Part]]:
