@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -138,6 +139,18 @@ def test_actions():
     # Without markers there is no reasoning to close.
     assert run(GuardSpec(repetition="close_thinking"), loop)[1].must_stop
     assert run(GuardSpec((1,), (3,), repetition="off"), loop)[0] is None
+
+
+@pytest.mark.parametrize("known", [1, 60, MIN_LOOP - 1])
+def test_a_loop_across_a_resumption(known):
+    loop = [5, 6, 7] * 60
+    made = Guard(GuardSpec(repetition="stop"), loop[:known])
+    for i, token in enumerate(loop[known:], known):
+        made.append(token)
+        assert made.must_stop is (i == MIN_LOOP - 1)
+        if made.must_stop:
+            break
+    assert made.found == guard.Repetition(3, "stop")
 
 
 def test_a_long_answer_resumes_fast(monkeypatch):

@@ -6,8 +6,10 @@ import re
 
 import pytest
 
+from octavo.parsers.answer import AnswerParser
 from octavo.parsers.calls import JsonCalls, PythonCalls
 from octavo.parsers.formats import FORMATS
+from octavo.parsers.parts import CallStart, Text
 from tests.parsers.test_laws import parse
 from tests.parsers.test_structural_tag import SCHEMAS, compile_tag, sample, vocabulary
 from tests.parsers.writers import write
@@ -90,6 +92,31 @@ def test_what_the_grammar_allows(name, parallel):
                 assert found["days"] in range(1, 10)
             else:
                 assert (function, found) == ("now", {})
+
+
+def test_words_that_are_no_marker():
+    fmt, words = FORMATS["phi4_mini_json"], vocabulary()
+    compiled = compile_tag(fmt.structural_tag(SCHEMAS), words)
+    assert accepts(compiled, words, "import functools, or from functools import cache")
+    assert not accepts(compiled, words, "functools[1]")
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_calls_of_other_tools_are_text(name, size):
+    """In each format, however the answer is divided."""
+    fmt = FORMATS[name]
+    answer = write(fmt, None, "", CALLS[:1])
+    for schemas, known in (({"find": {}}, True), ({"now": {}}, False)):
+        parser = AnswerParser(fmt, schemas, only_known=True)
+        pieces = [answer[i : i + size] for i in range(0, len(answer), size)]
+        parts = [part for piece in pieces for part in parser.feed(piece)] + parser.end()
+        if known:
+            assert [part.text for part in parts if isinstance(part, CallStart)] == ["find"]
+        else:
+            assert {type(part) for part in parts} == {Text}
+            text = "".join(part.text for part in parts)
+            assert text.strip() == answer.strip()
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if FORMATS[n].marks_calls])

@@ -12,6 +12,7 @@ from octavo.parsers.message import MessageReader
 from octavo.sampling_params import StructuredOutputsParams
 from tests.parsers.writers import write
 from tests.server.fake_engine import EOS, make_tokenizer
+from tests.server.test_tools import TEMPLATE
 
 TOOL = {
     "type": "function",
@@ -99,5 +100,9 @@ def test_the_built_in_model():
         queued, prompt = llm.wait_for_completion(use_tqdm=False)
         assert queued.outputs[0].message.tool_calls[0].function == call.function
         assert prompt.outputs[0].message is None
+        limited = SamplingParams(thinking_token_budget=3)
         with pytest.raises(RequestError, match="shows no reasoning"):
-            llm.chat(chats, SamplingParams(thinking_token_budget=3), use_tqdm=False)
+            llm.chat(chats, limited, use_tqdm=False)
+        for ask in (llm.chat, llm.enqueue_chat):
+            with pytest.raises(RequestError, match="no token of its own"):
+                ask(chats, limited, use_tqdm=False, chat_template=TEMPLATE)

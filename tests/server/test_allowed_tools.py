@@ -114,6 +114,20 @@ def test_custom_tools_are_refused_by_name():
     serve(scenario)
 
 
+def test_a_call_without_its_marker():
+    """A strict function is only called as the grammar says, so this is text."""
+    answer = '{"name": "add", "arguments": {"a": 1}}'
+
+    async def scenario(served):
+        for value in (True, False):
+            fields = {"tools": [strict(value)], "max_tokens": 200}
+            message, reason = await whole_and_streamed(served, **fields)
+            assert reason == ("stop" if value else "tool_calls")
+            assert message["content"] == (answer if value else None)
+
+    serve(scenario, answer)
+
+
 def strict(value):
     return {"type": "function", "function": TOOL["function"] | {"strict": value}}
 

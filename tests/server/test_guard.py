@@ -150,8 +150,11 @@ def test_a_budget_needs_markers(thinks):
             assert error["param"] == "thinking_token_budget"
             words = "no token of its own" if thinks else "shows no reasoning"
             assert words in error["message"]
-            assert (await send(repetition_guard="close_thinking")).status_code == 200
-            assert not served.engine.requests[-1].sampling_params.guard.forces_tokens
+            fields = {"repetition_guard": "close_thinking"}
+            fields |= THINK if send == served.chat else {"prompt": "<think>\n"}
+            assert (await send(**fields)).status_code == 200
+            found = served.engine.requests[-1].sampling_params.guard
+            assert found == GuardSpec(repetition="close_thinking")
 
     template = TEMPLATE if thinks else "{% for m in messages %}{{ m.content }}{% endfor %}"
     serve(scenario, engine=lambda: FakeAsyncLLM(tokenizer=make_tokenizer(template)))

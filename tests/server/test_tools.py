@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from octavo.parsers.answer import Format
 from tests.server import fake_engine
 from tests.server.fake_engine import FakeAsyncLLM, events, make_tokenizer, with_server
 
@@ -81,6 +82,21 @@ def test_calls_reasoning_and_text():
         assert [c["function"] for c in message["tool_calls"]] == [
             {"name": "add", "arguments": '{"a": 1}'}
         ] * 2
+
+    serve(scenario)
+
+
+def test_special_tokens_are_found_once(monkeypatch):
+    calls = []
+    find = Format.special_ids
+    monkeypatch.setattr(
+        Format, "special_ids", lambda fmt, tokenizer: calls.append(1) or find(fmt, tokenizer)
+    )
+
+    async def scenario(served):
+        for _ in range(3):
+            assert (await served.chat(tools=[TOOL])).status_code == 200
+        assert calls == [1]
 
     serve(scenario)
 
