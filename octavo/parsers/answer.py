@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Protocol
 
+from octavo.errors import UnsupportedError
 from octavo.parsers.calls import BARE, Calls, Sink
 from octavo.parsers.parts import Part, Reasoning, Text
 from octavo.parsers.reader import Markers, Reader, Steps
@@ -62,11 +63,11 @@ class Format:
             thinks: the prompt ends inside of reasoning.
 
         Returns:
-            The structural tag. None if calls are not required and no grammar can tell them from a
-            text.
+            The structural tag. None if calls are not required, and no grammar can tell them from a
+            text or describes their arguments.
 
         Raises:
-            RequestError: no grammar describes the arguments of this format.
+            UnsupportedError: calls are required, and no grammar describes arguments of a schema.
         """
         assert self.calls is not None
         trigger = self.calls.trigger
@@ -76,7 +77,10 @@ class Format:
         schemas = {name: schema or empty for name, schema in schemas.items()}
         if not required:
             content: dict[str, Any] = {"type": "triggered_tags", "triggers": [trigger]}
-            content["tags"] = self.calls.triggered(schemas, parallel)
+            try:
+                content["tags"] = self.calls.triggered(schemas, parallel)
+            except UnsupportedError:
+                return None
             section = getattr(self.calls, "section", None)
             texts = [*(self.thoughts or ()), *self.silent, *(section or ())]
             content |= {"stop_after_first": not parallel, "texts": [t.strip() for t in texts]}

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
-from octavo.errors import RequestError
 from octavo.parsers.forms import (
     ID,
     SPACES,
@@ -22,6 +21,7 @@ from octavo.parsers.forms import (
     any_of,
     const,
     listed,
+    members,
     optional,
     schema,
     sequence,
@@ -172,7 +172,7 @@ class Calls(Protocol):
             parallel: the model may write several calls.
 
         Raises:
-            RequestError: no grammar describes the arguments of this format.
+            UnsupportedError: no grammar describes arguments of this schema.
         """
 
     def tag(self, name: str, schema: Mapping[str, Any]) -> Tag:
@@ -183,7 +183,7 @@ class Calls(Protocol):
             schema: JSON schema of its arguments.
 
         Raises:
-            RequestError: no grammar describes the arguments of this format.
+            UnsupportedError: no grammar describes arguments of this schema.
         """
 
     def read(self, marker: str, reader: Reader, sink: Sink) -> Steps[bool]:
@@ -774,29 +774,12 @@ class PythonCalls:
         begin = self.begins[0] if self.begins[0] not in BARE else ""
         return tag(f"{begin}[{name}(", self._arguments_form(schema), f")]{self.end}")
 
-    def _arguments_form(self, schema: Mapping[str, Any]) -> Form:
+    def _arguments_form(self, given: Mapping[str, Any]) -> Form:
         """Return the arguments, the required ones first."""
-        required = schema.get("required") or ()
-        properties = _properties(schema)
-        names = sorted(properties, key=lambda key: key not in required)
-
-        def argument(key: str, comma: str) -> Tag:
-            content = {"type": "json_schema", "json_schema": properties[key]}
-            return {"type": "tag", "begin": f"{comma}{key}=", "content": content, "end": ""}
-
-        def beginning_with(first: int) -> dict[str, Any]:
-            """Return the arguments from a place on."""
-            elements = [argument(names[first], "")]
-            for key in names[first + 1 :]:
-                tag = argument(key, ", ")
-                elements.append(tag if key in required else {"type": "optional", "content": tag})
-            return {"type": "sequence", "elements": elements}
-
-        if not names:
-            return const("")
-        if names[0] in required:
-            return beginning_with(0)
-        return any_of([*map(beginning_with, range(len(names))), const("")])
+        required = given.get("required") or ()
+        parts = sorted(_properties(given).items(), key=lambda item: item[0] not in required)
+        items = [(tag(f"{key}=", schema(part), ""), key in required) for key, part in parts]
+        return members(items, ", ")
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -874,13 +857,15 @@ class OwnCalls:
     """Other texts of a call's marks."""
     read_calls: Callable[[Reader, Sink], Steps[bool]] = field(compare=False)
 
-    call: tuple[str, str] | None = None
-    """Texts before and after the arguments of a call, with `{name}`; None: they are no JSON."""
+    call: tuple[str, str]
+    """Texts before and after the arguments of a call, with `{name}`."""
+    arguments_form: Callable[[Mapping[str, Any]], Form] = field(default=schema, compare=False)
+    """Returns the form of arguments that follow a schema."""
 
     @property
     def trigger(self) -> str | None:
         """Implement `Calls`."""
-        return None if self.call is None else self.begins[-1]
+        return self.begins[-1]
 
     def triggered(self, schemas: Mapping[str, Any], parallel: bool) -> list[Tag]:
         """Implement `Calls`."""
@@ -888,14 +873,8 @@ class OwnCalls:
 
     def tag(self, name: str, schema: Mapping[str, Any]) -> Tag:
         """Implement `Calls`."""
-        if self.call is None:
-            raise RequestError(
-                "This model writes arguments of tools in a form that no grammar describes; use "
-                'tool_choice="auto".',
-                "tool_choice",
-            )
         begin, end = self.call
-        return _schema_tag(begin.replace("{name}", name), schema, end)
+        return tag(begin.replace("{name}", name), self.arguments_form(schema), end)
 
     @property
     def texts(self) -> tuple[str, ...]:

@@ -43,7 +43,7 @@ def accepts(compiled, words, answer):
 
 
 def test_formats_without_a_marker():
-    assert sorted(set(FORMATS) - set(NAMES)) == ["gemma4", "xlam"]
+    assert sorted(set(FORMATS) - set(NAMES)) == ["xlam"]
     bare = [name for name in NAMES if not FORMATS[name].marks_calls]
     assert bare == ["llama3_json", "pythonic"]
 
