@@ -169,13 +169,35 @@ GENERATE: Unsupported = {
 }
 
 ANTHROPIC: Unsupported = {
-    **_all(
-        _NOTHING, "container context_management output_config output_format speed inference_geo"
+    **_all(_NOTHING, "container output_format speed inference_geo"),
+    # The thoughts of earlier answers stay in the prompt in any case.
+    "context_management": (
+        None,
+        {"edits": []},
+        {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
     ),
     "mcp_servers": (None, []),
     "service_tier": (None, "auto", "standard_only"),
 }
+RESPONSES: Unsupported = {
+    **_all(_NOTHING, "prompt context_management moderation image access_programs"),
+    **_all(_NOTHING, "n seed stop logprobs response_format messages"),
+    "truncation": (None, "disabled"),
+    "background_options": _NOTHING,
+    "prompt_cache_options": _NOTHING,
+}
+RESPONSES_REASONING: Unsupported = {
+    "context": (None, "auto"),
+    "mode": (None, "standard"),
+}
+RESPONSES_STREAM_OPTIONS: Unsupported = {"include_obfuscation": _OFF}
 ANTHROPIC_TOOL: Unsupported = {"type": (None, "custom")}
+
+OLLAMA_GENERATE: Unsupported = {
+    **_all((None, ""), "suffix template"),
+    **_all((None, []), "context images"),
+    **_all(_NOTHING, "width height steps"),
+}
 
 DETOKENIZE: Unsupported = {"skip_special_tokens": _OFF}
 SCALE: Unsupported = {}

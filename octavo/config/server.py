@@ -126,6 +126,13 @@ class ServerConfig(Section, frozen=True):
             le=86400,
         ),
     ] = 0.0
+    state_dir: Annotated[
+        str | None,
+        Meta(
+            description="Folder for data that clients store, such as responses, so that it survives"
+            " a restart; one server uses it at a time. Default: such data is in memory only."
+        ),
+    ] = None
     shutdown_timeout: Annotated[
         float,
         Meta(description="Maximum seconds for unfinished requests after SIGTERM.", ge=0),

@@ -117,6 +117,8 @@ class RequestMemory:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.used = 0
+        self.kept = 0
+        """Bytes of `used` that stay while no request runs."""
         self.spare: Callable[[int], None] = lambda nbytes: None
         """Callback that frees about the given number of bytes of optional data."""
         self._of_tenants: Counter[str] = Counter()
@@ -190,7 +192,7 @@ async def trim_when_idle(memory: RequestMemory, client: WatchedClient) -> None:
         await asyncio.shield(client.ready)
         while True:
             await asyncio.sleep(_TRIM_INTERVAL)
-            idle = not memory.used
+            idle = memory.used == memory.kept
             if idle and not trimmed:
                 with suppress(StepFailedError):
                     await client.call_utility("trim_memory")

@@ -187,6 +187,26 @@ class Thinking(Body):
     """No effect."""
 
 
+class OutputFormat(Body):
+    """Form of the answer."""
+
+    type: Literal["json_schema"]
+    """Kind of the form."""
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    """JSON schema of the answer."""
+
+
+class OutputConfig(Body):
+    """Effort and form of the answer."""
+
+    inner: ClassVar[Mapping[str, type[Body]]] = {"format": OutputFormat}
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    """Variable reasoning_effort of the chat template."""
+    format: OutputFormat | None = None
+    """Required form of the answer."""
+
+
 class CountTokensBody(Body):
     """Body of POST /v1/messages/count_tokens."""
 
@@ -195,6 +215,7 @@ class CountTokensBody(Body):
         "tools": AnthropicTool,
         "tool_choice": AnthropicToolChoice,
         "thinking": Thinking,
+        "output_config": OutputConfig,
     }
 
     model: str | None = None
@@ -209,6 +230,8 @@ class CountTokensBody(Body):
     """Choice of tools."""
     thinking: Thinking | None = None
     """Reasoning of the model."""
+    output_config: OutputConfig | None = None
+    """Effort and form of the answer."""
 
     def to_chat(self) -> ChatBody:
         """Return the body of a chat completion.
@@ -248,6 +271,11 @@ class CountTokensBody(Body):
         if self.thinking is not None:
             thinks = self.thinking.type != "disabled"
             chat["chat_template_kwargs"] = {"enable_thinking": thinks}
+        if self.output_config is not None:
+            chat["reasoning_effort"] = self.output_config.effort
+            if (form := self.output_config.format) is not None:
+                schema = {"name": "format", "schema": form.schema_}
+                chat["response_format"] = {"type": "json_schema", "json_schema": schema}
         return self.complete(chat)
 
     def complete(self, chat: dict[str, Any]) -> ChatBody:

@@ -531,6 +531,7 @@ class EventStream(Response):
         deadline: latest end of the response, as second of `time.monotonic`.
         last: bytes to send after the events.
         write_error: returns the event of an error.
+        media_type: type of the events.
     """
 
     def __init__(
@@ -540,9 +541,10 @@ class EventStream(Response):
         deadline: float | None,
         last: bytes = DONE,
         write_error: Callable[[BaseException], bytes] = error_event,
+        media_type: str = "text/event-stream",
     ) -> None:
         super().__init__(
-            media_type="text/event-stream",
+            media_type=media_type,
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
         del self.headers["content-length"]

@@ -30,9 +30,12 @@ from octavo.frontend.request_memory import leaves_room
 from octavo.parsers.answer import Format
 from octavo.parsers.detect import find_format
 from octavo.server.auth import tenant_of
+from octavo.server.background import Background
 from octavo.server.errors import show
 from octavo.server.http_state import HttpState
+from octavo.server.object_store import ObjectStore
 from octavo.server.resumable_streams import StreamRegistry
+from octavo.server.state_dir import StateDir
 from octavo.server.stats_log import StatsLog
 from octavo.text.chat_template import ChatTemplate
 from octavo.text.tokenizer import Tokenizer
@@ -75,6 +78,10 @@ class ServerState(HttpState):
         self.engine: AsyncLLM | None = None
         self.failure: OctavoError | None = None
         """Reason why the engine does not run, or no longer runs."""
+        self.state_dir = None if config.state_dir is None else StateDir(config.state_dir)
+        folder = None if self.state_dir is None else self.state_dir.subfolder("objects")
+        self.objects = ObjectStore(folder, config.request_memory_bytes)
+        self.background = Background()
         self.streams = StreamRegistry(config.resume_grace, self.run)
         self._start_engine = start_engine
         self._started: asyncio.Task[AsyncLLM] | None = None
@@ -102,6 +109,7 @@ class ServerState(HttpState):
     async def _begin(self) -> AsyncLLM:
         self.engine = await self._start_engine()
         self.streams.memory = self.engine.request_memory
+        self.objects.use_memory(self.engine.request_memory)
         return self.engine
 
     async def _load(self) -> None:
@@ -173,9 +181,14 @@ class ServerState(HttpState):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self.background.close()
         await self.streams.close()
         if self.engine is not None:
             await self.engine.shutdown()
+        self.objects.close()
+        if self.state_dir is not None:
+            self.state_dir.close()
+            self.state_dir = None
 
     # Ending
 

@@ -222,6 +222,7 @@ BAD_SERVER = {
     "max_connections_per_client": [-1, 1.5],
     "request_timeout": [-1, NAN, "5s"],
     "resume_grace": [-1, NAN, 86401],
+    "state_dir": [5],
     "shutdown_timeout": [-1, NAN, None],
     "progress_timeout": [0, -1, NAN],
     "headless": ["yes", 1],

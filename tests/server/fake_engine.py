@@ -25,6 +25,7 @@ from octavo.frontend.request_memory import RequestMemory
 from octavo.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, LogprobsLists
 from octavo.observability.metrics import EngineMetrics
 from octavo.observability.scheduler_stats import SchedulerStats
+from octavo.quantization.plain import PLAIN
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 from octavo.server.app import build_app
 from octavo.server.state import ServerState
@@ -76,6 +77,12 @@ class FakeAsyncLLM:
             embed_size=4,
             eos_token_ids=(EOS,),
             generation_config=generation_config or {},
+            architecture="FakeForCausalLM",
+            dtype="float32",
+            hidden_size=4,
+            layers=(),
+            weights=lambda: [SimpleNamespace(sources=(), shape=(258, 4), form=PLAIN)],
+            weight_nbytes=lambda dtype: 258 * 4 * 4,
         )
         self.max_model_len = MAX_MODEL_LEN
         self.request_memory = RequestMemory(2**30)

@@ -162,6 +162,30 @@ def test_a_prefilled_answer():
     serve(scenario, answer=" am")
 
 
+def test_fields_of_claude_code():
+    template = TEMPLATE + "{{ reasoning_effort }} {{ enable_thinking }}"
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    edit = {"type": "clear_thinking_20251015", "keep": "all"}
+
+    async def scenario(served):
+        response = await send(
+            served,
+            context_management={"edits": [edit]},
+            output_config={
+                "effort": "max",
+                "format": {"type": "json_schema", "schema": schema},
+            },
+            thinking={"type": "adaptive"},
+        )
+        assert response.status_code == 200
+        assert "X-Octavo-Ignored-Fields" not in response.headers
+        prompt = bytes(t for t in served.engine.requests[-1].prompt_token_ids if t < 256).decode()
+        assert prompt.endswith("max True")
+        assert json.loads(served.engine.params[-1].structured_outputs.json) == schema
+
+    serve(scenario, answer="{}", template=template)
+
+
 def test_choices_of_tools():
     async def scenario(served):
         for choice, kind in [
@@ -227,6 +251,19 @@ def test_count_tokens():
         ({"tool_choice": {"type": "any"}}, 400, "invalid_request_error", "needs tools"),
         ({"model": "other"}, 404, "not_found_error", "other"),
         ({"mcp_servers": [{}]}, 400, "invalid_request_error", "mcp_servers"),
+        (
+            {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+            400,
+            "invalid_request_error",
+            "context_management",
+        ),
+        ({"output_config": {"effort": "x"}}, 400, "invalid_request_error", "output_config.effort"),
+        (
+            {"output_config": {"format": {"type": "json_schema"}}},
+            400,
+            "invalid_request_error",
+            "output_config.format.schema",
+        ),
     ],
     ids=str,
 )
