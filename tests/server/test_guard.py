@@ -219,5 +219,7 @@ def test_other_apis():
         message = (await served.post("/v1/messages", **body)).json()
         assert (message["stop_reason"], message["stop_sequence"]) == ("end_turn", None)
         assert message["usage"]["output_tokens"] < 300
+        response = (await served.post("/v1/responses", input="hi", store=False)).json()
+        assert response["status"] == "incomplete"
 
     serve(scenario, CALL + LOOP, repetition_guard="stop")
