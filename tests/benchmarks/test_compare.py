@@ -875,7 +875,7 @@ class TestPeers:
             )
         plain, quantized = np.array(found)
         error = np.abs(quantized - plain).mean() / plain.std()
-        assert 0.001 < error < 0.3, error  # unrelated weights: above 1
+        assert 0.001 < error < 0.6, error  # unrelated weights: above 1
 
     def test_models_that_are_there_are_kept(self, bench: Bench) -> None:
         before = {path: path.stat().st_mtime_ns for path in bench.models.rglob("*")}
