@@ -50,7 +50,6 @@ GENERATION: Unsupported = {
         "return_token_offsets return_prompt_text "
         "return_weight_versions skip_reading_prefix_cache flat_logprobs watermarking",
     ),
-    "thinking_token_budget": (None, -1),
     "stream_interval": _ONE,
     "routed_experts_prompt_start": _ZERO,
     "detokenize": (None, True),
@@ -128,7 +127,6 @@ COMPLETION: Unsupported = {
 CHAT: Unsupported = {
     **GENERATION,
     "prompt_embeds": (None, []),
-    **_FUNCTIONS,
     **_TEMPLATE,
     **_all(_NOTHING, "audio web_search_options reasoning prompt suffix"),
     "modalities": (None, ["text"]),
@@ -138,7 +136,7 @@ CHAT: Unsupported = {
 }
 
 MESSAGE: Unsupported = {
-    **_all(_NOTHING, "audio function_call thinking"),
+    **_all(_NOTHING, "audio thinking"),
     **_all(_OFF, "prefix partial"),
     "refusal": _NOTHING,
     "annotations": (None, []),
@@ -226,8 +224,8 @@ INSTEAD: Mapping[str, str] = {
         ("whitespace_pattern", "guided_whitespace_pattern"),
         "structured_outputs.disable_any_whitespace",
     ),
-    "repetition_detection": "repetition_penalty or frequency_penalty",
-    "thinking_token_budget": "max_tokens",
+    "repetition_detection": "repetition_guard",
+    **dict.fromkeys(("reasoning_budget", "reasoning_budget_tokens"), "thinking_token_budget"),
     "skip_reading_prefix_cache": "a unique cache_salt",
     "logprob_token_ids": "logprobs",
     **dict.fromkeys(("prompt_logprob_token_ids", "prompt_logprob_start"), "prompt_logprobs"),

@@ -8,6 +8,7 @@ from msgspec import Meta
 
 from octavo.config.environment import LogLevel
 from octavo.config.section import Section
+from octavo.sampling_params import RepetitionGuard
 
 
 class ServerConfig(Section, frozen=True):
@@ -72,6 +73,14 @@ class ServerConfig(Section, frozen=True):
             " chat template shows; none: reasoning stays in the text."
         ),
     ] = None
+    repetition_guard: Annotated[
+        RepetitionGuard,
+        Meta(
+            description="Action when an answer repeats itself, for requests without"
+            " repetition_guard: off, report, stop (end the answer), or close_thinking (end the"
+            " reasoning, or the answer if it is not in reasoning)."
+        ),
+    ] = "off"
     response_role: Annotated[str, Meta(description="Role of chat answers.")] = "assistant"
     exclude_tools_when_tool_choice_none: Annotated[
         bool,

@@ -787,6 +787,7 @@ class Scheduler:
             first_scheduled_time=request.first_scheduled_time,
             num_preemptions=request.num_preemptions,
             kv_transfer_params=transfer_params,
+            repetition=None if request.guard is None else request.guard.found,
         )
 
     def _fail_expired(self, now: float) -> None:

@@ -154,7 +154,7 @@ class PromptLogprob(Answer):
 
 
 FinishReason = Literal["stop", "length", "abort"]
-ChatFinishReason = Literal["stop", "length", "abort", "tool_calls"]
+ChatFinishReason = Literal["stop", "length", "abort", "tool_calls", "function_call"]
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
@@ -178,6 +178,8 @@ class CompletionChoice(Answer):
     prompt_logprobs: PromptLogprobs | None
     token_ids: list[int] | None
     prompt_token_ids: list[int] | None
+    repetition_period: NotRequired[int | None]
+    """Number of tokens that the answer repeats, if the repetition guard found that."""
 
 
 class CompletionAnswer(Envelope):
@@ -200,6 +202,8 @@ class CompletionChunkChoice(Answer):
     stop_reason: NotRequired[int | str | None]
     token_ids: NotRequired[list[int] | None]
     prompt_token_ids: NotRequired[list[int] | None]
+    repetition_period: NotRequired[int | None]
+    """Number of tokens that the answer repeats, if the repetition guard found that."""
 
 
 class CompletionChunk(Envelope):
@@ -258,6 +262,8 @@ class ChatMessage(Answer):
     reasoning_content: NotRequired[str | None]
     """The same as `reasoning`."""
     tool_calls: NotRequired[list[ToolCall] | None]
+    function_call: NotRequired[CalledFunction | None]
+    """Call, for a request with functions."""
 
 
 class ChatChoice(Answer):
@@ -269,6 +275,8 @@ class ChatChoice(Answer):
     finish_reason: ChatFinishReason
     stop_reason: int | str | None
     token_ids: list[int] | None
+    repetition_period: NotRequired[int | None]
+    """Number of tokens that the answer repeats, if the repetition guard found that."""
 
 
 class ChatAnswer(Envelope):
@@ -308,6 +316,7 @@ class ChatDelta(Answer):
     reasoning: NotRequired[str | None]
     reasoning_content: NotRequired[str | None]
     tool_calls: NotRequired[list[ToolCallDelta] | None]
+    function_call: NotRequired[CalledFunctionDelta | None]
 
 
 class ChatChunkChoice(Answer):
@@ -319,6 +328,8 @@ class ChatChunkChoice(Answer):
     finish_reason: ChatFinishReason | None
     stop_reason: NotRequired[int | str | None]
     token_ids: NotRequired[list[int] | None]
+    repetition_period: NotRequired[int | None]
+    """Number of tokens that the answer repeats, if the repetition guard found that."""
 
 
 class ChatChunk(Envelope):
@@ -360,6 +371,8 @@ class TokensChunkChoice(Answer):
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     text: NotRequired[str | None]
+    repetition_period: NotRequired[int | None]
+    """Number of tokens that the answer repeats, if the repetition guard found that."""
 
 
 class TokensAnswer(Answer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -15,6 +16,25 @@ from octavo.server.errors import show
 from octavo.server.schema import MAX_TOOLS, ChatBody, Float, Int
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+# Names of a chat completion's fields, and Anthropic's.
+_NAMES = (
+    (re.compile(r"^stop(?=$|[^\w])"), "stop_sequences"),
+    (re.compile(r"(?<=tools\[)(\d+)\]\.function\.parameters"), r"\1].input_schema"),
+    (re.compile(r"(?<=tools\[)(\d+)\]\.function\."), r"\1]."),
+    (re.compile(r"tool_choice\.function\.name"), "tool_choice.name"),
+    (re.compile(r"^chat_template_kwargs(?=$|[^\w])"), "thinking"),
+)
+
+
+def renamed(error: RequestError) -> RequestError:
+    """Return an error of a chat completion with Anthropic's names of the fields."""
+    for pattern, name in _NAMES:
+        error.message = pattern.sub(name, error.message)
+        if error.param is not None:
+            error.param = pattern.sub(name, error.param)
+    return error
 
 
 def _check_system(value: object) -> object:

@@ -53,6 +53,9 @@ T = TypeVar("T")
 Prompt = str | list[int] | EmbedsPrompt
 IndexedOutput = tuple[int, RequestOutput]
 
+REPETITION = "repetition"
+"""Reason of the end, and `stop_reason`, of an answer that repeated itself."""
+
 # OpenAI's value for "impossible"; JSON has no infinity.
 MIN_LOGPROB = -9999.0
 # Number of prompts that are started before the event loop may do other work.
@@ -205,7 +208,7 @@ class Generation(ABC, Generic[B]):
                 for completion in sorted(output.outputs, key=lambda c: c.index):
                     index = prompt * self.n + completion.index
                     parts = opening + self._parse(index, completion)
-                    yield self.write(Delta(index, prompt, parts, completion, output))
+                    yield self._write(Delta(index, prompt, parts, completion, output))
 
     def chunks(self, prompt: int, newest: RequestOutput) -> list[bytes]:
         """Return the JSON of the choices of the next chunks."""
@@ -219,10 +222,18 @@ class Generation(ABC, Generic[B]):
                         chunks.append(template % (index, encode(completion.text)))
                     continue
                 parts = self._parse(index, completion)
-                choice = self.write(Delta(index, prompt, parts, completion, output))
+                choice = self._write(Delta(index, prompt, parts, completion, output))
                 if choice is not None:
                     chunks.append(encode(choice))
         return chunks
+
+    def _write(self, delta: Delta) -> Mapping[str, object] | None:
+        """Return `write`, at the end with the repetition that the guard found."""
+        choice, completion = self.write(delta), delta.completion
+        period = completion.repetition_period
+        if choice is None or period is None or completion.finish_reason is None:
+            return choice
+        return {**choice, "repetition_period": period}
 
     def _parse(self, index: int, completion: CompletionOutput) -> list[Part]:
         if self.make_parser is None:
@@ -339,6 +350,7 @@ class Generation(ABC, Generic[B]):
                 prompts, params, add_special_tokens = await self.read(engine)
             except RequestError as error:
                 raise self._blamed(error) from None
+            await self._complete_guard(engine, params)
             if self.body.kv_transfer_params is not None and len(prompts) > 1:
                 raise RequestError(
                     f"kv_transfer_params goes with one prompt, and there are {len(prompts)}; send "
@@ -406,6 +418,11 @@ class Generation(ABC, Generic[B]):
                 async with aclosing(merged):
                     async for index, output in merged:
                         self.usage.add(index, output)
+                        for completion in output.outputs:
+                            if completion.finish_reason == REPETITION:
+                                # Clients know only OpenAI's reasons.
+                                completion.finish_reason = "stop"
+                                completion.stop_reason = REPETITION
                         if times_one:
                             self._times = output.metrics
                         self.context.prompt_tokens = self.usage.prompt_tokens
@@ -433,6 +450,17 @@ class Generation(ABC, Generic[B]):
         except RequestError as error:
             raise self._blamed(error) from None
 
+    async def _complete_guard(self, engine: AsyncLLM, params: SamplingParams) -> None:
+        """Add what the limits of reasoning and repetition need to a request's parameters."""
+        if params.repetition_guard is None:
+            params.repetition_guard = self.state.config.repetition_guard
+        ends_thoughts = params.repetition_guard == "close_thinking"
+        if engine.tokenizer is not None and (
+            ends_thoughts or params.thinking_token_budget is not None
+        ):
+            found = await self.state.answer_format(engine.tokenizer)
+            params.reasoning_markers = None if found is None else found.thoughts
+
     def _blamed(self, error: RequestError) -> RequestError:
         """Set the field of the body that caused an engine's error; return the error."""
         if error.param == "prompt":
@@ -440,6 +468,11 @@ class Generation(ABC, Generic[B]):
         elif error.param == "structured_outputs" and (found := self.body.constraint()):
             error.param = found[0]
         return error
+
+
+def stopped_by_guard(completion: CompletionOutput) -> bool:
+    """Return True if an answer ended because it repeated itself."""
+    return completion.repetition_period is not None and completion.stop_reason == REPETITION
 
 
 def metrics_json(times: RequestMetrics, num_tokens: int) -> answers.PerRequestMetrics:

@@ -27,7 +27,7 @@ from octavo.server.errors import (
     log_unexpected,
     show,
 )
-from octavo.server.generation import EventStream, Reading
+from octavo.server.generation import EventStream, Reading, stopped_by_guard
 from octavo.server.load_report import add_load_report
 from octavo.server.middleware import context_of
 from octavo.server.response_items import Item, item_id, owner_of, with_ids
@@ -561,6 +561,8 @@ class ResponseAnswer(ChatCompletion):
     async def _end(self, completion: CompletionOutput) -> list[Event]:
         """End the output; return the events that tell it."""
         reason = completion.finish_reason
+        # Clients know no other reason than the length for an answer that its guard ended.
+        reason = "length" if stopped_by_guard(completion) else reason
         self._status = _STATUSES.get(reason or "", "completed")
         self._completed = int(time.time()) if self._status == "completed" else None
         events: list[Event] = []

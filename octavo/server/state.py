@@ -100,6 +100,7 @@ class ServerState(HttpState):
         self._counter = itertools.count()
         self._warned_of_priority = False
         self._answer_format: asyncio.Task[Format | None] | None = None
+        self._special_ids: list[int] | None = None
         self._template: asyncio.Task[ChatTemplate] | None = None
 
     # Lifecycle of the engine
@@ -363,6 +364,12 @@ class ServerState(HttpState):
                 asyncio.to_thread(_find_format, template, *names)
             )
         return await asyncio.shield(self._answer_format)
+
+    def special_ids(self, tokenizer: Tokenizer, answer_format: Format) -> list[int]:
+        """Return `Format.special_ids` of the server's format."""
+        if self._special_ids is None:
+            self._special_ids = answer_format.special_ids(tokenizer)
+        return self._special_ids
 
     async def chat_template(self, tokenizer: Tokenizer) -> ChatTemplate:
         """Return the template of --chat-template, or the model's template.

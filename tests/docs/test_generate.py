@@ -11,8 +11,7 @@ import pytest
 
 from octavo.config import EngineConfig, ServerConfig, config_fields, section_fields
 from octavo.server.field_docs import field_doc
-from octavo.server.openapi import OPERATIONS
-from octavo.server.openapi import InvocationBody
+from octavo.server.openapi import OPERATIONS, InvocationBody
 from octavo.server.schema import ChatBody
 from tests.server.fake_engine import with_server
 from tests.server.test_run import serving

@@ -1,9 +1,11 @@
 """Anthropic's Messages API, with a fake engine."""
 
+import asyncio
 import json
 
 import pytest
 
+from octavo.server import anthropic
 from tests.server import fake_engine
 from tests.server.fake_engine import FakeAsyncLLM, make_tokenizer, with_server
 from tests.server.test_tools import ANSWER, CALL, TEMPLATE
@@ -284,3 +286,66 @@ def test_the_key_may_be_in_x_api_key():
         assert (await send(served)).status_code == 200
 
     serve(scenario, api_key=["secret"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"stop_sequences": ["a"] * 65}, "stop_sequences", "stop_sequences has 65 strings"),
+        ({"stop_sequences": ["a" * 300]}, "stop_sequences", "stop_sequences holds a text of 300"),
+        ({"tools": [TOOL | {"name": "a b"}]}, "tools[0].name", "tools[0].name='a b'"),
+        (
+            {"tools": [TOOL | {"input_schema": {"required": 5}}]},
+            "tools[0].input_schema",
+            "tools[0].input_schema.required=5",
+        ),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}},
+            "tool_choice",
+            "tool_choice.name='x'",
+        ),
+    ],
+    ids=str,
+)
+def test_errors_have_the_names_of_this_api(fields, param, words):
+    async def scenario(served):
+        response = await send(served, **fields)
+        assert response.status_code == 400
+        assert words in response.json()["error"]["message"]
+        assert response.json()["error"].get("param", param) == param
+
+    serve(scenario)
+
+
+def test_counting_has_admission_and_deadlines(monkeypatch):
+    async def hang(*_):
+        await asyncio.sleep(60)
+
+    async def scenario(served):
+        body = {"messages": [USER]}
+        good = await served.post("/v1/messages/count_tokens", **body)
+        assert good.json()["input_tokens"] > 0
+        monkeypatch.setattr(anthropic, "read_chat", hang)
+        hanging = served.http.post(
+            "/v1/messages/count_tokens", json=body, headers={"X-Deadline-Ms": "300"}
+        )
+        task = asyncio.create_task(hanging)
+        await asyncio.sleep(0.1)
+        assert (await served.post("/v1/messages/count_tokens", **body)).status_code == 429
+        assert (await task).status_code == 408
+
+    serve(scenario, max_num_queued_reqs=1)
+
+
+def test_descriptions_are_no_part_of_the_grammar():
+    async def scenario(served):
+        properties = {"description": {"type": "string", "description": "xyz" * 20}}
+        schema = {"type": "object", "properties": properties, "title": "xyz"}
+        await send(served, tools=[TOOL | {"input_schema": schema}])
+        tag = served.engine.params[-1].structured_outputs.structural_tag
+        assert '{"description":{"type":"string"}}' in tag
+        assert "xyz" not in tag
+        prompt = served.engine.tokenizer.decode(served.engine.requests[-1].prompt_token_ids)
+        assert "xyz" * 20 in prompt
+
+    serve(scenario)
