@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from octavo.errors import RequestError
 from octavo.frontend.request_memory import RequestMemory
+from octavo.server.errors import show
 from octavo.server.resumable_streams import Events
 
 # Bytes of an event in addition to its text.
@@ -25,6 +27,8 @@ class Background:
         self.running: dict[tuple[str | None, str], Any] = {}
         """Answers that are being made, by API key and name."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._held: set[tuple[str | None, str]] = set()
+        """Conversations that a response continues, by API key and name."""
 
     def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start a task."""
@@ -32,6 +36,29 @@ class Background:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+    @contextmanager
+    def hold(self, api_key: str | None, conversation: str) -> Iterator[None]:
+        """Keep other responses from continuing a conversation.
+
+        Raises:
+            RequestError: another response continues it.
+        """
+        name = (api_key, conversation)
+        if name in self._held:
+            error = RequestError(
+                f"Another response is being made for the conversation {show(conversation)}; wait "
+                "for its end, or cancel it.",
+                "conversation",
+                "conversation_locked",
+            )
+            error.status = 409
+            raise error
+        self._held.add(name)
+        try:
+            yield
+        finally:
+            self._held.discard(name)
 
     async def close(self) -> None:
         """End all tasks."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -33,6 +34,11 @@ from octavo.system.offload import offload
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
 """Routes that a line may name."""
+
+MAX_ANSWER_BYTES = 64 * 2**20
+"""Most bytes of an answer, which is in memory as a whole: logprobs as JSON need much."""
+# Only one line at a time writes an answer with more bytes.
+_SMALL = 2**20
 
 _ROUTES: dict[Endpoint, tuple[type[Body], type[Generation[Any]]]] = {
     "/v1/chat/completions": (ChatBody, ChatCompletion),
@@ -111,13 +117,22 @@ async def answer_line(state: ServerState, line: BatchLine, context: RequestConte
     data = bytes(line.body)
     sent = bytearray()
     status = 200
+    writing = AsyncExitStack()
 
     async def send(message: Message) -> None:
         nonlocal status
         if message["type"] == "http.response.start":
             status = message["status"]
-        else:
-            sent.extend(message.get("body", b""))
+            return
+        piece = message.get("body", b"")
+        if len(sent) + len(piece) > MAX_ANSWER_BYTES:
+            raise RequestError(
+                f"The answer has more than {MAX_ANSWER_BYTES} bytes, the most of a line; ask for "
+                "fewer logprobs or answers."
+            )
+        if len(sent) <= _SMALL < len(sent) + len(piece):
+            await writing.enter_async_context(state.long_line)
+        sent.extend(piece)
 
     app = SimpleNamespace(state=SimpleNamespace(octavo=state))
     scope: Scope = {
@@ -138,7 +153,8 @@ async def answer_line(state: ServerState, line: BatchLine, context: RequestConte
             raise RequestError("stream must be false in a batch.", "stream")
         request = Request(scope, _never)
         response = await generation.respond(request, body)
-        await response(scope, _never, send)
+        async with writing:
+            await response(scope, _never, send)
     except (QueueFullError, EngineDeadError, UnavailableError):
         raise
     except Exception as error:

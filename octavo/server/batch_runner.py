@@ -135,6 +135,9 @@ class BatchRunner:
         if not state.config.api_key:
             self._keys[None] = None
         self.slots = _Slots(state.engine_config.scheduler.max_num_seqs)
+        self.working = asyncio.Lock()
+        """Lock for long work on a thread, which many batches must not take from others."""
+        self._saving = asyncio.Lock()
 
     # Lifecycle
 
@@ -284,7 +287,8 @@ class BatchRunner:
         try:
             await self.save(batch)
         except OSError as failed:
-            batch.status, batch.cancelling_at = before, None
+            if batch.status == "cancelling":
+                batch.status, batch.cancelling_at = before, None
             raise StorageError(failed) from None
         if (job := self._jobs.get(batch.id)) is not None:
             job.cancelled.set()
@@ -295,8 +299,9 @@ class BatchRunner:
         Raises:
             OSError: it cannot be written.
         """
-        data = msgspec.json.encode(batch)
-        await asyncio.to_thread(write_file, self._folder / f"{batch.id}.json", data)
+        async with self._saving:  # else an older record might be written last
+            data = msgspec.json.encode(batch)
+            await asyncio.to_thread(write_file, self._folder / f"{batch.id}.json", data)
 
     def journal_path(self, batch: Batch) -> Path:
         """Return the path of a batch's journal."""
@@ -476,13 +481,14 @@ class _Job:
         except NotFoundError as error:
             await self._fail([BatchError("file_not_found", error.message, None, "input_file_id")])
             return
-        checked = await asyncio.to_thread(
-            check_input,
-            runner.files.path(file.id),
-            batch.endpoint,
-            state.model_names,
-            state.config.max_request_bytes,
-        )
+        async with runner.working:
+            checked = await asyncio.to_thread(
+                check_input,
+                runner.files.path(file.id),
+                batch.endpoint,
+                state.model_names,
+                state.config.max_request_bytes,
+            )
         if checked.errors:
             await self._fail(checked.errors)
             return
@@ -605,7 +611,8 @@ class _Job:
         written: list[str | None] = []
         for good, kind, file_id in kinds:
             assert file_id is not None
-            file = await asyncio.to_thread(self._write_file, journal, good, kind, file_id)
+            async with self._runner.working:
+                file = await asyncio.to_thread(self._write_file, journal, good, kind, file_id)
             if file.bytes:
                 files.replace(file)
             written.append(file.id if file.bytes else None)

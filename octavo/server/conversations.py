@@ -25,6 +25,7 @@ from octavo.server.stored import (
     item_list,
     items_nbytes,
     load,
+    load_for,
     new_id,
     not_found,
     save,
@@ -116,19 +117,17 @@ async def delete_item(request: Request) -> Response:
     return _respond(name, conversation)
 
 
-async def load_conversation(
-    state: ServerState, api_key: str | None, name: str
-) -> StoredConversation:
+async def load_conversation(request: Request, name: str) -> StoredConversation:
     """Return a conversation that has room for more items.
 
     Raises:
         NotFoundError: the key has none of the name.
         RequestError: it is full.
     """
-    conversation = await load(state.objects, api_key, name, StoredConversation)
+    conversation = await load_for(request, name, StoredConversation)
     if conversation is None:
         raise not_found("Conversation", name)
-    _check_room(conversation, [], state.config.max_request_bytes)
+    _check_room(conversation, [], state_of(request).config.max_request_bytes)
     return conversation
 
 
@@ -149,9 +148,9 @@ async def _named(request: Request) -> tuple[str, StoredConversation]:
     Raises:
         NotFoundError: the key has none of the name.
     """
-    store = store_of(state_of(request), "This address")
+    store_of(state_of(request), "This address")
     name = request.path_params["conversation_id"]
-    conversation = await load(store, context_of(request).api_key, name, StoredConversation)
+    conversation = await load_for(request, name, StoredConversation)
     if conversation is None:
         raise not_found("Conversation", name)
     return name, conversation

@@ -333,9 +333,12 @@ class FileWriter:
         self._stream.close()
         self._store.describe(file)
 
-    def discard(self) -> None:
+    async def discard(self) -> None:
         """Remove the file."""
         self._store.give_back(self._owner, self._taken)
         self._taken = 0
+        await asyncio.to_thread(self._remove)
+
+    def _remove(self) -> None:
         self._stream.close()
         self._store.path(self.id).unlink(missing_ok=True)

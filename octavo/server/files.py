@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import Any, TypeVar, get_args
+from typing import Any, BinaryIO, TypeVar, get_args
 
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from octavo.errors import RequestError
 from octavo.server import answers
 from octavo.server.auth import tenant_of
 from octavo.server.batch_runner import runner_of
 from octavo.server.errors import show
-from octavo.server.file_store import FileStore, Purpose, StoredFile
+from octavo.server.file_store import FileStore, Purpose, StorageError, StoredFile
 from octavo.server.middleware import context_of
+from octavo.server.state import ServerState, state_of
 from octavo.server.upload import check_origin, receive_form
 
 T = TypeVar("T", bound=Any)
 
 _MAX_LISTED = 10_000
+_PIECE = 2**18
 MIN_EXPIRY, MAX_EXPIRY = 3600, 2_592_000
 """Least and most seconds after which a file may expire, as OpenAI defines them."""
 
@@ -38,7 +41,7 @@ async def create_file(request: Request) -> Response:
         done = True
     finally:
         if not done:
-            await asyncio.to_thread(writer.discard)
+            await writer.discard()
     return answers.respond(_json(stored))
 
 
@@ -77,7 +80,46 @@ async def get_file_content(request: Request) -> Response:
     """Return the bytes of a file."""
     store, owner = await _files(request)
     file = store.find(owner, request.path_params["file_id"])
-    return FileResponse(store.path(file.id), media_type="application/octet-stream")
+    try:  # at once: a file that is deleted later can still be read
+        stream = store.path(file.id).open("rb")
+    except OSError as error:
+        raise StorageError(error) from None
+    return _FileContent(state_of(request), stream, file.bytes)
+
+
+class _FileContent(Response):
+    """Bytes of a file, as fast as the client reads them.
+
+    Args:
+        state: the server.
+        stream: the open file.
+        nbytes: its size.
+    """
+
+    def __init__(self, state: ServerState, stream: BinaryIO, nbytes: int) -> None:
+        super().__init__(
+            media_type="application/octet-stream", headers={"Content-Length": str(nbytes)}
+        )
+        self._state = state
+        self._stream = stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the file until it ends or the client disconnects."""
+
+        async def pump() -> None:
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": self.status_code,
+                    "headers": self.raw_headers,
+                }
+            )
+            while piece := await asyncio.to_thread(self._stream.read, _PIECE):
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+        with self._stream:
+            await self._state.run(receive, pump(), None)
 
 
 def owner_of(request: Request) -> str | None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from octavo.errors import RequestError
 from octavo.outputs import CompletionOutput
@@ -42,7 +43,7 @@ from octavo.server.stored import (
     has_store,
     item_list,
     items_nbytes,
-    load,
+    load_for,
     new_id,
     not_found,
     save,
@@ -83,18 +84,40 @@ async def create_response(request: Request) -> Response:
         param = "store" if given.store else "background"
         store_of(state, f"{param}=true", param)
     name = new_id("resp")
-    before, new = await _all_items(request, given, name)
-    chat = await _to_chat(request, given, before, new)
-    answer = ResponseAnswer(request, given, chat, name, before, new)
-    if given.background:
-        return await answer.in_background()
-    if given.stream:
-        return EventStream(
-            state, answer.events(), answer.deadline, last=b"", write_error=answer.failed
-        )
-    response = await state.run(request.receive, answer.answer(), answer.deadline)
+    with ExitStack() as held:
+        if given.conversation is not None:
+            api_key = context_of(request).api_key
+            held.enter_context(state.background.hold(api_key, given.conversation.id))
+        before, new = await _all_items(request, given, name)
+        chat = await _to_chat(request, given, before, new)
+        answer = ResponseAnswer(request, given, chat, name, before, new)
+        if given.background:
+            return await answer.in_background(held)
+        if given.stream:
+            return _ResponseStream(answer, held.pop_all())
+        response = await state.run(request.receive, answer.answer(), answer.deadline)
     add_load_report(request, response, (await state.get_engine()).metrics)
     return response
+
+
+class _ResponseStream(EventStream):
+    """Events of a response that ends with its connection.
+
+    Args:
+        answer: the response.
+        held: what to release at the end.
+    """
+
+    def __init__(self, answer: ResponseAnswer, held: ExitStack) -> None:
+        super().__init__(
+            answer.state, answer.events(), answer.deadline, last=b"", write_error=answer.failed
+        )
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events; see `EventStream`."""
+        with self._held:
+            await super().__call__(scope, receive, send)
 
 
 async def count_input_tokens(request: Request) -> Response:
@@ -237,16 +260,14 @@ async def _stored(request: Request) -> StoredResponse:
         NotFoundError: the key has none of the name.
     """
     name = request.path_params["response_id"]
-    stored = await _load_response(state_of(request), context_of(request).api_key, name)
+    stored = await _load_response(request, name)
     if stored is None:
         raise not_found("Response", name)
     return stored
 
 
-async def _load_response(
-    state: ServerState, api_key: str | None, name: str
-) -> StoredResponse | None:
-    stored = await load(state.objects, api_key, name, StoredResponse)
+async def _load_response(request: Request, name: str) -> StoredResponse | None:
+    stored = await load_for(request, name, StoredResponse)
     if stored is not None and stored.response["status"] in _UNFINISHED:
         stored.response |= {"status": "failed", "error": _INTERRUPTED}
     return stored
@@ -268,7 +289,7 @@ async def _all_items(
         stored = None
         running: ResponseAnswer | None = state.background.running.get((api_key, previous))
         if running is None or (await running.settled())["status"] not in _UNFINISHED:
-            stored = await _load_response(state, api_key, previous)
+            stored = await _load_response(request, previous)
             if stored is None:
                 raise RequestError(
                     f"Previous response with id {show(previous)} not found: it was never stored "
@@ -287,7 +308,7 @@ async def _all_items(
         before = stored.items + stored.response["output"]
     elif given.conversation is not None:
         store_of(state, "conversation", "conversation")
-        conversation = await load_conversation(state, api_key, given.conversation.id)
+        conversation = await load_conversation(request, given.conversation.id)
         before = conversation.items
     known = {item["id"]: item for item in before}
     owners: set[str] = set()
@@ -304,7 +325,7 @@ async def _all_items(
                         "items themselves, or previous_response_id.",
                         "input",
                     )
-                known = await _items_of(state, api_key, owner) | known
+                known = await _items_of(request, owner) | known
             found = known.get(item["id"])
             if found is None:
                 raise RequestError(
@@ -327,12 +348,14 @@ async def _to_chat(
         RequestError: all items together are too large, or the fields do not fit together.
     """
     limit = state_of(request).config.max_request_bytes
+    refers = any(item["type"] == "item_reference" for item in given.input or ())
 
     def convert() -> ChatBody:
-        if before and (size := items_nbytes(before + new)) > limit:
+        if (before or refers) and (size := items_nbytes(before + new)) > limit:
             raise RequestError(
-                f"The input and the items before it have {size} bytes, and the limit is {limit} "
-                "(--max-request-bytes); begin a new conversation.",
+                f"The input, with the items to which it refers and those before it, has {size} "
+                f"bytes, and the limit is {limit} (--max-request-bytes); send less, or begin a new "
+                "conversation.",
                 "input",
                 "request_too_large",
             )
@@ -341,12 +364,12 @@ async def _to_chat(
     return await offload(context_of(request).body_bytes // 8 + 20 * len(before), convert)
 
 
-async def _items_of(state: ServerState, api_key: str | None, owner: str) -> dict[str, Item]:
+async def _items_of(request: Request, owner: str) -> dict[str, Item]:
     """Return the items of a stored response or conversation by id."""
     items: list[Item] = []
-    if (response := await _load_response(state, api_key, f"resp_{owner}")) is not None:
+    if (response := await _load_response(request, f"resp_{owner}")) is not None:
         items = response.items + response.response["output"]
-    elif conversation := await load(state.objects, api_key, f"conv_{owner}", StoredConversation):
+    elif conversation := await load_for(request, f"conv_{owner}", StoredConversation):
         items = conversation.items
     return {item["id"]: item for item in items}
 
@@ -403,6 +426,8 @@ class ResponseAnswer(ChatCompletion):
         """Event that is set when a background response has been stored."""
         self._refusal: Exception | None = None
         """Error of a background response before it was accepted."""
+        self._held = ExitStack()
+        """Parts of the server that a background response releases at its end."""
         self._body_bytes = 0
         """Bytes of the body, which a background response keeps after its HTTP request."""
 
@@ -605,9 +630,14 @@ class ResponseAnswer(ChatCompletion):
 
     # In the background
 
-    async def in_background(self) -> Response:
-        """Begin a background response; return it as it is then, or its events."""
+    async def in_background(self, held: ExitStack) -> Response:
+        """Begin a background response; return it as it is then, or its events.
+
+        Args:
+            held: what to release when the response has ended.
+        """
         self.log = EventLog((await self.state.get_engine()).request_memory)
+        self._held = held.pop_all()
         self.log.append([self._lifecycle("created"), self._lifecycle("queued")])
         self.state.background.running[self.context.api_key, self.id] = self
         task = self.state.background.start(self._work())
@@ -656,6 +686,7 @@ class ResponseAnswer(ChatCompletion):
             del state.background.running[self.context.api_key, self.id]
             state.num_active -= 1
             state.body_bytes -= self._body_bytes
+            self._held.close()
             self._ended.set()
 
     async def _take_in(self, log: EventLog) -> None:

@@ -82,6 +82,8 @@ class ServerState(HttpState):
         folder = None if self.state_dir is None else self.state_dir.subfolder("objects")
         self.objects = ObjectStore(folder, config.request_memory_bytes)
         self.background = Background()
+        self.long_line = asyncio.Lock()
+        """Lock of the one line of a batch that writes a long answer."""
         self.streams = StreamRegistry(config.resume_grace, self.run)
         self._start_engine = start_engine
         self._started: asyncio.Task[AsyncLLM] | None = None

@@ -13,9 +13,10 @@ from starlette.responses import Response
 from octavo.errors import NotFoundError, RequestError
 from octavo.server import answers
 from octavo.server.errors import show
+from octavo.server.middleware import context_of
 from octavo.server.object_store import OBJECT_ID, ObjectStore
 from octavo.server.response_items import Item
-from octavo.server.state import ServerState
+from octavo.server.state import ServerState, state_of
 from octavo.system.offload import offload
 
 _PAGE = 20
@@ -81,8 +82,12 @@ def store_of(state: ServerState, what: str, param: str | None = None) -> ObjectS
 
 
 def items_nbytes(items: list[Item]) -> int:
-    """Return the bytes of items as JSON."""
-    return len(msgspec.json.encode(items))
+    """Return the bytes of items as JSON; references may repeat one, which is encoded once."""
+    sizes: dict[int, int] = {}
+    for item in items:
+        if id(item) not in sizes:
+            sizes[id(item)] = len(msgspec.json.encode(item)) + 1
+    return sum(sizes[id(item)] for item in items)
 
 
 async def save(
@@ -96,18 +101,47 @@ async def save(
     await store.put(api_key, name, await offload(_LONG, pack))
 
 
+async def load_for(request: Request, name: str, kind: type[Stored]) -> Stored | None:
+    """Return an object; None: the request's key has none of the name.
+
+    Until the request ends, the bytes of the object count among those of bodies: a short request
+    may name long objects.
+
+    Raises:
+        QueueFullError: the bodies in flight exceed their limit.
+    """
+    state, context = state_of(request), context_of(request)
+    found = await _load(state.objects, context.api_key, name, kind)
+    if found is None:
+        return None
+    stored, nbytes = found
+    context.body_bytes += nbytes
+    state.body_bytes += nbytes
+    state.check_bodies(nbytes)
+    return stored
+
+
 async def load(
     store: ObjectStore, api_key: str | None, name: str, kind: type[Stored]
 ) -> Stored | None:
     """Return an object; None: the key has none of the name."""
+    found = await _load(store, api_key, name, kind)
+    return None if found is None else found[0]
+
+
+async def _load(
+    store: ObjectStore, api_key: str | None, name: str, kind: type[Stored]
+) -> tuple[Stored, int] | None:
+    """Return an object and its bytes as JSON."""
     if not OBJECT_ID.fullmatch(name) or name.partition("_")[0] != _PREFIXES[kind]:
         return None
     packed = await store.get(api_key, name)
     if packed is None:
         return None
 
-    def unpack() -> Stored:
-        return msgspec.json.decode(zlib.decompress(packed), type=kind)
+    def unpack() -> tuple[Stored, int]:
+        data = zlib.decompress(packed)
+        return msgspec.json.decode(data, type=kind), len(data)
 
     return await offload(_LONG, unpack)
 
