@@ -128,7 +128,9 @@ async def answer_line(state: ServerState, line: BatchLine, context: RequestConte
         if len(sent) + len(piece) > MAX_ANSWER_BYTES:
             raise RequestError(
                 f"The answer has more than {MAX_ANSWER_BYTES} bytes, the most of a line; ask for "
-                "fewer logprobs or answers."
+                "fewer logprobs or answers.",
+                None,
+                "answer_too_long",
             )
         if len(sent) <= _SMALL < len(sent) + len(piece):
             await writing.enter_async_context(state.long_line)

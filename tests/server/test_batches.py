@@ -13,7 +13,7 @@ from openai.types import Batch
 
 from octavo.config import EngineConfig
 from octavo.errors import SleepError
-from octavo.server import batch_input, batch_runner
+from octavo.server import batch_input, batch_line, batch_runner
 from octavo.server.batch_journal import Journal
 from octavo.server.batch_line import failed
 from tests.server.fake_engine import FakeAsyncLLM, with_server
@@ -669,3 +669,85 @@ def test_an_engine_that_is_dead_for_good_leaves_the_batch(tmp_path):
 
     with_server(before, few_seats, state_dir=str(tmp_path / "s"))
     with_server(after, state_dir=str(tmp_path / "s"))
+
+
+def test_long_answers_are_written_one_at_a_time_and_have_a_limit(monkeypatch):
+    monkeypatch.setattr(batch_line, "_SMALL", 1000)
+    monkeypatch.setattr(batch_line, "MAX_ANSWER_BYTES", 50_000)
+    writing, most = 0, 0
+
+    class Counted(asyncio.Lock):
+        async def acquire(self):
+            nonlocal writing, most
+            await super().acquire()
+            writing, most = writing + 1, most + 1
+            assert writing == 1
+            return True
+
+        def release(self):
+            nonlocal writing
+            writing -= 1
+            super().release()
+
+    async def scenario(served):
+        served.state.long_line = Counted()
+        long = {"prompt": "x", "n": 8, "logprobs": 5, "max_tokens": 13}
+        given = [line(f"n{i}", **long) for i in range(4)]
+        given.append(line("too long", **{**long, "n": 64}))
+        batch = await begin(served, *given, line("short"))
+        done = await until(served, batch, "completed")
+        assert done["request_counts"] == {"total": 6, "completed": 5, "failed": 1}
+        (wrong,) = await read(served, done["error_file_id"])
+        assert wrong["custom_id"] == "too long"
+        error = wrong["response"]["body"]["error"]
+        assert error["code"] == "answer_too_long"
+        assert "50000 bytes" in error["message"]
+        answers = await read(served, done["output_file_id"])
+        assert [len(a["response"]["body"]["choices"]) for a in answers] == [8] * 4 + [1]
+        assert most == 5
+        assert not served.state.long_line.locked()
+
+    with_server(scenario)
+
+
+def test_many_batches_take_one_thread(monkeypatch):
+    check, running, most = batch_runner.check_input, [], []
+
+    def slow(*args):
+        running.append(args)
+        most.append(len(running))
+        time.sleep(0.02)
+        running.pop()
+        return check(*args)
+
+    monkeypatch.setattr(batch_runner, "check_input", slow)
+
+    async def scenario(served):
+        for batch in await asyncio.gather(*(begin(served, *lines(2)) for _ in range(5))):
+            await until(served, batch, "completed")
+        assert most == [1] * 5
+
+    with_server(scenario)
+
+
+def test_records_are_written_in_their_order(monkeypatch, tmp_path):
+    write, written = batch_runner.write_file, []
+
+    def reordered(path, data):
+        status = json.loads(data)["status"]
+        if status == "in_progress":
+            time.sleep(0.05)
+        write(path, data)
+        written.append(status)
+
+    monkeypatch.setattr(batch_runner, "write_file", reordered)
+
+    async def scenario(served):
+        batch = await begin(served, *lines(200))
+        await until(served, batch, "in_progress")
+        await served.http.post(f"/v1/batches/{batch['id']}/cancel")
+        await until(served, batch, "cancelled")
+        assert written[:3] == ["validating", "in_progress", "cancelling"]
+        assert written[-1] == "cancelled"
+
+    with_server(scenario, slow_engine)

@@ -1,6 +1,7 @@
 """Conversations of OpenAI's API, with a fake engine and the types of OpenAI's client."""
 
 import asyncio
+import json
 
 import pytest
 from openai.types.conversations import Conversation, ConversationItemList
@@ -8,6 +9,7 @@ from openai.types.conversations.conversation_item import ConversationItem
 from pydantic import TypeAdapter
 
 from octavo.server import conversations
+from tests.server.fake_engine import Call
 from tests.server.test_responses import create, prompt_of, refused, serve
 
 PATH = "/v1/conversations"
@@ -138,3 +140,37 @@ def test_a_conversation_has_limits(monkeypatch):
 
     monkeypatch.setattr(conversations, "MAX_ITEMS", 3)
     serve(scenario, max_request_bytes=2048)
+
+
+def test_one_response_at_a_time_continues_a_conversation():
+    async def scenario(served):
+        made = await begin(served)
+        fields = {"conversation": made["id"]}
+        body = json.dumps({"input": "a", "stream": True, **fields}).encode()
+
+        async def locked():
+            error = await refused(served, "b", 409, conversation={"id": made["id"]})
+            assert (error["param"], error["code"]) == ("conversation", "conversation_locked")
+            other = await begin(served)
+            await create(served, "b", conversation=other["id"], max_output_tokens=1)
+
+        call = Call(served, "/v1/responses", body)
+        await call.wait_for_body()
+        await locked()
+        call.disconnect()
+        await call.task
+        begun = await create(served, "a", conversation=made["id"], background=True)
+        await locked()
+        await served.post(f"/v1/responses/{begun['id']}/cancel")
+        assert await texts(served, made) == []
+        served.engine.step_time = 0.0
+        # Neither a refused response nor one that could not begin holds the conversation.
+        unknown = [{"type": "item_reference", "id": "x"}]
+        for wrong in ({"top_p": 7}, {"input": unknown}):
+            for way in ({}, {"stream": True}, {"background": True}):
+                body = {"input": "a", **fields, **wrong, **way}
+                assert (await served.post("/v1/responses", **body)).status_code == 400
+        await create(served, "a", **fields)
+        assert await texts(served, made) == ["a", "Yes" * 9]
+
+    serve(scenario, answer="Yes" * 9, step_time=0.01)

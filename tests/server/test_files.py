@@ -1,5 +1,6 @@
 """/v1/files: uploads in pieces, lists, limits, and files of other keys."""
 
+import asyncio
 import json
 
 import openai
@@ -366,3 +367,47 @@ def test_ids_of_a_store_are_no_paths(tmp_path):
     (tmp_path / "files").rmdir()
     with pytest.raises(StorageError):
         store.begin(None)
+
+
+def test_ranges_have_no_effect():
+    async def scenario(served):
+        path = f"/v1/files/{(await post_file(served, b'0123456789')).json()['id']}/content"
+        for given in ("bytes=2-3", "bytes=0-1,4-5", "bytes=90-", "letters"):
+            found = await served.http.get(path, headers={"Range": given})
+            assert (found.status_code, found.content) == (200, b"0123456789")
+            assert found.headers["content-length"] == "10"
+
+    with_server(scenario)
+
+
+def test_a_file_that_is_deleted_while_it_is_read():
+    async def scenario(served):
+        data = bytes(range(256)) * 5000
+        file = (await post_file(served, data)).json()["id"]
+        call = Call(served, f"/v1/files/{file}/content", b"", method="GET")
+        go_on, send = asyncio.Event(), call.send
+
+        async def slowly(message):
+            await send(message)
+            if message["type"] == "http.response.body":
+                await go_on.wait()
+
+        call.send = slowly
+        await call.wait_for_body()
+        assert (await served.http.delete(f"/v1/files/{file}")).status_code == 200
+        go_on.set()
+        assert await answer_to(call) == (200, data)
+        left = Call(served, f"/v1/files/{file}/content", b"", method="GET")
+        assert (await answer_to(left))[0] == 404
+
+    with_server(scenario)
+
+
+def test_a_file_that_is_gone_is_a_typed_error(tmp_path):
+    async def scenario(served):
+        file = (await post_file(served)).json()["id"]
+        (tmp_path / "s" / "files" / f"{file}.bin").unlink()
+        found = await served.http.get(f"/v1/files/{file}/content")
+        assert (found.status_code, found.json()["error"]["code"]) == (507, "storage_failed")
+
+    with_server(scenario, state_dir=str(tmp_path / "s"))

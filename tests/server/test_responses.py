@@ -9,7 +9,7 @@ from openai.types.responses import Response, ResponseItem, ResponseStreamEvent
 from openai.types.responses.response_item_list import ResponseItemList
 from pydantic import TypeAdapter
 
-from octavo.server import responses
+from octavo.server import http_state, responses
 from tests.server import fake_engine
 from tests.server.fake_engine import Call, FakeAsyncLLM, make_tokenizer, with_server
 from tests.server.test_tools import ANSWER, CALL, TEMPLATE
@@ -889,3 +889,41 @@ def test_the_items_before_have_a_limit():
         assert (error["param"], error["code"]) == ("input", "request_too_large")
 
     serve(scenario, max_request_bytes=2048)
+
+
+def test_short_requests_cannot_multiply_long_items():
+    async def scenario(served):
+        answers = (await create(served, "x" * 1800))["id"]
+        item = f"msg_{answers.removeprefix('resp_')}_0"
+        reference = {"type": "item_reference", "id": item}
+        await create(served, [reference] * 2)
+        error = await refused(served, [reference] * 5)
+        assert (error["code"], error["param"]) == ("request_too_large", "input")
+        assert "--max-request-bytes" in error["message"]
+
+    serve(scenario, answer="", max_request_bytes=8192)
+
+
+def test_loaded_objects_count_as_bodies(monkeypatch):
+    monkeypatch.setattr(http_state, "_BODIES_NBYTES", 2**17)
+    monkeypatch.setattr(fake_engine, "MAX_MODEL_LEN", 2**18)
+
+    async def scenario(served):
+        first = (await create(served, "x" * 2**16))["id"]
+        served.engine.step_time = 0.01
+        running = await create(served, background=True, previous_response_id=first)
+        while served.state.background.running and not served.engine.requests[1:]:
+            await asyncio.sleep(0.001)
+        assert 2**16 < served.state.body_bytes < 2**17
+        response = await served.post(PATH, input="hi", previous_response_id=first)
+        assert response.status_code == 429
+        assert "bodies" in response.json()["error"]["message"]
+        listed = await served.http.get(f"{PATH}/{first}/input_items")
+        assert listed.status_code == 429
+        await served.post(f"{PATH}/{running['id']}/cancel")
+        assert served.state.body_bytes == 0
+        listed = await served.http.get(f"{PATH}/{first}/input_items")
+        assert listed.status_code == 200
+        assert served.state.body_bytes == 0
+
+    serve(scenario, answer="Yes" * 20, max_request_bytes=2**17)
