@@ -151,7 +151,7 @@ class ResponseTool(Body):
     parameters: dict[str, Any] | None = None
     """JSON schema of the arguments."""
     strict: bool | None = None
-    """No effect: a grammar holds calls to their schemas where there is one."""
+    """Require a grammar that holds each call to the schema, as in chats. Default false."""
 
 
 class TextFormat(Body):
@@ -251,7 +251,7 @@ class InputTokensBody(Body):
     ] = None
     """auto (default): the model may call tools; none: it calls none; required: it calls at least
     one; {"type": "function", "name"}: it calls this one; {"type": "allowed_tools", "mode",
-    "tools"}: it knows only these tools, with mode auto or required."""
+    "tools"}: it calls only these tools, with mode auto or required."""
     parallel_tool_calls: bool | None = None
     """Allow several calls in a response. Default true."""
     text: TextConfig | None = None
@@ -291,19 +291,16 @@ class InputTokensBody(Body):
         if self.instructions:
             messages.insert(0, {"role": "system", "content": self.instructions})
         chat: dict[str, Any] = {"messages": messages, "model": self.model}
-        tools = self._allowed_tools()
+        tools, choice = self.tools or [], self._choice()
         if tools:
             chat["tools"] = [
-                {"type": "function", "function": tool.model_dump(exclude={"type"})}
+                {
+                    "type": "function",
+                    "function": tool.model_dump(exclude={"type"}, exclude_unset=True),
+                }
                 for tool in tools
             ]
         chat["parallel_tool_calls"] = self.parallel_tool_calls
-        choice = self.tool_choice
-        if isinstance(choice, dict):
-            if choice["type"] == "function":
-                choice = {"type": "function", "function": {"name": choice["name"]}}
-            else:
-                choice = choice["mode"]
         if tools or choice not in ("auto", "none"):
             chat["tool_choice"] = choice
         if self.text is not None and (form := self.text.format) is not None:
@@ -324,11 +321,12 @@ class InputTokensBody(Body):
         body.check()
         return body
 
-    def _allowed_tools(self) -> list[ResponseTool]:
-        choice, tools = self.tool_choice, self.tools or []
+    def _choice(self) -> str | dict[str, Any] | None:
+        """Return tool_choice in the form of a chat."""
+        choice = self.tool_choice
         if not isinstance(choice, dict):
-            return tools
-        known = {tool.name for tool in tools}
+            return choice
+        known = {tool.name for tool in self.tools or ()}
         named = choice["tools"] if choice["type"] == "allowed_tools" else [choice]
         for tool in named:
             if tool["name"] not in known:
@@ -336,10 +334,11 @@ class InputTokensBody(Body):
                     f"tool_choice names {show(tool['name'])}, which is not a function of tools.",
                     "tool_choice",
                 )
+        functions = [{"type": "function", "function": {"name": tool["name"]}} for tool in named]
         if choice["type"] == "function":
-            return tools
-        names = {tool["name"] for tool in named}
-        return [tool for tool in tools if tool.name in names]
+            return functions[0]
+        allowed = {"mode": choice["mode"], "tools": functions}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
 
 
 class ResponseBody(InputTokensBody):

@@ -278,6 +278,7 @@ def test_the_conversation_reaches_the_template():
 def test_choices_of_tools():
     async def scenario(served):
         allowed = {"type": "allowed_tools", "tools": [{"type": "function", "name": "sub"}]}
+        prompts = set()
         for choice, kind, names in [
             ("auto", "triggered_tags", ["add", "sub"]),
             ("required", "sequence", ["add", "sub"]),
@@ -288,6 +289,8 @@ def test_choices_of_tools():
             found = await create(served, tools=[TOOL, OTHER], tool_choice=choice)
             assert found["tool_choice"] == choice
             assert [tool["name"] for tool in found["tools"]] == ["add", "sub"]
+            # All choices have the same prompt, and so the same cached prefix.
+            prompts.add(prompt_of(served))
             wanted = json.loads(served.engine.params[-1].structured_outputs.structural_tag)
             form = wanted["format"]
             assert form["type"] == kind
@@ -296,6 +299,9 @@ def test_choices_of_tools():
                 n for n in ("add", "sub") if f'"{n}"' in json.dumps(tags["tags"]).replace("\\", "")
             ]
             assert found == names
+        (prompt,) = prompts
+        assert "sub" in prompt
+        assert "null" not in prompt  # of fields that the request does not have
         found = await whole_and_streamed(served, tools=[TOOL], tool_choice="none")
         assert [item["type"] for item in found["output"]] == ["message"]
         await create(served, tools=[TOOL], parallel_tool_calls=False)
