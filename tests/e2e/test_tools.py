@@ -123,6 +123,35 @@ def test_an_engine_that_dies_within_a_call(client, server):
     assert streamed(client, CHATS[1], NAMED, at_first=kill) == expected
 
 
+def test_an_engine_that_dies_within_a_call_of_a_background_response(client, server):
+    def make(at_first):
+        """Return the response, without ids and times, after `at_first` at the first arguments."""
+        begun = False
+        for event in client.responses.create(
+            model=MODEL,
+            input=CHATS[1][0]["content"],
+            tools=[{"type": "function", **tool["function"], "strict": True} for tool in TOOLS],
+            tool_choice={"type": "function", "name": "draw_animal"},
+            temperature=0,
+            background=True,
+            stream=True,
+        ):
+            if event.type == "response.function_call_arguments.delta" and not begun:
+                begun = True
+                at_first()
+        made = event.response
+        stored = client.responses.retrieve(made.id)
+        assert stored == made
+        assert [item.type for item in made.output][-1] == "function_call"
+        found = made.model_dump(exclude={"created_at", "completed_at"})
+        found["output"][-1].pop("call_id")
+        found["usage"].pop("input_tokens_details")
+        return json.dumps(found).replace(made.id.removeprefix("resp_"), "ID")
+
+    expected = make(lambda: None)
+    assert make(lambda: server.engine_process().send_signal(signal.SIGKILL)) == expected
+
+
 def test_the_built_in_model_calls_its_tools(client):
     """On cases that training did not see: at least 95 % of the first calls are right."""
     rng, right = random.Random(20261126), []
