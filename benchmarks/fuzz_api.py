@@ -4,9 +4,11 @@
 
 Requests are made by hypothesis from the server's own `/openapi.json`: valid bodies, bodies with
 wrong types, huge numbers and unknown fields, and bytes that are not JSON; odd methods, paths and
-headers. Meanwhile a well-behaved client repeats the same request and must always receive the same
-answer. A failing request is shrunk to the smallest one that fails. At the end the engine must be
-idle.
+headers. They name objects that earlier answers made: responses, conversations, items, files and
+batches. Each answer and each event must have the form that `/openapi.json` says, and the strict
+types of the packages `openai`, `anthropic` (if it is installed) and `ollama`. Meanwhile a
+well-behaved client repeats the same request and must always receive the same answer. A failing
+request is shrunk to the smallest one that fails. At the end the engine must be idle.
 """
 
 from __future__ import annotations
@@ -24,25 +26,27 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import client_types
 import hypothesis
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from octavo.compat import request_fields as known_fields
 from octavo.server import answers
-from octavo.server.openapi import OPERATIONS, Operation
+from octavo.server.app import OLLAMA_PROBE, ROUTES
+from octavo.server.openapi import Operation, operation_of
 
 Json = dict[str, Any]
 ANSWER_TIMEOUT = 60.0
 """Seconds after which a request counts as never answered."""
 # Contexts and queues so small that even the largest possible request ends soon.
 FLAGS = (
-    *("--max-model-len", "64", "--max-num-batched-tokens", "256", "--max-num-seqs", "32"),
+    *("--max-model-len", "384", "--max-num-batched-tokens", "256", "--max-num-seqs", "32"),
     *("--max-num-queued-reqs", "48", "--max-request-bytes", "64K", "--max-logprobs", "-1"),
     *("--served-model-name", "fuzzed", "--host", "127.0.0.1", "--port", "0", "--enable-admin"),
 )
@@ -50,7 +54,7 @@ FLAGS = (
 
 @dataclass(frozen=True)
 class Request:
-    """HTTP request; `operation` is its documented path."""
+    """HTTP request; `operation` is its documented path. `Known.fill` replaces its placeholders."""
 
     operation: str
     method: str
@@ -68,6 +72,42 @@ class Request:
 
 class FuzzError(AssertionError):
     """Error: the answer to a request is not allowed."""
+
+
+# Objects that earlier answers made
+
+_KINDS = {"resp": "response", "conv": "conversation", "file": "file", "batch": "batch"}
+_ID = re.compile(rb'"id":"((resp|conv|msg|fc|fco|rs|file|batch)[_-][0-9a-f]{32}(?:_[0-9]+)?)"')
+_PLACEHOLDER = re.compile(rb"~([a-z]+)-([0-9]+)~")
+_MOST_KNOWN = 20
+
+
+class Known:
+    """Ids of objects that answers named, the newest ones of each kind."""
+
+    def __init__(self) -> None:
+        self._ids: dict[str, list[bytes]] = {}
+
+    def learn(self, answer: bytes) -> None:
+        """Add the ids of an answer."""
+        for found in _ID.finditer(answer):
+            ids = self._ids.setdefault(_KINDS.get(found[2].decode(), "item"), [])
+            if found[1] not in ids:
+                ids.append(found[1])
+                del ids[:-_MOST_KNOWN]
+
+    def fill(self, data: bytes) -> bytes:
+        """Replace each placeholder, such as ~response-3~, by an id of its kind."""
+
+        def one(found: re.Match[bytes]) -> bytes:
+            ids = self._ids.get(found[1].decode(), [b"none"])
+            return ids[int(found[2]) % len(ids)]
+
+        return _PLACEHOLDER.sub(one, data)
+
+
+def _named(kind: str) -> st.SearchStrategy[str]:
+    return st.integers(0, _MOST_KNOWN - 1).map(lambda number: f"~{kind}-{number}~")
 
 
 # Making requests
@@ -130,6 +170,84 @@ _grammars = st.sampled_from(
     )
 )
 _choices = st.lists(st.sampled_from(("yes", "no", "a" * 300, "\u00e9", "")), max_size=4)
+_names = st.sampled_from(("add", "get_weather", "a.b", ""))
+_functions = st.fixed_dictionaries(
+    {"name": _names},
+    optional={"description": _texts, "parameters": _schemas, "strict": st.booleans()},
+)
+_arguments = st.sampled_from(('{"a": 1}', "{}", "", "nonsense"))
+_calls = st.fixed_dictionaries(
+    {"type": st.just("function_call"), "call_id": st.just("c1"), "name": _names}
+    | {"arguments": _arguments}
+)
+_outputs = st.fixed_dictionaries(
+    {"type": st.just("function_call_output"), "call_id": st.just("c1"), "output": _texts}
+)
+_roles = st.sampled_from(("user", "assistant", "system", "developer"))
+_items = st.one_of(
+    st.fixed_dictionaries({"role": _roles, "content": _texts}),
+    st.fixed_dictionaries(
+        {
+            "type": st.just("message"),
+            "role": st.just("assistant"),
+            "content": st.lists(
+                st.fixed_dictionaries({"type": st.just("output_text"), "text": _texts}), max_size=2
+            ),
+        },
+        optional={"id": _names, "status": st.sampled_from(("completed", "incomplete", "x"))},
+    ),
+    st.fixed_dictionaries(
+        {
+            "type": st.just("reasoning"),
+            "summary": st.just([]),
+            "content": st.lists(
+                st.fixed_dictionaries({"type": st.just("reasoning_text"), "text": _texts}),
+                max_size=2,
+            ),
+        }
+    ),
+    _calls,
+    _outputs,
+    st.fixed_dictionaries({"type": st.just("item_reference"), "id": _named("item")}),
+    _junk,
+)
+_item_lists = st.lists(_items, min_size=1, max_size=3) | st.tuples(_calls, _outputs).map(list)
+_blocks = st.one_of(
+    st.fixed_dictionaries({"type": st.just("text"), "text": _texts}),
+    st.fixed_dictionaries(
+        {"type": st.just("tool_use"), "id": st.just("c1"), "name": _names, "input": _junk}
+    ),
+    st.fixed_dictionaries(
+        {"type": st.just("tool_result"), "tool_use_id": st.just("c1"), "content": _texts}
+    ),
+    st.fixed_dictionaries({"type": st.just("thinking"), "thinking": _texts}),
+    _junk,
+)
+_messages_of_blocks = st.lists(
+    st.fixed_dictionaries(
+        {
+            "role": st.sampled_from(("user", "assistant")),
+            "content": _texts | st.lists(_blocks, max_size=2),
+        }
+    ),
+    max_size=3,
+)
+_ollama_messages = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(("user", "assistant", "system", "tool")), "content": _texts},
+        optional={
+            "thinking": _texts,
+            "tool_name": _names,
+            "tool_calls": st.lists(
+                st.fixed_dictionaries(
+                    {"function": st.fixed_dictionaries({"name": _names, "arguments": _junk})}
+                ),
+                max_size=2,
+            ),
+        },
+    ),
+    max_size=3,
+)
 _tags = st.sampled_from(
     (
         *({"type": "structural_tag", "format": {"type": "any_text"}}, {"type": "structural_tag"}),
@@ -147,6 +265,22 @@ _HINTS: dict[str, st.SearchStrategy[Any]] = {
     "tokens": _ids,
     "role": st.sampled_from(("user", "assistant", "system", "developer")),
     "type": st.just("text"),
+    "name": _names,
+    "parameters": _schemas,
+    "input_schema": _schemas,
+    "schema": _schemas,
+    "arguments": _arguments,
+    "tool_call_id": st.just("c1"),
+    "input": _texts | _item_lists,
+    "items": _item_lists,
+    "previous_response_id": _named("response"),
+    "conversation": _named("conversation") | _named("conversation").map(lambda c: {"id": c}),
+    "input_file_id": _named("file"),
+    "include": st.lists(st.just("message.output_text.logprobs"), max_size=2),
+    "metadata": st.dictionaries(_texts, _texts, max_size=2),
+    "max_output_tokens": st.integers(1, 8),
+    "num_predict": st.integers(-2, 8),
+    "thinking_token_budget": st.integers(-1, 5),
     "max_tokens": st.integers(0, 8),
     "max_completion_tokens": st.integers(1, 8),
     "min_tokens": st.integers(0, 4),
@@ -188,11 +322,44 @@ _HINTS: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
+_HINTS_OF: dict[str, dict[str, st.SearchStrategy[Any]]] = {
+    "/v1/messages": {"messages": _messages_of_blocks},
+    "/v1/messages/count_tokens": {"messages": _messages_of_blocks},
+    "/api/chat": {"messages": _ollama_messages, "model": st.just("fuzzed"), "format": _schemas},
+    "/api/generate": {"prompt": _texts, "model": st.just("fuzzed"), "format": _schemas},
+    "/v1/responses": {
+        "tool_choice": st.sampled_from(
+            (
+                *("auto", "none", "required", {"type": "function", "name": "add"}),
+                {
+                    "type": "allowed_tools",
+                    "mode": "auto",
+                    "tools": [{"type": "function", "name": "add"}],
+                },
+            )
+        )
+    },
+}
+"""Meaningful values of some routes only."""
+# Limits of the answers, so that most are short.
+_LIMITS: dict[str, Json] = {
+    "/v1/completions": {"max_tokens": 6},
+    "/v1/chat/completions": {"max_tokens": 6},
+    "/v1/chat/completions/batch": {"max_tokens": 6},
+    "/invocations": {"max_tokens": 6},
+    "/v1/responses": {"max_output_tokens": 6},
+    "/api/chat": {"options": {"num_predict": 6}},
+    "/api/generate": {"options": {"num_predict": 6}},
+}
+
+
 def _values(schema: Json, schemas: Json, name: str = "") -> st.SearchStrategy[Any]:
     """Return values of a JSON schema; sometimes other values."""
     fitting: st.SearchStrategy[Any]
     kind = schema.get("type")
-    if name in _HINTS:
+    if "const" in schema or "enum" in schema:
+        fitting = st.sampled_from(schema.get("enum") or [schema["const"]])
+    elif name in _HINTS:
         fitting = _HINTS[name]
     elif "$ref" in schema:
         fitting = _values(schemas[schema["$ref"].rpartition("/")[2]], schemas)
@@ -210,11 +377,14 @@ def _values(schema: Json, schemas: Json, name: str = "") -> st.SearchStrategy[An
     return st.integers(0, 15).flatmap(lambda chance: _junk if chance == 13 else fitting)
 
 
-def _objects(schema: Json, schemas: Json) -> st.SearchStrategy[Json]:
+def _objects(
+    schema: Json, schemas: Json, hints: dict[str, st.SearchStrategy[Any]] | None = None
+) -> st.SearchStrategy[Json]:
     inner = schema.get("properties", {})
     others = st.sampled_from((*known_fields.GENERATION, *known_fields.NO_EFFECT, "mood", "\u00e9"))
     required = schema.get("required", [])
     values = {name: _values(value, schemas, name) for name, value in inner.items()}
+    values |= hints or {}
     names = st.lists(st.sampled_from(sorted(inner)), max_size=5) if inner else st.just([])
 
     @st.composite
@@ -261,6 +431,50 @@ _BREAK: tuple[Callable[[bytes, int], bytes], ...] = (
     lambda body, at: b'{"user": "' + b"x" * 70_000 + b'"}',
     lambda body, at: b"",
 )
+_BOUNDARY = b"xx-boundary"
+
+
+def _form(parts: list[tuple[str, bytes]]) -> bytes:
+    """Return the form of an upload."""
+    lines = []
+    for name, value in parts:
+        file = b'; filename="lines.jsonl"' if name == "file" else b""
+        head = b'Content-Disposition: form-data; name="%b"%b' % (name.encode(), file)
+        lines.append(b"--%b\r\n%b\r\n\r\n%b\r\n" % (_BOUNDARY, head, value))
+    return b"".join(lines) + b"--%b--\r\n" % _BOUNDARY
+
+
+def _files(bodies: dict[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[bytes]:
+    """Return forms of files for batches, with lines for one endpoint; some are wrong."""
+
+    def lines(url: str) -> st.SearchStrategy[bytes]:
+        line = st.fixed_dictionaries(
+            {
+                "custom_id": st.integers(0, 30).map(lambda number: f"n{number}"),
+                "method": st.just("POST"),
+                "url": st.just(url),
+                "body": bodies[url],
+            }
+        )
+        return st.lists(line, max_size=4).map(lambda ls: "\n".join(map(json.dumps, ls)).encode())
+
+    data = st.one_of(
+        lines("/v1/completions"), lines("/v1/chat/completions"), st.binary(max_size=50)
+    )
+    others = st.sampled_from(
+        (
+            *(("purpose", b"batch"), ("purpose", b"user_data"), ("purpose", b"x")),
+            ("expires_after[anchor]", b"created_at"),
+            *(("expires_after[seconds]", b"3600"), ("expires_after[seconds]", b"1")),
+            *(("mood", b"\xff"), ("file", b"more")),
+        )
+    )
+    purpose = st.integers(0, 5).map(lambda chance: [("purpose", b"batch")] if chance else [])
+    return st.tuples(data, purpose, st.lists(others, max_size=1)).map(
+        lambda parts: _form([*parts[1], *parts[2], ("file", parts[0])])
+    )
+
+
 _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS", "TRACE")
 _header_values = st.binary(max_size=40).map(lambda v: v.translate(None, b"\r\n\0"))
 _EXTRA_HEADERS = (
@@ -280,10 +494,16 @@ def requests(description: Json) -> st.SearchStrategy[Request]:
         for _ in range(12 if "requestBody" in operation else 1)
     ]
     bodies: dict[str, st.SearchStrategy[Any]] = {}
-    for path, _, operation in operations:
-        if "requestBody" in operation:
-            schema = operation["requestBody"]["content"]["application/json"]["schema"]
-            bodies[path] = _values(schema, schemas)
+    for path, method, operation in operations:
+        content = operation.get("requestBody", {}).get("content", {})
+        if method == "POST" and "application/json" in content:
+            schema = content["application/json"]["schema"]
+            schema = schemas[schema["$ref"].rpartition("/")[2]]
+            if schema.get("type") == "object":
+                bodies[path] = _limited(path, _objects(schema, schemas, _HINTS_OF.get(path)))
+            else:
+                bodies[path] = _values(schema, schemas)
+    forms = _files(bodies)
     rare = st.integers(0, 11).map(lambda chance: chance == 7)
 
     @st.composite
@@ -292,26 +512,43 @@ def requests(description: Json) -> st.SearchStrategy[Request]:
         if draw(rare):
             method = draw(st.sampled_from(_METHODS))
         target = path
+        query = []
+        odd = st.text(max_size=12) | st.sampled_from(("fuzzed", "../..", "a/b", "%00"))
         for parameter in operation.get("parameters", ()):
-            value = draw(st.text(max_size=12) | st.sampled_from(("fuzzed", "../..", "a/b", "%00")))
-            target = target.replace(
-                f"{{{parameter['name']}}}", quote(value, errors="surrogatepass")
-            )
+            name = parameter["name"]
+            named = _named(name.removesuffix("_id")) if name.endswith("_id") else odd
+            if parameter["in"] == "path":
+                value = draw(odd if draw(rare) else named)
+                target = target.replace(f"{{{name}}}", quote(value, errors="surrogatepass"))
+            elif draw(st.booleans()):
+                fits = st.sampled_from(parameter["schema"].get("enum") or ("3", "1", "~item-1~"))
+                value = draw(odd if draw(rare) else fits)
+                query.append(f"{name}={quote(value, errors='surrogatepass')}")
+        if query:
+            target += "?" + "&".join(query)
         if draw(rare):
             target += draw(st.sampled_from(("/", "?", "?model=x", "%00", "%ff", "//..", "#x")))
-        body = b""
-        if path in bodies:
+        body, kind = b"", b"application/json"
+        if "multipart/form-data" in operation.get("requestBody", {}).get("content", {}):
+            body, kind = draw(forms), b"multipart/form-data; boundary=" + _BOUNDARY
+        elif "requestBody" in operation:
             body = json.dumps(draw(bodies[path])).encode()
-            if draw(rare):
-                body = draw(st.sampled_from(_BREAK))(body, draw(st.integers(0, 10**6)))
+        if body and draw(rare):
+            body = draw(st.sampled_from(_BREAK))(body, draw(st.integers(0, 10**6)))
         headers = []
         if method == "POST" and not draw(rare):
-            headers.append((b"Content-Type", b"application/json"))
+            headers.append((b"Content-Type", kind))
         for _ in range(2 if draw(rare) else 0):
             headers.append((draw(st.sampled_from(_EXTRA_HEADERS)), draw(_header_values)))
         return Request(path, method, target.encode(), tuple(headers), body)
 
     return draw_request()
+
+
+def _limited(path: str, bodies: st.SearchStrategy[Json]) -> st.SearchStrategy[Json]:
+    """Return bodies of a route, most with a limit of the answer."""
+    limit = _LIMITS.get(path, {})
+    return st.tuples(bodies, st.integers(0, 15)).map(lambda b: {**limit, **b[0]} if b[1] else b[0])
 
 
 # Routes that undo the effect of another one on all later requests.
@@ -321,8 +558,19 @@ _UNDO = {"/sleep": "/wake_up", "/pause": "/resume"}
 # Judging answers
 
 
+def _operations() -> dict[str, Operation]:
+    """Return the documentation of each route, by method and path as in `/openapi.json`."""
+    return {
+        f"{method} {path.replace(':path}', '}')}": operation_of(path, method)
+        for path, _, method in (*ROUTES, OLLAMA_PROBE)
+    }
+
+
+_OPERATIONS = _operations()
+
+
 def check(request: Request, status: int, headers: dict[str, str], body: bytes) -> None:
-    """Check an answer against `/openapi.json`.
+    """Check an answer against `/openapi.json` and the types of the clients' packages.
 
     Raises:
         FuzzError: a 5xx, an undeclared status, or another shape.
@@ -333,43 +581,107 @@ def check(request: Request, status: int, headers: dict[str, str], body: bytes) -
 
     if status >= 500:
         fail(f"status {status}")
-    operation = OPERATIONS[request.operation.replace("}", ":path}")]
-    kind = headers.get("content-type", "").partition(";")[0]
-    declared = {*operation.states, *operation.errors, 404, 405}
-    if status not in declared:
-        fail(f"undeclared status {status}")
+    route = f"{request.method} {request.operation}"
+    methods = {name.partition(" ")[2]: found for name, found in _OPERATIONS.items()}
+    known = _OPERATIONS.get(route)
+    operation = known or methods[request.operation]
+    declared = {*(operation.states if known else ()), *operation.errors, 404, 405}
+    if status == 204 and known and operation.answer is None:
+        return  # a stream that has ended
     if request.method == "HEAD":
         return
+    if status not in declared:
+        fail(f"undeclared status {status}")
+    path = re.split(rb"[?#]", request.target)[0].decode()
+    fits = re.fullmatch(re.sub(r"\{\w+\}", "[^/]+", request.operation), path) is not None
+    kind = headers.get("content-type", "").partition(";")[0]
     try:
-        if status >= 400:
+        if status >= 400 and b'"bad_http_request"' in body:  # its address may be unknown
+            TypeAdapter(answers.ErrorAnswer).validate_json(body)
+        elif status >= 400:
             TypeAdapter(operation.error).validate_json(body)
-        elif kind == "text/event-stream":
-            _check_events(operation, body, fail)
-        elif (
-            kind == "application/json"
-            and operation.answer is not None
-            and re.split(rb"[?#]", request.target)[0] == request.operation.encode()
-        ):
+            # A path with an odd end may have the errors of another API.
+            if fits:
+                client_types.check(client_types.error_type(route), body, {})
+        elif not fits:
+            return
+        elif kind in ("text/event-stream", "application/x-ndjson"):
+            _check_events(operation, client_types.EVENTS.get(route), _body(request), body, fail)
+        elif kind == "application/json" and operation.answer is not None:
             TypeAdapter(operation.answer).validate_json(body)
+            if (client := client_types.ANSWERS.get(route)) is not None:
+                client_types.check(client, body, _body(request))
+        elif request.operation == "/v1/files/{file_id}/content":
+            _check_lines(body)
     except ValidationError as error:
         fail(f"not as described ({error.errors()[:3]})")
 
 
-def _check_events(operation: Operation, body: bytes, fail: Callable[[str], None]) -> None:
-    items = body.decode().split("\n\n")
-    anthropic = operation.chunk is answers.AnthropicEvent
-    last = 'event: message_stop\ndata: {"type":"message_stop"}' if anthropic else "data: [DONE]"
-    failed = anthropic and items[-2].startswith("event: error")
-    if items[-1] or (items[-2] != last and not failed):
+def _body(request: Request) -> Json:
+    """Return the body of a request that succeeded."""
+    if request.operation == "/v1/files" or not request.body:
+        return {}
+    body: Json = json.loads(request.body)
+    return body
+
+
+def _check_lines(data: bytes) -> None:
+    """Check the answers in the output of a batch; other files have any bytes."""
+    for line in data.splitlines():
+        if not line.startswith(b'{"id":"batch_req_'):
+            return
+        response = json.loads(line)["response"]
+        answer = response["body"]
+        kind = client_types.error_type("")
+        if response["status_code"] == 200:
+            route = "chat/" if answer["object"].startswith("chat") else ""
+            kind = client_types.ANSWERS[f"POST /v1/{route}completions"]
+        elif response["status_code"] >= 500:
+            raise FuzzError(f"a server's error in a batch: {line[:1000]!r}")
+        # The request is not known here: its fields may change the role.
+        client_types.check(kind, json.dumps(answer), {"continue_final_message": True})
+
+
+_LAST_RESPONSES = ("response.completed", "response.incomplete", "response.failed", "error")
+
+
+def _check_events(
+    operation: Operation, client: Any, asked: Json, body: bytes, fail: Callable[[str], None]
+) -> None:
+    """Check the events of a stream, and that it has its end."""
+    text = body.decode()
+    lines = operation.chunk is not None and operation.error.__name__ == "OllamaError"
+    items = text.split("\n" if lines else "\n\n")
+    datas = [item if lines else item.partition("data: ")[2] for item in items]
+    if items[-1]:
         fail("a stream without its end")
-    for item in items[: -1 if anthropic else -2]:
-        data = item.partition("data: ")[2]
-        if data.startswith(('{"error"', '{"type":"error"')):
-            found = TypeAdapter(operation.error).validate_json(data)["error"]
-            if found["type"] in ("server_error", "api_error"):
+    found = [json.loads(data) for data in datas[:-1] if data and data != "[DONE]"]
+    last = found[-1] if found else {}
+    failed = "error" in last or last.get("type") == "error"
+    if lines:
+        ended = bool(last.get("done"))
+    elif operation.chunk is answers.AnthropicEvent:
+        ended = last.get("type") == "message_stop"
+    elif operation.chunk is answers.ResponseEvent:
+        # A reader may begin after the last event.
+        ended = not found or last.get("type") in _LAST_RESPONSES
+    else:
+        failed = False
+        ended = datas[-2] == "[DONE]"
+    if not (ended or failed):
+        fail("a stream without its end")
+    for event in found:
+        data = json.dumps(event)
+        if "error" in event and event["error"] is not None and "response" not in event:
+            TypeAdapter(operation.error).validate_json(data)
+            inner = event["error"]
+            if isinstance(inner, dict) and inner["type"] in ("server_error", "api_error"):
                 fail("a server's error in a stream")
-        else:
+            continue
+        if operation.chunk is not None:
             TypeAdapter(operation.chunk).validate_json(data)
+        if client is not None:
+            client_types.check(client, data, asked)
 
 
 # The real server
@@ -420,7 +732,7 @@ def running_server(model: str | None, folder: Path) -> Iterator[tuple[int, Path]
     """Run `octavo serve`; yield its port and its log."""
     log = folder / "server.log"
     command = [sys.executable, "-m", "octavo", "serve", *([model] if model else []), *FLAGS]
-    command += ["--profiler-dir", str(folder)]
+    command += ["--profiler-dir", str(folder), "--state-dir", str(folder / "state")]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     try:
@@ -455,9 +767,11 @@ def healthy_text(connection: Connection) -> str:
     while True:
         status, _, body = connection.send(HEALTHY)
         if status == 200:
-            text: str = json.loads(body)["choices"][0]["text"]
-            return text
-        if status != 429:
+            (choice,) = json.loads(body)["choices"]
+            text: str = choice["text"]
+            if choice["finish_reason"] != "abort":  # by /pause or /sleep
+                return text
+        elif status != 429:
             raise FuzzError(f"status {status} for a healthy request: {body!r}")
         time.sleep(0.1)
 
@@ -497,13 +811,14 @@ def fuzz(
     send: Callable[[Request], tuple[int, dict[str, str], bytes]],
     num_requests: int,
     seed: int,
-) -> collections.Counter[int]:
-    """Send requests and check the answers; return the number of each status.
+) -> collections.Counter[tuple[str, int]]:
+    """Send requests and check the answers; return the number of each route and status.
 
     Raises:
         FuzzError: with the smallest request that fails.
     """
-    statuses: collections.Counter[int] = collections.Counter()
+    statuses: collections.Counter[tuple[str, int]] = collections.Counter()
+    known = Known()
 
     @hypothesis.seed(seed)
     @hypothesis.settings(
@@ -514,9 +829,11 @@ def fuzz(
         phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
     )
     @hypothesis.given(requests(description))
-    def one(request: Request) -> None:
+    def one(drawn: Request) -> None:
+        request = replace(drawn, target=known.fill(drawn.target), body=known.fill(drawn.body))
         status, headers, body = send(request)
-        statuses[status] += 1
+        statuses[request.operation, status] += 1
+        known.learn(body)
         check(request, status, headers, body)
         if status == 200 and request.operation in _UNDO:
             undo = _UNDO[request.operation]
@@ -524,6 +841,25 @@ def fuzz(
 
     one()
     return statuses
+
+
+def wait_until_idle(connection: Connection) -> None:
+    """Wait for the background's end.
+
+    Raises:
+        FuzzError: the engine is not idle after `ANSWER_TIMEOUT`.
+    """
+    end = time.monotonic() + ANSWER_TIMEOUT
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    while True:
+        time.sleep(1)
+        metrics = connection.send(get("/metrics"))[2].decode()
+        pattern = rf"^octavo:({'|'.join(names)})\{{.*\}} (.*)$"
+        found = {name: float(n) for name, n in re.findall(pattern, metrics, re.MULTILINE)}
+        if not any(found.values()):
+            return
+        if time.monotonic() > end:
+            raise FuzzError(f"the engine is not idle: {found}")
 
 
 def main() -> None:
@@ -548,16 +884,13 @@ def main() -> None:
         seconds = time.monotonic() - begin
         if healthy_text(connection) != expected:
             raise FuzzError("a healthy request is answered otherwise than before")
-        time.sleep(1)
-        metrics = connection.send(get("/metrics"))[2].decode()
-        for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
-            (value,) = re.findall(rf"^octavo:{name}\{{.*\}} (.*)$", metrics, re.MULTILINE)
-            if float(value) != 0:
-                raise FuzzError(f"the engine is not idle: {name} is {value}")
+        wait_until_idle(connection)
         if "Traceback" in log.read_text():
             raise FuzzError(f"the server's log has an exception:\n{log.read_text()[-5000:]}")
-    shown = ", ".join(f"{count} x {status}" for status, count in sorted(statuses.items()))
-    print(f"{sum(statuses.values())} requests in {seconds:.0f} s (seed {args.seed}): {shown}")
+    print(f"{statuses.total()} requests in {seconds:.0f} s (seed {args.seed}), answers by status:")
+    for route in sorted({route for route, _ in statuses}):
+        found = sorted((status, n) for (name, status), n in statuses.items() if name == route)
+        print(f"  {route}: {', '.join(f'{n} x {status}' for status, n in found)}")
     print(f"A neighbour got the same answer {neighbour.num_answers} times; the engine is idle.")
 
 
