@@ -230,7 +230,56 @@ _messages_of_blocks = st.lists(
             "content": _texts | st.lists(_blocks, max_size=2),
         }
     ),
+    min_size=1,
     max_size=3,
+)
+_chats = st.one_of(
+    st.lists(st.fixed_dictionaries({"role": _roles, "content": _texts}), min_size=1, max_size=3),
+    st.just(
+        [
+            {"role": "user", "content": "hi"},
+            {
+                "role": "assistant",
+                "tool_calls": [
+                    {
+                        "id": "c1",
+                        "type": "function",
+                        "function": {"name": "add", "arguments": '{"a": 1}'},
+                    }
+                ],
+            },
+            {"role": "tool", "tool_call_id": "c1", "content": "2"},
+        ]
+    ),
+    _junk,
+)
+_chat_hints = {
+    "messages": _chats,
+    "tool_choice": st.sampled_from(
+        (
+            *("auto", "none", "required", {"type": "function", "function": {"name": "add"}}),
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {
+                    "mode": "auto",
+                    "tools": [{"type": "function", "function": {"name": "add"}}],
+                },
+            },
+        )
+    ),
+}
+_add: Json = {
+    "name": "add",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+}
+_tools = st.just([{"type": "function", "function": _add}]) | st.lists(
+    st.fixed_dictionaries({"type": st.just("function"), "function": _functions}), max_size=2
+)
+_flat_tools = st.just([{"type": "function", **_add}]) | st.lists(
+    _functions.map(lambda function: {"type": "function", **function}), max_size=2
+)
+_input_tools = st.just([{"name": "add", "input_schema": _add["parameters"]}]) | st.lists(
+    st.fixed_dictionaries({"name": _names, "input_schema": _schemas}), max_size=2
 )
 _ollama_messages = st.lists(
     st.fixed_dictionaries(
@@ -323,11 +372,22 @@ _HINTS: dict[str, st.SearchStrategy[Any]] = {
 
 
 _HINTS_OF: dict[str, dict[str, st.SearchStrategy[Any]]] = {
-    "/v1/messages": {"messages": _messages_of_blocks},
-    "/v1/messages/count_tokens": {"messages": _messages_of_blocks},
-    "/api/chat": {"messages": _ollama_messages, "model": st.just("fuzzed"), "format": _schemas},
+    "/v1/chat/completions": {**_chat_hints, "tools": _tools},
+    "/v1/chat/completions/render": {**_chat_hints, "tools": _tools},
+    "/v1/chat/completions/batch": {"messages": st.lists(_chats, min_size=1, max_size=2)},
+    "/v1/messages": {"messages": _messages_of_blocks, "tools": _input_tools},
+    "/v1/messages/count_tokens": {"messages": _messages_of_blocks, "tools": _input_tools},
+    "/api/chat": {
+        "messages": _ollama_messages,
+        "model": st.just("fuzzed"),
+        "format": _schemas,
+        "tools": _tools,
+    },
     "/api/generate": {"prompt": _texts, "model": st.just("fuzzed"), "format": _schemas},
+    "/v1/responses/input_tokens": {"tools": _flat_tools},
     "/v1/responses": {
+        "tools": _flat_tools,
+        "input": st.just("hi") | _texts | _item_lists,
         "tool_choice": st.sampled_from(
             (
                 *("auto", "none", "required", {"type": "function", "name": "add"}),
@@ -337,17 +397,20 @@ _HINTS_OF: dict[str, dict[str, st.SearchStrategy[Any]]] = {
                     "tools": [{"type": "function", "name": "add"}],
                 },
             )
-        )
+        ),
     },
 }
 """Meaningful values of some routes only."""
-# Limits of the answers, so that most are short.
-_LIMITS: dict[str, Json] = {
-    "/v1/completions": {"max_tokens": 6},
+# Fields of most bodies: what they need, and limits of the answers.
+_DEFAULTS: dict[str, Json] = {
+    "/v1/completions": {"prompt": "hi", "max_tokens": 6},
     "/v1/chat/completions": {"max_tokens": 6},
     "/v1/chat/completions/batch": {"max_tokens": 6},
     "/invocations": {"max_tokens": 6},
-    "/v1/responses": {"max_output_tokens": 6},
+    "/v1/completions/render": {"prompt": "hi"},
+    "/v1/responses": {"input": "hi", "max_output_tokens": 6},
+    "/v1/responses/input_tokens": {"input": "hi"},
+    "/api/show": {"model": "fuzzed"},
     "/api/chat": {"options": {"num_predict": 6}},
     "/api/generate": {"options": {"num_predict": 6}},
 }
@@ -374,7 +437,7 @@ def _values(schema: Json, schemas: Json, name: str = "") -> st.SearchStrategy[An
     else:
         simple = {"boolean": st.booleans(), "null": st.none(), "string": _texts}
         fitting = simple.get(str(kind), _junk)
-    return st.integers(0, 15).flatmap(lambda chance: _junk if chance == 13 else fitting)
+    return st.integers(0, 31).flatmap(lambda chance: _junk if chance == 13 else fitting)
 
 
 def _objects(
@@ -385,13 +448,13 @@ def _objects(
     required = schema.get("required", [])
     values = {name: _values(value, schemas, name) for name, value in inner.items()}
     values |= hints or {}
-    names = st.lists(st.sampled_from(sorted(inner)), max_size=5) if inner else st.just([])
+    names = st.lists(st.sampled_from(sorted(inner)), max_size=4) if inner else st.just([])
 
     @st.composite
     def draw_object(draw: st.DrawFn) -> Json:
         drawn = [*required, *draw(names)]
         found = {name: draw(values[name]) for name in drawn}
-        if draw(st.integers(0, 7)) == 5:
+        if draw(st.integers(0, 15)) == 5:
             found[draw(others)] = draw(_junk)
         return found
 
@@ -490,8 +553,8 @@ def requests(description: Json) -> st.SearchStrategy[Request]:
         (path, method.upper(), operation)
         for path, methods in description["paths"].items()
         for method, operation in methods.items()
-        # Addresses with a body have more possible errors.
-        for _ in range(12 if "requestBody" in operation else 1)
+        # Addresses with a body, or of objects, have more possible errors.
+        for _ in range(12 if "requestBody" in operation else 6 if "_id}" in path else 1)
     ]
     bodies: dict[str, st.SearchStrategy[Any]] = {}
     for path, method, operation in operations:
@@ -500,7 +563,7 @@ def requests(description: Json) -> st.SearchStrategy[Request]:
             schema = content["application/json"]["schema"]
             schema = schemas[schema["$ref"].rpartition("/")[2]]
             if schema.get("type") == "object":
-                bodies[path] = _limited(path, _objects(schema, schemas, _HINTS_OF.get(path)))
+                bodies[path] = _completed(path, _objects(schema, schemas, _HINTS_OF.get(path)))
             else:
                 bodies[path] = _values(schema, schemas)
     forms = _files(bodies)
@@ -545,10 +608,12 @@ def requests(description: Json) -> st.SearchStrategy[Request]:
     return draw_request()
 
 
-def _limited(path: str, bodies: st.SearchStrategy[Json]) -> st.SearchStrategy[Json]:
-    """Return bodies of a route, most with a limit of the answer."""
-    limit = _LIMITS.get(path, {})
-    return st.tuples(bodies, st.integers(0, 15)).map(lambda b: {**limit, **b[0]} if b[1] else b[0])
+def _completed(path: str, bodies: st.SearchStrategy[Json]) -> st.SearchStrategy[Json]:
+    """Return bodies of a route, most with its usual fields."""
+    usual = _DEFAULTS.get(path, {})
+    return st.tuples(bodies, st.integers(0, 15)).map(
+        lambda b: b[0] if b[1] == 7 else {**usual, **b[0]}
+    )
 
 
 # Routes that undo the effect of another one on all later requests.
