@@ -97,11 +97,22 @@ class Known:
                 del ids[:-_MOST_KNOWN]
 
     def fill(self, data: bytes) -> bytes:
-        """Replace each placeholder, such as ~response-3~, by an id of its kind."""
+        """Replace each placeholder, such as ~response-3~, by an id of its kind.
+
+        An item after a conversation is one of its items, if there is one.
+        """
+        owner = b""
 
         def one(found: re.Match[bytes]) -> bytes:
-            ids = self._ids.get(found[1].decode(), [b"none"])
-            return ids[int(found[2]) % len(ids)]
+            nonlocal owner
+            kind = found[1].decode()
+            ids = self._ids.get(kind, [b"none"])
+            if kind == "item":
+                ids = [name for name in ids if owner in name] or ids
+            name = ids[int(found[2]) % len(ids)]
+            if kind == "conversation":
+                owner = name.removeprefix(b"conv_")
+            return name
 
         return _PLACEHOLDER.sub(one, data)
 
@@ -401,6 +412,12 @@ _HINTS_OF: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     },
 }
 """Meaningful values of some routes only."""
+_STREAMED = ({}, {"stream": True})
+_WAYS: dict[str, tuple[Json, ...]] = {
+    **dict.fromkeys(("/v1/completions", "/v1/chat/completions", "/v1/messages"), _STREAMED),
+    "/v1/responses": ({}, {"stream": True}, {"background": True}, {}),
+}
+"""Ways of an answer, in the order of their shrinking."""
 # Fields of most bodies: what they need, and limits of the answers.
 _DEFAULTS: dict[str, Json] = {
     "/v1/completions": {"prompt": "hi", "max_tokens": 6},
@@ -611,8 +628,9 @@ def requests(description: Json) -> st.SearchStrategy[Request]:
 def _completed(path: str, bodies: st.SearchStrategy[Json]) -> st.SearchStrategy[Json]:
     """Return bodies of a route, most with its usual fields."""
     usual = _DEFAULTS.get(path, {})
-    return st.tuples(bodies, st.integers(0, 15)).map(
-        lambda b: b[0] if b[1] == 7 else {**usual, **b[0]}
+    ways = st.sampled_from(_WAYS.get(path, ({},)))
+    return st.tuples(bodies, ways, st.integers(0, 15)).map(
+        lambda drawn: drawn[0] if drawn[2] == 7 else {**usual, **drawn[1], **drawn[0]}
     )
 
 

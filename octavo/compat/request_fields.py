@@ -22,12 +22,13 @@ def _all(values: tuple[object, ...], names: str) -> dict[str, tuple[object, ...]
     return dict.fromkeys(names.split(), values)
 
 
-# Fields that never change the text: notes for a store of answers, hints for routing, caching and
-# drafting, and settings of features that the server rejects.
+# Fields that never change the text: notes for a store of answers, hints for routing, caching,
+# drafting and style, and settings of features that the server rejects.
 NO_EFFECT = frozenset(
     _all(
         (),
         "metadata store prediction safety_identifier prompt_cache_key prompt_cache_retention "
+        "prompt_cache_options verbosity "
         "prompt_text session_id return_mm_kwargs cache_control "
         "mirostat_tau mirostat_eta dynatemp_exponent xtc_threshold id_slot n_cache_reuse "
         "dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers",
@@ -128,7 +129,7 @@ CHAT: Unsupported = {
     **GENERATION,
     "prompt_embeds": (None, []),
     **_TEMPLATE,
-    **_all(_NOTHING, "audio web_search_options reasoning prompt suffix"),
+    **_all(_NOTHING, "audio web_search_options moderation reasoning prompt suffix"),
     "modalities": (None, ["text"]),
     "separate_reasoning": (None, True),
     "stream_reasoning": (None, True),
@@ -180,11 +181,10 @@ ANTHROPIC: Unsupported = {
     "service_tier": (None, "auto", "standard_only"),
 }
 RESPONSES: Unsupported = {
-    **_all(_NOTHING, "prompt context_management moderation image access_programs"),
+    **_all(_NOTHING, "prompt context_management moderation image access_programs personality"),
     **_all(_NOTHING, "n seed stop logprobs response_format messages"),
     "truncation": (None, "disabled"),
     "background_options": _NOTHING,
-    "prompt_cache_options": _NOTHING,
 }
 RESPONSES_REASONING: Unsupported = {
     "context": (None, "auto"),
@@ -238,4 +238,10 @@ INSTEAD: Mapping[str, str] = {
     "top_logprobs": "logprobs",
     "disable_additional_properties": "additionalProperties: false in the schema",
     "disable_fallback": "backend",
+}
+RESPONSES_INSTEAD: Mapping[str, str] = {
+    "prompt": "instructions and input",
+    "messages": "input",
+    "response_format": "text.format",
+    "logprobs": "include and top_logprobs",
 }

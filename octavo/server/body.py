@@ -48,6 +48,8 @@ class Body(BaseModel):
 
     unsupported: ClassVar[Unsupported] = {}
     """Unsupported fields that other servers know, and the values of each that are allowed."""
+    instead: ClassVar[Mapping[str, str]] = INSTEAD
+    """What to use instead of them."""
     inner: ClassVar[Mapping[str, type[Body]]] = {}
     """Classes of the fields that hold an object or a list of objects."""
 
@@ -189,7 +191,8 @@ def _look_for_unknown(
                         _look_for_unknown(inner, item, f"{where}{name}[].", found)
         elif name in model.unsupported:
             if value not in model.unsupported[name]:
-                instead = f"use {INSTEAD[name]}" if name in INSTEAD else f"leave {name} out"
+                other = model.instead.get(name)
+                instead = f"leave {name} out" if other is None else f"use {other}"
                 raise UnsupportedError(
                     f"{where}{name}={show(value)} is not supported yet; {instead}.", where + name
                 )

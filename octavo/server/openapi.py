@@ -125,7 +125,7 @@ class Operation:
             content = {"application/json": {"schema": _ref(self.body)}}
             extra["requestBody"] = {"required": True, "content": content}
         if self.form:
-            content = {"multipart/form-data": {"schema": _UPLOAD}}
+            content = {"multipart/form-data": {"schema": UPLOAD}}
             extra["requestBody"] = {"required": True, "content": content}
         for name in re.findall(r"{(\w+)", path):
             parameter = {"name": name, "in": "path", "required": True}
@@ -142,7 +142,7 @@ class Operation:
         return extra or None
 
 
-_UPLOAD: dict[str, Any] = {
+UPLOAD: dict[str, Any] = {
     "type": "object",
     "required": ["file", "purpose"],
     "properties": {

@@ -213,6 +213,7 @@ class InputTokensBody(Body):
     """Body of POST /v1/responses/input_tokens."""
 
     unsupported = known_fields.RESPONSES
+    instead = known_fields.RESPONSES_INSTEAD
     inner: ClassVar[Mapping[str, type[Body]]] = {
         "tools": ResponseTool,
         "text": TextConfig,

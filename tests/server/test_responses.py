@@ -851,7 +851,8 @@ def item(**fields):
         ({"top_logprobs": 21, "include": LOGPROBS}, "top_logprobs", "20"),
         ({"include": ["x"]}, "include", "'x' is unknown"),
         ({"truncation": "auto"}, "truncation", "'auto' is not supported"),
-        ({"prompt": {"id": "x"}}, "prompt", "not supported"),
+        ({"prompt": {"id": "x"}}, "prompt", "use instructions and input."),
+        ({"messages": []}, "messages", "use input."),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "missing"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type", "xml"),
         (
