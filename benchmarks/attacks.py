@@ -27,6 +27,7 @@ import httpx
 import msgspec
 
 MESSAGE = {"role": "user", "content": "hello there"}
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
@@ -49,6 +50,15 @@ ATTACKS: dict[str, tuple[str, Callable[[], bytes]]] = {
     "allowed ids, n = 64": (COMPLETIONS, lambda: body(allowed_token_ids=[5] * 200_000, n=64)),
     "10,000 messages": (CHAT, lambda: body(messages=[MESSAGE] * 10_000)),
     "a long stop text": (COMPLETIONS, lambda: body(stop=["a b! " * 1_400_000], n=256)),
+    "30,000 items": ("/v1/responses", lambda: msgspec.json.encode({"input": [MESSAGE] * 30_000})),
+    "20 long items": (
+        "/v1/conversations",
+        lambda: msgspec.json.encode({"items": [{**MESSAGE, "content": "a b! " * 75_000}] * 20}),
+    ),
+    "10,000 calls of Ollama's": (
+        "/api/chat",
+        lambda: msgspec.json.encode({"model": "octavo/stories", "messages": [CALL] * 10_000}),
+    ),
 }
 
 

@@ -35,6 +35,10 @@ MAX_HOLD = 0.05
 TRIES = 8
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGE = {"role": "user", "content": "hello there"}
+OLLAMA_CALL = {
+    "role": "assistant",
+    "tool_calls": [{"function": {"name": "f", "arguments": {"a": {"b": 1}}}}],
+}
 
 
 def waited():
@@ -162,6 +166,26 @@ ATTACKS = {
     ),
     "empty lists": (COMPLETIONS, lambda: b"[" + b"[]," * 2_700_000 + b"[]]", {400}),
     "quotes and commas": (CHAT, lambda: fields(prompt='",\\' * 1_000_000), {400}),
+    "many items": (
+        "/v1/responses",
+        lambda: msgspec.json.encode({"input": [MESSAGE] * 30_000}),
+        {400},
+    ),
+    "many references": (
+        "/v1/responses",
+        lambda: msgspec.json.encode({"input": [{"id": "x"}] * 90_000}),
+        {400},
+    ),
+    "a long conversation": (
+        "/v1/conversations",
+        lambda: msgspec.json.encode({"items": [{**MESSAGE, "content": "a b! " * 75_000}] * 20}),
+        {200},
+    ),
+    "calls of Ollama's": (
+        "/api/chat",
+        lambda: msgspec.json.encode({"model": "fake", "messages": [OLLAMA_CALL] * 10_000}),
+        {400},
+    ),
     "depth": (COMPLETIONS, lambda: b"[" * 90_000 + b"]" * 90_000, {400}),
 }
 
