@@ -249,6 +249,13 @@ def cuda_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+def cuda_shared_memory(device: torch.device) -> int:
+    """Return the most bytes of shared memory that a program on a GPU may have."""
+    import torch
+
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
 def cuda_memory(device: torch.device) -> tuple[int, int]:
     """Return (total, free) bytes of a GPU's memory."""
     import torch
