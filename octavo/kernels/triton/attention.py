@@ -467,34 +467,37 @@ def _merge_splits(
         one = tl.arange(0, 1)
         # Weights of all splits, as `_merge` computes them one after another.
         lanes = tl.arange(0, MOST_SPLITS)
-        at = partial_stats + (row + first_split + lanes) * 4
+        stats = partial_stats + (row + first_split + lanes) * 4
         there = lanes < end_split - first_split
-        own = tl.load(at, mask=there, other=float("-inf"))
-        before = tl.load(at - 4, mask=there & (lanes > 0), other=float("-inf"))
+        own = tl.load(stats, mask=there, other=float("-inf"))
+        before = tl.load(stats - 4, mask=there & (lanes > 0), other=float("-inf"))
         new = tl.associative_scan(own, 0, _maximum)
         base = tl.where(new == float("-inf"), 0.0, new)
-        tl.store(at + 2, tl.exp(tl.associative_scan(before, 0, _maximum) - base), mask=there)
-        tl.store(at + 3, tl.exp(own - base), mask=there)
+        decay = tl.exp(tl.associative_scan(before, 0, _maximum) - base)
+        tl.store(stats + 2, decay, mask=there)
+        tl.store(stats + 3, tl.exp(own - base), mask=there)
         largest = tl.max(new, axis=0) + tl.zeros([1], tl.float32)
         tl.debug_barrier()
         total = tl.zeros([1], tl.float32)
         acc = tl.zeros([1, BLOCK_D], tl.float32)
         for chunk in range(first_split, end_split, CHUNK):
-            # The loads of a chunk do not wait for one another.
+            # All loads of a chunk come first: none waits for another.
+            totals = ()
+            decays = ()
+            weights = ()
+            accs = ()
             for i in tl.static_range(CHUNK):
                 mask = chunk + i + one < end_split
                 at_split = row + chunk + i + one
                 at = partial_stats + at_split * 4
-                split_total = tl.load(at + 1, mask=mask, other=0.0)
-                a = tl.load(at + 2, mask=mask, other=1.0)
-                b = tl.load(at + 3, mask=mask, other=0.0)
-                split_acc = tl.load(
-                    partial_out + at_split[:, None] * BLOCK_D + d[None, :],
-                    mask=mask[:, None],
-                    other=0.0,
-                )
-                total = total * a + split_total * b
-                acc = acc * a[:, None] + split_acc * b[:, None]
+                totals = totals + (tl.load(at + 1, mask=mask, other=0.0),)
+                decays = decays + (tl.load(at + 2, mask=mask, other=1.0),)
+                weights = weights + (tl.load(at + 3, mask=mask, other=0.0),)
+                at = partial_out + at_split[:, None] * BLOCK_D + d[None, :]
+                accs = accs + (tl.load(at, mask=mask[:, None], other=0.0),)
+            for i in tl.static_range(CHUNK):
+                total = total * decays[i] + totals[i] * weights[i]
+                acc = acc * decays[i][:, None] + accs[i] * weights[i][:, None]
         if SINKS:
             sink = tl.load(sinks + head + one).to(tl.float32)
             nothing = tl.zeros_like(acc)
@@ -640,7 +643,7 @@ def attention(
             SPLIT=split,
             BLOCK_D=block_d,
             MOST_SPLITS=MOST_SPLITS,
-            CHUNK=16,
+            CHUNK=32 if block_d <= 128 else 16,
             num_warps=1,
             enable_fp_fusion=False,
         )
@@ -680,8 +683,7 @@ def prefill(
     group = heads // kv_heads
     block_d = _block_d(head_size)
     most_rows, block_n = _most(query, block_d)
-    small = block_d <= 64 and query.element_size() == 2
-    block_m = max(min(most_rows, 128 if small else 64), triton.next_power_of_2(group))
+    block_m = max(min(most_rows, 64), triton.next_power_of_2(group))
     _prefill[(kv_heads, tokens // (block_m // group) + num_reqs)](
         out,
         query,
@@ -713,7 +715,7 @@ def prefill(
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_D=block_d,
-        num_warps=4 if block_d == 128 and query.element_size() == 2 else 8,
-        num_stages=3 if format else 2,
+        num_warps=4 if block_m <= 64 and query.element_size() == 2 else 8,
+        num_stages=2,
         enable_fp_fusion=False,
     )

@@ -393,11 +393,12 @@ def _linear_codes(
 
 
 def _tile(rows: int, element_size: int, block: int, shared: int) -> gemm.Tile:
-    if rows <= 16:
-        return gemm.Tile(16, 64, block, 4, 4, True)
     if rows <= 256 or element_size == 4:
-        return gemm.Tile(64, 64, block, 4, 3 if element_size == 2 else 1, True)
-    return gemm.Tile(128, 128, block, 8, 3 if shared >= 132 * 1024 else 2)
+        tile = 16 if rows <= 16 else 32 if rows <= 32 else 64
+        return gemm.Tile(tile, 64, block, 4, 3 if element_size == 2 else 1, True)
+    if shared < 132 * 1024:
+        return gemm.Tile(128, 64, block, 4, 2)
+    return gemm.Tile(128, 128, block, 8, 3)
 
 
 def _tile_int8(rows: int, shared: int) -> gemm.Tile:
