@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from octavo.errors import ConfigError
 
@@ -253,7 +253,8 @@ def cuda_shared_memory(device: torch.device) -> int:
     """Return the most bytes of shared memory that a program on a GPU may have."""
     import torch
 
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
 
 
 def cuda_memory(device: torch.device) -> tuple[int, int]:

@@ -233,15 +233,67 @@ def _prefill(
             # All rows see the tiles before the first query's.
             whole = (first + 1) // BLOCK_N * BLOCK_N
             largest, total, acc = _prefill_tiles(
-                largest, total, acc, q, cells, table, slopes, rows, positions, 0, whole, begin,
-                end, factor, scale, soft_cap, False, HEAD_SIZE, ROW, PAGE, WINDOW, SOFT_CAP, ALIBI,
-                FP8, NATIVE_FP8, UPCAST, query.dtype.element_ty, BLOCK_N, BLOCK_D,
+                largest,
+                total,
+                acc,
+                q,
+                cells,
+                table,
+                slopes,
+                rows,
+                positions,
+                0,
+                whole,
+                begin,
+                end,
+                factor,
+                scale,
+                soft_cap,
+                False,
+                HEAD_SIZE,
+                ROW,
+                PAGE,
+                WINDOW,
+                SOFT_CAP,
+                ALIBI,
+                FP8,
+                NATIVE_FP8,
+                UPCAST,
+                query.dtype.element_ty,
+                BLOCK_N,
+                BLOCK_D,
             )
             from_n = whole
         largest, total, acc = _prefill_tiles(
-            largest, total, acc, q, cells, table, slopes, rows, positions, from_n, end, begin,
-            end, factor, scale, soft_cap, True, HEAD_SIZE, ROW, PAGE, WINDOW, SOFT_CAP, ALIBI,
-            FP8, NATIVE_FP8, UPCAST, query.dtype.element_ty, BLOCK_N, BLOCK_D,
+            largest,
+            total,
+            acc,
+            q,
+            cells,
+            table,
+            slopes,
+            rows,
+            positions,
+            from_n,
+            end,
+            begin,
+            end,
+            factor,
+            scale,
+            soft_cap,
+            True,
+            HEAD_SIZE,
+            ROW,
+            PAGE,
+            WINDOW,
+            SOFT_CAP,
+            ALIBI,
+            FP8,
+            NATIVE_FP8,
+            UPCAST,
+            query.dtype.element_ty,
+            BLOCK_N,
+            BLOCK_D,
         )
         if SINKS:
             sink = tl.load(sinks + heads, mask=rows, other=float("-inf")).to(tl.float32) * LOG2_E
@@ -371,9 +423,7 @@ def _attention(
                 ).to(tl.int64)
                 at = kv_cache + blocks * (2 * PAGE * row_size) + (n % PAGE) * row_size
                 at += kv_head * HEAD_SIZE
-                k = tl.load(
-                    at[None, :] + d[:, None], mask=dims[:, None] & there[None, :], other=0
-                )
+                k = tl.load(at[None, :] + d[:, None], mask=dims[:, None] & there[None, :], other=0)
                 k = _to_numbers(k, FP8, NATIVE_FP8, UPCAST, query.dtype.element_ty)
                 logits = tl.dot(q, k, input_precision="ieee") * scale
                 if SOFT_CAP:

@@ -257,7 +257,6 @@ def _add_split(
     GROUPS: tl.constexpr = PLANES // SHARE
     BITS: tl.constexpr = 16 // PLANES
     acc = tl.zeros([TILE_N, TILE_R], dtype=tl.float32)
-    scale = tl.zeros([TILE_N], tl.float32)
     for block in tl.range(begin, end, num_stages=STAGES):
         words = tl.load(words_at + block * (64 * WORDS))
         scales = ()
@@ -512,7 +511,5 @@ def to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     out = torch.empty(rows, k, dtype=torch.int8, device=x.device)
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)
     # Without fused multiply-adds: products are rounded before they become whole numbers.
-    _to_int8[(rows,)](
-        x, out, scales, x.stride(0), k, BLOCK=_BLOCK, enable_fp_fusion=False
-    )
+    _to_int8[(rows,)](x, out, scales, x.stride(0), k, BLOCK=_BLOCK, enable_fp_fusion=False)
     return out, scales

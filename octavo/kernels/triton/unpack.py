@@ -3,8 +3,9 @@
 A word of 16 bits has the codes of 4 inputs of 4 bits each, or of 2 inputs of 8 bits each; the
 inputs are some distance apart, see `quantized.CodesWeight`. Two words of neighbouring inputs share
 a register. `assembly` converts it to the pairs of neighbouring numbers that matrix instructions
-read, as "Efficient 4-bit weights" of Kim et al., "Who Says Elephants Can't Run" (2022), section 3.3:
-a code becomes the low bits of the mantissa of a power of two, which is then subtracted.
+read. A code becomes the low bits of the mantissa of a power of two, which is then subtracted (Kim
+et al., "Who Says Elephants Can't Run: Bringing Large Scale MoE Models into Cloud Scale Production",
+2022), or selects the bytes of its number in a table, or is shifted into place.
 """
 
 from __future__ import annotations
@@ -112,9 +113,8 @@ def _levels(format: str, dtype: torch.dtype) -> list[str]:
     assert table is not None
     words = table.to(dtype).view(torch.uint8).view(16, 2).T.contiguous().view(torch.int32)
     lines = [
-        ".reg .b32 seven, side, u, v, a, b, x0, y0, x1, y1, c, d, " + ", ".join(
-            f"t{byte}{part}" for byte in range(2) for part in range(4)
-        )
+        ".reg .b32 seven, side, u, v, a, b, x0, y0, x1, y1, c, d, "
+        + ", ".join(f"t{byte}{part}" for byte in range(2) for part in range(4))
     ]
     for byte in range(2):
         for part in range(4):
