@@ -125,6 +125,35 @@ def test_linear_is_batch_invariant(format: QuantFormat, group: int) -> None:
     assert torch.equal(ops.linear(x.flip(0), packed), whole.flip(0))
 
 
+@pytest.mark.parametrize(
+    ("format", "group"), [("int4_levels", 32), ("int4_zeros", 128), ("fp8", 0)]
+)
+def test_splits_change_no_bit(
+    format: QuantFormat, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With few rows a program for each split, with many one for all; also more than one tile."""
+    monkeypatch.setattr(quantized, "_LONGEST_SPLIT", 128)
+    x, (packed, truth) = random(260, 600), both(70, 600, format, group)
+    whole = ops.linear(x, packed, None, "float32")
+    assert_product(whole, x, truth, 0.0)
+    for rows in (1, 17, 33):
+        assert torch.equal(ops.linear(x[:rows], packed, None, "float32"), whole[:rows])
+    # The largest tile is that of types with 16 bits.
+    half = x.half()
+    whole = TritonOps().linear(half, packed, None, "float32")
+    assert torch.equal(TritonOps().linear(half[259:], packed, None, "float32"), whole[259:])
+
+
+def test_codes_of_nan_show() -> None:
+    part = random_codes(3, 100, "fp8", 32)
+    part.codes[1, 70] = 0xFF
+    for group, scales in ((32, part.scales), (0, part.scales[:, :1])):
+        weight = ops.pack_quantized(3, 100, "fp8", group, [Codes(part.codes, scales)])
+        y = ops.linear(random(2, 100), weight)
+        assert y[:, 1].isnan().all()
+        assert y[:, [0, 2]].isfinite().all()
+
+
 @formats
 def test_order_of_inputs(format: QuantFormat, group: int) -> None:
     """A product with an order has the bits of the product with gathered columns."""

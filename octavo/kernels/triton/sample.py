@@ -99,21 +99,20 @@ def _cut(
         for start in range(0, vocab_size, BLOCK):
             ids, v, mask = _load(row, start, vocab_size, BLOCK)
             key = _key(v)
-            inside = mask & (key >= low) & (key <= high) & _kept(key, ids, last_key, last_id)
-            # Soon most blocks have no such token.
-            if tl.max(inside.to(tl.int32), axis=0) > 0:
-                if COUNT:
-                    m = inside.to(tl.int64)
-                else:
-                    m = _weight(v, largest, temperature, min_p, inside)
-                from_first += tl.where(key >= first, m, 0)
-                from_second += tl.where(key >= second, m, 0)
-                from_third += tl.where(key >= third, m, 0)
-                lowest = tl.minimum(lowest, tl.where(inside, key, high))
-                highest = tl.maximum(highest, tl.where(inside, key, low))
-        from_first = before + tl.sum(from_first, axis=0)
-        from_second = before + tl.sum(from_second, axis=0)
-        from_third = before + tl.sum(from_third, axis=0)
+            mask = mask & _kept(key, ids, last_key, last_id)
+            if COUNT:
+                m = mask.to(tl.int64)
+            else:
+                m = _weight(v, largest, temperature, min_p, mask)
+            from_first += tl.where(key >= first, m, 0)
+            from_second += tl.where(key >= second, m, 0)
+            from_third += tl.where(key >= third, m, 0)
+            inside = mask & (key >= low) & (key <= high)
+            lowest = tl.minimum(lowest, tl.where(inside, key, high))
+            highest = tl.maximum(highest, tl.where(inside, key, low))
+        from_first = tl.sum(from_first, axis=0)
+        from_second = tl.sum(from_second, axis=0)
+        from_third = tl.sum(from_third, axis=0)
         low = tl.maximum(low, tl.min(lowest, axis=0))
         high = tl.minimum(high, tl.max(highest, axis=0))
         if from_third.to(tl.float64) >= limit:
