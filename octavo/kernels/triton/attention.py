@@ -1,11 +1,15 @@
-"""Causal attention over a paged KV cache, for prefill chunks and decode rows in one launch.
+"""Causal attention over a paged KV cache.
 
 Online softmax over tiles of the KV (Dao et al., "FlashAttention", algorithm 1; Milakov and
-Gimelshein, "Online normalizer calculation for softmax", 2018). Tiles begin at absolute positions,
-and so do the splits that the KV is cut into. A row's result merges that of its splits, from first
-to last. Usually one program computes all splits of a row and merges them. If a step has few rows,
-several programs share their splits to fill the GPU (Flash-Decoding), and a second kernel merges
-them with the same arithmetic. So a row's bits depend neither on the other rows nor on the sharing.
+Gimelshein, "Online normalizer calculation for softmax", 2018). Tiles begin at absolute positions.
+`prefill` computes requests with several queries: a program for each tile of queries.
+
+`attention` computes decode rows, and all queries if a token must have the same bits decoded and
+prefilled. It cuts the KV into splits that begin at absolute positions, too. A row's result merges
+that of its splits, from first to last. Usually one program computes all splits of a row and merges
+them. If a step has few rows, several programs share their splits to fill the GPU (Flash-Decoding),
+and a second kernel merges them with the same arithmetic. So a row's bits depend neither on the
+other rows nor on the sharing.
 """
 
 from __future__ import annotations
