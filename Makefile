@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 # With the build tools of .venv, instead of a new environment each time, a build is incremental.
 BUILD := --no-build-isolation --config-settings=cmake.define.OCTAVO_THIS_MACHINE
 
-.PHONY: demo test lint types unit wheel image install dev light clean
+.PHONY: demo test lint types unit clients wheel image install dev light clean
 
 demo:
 	@echo "Octavo's demo: sets up .venv (the first time, for about a minute: downloads packages and compiles the kernels), then a small model writes stories for a few seconds."
@@ -42,6 +42,13 @@ TIMED := tests/server/test_event_loop.py
 unit: dev light
 	$(BIN)/python -m pytest $(TIMED)
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --ignore $(TIMED)
+
+# Other projects' clients in environments of their own, with a server of the built-in model. CLIENTS
+# is the folder of the environments.
+CLIENTS ?= .venv/clients
+clients: dev
+	$(BIN)/python -m tests.examples.client_environments $(CLIENTS)
+	OCTAVO_CLIENT_ENVS=$(CLIENTS) $(BIN)/python -m pytest tests/examples/test_clients.py
 
 # Build the source distribution and, from it, the wheel, in dist/. The wheel's tag names the oldest
 # glibc that it supports. A script then installs and tests the wheel without a compiler.

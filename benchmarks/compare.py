@@ -16,9 +16,9 @@ checkout of the commit that a change began from), that build is measured in turn
     python benchmarks/compare.py run --models FOLDER/models --out results.json \\
         --engines octavo --before OTHER/.venv/bin/python --workloads W1,W3,W7
 
-Workloads: W1 latency, W1q latency with int8 and int4 weights, W2 offline throughput, W3 serving, W4
-shared prefix, W5 prefill, W6 start and memory, W7 toy model (the engine's own costs), W8
-speculative decoding.
+Workloads: W1 latency, W1q latency with int8 and int4 weights, W1c quantized checkpoints, W2
+offline throughput, W3 serving, W4 shared prefix, W5 prefill, W6 start and memory, W7 toy model (the
+engine's own costs), W8 speculative decoding.
 """
 
 from __future__ import annotations

@@ -25,7 +25,11 @@
   }
 #define INLINE inline __attribute__((always_inline))
 #define NOINLINE __attribute__((noinline))
+#if defined(OCTAVO_EMULATED_TILES)
+#define UNROLL  // unrolled vectors without registers of their size take minutes to compile
+#else
 #define UNROLL _Pragma("GCC unroll 16")
+#endif
 
 #if defined(__AMX_TILE__) || defined(OCTAVO_EMULATED_TILES)
 #define OCTAVO_TILES  // products of matrices are made on tiles (tile.h)

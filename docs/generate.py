@@ -29,7 +29,10 @@ from octavo.server.anthropic_schema import CountTokensBody, MessagesBody
 from octavo.server.app import ROUTES
 from octavo.server.body import Body
 from octavo.server.field_docs import attribute_docs, field_doc
+from octavo.server.ollama import MEDIA_TYPE
+from octavo.server.ollama_schema import OllamaChatBody, OllamaGenerateBody, ShowBody
 from octavo.server.openapi import OPERATIONS, InvocationBody
+from octavo.server.responses_schema import ResponseBody
 from octavo.server.schema import (
     BatchChatBody,
     ChatBody,
@@ -110,9 +113,9 @@ def api() -> str:
         " `-H 'Authorization: Bearer KEY'` to `curl`. A field with the value null counts as"
         " missing. The server rejects fields of other servers that it does not support. It lists"
         " unknown fields in the header `X-Octavo-Ignored-Fields`, or rejects them with"
-        " `--strict-fields`.",
+        " `--strict-fields`. [Files and batches](batches.md) have a page of their own.",
     ]
-    for route in _routes():
+    for route in routes():
         (method,) = route.methods - {"HEAD"}
         parts += [f"## {method} {_shown(route.path)}", _first_line(route.endpoint)]
         parts += [_code("sh", curl_line(route)), _code("python", openai_line(route))]
@@ -150,6 +153,13 @@ _EXAMPLES: dict[type[BaseModel], dict[str, Any]] = {
     BatchChatBody: {"messages": [[{"role": "user", "content": "Hello!"}]]},
     MessagesBody: {"max_tokens": 20, "messages": [{"role": "user", "content": "Hello!"}]},
     CountTokensBody: {"messages": [{"role": "user", "content": "Hello!"}]},
+    ResponseBody: {"model": BUILTIN_MODEL, "input": "Hello!", "max_output_tokens": 20},
+    OllamaChatBody: {
+        "model": BUILTIN_MODEL,
+        "messages": [{"role": "user", "content": "Hello!"}],
+    },
+    OllamaGenerateBody: {"model": BUILTIN_MODEL, "prompt": "Hello!"},
+    ShowBody: {"model": BUILTIN_MODEL},
     GenerateBody: {"token_ids": [72, 105], "sampling_params": {"max_tokens": 5}},
     TokenizeBody: {"prompt": "Once upon a time"},
     DetokenizeBody: {"tokens": [72, 105]},
@@ -160,8 +170,10 @@ _CLIENT_METHODS = {
     "/v1/models/{model:path}": "models.retrieve",
     "/v1/completions": "completions.create",
     "/v1/chat/completions": "chat.completions.create",
+    "/v1/responses": "responses.create",
 }
 """Methods of OpenAI's client by route."""
+_ELSEWHERE = ("/v1/responses/", "/v1/conversations", "/v1/files", "/v1/batches")
 
 
 def curl_line(route: Route) -> str:
@@ -188,7 +200,8 @@ def openai_line(route: Route) -> str:
             line = f"client.{method}(\n    {', '.join(arguments)}\n)"
         return line
     verb = "get" if "GET" in route.methods else "post"
-    kind = "str" if operation.answer is None else "object"
+    streams = MEDIA_TYPE in operation.responses()[200]["content"]
+    kind = "str" if operation.answer is None or streams else "object"
     body = f", body={json.dumps(given)}" if given else ""
     line = f'client.{verb}("{ADDRESS}{_address(route.path)}", cast_to={kind}{body})'
     if len(line) > 100:  # as ruff formats it
@@ -197,10 +210,17 @@ def openai_line(route: Route) -> str:
     return line
 
 
-def _routes() -> Iterator[Route]:
+def described_elsewhere(path: str) -> bool:
+    """Return True if a page of its own describes a route, whose examples need stored objects."""
+    return path.startswith(_ELSEWHERE)
+
+
+def routes() -> Iterator[Route]:
+    """Return the routes of docs/api.md."""
     found: dict[str, Route] = {}  # the first route of each address: GET before POST
     for path, endpoint, method in ROUTES:
-        found.setdefault(path, Route(path, endpoint, methods=[method]))
+        if not described_elsewhere(path):
+            found.setdefault(path, Route(path, endpoint, methods=[method]))
     return iter(found.values())
 
 

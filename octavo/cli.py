@@ -138,6 +138,17 @@ examples:
 `add_arguments` and `run`."""
 
 
+_LAUNCH_EXAMPLES = """\
+examples (start a server first, for example with octavo serve MODEL):
+  octavo launch claude
+  octavo launch opencode --url http://host:8000
+  octavo launch aider -- --no-auto-commits README.md
+  octavo launch codex --dry-run
+
+docs/agents.md describes the agents.
+"""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its status: 0, 1 (failed), 2 (wrong usage), 130 (interrupted)."""
     arguments = _dashes(sys.argv[1:] if argv is None else argv)
@@ -348,6 +359,15 @@ def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     if named == "simulate":
         _add_module(simulate, "octavo.simulation.simulate")
 
+    launch = commands.add_parser(
+        "launch",
+        help="start an agent for code with a running server",
+        usage="%(prog)s AGENT [flags] [-- ARGS]",
+        epilog=_LAUNCH_EXAMPLES,
+    )
+    if named == "launch":
+        _add_module(launch, "octavo.terminal.launch")
+
     tools = []
     for name, (doc, usage, examples) in _MODEL_TOOLS.items():
         tool = commands.add_parser(name, help=doc, usage=usage, epilog=examples)
@@ -369,7 +389,7 @@ def build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     )
 
     commands_of_their_own = (serve, router, *terminal, batch, replay, collect, bench, *benchmark)
-    for command in (*commands_of_their_own, simulate, *tools, completion, version, helper):
+    for command in (*commands_of_their_own, simulate, launch, *tools, completion, version, helper):
         command.set_defaults(parser=command)
     _describe(commands)
     return parser

@@ -30,6 +30,9 @@ from octavo.frontend.llm_engine import LLMEngine, failed_output
 from octavo.messages import EngineCoreRequest, PauseMode
 from octavo.observability.scheduler_stats import SchedulerStats
 from octavo.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
+from octavo.parsers.answer import Format
+from octavo.parsers.detect import find_format
+from octavo.parsers.message import MessageReader
 from octavo.plan.memory_plan import MemoryPlan
 from octavo.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from octavo.text.tokenizer import Tokenizer
@@ -37,6 +40,9 @@ from octavo.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from octavo.config.engine_args import EngineArgs
     from octavo.observability.metrics_reader import Metric
+
+# Chat templates of which the formats of answers are kept.
+_MAX_FORMATS = 64
 
 Message = Mapping[str, Any]
 Bar = bool | Callable[..., Any]
@@ -82,6 +88,10 @@ class LLM:
         self._inboxes = self.llm_engine.inboxes
         self._enqueued: list[str] = []
         """Requests of `enqueue`, in their order."""
+        self._chats: dict[str, Callable[[RequestOutput], None]] = {}
+        """Setters of the messages in the outputs of `enqueue_chat`, by request."""
+        self._formats: dict[str | None, Format | None] = {}
+        """Formats of answers by chat template; None: the model's."""
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
@@ -197,9 +207,14 @@ class LLM:
         request_ids, self._enqueued = self._enqueued, []
         with late_interrupts() as interrupts:
             try:
-                return self._wait(request_ids, use_tqdm, interrupts.raise_now)
+                outputs = self._wait(request_ids, use_tqdm, interrupts.raise_now)
             finally:
                 self.llm_engine.end(request_ids)
+                readers = [self._chats.pop(request_id, None) for request_id in request_ids]
+        for read, output in zip(readers, outputs, strict=True):
+            if read is not None:
+                read(output)
+        return outputs
 
     def beam_search(
         self,
@@ -292,6 +307,10 @@ class LLM:
             tokenization_kwargs: as for `generate`.
             mm_processor_kwargs: as for `generate`.
 
+        Returns:
+            The answers. The `message` of each of their `outputs` has its content, reasoning and
+            tool calls, as the server would separate them; `text` is the whole text.
+
         Raises:
             RequestError: a conversation or parameter is wrong.
         """
@@ -308,8 +327,13 @@ class LLM:
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
         )
-        starts = self._starts(prompts, sampling_params, False, None, tokenization_kwargs)
-        return self._run(starts, use_tqdm=use_tqdm)
+        reader = self._message_reader(chat_template, tools)
+        params = [reader.limit(its) for its in self._params_for(prompts, sampling_params)]
+        starts = self._starts(prompts, params, False, None, tokenization_kwargs)
+        outputs = self._run(starts, use_tqdm=use_tqdm)
+        for prompt, its_params, output in zip(prompts, params, outputs, strict=True):
+            reader.read(prompt, its_params, output)
+        return outputs
 
     def enqueue_chat(
         self,
@@ -341,8 +365,13 @@ class LLM:
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
         )
-        starts = self._starts(prompts, sampling_params, False, priority, tokenization_kwargs)
-        return self._enqueue(starts)
+        reader = self._message_reader(chat_template, tools)
+        params = [reader.limit(its) for its in self._params_for(prompts, sampling_params)]
+        starts = self._starts(prompts, params, False, priority, tokenization_kwargs)
+        request_ids = self._enqueue(starts)
+        for request_id, prompt, its_params in zip(request_ids, prompts, params, strict=True):
+            self._chats[request_id] = partial(reader.read, prompt, its_params)
+        return request_ids
 
     def encode(self, *_: object, **__: object) -> NoReturn:
         """Raise UnsupportedError, as `embed`, `classify`, `score` and `reward` do.
@@ -551,7 +580,7 @@ class LLM:
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         **options: Any,
-    ) -> list[Prompt]:
+    ) -> list[str]:
         """Return the prompts of one conversation or of several."""
         if isinstance(messages, str) or not isinstance(messages, Sequence):
             raise RequestError(
@@ -563,6 +592,20 @@ class LLM:
             [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         )
         return [self.render_chat(conversation, **options) for conversation in conversations]
+
+    def _message_reader(
+        self, chat_template: str | None, tools: Sequence[Mapping[str, Any]] | None
+    ) -> MessageReader:
+        """Return the reader of the answers to chats with a template."""
+        from octavo.text.chat_template import ChatTemplate  # imports Jinja
+
+        name, tokenizer = chat_template or self._chat_template, self.get_tokenizer()
+        if name not in self._formats:
+            template = ChatTemplate.from_tokenizer(tokenizer, name)
+            if len(self._formats) >= _MAX_FORMATS:
+                self._formats.clear()
+            self._formats[name] = find_format(template.render, template.sources)
+        return MessageReader(self._formats[name], tokenizer, tools)
 
     def _starts(
         self,

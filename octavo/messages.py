@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from octavo.observability.scheduler_stats import SchedulerStats
+from octavo.sampling_params import RepetitionGuard
 
 
 class FinishReason(enum.IntEnum):
@@ -25,6 +26,7 @@ class FinishReason(enum.IntEnum):
     LENGTH = 1
     ABORT = 2
     ERROR = 3
+    REPETITION = 4
 
     def __str__(self) -> str:
         return self.name.lower()
@@ -68,6 +70,35 @@ class GrammarSpec(msgspec.Struct, array_like=True, frozen=True):
     ignored."""
 
 
+class GuardSpec(msgspec.Struct, array_like=True, frozen=True):
+    """Limits of an answer's reasoning and repetition; see `octavo.guard`."""
+
+    begin: tuple[int, ...] = ()
+    """Tokens before reasoning; empty: unknown."""
+    end: tuple[int, ...] = ()
+    """Tokens after reasoning; empty: unknown."""
+    thinks: bool = False
+    """True if the prompt ends inside of reasoning; then `end` is known."""
+    budget: int | None = None
+    """Number of tokens of reasoning after which `end` is forced; None: no limit."""
+    repetition: RepetitionGuard = "off"
+    """Action when the answer repeats itself; see `SamplingParams`."""
+
+    @property
+    def forces_tokens(self) -> bool:
+        """True if the guard may force tokens."""
+        return bool(self.end) and (self.budget is not None or self.repetition == "close_thinking")
+
+
+class Repetition(msgspec.Struct, array_like=True, frozen=True):
+    """Loop that the guard has found in an answer."""
+
+    period: int
+    """Number of tokens that the answer repeats."""
+    action: RepetitionGuard
+    """What the guard did."""
+
+
 class CoreSamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """The part of a request's `SamplingParams` that the engine core needs.
 
@@ -102,6 +133,8 @@ class CoreSamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=T
     grammar: GrammarSpec | None = None
     extra_args: dict[str, Any] | None = None
     """Plain data for the logits processors of plug-ins."""
+    guard: GuardSpec | None = None
+    """Limits of reasoning and repetition."""
 
     @property
     def greedy(self) -> bool:
@@ -162,11 +195,17 @@ class RequestOptions(msgspec.Struct, array_like=True, frozen=True):
     """Parameters for the KV connector."""
     flow: int | None = None
     """Class of the client's address. Without tenants, flows share tokens fairly."""
+    background: bool = False
+    """True for a line of a batch: all other requests are served first, under every policy."""
 
     @property
     def share(self) -> str | int | None:
-        """The tenant, or else the flow; the scheduler divides tokens fairly among shares."""
-        return self.flow if self.tenant is None else self.tenant
+        """The tenant, or else the flow; the scheduler divides tokens fairly among shares.
+
+        What a tenant computes in the background does not count against its other requests.
+        """
+        share = self.flow if self.tenant is None else self.tenant
+        return f"background of {share}" if self.background else share
 
     @property
     def due(self) -> float:
@@ -301,6 +340,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     num_preemptions: int = 0
     kv_transfer_params: dict[str, Any] | None = None
     """With the last token: the KV connector's parameters for continuing on another engine."""
+    repetition: Repetition | None = None
+    """Loop in the answer so far."""
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):

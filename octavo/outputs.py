@@ -130,6 +130,35 @@ class FlatLogprobs(Sequence[Any]):
 
 
 @dataclass(slots=True)
+class CalledFunction:
+    """Function of a call, in OpenAI's form."""
+
+    name: str
+    arguments: str
+    """JSON text that the model wrote; it may be cut at the length limit."""
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """Call of a tool, in OpenAI's form."""
+
+    id: str
+    function: CalledFunction
+    type: str = "function"
+
+
+@dataclass(slots=True)
+class ChatMessage:
+    """Answer of a chat, separated as the server separates it."""
+
+    content: str | None
+    """Text without reasoning and calls; None if there are only calls."""
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    role: str = "assistant"
+
+
+@dataclass(slots=True)
 class CompletionOutput:
     """Answer to a prompt. Fields of type None are vLLM's, for unsupported features."""
 
@@ -140,13 +169,17 @@ class CompletionOutput:
     logprobs: SampleLogprobs | None = None
     routed_experts: None = None
     finish_reason: str | None = None
-    """"stop", "length", "abort" or "error"; None while the answer is incomplete."""
+    """"stop", "length", "repetition", "abort" or "error"; None while the answer is incomplete."""
     stop_reason: int | str | None = None
     """Stop token id or stop text that ended the answer; None for the end-of-sequence token."""
     lora_request: None = None
     sampling_mask: None = None
     spec_decode_metrics: None = None
     weight_versions: None = None
+    repetition_period: int | None = None
+    """Number of tokens that the answer repeats, if `repetition_guard` found that."""
+    message: ChatMessage | None = None
+    """Content, reasoning and calls of an answer of `LLM.chat`."""
 
     def finished(self) -> bool:
         """Return True if this answer is complete."""

@@ -6,6 +6,7 @@ import enum
 import math
 from collections.abc import Callable, Iterator
 
+from octavo.guard import Guard
 from octavo.messages import CoreSamplingParams, EngineCoreRequest, FinishReason
 
 
@@ -22,6 +23,7 @@ class RequestStatus(enum.IntEnum):
     FINISHED_LENGTH_CAPPED = 7
     FINISHED_ABORTED = 8
     FINISHED_ERROR = 9
+    FINISHED_REPETITION = 10
 
     @property
     def finished(self) -> bool:
@@ -39,6 +41,7 @@ _FINISH_REASONS = {
     RequestStatus.FINISHED_LENGTH_CAPPED: FinishReason.LENGTH,
     RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
     RequestStatus.FINISHED_ERROR: FinishReason.ERROR,
+    RequestStatus.FINISHED_REPETITION: FinishReason.REPETITION,
 }
 
 # (priority, round, number in the order of arrival): unique; ties are fair.
@@ -74,6 +77,7 @@ class Request:
         "error",
         "error_kind",
         "first_scheduled_time",
+        "guard",
         "leader",
         "max_tokens",
         "num_cached_tokens",
@@ -113,6 +117,10 @@ class Request:
         self.num_prompt_tokens = len(core_request.prompt_token_ids)
         self.all_token_ids = core_request.prompt_token_ids + core_request.output_token_ids
         self.prompt_embeds = core_request.prompt_embeds
+        self.guard: Guard | None = None
+        """Guard of the answer; None: it has no limits."""
+        if params.guard is not None:
+            self.guard = Guard(params.guard, core_request.output_token_ids)
         self.max_tokens = params.max_tokens
         self.stop_token_ids = params.all_stop_token_ids
 
@@ -183,6 +191,8 @@ class Request:
         """Continue a new request after tokens that another engine generated."""
         if token_ids:
             self.append_output_token_ids(token_ids)
+            if self.sampling_params.guard is not None:
+                self.guard = Guard(self.sampling_params.guard, token_ids)
             self.num_charged = self.num_prompt_tokens
 
 

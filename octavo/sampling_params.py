@@ -8,7 +8,7 @@ import importlib.util
 import json
 import numbers
 from collections.abc import Mapping, Sized
-from typing import Any, Literal, NoReturn, TypeAlias, cast
+from typing import Any, Literal, NoReturn, TypeAlias, cast, get_args
 
 import msgspec
 
@@ -64,8 +64,7 @@ REFUSED: Refused = {
     "prompt_logprob_start": ((None, 0), "use prompt_logprobs"),
     "stream_interval": ((None, 1), "an output arrives with each step"),
     "skip_reading_prefix_cache": ((None, False), "give the request a unique cache_salt"),
-    "thinking_token_budget": ((None, -1), "use max_tokens"),
-    "repetition_detection": ((None,), "use repetition_penalty or frequency_penalty"),
+    "repetition_detection": ((None,), "use repetition_guard"),
     "routed_experts_prompt_start": ((None, 0), _LEAVE_OUT),
     "trace_decode_token_ids": ((None,), _LEAVE_OUT),
 }
@@ -97,6 +96,9 @@ _GRAMMAR_BACKENDS = {
     "llguidance": "llguidance",
     "guidance": "llguidance",  # vLLM's name
 }
+
+
+RepetitionGuard: TypeAlias = Literal["off", "report", "stop", "close_thinking"]
 
 
 class RequestOutputKind(enum.IntEnum):
@@ -321,7 +323,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     skip_reading_prefix_cache: bool | None = None
     """Unsupported if true: a unique `cache_salt` keeps a request from cached prefixes."""
     thinking_token_budget: int | None = None
-    """Unsupported; -1, no limit, is None."""
+    """Maximum number of tokens of reasoning in an answer; then its end is forced, and the answer
+    goes on. -1 or None: no limit. It needs `reasoning_markers`."""
     repetition_detection: Any = None
     """Unsupported."""
     routed_experts_prompt_start: int = 0
@@ -330,6 +333,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     """Unsupported."""
     preserved_token_ids: list[int] | None = None
     """Special tokens that stay in the text in spite of `skip_special_tokens`; at most 256."""
+    repetition_guard: RepetitionGuard | None = None
+    """Action when the answer repeats itself, see `octavo.guard`: off (as None), report, stop, or
+    close_thinking, which ends the reasoning, or the answer if it is not in reasoning."""
+    reasoning_markers: tuple[str, str] | None = None
+    """Texts before and after reasoning, such as ("<think>", "</think>"); the server and `LLM.chat`
+    find them in the chat template."""
 
     @classmethod
     def from_optional(cls, **given: Any) -> SamplingParams:
@@ -401,6 +410,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         self._check_int("prompt_logprobs", -1, MAX_INT, optional=True)
         self._check_int("truncate_prompt_tokens", -1, MAX_INT, optional=True)
         self._check_int("priority", -(2**31), 2**31 - 1)
+        self._check_int("thinking_token_budget", -1, MAX_INT, optional=True)
+        if self.thinking_token_budget == -1:
+            self.thinking_token_budget = None
+        self._check_guard()
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(
@@ -454,6 +467,29 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             raise RequestError(
                 f"output_kind={_show(self.output_kind)} is not a RequestOutputKind.", "output_kind"
             ) from None
+
+    def _check_guard(self) -> None:
+        if self.repetition_guard not in (None, *get_args(RepetitionGuard)):
+            raise RequestError(
+                f"repetition_guard={_show(self.repetition_guard)} is not one of "
+                f"{', '.join(get_args(RepetitionGuard))}.",
+                "repetition_guard",
+            )
+        markers: Any = self.reasoning_markers
+        if markers is None:
+            return
+        if (
+            not isinstance(markers, list | tuple)
+            or len(markers) != 2
+            or not all(isinstance(text, str) and text.strip() for text in markers)
+            or max(map(len, markers)) > MAX_STOP_LENGTH
+        ):
+            raise RequestError(
+                f"reasoning_markers={_show(markers)} is not allowed; it is the text before "
+                f"reasoning and the text after it, of at most {MAX_STOP_LENGTH} characters each.",
+                "reasoning_markers",
+            )
+        self.reasoning_markers = (markers[0], markers[1])
 
     def _check_texts(self, name: str, most: int, longest: int) -> None:
         value: Any = getattr(self, name)

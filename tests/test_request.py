@@ -5,7 +5,7 @@ import weakref
 import msgspec
 
 from octavo.kv_cache.hashing import make_block_hasher
-from octavo.messages import CoreSamplingParams, EngineCoreRequest, RequestOptions
+from octavo.messages import CoreSamplingParams, EngineCoreRequest, GuardSpec, RequestOptions
 from octavo.request import fan_out
 from tests.params import core_params, core_request
 
@@ -115,3 +115,14 @@ def test_answers_that_go_on_share_what_new_ones_do():
         assert [len(r.block_hashes) for r in (resumed, fresh)] == [3, 2]
         assert resumed.block_hashes[:2] == fresh.block_hashes
         assert resumed.cache_scope == fresh.cache_scope == scope
+
+
+def test_the_guard_of_an_answer_that_goes_on():
+    """It knows the earlier tokens of each answer."""
+    params = msgspec.structs.replace(LONG, guard=GuardSpec((1,), (2,), thinks=True, budget=3))
+    assert [request.guard.forced for request in make(2, params=params)] == [None, None]
+    [one] = make(1, params=params, output_token_ids=[5, 6, 7])
+    assert one.guard.forced == 2
+    answers = {0: [5, 6], 3: [5, 6, 7]}
+    assert [r.guard.forced for r in make(4, params=params, answers=answers)] == [None, 2]
+    assert make(1)[0].guard is None

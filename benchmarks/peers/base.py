@@ -44,7 +44,7 @@ class Setup:
     model: str
     """Folder of the checkpoint."""
     weights: str = "bf16"
-    """Format: bf16, int8 or int4."""
+    """Format: bf16; int8 or int4, made of bf16 at load; or the format of a quantized checkpoint."""
     kv_gib: int = 4
     """Size of the KV cache, GiB."""
     kv_tokens: int = 0

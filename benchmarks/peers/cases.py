@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from peers import workloads
+from peers import quantized, workloads
 from peers.base import NGRAM, PREFILL, Case, Row, Setup
 from peers.installing import CompareError
 
@@ -17,7 +17,7 @@ STORIES = ("stories-1.1b", "stories-135m")
 """Built-in model in the shapes of the first two (`training.widen`), which writes real text."""
 DRAFT = "stories-draft"
 """Draft model of `STORIES`."""
-WORKLOADS = ("W1", "W1q", "W2", "W3", "W4", "W5", "W6", "W7", "W8")
+WORKLOADS = ("W1", "W1q", "W1c", "W2", "W3", "W4", "W5", "W6", "W7", "W8")
 RATES = (2.0, 6.0)
 TTFT_LIMIT_MS, TPOT_LIMIT_MS = 2000.0, 100.0
 """Limits of the highest rate, both at p99."""
@@ -150,6 +150,14 @@ def groups(wanted: Sequence[str], data: Path, *, quick: bool) -> list[Group]:
                 for n, times in ((1, 5), (8, 3))
             ]
             add("W1q", f"{TINY} {weights}", TINY, cases, weights=weights)
+    if "W1c" in wanted:
+        for form in quantized.FORMATS:
+            cases = [
+                case(f"W1c {TINY} {form} batch {n}", "latency", f"w1_b{n}_{TINY}", times)
+                for n, times in ((1, 5), (8, 3))
+            ]
+            cases.append(case(f"W1c {TINY} {form} prefill", "prefill", f"w5_{TINY}", 3))
+            add("W1c", f"{TINY} {form}", f"{TINY}-{form}", cases, weights=form)
     if "W3" in wanted:
         file = f"w3_{SMALL}"
         cases = [case(f"W3 {SMALL} {rate:g}/s", "serve", file, rate=rate) for rate in RATES]

@@ -21,6 +21,7 @@ from peers.installing import (
     versions,
     write_marker,
 )
+from peers.models import plain_models
 
 VERSION = "0.3.36"
 FORMATS = {"bf16": "bf16", "int8": "q8_0", "int4": "q4_0"}
@@ -101,7 +102,7 @@ class Llama(Peer):
         packages = ("transformers", "gguf", "sentencepiece", "protobuf")
         pip_install(python, log, TORCH, *packages)
         (folder / "gguf").mkdir(exist_ok=True)
-        for model in sorted(path.name for path in models.iterdir() if path.is_dir()):
+        for model in plain_models(models):
             for weights in FORMATS if model == "tinyllama-1.1b" else ("bf16",):
                 make_model(root, models, model, weights, log)
         note = {
@@ -136,7 +137,9 @@ class Llama(Peer):
         return {} if self._isa is None else {"LD_PRELOAD": str(self._kernels(root))}
 
     def refusal(self, setup: Setup, case: Case) -> str | None:
-        """Reject offline starts: only its server is measured."""
+        """Reject offline starts, as only its server is measured, and checkpoints of others."""
+        if setup.weights not in FORMATS:
+            return "reads GGUF files only"
         if case.kind == "start" and "offline" in case.name:
             return "measured through its server only"
         return None

@@ -1,7 +1,7 @@
-"""Models of the comparison, in bfloat16.
+"""Models of the comparison, in bfloat16 unless their names say otherwise.
 
-These are random weights in the shapes of released models, and the built-in model in two of these
-shapes with its draft model, for speculative decoding.
+These are random weights in the shapes of released models, one of them in quantized formats, and the
+built-in model in two of these shapes with its draft model, for speculative decoding.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from peers.installing import CompareError
+from peers.quantized import FORMATS, make_quantized
 
 SHAPES: dict[str, dict[str, Any]] = {
     "toy": {
@@ -51,6 +52,15 @@ _ROOT = Path(__file__).resolve().parents[2]
 _WIDENED = {"stories-1.1b": "tinyllama-1.1b", "stories-135m": "smollm2-135m"}
 
 
+def plain_models(folder: Path) -> list[str]:
+    """Return the names of the models that are not quantized."""
+    return sorted(
+        file.parent.name
+        for file in folder.glob("*/config.json")
+        if "quantization_config" not in json.loads(file.read_text())
+    )
+
+
 def make_models(folder: Path) -> None:
     """Make the missing models in `folder`.
 
@@ -58,6 +68,10 @@ def make_models(folder: Path) -> None:
         CompareError: a model is missing, and so is transformers, which makes it.
     """
     _make_random(folder)
+    for form in FORMATS:
+        target = folder / f"tinyllama-1.1b-{form}"
+        if not target.exists():
+            make_quantized(folder / "tinyllama-1.1b", target, form)
     draft = folder / "stories-draft"
     if not draft.exists():
         shutil.copytree(_ROOT / "octavo" / "builtin" / "stories-draft", draft)

@@ -68,7 +68,7 @@ def _settings(setup: Setup) -> dict[str, Any]:
         "kv_cache_memory_bytes": f"{setup.kv_gib}G",
         "enable_prefix_caching": setup.prefix_caching,
     }
-    if setup.weights != "bf16":
+    if setup.weights in ("int8", "int4"):
         settings["quantization"] = setup.weights
     if setup.draft == NGRAM:
         settings["speculative_config"] = {"method": "ngram"}

@@ -19,6 +19,7 @@ from peers.installing import (
     versions,
     write_marker,
 )
+from peers.models import plain_models
 
 VERSION = "2026.4.1"
 # optimum-cli does not support bf16, and without a format converts models over 10^9 parameters to
@@ -54,7 +55,7 @@ class OpenVino(Peer):
         # pip installs it as a CUDA build that the CPU build of torch cannot load.
         run([exporter, "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision"], log)
         (folder / "models").mkdir(exist_ok=True)
-        for model in sorted(path.name for path in models.iterdir() if path.is_dir()):
+        for model in plain_models(models):
             formats = ("bf16", "int8", "int4") if model == "tinyllama-1.1b" else ("bf16",)
             for weights in formats:
                 target = model_folder(root, model, weights)
@@ -75,7 +76,9 @@ class OpenVino(Peer):
         write_marker(folder, note)
 
     def refusal(self, setup: Setup, case: Case) -> str | None:
-        """Reject cases of servers: it is a library."""
+        """Reject servers, as it is a library, and checkpoints that it does not read."""
+        if setup.weights not in ("bf16", "int8", "int4"):
+            return "quantizes weights itself"
         if case.kind in ("serve", "search") or (case.kind == "start" and "server" in case.name):
             return "has no server in the package index"
         return None

@@ -66,6 +66,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
 SECTIONS = {
     "W1": "Latency: 32 tokens in, 128 out",
     "W1q": "Latency with quantized weights",
+    "W1c": "Quantized checkpoints: 32 tokens in, 128 out; one prompt of 2,048 tokens",
     "W2": "Offline throughput: requests of mixed length",
     "W3": "Serving over HTTP, Poisson arrivals",
     "W4": "Shared prefix: 48 requests of 1,024 shared and 32 own tokens, 16 out",
@@ -121,6 +122,8 @@ def values(data: dict[str, Any], engine: str, case: str, metric: str) -> list[fl
     ]
     size = data["settings"]["models"][note["model"]]
     if metric == "bandwidth_share":
+        if note["weights"] not in BITS:
+            return []
         gigabytes = size["weights"] * BITS[note["weights"]] / 8 / 1e9
         return [
             100 * gigabytes / (m["tpot_ms"] / 1e3) / m["bandwidth_gb_s"]

@@ -68,7 +68,7 @@ class Vllm(Peer):
 
     def refusal(self, setup: Setup, case: Case) -> str | None:
         """Reject quantization: it only reads quantized checkpoints."""
-        if setup.weights != "bf16":
+        if setup.weights in ("int8", "int4"):
             return "does not quantize a checkpoint at load on a CPU"
         return None
 

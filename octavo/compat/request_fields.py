@@ -28,7 +28,7 @@ NO_EFFECT = frozenset(
     _all(
         (),
         "metadata store prediction safety_identifier prompt_cache_key prompt_cache_retention "
-        "session_id return_mm_kwargs cache_control "
+        "prompt_text session_id return_mm_kwargs cache_control "
         "mirostat_tau mirostat_eta dynatemp_exponent xtc_threshold id_slot n_cache_reuse "
         "dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers",
     )
@@ -50,7 +50,6 @@ GENERATION: Unsupported = {
         "return_token_offsets return_prompt_text "
         "return_weight_versions skip_reading_prefix_cache flat_logprobs watermarking",
     ),
-    "thinking_token_budget": (None, -1),
     "stream_interval": _ONE,
     "routed_experts_prompt_start": _ZERO,
     "detokenize": (None, True),
@@ -128,7 +127,6 @@ COMPLETION: Unsupported = {
 CHAT: Unsupported = {
     **GENERATION,
     "prompt_embeds": (None, []),
-    **_FUNCTIONS,
     **_TEMPLATE,
     **_all(_NOTHING, "audio web_search_options reasoning prompt suffix"),
     "modalities": (None, ["text"]),
@@ -138,7 +136,7 @@ CHAT: Unsupported = {
 }
 
 MESSAGE: Unsupported = {
-    **_all(_NOTHING, "audio function_call thinking"),
+    **_all(_NOTHING, "audio thinking"),
     **_all(_OFF, "prefix partial"),
     "refusal": _NOTHING,
     "annotations": (None, []),
@@ -171,13 +169,35 @@ GENERATE: Unsupported = {
 }
 
 ANTHROPIC: Unsupported = {
-    **_all(
-        _NOTHING, "container context_management output_config output_format speed inference_geo"
+    **_all(_NOTHING, "container output_format speed inference_geo"),
+    # The thoughts of earlier answers stay in the prompt in any case.
+    "context_management": (
+        None,
+        {"edits": []},
+        {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
     ),
     "mcp_servers": (None, []),
     "service_tier": (None, "auto", "standard_only"),
 }
+RESPONSES: Unsupported = {
+    **_all(_NOTHING, "prompt context_management moderation image access_programs"),
+    **_all(_NOTHING, "n seed stop logprobs response_format messages"),
+    "truncation": (None, "disabled"),
+    "background_options": _NOTHING,
+    "prompt_cache_options": _NOTHING,
+}
+RESPONSES_REASONING: Unsupported = {
+    "context": (None, "auto"),
+    "mode": (None, "standard"),
+}
+RESPONSES_STREAM_OPTIONS: Unsupported = {"include_obfuscation": _OFF}
 ANTHROPIC_TOOL: Unsupported = {"type": (None, "custom")}
+
+OLLAMA_GENERATE: Unsupported = {
+    **_all((None, ""), "suffix template"),
+    **_all((None, []), "context images"),
+    **_all(_NOTHING, "width height steps"),
+}
 
 DETOKENIZE: Unsupported = {"skip_special_tokens": _OFF}
 SCALE: Unsupported = {}
@@ -204,8 +224,8 @@ INSTEAD: Mapping[str, str] = {
         ("whitespace_pattern", "guided_whitespace_pattern"),
         "structured_outputs.disable_any_whitespace",
     ),
-    "repetition_detection": "repetition_penalty or frequency_penalty",
-    "thinking_token_budget": "max_tokens",
+    "repetition_detection": "repetition_guard",
+    **dict.fromkeys(("reasoning_budget", "reasoning_budget_tokens"), "thinking_token_budget"),
     "skip_reading_prefix_cache": "a unique cache_salt",
     "logprob_token_ids": "logprobs",
     **dict.fromkeys(("prompt_logprob_token_ids", "prompt_logprob_start"), "prompt_logprobs"),

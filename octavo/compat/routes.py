@@ -1,4 +1,4 @@
-"""Routes of vLLM's server that Octavo lacks, with alternatives for the message of the 404."""
+"""Routes of other servers that Octavo lacks, with alternatives for the message of the 404."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ def _all(reason: str, *paths: str) -> dict[str, str]:
 
 
 ELSEWHERE: Mapping[str, str] = {
-    **_all("use POST /v1/chat/completions", "/v1/responses"),
     **_all(
         "the API of Cohere is not supported; use POST /v1/chat/completions",
         "/cohere/v2",
@@ -18,11 +17,10 @@ ELSEWHERE: Mapping[str, str] = {
     **_all(
         "use POST /tokenize to render prompts and chats as token ids, POST /v1/completions with "
         "return_token_ids to pass and return them, and POST /detokenize for their text",
-        "/v1/completions/render",
         "/v1/completions/derender",
-        "/v1/chat/completions/render",
         "/v1/chat/completions/derender",
         "/v1/messages/render",
+        "/v1/responses/render",
     ),
     **_all(
         "a request ends if its client closes the connection, or if the server stops",
@@ -86,12 +84,30 @@ ELSEWHERE: Mapping[str, str] = {
     **_all("set kv_events_config, and subscribe to its endpoint", "/kv_event_sources"),
     **_all("use GET /docs", "/redoc"),
 }
-"""Alternatives by path; each also applies to all paths below it."""
+"""Alternatives to vLLM's routes by path; each also applies to all paths below it."""
+
+OLLAMA: Mapping[str, str] = {
+    **_all(
+        "the server has one model, which it loads when it starts; use `octavo pull` and "
+        "`octavo serve MODEL`",
+        "/api/pull",
+        "/api/create",
+        "/api/copy",
+        "/api/delete",
+        "/api/blobs",
+    ),
+    **_all("the server does not publish models", "/api/push"),
+    **_all(
+        "models generate text only; embeddings are not supported", "/api/embed", "/api/embeddings"
+    ),
+    **_all("the server has no accounts", "/api/me", "/api/signout"),
+}
+"""Alternatives to Ollama's routes, in the same form."""
 
 
 def elsewhere(path: str) -> str | None:
-    """Return the alternative to a route that only vLLM has; None for any other path."""
-    for known, reason in ELSEWHERE.items():
+    """Return the alternative to a route that only other servers have; None for other paths."""
+    for known, reason in {**ELSEWHERE, **OLLAMA}.items():
         if path == known or path.startswith(known + "/"):
             return reason
     return None

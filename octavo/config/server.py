@@ -8,6 +8,7 @@ from msgspec import Meta
 
 from octavo.config.environment import LogLevel
 from octavo.config.section import Section
+from octavo.sampling_params import RepetitionGuard
 
 
 class ServerConfig(Section, frozen=True):
@@ -72,6 +73,14 @@ class ServerConfig(Section, frozen=True):
             " chat template shows; none: reasoning stays in the text."
         ),
     ] = None
+    repetition_guard: Annotated[
+        RepetitionGuard,
+        Meta(
+            description="Action when an answer repeats itself, for requests without"
+            " repetition_guard: off, report, stop (end the answer), or close_thinking (end the"
+            " reasoning, or the answer if it is not in reasoning)."
+        ),
+    ] = "off"
     response_role: Annotated[str, Meta(description="Role of chat answers.")] = "assistant"
     exclude_tools_when_tool_choice_none: Annotated[
         bool,
@@ -97,6 +106,14 @@ class ServerConfig(Section, frozen=True):
     max_request_bytes: Annotated[
         int, Meta(description="Maximum size of a request body (8M ...).", ge=1024)
     ] = 8 * 2**20
+    max_file_bytes: Annotated[
+        int,
+        Meta(
+            description="Maximum size of a file of /v1/files (200M ...); all files together may"
+            " have fifty times as many bytes.",
+            ge=1024,
+        ),
+    ] = 200 * 2**20
     max_connections_per_client: Annotated[
         int,
         Meta(
@@ -117,6 +134,13 @@ class ServerConfig(Section, frozen=True):
             le=86400,
         ),
     ] = 0.0
+    state_dir: Annotated[
+        str | None,
+        Meta(
+            description="Folder for data that clients store, such as responses, so that it survives"
+            " a restart; one server uses it at a time. Default: such data is in memory only."
+        ),
+    ] = None
     shutdown_timeout: Annotated[
         float,
         Meta(description="Maximum seconds for unfinished requests after SIGTERM.", ge=0),

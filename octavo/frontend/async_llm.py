@@ -361,9 +361,9 @@ class AsyncLLM:
         add_special_tokens: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream the outputs of a request that has an envelope; see `generate`."""
-        request, text = await self._process(prompt, params, request_id, options, add_special_tokens)
+        request, text = await self.process(prompt, params, request_id, options, add_special_tokens)
         nbytes = request_nbytes(request, params, self.spec.vocab_size)
-        with self.request_memory.reserve(nbytes, options.tenant):
+        with self.request_memory.reserve(nbytes, options.tenant, background=options.background):
             async with aclosing(self._stream(request, params, text)) as outputs:
                 async for output in outputs:
                     yield output
@@ -407,13 +407,13 @@ class AsyncLLM:
     ) -> RequestOutput:
         """Find the most probable answers to a prompt with an envelope; see `beam_search`."""
         of_prompt = prompt_params(params)
-        request, text = await self._process(
+        request, text = await self.process(
             prompt, of_prompt, request_id, options, add_special_tokens
         )
         vocab_size = self.spec.vocab_size
         search = make_beam_search(params, request, vocab_size)
         nbytes = beam_search_nbytes(request, search, vocab_size)
-        with self.request_memory.reserve(nbytes, options.tenant):
+        with self.request_memory.reserve(nbytes, options.tenant, background=options.background):
             return await run_beam_search(
                 request, text, search, of_prompt, self.tokenizer, self._stream
             )
@@ -615,7 +615,7 @@ class AsyncLLM:
         if self._recorder is not None:
             self._recorder.close()
 
-    async def _process(
+    async def process(
         self,
         prompt: Prompt,
         params: SamplingParams,
@@ -639,6 +639,8 @@ class AsyncLLM:
         if options.due < math.inf:
             waiting = list(self._output_processor.waiting())
             num_running = self.num_unfinished_requests - sum(r.n for r in waiting)
+            if not options.background:  # those in the background make place for it
+                num_running -= self._output_processor.num_running_in_background()
             self._engines.check_deadlines(request, params, waiting, num_running)
         return request, text
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from octavo.messages import NO_TOKEN, BadWordsTokenIds, CoreSamplingParams, GrammarSpec
+from octavo.messages import NO_TOKEN, BadWordsTokenIds, CoreSamplingParams, GrammarSpec, GuardSpec
 from octavo.sampling_params import (
     GrammarBackendName,
     SamplingParams,
@@ -33,6 +33,7 @@ def make_core_params(
     bad_words_token_ids: Sequence[Sequence[int]] = (),
     grammar_backend: GrammarBackendName = "auto",
     additional_properties: bool = False,
+    guard: GuardSpec | None = None,
 ) -> CoreSamplingParams:
     """Complete and pack the parameters of one request.
 
@@ -45,6 +46,7 @@ def make_core_params(
         bad_words_token_ids: `params.bad_words` as token sequences, none empty.
         grammar_backend: backend for a request that names none.
         additional_properties: for JSON that follows a schema, as in `GrammarSpec`.
+        guard: limits of reasoning and repetition.
     """
     bias, wanted, extra = params.logit_bias, params.structured_outputs, params.extra_args or {}
     fields: dict[str, Any] = {name: getattr(params, name) for name in _SHARED_FIELDS}
@@ -71,6 +73,7 @@ def make_core_params(
         "grammar": None
         if wanted is None
         else _grammar_spec(wanted, grammar_backend, additional_properties),
+        "guard": guard,
         "extra_args": {k: v for k, v in extra.items() if k != KV_TRANSFER_PARAMS} or None,
     }
     return CoreSamplingParams(**fields)

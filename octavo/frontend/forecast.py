@@ -137,7 +137,9 @@ class Forecast:
         of_tenants: defaultdict[Tenant, int] = defaultdict(int)
         for other in others:
             tokens, its = len(other.prompt_token_ids), other.options
-            worse = its.priority - own.priority if self._heeds_priority else 0
+            worse = int(its.background) - int(own.background)
+            if not worse and self._heeds_priority:
+                worse = its.priority - own.priority
             if worse < 0:
                 ahead += tokens
             elif worse == 0 and (its.share != own.share or its.due <= own.due):

@@ -17,9 +17,13 @@ from octavo.config import ModelConfig
 from octavo.errors import ContextLengthError, RequestError, UnsupportedError
 from octavo.frontend.core_params import KV_TRANSFER_PARAMS, make_core_params
 from octavo.frontend.prompt_embeds import PROMPT_EMBEDS_OFF, check_embeds, read_tensor
-from octavo.messages import EngineCoreRequest, PromptEmbeds, RequestOptions
+from octavo.messages import EngineCoreRequest, GuardSpec, PromptEmbeds, RequestOptions
 from octavo.sampling_params import MAX_CACHE_SALT_LENGTH, SamplingParams
 from octavo.text.tokenizer import MAX_TOKENS, Tokenizer, is_longer
+
+# Last tokens of a prompt in which a marker may be.
+_MARKER_TOKENS = 32
+_MAX_MARKERS = 64
 
 
 class TextPrompt(TypedDict):
@@ -108,6 +112,8 @@ class InputProcessor:
         eos = set(spec.eos_token_ids)
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             eos.add(tokenizer.eos_token_id)
+        self._markers: dict[tuple[str, str], tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        """Results of `_find_markers`."""
         self._eos_token_ids = sorted(i for i in eos if 0 <= i < spec.vocab_size)
 
     def process(
@@ -168,6 +174,7 @@ class InputProcessor:
                 bad_words_token_ids=self._encode_bad_words(params.bad_words or []),
                 grammar_backend=self._grammar_backend,
                 additional_properties=self._additional_properties,
+                guard=self._make_guard(params, ids),
             ),
             options=options,
             n=params.n,
@@ -352,6 +359,52 @@ class InputProcessor:
         for ids in sequences:
             self._check_ids("bad_words", ids)
         return [list(ids) for ids in sequences]
+
+    def _make_guard(self, params: SamplingParams, prompt: list[int]) -> GuardSpec | None:
+        """Return the limits of an answer's reasoning and repetition; None: it has none."""
+        budget, repetition = params.thinking_token_budget, params.repetition_guard or "off"
+        if budget is None and repetition == "off":
+            return None
+        begin: tuple[int, ...] = ()
+        end: tuple[int, ...] = ()
+        thinks = False
+        if params.reasoning_markers is not None and self._tokenizer is not None:
+            begin, end = self._find_markers(params.reasoning_markers)
+            tail = self._tokenizer.decode(prompt[-_MARKER_TOKENS:]).rstrip()
+            thinks = bool(end) and tail.endswith(params.reasoning_markers[0].rstrip())
+        if budget is not None and not end:
+            reason = (
+                "the end of this model's reasoning is no token of its own"
+                if params.reasoning_markers is not None
+                else "this model's chat template shows no reasoning"
+            )
+            raise RequestError(
+                f"thinking_token_budget={budget} is not available: {reason}. Leave it out, and use "
+                "max_tokens.",
+                "thinking_token_budget",
+            )
+        return GuardSpec(begin, end, thinks, budget, repetition)
+
+    def _find_markers(self, markers: tuple[str, str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the tokens of the texts before and after reasoning; none for plain text.
+
+        A marker must begin with an added token: a model may write plain text with other tokens.
+        """
+        found = self._markers.get(markers)
+        if found is None:
+            tokenizer = self._tokenizer
+            assert tokenizer is not None
+            added = set(tokenizer.get_added_vocab().values())
+            sequences = []
+            for ids in tokenizer.encode_all([text.strip() for text in markers]):
+                while ids and ids[0] not in added and not tokenizer.decode(ids[:1]).strip():
+                    ids = ids[1:]  # a space of the tokenizer
+                sequences.append(tuple(ids) if ids and ids[0] in added else ())
+            begin, end = sequences
+            if len(self._markers) >= _MAX_MARKERS:
+                self._markers.clear()
+            found = self._markers[markers] = (begin, end)
+        return found
 
     def _derive_seed(self, request_id: str) -> int:
         """Return the seed of a request without one; it depends only on id and model seed."""

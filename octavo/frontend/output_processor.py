@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from octavo.errors import OctavoError, RequestError, make_error
-from octavo.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from octavo.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, Repetition
 from octavo.observability.recording import Arrival, End, Outputs
 from octavo.outputs import (
     CompletionOutput,
@@ -165,6 +165,8 @@ class _RequestState:
     """Number of cached tokens of its prompt, as reported with its first token."""
     engine_index: int = 0
     """Index of the engine that sent the latest output."""
+    repetition: Repetition | None = None
+    """Loop in the answer."""
 
     @property
     def num_prompt_logprobs(self) -> int:
@@ -202,6 +204,7 @@ class _RequestState:
             logprobs,
             finish_reason=None if reason is None else str(reason),
             stop_reason=stop_reason,
+            repetition_period=None if self.repetition is None else self.repetition.period,
         )
 
 
@@ -243,6 +246,16 @@ class OutputProcessor:
         for group in self._groups.values():
             if all(times.first_token_time is None for times in group.times.values()):
                 yield group.request
+
+    def num_running_in_background(self) -> int:
+        """Return the number of core requests in the background with a token. O(live requests)."""
+        waiting = {request.request_id for request in self.waiting()}
+        groups = self._groups.values()
+        return sum(
+            group.request.n
+            for group in groups
+            if group.request.options.background and group.request.request_id not in waiting
+        )
 
     def has_first_tokens(self, request_id: str) -> bool:
         """Return True if every answer of a request has a token, or if the request has ended."""
@@ -417,6 +430,11 @@ class OutputProcessor:
             state.prompt_logprobs.append_rows(rows.token_ids, rows.logprobs, rows.ranks)
         if output.kv_transfer_params is not None:
             group.kv_transfer_params = output.kv_transfer_params
+        if output.repetition is not None and state.repetition is None:
+            state.repetition = output.repetition
+            if self._metrics is not None:
+                metrics = self._metrics.for_engine(state.engine_index)
+                metrics.record_repetition(output.repetition.action)
         reason = output.finish_reason
         stop_text: str | None = None
         num_new = 0
@@ -534,6 +552,7 @@ def _merge_completions(held: CompletionOutput, new: CompletionOutput) -> None:
         held.logprobs.extend(new.logprobs)
     held.finish_reason = new.finish_reason
     held.stop_reason = new.stop_reason
+    held.repetition_period = new.repetition_period
 
 
 def _merge_deltas(held: RequestOutput, new: RequestOutput) -> None:

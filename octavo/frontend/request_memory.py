@@ -89,6 +89,8 @@ def logprobs_nbytes(num_candidates: int, num_written: int) -> int:
     return num_candidates * _CANDIDATE + num_written * _WRITTEN_CANDIDATE
 
 
+# Requests in the background may hold this part of the memory, or one of them more if it fits.
+_BACKGROUND_SHARE = 4
 # A tenant may hold at most this multiple of the free amount.
 _LEFT = 8
 
@@ -117,17 +119,23 @@ class RequestMemory:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.used = 0
+        self.kept = 0
+        """Bytes of `used` that stay while no request runs."""
         self.spare: Callable[[int], None] = lambda nbytes: None
         """Callback that frees about the given number of bytes of optional data."""
         self._of_tenants: Counter[str] = Counter()
+        self._background = 0
 
     @contextmanager
-    def reserve(self, nbytes: int, tenant: str | None = None) -> Iterator[None]:
+    def reserve(
+        self, nbytes: int, tenant: str | None = None, *, background: bool = False
+    ) -> Iterator[None]:
         """Reserve the maximum memory of a request.
 
         Args:
             nbytes: bytes.
             tenant: tenant of the request; each of several leaves room for the others.
+            background: True for a request that leaves most of the memory to all others.
 
         Raises:
             RequestError: the request could never fit.
@@ -142,14 +150,22 @@ class RequestMemory:
                 "max_tokens",
                 "request_too_large",
             )
-        self.make_room(nbytes)
+        if background:
+            held, most = self._background, self.limit // _BACKGROUND_SHARE
+            if held and held + nbytes > most:
+                raise QueueFullError(
+                    f"Lines of batches have {held / 2**20:,.1f} of the {most / 2**20:,.0f} MiB that"
+                    " they may use together (a quarter of --request-memory-bytes); wait for them."
+                )
+        else:
+            self.make_room(nbytes)
         if self.used + nbytes > self.limit:
             raise QueueFullError(
                 f"The request may take {nbytes / 2**20:,.1f} MiB, but {self.used / 2**20:,.1f} of "
                 f"the {self.limit / 2**20:,.0f} MiB for requests (--request-memory-bytes) are "
                 "in use; try again later, or lower n, max_tokens or logprobs."
             )
-        if tenant is not None:
+        if tenant is not None and not background:
             held = self._of_tenants[tenant]
             if not leaves_room(held, nbytes, self.limit - self.used):
                 raise QueueFullError(
@@ -158,11 +174,13 @@ class RequestMemory:
                     "(--request-memory-bytes), and the rest is for other keys; try again later."
                 )
             self._of_tenants[tenant] += nbytes
+        self._background += nbytes if background else 0
         try:
             with self.hold(nbytes):
                 yield
         finally:
-            if tenant is not None:
+            self._background -= nbytes if background else 0
+            if tenant is not None and not background:
                 self._of_tenants[tenant] -= nbytes
                 if not self._of_tenants[tenant]:
                     del self._of_tenants[tenant]
@@ -190,7 +208,7 @@ async def trim_when_idle(memory: RequestMemory, client: WatchedClient) -> None:
         await asyncio.shield(client.ready)
         while True:
             await asyncio.sleep(_TRIM_INTERVAL)
-            idle = not memory.used
+            idle = memory.used == memory.kept
             if idle and not trimmed:
                 with suppress(StepFailedError):
                     await client.call_utility("trim_memory")

@@ -134,6 +134,13 @@ _METRICS = (
         values=tuple(map(str, FinishReason)),
     ),
     _Metric(
+        Counter,
+        "repetitions",
+        "Answers that repeated themselves, by action of the repetition guard.",
+        label="action",
+        values=("report", "stop", "close_thinking"),
+    ),
+    _Metric(
         Counter, "requests_aborted", "Requests that the client cancelled or the server withdrew."
     ),
     _Metric(
@@ -338,6 +345,10 @@ class EngineMetrics:
             self._get("request_time_per_output_token_seconds").observe(
                 decode_time / (num_generation_tokens - 1)
             )
+
+    def record_repetition(self, action: str) -> None:
+        """Record that the repetition guard found a loop in an answer."""
+        self._get("repetitions", action).inc()
 
     def record_all_finished(self, n: int, max_num_generation_tokens: int) -> None:
         """Record the end of a caller's request: its n and the tokens of its longest answer."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Protocol
 
+from octavo.errors import UnsupportedError
 from octavo.parsers.calls import BARE, Calls, Sink
 from octavo.parsers.parts import Part, Reasoning, Text
 from octavo.parsers.reader import Markers, Reader, Steps
@@ -39,6 +40,12 @@ class Format:
         begin, end = self.thoughts
         return prompt.rfind(begin) > prompt.rfind(end) and prompt.rstrip().endswith(begin.rstrip())
 
+    @property
+    def marks_calls(self) -> bool:
+        """True if the model writes a marker before each call."""
+        calls = self.calls
+        return calls is not None and calls.trigger is not None and calls.begins[0] not in BARE
+
     def structural_tag(
         self,
         schemas: Mapping[str, Any],
@@ -56,24 +63,29 @@ class Format:
             thinks: the prompt ends inside of reasoning.
 
         Returns:
-            The structural tag. None if calls are not required and no grammar can tell them from a
-            text.
+            The structural tag. None if calls are not required, and no grammar can tell them from a
+            text or describes their arguments.
 
         Raises:
-            RequestError: no grammar describes the arguments of this format.
+            UnsupportedError: calls are required, and no grammar describes arguments of a schema.
         """
         assert self.calls is not None
         trigger = self.calls.trigger
         if not required and trigger is None:
             return None
-        tags = [
-            self.calls.tag(name, schema or {"type": "object", "properties": {}})
-            for name, schema in schemas.items()
-        ]
+        empty = {"type": "object", "properties": {}}
+        schemas = {name: schema or empty for name, schema in schemas.items()}
         if not required:
             content: dict[str, Any] = {"type": "triggered_tags", "triggers": [trigger]}
-            content |= {"tags": tags, "stop_after_first": not parallel}
+            try:
+                content["tags"] = self.calls.triggered(schemas, parallel)
+            except UnsupportedError:
+                return None
+            section = getattr(self.calls, "section", None)
+            texts = [*(self.thoughts or ()), *self.silent, *(section or ())]
+            content |= {"stop_after_first": not parallel, "texts": [t.strip() for t in texts]}
             return {"type": "structural_tag", "format": content}
+        tags = [self.calls.tag(name, schema) for name, schema in schemas.items()]
         calls: dict[str, Any] = {"type": "tags_with_separator", "tags": tags, "separator": "\n"}
         calls |= {"at_least_one": True, "stop_after_first": not parallel}
         elements: list[dict[str, Any]] = [calls]
@@ -124,16 +136,24 @@ class AnswerParser:
         schemas: JSON schemas of the parameters by the name of the function; None: the request has
             no tools, and what looks like a call is text.
         thinks: the prompt ends inside of reasoning.
+        only_known: a call of a function that `schemas` lacks is text.
+        bare: a call may lack its marker, if it begins the text and names a tool.
     """
 
     def __init__(
-        self, answer_format: Format, schemas: Mapping[str, Any] | None = None, thinks: bool = False
+        self,
+        answer_format: Format,
+        schemas: Mapping[str, Any] | None = None,
+        thinks: bool = False,
+        only_known: bool = False,
+        bare: bool = True,
     ) -> None:
         self._format = answer_format
         self._reader = Reader()
         self._out = _Output()
-        self._sink = Sink(self._out.parts, schemas or {})
+        self._sink = Sink(self._out.parts, schemas or {}, only_known)
         self._calls = answer_format.calls if schemas is not None else None
+        self._bare = bare
         self._kind: type[Part] = Reasoning if thinks else Text
         if thinks:
             self._out.marker()
@@ -173,7 +193,7 @@ class AnswerParser:
                 out.marker()
             elif marker in self._format.silent:
                 out.marker()
-            elif self._calls is None or (marker in BARE and out.written):
+            elif self._calls is None or (marker in BARE and (out.written or not self._bare)):
                 out.write(kind, marker)
             else:
                 reader.keep()

@@ -14,11 +14,26 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
-from octavo.errors import RequestError
+from octavo.parsers.forms import (
+    ID,
+    SPACES,
+    Form,
+    any_of,
+    const,
+    listed,
+    members,
+    optional,
+    schema,
+    sequence,
+    spaced,
+    tag,
+)
 from octavo.parsers.parts import CallArguments, CallStart, Part
 from octavo.parsers.reader import Markers, Reader, Steps, ignore
 
 _NAME = re.compile(r"[\w.:/-]*")
+_MOST_NULL = 64
+"""Characters, white space included, of a text that may become null."""
 _SPACES = re.compile(r"\s*")
 _MOST_NAME = 256
 _TEXT_OR_NULL = {"string", "null"}
@@ -46,10 +61,24 @@ def _properties(schema: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def is_text_schema(schema: object) -> bool:
-    """Return True if a JSON schema allows texts and no other value but null."""
-    kind = schema.get("type") if isinstance(schema, Mapping) else None
-    return kind == "string" or (isinstance(kind, list) and {*map(str, kind)} == _TEXT_OR_NULL)
+def text_schema(schema: object) -> tuple[Mapping[str, Any], bool] | None:
+    """Return the schema of a text if a JSON schema allows texts and no other value but null.
+
+    The second value is True if it allows null.
+    """
+    if not isinstance(schema, Mapping):
+        return None
+    kind = schema.get("type")
+    if kind == "string":
+        return schema, False
+    if isinstance(kind, list) and {*map(str, kind)} == _TEXT_OR_NULL:
+        return schema, True
+    branches = schema.get("anyOf") or schema.get("oneOf")
+    if kind is None and isinstance(branches, list) and len(branches) == 2:
+        others = [branch for branch in branches if branch != {"type": "null"}]
+        if len(others) == 1 and isinstance(others[0], Mapping):
+            return (others[0], True) if others[0].get("type") == "string" else None
+    return None
 
 
 class Sink:
@@ -58,21 +87,25 @@ class Sink:
     Args:
         parts: list to which the parts are added.
         schemas: JSON schemas of the parameters by the name of the function.
+        only_known: a call of a function that `schemas` lacks is none.
     """
 
-    def __init__(self, parts: list[Part], schemas: Mapping[str, Any]) -> None:
+    def __init__(
+        self, parts: list[Part], schemas: Mapping[str, Any], only_known: bool = False
+    ) -> None:
         self._parts = parts
         self.schemas = schemas
         self.count = 0
         """Number of calls so far."""
-        self.only_known = False
-        """True: a call of a function that is no tool is none."""
+        self.is_bare = False
+        """True: a call without a marker is read, and it must name a tool."""
+        self._only_known = only_known
         self._properties: Mapping[str, Any] = {}
         self._separator = ""
 
     def accepts(self, name: str) -> bool:
         """Return True if a call may have this name."""
-        return not self.only_known or name in self.schemas
+        return name in self.schemas or not (self.is_bare or self._only_known)
 
     def start(self, name: str, call_id: str | None = None) -> None:
         """Begin a call."""
@@ -100,16 +133,20 @@ class Sink:
         self.arguments("{}" if self._separator == "{" else "}")
 
     def is_text(self, key: str) -> bool:
-        """Return True if the schema allows only a text as the argument."""
-        return is_text_schema(self._properties.get(key))
+        """Return True if the schema allows only a text, or a text or null, as the argument."""
+        return text_schema(self._properties.get(key)) is not None
+
+    def may_be_null(self, key: str) -> bool:
+        """Return True if the schema allows a text or null as the argument."""
+        found = text_schema(self._properties.get(key))
+        return found is not None and found[1]
 
 
-Tag = dict[str, Any]
+Tag = Form
 
 
-def _schema_tag(begin: str, schema: Mapping[str, Any], end: str) -> Tag:
-    content = {"type": "json_schema", "json_schema": dict(schema)}
-    return {"type": "tag", "begin": begin, "content": content, "end": end}
+def _schema_tag(begin: str, given: Mapping[str, Any], end: str) -> Tag:
+    return tag(begin, schema(dict(given)), end)
 
 
 class Calls(Protocol):
@@ -125,9 +162,17 @@ class Calls(Protocol):
 
     @property
     def trigger(self) -> str | None:
-        """Text that begins a call, if `tag` allows all that the model may write after it.
+        """Text that begins each call that has a marker; None: calls have no marker."""
 
-        None if a text may begin so, too, or if the model may write calls in other ways.
+    def triggered(self, schemas: Mapping[str, Any], parallel: bool) -> list[Tag]:
+        """Return what may follow `trigger`, as tags that begin with it.
+
+        Args:
+            schemas: JSON schemas of the arguments by the name of the function.
+            parallel: the model may write several calls.
+
+        Raises:
+            UnsupportedError: no grammar describes arguments of this schema.
         """
 
     def tag(self, name: str, schema: Mapping[str, Any]) -> Tag:
@@ -138,7 +183,7 @@ class Calls(Protocol):
             schema: JSON schema of its arguments.
 
         Raises:
-            RequestError: no grammar describes the arguments of this format.
+            UnsupportedError: no grammar describes arguments of this schema.
         """
 
     def read(self, marker: str, reader: Reader, sink: Sink) -> Steps[bool]:
@@ -171,7 +216,48 @@ class JsonCalls:
     @property
     def trigger(self) -> str | None:
         """Implement `Calls`."""
-        return None if self._begin in BARE or self.as_list else self._begin
+        marked = [text for text in self.begins if text not in BARE]
+        if not marked:
+            return None
+        # A word that a text may contain, too.
+        return f"{marked[0]}[" if marked[0].isalpha() else marked[0]
+
+    def triggered(self, schemas: Mapping[str, Any], parallel: bool) -> list[Tag]:
+        """Implement `Calls`."""
+        trigger = self.trigger
+        assert trigger is not None
+        if not self.as_list and self.end:
+            return [self.tag(name, schema) for name, schema in schemas.items()]
+        one = self._object_form(schemas)
+        if not self.as_list:
+            return [tag(trigger, sequence(SPACES, one, SPACES), "")]
+        opening = [] if trigger.endswith("[") else [SPACES, const("[")]
+        inner = [SPACES, listed(one, parallel), SPACES, const("]")]
+        end = [SPACES, const(self.end)] if self.end else []
+        return [tag(trigger, sequence(*opening, *inner, *end), "")]
+
+    def _object_form(self, schemas: Mapping[str, Any]) -> Form:
+        """Return an object that is a call of one of the functions."""
+        first, second = self.keys
+        if self.named_by_key:
+            members = [
+                sequence(const(f"{_quote(name)}:"), SPACES, schema(given))
+                for name, given in schemas.items()
+            ]
+            return sequence(const("{"), SPACES, any_of(members), SPACES, const("}"))
+        id_keys = any_of(const(_quote(key)) for key in _ID_KEYS)
+        member = sequence(id_keys, const(":"), SPACES, const('"'), ID, const('"'))
+        calls = [
+            sequence(
+                const(f"{_quote(name)},"), SPACES, const(f'"{second}":'), SPACES, schema(given)
+            )
+            for name, given in schemas.items()
+        ]
+        return sequence(
+            *(const("{"), SPACES, optional(sequence(member, const(","), SPACES))),
+            *(const(f'"{first}":'), SPACES, any_of(calls)),
+            *(optional(sequence(SPACES, const(","), SPACES, member)), SPACES, const("}")),
+        )
 
     def tag(self, name: str, schema: Mapping[str, Any]) -> Tag:
         """Implement `Calls`."""
@@ -203,7 +289,7 @@ class JsonCalls:
     def read(self, marker: str, reader: Reader, sink: Sink) -> Steps[bool]:
         """Implement `Calls`."""
         before = sink.count
-        sink.only_known = marker in BARE
+        sink.is_bare = marker in BARE
         yield from reader.spaces()
         closing = marker == "[" or (marker != "{" and (yield from reader.literal("[")))
         opened = marker == "{"
@@ -255,6 +341,8 @@ class JsonCalls:
             char = yield from reader.char()
             if self.named_by_key and name is None:
                 name = key
+                if not sink.accepts(name):
+                    return False
                 sink.start(name)
                 started = True
                 if not (yield from self._arguments(reader, sink.arguments)):
@@ -284,7 +372,7 @@ class JsonCalls:
                         return False
             elif key in _ID_KEYS and char == '"' and not started:
                 call_id = yield from reader.json_string()
-            elif sink.only_known and name is None and key not in ("type", *_ID_KEYS):
+            elif sink.is_bare and name is None and key not in ("type", *_ID_KEYS):
                 return False  # an object of another kind: do not wait for its end
             elif not (yield from reader.json_value(ignore)):
                 return False
@@ -407,8 +495,28 @@ class PatternCalls:
 
     @property
     def trigger(self) -> str | None:
-        """Implement `Calls`: a model may write white space and several calls in other ways."""
-        return None
+        """Implement `Calls`."""
+        return self._begin.first
+
+    def triggered(self, schemas: Mapping[str, Any], parallel: bool) -> list[Tag]:
+        """Implement `Calls`: the texts of a section are free."""
+        return [self._triggered(name, schema, parallel) for name, schema in schemas.items()]
+
+    def _triggered(self, name: str, given: Mapping[str, Any], parallel: bool) -> Tag:
+        trigger, (begin, end) = self._begin.first, self.call
+        head = begin[begin.index(trigger) + len(trigger) :]
+        call_id = ID if "{name}" in begin else sequence(const(f"functions.{name}:"), ID)
+        opening: list[Form] = []
+        for i, piece in enumerate(_FIELD.split(head)):
+            if i % 2:
+                opening.append(const(name) if piece == "name" else call_id)
+            else:
+                opening += spaced(piece)
+        inner = schema(given) if self.argument is None else self._arguments_format(given, SPACES)
+        closing = spaced(end)
+        if not parallel and self.section is not None:
+            closing.append(optional(sequence(SPACES, const(self.section[1]))))
+        return tag(trigger, sequence(*opening, SPACES, inner, SPACES, *closing), "")
 
     def tag(self, name: str, schema: Mapping[str, Any]) -> Tag:
         """Implement `Calls`."""
@@ -426,25 +534,30 @@ class PatternCalls:
             "end": end,
         }
 
-    def _arguments_format(self, schema: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments in the order of the schema, as a format of a structural tag."""
+    def _arguments_format(
+        self, schema: Mapping[str, Any], spaces: Form | None = None
+    ) -> dict[str, Any]:
+        """Return the arguments in the order of the schema, with `spaces` after each."""
         assert self.argument is not None
         required = schema.get("required") or ()
         elements: list[dict[str, Any]] = []
         for key, part in _properties(schema).items():
             begin, end = self.argument
-            text = is_text_schema(part)
+            text = text_schema(part)
             begin = begin.replace("{key}", key).replace("{text}", "true" if text else "false")
             if end.startswith("\n"):
                 begin += "\n"
             content: dict[str, Any] = {"type": "json_schema", "json_schema": part}
-            if text:
-                content = {"type": "any_text"}
-                if isinstance(part.get("enum"), list):
-                    texts = ["null" if v is None else str(v) for v in part["enum"]]
+            if text is not None:
+                content, (of_text, may_be_null) = {"type": "any_text"}, text
+                if isinstance(of_text.get("enum"), list):
+                    texts = ["null" if v is None else str(v) for v in of_text["enum"]]
+                    texts += ["null"] if may_be_null and "null" not in texts else []
                     values = [{"type": "const_string", "value": text} for text in texts]
                     content = {"type": "or", "elements": values}
             tag = {"type": "tag", "begin": begin, "content": content, "end": end}
+            if spaces is not None:
+                tag = sequence(tag, spaces)
             elements.append(tag if key in required else {"type": "optional", "content": tag})
         if not elements:
             return {"type": "const_string", "value": ""}
@@ -507,7 +620,10 @@ class PatternCalls:
             known = fields["name"] in sink.schemas
             if not known or not (yield from reader.follows(self._end.first)):
                 return False
-        sink.start(fields.get("name") or _name_of(call_id or ""), call_id)
+        name = fields.get("name") or _name_of(call_id or "")
+        if not sink.accepts(name):
+            return False
+        sink.start(name, call_id)
         if self.argument is None:
             if not (yield from reader.json_value(sink.arguments)):
                 # What is no JSON belongs to the arguments, too, up to the end of the call.
@@ -565,10 +681,12 @@ class _Value:
         self._is_text = sink.is_text(key) if is_text is None else is_text
         self._held: list[str] = []
         sink.key(key)
-        if self._is_text:
-            sink.arguments('"')
         self._begun = False
         self._newline = ""
+        self._may_be_null = is_text is None and sink.may_be_null(key)
+        """True if the text so far may become null."""
+        if self._is_text and not self._may_be_null:
+            sink.arguments('"')
 
     def add(self, text: str) -> None:
         """Add a piece of the text."""
@@ -583,10 +701,23 @@ class _Value:
             if text.endswith("\n"):
                 text, self._newline = text[:-1], "\n"
         self._begun = True
+        if self._may_be_null:
+            text = "".join([*self._held, text])
+            if len(text) <= _MOST_NULL and "null".startswith(text.strip()):
+                self._held = [text]
+                return
+            self._may_be_null = False
+            self._sink.arguments('"')
         self._sink.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
 
     def end(self) -> None:
         """End the value."""
+        if self._may_be_null:
+            text = "".join(self._held)
+            self._sink.arguments(
+                "null" if text.strip() == "null" else json.dumps(text, ensure_ascii=False)
+            )
+            return
         if self._is_text:
             self._sink.arguments('"')
             return
@@ -622,39 +753,33 @@ class PythonCalls:
 
     @property
     def trigger(self) -> str | None:
-        """Implement `Calls`: a model may write several calls in a list."""
-        return None
+        """Implement `Calls`."""
+        return next((text for text in self.begins if text not in BARE), None)
+
+    def triggered(self, schemas: Mapping[str, Any], parallel: bool) -> list[Tag]:
+        """Implement `Calls`."""
+        trigger = self.trigger
+        assert trigger is not None
+        calls = [
+            sequence(const(f"{name}("), self._arguments_form(schema), const(")"))
+            for name, schema in schemas.items()
+        ]
+        bracket = [optional(const(mark)) for mark in "[]"]
+        end = [SPACES, const(self.end)] if self.end else []
+        inner = [SPACES, listed(any_of(calls), parallel), SPACES]
+        return [tag(trigger, sequence(SPACES, bracket[0], *inner, bracket[1], *end), "")]
 
     def tag(self, name: str, schema: Mapping[str, Any]) -> Tag:
         """Implement `Calls`."""
-        required = schema.get("required") or ()
-        properties = _properties(schema)
-        names = sorted(properties, key=lambda key: key not in required)
+        begin = self.begins[0] if self.begins[0] not in BARE else ""
+        return tag(f"{begin}[{name}(", self._arguments_form(schema), f")]{self.end}")
 
-        def argument(key: str, comma: str) -> Tag:
-            content = {"type": "json_schema", "json_schema": properties[key]}
-            return {"type": "tag", "begin": f"{comma}{key}=", "content": content, "end": ""}
-
-        def beginning_with(first: int) -> dict[str, Any]:
-            """Return the arguments from a place on."""
-            elements = [argument(names[first], "")]
-            for key in names[first + 1 :]:
-                tag = argument(key, ", ")
-                elements.append(tag if key in required else {"type": "optional", "content": tag})
-            return {"type": "sequence", "elements": elements}
-
-        content: dict[str, Any] = {"type": "const_string", "value": ""}
-        if names and names[0] in required:
-            content = beginning_with(0)
-        elif names:
-            starts = [beginning_with(i) for i in range(len(names))]
-            content = {"type": "or", "elements": [*starts, content]}
-        return {
-            "type": "tag",
-            "begin": f"{self.begins[0] if self.begins[0] not in BARE else ''}[{name}(",
-            "content": content,
-            "end": f")]{self.end}",
-        }
+    def _arguments_form(self, given: Mapping[str, Any]) -> Form:
+        """Return the arguments, the required ones first."""
+        required = given.get("required") or ()
+        parts = sorted(_properties(given).items(), key=lambda item: item[0] not in required)
+        items = [(tag(f"{key}=", schema(part), ""), key in required) for key, part in parts]
+        return members(items, ", ")
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -664,7 +789,7 @@ class PythonCalls:
     def read(self, marker: str, reader: Reader, sink: Sink) -> Steps[bool]:
         """Implement `Calls`."""
         before = sink.count
-        sink.only_known = marker in BARE
+        sink.is_bare = marker in BARE
         yield from reader.spaces()
         bracket = marker == "[" or (yield from reader.literal("["))
         while True:
@@ -732,24 +857,24 @@ class OwnCalls:
     """Other texts of a call's marks."""
     read_calls: Callable[[Reader, Sink], Steps[bool]] = field(compare=False)
 
-    call: tuple[str, str] | None = None
-    """Texts before and after the arguments of a call, with `{name}`; None: they are no JSON."""
+    call: tuple[str, str]
+    """Texts before and after the arguments of a call, with `{name}`."""
+    arguments_form: Callable[[Mapping[str, Any]], Form] = field(default=schema, compare=False)
+    """Returns the form of arguments that follow a schema."""
 
     @property
     def trigger(self) -> str | None:
         """Implement `Calls`."""
-        return None if self.call is None else self.begins[-1]
+        return self.begins[-1]
+
+    def triggered(self, schemas: Mapping[str, Any], parallel: bool) -> list[Tag]:
+        """Implement `Calls`."""
+        return [self.tag(name, schema) for name, schema in schemas.items()]
 
     def tag(self, name: str, schema: Mapping[str, Any]) -> Tag:
         """Implement `Calls`."""
-        if self.call is None:
-            raise RequestError(
-                "This model writes arguments of tools in a form that no grammar describes; use "
-                'tool_choice="auto".',
-                "tool_choice",
-            )
         begin, end = self.call
-        return _schema_tag(begin.replace("{name}", name), schema, end)
+        return tag(begin.replace("{name}", name), self.arguments_form(schema), end)
 
     @property
     def texts(self) -> tuple[str, ...]:

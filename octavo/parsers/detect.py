@@ -6,6 +6,7 @@ finds exactly these in the rendered text is the model's format.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ from octavo.parsers.answer import AnswerParser, Format
 from octavo.parsers.calls import JsonCalls
 from octavo.parsers.formats import FORMATS, REASONING_PARSERS, TOOL_CALL_PARSERS
 from octavo.parsers.parts import CallArguments, CallStart
+from octavo.structured_output.json_schema import schemas_of as subschemas_of
 
 Render = Callable[..., str]
 """Function that renders a list of messages, with the options of `ChatTemplate.render`."""
@@ -45,6 +47,7 @@ _TOOLS = [
     }
     for name, schema in _SCHEMAS.items()
 ]
+_NOTES = ("title", "description", "examples", "$comment")
 _QUESTION = {"role": "user", "content": "octavo-question"}
 
 
@@ -166,6 +169,15 @@ def _shows_thoughts(candidate: Format, shown: str) -> bool:
 def _shows_calls(candidate: Format, source: str) -> bool:
     begins = () if candidate.calls is None else candidate.calls.begins
     return bool(begins) and all(len(text) > 1 and text in source for text in begins)
+
+
+def without_notes(schema: Any) -> Any:
+    """Return a copy of a JSON schema without its titles, descriptions and examples."""
+    copied = copy.deepcopy(schema)
+    for part in subschemas_of(copied):
+        for note in _NOTES:
+            part.pop(note, None)
+    return copied
 
 
 def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

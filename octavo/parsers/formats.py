@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from octavo.parsers.answer import Format
 from octavo.parsers.calls import JsonCalls, OwnCalls, PatternCalls, PythonCalls
-from octavo.parsers.own_calls import read_gemma, read_harmony
+from octavo.parsers.own_calls import gemma_arguments, read_gemma, read_harmony
 
 THINK = ("<think>", "</think>")
 _MISTRAL_THINK = ("[THINK]", "[/THINK]")
@@ -108,7 +108,13 @@ _ALL = [
     Format(
         "gemma4",
         ("<|channel>thought", "<channel|>"),
-        OwnCalls(("<|tool_call>",), ("<tool_call|>", '<|"|>'), read_gemma),
+        OwnCalls(
+            ("<|tool_call>",),
+            ("<tool_call|>", '<|"|>'),
+            read_gemma,
+            ("<|tool_call>call:{name}", "<tool_call|>"),
+            gemma_arguments,
+        ),
     ),
     Format("olmo3", THINK, PythonCalls(("<function_calls>",), "</function_calls>")),
     Format(

@@ -107,6 +107,13 @@ async def streams(request: Request) -> Response:
     raise RouteError(404, "A router does not support resuming a stream; send the request again.")
 
 
+async def batches(request: Request) -> Response:
+    """Reject: files and batches belong to one server, and the router does not know which."""
+    raise RouteError(
+        404, "A router does not pass on files and batches; send them to one of its servers."
+    )
+
+
 async def proxy(request: Request) -> Response:
     """Pass a request on, and the answer back."""
     state, context = router_of(request), context_of(request)
@@ -147,6 +154,12 @@ _ROUTES = (
     ("/version", version, "GET"),
     ("/metrics", metrics, "GET"),
     ("/v1/streams/{stream_id:path}", streams, "GET"),
+    *(
+        (f"/v1/{kind}{rest}", batches, method)
+        for kind in ("files", "batches")
+        for rest in ("", "/{rest:path}")
+        for method in ("GET", "POST", "DELETE")
+    ),
     ("/v1/{rest:path}", proxy, "GET"),
     ("/v1/{rest:path}", proxy, "POST"),
     ("/v1/{rest:path}", proxy, "DELETE"),

@@ -54,6 +54,7 @@ REFUSED = {
     "record_prompts": "it belongs to record",
     "record_max_bytes": "it belongs to record",
     "resume_grace": "clients of a router cannot resume a stream",
+    "state_dir": "only one server uses a folder, and a router does not forward such requests",
     "admin_key": "a router does not forward requests to the routes that need it",
     "enable_admin": "a router does not forward requests to the routes that need it",
 }

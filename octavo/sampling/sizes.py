@@ -26,7 +26,7 @@ def state_nbytes(max_num_rows: int, vocab_size: int) -> int:
 
     The penalty part is reserved, not used: the system allocates its pages as rows with penalties
     touch them. Lists that requests contain (`logit_bias`, `allowed_token_ids`, `bad_words`) are not
-    counted.
+    counted, nor are guards, of at most 24 KiB for each row.
     """
     return max_num_rows * (vocab_size * _PENALTY_BYTES + _ROW_BYTES)
 

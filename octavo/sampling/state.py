@@ -20,6 +20,7 @@ from octavo.sampling.logits_processors.builtin import (
     MinTokens,
 )
 from octavo.sampling.logits_processors.penalties import Penalties
+from octavo.sampling.logits_processors.reasoning_end import ReasoningEnd
 from octavo.sampling.metadata import NO_LOGPROBS, SamplingMetadata
 
 
@@ -45,7 +46,7 @@ class SamplingState:
         self._num_logprobs = np.full(max_num_rows, NO_LOGPROBS, np.int64)
         self._logprob_token_ids: dict[int, NDArray[np.int32]] = {}
         """Token ids of the rows that request certain tokens."""
-        small = (AllowedTokenIds, BadWords, MinTokens, LogitBias)
+        small = (ReasoningEnd, AllowedTokenIds, BadWords, MinTokens, LogitBias)
         self.processors: list[LogitsProcessor] = [
             *(processor(max_num_rows, vocab_size) for processor in small),
             *plugins,

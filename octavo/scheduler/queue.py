@@ -17,6 +17,9 @@ from octavo.scheduler.fairness import Tenant, TenantCounters
 
 Policy = Literal["fcfs", "priority"]
 
+BACKGROUND = 2**31
+"""Priority of requests in the background, worse than that of any other request."""
+
 # Requests with deadlines that are started in a row while one without a deadline waits.
 _IN_A_ROW = 3
 
@@ -43,6 +46,8 @@ class Arrivals:
         self._num_requests += 1
         self._num_calls += request.options.turn == 0
         priority = request.options.priority if self._policy == "priority" else 0
+        if request.options.background:
+            priority = BACKGROUND
         return (priority, self._num_calls + request.options.turn, self._num_requests)
 
 

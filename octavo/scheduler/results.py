@@ -9,10 +9,12 @@ from octavo.request import Request, RequestStatus
 def check_stop(request: Request, tokens: list[int]) -> tuple[RequestStatus | None, int]:
     """Return the status with which new tokens end a request, and their number in its output.
 
-    The status is None if the request continues.
+    The status is None if the request continues. The request's guard reads the tokens.
     """
-    num_output = request.num_output_tokens
+    num_output, guard = request.num_output_tokens, request.guard
     for count, token in enumerate(tokens, 1):
+        if guard is not None:
+            guard.append(token)
         if token in request.stop_token_ids:
             params = request.sampling_params
             if num_output + count > params.min_tokens:
@@ -21,6 +23,8 @@ def check_stop(request: Request, tokens: list[int]) -> tuple[RequestStatus | Non
                 return RequestStatus.FINISHED_STOPPED, count
         if num_output + count >= request.max_tokens:
             return RequestStatus.FINISHED_LENGTH_CAPPED, count
+        if guard is not None and guard.must_stop:
+            return RequestStatus.FINISHED_REPETITION, count
     return None, len(tokens)
 
 

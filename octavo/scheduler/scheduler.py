@@ -42,11 +42,14 @@ from octavo.scheduler.fairness import CREDIT_STEPS, OUTPUT_WEIGHT, PROMPT_WEIGHT
 from octavo.scheduler.held import HELD, HeldRequests
 from octavo.scheduler.kv_loads import KVLoads
 from octavo.scheduler.listener import StepListener, WaitReason
-from octavo.scheduler.queue import Arrivals, WaitingQueue
+from octavo.scheduler.queue import BACKGROUND, Arrivals, WaitingQueue
 from octavo.scheduler.results import check_stop, take_prompt_logprobs
 from octavo.scheduler.speculation import Drafting
 from octavo.scheduler.step import ScheduledStep
 from octavo.system.clock import now
+
+# Tokens for which a step reads the weights about as long as for one.
+BACKGROUND_TOKENS = 16
 
 
 class Scheduler:
@@ -265,7 +268,9 @@ class Scheduler:
         if step.busy and not step.entries:  # better than an empty step
             step.busy = frozenset()
             self._schedule_running(step, now)
-        output.total_num_scheduled_tokens = self.max_num_batched_tokens - step.budget
+        output.total_num_scheduled_tokens = (
+            self.max_num_batched_tokens - step.budget - step.num_left_out
+        )
         output.blocks_to_copy = self.kv_cache_manager.take_blocks_to_copy()
         output.finished_req_ids, self._finished_req_ids = self._finished_req_ids, []
         if self._loads is not None:
@@ -475,7 +480,9 @@ class Scheduler:
         self._in_order = False
         prefills: list[Request] = []
         allocate_slots = self.kv_cache_manager.allocate_slots
-        may_overtake = self.config.scheduling_policy == "priority"
+        may_overtake = bool(self.waiting and running) and (
+            self.waiting.peek().queue_key[0] < running[-1].queue_key[0]
+        )
         # Divide the decoding requests among the stages.
         seats = -(-len(running) // self.num_stages)
         i = 0
@@ -484,12 +491,14 @@ class Scheduler:
             if request in step.busy:
                 i += 1
                 continue
-            priority = request.options.priority
-            if may_overtake and self.waiting and self.waiting.peek().options.priority < priority:
+            priority = request.queue_key[0]
+            if may_overtake and self.waiting and self.waiting.peek().queue_key[0] < priority:
                 # It enters `running` at or before i, so i is still the index of the next one.
                 may_overtake = self._admit(step, now, preempt=True)
                 i += may_overtake
                 continue
+            if priority == BACKGROUND and not self._leave_budget(step):
+                break
             total = len(request.all_token_ids) + request.num_output_placeholders
             left = request.num_prompt_tokens + request.max_tokens - total
             if left <= 0:
@@ -551,6 +560,8 @@ class Scheduler:
                 may_admit = self._admit(step, now, preempt=False)
                 continue
             prefills.remove(request)
+            if request.options.background and not self._leave_budget(step):
+                break
             start = request.num_computed_tokens
             total = request.num_tokens + request.num_output_placeholders
             num_new = min(self._cap(total - start), step.budget)
@@ -573,6 +584,8 @@ class Scheduler:
         if request.num_output_placeholders:
             # The request was preempted, and steps in flight sample tokens for it.
             return self._note_wait(request, WaitReason.IN_FLIGHT)
+        if request.options.background and not self._leave_budget(step):
+            return self._note_wait(request, WaitReason.BUDGET)
         manager, options = self.kv_cache_manager, request.options
         if manager.waits_for_leader(request):
             return self._note_wait(request, WaitReason.LEADER)
@@ -596,7 +609,7 @@ class Scheduler:
             if has_seat and manager.allocate_slots(request, num_new, hit) is not None:
                 break
             worst = self.running[-1] if preempt and self.running else None
-            if worst is None or worst.options.priority <= options.priority:
+            if worst is None or worst.queue_key[0] <= request.queue_key[0]:
                 return self._note_wait(request, WaitReason.BLOCKS if has_seat else WaitReason.SEAT)
             self._preempt(self.running.pop(), request)
             step.preempted = True
@@ -624,6 +637,19 @@ class Scheduler:
             self._loads.request_started(request, scheduled.new_block_ids, start)
         self._add_to_step(step, request, scheduled, start, request.num_tokens)
         return True
+
+    def _leave_budget(self, step: ScheduledStep) -> bool:
+        """Return True if requests in the background may add tokens to a step.
+
+        In a step with other requests they may add `BACKGROUND_TOKENS` all together, so that a step
+        takes about as long as without them. They are last in the order of service.
+        """
+        alone = not self.running or self.running[0].options.background
+        if not alone and not step.is_shared:
+            step.is_shared = True
+            step.num_left_out = max(0, step.budget - BACKGROUND_TOKENS)
+            step.budget -= step.num_left_out
+        return step.budget > 0
 
     def _cap(self, num_new: int) -> int:
         """Return `num_new`, or less if the settings limit the prompt tokens of a request."""
@@ -761,6 +787,7 @@ class Scheduler:
             first_scheduled_time=request.first_scheduled_time,
             num_preemptions=request.num_preemptions,
             kv_transfer_params=transfer_params,
+            repetition=None if request.guard is None else request.guard.found,
         )
 
     def _fail_expired(self, now: float) -> None:

@@ -22,6 +22,10 @@ class ScheduledStep:
     """Most drafts of a request's grammar; see `Drafting.forced_per_request`."""
     scheduled_at: float
     preempted: bool = False
+    is_shared: bool = False
+    """True if requests in the background share the step with others."""
+    num_left_out: int = 0
+    """Number of tokens that those may not use."""
     forced: bool = False
     """True if it contains drafts of grammars."""
     entries: list[tuple[Request, int, int]] = field(default_factory=list)

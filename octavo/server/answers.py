@@ -154,7 +154,7 @@ class PromptLogprob(Answer):
 
 
 FinishReason = Literal["stop", "length", "abort"]
-ChatFinishReason = Literal["stop", "length", "abort", "tool_calls"]
+ChatFinishReason = Literal["stop", "length", "abort", "tool_calls", "function_call"]
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
@@ -178,6 +178,8 @@ class CompletionChoice(Answer):
     prompt_logprobs: PromptLogprobs | None
     token_ids: list[int] | None
     prompt_token_ids: list[int] | None
+    repetition_period: NotRequired[int | None]
+    """Number of tokens that the answer repeats, if the repetition guard found that."""
 
 
 class CompletionAnswer(Envelope):
@@ -200,6 +202,8 @@ class CompletionChunkChoice(Answer):
     stop_reason: NotRequired[int | str | None]
     token_ids: NotRequired[list[int] | None]
     prompt_token_ids: NotRequired[list[int] | None]
+    repetition_period: NotRequired[int | None]
+    """Number of tokens that the answer repeats, if the repetition guard found that."""
 
 
 class CompletionChunk(Envelope):
@@ -258,6 +262,8 @@ class ChatMessage(Answer):
     reasoning_content: NotRequired[str | None]
     """The same as `reasoning`."""
     tool_calls: NotRequired[list[ToolCall] | None]
+    function_call: NotRequired[CalledFunction | None]
+    """Call, for a request with functions."""
 
 
 class ChatChoice(Answer):
@@ -269,6 +275,8 @@ class ChatChoice(Answer):
     finish_reason: ChatFinishReason
     stop_reason: int | str | None
     token_ids: list[int] | None
+    repetition_period: NotRequired[int | None]
+    """Number of tokens that the answer repeats, if the repetition guard found that."""
 
 
 class ChatAnswer(Envelope):
@@ -308,6 +316,7 @@ class ChatDelta(Answer):
     reasoning: NotRequired[str | None]
     reasoning_content: NotRequired[str | None]
     tool_calls: NotRequired[list[ToolCallDelta] | None]
+    function_call: NotRequired[CalledFunctionDelta | None]
 
 
 class ChatChunkChoice(Answer):
@@ -319,6 +328,8 @@ class ChatChunkChoice(Answer):
     finish_reason: ChatFinishReason | None
     stop_reason: NotRequired[int | str | None]
     token_ids: NotRequired[list[int] | None]
+    repetition_period: NotRequired[int | None]
+    """Number of tokens that the answer repeats, if the repetition guard found that."""
 
 
 class ChatChunk(Envelope):
@@ -360,6 +371,8 @@ class TokensChunkChoice(Answer):
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     text: NotRequired[str | None]
+    repetition_period: NotRequired[int | None]
+    """Number of tokens that the answer repeats, if the repetition guard found that."""
 
 
 class TokensAnswer(Answer):
@@ -487,6 +500,147 @@ class InputTokens(Answer):
     input_tokens: int
 
 
+class ResponseError(Answer):
+    """Reason why a response failed."""
+
+    code: Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]
+    message: str
+
+
+class IncompleteDetails(Answer):
+    """Reason why a response is incomplete."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class InputTokensDetails(Answer):
+    """Part of `ResponseUsage`."""
+
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputTokensDetails(Answer):
+    """Part of `ResponseUsage`."""
+
+    reasoning_tokens: int
+    """Tokens of the text of the reasoning."""
+
+
+class ResponseUsage(Answer):
+    """Token counts."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ConversationId(Answer):
+    """Conversation of a response."""
+
+    id: str
+
+
+ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+
+
+class ResponseReasoning(Answer):
+    """Settings of the reasoning."""
+
+    effort: str | None
+    summary: str | None
+
+
+class ResponseObject(Answer):
+    """POST /v1/responses."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: ResponseStatus
+    background: bool
+    error: ResponseError | None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    model: str
+    output: list[dict[str, Any]]
+    """Items: reasoning, message and function_call."""
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    conversation: ConversationId | None
+    prompt_cache_key: str | None
+    reasoning: ResponseReasoning
+    safety_identifier: str | None
+    service_tier: Literal["default"]
+    store: bool
+    temperature: float | None
+    top_p: float | None
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    truncation: Literal["disabled"]
+    usage: ResponseUsage | None
+    user: str | None
+    metadata: dict[str, str]
+
+
+@with_config(ConfigDict(extra="allow", strict=True))
+class ResponseEvent(TypedDict):
+    """Event of a stream of /v1/responses; its type determines the other fields."""
+
+    type: str
+    sequence_number: int
+    """Number of the event, counted from 0."""
+
+
+class ResponseInputTokens(Answer):
+    """POST /v1/responses/input_tokens."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+class ItemList(Answer):
+    """Page of a list of items."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str
+    last_id: str
+    has_more: bool
+
+
+class Deleted(Answer):
+    """Deleted object."""
+
+    id: str
+    object: Literal["response", "conversation.deleted"]
+    deleted: Literal[True]
+
+
+class Conversation(Answer):
+    """POST /v1/conversations."""
+
+    id: str
+    object: Literal["conversation"]
+    created_at: int
+    metadata: dict[str, str]
+
+
+@with_config(ConfigDict(extra="allow", strict=True))
+class Item(TypedDict):
+    """Item of a conversation."""
+
+    id: str
+    type: str
+
+
 class Text(Answer):
     """POST /detokenize."""
 
@@ -559,6 +713,125 @@ class ProfileStopped(Answer):
     """POST /stop_profile."""
 
     path: str
+
+
+class RenderedPrompt(Answer):
+    """POST /v1/chat/completions/render: a body for POST /inference/v1/generate."""
+
+    request_id: str
+    model: str
+    prompt_text: str | None
+    """Prompt as text; null: the client sent token ids."""
+    token_ids: list[int]
+    sampling_params: dict[str, Any]
+    """Parameters, without those that have the default of that route."""
+    stream: bool
+    stream_options: dict[str, Any] | None
+    cache_salt: str | None
+    priority: int
+    kv_transfer_params: dict[str, Any] | None
+
+
+class FileObject(Answer):
+    """OpenAI's description of a file."""
+
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    expires_at: int | None
+    filename: str
+    purpose: str
+    status: Literal["processed"]
+    status_details: None
+
+
+class FileList(Answer):
+    """GET /v1/files."""
+
+    object: Literal["list"]
+    data: list[FileObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class FileDeleted(Answer):
+    """DELETE /v1/files/{file_id}."""
+
+    id: str
+    object: Literal["file"]
+    deleted: Literal[True]
+
+
+class BatchError(Answer):
+    """Reason why a batch failed."""
+
+    code: str
+    message: str
+    param: str | None
+    line: int | None
+    """Number of the line, from 1."""
+
+
+class BatchErrors(Answer):
+    """Reasons why a batch failed, at most a hundred."""
+
+    object: Literal["list"]
+    data: list[BatchError]
+
+
+class RequestCounts(Answer):
+    """Numbers of the lines of a batch."""
+
+    total: int
+    completed: int
+    failed: int
+
+
+class Batch(Answer):
+    """OpenAI's description of a batch. Times are seconds since 1970."""
+
+    id: str
+    object: Literal["batch"]
+    endpoint: str
+    model: str | None
+    errors: BatchErrors | None
+    input_file_id: str
+    completion_window: Literal["24h"]
+    status: Literal[
+        "validating",
+        "failed",
+        "in_progress",
+        "finalizing",
+        "completed",
+        "expired",
+        "cancelling",
+        "cancelled",
+    ]
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    in_progress_at: int | None
+    expires_at: int
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: RequestCounts
+    metadata: dict[str, str] | None
+
+
+class BatchList(Answer):
+    """GET /v1/batches."""
+
+    object: Literal["list"]
+    data: list[Batch]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 def respond(

@@ -10,15 +10,18 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo.errors import RequestError
 from octavo.outputs import CompletionOutput, RequestOutput
 from octavo.parsers.parts import CallArguments, CallStart, Part, Reasoning
 from octavo.server import answers
-from octavo.server.anthropic_schema import CountTokensBody, MessagesBody
+from octavo.server.anthropic_schema import CountTokensBody, MessagesBody, renamed
 from octavo.server.body import read_model
 from octavo.server.chat import ChatCompletion, read_chat
 from octavo.server.errors import anthropic_error_event
-from octavo.server.generation import EventStream
+from octavo.server.generation import EventStream, stopped_by_guard
+from octavo.server.middleware import context_of
 from octavo.server.resumable_streams import Events
+from octavo.server.schema import ChatBody
 from octavo.server.state import state_of
 from octavo.system.offload import offload
 from octavo.text.tokenizer import MAX_TOKENS
@@ -32,23 +35,43 @@ async def create_message(request: Request) -> Response:
     """Write the next message of a chat."""
     limit = state_of(request).config.max_request_bytes
     body = await read_model(request, MessagesBody, limit)
-    return await MessageAnswer.respond(request, body.to_chat())
+    return await MessageAnswer.respond(request, await _to_chat(request, body))
 
 
 async def count_tokens(request: Request) -> Response:
     """Return the number of tokens of a chat."""
     state = state_of(request)
     given = await read_model(request, CountTokensBody, state.config.max_request_bytes)
-    body = given.to_chat()
-    state.check_model(body.model)
-    engine = await state.get_engine()
-    tokenizer = state.tokenizer(engine, "messages")
-    reading = await read_chat(body, engine, state, 0)
-    (prompt,) = reading.prompts
-    assert isinstance(prompt, str)
-    most = max(engine.max_model_len, MAX_TOKENS)
-    ids = await offload(len(prompt), tokenizer.encode, prompt, reading.add_special_tokens, most)
-    return answers.respond(answers.InputTokens(input_tokens=len(ids)))
+    context = context_of(request)
+
+    async def count() -> int:
+        body = await _to_chat(request, given)
+        state.check_model(body.model)
+        with state.admit(1, "messages", state.tenant(context.api_key)):
+            engine = await state.get_engine()
+            tokenizer = state.tokenizer(engine, "messages")
+            reading = await read_chat(body, engine, state, context.body_bytes)
+            (prompt,) = reading.prompts
+            assert isinstance(prompt, str)
+            most = max(engine.max_model_len, MAX_TOKENS)
+            special = reading.add_special_tokens
+            return len(await offload(len(prompt), tokenizer.encode, prompt, special, most))
+
+    deadline = state.deadline(context.arrival, context.deadline_ms)
+    num_tokens = await state.run(request.receive, count(), deadline)
+    return answers.respond(answers.InputTokens(input_tokens=num_tokens))
+
+
+async def _to_chat(request: Request, body: CountTokensBody) -> ChatBody:
+    """Return a body as that of a chat completion.
+
+    Raises:
+        RequestError: a field is wrong; the error has Anthropic's name of it.
+    """
+    try:
+        return await offload(context_of(request).body_bytes // 100, body.to_chat)
+    except RequestError as error:
+        raise renamed(error) from None
 
 
 class MessageAnswer(ChatCompletion):
@@ -70,10 +93,19 @@ class MessageAnswer(ChatCompletion):
                 last = output
         assert last is not None
         (completion,) = last.outputs
-        blocks = _Blocks(self)
-        for part in self._parse(0, completion):
-            blocks.add(part)
-        return answers.respond(self._message(blocks.whole(), completion))
+
+        def whole() -> bytes:
+            blocks = _Blocks(self)
+            for part in self._parse(0, completion):
+                blocks.add(part)
+            return encode(self._message(blocks.whole(), completion))
+
+        written = await offload(len(completion.text), whole)
+        return Response(written, media_type="application/json")
+
+    def _blamed(self, error: RequestError) -> RequestError:
+        """Set the field of the body that caused an engine's error; return the error."""
+        return renamed(super()._blamed(error))
 
     async def events(self) -> Events:
         """Yield the server-sent events of the answer."""
@@ -84,14 +116,19 @@ class MessageAnswer(ChatCompletion):
                 if completion is None:
                     yield [_event({"type": "message_start", "message": self._message([], None)})]
                 (completion,) = output.outputs
-                made = [event for part in self._parse(0, completion) for event in blocks.add(part)]
+                made = await offload(len(completion.text), self._events_of, completion, blocks)
                 if made:
-                    yield list(map(_event, made))
+                    yield made
         assert completion is not None
         ended = self._message([], completion)
         delta = {name: ended[name] for name in ("stop_reason", "stop_sequence")}
         usage = {"type": "message_delta", "delta": delta, "usage": ended["usage"]}
         yield [*map(_event, [*blocks.close(), usage, {"type": "message_stop"}])]
+
+    def _events_of(self, completion: CompletionOutput, blocks: _Blocks) -> list[bytes]:
+        """Return the events of the new parts of the answer."""
+        parts = self._parse(0, completion)
+        return [_event(event) for part in parts for event in blocks.add(part)]
 
     def _message(
         self, content: list[dict[str, Any]], completion: CompletionOutput | None
@@ -101,7 +138,8 @@ class MessageAnswer(ChatCompletion):
         if completion is not None:
             finish = self.finish_reason(0, completion)
             reason = _STOP_REASONS.get(finish or "", "end_turn")
-            if finish == "stop" and isinstance(completion.stop_reason, str):
+            stopped = finish == "stop" and not stopped_by_guard(completion)
+            if stopped and isinstance(completion.stop_reason, str):
                 reason, stop = "stop_sequence", completion.stop_reason
         usage = self.usage.to_dict(0 if completion is None else None)
         details = usage["prompt_tokens_details"]

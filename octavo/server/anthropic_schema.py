@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -15,6 +16,25 @@ from octavo.server.errors import show
 from octavo.server.schema import MAX_TOOLS, ChatBody, Float, Int
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+# Names of a chat completion's fields, and Anthropic's.
+_NAMES = (
+    (re.compile(r"^stop(?=$|[^\w])"), "stop_sequences"),
+    (re.compile(r"(?<=tools\[)(\d+)\]\.function\.parameters"), r"\1].input_schema"),
+    (re.compile(r"(?<=tools\[)(\d+)\]\.function\."), r"\1]."),
+    (re.compile(r"tool_choice\.function\.name"), "tool_choice.name"),
+    (re.compile(r"^chat_template_kwargs(?=$|[^\w])"), "thinking"),
+)
+
+
+def renamed(error: RequestError) -> RequestError:
+    """Return an error of a chat completion with Anthropic's names of the fields."""
+    for pattern, name in _NAMES:
+        error.message = pattern.sub(name, error.message)
+        if error.param is not None:
+            error.param = pattern.sub(name, error.param)
+    return error
 
 
 def _check_system(value: object) -> object:
@@ -167,6 +187,26 @@ class Thinking(Body):
     """No effect."""
 
 
+class OutputFormat(Body):
+    """Form of the answer."""
+
+    type: Literal["json_schema"]
+    """Kind of the form."""
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    """JSON schema of the answer."""
+
+
+class OutputConfig(Body):
+    """Effort and form of the answer."""
+
+    inner: ClassVar[Mapping[str, type[Body]]] = {"format": OutputFormat}
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    """Variable reasoning_effort of the chat template."""
+    format: OutputFormat | None = None
+    """Required form of the answer."""
+
+
 class CountTokensBody(Body):
     """Body of POST /v1/messages/count_tokens."""
 
@@ -175,6 +215,7 @@ class CountTokensBody(Body):
         "tools": AnthropicTool,
         "tool_choice": AnthropicToolChoice,
         "thinking": Thinking,
+        "output_config": OutputConfig,
     }
 
     model: str | None = None
@@ -189,6 +230,8 @@ class CountTokensBody(Body):
     """Choice of tools."""
     thinking: Thinking | None = None
     """Reasoning of the model."""
+    output_config: OutputConfig | None = None
+    """Effort and form of the answer."""
 
     def to_chat(self) -> ChatBody:
         """Return the body of a chat completion.
@@ -228,6 +271,11 @@ class CountTokensBody(Body):
         if self.thinking is not None:
             thinks = self.thinking.type != "disabled"
             chat["chat_template_kwargs"] = {"enable_thinking": thinks}
+        if self.output_config is not None:
+            chat["reasoning_effort"] = self.output_config.effort
+            if (form := self.output_config.format) is not None:
+                schema = {"name": "format", "schema": form.schema_}
+                chat["response_format"] = {"type": "json_schema", "json_schema": schema}
         return self.complete(chat)
 
     def complete(self, chat: dict[str, Any]) -> ChatBody:

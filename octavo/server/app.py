@@ -19,9 +19,10 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from octavo.errors import ConfigError
-from octavo.server import admin, health, model_list
+from octavo.errors import ConfigError, OctavoError
+from octavo.server import admin, batches, conversations, files, health, model_list, responses
 from octavo.server.anthropic import count_tokens, create_message
+from octavo.server.batch_runner import BatchRunner
 from octavo.server.chat import create_batch_chat_completion, create_chat_completion
 from octavo.server.completions import create_completion
 from octavo.server.docs import HEADERS, docs_page
@@ -30,6 +31,15 @@ from octavo.server.generate import create_token_generation
 from octavo.server.http_state import HttpState
 from octavo.server.invocations import create_invocation
 from octavo.server.middleware import RequestMiddleware
+from octavo.server.ollama import create_ollama_chat, create_ollama_generation
+from octavo.server.ollama_models import (
+    list_running,
+    list_tags,
+    ollama_version,
+    running,
+    show_model,
+)
+from octavo.server.render import render_chat, render_completion
 from octavo.server.resume_routes import get_stream, resumable
 from octavo.server.state import ServerState
 from octavo.server.tokenize import detokenize, tokenize
@@ -62,6 +72,7 @@ DOCUMENTATION: tuple[tuple[str, Endpoint, str], ...] = (
     ("/openapi.json", openapi, "GET"),
     ("/docs", docs, "GET"),
 )
+OLLAMA_PROBE: tuple[str, Endpoint, str] = ("/", running, "HEAD")
 ROUTES: tuple[tuple[str, Endpoint, str], ...] = (
     ("/", health.index, "GET"),
     ("/health", health.health, "GET"),
@@ -76,10 +87,41 @@ ROUTES: tuple[tuple[str, Endpoint, str], ...] = (
     ("/v1/completions", resumable(create_completion), "POST"),
     ("/v1/chat/completions", resumable(create_chat_completion), "POST"),
     ("/v1/chat/completions/batch", create_batch_chat_completion, "POST"),
+    ("/v1/completions/render", render_completion, "POST"),
+    ("/v1/chat/completions/render", render_chat, "POST"),
     ("/v1/messages", create_message, "POST"),
     ("/v1/messages/count_tokens", count_tokens, "POST"),
+    ("/v1/responses", responses.create_response, "POST"),
+    ("/v1/responses/input_tokens", responses.count_input_tokens, "POST"),
+    ("/v1/responses/{response_id}", responses.get_response, "GET"),
+    ("/v1/responses/{response_id}", responses.delete_response, "DELETE"),
+    ("/v1/responses/{response_id}/cancel", responses.cancel_response, "POST"),
+    ("/v1/responses/{response_id}/input_items", responses.list_input_items, "GET"),
+    ("/v1/conversations", conversations.create_conversation, "POST"),
+    ("/v1/conversations/{conversation_id}", conversations.get_conversation, "GET"),
+    ("/v1/conversations/{conversation_id}", conversations.update_conversation, "POST"),
+    ("/v1/conversations/{conversation_id}", conversations.delete_conversation, "DELETE"),
+    ("/v1/conversations/{conversation_id}/items", conversations.list_items, "GET"),
+    ("/v1/conversations/{conversation_id}/items", conversations.create_items, "POST"),
+    ("/v1/conversations/{conversation_id}/items/{item_id}", conversations.get_item, "GET"),
+    ("/v1/conversations/{conversation_id}/items/{item_id}", conversations.delete_item, "DELETE"),
+    ("/api/chat", create_ollama_chat, "POST"),
+    ("/api/generate", create_ollama_generation, "POST"),
+    ("/api/tags", list_tags, "GET"),
+    ("/api/ps", list_running, "GET"),
+    ("/api/show", show_model, "POST"),
+    ("/api/version", ollama_version, "GET"),
     ("/inference/v1/generate", resumable(create_token_generation), "POST"),
     ("/invocations", resumable(create_invocation), "POST"),
+    ("/v1/files", files.create_file, "POST"),
+    ("/v1/files", files.list_files, "GET"),
+    ("/v1/files/{file_id}", files.get_file, "GET"),
+    ("/v1/files/{file_id}", files.delete_file, "DELETE"),
+    ("/v1/files/{file_id}/content", files.get_file_content, "GET"),
+    ("/v1/batches", batches.create_batch, "POST"),
+    ("/v1/batches", batches.list_batches, "GET"),
+    ("/v1/batches/{batch_id}", batches.get_batch, "GET"),
+    ("/v1/batches/{batch_id}/cancel", batches.cancel_batch, "POST"),
     ("/v1/streams/{stream_id:path}", get_stream, "GET"),
     ("/tokenize", tokenize, "POST"),
     ("/detokenize", detokenize, "POST"),
@@ -97,7 +139,7 @@ ROUTES: tuple[tuple[str, Endpoint, str], ...] = (
     ("/start_profile", admin.start_profile, "POST"),
     ("/stop_profile", admin.stop_profile, "POST"),
 )
-"""Path, function and method of each route, without `DOCUMENTATION`."""
+"""Path, function and method of each route, without `DOCUMENTATION` and `OLLAMA_PROBE`."""
 
 
 class App(Starlette):
@@ -133,14 +175,23 @@ class App(Starlette):
 def build_app(state: ServerState) -> App:
     """Create the application; its lifespan starts the engine, which `state.close` ends."""
 
+    runner = BatchRunner(state)
+    state.at_drain, state.at_close = runner.stop, runner.close
+
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         state.start()
+        if state.state_dir is not None:
+            try:
+                await runner.open()
+            except OctavoError as error:
+                state.fail(error)
         yield
 
     documented = not state.config.disable_fastapi_docs
-    routes = (*DOCUMENTATION, *ROUTES) if documented else ROUTES
+    routes = ((*DOCUMENTATION, *ROUTES) if documented else ROUTES) + (OLLAMA_PROBE,)
     app = App(routes, lifespan, state.config.root_path)
+    app.state.batches = runner
     add_layers(app, state)
     return app
 

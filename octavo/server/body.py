@@ -210,24 +210,45 @@ async def read_model(
     Raises:
         RequestError: the body is wrong; with --strict-fields also for an unknown field.
     """
+    data = await read_body(request, limit)
+    strict = state_of(request).config.strict_fields
 
     def check() -> tuple[M, list[str]]:
-        body = parse_json(data)
-        kind = model if isinstance(model, type) else model(body)
-        unknown = unknown_fields(kind, body)
-        return validate(kind, body), unknown
+        return check_body(data, model, strict)
 
-    data = await read_body(request, limit)
     checked, unknown = await offload(len(data) // 8, check)
-    if unknown and state_of(request).config.strict_fields:
+    context_of(request).ignored_fields = unknown
+    return checked
+
+
+def check_body(
+    data: bytes, model: type[M] | Callable[[dict[str, Any]], type[M]], strict: bool
+) -> tuple[M, list[str]]:
+    """Parse and check a body.
+
+    Args:
+        data: JSON.
+        model: the class of the body, or a function that selects it by the parsed body.
+        strict: reject unknown fields.
+
+    Returns:
+        The body, and its unknown fields.
+
+    Raises:
+        RequestError: the body is wrong.
+    """
+    body = parse_json(data)
+    kind = model if isinstance(model, type) else model(body)
+    unknown = unknown_fields(kind, body)
+    checked: M = validate(kind, body)
+    if unknown and strict:
         raise RequestError(
             f"Unknown fields: {', '.join(unknown)}; leave them out (this server runs with "
             "--strict-fields).",
             unknown[0],
             "unknown_parameter",
         )
-    context_of(request).ignored_fields = unknown
-    return checked
+    return checked, unknown
 
 
 def _request_error(error: ValidationError, body: dict[str, Any]) -> RequestError:

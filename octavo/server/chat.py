@@ -13,7 +13,7 @@ from starlette.responses import Response
 from octavo.errors import RequestError
 from octavo.outputs import CompletionOutput, Logprob, RequestOutput
 from octavo.parsers.answer import AnswerParser, Format
-from octavo.parsers.detect import schemas_of
+from octavo.parsers.detect import schemas_of, without_notes
 from octavo.parsers.parts import CallArguments, CallStart, Part, Reasoning, Role, Text
 from octavo.sampling_params import StructuredOutputsParams
 from octavo.server import answers
@@ -26,9 +26,11 @@ from octavo.server.generation import (
     make_sampling_params,
     prompt_logprobs_json,
     raw,
+    stopped_by_guard,
 )
 from octavo.server.parts import Delta, fold
 from octavo.server.schema import (
+    AllowedTools,
     BatchChatBody,
     ChatBody,
     ChatFields,
@@ -224,6 +226,8 @@ class ChatCompletion(Generation[ChatFields]):
         """True: calls get ids of the server, because a grammar wrote those of the model."""
         self._ids: set[str] = set()
         """Ids that the model wrote."""
+        self._called: set[int] = set()
+        """Choices with the one call of the older form, whose further calls are left out."""
         self._num_calls: dict[int, int] = {}
         """Number of the calls of tools in each choice so far."""
         if not (body.logprobs or body.return_token_ids):
@@ -240,22 +244,25 @@ class ChatCompletion(Generation[ChatFields]):
         """Return the request for the engine; see `Generation.read`."""
         tokenizer = self.state.tokenizer(engine, "messages")
         answer_format = await self.state.answer_format(tokenizer)
-        tools = self.body.tools if self.body.tool_choice != "none" else None
+        tools = self.body.callable_tools
         if tools and (answer_format is None or answer_format.calls is None):
+            field = "functions" if self.body.functions else "tools"
+            choice = "function_call" if self.body.functions else "tool_choice"
             raise RequestError(
-                "tools need a model whose chat template shows how it calls tools, and this one's "
-                'does not; send tool_choice="none", or start the server with --tool-call-parser.',
-                "tools",
+                f"{field} need a model whose chat template shows how it calls tools, unlike this "
+                f'one\'s; send {choice}="none", or start the server with --tool-call-parser.',
+                field,
             )
         num_bytes = self.context.body_bytes
         if answer_format is None or not (tools or answer_format.thoughts):
             return await read_chat(self.body, engine, self.state, num_bytes)
-        preserved = answer_format.special_ids(tokenizer)
+        preserved = self.state.special_ids(tokenizer, answer_format)
         reading = await read_chat(self.body, engine, self.state, num_bytes, preserved)
         schemas = schemas_of([_plain_tool(tool) for tool in tools]) if tools else None
         self._parse_with(answer_format, schemas, reading.prompts)
+        strict = next((tool for tool in tools if tool.function.strict), None)
         if schemas and reading.params.structured_outputs is None:
-            required = self.body.tool_choice not in (None, "auto")
+            required, form = self.body.must_call, None
             if tokenizer.has_bytes:
                 form = await offload(
                     num_bytes // 4, self._form_of_calls, answer_format, schemas, reading.prompts
@@ -267,8 +274,21 @@ class ChatCompletion(Generation[ChatFields]):
                     'model\'s; use tool_choice="auto".',
                     "tool_choice",
                 )
+            if strict is not None and (form is None or not (required or answer_format.marks_calls)):
+                raise self._strict_error(strict)
             self._makes_ids = required
+        elif strict is not None:
+            raise self._strict_error(strict)
         return reading
+
+    def _strict_error(self, tool: Tool) -> RequestError:
+        """Return the error of a strict tool whose calls no grammar can hold to its schema."""
+        name = tool.function.name
+        return RequestError(
+            f"The function {name!r} is strict, but here no grammar can hold its calls to its "
+            'schema; send tool_choice="required", or leave strict out.',
+            "tools",
+        )
 
     def _form_of_calls(
         self, answer_format: Format, schemas: Mapping[str, Any], prompts: Sequence[Prompt]
@@ -279,12 +299,13 @@ class ChatCompletion(Generation[ChatFields]):
             RequestError: a schema is too large, or no grammar describes it.
         """
         choice, parallel = self.body.tool_choice, self.body.parallel_tool_calls is not False
+        required = self.body.must_call
         if isinstance(choice, NamedTool):
             name, parallel = choice.function.name, False
             schemas = {name: schemas[name]}
         form = answer_format.structural_tag(
-            schemas,
-            required=choice not in (None, "auto"),
+            {name: without_notes(schema) for name, schema in schemas.items()},
+            required=required,
             parallel=parallel,
             thinks=_thinks(answer_format, prompts[0]),
         )
@@ -299,10 +320,15 @@ class ChatCompletion(Generation[ChatFields]):
         prompts: Sequence[Prompt],
     ) -> None:
         """Split the answers into text, reasoning and calls of tools."""
+        restricted = isinstance(self.body.tool_choice, AllowedTools)
+        # No grammar holds a call without its marker.
+        strict = not self.body.must_call and any(
+            tool.function.strict for tool in self.body.callable_tools
+        )
 
         def make(prompt: int) -> AnswerParser:
             thinks = _thinks(answer_format, prompts[prompt])
-            return AnswerParser(answer_format, schemas, thinks)
+            return AnswerParser(answer_format, schemas, thinks, restricted, not strict)
 
         self.make_parser = make
 
@@ -311,7 +337,8 @@ class ChatCompletion(Generation[ChatFields]):
         error = super()._blamed(error)
         made = self.body.constraint() is None
         if made and error.param in ("structured_outputs", "structural_tag"):
-            return RequestError(f"tools: {error.message}", "tools", error.code)
+            field = "functions" if self.body.functions else "tools"
+            return RequestError(f"{field}: {error.message}", field, error.code)
         return error
 
     def opening(self, prompt: int) -> list[list[Part]]:
@@ -346,7 +373,9 @@ class ChatCompletion(Generation[ChatFields]):
             }
             if reasoning is not None:
                 message["reasoning_content"] = reasoning
-            if calls:
+            if calls and body.functions:
+                message["function_call"] = calls[0]["function"]
+            elif calls:
                 message["tool_calls"] = _whole_calls(calls)
             return {
                 "index": delta.index,
@@ -363,7 +392,9 @@ class ChatCompletion(Generation[ChatFields]):
             changes["role"] = texts[Role]
         if reasoning:
             changes["reasoning"] = changes["reasoning_content"] = reasoning
-        if calls:
+        if calls and body.functions:
+            changes["function_call"] = calls[0]["function"]
+        elif calls:
             changes["tool_calls"] = calls
         if not (changes or Text in texts or finished or reports_tokens):
             return None
@@ -386,6 +417,14 @@ class ChatCompletion(Generation[ChatFields]):
         """Return the new parts of the calls of a choice, in OpenAI's form."""
         written: list[dict[str, object]] = []
         for part in delta.parts:
+            if (
+                isinstance(part, CallStart)
+                and self.body.functions
+                and self._num_calls.get(delta.index)
+            ):
+                self._called.add(delta.index)
+            if delta.index in self._called:
+                continue
             if isinstance(part, CallStart):
                 call_id = self.begin_call(delta.index, part)
                 number = self._num_calls[delta.index] - 1
@@ -404,8 +443,11 @@ class ChatCompletion(Generation[ChatFields]):
 
     def finish_reason(self, choice: int, completion: CompletionOutput) -> str | None:
         """Return the finish reason of a choice: tool_calls if it ended with calls."""
-        called = completion.finish_reason == "stop" and self._num_calls.get(choice)
-        return "tool_calls" if called else completion.finish_reason
+        whole = completion.finish_reason == "stop" and not stopped_by_guard(completion)
+        called = whole and self._num_calls.get(choice)
+        if not called:
+            return completion.finish_reason
+        return "function_call" if self.body.functions else "tool_calls"
 
     def begin_call(self, choice: int, start: CallStart) -> str:
         """Count a call of a choice, and return its id: the same after a restart of the engine."""

@@ -28,6 +28,21 @@ class Usage(NamedTuple):
     """Number of prompt tokens from the prefix cache; None: not reported."""
 
 
+class Served(NamedTuple):
+    """Description of an Octavo server and its model."""
+
+    address: str
+    """Address of the server, without /v1."""
+    model: str
+    context_length: int
+    has_tools: bool
+    """True if the server knows how the model calls tools."""
+    thinks: bool
+    """True if the server knows how the model writes reasoning."""
+    routes: frozenset[str]
+    """Methods and paths, such as POST /v1/messages."""
+
+
 class Client:
     """Connection to a server.
 
@@ -91,6 +106,38 @@ class Client:
         if response.status_code != 200:
             raise ServerError(_message(response.status_code, response.content))
         return str(response.json().get("message"))
+
+    def describe(self) -> Served:
+        """Return the description of the server and its model.
+
+        Raises:
+            ServerError: the server is not ready, is not Octavo's, or does not have the model; or
+                the model's name has control characters.
+        """
+        if not self.model.isprintable():
+            raise ServerError(f"The model's name {self.model!r} has control characters.")
+        address = self._url.removesuffix("/v1")
+        try:
+            ready = self._http.get(f"{address}/ready")
+            index = self._http.get(f"{address}/")
+            shown = self._http.post(f"{address}/api/show", json={"model": self.model})
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from None
+        for response in (index, shown):
+            if response.status_code != 200:
+                raise ServerError(_message(response.status_code, response.content))
+        try:
+            if ready.status_code != 200:
+                raise ServerError(f"The server is not ready: {ready.json()['reason']}.")
+            described = shown.json()
+            info, capabilities = described["model_info"], described["capabilities"]
+            length = int(info[f"{info['general.architecture']}.context_length"])
+            routes = frozenset(map(str, index.json()["endpoints"]))
+        except (ValueError, LookupError, TypeError):
+            raise ServerError(f"{address} is not the address of an Octavo server.") from None
+        return Served(
+            address, self.model, length, "tools" in capabilities, "thinking" in capabilities, routes
+        )
 
     def _first_model(self) -> str:
         try:
@@ -170,6 +217,7 @@ def _usage(told: Any) -> Usage | None:
 def _message(status: int, body: bytes) -> str:
     """Return the message of an error answer."""
     try:
-        return str(msgspec.json.decode(body)["error"]["message"])
+        error = msgspec.json.decode(body)["error"]
+        return error if isinstance(error, str) else str(error["message"])
     except (msgspec.MsgspecError, LookupError, TypeError):
         return f"The server answered with status {status}."

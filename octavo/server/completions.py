@@ -58,8 +58,7 @@ class Completion(Generation[CompletionBody]):
         super().__init__(request, body)
         self._num_embeds = len(body.prompt_embeds or ())
         self._only_echo = _only_echoes(body)
-        details = self.state.config.enable_prompt_tokens_details
-        self.usage = Usage(details, count_completions=not self._only_echo)
+        self.usage = Usage(self.reports_cached_tokens, count_completions=not self._only_echo)
         self._sent: dict[int, int] = {}
         """Length of the text of each choice that has been streamed."""
         self._offsets: dict[int, _Offsets] = {}

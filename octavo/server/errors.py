@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import reprlib
+from collections.abc import Callable
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -13,6 +14,7 @@ from starlette.responses import Response
 from octavo.compat.routes import elsewhere
 from octavo.errors import EngineDeadError, GivenUpError, OctavoError, RequestError
 from octavo.server import answers
+from octavo.server.ollama_answers import OllamaError
 
 logger = logging.getLogger(__name__)
 
@@ -130,9 +132,13 @@ def error_status(error: BaseException) -> int:
     return 503 if isinstance(error, EngineDeadError) else 500
 
 
-def speaks_anthropic(path: str) -> bool:
-    """Return True if the clients of an address expect the form of Anthropic's API."""
-    return "/v1/messages" in path
+def error_writer(path: str) -> Callable[[BaseException], bytes]:
+    """Return the function that writes an error in the form that clients of an address expect."""
+    if "/v1/messages" in path:
+        return anthropic_error_json
+    if "/api/" in path and "/v1/" not in path:
+        return ollama_error_json
+    return error_json
 
 
 _ANTHROPIC_TYPES = {
@@ -157,6 +163,11 @@ def anthropic_error_json(error: BaseException) -> bytes:
     kind = _ANTHROPIC_TYPES.get(status, kind)
     found = answers.AnthropicErrorDetail(type=kind, message=detail["message"])
     return msgspec.json.encode(answers.AnthropicError(type="error", error=found))
+
+
+def ollama_error_json(error: BaseException) -> bytes:
+    """Return the JSON body of an error in the form of Ollama's API."""
+    return msgspec.json.encode(OllamaError(error=error_detail(error)["message"]))
 
 
 def error_json(error: BaseException) -> bytes:
@@ -186,12 +197,14 @@ def error_event(error: BaseException) -> bytes:
     return b"data: " + error_json(error) + b"\n\n"
 
 
-def error_response(error: BaseException, *, anthropic: bool = False) -> Response:
+def error_response(
+    error: BaseException, write: Callable[[BaseException], bytes] = error_json
+) -> Response:
     """Return the answer to a request that failed before any data was sent.
 
     Args:
         error: the error.
-        anthropic: True for the form of Anthropic's API.
+        write: returns the body; see `error_writer`.
     """
     headers: dict[str, str] = {}
     retry_after = getattr(error, "retry_after", None)
@@ -206,25 +219,24 @@ def error_response(error: BaseException, *, anthropic: bool = False) -> Response
     status = error_status(error)
     if status == 408 or isinstance(error, GivenUpError):
         headers["x-should-retry"] = "false"  # OpenAI's clients would repeat the request
-    body = anthropic_error_json(error) if anthropic else error_json(error)
-    return Response(body, status, headers, "application/json")
+    return Response(write(error), status, headers, "application/json")
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
     """Turn errors of the router (unknown address, wrong method) into OpenAI's form."""
     assert isinstance(error, HTTPException)
     path = request.url.path
-    where, anthropic = f"{request.method} {path}", speaks_anthropic(path)
+    where, write = f"{request.method} {path}", error_writer(path)
     if error.status_code == 405:
         allow = (error.headers or {}).get("Allow", "")
         wrong = RouteError(405, f"{where}: method not allowed; use {allow}.", allow)
-        return error_response(wrong, anthropic=anthropic)
+        return error_response(wrong, write)
     if error.status_code == 404:
         instead = elsewhere(path)
         said = "no such route; GET / lists them" if instead is None else f"not available; {instead}"
-        return error_response(RouteError(404, f"{where}: {said}."), anthropic=anthropic)
+        return error_response(RouteError(404, f"{where}: {said}."), write)
     other = RouteError(error.status_code, f"{where}: {error.detail}")
-    return error_response(other, anthropic=anthropic)
+    return error_response(other, write)
 
 
 def log_unexpected(error: BaseException) -> None:

@@ -7,7 +7,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar, cast
 
 import msgspec
@@ -53,6 +53,9 @@ T = TypeVar("T")
 Prompt = str | list[int] | EmbedsPrompt
 IndexedOutput = tuple[int, RequestOutput]
 
+REPETITION = "repetition"
+"""Reason of the end, and `stop_reason`, of an answer that repeated itself."""
+
 # OpenAI's value for "impossible"; JSON has no infinity.
 MIN_LOGPROB = -9999.0
 # Number of prompts that are started before the event loop may do other work.
@@ -69,6 +72,15 @@ class Reading(NamedTuple):
     prompts: Sequence[Prompt]
     params: SamplingParams
     add_special_tokens: bool
+
+
+class Rendered(NamedTuple):
+    """Prompt as the engine receives it."""
+
+    text: str | None
+    """None: the client sent token ids."""
+    token_ids: list[int]
+    params: SamplingParams
 
 
 class Generation(ABC, Generic[B]):
@@ -97,11 +109,13 @@ class Generation(ABC, Generic[B]):
         self.id = f"{self.id_prefix}-{self.context.request_id}"
         deadline_ms = body.deadline_ms or self.context.deadline_ms
         arrival = self.context.arrival
-        self.deadline = self.state.deadline(arrival, deadline_ms)
+        background = self.context.background
+        # A line of a batch waits for other requests, for which its client sets no limit.
+        self.deadline = None if background else self.state.deadline(arrival, deadline_ms)
         self._own_deadline = _after(arrival, deadline_ms)
         self._first_token_deadline = _after(arrival, body.max_ttft_ms or self.context.max_ttft_ms)
         self.n = 1 if body.n is None else body.n
-        self.usage = Usage(self.state.config.enable_prompt_tokens_details)
+        self.usage = Usage(self.reports_cached_tokens)
         self._times: RequestMetrics | None = None
         """Times of the request, if they are reported."""
         self.tokenizer: Tokenizer | None = None
@@ -113,7 +127,7 @@ class Generation(ABC, Generic[B]):
         self._envelope: dict[str, object] = {
             "id": self.id,
             "object": self.chunk_object_name if body.stream else self.object_name,
-            "created": int(time.time()),
+            "created": self.context.created or int(time.time()),
             "model": body.model or self.state.model_names[0],
             "system_fingerprint": self.state.system_fingerprint,
         }
@@ -146,6 +160,11 @@ class Generation(ABC, Generic[B]):
 
         stream.task.add_done_callback(let_go)
         return reading(state, stream, 0)
+
+    @property
+    def reports_cached_tokens(self) -> bool:
+        """True if the usage has details; the same batch has the same answers without them."""
+        return self.state.config.enable_prompt_tokens_details and not self.context.background
 
     @property
     @abstractmethod
@@ -189,7 +208,7 @@ class Generation(ABC, Generic[B]):
                 for completion in sorted(output.outputs, key=lambda c: c.index):
                     index = prompt * self.n + completion.index
                     parts = opening + self._parse(index, completion)
-                    yield self.write(Delta(index, prompt, parts, completion, output))
+                    yield self._write(Delta(index, prompt, parts, completion, output))
 
     def chunks(self, prompt: int, newest: RequestOutput) -> list[bytes]:
         """Return the JSON of the choices of the next chunks."""
@@ -203,10 +222,18 @@ class Generation(ABC, Generic[B]):
                         chunks.append(template % (index, encode(completion.text)))
                     continue
                 parts = self._parse(index, completion)
-                choice = self.write(Delta(index, prompt, parts, completion, output))
+                choice = self._write(Delta(index, prompt, parts, completion, output))
                 if choice is not None:
                     chunks.append(encode(choice))
         return chunks
+
+    def _write(self, delta: Delta) -> Mapping[str, object] | None:
+        """Return `write`, at the end with the repetition that the guard found."""
+        choice, completion = self.write(delta), delta.completion
+        period = completion.repetition_period
+        if choice is None or period is None or completion.finish_reason is None:
+            return choice
+        return {**choice, "repetition_period": period}
 
     def _parse(self, index: int, completion: CompletionOutput) -> list[Part]:
         if self.make_parser is None:
@@ -313,15 +340,17 @@ class Generation(ABC, Generic[B]):
     async def _outputs(self) -> AsyncGenerator[IndexedOutput, None]:
         """Yield the outputs of all prompts, as they arrive."""
         count = self.num_prompts * max(1, self.num_answers)
-        tenant = self.state.tenant(self.context.api_key)
+        tenant, background = self.state.tenant(self.context.api_key), self.context.background
         blamed = "n" if self.num_answers > self.num_prompts else self.prompt_param
-        with self.state.admit(count, blamed, tenant):
+        # Lines of batches take no places: their number has a limit of its own.
+        with nullcontext() if background else self.state.admit(count, blamed, tenant):
             engine = await self.state.get_engine()
             self.tokenizer = engine.tokenizer
             try:
                 prompts, params, add_special_tokens = await self.read(engine)
             except RequestError as error:
                 raise self._blamed(error) from None
+            await self._complete_guard(engine, params)
             if self.body.kv_transfer_params is not None and len(prompts) > 1:
                 raise RequestError(
                     f"kv_transfer_params goes with one prompt, and there are {len(prompts)}; send "
@@ -358,6 +387,7 @@ class Generation(ABC, Generic[B]):
                     turn=index * params.n,
                     cache_salt=salt,
                     flow=flow_of(self.context.address),
+                    background=background,
                 )
                 if self.body.use_beam_search:
                     beams = self.body.beam_params(params.max_tokens)
@@ -381,12 +411,18 @@ class Generation(ABC, Generic[B]):
 
             # Times of a request with several answers are not defined.
             times_one = self.state.config.enable_per_request_metrics and count == 1
+            times_one = times_one and not background
             streams = [one(i) for i in range(len(prompts))]
             merged = streams[0] if len(streams) == 1 else _merge(streams)
             try:
                 async with aclosing(merged):
                     async for index, output in merged:
                         self.usage.add(index, output)
+                        for completion in output.outputs:
+                            if completion.finish_reason == REPETITION:
+                                # Clients know only OpenAI's reasons.
+                                completion.finish_reason = "stop"
+                                completion.stop_reason = REPETITION
                         if times_one:
                             self._times = output.metrics
                         self.context.prompt_tokens = self.usage.prompt_tokens
@@ -395,6 +431,36 @@ class Generation(ABC, Generic[B]):
             except RequestError as error:
                 raise self._blamed(error) from None
 
+    async def render(self) -> list[Rendered]:
+        """Return the requests that the engine would receive, in the order of the prompts.
+
+        Raises:
+            RequestError: the request is wrong.
+        """
+        engine = await self.state.get_engine()
+        self.tokenizer = engine.tokenizer
+        options = RequestOptions(clock.now())
+        try:
+            prompts, params, special = await self.read(engine)
+            found = []
+            for prompt in prompts:
+                request, text = await engine.process(prompt, params, self.id, options, special)
+                found.append(Rendered(text, request.prompt_token_ids, params))
+            return found
+        except RequestError as error:
+            raise self._blamed(error) from None
+
+    async def _complete_guard(self, engine: AsyncLLM, params: SamplingParams) -> None:
+        """Add what the limits of reasoning and repetition need to a request's parameters."""
+        if params.repetition_guard is None:
+            params.repetition_guard = self.state.config.repetition_guard
+        ends_thoughts = params.repetition_guard == "close_thinking"
+        if engine.tokenizer is not None and (
+            ends_thoughts or params.thinking_token_budget is not None
+        ):
+            found = await self.state.answer_format(engine.tokenizer)
+            params.reasoning_markers = None if found is None else found.thoughts
+
     def _blamed(self, error: RequestError) -> RequestError:
         """Set the field of the body that caused an engine's error; return the error."""
         if error.param == "prompt":
@@ -402,6 +468,11 @@ class Generation(ABC, Generic[B]):
         elif error.param == "structured_outputs" and (found := self.body.constraint()):
             error.param = found[0]
         return error
+
+
+def stopped_by_guard(completion: CompletionOutput) -> bool:
+    """Return True if an answer ended because it repeated itself."""
+    return completion.repetition_period is not None and completion.stop_reason == REPETITION
 
 
 def metrics_json(times: RequestMetrics, num_tokens: int) -> answers.PerRequestMetrics:
@@ -498,6 +569,7 @@ class EventStream(Response):
         deadline: latest end of the response, as second of `time.monotonic`.
         last: bytes to send after the events.
         write_error: returns the event of an error.
+        media_type: type of the events.
     """
 
     def __init__(
@@ -507,9 +579,10 @@ class EventStream(Response):
         deadline: float | None,
         last: bytes = DONE,
         write_error: Callable[[BaseException], bytes] = error_event,
+        media_type: str = "text/event-stream",
     ) -> None:
         super().__init__(
-            media_type="text/event-stream",
+            media_type=media_type,
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
         del self.headers["content-length"]

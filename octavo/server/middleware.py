@@ -18,9 +18,9 @@ from octavo.server.errors import (
     ClientDisconnectError,
     UnavailableError,
     error_response,
+    error_writer,
     log_unexpected,
     show,
-    speaks_anthropic,
 )
 from octavo.server.http_state import HttpState
 from octavo.system.logs import REQUEST_ID
@@ -51,6 +51,10 @@ class RequestContext:
     body_bytes: int = 0
     """Number of received bytes of the body."""
     status: int | None = None
+    background: bool = False
+    """True for a line of a batch."""
+    created: int | None = None
+    """Time of the answer in seconds since 1970; None: now."""
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
 
@@ -115,7 +119,7 @@ class RequestMiddleware:
             log_unexpected(error)
             if context.status is not None:
                 raise  # too late for an answer: the connection gets closed
-            response = error_response(error, anthropic=speaks_anthropic(path))
+            response = error_response(error, error_writer(path))
             await response(scope, receive, send_with_id)
         finally:
             self.state.num_active -= not probe

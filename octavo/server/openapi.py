@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any
+from typing import Any, get_args
 
 from fastapi import FastAPI
 from pydantic import BaseModel, RootModel, TypeAdapter
@@ -17,9 +17,21 @@ from pydantic.json_schema import JsonSchemaMode
 from starlette.responses import Response
 
 from octavo import __version__
-from octavo.server import answers
+from octavo.server import answers, ollama_answers
 from octavo.server.anthropic_schema import CountTokensBody, MessagesBody
+from octavo.server.batches import CreateBatchBody
 from octavo.server.field_docs import describe
+from octavo.server.file_store import Purpose
+from octavo.server.files import MAX_EXPIRY, MIN_EXPIRY
+from octavo.server.ollama import MEDIA_TYPE
+from octavo.server.ollama_schema import OllamaChatBody, OllamaGenerateBody, ShowBody
+from octavo.server.responses_schema import (
+    ConversationBody,
+    ConversationItemsBody,
+    ConversationUpdateBody,
+    InputTokensBody,
+    ResponseBody,
+)
 from octavo.server.schema import (
     BatchChatBody,
     ChatBody,
@@ -36,11 +48,18 @@ _ALWAYS = (400, 421, 500)
 _GUARDED = (*_ALWAYS, 401, 503)
 _WITH_BODY = (*_GUARDED, 404, 408, 413, 415, 429)
 _ADMIN = (*_GUARDED, 403, 415)
+_NAMED = (*_GUARDED, 404)
 _FLAG = ("false", "true")
+_PAGES = {"limit": ("20",), "order": ("desc", "asc")}
+_TEXT = ()
 
 
 class InvocationBody(RootModel[ChatBody | CompletionBody]):
     """Body of POST /invocations."""
+
+
+class RenderedPrompts(RootModel[list[answers.RenderedPrompt]]):
+    """POST /v1/completions/render."""
 
 
 class InvocationAnswer(RootModel[answers.ChatAnswer | answers.CompletionAnswer]):
@@ -66,7 +85,10 @@ class Operation:
     states: Sequence[int] = (200,)
     """Statuses of responses with `answer`."""
     query: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Query parameters and their values, the default first; one value: any integer >= 0."""
+    """Query parameters and their values, the default first; one value: any integer >= 0; none: any
+    text."""
+    form: bool = False
+    """True for the form of an upload."""
 
     def responses(self) -> dict[int | str, dict[str, Any]]:
         """Return the `responses` of FastAPI's route."""
@@ -75,7 +97,12 @@ class Operation:
             content = {"text/plain": {"schema": {"type": "string"}}}
         elif self.answer is not None:
             content = {"application/json": {"schema": _ref(self.answer)}}
-        if self.chunk is not None:
+        if self.error is ollama_answers.OllamaError and self.chunk is not None:
+            line = {"anyOf": [_ref(self.chunk), _ref(self.error)]}
+            text = "Lines of JSON (x-event-schema), except with stream=false."
+            schema = {"type": "string", "description": text, "x-event-schema": line}
+            content[MEDIA_TYPE] = {"schema": schema}
+        elif self.chunk is not None:
             content["text/event-stream"] = {
                 "schema": {
                     "type": "string",
@@ -97,17 +124,38 @@ class Operation:
         if self.body is not None:
             content = {"application/json": {"schema": _ref(self.body)}}
             extra["requestBody"] = {"required": True, "content": content}
+        if self.form:
+            content = {"multipart/form-data": {"schema": _UPLOAD}}
+            extra["requestBody"] = {"required": True, "content": content}
         for name in re.findall(r"{(\w+)", path):
             parameter = {"name": name, "in": "path", "required": True}
-            extra["parameters"] = [{**parameter, "schema": {"type": "string"}}]
+            extra.setdefault("parameters", []).append({**parameter, "schema": {"type": "string"}})
         for name, values in self.query.items():
-            schema: dict[str, Any] = {"type": "string", "enum": values, "default": values[0]}
-            if len(values) == 1:
+            schema: dict[str, Any] = {"type": "string"}
+            if len(values) > 1:
+                schema |= {"enum": values, "default": values[0]}
+            elif values:
                 schema = {"type": "integer", "minimum": 0, "default": int(values[0])}
             extra.setdefault("parameters", []).append(
                 {"name": name, "in": "query", "schema": schema}
             )
         return extra or None
+
+
+_UPLOAD: dict[str, Any] = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"type": "string", "enum": get_args(Purpose)},
+        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+        "expires_after[seconds]": {
+            "type": "integer",
+            "minimum": MIN_EXPIRY,
+            "maximum": MAX_EXPIRY,
+        },
+    },
+}
 
 
 OPERATIONS: dict[str, Operation] = {
@@ -125,6 +173,8 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "/v1/chat/completions": Operation(answers.ChatAnswer, _WITH_BODY, ChatBody, answers.ChatChunk),
     "/v1/chat/completions/batch": Operation(answers.ChatAnswer, _WITH_BODY, BatchChatBody),
+    "/v1/completions/render": Operation(RenderedPrompts, _WITH_BODY, CompletionBody),
+    "/v1/chat/completions/render": Operation(answers.RenderedPrompt, _WITH_BODY, ChatBody),
     "/v1/messages": Operation(
         answers.AnthropicMessage,
         _WITH_BODY,
@@ -135,10 +185,69 @@ OPERATIONS: dict[str, Operation] = {
     "/v1/messages/count_tokens": Operation(
         answers.InputTokens, _WITH_BODY, CountTokensBody, error=answers.AnthropicError
     ),
+    "/v1/responses": Operation(
+        answers.ResponseObject, _WITH_BODY, ResponseBody, answers.ResponseEvent
+    ),
+    "/v1/responses/input_tokens": Operation(
+        answers.ResponseInputTokens, _WITH_BODY, InputTokensBody
+    ),
+    "GET /v1/responses/{response_id}": Operation(
+        answers.ResponseObject,
+        _NAMED,
+        chunk=answers.ResponseEvent,
+        query={"stream": _FLAG, "starting_after": ("0",)},
+    ),
+    "DELETE /v1/responses/{response_id}": Operation(answers.Deleted, _NAMED),
+    "/v1/responses/{response_id}/cancel": Operation(answers.ResponseObject, (*_NAMED, 415)),
+    "/v1/responses/{response_id}/input_items": Operation(answers.ItemList, _NAMED, query=_PAGES),
+    "/v1/conversations": Operation(answers.Conversation, _WITH_BODY, ConversationBody),
+    "GET /v1/conversations/{conversation_id}": Operation(answers.Conversation, _NAMED),
+    "POST /v1/conversations/{conversation_id}": Operation(
+        answers.Conversation, _WITH_BODY, ConversationUpdateBody
+    ),
+    "DELETE /v1/conversations/{conversation_id}": Operation(answers.Deleted, _NAMED),
+    "GET /v1/conversations/{conversation_id}/items": Operation(
+        answers.ItemList, _NAMED, query=_PAGES
+    ),
+    "POST /v1/conversations/{conversation_id}/items": Operation(
+        answers.ItemList, _WITH_BODY, ConversationItemsBody
+    ),
+    "GET /v1/conversations/{conversation_id}/items/{item_id}": Operation(answers.Item, _NAMED),
+    "DELETE /v1/conversations/{conversation_id}/items/{item_id}": Operation(
+        answers.Conversation, _NAMED
+    ),
+    "/api/chat": Operation(
+        ollama_answers.OllamaChatAnswer,
+        _WITH_BODY,
+        OllamaChatBody,
+        ollama_answers.OllamaChatAnswer,
+        ollama_answers.OllamaError,
+    ),
+    "/api/generate": Operation(
+        ollama_answers.OllamaGenerateAnswer,
+        _WITH_BODY,
+        OllamaGenerateBody,
+        ollama_answers.OllamaGenerateAnswer,
+        ollama_answers.OllamaError,
+    ),
+    "/api/tags": Operation(ollama_answers.OllamaTags, _GUARDED, error=ollama_answers.OllamaError),
+    "/api/ps": Operation(ollama_answers.OllamaRunning, _GUARDED, error=ollama_answers.OllamaError),
+    "/api/show": Operation(
+        ollama_answers.OllamaShown, _WITH_BODY, ShowBody, error=ollama_answers.OllamaError
+    ),
+    "/api/version": Operation(
+        ollama_answers.OllamaVersion, _GUARDED, error=ollama_answers.OllamaError
+    ),
     "/inference/v1/generate": Operation(
         answers.TokensAnswer, _WITH_BODY, GenerateBody, answers.TokensChunk
     ),
     "/invocations": Operation(InvocationAnswer, _WITH_BODY, InvocationBody, InvocationChunk),
+    "/v1/files": Operation(answers.FileObject, (*_WITH_BODY, 403, 507), form=True),
+    "/v1/files/{file_id}": Operation(answers.FileObject, (*_GUARDED, 404)),
+    "/v1/files/{file_id}/content": Operation(None, (*_GUARDED, 404)),
+    "/v1/batches": Operation(answers.Batch, (*_WITH_BODY, 507), CreateBatchBody),
+    "/v1/batches/{batch_id}": Operation(answers.Batch, (*_GUARDED, 404)),
+    "/v1/batches/{batch_id}/cancel": Operation(answers.Batch, (*_GUARDED, 403, 404, 409, 507)),
     "/v1/streams/{stream_id:path}": Operation(
         None,
         (*_GUARDED, 404),
@@ -176,7 +285,24 @@ OPERATIONS: dict[str, Operation] = {
     "/is_scaling_elastic_ep": Operation(answers.IsScaling, (*_ADMIN, 404)),
     "/start_profile": Operation(answers.ProfileStarted, (*_ADMIN, 404, 409)),
     "/stop_profile": Operation(answers.ProfileStopped, (*_ADMIN, 404, 409)),
+    "GET /v1/files": Operation(
+        answers.FileList,
+        (*_GUARDED, 404),
+        query={"purpose": _TEXT, "order": ("desc", "asc"), "after": _TEXT, "limit": ("10000",)},
+    ),
+    "DELETE /v1/files/{file_id}": Operation(answers.FileDeleted, (*_GUARDED, 404, 409, 507)),
+    "GET /v1/batches": Operation(
+        answers.BatchList,
+        (*_GUARDED, 404),
+        query={**_PAGES, "after": _TEXT},
+    ),
 }
+"""Documentation by path, or by method and path ("DELETE /v1/...")."""
+
+
+def operation_of(path: str, method: str) -> Operation:
+    """Return the documentation of a route."""
+    return OPERATIONS.get(f"{method} {path}") or OPERATIONS[path]
 
 
 def describe_routes(
@@ -187,15 +313,20 @@ def describe_routes(
         title="Octavo", version=__version__, description="OpenAI-compatible inference server."
     )
     for path, endpoint, method in routes:
+        operation = operation_of(path, method)
         app.add_api_route(
             path,
             endpoint,
             methods=[method],
             response_class=Response,
-            responses=OPERATIONS[path].responses(),
-            openapi_extra=OPERATIONS[path].extra(path),
+            responses=operation.responses(),
+            openapi_extra=operation.extra(path),
         )
-    models: list[type[object]] = [answers.ErrorAnswer, answers.AnthropicError]
+    models: list[type[object]] = [
+        answers.ErrorAnswer,
+        answers.AnthropicError,
+        ollama_answers.OllamaError,
+    ]
     for operation in OPERATIONS.values():
         found = (operation.body, operation.answer, operation.chunk)
         models += [model for model in found if model is not None and model not in models]

@@ -9,20 +9,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 import stat
+import time
 import uuid
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, get_args, get_type_hints
+from typing import Any, BinaryIO
 
-import httpx
 import msgspec
 
 from octavo.config import EngineConfig, ServerConfig
-from octavo.errors import ConfigError
-from octavo.server.app import build_app
+from octavo.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
+from octavo.server.batch_line import (
+    BatchLine,
+    LineAnswer,
+    LineError,
+    answer_line,
+    failed,
+    parse_line,
+)
+from octavo.server.errors import UnavailableError, error_detail
+from octavo.server.middleware import RequestContext
 from octavo.server.run import engine_processes
 from octavo.server.serve import start_engine
 from octavo.server.state import ServerState
@@ -32,16 +40,6 @@ logger = logging.getLogger(__name__)
 
 # Interval of retries of a line that the server rejects for lack of capacity.
 _RETRY_SECONDS = 0.2
-
-
-class BatchLine(msgspec.Struct, frozen=True):
-    """Line of the input."""
-
-    custom_id: str
-    method: Literal["POST"]
-    url: Literal["/v1/chat/completions", "/v1/completions"]
-    body: msgspec.Raw
-    """Request, as JSON."""
 
 
 def run_batch(
@@ -100,17 +98,13 @@ def _open_private(path: Path) -> BinaryIO:
 
 
 async def _answer_all(state: ServerState, lines: BinaryIO, answers: BinaryIO) -> None:
-    transport = httpx.ASGITransport(build_app(state), raise_app_exceptions=False)
     state.start()
     try:
         await (await state.get_engine()).wait_ready()
-        async with httpx.AsyncClient(
-            transport=transport, base_url="http://localhost", timeout=None
-        ) as client:
-            batch = _Batch(state, client, answers)
-            for number, line in _numbered(lines):
-                await batch.add(number, line)
-            await batch.finish()
+        batch = _Batch(state, answers)
+        for number, line in _numbered(lines):
+            await batch.add(number, line)
+        await batch.finish()
         logger.info("batch finished", extra={"lines": batch.num_lines, "failed": batch.num_failed})
     finally:
         await state.close()
@@ -124,11 +118,10 @@ def _numbered(lines: BinaryIO) -> Iterator[tuple[int, bytes]]:
 class _Batch:
     """Requests in flight: at most twice the number that the engine computes at once."""
 
-    def __init__(self, state: ServerState, client: httpx.AsyncClient, answers: BinaryIO) -> None:
+    def __init__(self, state: ServerState, answers: BinaryIO) -> None:
         self.num_lines = 0
         self.num_failed = 0
         self._state = state
-        self._client = client
         self._answers = answers
         self._most = 2 * state.engine_config.scheduler.max_num_seqs
         self._tasks: deque[asyncio.Task[dict[str, Any]]] = deque()
@@ -157,72 +150,40 @@ class _Batch:
     async def _answer(self, number: int, line: bytes) -> dict[str, Any]:
         """Return the answer to a line, also for a wrong line."""
         try:
-            request = msgspec.json.decode(line, type=BatchLine)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            return _failed(_custom_id(line), f"line {number} of the input {_fault(error)}")
-        response = await self._ask(request)
-        if response.headers["content-type"].startswith("text/event-stream"):
-            return _failed(request.custom_id, "stream must be false in a batch")
-        body = response.json()
+            request = parse_line(line)
+        except LineError as wrong:
+            error = error_detail(RequestError(f"line {number} of the input {wrong.message}"))
+            custom_id = wrong.custom_id
+            return {"id": _new_id(), "custom_id": custom_id, "response": None, "error": error}
+        answer = await self._ask(request)
         return {
             "id": _new_id(),
             "custom_id": request.custom_id,
             "response": {
-                "status_code": response.status_code,
-                "request_id": response.headers.get("x-request-id"),
-                "body": body,
+                "status_code": answer.status,
+                "request_id": answer.request_id,
+                "body": msgspec.Raw(answer.body),
             },
-            "error": None if response.status_code == 200 else body["error"],
+            "error": answer.error,
         }
 
-    async def _ask(self, request: BatchLine) -> httpx.Response:
-        """Send a request; retry a rejected one after others have finished."""
-        headers = {"content-type": "application/json"}
+    async def _ask(self, request: BatchLine) -> LineAnswer:
+        """Return the answer to a request; retry a rejected one after others have finished."""
         while True:
             self._num_asking += 1
+            context = RequestContext(uuid.uuid4().hex, time.monotonic())
             try:
-                response = await self._client.post(
-                    request.url, content=bytes(request.body), headers=headers
-                )
+                answer = await answer_line(self._state, request, context)
+                if answer.status != 429 or self._num_asking == 1:  # its deadline may be met later
+                    return answer
+            except QueueFullError as full:
+                if self._num_asking == 1:  # nothing will make room
+                    return failed(context.request_id, full)
+            except (EngineDeadError, UnavailableError) as error:
+                return failed(context.request_id, error)
             finally:
                 self._num_asking -= 1
-            if response.status_code != 429 or not self._num_asking:
-                return response
             await asyncio.sleep(_RETRY_SECONDS)
-
-
-def _failed(custom_id: str | None, message: str) -> dict[str, Any]:
-    error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-    return {"id": _new_id(), "custom_id": custom_id, "response": None, "error": error}
-
-
-def _fault(error: Exception) -> str:
-    """Return the error of a line that is no `BatchLine`."""
-    example = '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {...}}'
-    if not isinstance(error, msgspec.ValidationError):
-        place = re.search(r"\((byte \d+)\)|position (\d+)", str(error))
-        where = f" (at {place[1] or f'byte {place[2]}'})" if place else ""
-        return f"is not valid JSON{where}; write each request on one line, as {example}."
-    if missing := re.search(r"missing required field `(\w+)`", str(error)):
-        return f"has no {missing[1]}; write {example}."
-    if enum := re.search(r"Invalid enum value '(.*)' - at `\$\.(\w+)`", str(error)):
-        allowed = get_args(get_type_hints(BatchLine)[enum[2]])
-        return f"has {enum[2]}={enum[1]!r}; use {' or '.join(allowed)}."
-    if kind := re.search(r"got `(\w+)` - at `\$\.(\w+)`", str(error)):
-        return f"has a {kind[2]} that is of JSON's type {kind[1]}; give a text."
-    return f"is not a JSON object; write {example}."
-
-
-def _custom_id(line: bytes) -> str | None:
-    """Return the id of a wrong line, if it can be read."""
-
-    class Named(msgspec.Struct):
-        custom_id: str
-
-    try:
-        return msgspec.json.decode(line, type=Named).custom_id
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
 
 
 def _new_id() -> str:

@@ -18,12 +18,14 @@ from octavo.sampling_params import (
     MAX_N,
     MAX_STOP_STRINGS,
     BeamSearchParams,
+    RepetitionGuard,
     RequestOutputKind,
     SamplingParams,
     check_extra_args,
 )
 from octavo.server.body import Body
 from octavo.server.errors import show
+from octavo.server.old_functions import check_choice, convert_message
 from octavo.server.structured_outputs import StructuredOutputsBody
 from octavo.text.tokenizer import MAX_TOKENS
 
@@ -212,6 +214,34 @@ def _check_content(value: object) -> object:
     return "\n".join(texts)
 
 
+def _check_allowed_tools(value: dict[str, Any]) -> dict[str, Any]:
+    """Return the choice of some tools if it has the right form."""
+    allowed = value.get("allowed_tools")
+    if not isinstance(allowed, dict) or allowed.get("mode") not in ("auto", "required"):
+        raise RequestError(
+            f"tool_choice.allowed_tools={show(allowed)} is not allowed; give "
+            '{"mode": "auto" or "required", "tools": [...]}.',
+            "tool_choice",
+        )
+    tools = allowed.get("tools")
+    if not isinstance(tools, list) or not 1 <= len(tools) <= MAX_TOOLS:
+        raise RequestError(
+            f"tool_choice.allowed_tools.tools={show(tools)} is not allowed; it is a list of 1 to "
+            f"{MAX_TOOLS} tools.",
+            "tool_choice",
+        )
+    for i, tool in enumerate(tools):
+        _refuse_kind(tool, "tool_choice")
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RequestError(
+                f"tool_choice.allowed_tools.tools[{i}]={show(tool)} names no function; give "
+                '{"type": "function", "function": {"name": "..."}}.',
+                "tool_choice",
+            )
+    return value
+
+
 class ContentPart(Body):
     """Part of a message's content."""
 
@@ -256,7 +286,8 @@ class FunctionDefinition(Body):
     parameters: dict[str, Any] | None = None
     """JSON schema of the arguments."""
     strict: bool | None = None
-    """Variable for the template; no other effect."""
+    """Require a grammar that holds each call to the schema. Default false: with tool_choice auto a
+    model may have formats without such a grammar."""
 
 
 _TOOL_PARTS: Mapping[str, type[Body]] = {"function": FunctionDefinition}
@@ -313,6 +344,7 @@ def _check_messages(value: object, chat: str = "messages") -> object:
             f"{chat}={show(value)} is not allowed; give a list of one or more messages.",
             "messages",
         )
+    old_calls: list[str] = []
     for i, message in enumerate(value):
         where = f"{chat}[{i}]"
         if not isinstance(message, dict):
@@ -321,13 +353,8 @@ def _check_messages(value: object, chat: str = "messages") -> object:
                 '"content": "..."}.',
                 "messages",
             )
+        convert_message(message, where, old_calls)
         role = message.get("role")
-        if role == "function":
-            raise UnsupportedError(
-                f"{where}.role='function' is not supported; use role 'tool', with the tool_call_id "
-                "of the call.",
-                "messages",
-            )
         if not isinstance(role, str) or not 1 <= len(role) <= MAX_ROLE_LENGTH:
             raise RequestError(
                 f"{where}.role={show(role)} is not allowed; it is a string of 1 to "
@@ -358,13 +385,48 @@ def _check_messages(value: object, chat: str = "messages") -> object:
     return value
 
 
+def _check_tool(value: object) -> object:
+    return _refuse_kind(value, "tools")
+
+
+def _refuse_kind(value: object, field: str) -> object:
+    """Return a tool of `field` if it is a function; refuse others by their names."""
+    kind = value.get("type", "function") if isinstance(value, dict) else "function"
+    if kind != "function":
+        custom = value.get(kind) if isinstance(kind, str) and isinstance(value, dict) else None
+        name = custom.get("name") if isinstance(custom, dict) else None
+        of_name = "" if name is None else f", {show(name)},"
+        raise UnsupportedError(
+            f"A tool{of_name} of type {show(kind)} is not supported; define it as a function with "
+            "a schema.",
+            field,
+        )
+    return value
+
+
 Messages: TypeAlias = Annotated[
     list[Message], Field(fail_fast=True), BeforeValidator(_check_messages)
 ]
-Tools: TypeAlias = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None
+Tools: TypeAlias = (
+    Annotated[
+        list[Annotated[Tool, BeforeValidator(_check_tool)]],
+        Field(max_length=MAX_TOOLS, fail_fast=True),
+    ]
+    | None
+)
 Documents: TypeAlias = (
     Annotated[list[dict[str, str]], Field(max_length=MAX_DOCUMENTS, fail_fast=True)] | None
 )
+
+
+def _check_functions(functions: list[FunctionDefinition], field: str, places: str) -> None:
+    """Raise RequestError if functions of a field are wrong; `places` has {} for their numbers."""
+    names = set[str]()
+    for i, function in enumerate(functions):
+        _check_function(function, places.format(i))
+        if function.name in names:
+            raise RequestError(f"{field} has the function {function.name!r} twice.", field)
+        names.add(function.name)
 
 
 def _check_function(function: FunctionDefinition, where: str) -> None:
@@ -419,18 +481,43 @@ class NamedTool(Body):
     """Function to call."""
 
 
+class AllowedToolList(Body):
+    """Tools that the answer may call."""
+
+    inner: ClassVar[Mapping[str, type[Body]]] = {"tools": NamedTool}
+
+    mode: Literal["auto", "required"]
+    """auto: the model may call them; required: it calls at least one."""
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+    """Some of the request's tools."""
+
+
+class AllowedTools(Body):
+    """Choice of some of the tools."""
+
+    inner: ClassVar[Mapping[str, type[Body]]] = {"allowed_tools": AllowedToolList}
+
+    type: Literal["allowed_tools"]
+    """Kind of the choice: allowed_tools."""
+    allowed_tools: AllowedToolList
+    """Tools that the answer may call."""
+
+
 def _check_tool_choice(value: object) -> object:
     if isinstance(value, str) and value not in ("none", "auto", "required"):
         raise RequestError(
-            f'tool_choice={show(value)} is unknown; use "auto", "none", "required", or '
-            '{"type": "function", "function": {"name": "..."}}.',
+            f'tool_choice={show(value)} is unknown; use "auto", "none", "required", '
+            '{"type": "function", "function": {"name": "..."}} or {"type": "allowed_tools", ...}.',
             "tool_choice",
         )
     if not isinstance(value, dict):
         return value
+    if value.get("type") == "allowed_tools":
+        return _check_allowed_tools(value)
     if value.get("type", "function") != "function":
         raise UnsupportedError(
-            f"tool_choice.type={show(value['type'])} is not supported; use function.",
+            f"tool_choice.type={show(value['type'])} is not supported; use function or "
+            "allowed_tools.",
             "tool_choice",
         )
     function = value.get("function")
@@ -521,6 +608,12 @@ class GenerationBody(ServedBody, StructuredOutputsBody):
     """Tokens, at most 128, to report instead of the most probable ones; needs logprobs."""
     allowed_token_ids: Ints | None = None
     bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
+    thinking_token_budget: Int | None = None
+    """Maximum number of tokens of reasoning; then its end is forced, and the answer goes on. -1
+    (default): no limit. It needs a model whose chat template shows reasoning."""
+    repetition_guard: RepetitionGuard | None = None
+    """Action when the answer repeats itself: off, report, stop, or close_thinking, which ends the
+    reasoning, or the answer if it is not in reasoning. Default: --repetition-guard."""
     vllm_xargs: Annotated[Xargs, PlainValidator(_check_xargs, json_schema_input_type=Xargs)] = None
     """Arguments for logits processors of plug-ins."""
     add_special_tokens: bool | None = None
@@ -770,11 +863,19 @@ class ChatFields(GenerationBody):
     tools: Tools = None
     """Definitions of the tools that the model may call."""
     tool_choice: Annotated[
-        Literal["none", "auto", "required"] | NamedTool | None,
+        Literal["none", "auto", "required"] | NamedTool | AllowedTools | None,
         BeforeValidator(_check_tool_choice),
     ] = None
     """auto (default): the model may call tools; none: it calls none; required: it calls at least
-    one; a function: it calls this one."""
+    one; a function: it calls this one; allowed_tools: auto or required with some of the tools."""
+    functions: Annotated[list[FunctionDefinition], Field(max_length=MAX_TOOLS, fail_fast=True)] | (
+        None
+    ) = None
+    """Older form of tools: the answer has function_call, with at most one call."""
+    function_call: Annotated[
+        Literal["none", "auto"] | NamedFunction | None, BeforeValidator(check_choice)
+    ] = None
+    """Older form of tool_choice."""
     parallel_tool_calls: bool | None = None
     """Allow several calls in an answer. Default true."""
     include_reasoning: bool | None = None
@@ -785,7 +886,28 @@ class ChatFields(GenerationBody):
         **GenerationBody.inner,
         "messages": Message,
         "tools": Tool,
+        "functions": FunctionDefinition,
+        "function_call": NamedFunction,
     }
+
+    @property
+    def callable_tools(self) -> list[Tool]:
+        """Tools that the answer may call."""
+        tools, choice = self.tools or [], self.tool_choice
+        if choice == "none":
+            return []
+        if isinstance(choice, AllowedTools):
+            names = {tool.function.name for tool in choice.allowed_tools.tools}
+            tools = [tool for tool in tools if tool.function.name in names]
+        return tools
+
+    @property
+    def must_call(self) -> bool:
+        """True if the answer consists of calls."""
+        choice = self.tool_choice
+        if isinstance(choice, AllowedTools):
+            return choice.allowed_tools.mode == "required"
+        return choice not in (None, "none", "auto")
 
     @property
     @abstractmethod
@@ -795,6 +917,7 @@ class ChatFields(GenerationBody):
     def check(self) -> None:
         """Check that the fields fit together; see `GenerationBody.check`."""
         super().check()
+        self._adopt_functions()
         self._check_tools()
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs=true.", "top_logprobs")
@@ -806,13 +929,38 @@ class ChatFields(GenerationBody):
                 "max_tokens",
             )
 
+    def _adopt_functions(self) -> None:
+        """Turn functions and function_call into tools and tool_choice."""
+        given = [n for n in ("functions", "function_call") if getattr(self, n) is not None]
+        for name in ("tools", "tool_choice"):
+            if given and getattr(self, name) is not None:
+                raise RequestError(
+                    f"{given[0]} is the older form of tools and does not go with {name}; send only "
+                    f"{name}.",
+                    given[0],
+                )
+        choice = self.function_call
+        if not self.functions:
+            if choice not in (None, "none"):
+                raise RequestError("function_call needs functions.", "function_call")
+            return
+        _check_functions(self.functions, "functions", "functions[{}]")
+        names = [function.name for function in self.functions]
+        if isinstance(choice, NamedFunction) and choice.name not in names:
+            raise RequestError(
+                f"function_call.name={show(choice.name)} is not a function of functions.",
+                "function_call",
+            )
+        self.tools = [Tool(function=function) for function in self.functions]
+        self.parallel_tool_calls = False
+        self.tool_choice = (
+            NamedTool(function=choice) if isinstance(choice, NamedFunction) else choice
+        )
+
     def _check_tools(self) -> None:
-        for i, tool in enumerate(self.tools or ()):
-            _check_function(tool.function, f"tools[{i}].function")
-        names = [tool.function.name for tool in self.tools or ()]
-        if len(set(names)) < len(names):
-            twice = next(name for i, name in enumerate(names) if name in names[:i])
-            raise RequestError(f"tools has the function {twice!r} twice.", "tools")
+        functions = [tool.function for tool in self.tools or ()]
+        _check_functions(functions, "tools", "tools[{}].function")
+        names = [function.name for function in functions]
         choice = self.tool_choice
         if names and choice != "none" and self.use_beam_search:
             raise RequestError(
@@ -824,6 +972,16 @@ class ChatFields(GenerationBody):
             return
         if not names:
             raise RequestError("tool_choice needs tools.", "tool_choice")
+        if isinstance(choice, AllowedTools):
+            for i, allowed in enumerate(choice.allowed_tools.tools):
+                if allowed.function.name not in names:
+                    where = f"tool_choice.allowed_tools.tools[{i}].function.name"
+                    raise RequestError(
+                        f"{where}={show(allowed.function.name)} is not a function of tools.",
+                        "tool_choice",
+                    )
+        if not self.must_call:
+            return
         if isinstance(choice, NamedTool) and choice.function.name not in names:
             raise RequestError(
                 f"tool_choice.function.name={choice.function.name!r} is not a function of tools.",

@@ -30,9 +30,12 @@ from octavo.frontend.request_memory import leaves_room
 from octavo.parsers.answer import Format
 from octavo.parsers.detect import find_format
 from octavo.server.auth import tenant_of
+from octavo.server.background import Background
 from octavo.server.errors import show
 from octavo.server.http_state import HttpState
+from octavo.server.object_store import ObjectStore
 from octavo.server.resumable_streams import StreamRegistry
+from octavo.server.state_dir import StateDir
 from octavo.server.stats_log import StatsLog
 from octavo.text.chat_template import ChatTemplate
 from octavo.text.tokenizer import Tokenizer
@@ -75,6 +78,10 @@ class ServerState(HttpState):
         self.engine: AsyncLLM | None = None
         self.failure: OctavoError | None = None
         """Reason why the engine does not run, or no longer runs."""
+        self.state_dir = None if config.state_dir is None else StateDir(config.state_dir)
+        folder = None if self.state_dir is None else self.state_dir.subfolder("objects")
+        self.objects = ObjectStore(folder, config.request_memory_bytes)
+        self.background = Background()
         self.streams = StreamRegistry(config.resume_grace, self.run)
         self._start_engine = start_engine
         self._started: asyncio.Task[AsyncLLM] | None = None
@@ -82,6 +89,10 @@ class ServerState(HttpState):
         self._logging: asyncio.Task[None] | None = None
         self.on_ready: Callable[[], None] = lambda: None
         """Callback for the end of the model's loading."""
+        self.at_drain: Callable[[], None] = lambda: None
+        """Callback for the begin of the end: work in the background stops."""
+        self.at_close: Callable[[], Awaitable[None]] | None = None
+        """Callback before the end of the engine."""
         self._num_admitted = 0
         self._admitted: Counter[str | None] = Counter()
         """Number of admitted answers by tenant."""
@@ -89,6 +100,7 @@ class ServerState(HttpState):
         self._counter = itertools.count()
         self._warned_of_priority = False
         self._answer_format: asyncio.Task[Format | None] | None = None
+        self._special_ids: list[int] | None = None
         self._template: asyncio.Task[ChatTemplate] | None = None
 
     # Lifecycle of the engine
@@ -101,6 +113,7 @@ class ServerState(HttpState):
     async def _begin(self) -> AsyncLLM:
         self.engine = await self._start_engine()
         self.streams.memory = self.engine.request_memory
+        self.objects.use_memory(self.engine.request_memory)
         return self.engine
 
     async def _load(self) -> None:
@@ -172,9 +185,16 @@ class ServerState(HttpState):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self.background.close()
+        if self.at_close is not None:
+            await self.at_close()
         await self.streams.close()
         if self.engine is not None:
             await self.engine.shutdown()
+        self.objects.close()
+        if self.state_dir is not None:
+            self.state_dir.close()
+            self.state_dir = None
 
     # Ending
 
@@ -188,6 +208,7 @@ class ServerState(HttpState):
     def begin_drain(self) -> None:
         """Reject new requests, and end streams without a reader."""
         super().begin_drain()
+        self.at_drain()
         self.streams.drain()
 
     # Requests
@@ -343,6 +364,12 @@ class ServerState(HttpState):
                 asyncio.to_thread(_find_format, template, *names)
             )
         return await asyncio.shield(self._answer_format)
+
+    def special_ids(self, tokenizer: Tokenizer, answer_format: Format) -> list[int]:
+        """Return `Format.special_ids` of the server's format."""
+        if self._special_ids is None:
+            self._special_ids = answer_format.special_ids(tokenizer)
+        return self._special_ids
 
     async def chat_template(self, tokenizer: Tokenizer) -> ChatTemplate:
         """Return the template of --chat-template, or the model's template.

@@ -37,7 +37,7 @@ from octavo.sampling_params import RequestOutputKind
 from octavo.system import clock
 from octavo.text.tokenizer import Tokenizer
 
-_COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
+_COMPLETE = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION)
 # Equivalent settings: one that is given replaces the recorded other.
 _INSTEAD = {
     "kv_cache_memory_bytes": "num_gpu_blocks_override",

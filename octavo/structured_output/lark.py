@@ -286,10 +286,28 @@ class _TagWriter:
             f"{self._write_text_before(text)} {_any_of(found)}" for text, found in after.items()
         ]
         first, call = _any_of(tags), self._add("r", ": ", _any_of(calls))
-        end = self._any_text(ends)
+        end, others = self._any_text(ends), self._write_others(content)
         if content.get("stop_after_first"):
-            return f"{first} {end}" if content.get("at_least_one") else f"({call} {end} | {finish})"
-        return f"{first if content.get('at_least_one') else ''} {call}* {finish}"
+            if content.get("at_least_one"):
+                return f"{first} {end}"
+            return (
+                f"{others}* ({call} {end} | {finish})" if others else f"({call} {end} | {finish})"
+            )
+        repeated = _any_of(filter(None, [call, others]))
+        return f"{first if content.get('at_least_one') else ''} {repeated}* {finish}"
+
+    def _write_others(self, content: Any) -> str:
+        """Return text up to one of the format's other special tokens; "" without such tokens.
+
+        The field `texts`, which is Octavo's, has the texts with special tokens that may occur
+        outside of tags.
+        """
+        found = list[str]()
+        for text in content.get("texts", ()):
+            before, *rest = self._split(text)
+            if rest:
+                found.append(f"TEXT {self._text(text[len(before) :])}")
+        return self._add("r", ": ", _any_of(found)) if found else ""
 
     def _write_content(self, tag: Any) -> str:
         """Return the content and the end of a tag."""
@@ -301,10 +319,9 @@ class _TagWriter:
         if not self._has_token(end):
             return self._add("r", "[lazy]: ", f"TEXT {_literal(end)}")
         # No text contains a special token, so it ends the text by itself.
-        before, token = self._split(end)[:2]
-        if before:
-            raise _refusal(f"{end[:80]!r} must begin with its special token {token[:80]!r}")
-        return self._add("r", ": ", f"TEXT {self._text(end)}")
+        before = self._split(end)[0]
+        start = self._add("T", ": ", f"TEXT {_literal(before)}") if before else "TEXT"
+        return self._add("r", ": ", f"{start} {self._text(end[len(before) :])}")
 
     def _split(self, text: str) -> list[str]:
         """Return the pieces of a text: each second one is the text of a special token."""

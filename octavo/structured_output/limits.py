@@ -49,8 +49,10 @@ MAX_REFERENCES = 200
 """Maximum number of references in a row that point only to the next one."""
 MAX_PATTERNS = 1_000
 """Maximum number of patterns in a schema."""
-MAX_TAGS = 500
-"""Maximum number of tags or triggers of a structural tag."""
+MAX_TAGS = 2_000
+"""Maximum number of tags of a structural tag: each argument of a tool may be one."""
+MAX_TRIGGERS = 500
+"""Maximum number of triggers of a structural tag."""
 
 # A class of this length weighs twice its characters; longer ones weigh more.
 _CLASS_CHARS = 700
@@ -229,6 +231,7 @@ class _Size:
     def add_tags(self, tag: Any) -> None:
         """Count a structural tag, of either form."""
         todo, num_tags = [tag], 0
+        patterns = set[str]()  # a library computes equal ones once
         while todo:
             value = todo.pop()
             if isinstance(value, list):
@@ -242,13 +245,15 @@ class _Size:
                     if key in ("schema", "json_schema"):
                         self.add_schema(inner)
                     elif key == "pattern" and isinstance(inner, str):
-                        self._add_patterns([inner])
+                        if inner not in patterns:
+                            patterns.add(inner)
+                            self._add_patterns([inner])
                     elif key == "grammar" and isinstance(inner, str):
                         self.add_pattern(inner, _EBNF)
                     else:
                         todo.append(inner)
                         if key == "triggers" and isinstance(inner, list):
-                            _check("triggers", len(inner), MAX_TAGS)
+                            _check("triggers", len(inner), MAX_TRIGGERS)
 
     def _add_patterns(self, patterns: Iterable[str]) -> None:
         for pattern in patterns:

@@ -207,6 +207,7 @@ def _prepare_tag(tag: Any, spec: GrammarSpec) -> None:
     while todo:
         value = todo.pop()
         if isinstance(value, dict):
+            value.pop("texts", None)  # special tokens are outside of texts here
             for key in ("schema", "json_schema"):
                 if isinstance(value.get(key), dict):
                     rewrite(value[key], spec.additional_properties, spec.strict)

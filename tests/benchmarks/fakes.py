@@ -9,6 +9,7 @@ from typing import Any
 
 from peers.base import Case, Peer, Row, Setup
 from peers.cases import DRAFT, SMALL, STORIES, TINY, TOY, Group
+from peers.quantized import FORMATS
 from peers.results import Results
 from peers.runner import Runner
 
@@ -63,7 +64,7 @@ class Bench:
         self.folder = folder
         self.out = folder / "results.json"
         self.models = folder / "models"
-        for name in (TINY, SMALL, TOY, *STORIES, DRAFT):
+        for name in (TINY, SMALL, TOY, *STORIES, DRAFT, *(f"{TINY}-{form}" for form in FORMATS)):
             (self.models / name).mkdir(parents=True)
             (self.models / name / "config.json").write_text(json.dumps(TINYLLAMA))
         self.a = FakePeer("octavo", folder)

@@ -25,16 +25,19 @@ from peers.cases import SMALL, STORIES, TINY, WORKLOADS, ModelSize, groups
 from peers.client import Stream, percentile, serving_metrics
 from peers.installing import CompareError, make_environment, read_marker, run, write_marker
 from peers.llama import Llama
-from peers.models import make_models
+from peers.models import make_models, plain_models
 from peers.octavo import Octavo
 from peers.openvino import OpenVino
+from peers.quantized import FORMATS, make_quantized
 from peers.results import Results, load
 from peers.runner import Runner, interleaved, search_highest, within_limits
 from peers.transformers import Transformers
 from peers.vllm import Vllm, requirements
 
+from octavo import LLM, SamplingParams
 from octavo.kernels.native import available_isas
 from tests.benchmarks.fakes import TINYLLAMA, Bench, latency_group
+from tests.models.harness import make_hf
 
 SMOLLM2 = {
     "hidden_size": 576,
@@ -257,7 +260,8 @@ class TestWorkloads:
         names = [case.name for group in found for case in group.cases]
         assert len(set(names)) == len(names)
         assert {name.split()[0] for name in names} == set(WORKLOADS)
-        assert {group.model for group in found} == {TINY, SMALL, "toy", *STORIES}
+        quantized = {f"{TINY}-{form}" for form in FORMATS}
+        assert {group.model for group in found} == {TINY, SMALL, "toy", *STORIES, *quantized}
 
     def test_quick_is_small(self) -> None:
         for group in groups(WORKLOADS, NO_DATA, quick=True):
@@ -852,6 +856,26 @@ class TestPeers:
         monkeypatch.setitem(sys.modules, "transformers", None)
         with pytest.raises(CompareError, match="models toy, smollm2"):
             make_models(tmp_path)
+
+    @pytest.mark.parametrize("form", ["AWQ", "GPTQ"])
+    def test_quantized_checkpoint_is_near_the_model(self, tmp_path: Path, form: str) -> None:
+        sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 256}
+        sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+        make_hf("LlamaForCausalLM", **sizes).bfloat16().save_pretrained(tmp_path / "plain")
+        make_quantized(tmp_path / "plain", tmp_path / form, form)
+        assert plain_models(tmp_path) == ["plain"]
+        settings = {"skip_tokenizer_init": True, "dtype": "float32", "max_logprobs": 64}
+        asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=64)
+        found = []
+        for name in ("plain", form):
+            with LLM(str(tmp_path / name), **settings) as llm:
+                (output,) = llm.generate([{"prompt_token_ids": list(range(9, 29))}], asked)
+            found.append(
+                [[row[i].logprob for i in range(60)] for row in output.prompt_logprobs[1:]]
+            )
+        plain, quantized = np.array(found)
+        error = np.abs(quantized - plain).mean() / plain.std()
+        assert 0.001 < error < 0.6, error  # unrelated weights: above 1
 
     def test_models_that_are_there_are_kept(self, bench: Bench) -> None:
         before = {path: path.stat().st_mtime_ns for path in bench.models.rglob("*")}

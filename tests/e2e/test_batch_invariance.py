@@ -367,7 +367,7 @@ def test_other_families(architecture, tmp_path):
 
 @pytest.mark.parametrize("isa", [i for i in native.available_isas() if i.startswith("amx")])
 @pytest.mark.parametrize("quantization", [None, "int8", "int4", "fp8"])
-def test_tiles_agree_with_themselves(isa, quantization, tmp_path):
+def test_tiles_agree_with_themselves(isa, quantization, tmp_path, monkeypatch):
     """The same promise for products on tiles, with a model that is small enough for
     emulated ones."""
     sizes = {"hidden_size": 40, "intermediate_size": 72, "vocab_size": 100}
@@ -379,6 +379,8 @@ def test_tiles_agree_with_themselves(isa, quantization, tmp_path):
         ([(7 * i + 3 * j) % 100 for j in range(count)], params(0.9 if i % 2 else 0.0))
         for i, count in enumerate((1, 15, 17, 33))
     ]
+    # Measurements of emulated tiles take half a minute.
+    monkeypatch.setattr("octavo.kernels.tuning.tune", lambda *_: None)
     before = native.isa()
     native.set_isa(isa)
     try:

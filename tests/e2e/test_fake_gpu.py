@@ -12,8 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from octavo import LLM, SamplingParams
+from octavo.frontend.input_processor import InputProcessor
 from octavo.kernels.reference import ReferenceOps
 from octavo.kernels.torch_tensors import from_torch
+from octavo.messages import GuardSpec
 from octavo.quantization import int4
 from octavo.quantization.base import PackedShape
 from octavo.quantization.gptq import GPTQ
@@ -264,3 +266,13 @@ def test_a_request_whose_logits_are_not_finite(llm: LLM, monkeypatch: pytest.Mon
         assert "not finite" in output.outputs[0].stop_reason
     (output,) = llm.generate([{"prompt_token_ids": [5, 6, 7]}], params, use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 3
+
+
+def test_forced_ends_of_reasoning(llama: str, llm: LLM, gpu: FakeGpu, monkeypatch) -> None:
+    """Rows whose tokens depend on those before them wait for these."""
+    spec = GuardSpec((1,), (7, 9), thinks=True, budget=2, repetition="close_thinking")
+    monkeypatch.setattr(InputProcessor, "_make_guard", lambda processor, params, prompt: spec)
+    params = [GREEDY, PLAIN, RICH]
+    found = ids(generate(llm, params, gpu))
+    assert [tokens[2:4] for tokens in found] == [[7, 9]] * 3
+    assert found == ids(run(llama, params))

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jsonschema
+import ollama
 import openai
 import pytest
 
@@ -139,6 +140,31 @@ def test_the_built_in_model_calls_its_tools(client):
         found = [(c.function.name, json.loads(c.function.arguments)) for c in calls]
         right.append(found == [(wanted["name"], wanted["arguments"])])
     assert sum(right) >= 38
+
+
+def test_ollamas_client(server):
+    def multiply(a: int, b: int) -> int:
+        """Multiply two numbers"""
+
+    with ollama.Client(server.url) as client:
+        fields = {"tools": [multiply], "options": {"temperature": 0}}
+        messages = [{"role": "user", "content": "What is 12 * 7?"}]
+        whole = client.chat(MODEL, messages, **fields)
+        (called,) = whole.message.tool_calls
+        assert (called.function.name, called.function.arguments) == ("multiply", {"a": 12, "b": 7})
+        parts = list(client.chat(MODEL, messages, stream=True, **fields))
+        assert [c for part in parts for c in part.message.tool_calls or []] == [called]
+        for end in (whole, parts[-1]):
+            steps = (end.load_duration, end.prompt_eval_duration, end.eval_duration)
+            assert min(steps) > 0
+            assert sum(steps) <= end.total_duration
+        messages += [whole.message, {"role": "tool", "tool_name": "multiply", "content": "84"}]
+        parts = list(client.chat(MODEL, messages, stream=True, **fields))
+        assert "".join(part.message.content for part in parts) == "12 * 7 = 84"
+        answer = client.generate(MODEL, "Tell me about Tom.", format=SCHEMA, options={"seed": 3})
+        jsonschema.validate(json.loads(answer.response), SCHEMA)
+        with pytest.raises(ollama.ResponseError, match=r"options\.num_ctx=9999 is more than"):
+            client.chat(MODEL, messages, options={"num_ctx": 9999})
 
 
 def test_the_example_agent(server):

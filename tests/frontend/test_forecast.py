@@ -12,7 +12,7 @@ from tests.params import core_request
 BUDGET = 64
 
 
-def request(length=64, *, ttft=None, deadline=None, priority=0, tenant=None):
+def request(length=64, *, ttft=None, deadline=None, priority=0, tenant=None, background=False):
     return core_request(
         "r",
         [1] * length,
@@ -21,6 +21,7 @@ def request(length=64, *, ttft=None, deadline=None, priority=0, tenant=None):
         deadline=deadline,
         first_token_deadline=ttft,
         tenant=tenant,
+        background=background,
     )
 
 
@@ -163,3 +164,13 @@ class TestAnswer:
         self.check(made, 0.100, 100)
         with pytest.raises(UnmetDeadlineError):
             self.check(made, 0.090, 100)
+
+
+@pytest.mark.parametrize("heeds_priority", [False, True])
+def test_lines_of_batches_are_behind(heeds_priority):
+    made = forecast(*[64] * 10, heeds_priority=heeds_priority)
+    soon = {"ttft": 1e-6}
+    lines = [request(640, background=True, tenant=t, **soon) for t in (None, "x")]
+    own = request(640)
+    assert first_token(made, own, *lines) == first_token(made, own)
+    assert first_token(made, own, request(640, **soon)) > first_token(made, own)

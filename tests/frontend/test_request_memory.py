@@ -1,10 +1,13 @@
 """Maximum memory of requests, known on arrival, and its budget."""
 
+import asyncio
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 
 from octavo.errors import QueueFullError, RequestError
+from octavo.frontend import request_memory
 from octavo.frontend.request_memory import RequestMemory, logprobs_nbytes, request_nbytes
 from octavo.messages import PromptEmbeds
 from octavo.sampling_params import StructuredOutputsParams
@@ -191,3 +194,27 @@ def test_what_can_be_spared_is_given_up_for_a_request():
         with pytest.raises(QueueFullError), memory.reserve(70):
             pass
     assert asked == [30, 70]
+
+
+def test_memory_is_trimmed_after_the_last_request_though_data_is_kept(monkeypatch):
+    calls = []
+
+    async def call_utility(name):
+        calls.append(name)
+
+    async def scenario():
+        memory = RequestMemory(100)
+        memory.used = memory.kept = 7
+        client = SimpleNamespace(ready=asyncio.sleep(0), call_utility=call_utility)
+        task = asyncio.create_task(request_memory.trim_when_idle(memory, client))
+        with memory.hold(5):
+            await asyncio.sleep(0.01)
+            assert calls == []
+        await asyncio.sleep(0.02)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    monkeypatch.setattr(request_memory, "_TRIM_INTERVAL", 0.001)
+    monkeypatch.setattr(request_memory, "trim_memory", lambda: None)
+    asyncio.run(scenario())
+    assert calls == ["trim_memory"]

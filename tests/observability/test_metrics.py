@@ -51,6 +51,7 @@ NAMES = {
     "request_decode_time_seconds",
     "request_inference_time_seconds",
     "admission_rejections",
+    "repetitions",
     "requests_aborted",
     "cache_config_info",
     "engine_sleep_state",

@@ -2,12 +2,13 @@
 
 import json
 import random
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from octavo.errors import RequestError
+from octavo.errors import UnsupportedError
 from octavo.messages import GrammarSpec
 from octavo.parsers.formats import FORMATS
 from octavo.structured_output.llguidance_backend import LLGuidanceBackend
@@ -59,7 +60,7 @@ def compile_tag(tag, words):
 
 
 @pytest.mark.parametrize("special", [False, True], ids=["text", "special"])
-@pytest.mark.parametrize("name", [n for n in NAMES if n != "gemma4"])
+@pytest.mark.parametrize("name", NAMES)
 def test_required_calls(name, special):
     fmt = replace(FORMATS[name], thoughts=None)
     rng = random.Random(name)
@@ -126,11 +127,76 @@ def test_a_marker_that_is_a_special_token():
         assert (compiled.start().accept_tokens(data) == len(data)) is good
 
 
+def nested(depth):
+    schema = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("name", "properties", "words"),
+    [
+        ("gemma4", {"a": {}}, "'a' has a schema that no grammar describes"),
+        ("gemma4", {"a": {"anyOf": [{"type": "integer"}, {"type": "null"}]}}, "'a' has a schema"),
+        ("gemma4", {"a b": {"type": "string"}}, "'a b' has a schema"),
+        ("gemma4", {"a": {"enum": [[1]]}}, "'a' has a schema"),
+        ("gemma4", {"a": {"type": "object"}}, "'a' has a schema"),
+        ("gemma4", {"a": nested(50)}, "nested too deeply"),
+        ("olmo3", {f"a{i}": {} for i in range(33)}, "33 optional arguments"),
+    ],
+    ids=str,
+)
+def test_arguments_that_no_grammar_describes(name, properties, words):
+    """Calls that must come get an error; others are free."""
+    schemas = {"f": {"type": "object", "properties": properties}}
+    assert FORMATS[name].structural_tag(schemas) is None
+    with pytest.raises(UnsupportedError, match=words):
+        FORMATS[name].structural_tag(schemas, required=True)
+
+
 def test_calls_that_no_grammar_can_tell():
-    for name in ("llama3_json", "pythonic", "gemma4", "mistral", "glm45"):
-        assert FORMATS[name].structural_tag(SCHEMAS) is None
-    with pytest.raises(RequestError, match="no grammar describes"):
-        FORMATS["gemma4"].structural_tag(SCHEMAS, required=True)
+    assert FORMATS["xlam"].structural_tag(SCHEMAS) is None
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["text", "special"])
+@pytest.mark.parametrize(
+    ("arguments", "good"),
+    [
+        ('a:[1,2],b:{x:<|"|>{,]<|"|>,y:true},c:null', True),
+        ('a:[],c:<|"|>x<|"|>', True),
+        ("a:[1,],c:null", False),
+        ('a:[1],c:null,b:{x:<|"|>t<|"|>}', False),  # keys are sorted
+        ("a:[1],b:{y:true},c:null", False),
+        ("c:null", False),
+        ("a:[1],c:5", False),
+    ],
+)
+def test_the_form_of_gemma(arguments, good, special):
+    fmt = FORMATS["gemma4"]
+    inner = {"x": {"type": "string"}, "y": {"type": "boolean"}}
+    properties = {
+        "c": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "a": {"type": "array", "items": {"type": "integer"}},
+        "b": {"type": "object", "properties": inner, "required": ["x"]},
+    }
+    schemas = {"f": {"type": "object", "properties": properties, "required": ["a", "c"]}}
+    words = vocabulary(['<|"|>', "<|tool_call>", "<tool_call|>"] if special else [])
+    compiled = compile_tag(fmt.structural_tag(schemas), words)
+    answer = f"Sure.<|tool_call>call:f{{{arguments}}}<tool_call|>"
+    pieces = re.split("(" + "|".join(map(re.escape, words.special_tokens)) + ")", answer)
+    data = [*answer.encode()]
+    if special:
+        data = [
+            t
+            for i, piece in enumerate(pieces)
+            for t in ([words.special_tokens[piece]] if i % 2 else piece.encode())
+        ]
+    data.append(256)
+    assert (compiled.start().accept_tokens(data) == len(data)) is good
+    if good:
+        (call,) = [block for block in parse(fmt, [answer], schemas) if block[0] == "call"]
+        assert json.loads(call[2])["a"] is not None
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "olmo3"])

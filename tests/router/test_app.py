@@ -95,8 +95,14 @@ NOT_ROUTED = {
     "/start_profile",
     "/stop_profile",
     "/tokenizer_info",
+    "/v1/files",
+    "/v1/files/{file_id}",
+    "/v1/files/{file_id}/content",
+    "/v1/batches",
+    "/v1/batches/{batch_id}",
+    "/v1/batches/{batch_id}/cancel",
 }
-"""Routes for a server's operator, who calls the server itself."""
+"""Routes for a server's operator, who calls the server itself, and for what one server stores."""
 
 
 class AppServer:

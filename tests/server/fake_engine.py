@@ -25,6 +25,7 @@ from octavo.frontend.request_memory import RequestMemory
 from octavo.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, LogprobsLists
 from octavo.observability.metrics import EngineMetrics
 from octavo.observability.scheduler_stats import SchedulerStats
+from octavo.quantization.plain import PLAIN
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 from octavo.server.app import build_app
 from octavo.server.state import ServerState
@@ -76,6 +77,12 @@ class FakeAsyncLLM:
             embed_size=4,
             eos_token_ids=(EOS,),
             generation_config=generation_config or {},
+            architecture="FakeForCausalLM",
+            dtype="float32",
+            hidden_size=4,
+            layers=(),
+            weights=lambda: [SimpleNamespace(sources=(), shape=(258, 4), form=PLAIN)],
+            weight_nbytes=lambda dtype: 258 * 4 * 4,
         )
         self.max_model_len = MAX_MODEL_LEN
         self.request_memory = RequestMemory(2**30)
@@ -117,7 +124,7 @@ class FakeAsyncLLM:
         self._stepping: asyncio.Task[None] | None = None
 
     async def serve(self, prompt, params, request_id, options, *, add_special_tokens):
-        request, text = await self._process(prompt, params, request_id, options, add_special_tokens)
+        request, text = await self.process(prompt, params, request_id, options, add_special_tokens)
         async with aclosing(self._stream(request, params, text)) as outputs:
             async for output in outputs:
                 yield output
@@ -125,13 +132,13 @@ class FakeAsyncLLM:
     async def serve_beams(self, prompt, params, request_id, options, *, add_special_tokens):
         self.beam_params.append(params)
         of_prompt = prompt_params(params)
-        request, text = await self._process(
+        request, text = await self.process(
             prompt, of_prompt, request_id, options, add_special_tokens
         )
         search = make_beam_search(params, request, self.spec.vocab_size)
         return await run_beam_search(request, text, search, of_prompt, self.tokenizer, self._stream)
 
-    async def _process(self, prompt, params, request_id, options, add_special_tokens):
+    async def process(self, prompt, params, request_id, options, add_special_tokens):
         if self.dead is not None:
             raise self.dead
         return await offload(

@@ -1,9 +1,11 @@
 """Anthropic's Messages API, with a fake engine."""
 
+import asyncio
 import json
 
 import pytest
 
+from octavo.server import anthropic
 from tests.server import fake_engine
 from tests.server.fake_engine import FakeAsyncLLM, make_tokenizer, with_server
 from tests.server.test_tools import ANSWER, CALL, TEMPLATE
@@ -160,6 +162,30 @@ def test_a_prefilled_answer():
     serve(scenario, answer=" am")
 
 
+def test_fields_of_claude_code():
+    template = TEMPLATE + "{{ reasoning_effort }} {{ enable_thinking }}"
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    edit = {"type": "clear_thinking_20251015", "keep": "all"}
+
+    async def scenario(served):
+        response = await send(
+            served,
+            context_management={"edits": [edit]},
+            output_config={
+                "effort": "max",
+                "format": {"type": "json_schema", "schema": schema},
+            },
+            thinking={"type": "adaptive"},
+        )
+        assert response.status_code == 200
+        assert "X-Octavo-Ignored-Fields" not in response.headers
+        prompt = bytes(t for t in served.engine.requests[-1].prompt_token_ids if t < 256).decode()
+        assert prompt.endswith("max True")
+        assert json.loads(served.engine.params[-1].structured_outputs.json) == schema
+
+    serve(scenario, answer="{}", template=template)
+
+
 def test_choices_of_tools():
     async def scenario(served):
         for choice, kind in [
@@ -225,6 +251,19 @@ def test_count_tokens():
         ({"tool_choice": {"type": "any"}}, 400, "invalid_request_error", "needs tools"),
         ({"model": "other"}, 404, "not_found_error", "other"),
         ({"mcp_servers": [{}]}, 400, "invalid_request_error", "mcp_servers"),
+        (
+            {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+            400,
+            "invalid_request_error",
+            "context_management",
+        ),
+        ({"output_config": {"effort": "x"}}, 400, "invalid_request_error", "output_config.effort"),
+        (
+            {"output_config": {"format": {"type": "json_schema"}}},
+            400,
+            "invalid_request_error",
+            "output_config.format.schema",
+        ),
     ],
     ids=str,
 )
@@ -247,3 +286,66 @@ def test_the_key_may_be_in_x_api_key():
         assert (await send(served)).status_code == 200
 
     serve(scenario, api_key=["secret"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"stop_sequences": ["a"] * 65}, "stop_sequences", "stop_sequences has 65 strings"),
+        ({"stop_sequences": ["a" * 300]}, "stop_sequences", "stop_sequences holds a text of 300"),
+        ({"tools": [TOOL | {"name": "a b"}]}, "tools[0].name", "tools[0].name='a b'"),
+        (
+            {"tools": [TOOL | {"input_schema": {"required": 5}}]},
+            "tools[0].input_schema",
+            "tools[0].input_schema.required=5",
+        ),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}},
+            "tool_choice",
+            "tool_choice.name='x'",
+        ),
+    ],
+    ids=str,
+)
+def test_errors_have_the_names_of_this_api(fields, param, words):
+    async def scenario(served):
+        response = await send(served, **fields)
+        assert response.status_code == 400
+        assert words in response.json()["error"]["message"]
+        assert response.json()["error"].get("param", param) == param
+
+    serve(scenario)
+
+
+def test_counting_has_admission_and_deadlines(monkeypatch):
+    async def hang(*_):
+        await asyncio.sleep(60)
+
+    async def scenario(served):
+        body = {"messages": [USER]}
+        good = await served.post("/v1/messages/count_tokens", **body)
+        assert good.json()["input_tokens"] > 0
+        monkeypatch.setattr(anthropic, "read_chat", hang)
+        hanging = served.http.post(
+            "/v1/messages/count_tokens", json=body, headers={"X-Deadline-Ms": "300"}
+        )
+        task = asyncio.create_task(hanging)
+        await asyncio.sleep(0.1)
+        assert (await served.post("/v1/messages/count_tokens", **body)).status_code == 429
+        assert (await task).status_code == 408
+
+    serve(scenario, max_num_queued_reqs=1)
+
+
+def test_descriptions_are_no_part_of_the_grammar():
+    async def scenario(served):
+        properties = {"description": {"type": "string", "description": "xyz" * 20}}
+        schema = {"type": "object", "properties": properties, "title": "xyz"}
+        await send(served, tools=[TOOL | {"input_schema": schema}])
+        tag = served.engine.params[-1].structured_outputs.structural_tag
+        assert '{"description":{"type":"string"}}' in tag
+        assert "xyz" not in tag
+        prompt = served.engine.tokenizer.decode(served.engine.requests[-1].prompt_token_ids)
+        assert "xyz" * 20 in prompt
+
+    serve(scenario)

@@ -18,6 +18,7 @@ from octavo.server.api_servers import APIServerSetup, check_api_servers, serve_b
     [
         ("record", "x.rec"),
         ("resume_grace", 5.0),
+        ("state_dir", "x"),
         ("enable_sleep_mode", True),
         ("enable_elastic_ep", True),
     ],

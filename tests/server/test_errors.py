@@ -156,10 +156,11 @@ def test_values_are_shown_in_short(value, shown):
         ),
         (
             "POST",
-            "/v1/responses/r1/cancel",
+            "/score/r1",
             404,
             (
-                "POST /v1/responses/r1/cancel: not available; use POST /v1/chat/completions.",
+                "POST /score/r1: not available; models generate text only; embeddings, scores and "
+                "classes are not supported.",
                 None,
                 "not_found",
             ),

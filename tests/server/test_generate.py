@@ -87,7 +87,7 @@ def test_a_stream():
         ({"frobnicate": 1}, {}, "sampling_params has 'frobnicate'"),
         ({"stream": True}, {}, "belongs next to"),
         ({"temperature": -1}, {}, "temperature=-1"),
-        ({"thinking_token_budget": 5}, {}, "thinking_token_budget=5 is not supported"),
+        ({"thinking_token_budget": 5}, {}, "thinking_token_budget=5 is not available"),
         ({}, {"token_ids": []}, "token_ids"),
         ({}, {"token_ids": [-1]}, "token_ids"),
         ({}, {"output_mode": "derender"}, "output_mode"),

@@ -9,7 +9,8 @@ from pydantic import TypeAdapter
 
 from octavo.config import EngineConfig
 from octavo.server import answers
-from octavo.server.openapi import OPERATIONS
+from octavo.server.app import ROUTES
+from octavo.server.openapi import OPERATIONS, operation_of
 from tests.server.fake_engine import FakeAsyncLLM, events, with_server
 
 
@@ -34,17 +35,18 @@ def test_every_address_is_described():
         description = (await served.http.get("/openapi.json")).json()
         again = (await served.http.get("/openapi.json")).json()
         assert again == description
-        paths = {path.replace(":path", ""): o for path, o in OPERATIONS.items()}
-        assert set(description["paths"]) == set(paths)
+        assert set(description["paths"]) == {
+            key.rpartition(" ")[2].replace(":path", "") for key in OPERATIONS
+        }
         schemas = description["components"]["schemas"]
         for ref in refs(description):
             assert ref.removeprefix("#/components/schemas/") in schemas
-        for path, methods in description["paths"].items():
-            assert set(methods) == ({"get", "post"} if path == "/ping" else {*list(methods)[:1]})
-            ((method, operation), *_) = methods.items()
+        for path, _, method in ROUTES:
+            shown, known = path.replace(":path", ""), operation_of(path, method)
+            operation = description["paths"][shown].pop(method.lower())
             named = {p["name"] for p in operation.get("parameters", []) if p["in"] == "path"}
-            assert named == set(re.findall(r"{(\w+)}", path))
-            assert ("requestBody" in operation) == (paths[path].body is not None)
+            assert named == set(re.findall(r"{(\w+)}", shown))
+            assert ("requestBody" in operation) == (known.body is not None or known.form)
             answers_ = operation["responses"]
             assert "200" in answers_
             for status, response in answers_.items():
@@ -54,13 +56,15 @@ def test_every_address_is_described():
                 elif int(status) >= 400 and not (
                     path in ("/health", "/ping", "/ready") and status == "503"
                 ):
-                    schema = {"$ref": f"#/components/schemas/{paths[path].error.__name__}"}
+                    schema = {"$ref": f"#/components/schemas/{known.error.__name__}"}
                     assert response["content"] == {"application/json": {"schema": schema}}
                 else:
                     assert response["content"]
             assert {"400", "421", "500"} <= set(answers_)
-            if method == "post" and path != "/ping":
+            if method == "POST" and path not in ("/ping", "/v1/batches/{batch_id}/cancel"):
                 assert {"401", "415", "503"} <= set(answers_)
+        assert not any(description["paths"].values()), "a method that no route has"
+        description = again
         for path in ("/v1/completions", "/v1/chat/completions"):
             content = description["paths"][path]["post"]["responses"]["200"]["content"]
             assert set(content) == {"application/json", "text/event-stream"}
@@ -87,6 +91,13 @@ STATUSES = {
     "/v1/streams/{stream_id}": {*KEYED, 200, 204, 404},
     "/tokenizer_info": {*KEYED, 200, 404},
     "/server_info": {*KEYED, 200, 403},
+    "/v1/files": {*POSTED, 403, 507},
+    "/v1/files/{file_id}": {*KEYED, 200, 404},
+    "/v1/files/{file_id}/content": {*KEYED, 200, 404},
+    "/v1/batches": {*POSTED, 507},
+    "/v1/batches/{batch_id}": {*KEYED, 200, 404},
+    "/v1/batches/{batch_id}/cancel": {*KEYED, 200, 403, 404, 409, 507},
+    "/v1/chat/completions/render": POSTED,
     "/tokenize": POSTED,
     "/detokenize": POSTED,
     "/reset_prefix_cache": OPERATORS,
@@ -206,6 +217,16 @@ def test_the_small_answers_are_as_described():
             ("GET", "/version", None),
             ("GET", "/v1/models", None),
             ("GET", "/v1/models/fake", None),
+            ("GET", "/api/tags", None),
+            ("GET", "/api/ps", None),
+            ("GET", "/api/version", None),
+            ("POST", "/api/show", {"model": "fake"}),
+            ("POST", "/v1/completions/render", {"prompt": "hi"}),
+            (
+                "POST",
+                "/v1/chat/completions/render",
+                {"messages": [{"role": "user", "content": "hi"}]},
+            ),
             ("POST", "/tokenize", {"prompt": "hi"}),
             ("POST", "/tokenize", {"prompt": "hi", "return_token_strs": True}),
             ("POST", "/detokenize", {"tokens": [5]}),

@@ -199,10 +199,10 @@ WRONG = {
         ),
         (
             messages({"role": "function", "content": "x"}),
-            "messages[0].role='function' is not supported; use role 'tool', with the tool_call_id "
-            "of the call.",
+            "messages[0].name=None is not allowed; a message of role 'function' has the name of "
+            "the function.",
             "messages",
-            "unsupported_parameter",
+            None,
         ),
         (
             messages({"role": "user", "content": "x", "tool_call_id": "c"}),
@@ -219,8 +219,8 @@ WRONG = {
         ),
         (
             {**CHAT, "tool_choice": "always"},
-            'tool_choice=\'always\' is unknown; use "auto", "none", "required", or '
-            '{"type": "function", "function": {"name": "..."}}.',
+            'tool_choice=\'always\' is unknown; use "auto", "none", "required", '
+            '{"type": "function", "function": {"name": "..."}} or {"type": "allowed_tools", ...}.',
             "tool_choice",
             None,
         ),

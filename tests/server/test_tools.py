@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from octavo.parsers.answer import Format
 from tests.server import fake_engine
 from tests.server.fake_engine import FakeAsyncLLM, events, make_tokenizer, with_server
 
@@ -81,6 +82,21 @@ def test_calls_reasoning_and_text():
         assert [c["function"] for c in message["tool_calls"]] == [
             {"name": "add", "arguments": '{"a": 1}'}
         ] * 2
+
+    serve(scenario)
+
+
+def test_special_tokens_are_found_once(monkeypatch):
+    calls = []
+    find = Format.special_ids
+    monkeypatch.setattr(
+        Format, "special_ids", lambda fmt, tokenizer: calls.append(1) or find(fmt, tokenizer)
+    )
+
+    async def scenario(served):
+        for _ in range(3):
+            assert (await served.chat(tools=[TOOL])).status_code == 200
+        assert calls == [1]
 
     serve(scenario)
 
@@ -231,7 +247,7 @@ def test_wrong_choices(fields, param, words):
 
 def test_a_schema_that_is_too_large():
     async def scenario(served):
-        words = {f"word{i}": {"type": "string", "description": "x" * 9000} for i in range(70)}
+        words = {f"word{i}": {"type": "string", "enum": ["x" * 9000]} for i in range(70)}
         function = {"name": "f", "parameters": {"type": "object", "properties": words}}
         response = await served.chat(tools=[{"type": "function", "function": function}])
         assert response.status_code == 400

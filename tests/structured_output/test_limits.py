@@ -86,7 +86,7 @@ TOO_LARGE = [
     (schema({"items": {"pattern": "(a{1000}){1000}"}}), "1000000 characters and names after"),
     (schema(refs(201)), "201 references in a row; at most 200"),
     # Structural tags
-    (tags(501), "501 tags; at most 500"),
+    (tags(2_001), "2001 tags; at most 2000"),
     (tags(1, triggers=501), "501 triggers; at most 500"),
     (
         GrammarSpec("structural_tag", '{"format": {"type": "regex", "pattern": "a{1000000}"}}'),

@@ -268,6 +268,9 @@ def main(words: Sequence[str]) -> int:
             raise
         return 1
     finally:
+        for thread in threading.enumerate():
+            if not thread.daemon and thread is not threading.current_thread():
+                thread.join()  # Python waits for them as well; their errors are reported until then
         BaseProcess.run, threading.excepthook = in_process, in_thread  # type: ignore[method-assign]
     return 0
 

@@ -160,7 +160,7 @@ import httpx; httpx.get(f"http://127.0.0.1:{server.server_port}").raise_for_stat
 )
 def test_a_sentence_of_a_thread_and_of_a_process(tmp_path, start):
     script = tmp_path / "script.py"
-    script.write_text(f"def f(): import vllm.lora\n{start}\n")
+    script.write_text(f"def f(): import time; time.sleep(0.2); import vllm.lora\n{start}\n")
     done = run(str(script))
     (sentence,) = done.stderr.splitlines()
     assert sentence.startswith(f"{script}:1: error: Octavo does not have vllm.lora")

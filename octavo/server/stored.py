@@ -1,0 +1,161 @@
+"""Stored responses and conversations, in the form in which `ObjectStore` keeps them."""
+
+from __future__ import annotations
+
+import uuid
+import zlib
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo.errors import NotFoundError, RequestError
+from octavo.server import answers
+from octavo.server.errors import show
+from octavo.server.object_store import OBJECT_ID, ObjectStore
+from octavo.server.response_items import Item
+from octavo.server.state import ServerState
+from octavo.system.offload import offload
+
+_PAGE = 20
+_MAX_PAGE = 100
+# Microseconds that packing or unpacking may take; only a thread may spend them.
+_LONG = 5_000
+
+
+class StoredResponse(msgspec.Struct):
+    """Response, and what it was made from."""
+
+    response: dict[str, Any]
+    """Response as the API returns it."""
+    items: list[Item]
+    """All input items, those of earlier responses included."""
+    events: str | None = None
+    """Events of a background response."""
+
+
+class StoredConversation(msgspec.Struct):
+    """Conversation."""
+
+    created_at: int
+    metadata: dict[str, str]
+    items: list[Item]
+    num_created: int = 0
+    """Number of items that ever were in it."""
+
+
+Stored = TypeVar("Stored", StoredResponse, StoredConversation)
+
+
+def new_id(prefix: str) -> str:
+    """Return an id that no client can guess."""
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+
+def has_store(state: ServerState) -> bool:
+    """Return True if a server can store objects: each of several front ends has its own memory."""
+    return state.config.api_server_count == 1
+
+
+def store_of(state: ServerState, what: str, param: str | None = None) -> ObjectStore:
+    """Return the store of a server.
+
+    Args:
+        state: the server.
+        what: the part of the request that needs the store.
+        param: its field.
+
+    Raises:
+        RequestError: the server cannot store objects.
+    """
+    if not has_store(state):
+        raise RequestError(
+            f"{what} needs stored objects, and this server's "
+            f"{state.config.api_server_count} front ends (--api-server-count) share none; send the "
+            "whole input with each request, or start the server with one front end.",
+            param,
+            "no_store",
+        )
+    return state.objects
+
+
+def items_nbytes(items: list[Item]) -> int:
+    """Return the bytes of items as JSON."""
+    return len(msgspec.json.encode(items))
+
+
+async def save(
+    store: ObjectStore, api_key: str | None, name: str, stored: StoredResponse | StoredConversation
+) -> None:
+    """Store an object."""
+
+    def pack() -> bytes:
+        return zlib.compress(msgspec.json.encode(stored), 1)
+
+    await store.put(api_key, name, await offload(_LONG, pack))
+
+
+async def load(
+    store: ObjectStore, api_key: str | None, name: str, kind: type[Stored]
+) -> Stored | None:
+    """Return an object; None: the key has none of the name."""
+    if not OBJECT_ID.fullmatch(name) or name.partition("_")[0] != _PREFIXES[kind]:
+        return None
+    packed = await store.get(api_key, name)
+    if packed is None:
+        return None
+
+    def unpack() -> Stored:
+        return msgspec.json.decode(zlib.decompress(packed), type=kind)
+
+    return await offload(_LONG, unpack)
+
+
+_PREFIXES: dict[type[Any], str] = {StoredResponse: "resp", StoredConversation: "conv"}
+
+
+def not_found(kind: str, name: str) -> NotFoundError:
+    """Return the error for an object that is not stored."""
+    return NotFoundError(
+        f"{kind} with id {show(name)} not found: it was never stored for this API key, was "
+        "deleted, or its memory was needed.",
+        None,
+        "not_found",
+    )
+
+
+def item_list(request: Request, items: list[Item]) -> Response:
+    """Return the page of a list of items that a request names by limit, order and after.
+
+    Raises:
+        RequestError: a parameter is not allowed.
+    """
+    query = request.query_params
+    limit = query.get("limit", str(_PAGE))
+    if not (limit.isascii() and limit.isdecimal() and len(limit) < 4):
+        limit = "0"
+    if not 1 <= int(limit) <= _MAX_PAGE:
+        raise RequestError(
+            f"limit={show(query['limit'])} is not allowed; it is 1 to {_MAX_PAGE}.", "limit"
+        )
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise RequestError(f"order={show(order)} is not allowed; use asc or desc.", "order")
+    in_order = items if order == "asc" else items[::-1]
+    begin = 0
+    if (after := query.get("after")) is not None:
+        ids = [item["id"] for item in in_order]
+        if after not in ids:
+            raise RequestError(f"after={show(after)} is not the id of an item here.", "after")
+        begin = ids.index(after) + 1
+    page = in_order[begin : begin + int(limit)]
+    return answers.respond(
+        answers.ItemList(
+            object="list",
+            data=page,
+            first_id=page[0]["id"] if page else "",
+            last_id=page[-1]["id"] if page else "",
+            has_more=begin + len(page) < len(items),
+        )
+    )

@@ -1,0 +1,130 @@
+"""Grammars of answers that may have calls: all formats, markers as text and as special tokens."""
+
+import json
+import random
+import re
+
+import pytest
+
+from octavo.parsers.answer import AnswerParser
+from octavo.parsers.calls import JsonCalls, PythonCalls
+from octavo.parsers.formats import FORMATS
+from octavo.parsers.parts import CallStart, Text
+from tests.parsers.test_laws import parse
+from tests.parsers.test_structural_tag import SCHEMAS, compile_tag, sample, vocabulary
+from tests.parsers.writers import write
+
+CALLS = [("find", {"city": "Rome", "days": 3}), ("now", {})]
+NAMES = [name for name in sorted(FORMATS) if FORMATS[name].structural_tag(SCHEMAS) is not None]
+# Their models write keys or quotes that the writer of the tests does not write.
+OTHER_FORM = {"cohere", "internlm", "lfm2", "olmo3", "pythonic"}
+MARK = re.compile(r"<[^<>{}\s]*>|\[[A-Z/_]+\]|｜DSML｜")
+
+
+def special_texts(fmt):
+    """Return the texts of the format's marks that may be special tokens."""
+    texts = [*(fmt.thoughts or ()), *fmt.silent, *fmt.calls.texts]
+    return sorted({mark for text in texts for mark in MARK.findall(text)})
+
+
+def tokens(answer, words):
+    """Return the tokens of an answer: special ones where the text has them, else bytes."""
+    names = sorted(words.special_tokens, key=len, reverse=True)
+    pieces = re.split("(" + "|".join(map(re.escape, names)) + ")", answer) if names else [answer]
+    found = []
+    for i, piece in enumerate(pieces):
+        found += [words.special_tokens[piece]] if i % 2 else [*piece.encode()]
+    return [*found, 256]
+
+
+def accepts(compiled, words, answer):
+    data = tokens(answer, words)
+    return compiled.start().accept_tokens(data) == len(data)
+
+
+def test_formats_without_a_marker():
+    assert sorted(set(FORMATS) - set(NAMES)) == ["xlam"]
+    bare = [name for name in NAMES if not FORMATS[name].marks_calls]
+    assert bare == ["llama3_json", "pythonic"]
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["text", "special"])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_models_write(name, special):
+    """Reasoning and text are free; calls follow their schemas."""
+    fmt = FORMATS[name]
+    words = vocabulary(special_texts(fmt) if special else [])
+    compiled = compile_tag(fmt.structural_tag(SCHEMAS), words)
+    for thought in [None, "Hm <b>"] if fmt.thoughts else [None]:
+        for text in ("", "Sure: [1] {2}."):
+            some = [[]] if name in OTHER_FORM else [[], CALLS[:1], CALLS]
+            for calls in some[:2] if name == "openai" else some:
+                if thought or text or calls:
+                    answer = write(fmt, thought, text, calls)
+                    assert accepts(compiled, words, answer), answer
+    if name in OTHER_FORM or not fmt.marks_calls:
+        return
+    for wrong in ({"city": "Paris", "days": 3}, {"city": "Rome"}, {"city": "Rome", "days": 99}):
+        answer = write(fmt, None, "Sure.", [("find", wrong)])
+        assert not accepts(compiled, words, answer), answer
+    if isinstance(fmt.calls, JsonCalls | PythonCalls):
+        assert not accepts(compiled, words, write(fmt, None, "", [("lose", {})]))
+
+
+@pytest.mark.parametrize("parallel", [False, True], ids=["one", "several"])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_the_grammar_allows(name, parallel):
+    """After the marker each text of the grammar is a call that the parser reads."""
+    fmt, rng, words = FORMATS[name], random.Random(name), vocabulary()
+    compiled = compile_tag(fmt.structural_tag(SCHEMAS, parallel=parallel), words)
+    for _ in range(2):
+        grammar = compiled.start()
+        begin = fmt.calls.trigger
+        assert grammar.accept_tokens([*begin.encode()]) == len(begin.encode())
+        text = begin + sample(grammar, words, rng, most=6000)
+        blocks = [block for block in parse(fmt, [text], SCHEMAS) if block[0] == "call"]
+        assert blocks, text
+        assert parallel or len(blocks) == 1, text
+        for _, function, arguments in blocks:
+            found = json.loads(arguments)
+            if function == "find":
+                assert found["city"] in ("Rome", "Oslo"), text
+                assert found["days"] in range(1, 10)
+            else:
+                assert (function, found) == ("now", {})
+
+
+def test_words_that_are_no_marker():
+    fmt, words = FORMATS["phi4_mini_json"], vocabulary()
+    compiled = compile_tag(fmt.structural_tag(SCHEMAS), words)
+    assert accepts(compiled, words, "import functools, or from functools import cache")
+    assert not accepts(compiled, words, "functools[1]")
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_calls_of_other_tools_are_text(name, size):
+    """In each format, however the answer is divided."""
+    fmt = FORMATS[name]
+    answer = write(fmt, None, "", CALLS[:1])
+    for schemas, known in (({"find": {}}, True), ({"now": {}}, False)):
+        parser = AnswerParser(fmt, schemas, only_known=True)
+        pieces = [answer[i : i + size] for i in range(0, len(answer), size)]
+        parts = [part for piece in pieces for part in parser.feed(piece)] + parser.end()
+        if known:
+            assert [part.text for part in parts if isinstance(part, CallStart)] == ["find"]
+        else:
+            assert {type(part) for part in parts} == {Text}
+            text = "".join(part.text for part in parts)
+            assert text.strip() == answer.strip()
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if FORMATS[n].marks_calls])
+def test_one_call_ends_the_answer(name):
+    fmt, words = FORMATS[name], vocabulary()
+    compiled = compile_tag(fmt.structural_tag(SCHEMAS, parallel=False), words)
+    if name in OTHER_FORM:
+        return
+    assert accepts(compiled, words, write(fmt, None, "", CALLS[:1]))
+    if name != "openai":
+        assert not accepts(compiled, words, write(fmt, None, "", CALLS))

@@ -1,0 +1,140 @@
+"""Conversations of OpenAI's API, with a fake engine and the types of OpenAI's client."""
+
+import asyncio
+
+import pytest
+from openai.types.conversations import Conversation, ConversationItemList
+from openai.types.conversations.conversation_item import ConversationItem
+from pydantic import TypeAdapter
+
+from octavo.server import conversations
+from tests.server.test_responses import create, prompt_of, refused, serve
+
+PATH = "/v1/conversations"
+ITEM = TypeAdapter(ConversationItem)
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+async def begin(served, *texts, **fields):
+    items = [user(text) for text in texts] or None
+    response = await served.post(PATH, items=items, **fields)
+    assert response.status_code == 200, response.text
+    Conversation.model_validate_json(response.text, strict=True)
+    return response.json()
+
+
+async def texts(served, conversation, **query):
+    query = {"order": "asc", **query}
+    response = await served.http.get(f"{PATH}/{conversation['id']}/items", params=query)
+    ConversationItemList.model_validate_json(response.text, strict=True)
+    found = response.json()["data"]
+    for item in found:
+        ITEM.validate_python(item, strict=True)
+    return [item["content"][0]["text"] for item in found]
+
+
+def test_responses_of_a_conversation():
+    async def scenario(served):
+        made = await begin(served, "first", metadata={"a": "b"})
+        first = await create(served, "hi", conversation=made["id"])
+        assert first["conversation"] == {"id": made["id"]}
+        assert prompt_of(served).endswith("<user>first<user>hi<assistant>")
+        assert await texts(served, made) == ["first", "hi", "Yes"]
+        reference = {"type": "item_reference", "id": first["output"][0]["id"]}
+        await create(served, [reference, user("So?")], conversation={"id": made["id"]})
+        assert prompt_of(served).endswith("Yes<assistant>Yes<user>So?<assistant>")
+        again = await texts(served, made)
+        assert again == ["first", "hi", "Yes", "Yes", "So?", "Yes"]
+        assert await texts(served, made, limit=2, order="desc") == ["Yes", "So?"]
+        # An answer that fails leaves the conversation as it is.
+        served.engine.grammar_error = "no"
+        form = {"format": {"type": "json_object"}}
+        await refused(served, conversation=made["id"], text=form)
+        assert await texts(served, made) == again
+
+    serve(scenario, answer="Yes")
+
+
+def test_background_and_streamed_responses_are_appended():
+    async def scenario(served):
+        made = await begin(served)
+        await served.post("/v1/responses", input="a", stream=True, conversation=made["id"])
+        assert await texts(served, made) == ["a", "Yes"]
+        await served.post("/v1/responses", input="b", background=True, conversation=made["id"])
+        while served.state.background.running:
+            await asyncio.sleep(0.001)
+        await create(served, "c", conversation=made["id"], store=False)
+        assert await texts(served, made) == ["a", "Yes", "b", "Yes", "c", "Yes"]
+
+    serve(scenario, answer="Yes")
+
+
+def test_items_and_metadata():
+    async def scenario(served):
+        made = await begin(served, "a")
+        path = f"{PATH}/{made['id']}"
+        response = await served.post(f"{path}/items", items=[user("b"), user("c")])
+        ConversationItemList.model_validate_json(response.text, strict=True)
+        b, c = response.json()["data"]
+        assert (await served.http.get(f"{path}/items/{c['id']}")).json() == c
+        gone = await served.http.delete(f"{path}/items/{b['id']}")
+        assert gone.json() == made
+        assert await texts(served, made) == ["a", "c"]
+        assert (await served.http.get(f"{path}/items/{b['id']}")).status_code == 404
+        (d,) = (await served.post(f"{path}/items", items=[user("d")])).json()["data"]
+        assert d["id"] not in (b["id"], c["id"])
+        changed = (await served.post(path, metadata={"x": "y"})).json()
+        assert changed == {**made, "metadata": {"x": "y"}}
+        assert (await served.http.get(path)).json() == changed
+        # Changes at the same time all happen.
+        await asyncio.gather(
+            *[served.post(f"{path}/items", items=[user(str(i))]) for i in range(20)]
+        )
+        found = await texts(served, made, limit=100)
+        assert sorted(found) == sorted(["a", "c", "d", *map(str, range(20))])
+        assert (await served.http.delete(path)).json()["deleted"] is True
+        assert (await served.http.get(path)).status_code == 404
+        await refused(served, status=404, conversation=made["id"])
+
+    serve(scenario)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"items": [user("x")] * 21}, "items"),
+        ({"items": "x"}, "items"),
+        ({"items": [{"type": "item_reference", "id": "x"}]}, "items[0].type"),
+        ({"items": [{"role": "x"}]}, "items[0].role"),
+        ({"metadata": {"a": 5}}, "metadata.a"),
+    ],
+    ids=str,
+)
+def test_bad_conversations(body, param):
+    async def scenario(served):
+        made = await begin(served)
+        paths = [PATH, f"{PATH}/{made['id']}" + ("/items" if "items" in body else "")]
+        for path in paths:
+            response = await served.post(path, **body)
+            assert response.status_code == 400, response.text
+            assert response.json()["error"]["param"] == param
+
+    serve(scenario)
+
+
+def test_a_conversation_has_limits(monkeypatch):
+    async def scenario(served):
+        made = await begin(served, "a", "b", "c")
+        error = (await served.post(f"{PATH}/{made['id']}/items", items=[user("d")])).json()["error"]
+        assert error["code"] == "conversation_full"
+        long = await begin(served, "x" * 900)
+        path = f"{PATH}/{long['id']}/items"
+        error = (await served.post(path, items=[user("x" * 900)])).json()["error"]
+        assert error["code"] == "conversation_full"
+        assert len(await texts(served, long)) == 1
+
+    monkeypatch.setattr(conversations, "MAX_ITEMS", 3)
+    serve(scenario, max_request_bytes=2048)

@@ -1,0 +1,71 @@
+"""Folder of --state-dir."""
+
+import os
+import stat
+
+import pytest
+
+from octavo.errors import ConfigError
+from octavo.server.state_dir import StateDir, write_file
+from tests.server.fake_engine import with_server
+
+
+def test_one_server_at_a_time(tmp_path):
+    path = tmp_path / "a" / "state"
+    state = StateDir(str(path))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    with pytest.raises(ConfigError, match=r"^state_dir='.*state' is in use by another server"):
+        StateDir(str(path))
+    state.close()
+    StateDir(str(path)).close()
+
+
+def test_a_server_holds_its_folder_until_it_ends(tmp_path):
+    async def scenario(served):
+        with pytest.raises(ConfigError, match="in use"):
+            StateDir(str(tmp_path))
+
+    with_server(scenario, state_dir=str(tmp_path))
+    StateDir(str(tmp_path)).close()
+
+
+def test_subfolders_are_private(tmp_path):
+    state = StateDir(str(tmp_path))
+    folder = state.subfolder("things")
+    assert folder == tmp_path / "things"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert state.subfolder("things") == folder
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError, match=r"things cannot be used: .*without write permission"):
+        state.subfolder("things")
+    state.close()
+
+
+def test_wrong_folders(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("x")
+    with pytest.raises(ConfigError, match=r"^state_dir='.*file' cannot be used: File exists"):
+        StateDir(str(file))
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    with pytest.raises(ConfigError, match="without write permission for others"):
+        StateDir(str(shared))
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    write_file(file, b"old")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", fail)
+        with pytest.raises(OSError, match="No space"):
+            write_file(file, b"new")
+    assert file.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["file"]
+    write_file(file, b"new")
+    assert file.read_bytes() == b"new"
