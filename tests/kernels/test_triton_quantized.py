@@ -133,7 +133,7 @@ def test_splits_change_no_bit(
 ) -> None:
     """With few rows a program for each split, with many one for all; also more than one tile."""
     monkeypatch.setattr(quantized, "_LONGEST_SPLIT", 128)
-    x, (packed, truth) = random(260, 600), both(70, 600, format, group)
+    x, (packed, truth) = random(260, 1000), both(70, 1000, format, group)
     whole = ops.linear(x, packed, None, "float32")
     assert_product(whole, x, truth, 0.0)
     for rows in (1, 17, 33):
