@@ -24,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -922,7 +923,10 @@ def fuzz(
             undo = _UNDO[request.operation]
             send(Request(undo, "POST", undo.encode(), (), b""))
 
-    one()
+    with warnings.catch_warnings():
+        # Of a long request that is shown.
+        warnings.simplefilter("ignore", hypothesis.errors.HypothesisWarning)
+        one()
     return statuses
 
 
