@@ -122,6 +122,10 @@ def check(kind: Any, data: bytes | str, body: Json) -> None:
     found = json.loads(data)
     if isinstance(found, dict) and isinstance(found.get("choices"), list):
         _hide(found, body)
+    # Anthropic's documentation has this type of error, the package has not.
+    is_error = anthropic is not None and kind is anthropic.ErrorResponse
+    if is_error and found["error"]["type"] == "request_too_large":
+        found["error"]["type"] = "invalid_request_error"
     adapter.validate_json(json.dumps(found), strict=strict)
 
 
