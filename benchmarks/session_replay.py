@@ -84,8 +84,9 @@ class Session:
 def made_session(turns: int) -> Session:
     """Return a session of a travel agent with a system prompt of about 900 tokens."""
     rules = [
-        f"{i}. A booking of the class {chr(65 + i % 7)} may be changed up to {6 * i + 2} hours before"
-        f" it leaves, for {7 * i + 5} \u20ac a passenger; confirm every change with the customer first."
+        f"{i}. A booking of the class {chr(65 + i % 7)} may be changed up to {6 * i + 2} hours"
+        f" before it leaves, for {7 * i + 5} \u20ac a passenger; confirm every change with the"
+        " customer first."
         for i in range(20)
     ]
     system = "You help the customers of an airline, with the tools only.\n" + "\n".join(rules)
@@ -108,7 +109,13 @@ def made_session(turns: int) -> Session:
     for i in range(turns):
         a, b = _PLACES[i % 8], _PLACES[(3 * i + 1) % 8]
         asked.append(_ASKED[i % 5].format(a=a, b=b, d=i % 27 + 1, n=100 + i))
-        booking = {"id": f"R{100 + i}", "from": a, "to": b, "bags": [{"kg": 23}] * (i % 3), "paid": None}
+        booking = {
+            "id": f"R{100 + i}",
+            "from": a,
+            "to": b,
+            "bags": [{"kg": 23}] * (i % 3),
+            "paid": None,
+        }
         results.append(json.dumps({"ok": i % 4 > 0, "bookings": [booking]}, ensure_ascii=i % 2 > 0))
         call = {"name": "get_booking", "arguments": json.dumps({"booking_id": f"R{100 + i}"})}
         recorded.append(
@@ -503,8 +510,8 @@ def report(name: str, turns: Iterator[Turn]) -> tuple[int, int]:
         changes[turn.change.partition(" @")[0]] += 1
     changes.pop("", None)
     print(
-        f"sum: {total} prompt tokens, {again} computed again ({again / total:.1%}); {over} of {late}"
-        f" turns computed more than a block again; changes: {dict(changes) or 'none seen'}"
+        f"sum: {total} prompt tokens, {again} computed again ({again / total:.1%}); {over} of"
+        f" {late} turns computed more than a block again; changes: {dict(changes) or 'none seen'}"
     )
     return total, again
 
