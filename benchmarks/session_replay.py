@@ -17,7 +17,8 @@ prompt and answer; known tokens that were computed again, and their share of the
 cache finds whole blocks, so that up to a block is computed again in any case. `change` says where
 the ids of the prompt leave those of the last prompt and answer, if the server returns ids: in the
 `earlier` part, or in the answer, because its text has `other tokens`, or because the template
-writes `other text`. `--rewrite` lets the client parse and write the arguments of calls again.
+writes `other text`. A missed prefix that the server explains (`cache_miss` of Octavo) is shown,
+too. `--rewrite` lets the client parse and write the arguments of calls again.
 
 --kill N kills the engine process of a server that --serve started before turn N.
 """
@@ -175,6 +176,8 @@ class Turn:
     new: int = 0
     again: int = 0
     change: str = ""
+    miss: str = ""
+    """What the server says about a missed prefix."""
 
 
 class Conversation(ABC):
@@ -262,9 +265,11 @@ class Chat(Conversation):
             call["function"]["arguments"] = self.rewritten(call["function"]["arguments"])
         self.history.append(kept)
         usage, details = answer["usage"], answer["usage"].get("prompt_tokens_details")
-        cached = answer["timings"]["cache_n"] if "timings" in answer else 0
+        cached, miss = answer["timings"]["cache_n"] if "timings" in answer else 0, ""
         if details is not None:
             cached = details["cached_tokens"]
+            if found := details.get("cache_miss"):
+                miss = f"{found['reason']} @{found['token']}, message {found['message']}"
         return Turn(
             usage["prompt_tokens"],
             cached,
@@ -272,6 +277,7 @@ class Chat(Conversation):
             [Call(c["id"], c["function"]["name"]) for c in kept.get("tool_calls") or ()],
             answer.get("prompt_token_ids") or [],
             choice.get("token_ids") or [],
+            miss=miss,
         )
 
     def keep_recorded(self, message: Json) -> list[Call]:
@@ -501,7 +507,8 @@ def report(name: str, turns: Iterator[Turn]) -> tuple[int, int]:
         calls = f"{turn.completion}{'c' * len(turn.calls)}"
         print(
             f"{number:5}  {turn.prompt:6}  {turn.cached:6}  {turn.new:5}  {turn.again:5}"
-            f"  {share:4.0%}  {calls:>6}  {turn.change}",
+            f"  {share:4.0%}  {calls:>6}  {turn.change}"
+            f"{f'  (cache_miss: {turn.miss})' if turn.miss else ''}",
             flush=True,
         )
         total, again = total + turn.prompt, again + turn.again

@@ -110,10 +110,28 @@ class ModelList(Answer):
     data: list[ModelCard]
 
 
+class CacheMiss(Answer):
+    """Reason why at least 256 tokens of the prompt were not in the cache though a recent prompt of
+    the same key has them, or resembles this one."""
+
+    reason: Literal["changed", "forgotten", "emptied"]
+    """changed: this prompt differs; forgotten: the cache has used the blocks for others; emptied:
+    the cache was emptied, as by the end of an engine."""
+    token: int
+    """Index of the first token that differs, or that was not in the cache."""
+    message: int | None
+    """Index of the chat's message with this token; null: before the first one, or unknown."""
+    known_tokens: int
+    """changed: number of tokens of the recent prompt with its answer; else of those in common."""
+    seconds: float
+    """emptied: seconds since then; else seconds since the tokens were last used."""
+
+
 class PromptTokensDetails(Answer):
     """Part of `Usage`."""
 
     cached_tokens: int
+    cache_miss: NotRequired[CacheMiss]
 
 
 class Usage(Answer):

@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 import msgspec
 from starlette.requests import Request
@@ -35,6 +35,7 @@ from octavo.server.errors import ClientDisconnectError, error_event, log_unexpec
 from octavo.server.load_report import add_load_report
 from octavo.server.middleware import context_of
 from octavo.server.parts import Delta
+from octavo.server.recent_prompts import LONG, Recorded, explain, to_bytes
 from octavo.server.resumable_streams import DONE, Events, Stream
 from octavo.server.schema import GenerationBody
 from octavo.server.state import ServerState, state_of
@@ -97,6 +98,8 @@ class Generation(ABC, Generic[B]):
     """Field that holds the prompt."""
     make_parser: Callable[[int], Parser] | None = None
     """Maker of the parser of a choice, from the number of its prompt; None: an answer is text."""
+    reports_cache_misses = True
+    """True if the usage explains missed prefixes; it has no place for that in other APIs."""
     text_chunk: bytes | None = None
     """Template of a choice with only text, faster than `write`; None: use `write`."""
 
@@ -412,12 +415,17 @@ class Generation(ABC, Generic[B]):
             # Times of a request with several answers are not defined.
             times_one = self.state.config.enable_per_request_metrics and count == 1
             times_one = times_one and not background
+            watched: _WatchedPrompt | None = None
+            if count == 1 and self._explains_misses(prompts[0], params, engine):
+                watched = _WatchedPrompt(self, salt)
             streams = [one(i) for i in range(len(prompts))]
             merged = streams[0] if len(streams) == 1 else _merge(streams)
             try:
                 async with aclosing(merged):
                     async for index, output in merged:
                         self.usage.add(index, output)
+                        if watched is not None:
+                            await watched.take(output)
                         for completion in output.outputs:
                             if completion.finish_reason == REPETITION:
                                 # Clients know only OpenAI's reasons.
@@ -430,6 +438,21 @@ class Generation(ABC, Generic[B]):
                         yield index, output
             except RequestError as error:
                 raise self._blamed(error) from None
+
+    def _explains_misses(self, prompt: Prompt, params: SamplingParams, engine: AsyncLLM) -> bool:
+        """Return True if the usage explains a prefix that a prompt misses."""
+        return (
+            self.reports_cache_misses
+            and self.reports_cached_tokens
+            and engine.config.cache.enable_prefix_caching
+            and params.prompt_logprobs is None  # such a prompt is computed completely
+            and not self.body.use_beam_search
+            and (isinstance(prompt, str) or "prompt_embeds" not in prompt)
+        )
+
+    def message_at(self, text: str, position: int) -> int | None:
+        """Return the index of the message at a character of the prompt; None without messages."""
+        return None
 
     async def render(self) -> list[Rendered]:
         """Return the requests that the engine would receive, in the order of the prompts.
@@ -530,6 +553,7 @@ class Usage:
         self.completion_tokens = 0
         self._cached_tokens: dict[int, int] = {}
         """Cached tokens of each prompt; only the first of n answers reports them."""
+        self.cache_miss: answers.CacheMiss | None = None
 
     def add(self, index: int, output: RequestOutput) -> None:
         """Count the new tokens of an output, and its prompt at the first output."""
@@ -547,14 +571,64 @@ class Usage:
         """
         if completion_tokens is None:
             completion_tokens = self.completion_tokens
+        details: answers.PromptTokensDetails | None = None
+        if self._with_details:
+            details = {"cached_tokens": sum(self._cached_tokens.values())}
+            if self.cache_miss is not None:
+                details["cache_miss"] = self.cache_miss
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": self.prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens.values())}
-            if self._with_details
-            else None,
+            "prompt_tokens_details": details,
         }
+
+
+class _WatchedPrompt:
+    """Prompt of a request that is recorded, and compared if much of it was not in the cache.
+
+    Args:
+        generation: the request.
+        scope: scope of its cached prefixes.
+    """
+
+    def __init__(self, generation: Generation[Any], scope: str | None) -> None:
+        self._generation = generation
+        self._scope = scope
+        self._recorded: Recorded | None = None
+        self._answer: list[int] = []
+        self._begun = False
+
+    async def take(self, output: RequestOutput) -> None:
+        """Take in an output of the request."""
+        if not self._begun and any(completion.token_ids for completion in output.outputs):
+            self._begun = True
+            if len(output.prompt_token_ids) >= LONG:
+                await self._begin(output)
+        if self._recorded is not None:
+            (completion,) = output.outputs
+            self._answer += completion.token_ids
+            if output.finished:
+                self._generation.state.recent_prompts.add_answer(self._recorded, self._answer)
+
+    async def _begin(self, output: RequestOutput) -> None:
+        """Explain the missed prefix, and record the prompt."""
+        generation, ids = self._generation, output.prompt_token_ids
+        prompts, prompt = generation.state.recent_prompts, to_bytes(ids)
+        scheduled = output.metrics.first_scheduled_time
+        found = None
+        if scheduled is not None and len(ids) - output.num_cached_tokens >= LONG:
+            found = prompts.find(self._scope, prompt, scheduled)
+        if found is not None:
+            engine = await generation.state.get_engine()
+            emptied = engine.cache_emptied_at
+            miss = explain(found, len(ids), output.num_cached_tokens, emptied)
+            if miss is not None and generation.tokenizer is not None and output.prompt is not None:
+                known = ids[: miss["token"]]
+                before = await offload(len(known) // 4, generation.tokenizer.decode, known)
+                miss["message"] = generation.message_at(output.prompt, len(before))
+            generation.usage.cache_miss = miss
+        self._recorded = prompts.add(self._scope, prompt)
 
 
 class EventStream(Response):
