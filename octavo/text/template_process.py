@@ -239,7 +239,7 @@ class _Templates:
                     function["arguments"] = json.dumps(
                         function.get("arguments"), ensure_ascii=False
                     )
-        if message.get("reasoning"):
+        if role == "assistant" and message.get("reasoning"):
             self._add_thinking(name, message, message["reasoning"])
         return message
 
@@ -459,7 +459,7 @@ def _parse_arguments(function: dict[str, Any], where: str) -> None:
 def _mark_end(message: Message) -> None:
     """Append a mark, and a space to detect trimming, to the message's text."""
     content = message["content"]
-    if not content:
+    if not content or (isinstance(content, list) and "text" not in content[-1]):
         raise RequestError(
             "continue_final_message needs a last message with text.", "continue_final_message"
         )

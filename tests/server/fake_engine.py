@@ -303,7 +303,6 @@ class FakeAsyncLLM:
             else None,
             finish_reason=reason,
             num_cached_tokens=self.num_cached_tokens,
-            first_scheduled_time=request.options.arrival_time,
         )
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from octavo.server import generation, recent_prompts
 from octavo.server.recent_prompts import Found, RecentPrompts, explain, message_at, to_bytes
-from tests.server.fake_engine import with_server
+from tests.server.fake_engine import FakeAsyncLLM, with_server
 
 
 def tokens(*ids):
@@ -111,6 +111,15 @@ def test_message_at():
     assert message_at(text, ["nowhere", "42"], len(text)) == 1
 
 
+class Engine(FakeAsyncLLM):
+    """Fake engine that schedules a request when it arrives."""
+
+    def _step(self, core_id, request, index):
+        output = super()._step(core_id, request, index)
+        output.first_scheduled_time = request.options.arrival_time
+        return output
+
+
 @pytest.fixture
 def short(monkeypatch):
     for module in (generation, recent_prompts):
@@ -159,4 +168,4 @@ def test_usage(short, stream):
         *_, last, _ = [line for line in sent.split("\n\n") if line]
         return json.loads(last.removeprefix("data: "))["usage"]
 
-    with_server(scenario, api_key=["a", "b"])
+    with_server(scenario, Engine, api_key=["a", "b"])
