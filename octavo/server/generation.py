@@ -270,7 +270,7 @@ class Generation(ABC, Generic[B]):
             fields: dict[str, object] = {"usage": self.usage.to_dict()}
             fields |= self.prompt_fields(in_order)
             if self._times is not None:
-                fields["metrics"] = metrics_json(self._times, self.usage.completion_tokens)
+                fields["metrics"] = self._metrics(self._times)
             params = [output.kv_transfer_params for output in in_order]
             if params[0] is not None:  # the request has one prompt then
                 fields["kv_transfer_params"] = params[0]
@@ -304,8 +304,13 @@ class Generation(ABC, Generic[B]):
         begun: set[int] = set()
         async with aclosing(self._outputs()) as stream:
             async for index, output in stream:
+                if not output.outputs:  # the prompt is still being computed
+                    yield [self._progress(output, output.num_computed_tokens)]
+                    continue
                 if not opened:
                     opened = True
+                    if self.body.return_progress:
+                        yield [self._progress(output, len(output.prompt_token_ids))]
                     for fields in self._opening(output):
                         if with_usage:
                             fields["usage"] = self.usage.to_dict(0) if always else None
@@ -319,13 +324,37 @@ class Generation(ABC, Generic[B]):
                 if always:
                     tail = b'],"usage":' + encode(self.usage.to_dict()) + b"}\n\n"
                 yield [head + choice + tail for choice in chunks]
-        if with_usage:
-            last = b'],"usage":' + encode(self.usage.to_dict())
+        if with_usage or (self.body.return_metrics and self._times is not None):
+            last = b"]"
+            if with_usage:
+                last += b',"usage":' + encode(self.usage.to_dict())
             if self._times is not None:
-                metrics = metrics_json(self._times, self.usage.completion_tokens)
+                metrics = self._metrics(self._times)
                 # A chunk omits unknown times, as vLLM does.
                 last += b',"metrics":' + encode({k: v for k, v in metrics.items() if v is not None})
             yield [head + last + b"}\n\n"]
+
+    def _metrics(self, times: RequestMetrics) -> answers.PerRequestMetrics:
+        """Return `metrics` of the answer."""
+        return {
+            **metrics_json(times, self.usage.completion_tokens),
+            "num_cached_tokens": self.usage.cached_tokens,
+            "num_preemptions": times.num_preemptions,
+            "num_draft_tokens": times.num_draft_tokens,
+            "num_accepted_tokens": times.num_accepted_tokens,
+        }
+
+    def _progress(self, output: RequestOutput, processed: int) -> bytes:
+        """Return the chunk that tells the number of the prompt's tokens computed so far."""
+        scheduled = output.metrics.first_scheduled_time
+        progress: answers.PromptProgress = {
+            "total": len(output.prompt_token_ids),
+            "cache": output.num_cached_tokens,
+            "processed": processed,
+            "time_ms": 0.0 if scheduled is None else (time.monotonic() - scheduled) * 1000,
+        }
+        chunk = {**self._envelope, "choices": [], "prompt_progress": progress}
+        return b"data: " + encode(chunk) + b"\n\n"
 
     def _opening(self, output: RequestOutput) -> list[dict[str, object]]:
         """Return the fields of the chunks before the first token, which `output` brings."""
@@ -360,6 +389,18 @@ class Generation(ABC, Generic[B]):
                     "each by itself.",
                     "kv_transfer_params",
                 )
+            if self.body.return_progress and len(prompts) > 1:
+                raise RequestError(
+                    f"return_progress goes with one prompt, and there are {len(prompts)}; send each"
+                    " by itself.",
+                    "return_progress",
+                )
+            if self.body.return_metrics and count > 1:
+                raise RequestError(
+                    f"return_metrics goes with one answer to one prompt, and here are {count}; "
+                    "leave it out.",
+                    "return_metrics",
+                )
             if params.priority and engine.config.scheduler.scheduling_policy != "priority":
                 self.context.ignored_fields.append("priority")
                 self.state.warn_of_priority()
@@ -391,6 +432,7 @@ class Generation(ABC, Generic[B]):
                     cache_salt=salt,
                     flow=flow_of(self.context.address),
                     background=background,
+                    reports_progress=bool(self.body.return_progress),
                 )
                 if self.body.use_beam_search:
                     beams = self.body.beam_params(params.max_tokens)
@@ -413,8 +455,8 @@ class Generation(ABC, Generic[B]):
                         yield index, output
 
             # Times of a request with several answers are not defined.
-            times_one = self.state.config.enable_per_request_metrics and count == 1
-            times_one = times_one and not background
+            asked = self.body.return_metrics or self.state.config.enable_per_request_metrics
+            times_one = asked and count == 1 and not background
             watched: _WatchedPrompt | None = None
             if count == 1 and self._explains_misses(prompts[0], params, engine):
                 watched = _WatchedPrompt(self, salt)
@@ -563,6 +605,11 @@ class Usage:
         if self._count_completions:
             self.completion_tokens += sum(len(c.token_ids) for c in output.outputs)
 
+    @property
+    def cached_tokens(self) -> int:
+        """Number of prompt tokens that were in the cache."""
+        return sum(self._cached_tokens.values())
+
     def to_dict(self, completion_tokens: int | None = None) -> answers.Usage:
         """Return OpenAI's `usage` object.
 
@@ -573,7 +620,7 @@ class Usage:
             completion_tokens = self.completion_tokens
         details: answers.PromptTokensDetails | None = None
         if self._with_details:
-            details = {"cached_tokens": sum(self._cached_tokens.values())}
+            details = {"cached_tokens": self.cached_tokens}
             if self.cache_miss is not None:
                 details["cache_miss"] = self.cache_miss
         return {
@@ -622,7 +669,7 @@ class _WatchedPrompt:
         if found is not None:
             engine = await generation.state.get_engine()
             emptied = engine.cache_emptied_at
-            miss = explain(found, len(ids), output.num_cached_tokens, emptied)
+            miss = explain(found, prompt, output.num_cached_tokens, emptied)
             if miss is not None and generation.tokenizer is not None and output.prompt is not None:
                 known = ids[: miss["token"]]
                 before = await offload(len(known) // 4, generation.tokenizer.decode, known)

@@ -25,6 +25,8 @@ _TOKEN = 4
 _ENTRY = 512
 """Bytes of an entry without its tokens, rounded up."""
 _PIECE = 2**14
+_RUN = 32
+_RUNS = 16
 
 
 class Recorded:
@@ -146,17 +148,18 @@ def to_bytes(token_ids: Iterable[int]) -> bytes:
 
 
 def explain(
-    found: Found, num_tokens: int, num_cached: int, emptied: float | None
+    found: Found, prompt: bytes, num_cached: int, emptied: float | None
 ) -> answers.CacheMiss | None:
     """Return why a prefix was not in the cache; None if less than `LONG` tokens were missed.
 
     Args:
         found: the recorded prompt that is most like this one.
-        num_tokens: number of tokens of this one.
+        prompt: token ids of this one as int32.
         num_cached: number of its tokens that were in the cache.
         emptied: second of `time.monotonic` at which the cache was emptied last.
     """
     recorded, common = found
+    num_tokens = len(prompt) // _TOKEN
     now = time.monotonic()
     in_answer = common * _TOKEN > len(recorded.prompt)
     used = recorded.ended if in_answer else recorded.since
@@ -170,7 +173,7 @@ def explain(
             "seconds": round(now - (emptied if was_emptied and emptied else used), 3),
         }
     length = (len(recorded.prompt) + len(recorded.answer)) // _TOKEN
-    if min(length, num_tokens) - common >= LONG:
+    if min(length, num_tokens) - common >= LONG and _resembles(recorded, prompt, common):
         return {
             "reason": "changed",
             "token": common,
@@ -179,6 +182,17 @@ def explain(
             "seconds": round(now - used, 3),
         }
     return None
+
+
+def _resembles(recorded: Recorded, prompt: bytes, common: int) -> bool:
+    """Return True if a prompt repeats a part of a recorded one after their common beginning.
+
+    Otherwise it is another conversation. The function looks for some runs of tokens only.
+    """
+    rest = (recorded.prompt + recorded.answer)[common * _TOKEN :]
+    step = max(_RUN, len(rest) // _TOKEN // _RUNS)
+    runs = (rest[i * _TOKEN : (i + _RUN) * _TOKEN] for i in range(1, len(rest) // _TOKEN, step))
+    return any(len(run) == _RUN * _TOKEN and prompt.find(run, common * _TOKEN) >= 0 for run in runs)
 
 
 def message_at(text: str, contents: Sequence[str], position: int) -> int | None:

@@ -86,20 +86,25 @@ def test_reasons():
     recorded = prompts.add("a", to_bytes(range(1000)))
     recorded.since = time.monotonic() - 60
 
-    def reason(common, num_tokens, cached, emptied=None):
-        miss = explain(Found(recorded, common), num_tokens, cached, emptied)
+    def reason(prompt, cached, emptied=None):
+        data = to_bytes(prompt)
+        miss = explain(prompts.find("a", data, math.inf), data, cached, emptied)
         return None if miss is None else (miss["reason"], miss["token"], round(miss["seconds"]))
 
-    assert reason(1000, 1100, 992) is None
-    assert reason(1000, 1100, 745) is None
-    assert reason(1000, 1100, 744) == ("forgotten", 744, 60)
-    assert reason(1000, 1100, 0, time.monotonic() - 20) == ("emptied", 0, 20)
-    assert reason(1000, 1100, 0, time.monotonic() - 80) == ("forgotten", 0, 60)
-    assert reason(500, 2000, 496) == ("changed", 500, 60)
-    assert reason(745, 2000, 736) is None  # less than 256 tokens of the recent prompt
-    assert reason(500, 700, 496) is None  # there is little after the change
-    assert reason(257, 257, 0) == ("forgotten", 0, 60)
-    assert reason(256, 256, 0) is None  # the last token is computed in any case
+    more = range(1100)
+    assert reason(more, 992) is None
+    assert reason(more, 745) is None
+    assert reason(more, 744) == ("forgotten", 744, 60)
+    assert reason(more, 0, time.monotonic() - 20) == ("emptied", 0, 20)
+    assert reason(more, 0, time.monotonic() - 80) == ("forgotten", 0, 60)
+    assert reason(range(257), 0) == ("forgotten", 0, 60)
+    assert reason(range(256), 0) is None  # the last token is computed in any case
+    replaced, left_out = [*range(500), 7, *range(503, 1000)], [*range(300), *range(600, 1000)]
+    assert reason(replaced, 496) == ("changed", 500, 60)
+    assert reason(left_out, 288) == ("changed", 300, 60)
+    assert reason([*range(500), *range(7000, 8000)], 496) is None  # another conversation
+    assert reason([*range(745), 7, *range(746, 1000)], 736) is None  # only 255 tokens after it
+    assert reason(replaced[:700], 496) is None
 
 
 def test_message_at():
@@ -129,7 +134,7 @@ def short(monkeypatch):
 @pytest.mark.parametrize("stream", [False, True])
 def test_usage(short, stream):
     """The usage tells the message that changed; another key learns nothing of it."""
-    text = "It is a long text about a small town. "
+    text = "It is a long text about a small town, and about many years. "
 
     async def scenario(served):
         async def miss(*contents, key="a", **more):
@@ -160,7 +165,7 @@ def test_usage(short, stream):
         assert (found["reason"], found["token"]) == ("forgotten", 0)
         served.engine.cache_emptied_at = time.monotonic()
         assert (await miss(text, text))["reason"] == "emptied"
-        served.engine.num_cached_tokens = 70
+        served.engine.num_cached_tokens = 100
         assert await miss(text, text[:36]) is None  # most of it was in the cache
         assert await miss(text, "Hm. " + text, n=2, temperature=1) is None
 
