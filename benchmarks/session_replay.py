@@ -219,12 +219,9 @@ class Conversation(ABC):
 
     def rewritten(self, arguments: str) -> str:
         """Return a call's arguments as the client sends them back."""
-        if not self.args.rewrite:
-            return arguments
-        try:
+        if self.args.rewrite and is_json(arguments):
             return json.dumps(json.loads(arguments))
-        except ValueError:
-            return arguments
+        return arguments
 
 
 class Chat(Conversation):
@@ -261,8 +258,12 @@ class Chat(Conversation):
         (choice,) = answer["choices"]
         message = choice["message"]
         kept = {k: v for k, v in message.items() if v is not None and k != "reasoning"}
-        for call in kept.get("tool_calls", ()):
+        calls = [c for c in kept.pop("tool_calls", ()) if is_json(c["function"]["arguments"])]
+        if calls:
+            kept["tool_calls"] = calls
+        for call in calls:
             call["function"]["arguments"] = self.rewritten(call["function"]["arguments"])
+        kept.setdefault("content", None if calls else "")
         self.history.append(kept)
         usage, details = answer["usage"], answer["usage"].get("prompt_tokens_details")
         cached, miss = answer["timings"]["cache_n"] if "timings" in answer else 0, ""
@@ -274,7 +275,7 @@ class Chat(Conversation):
             usage["prompt_tokens"],
             cached,
             usage["completion_tokens"],
-            [Call(c["id"], c["function"]["name"]) for c in kept.get("tool_calls") or ()],
+            [Call(c["id"], c["function"]["name"]) for c in calls],
             answer.get("prompt_token_ids") or [],
             choice.get("token_ids") or [],
             miss=miss,
@@ -427,6 +428,15 @@ FORMS: dict[str, type[Conversation]] = {
     "previous": PreviousResponse,
     "ollama": Ollama,
 }
+
+
+def is_json(text: str) -> bool:
+    """Return True if a call's arguments are whole; a client drops a call that was cut."""
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def find_change(http: httpx.Client, last: Turn, turn: Turn) -> str:
