@@ -8,7 +8,8 @@ begin with the prompt before it, and must contain the thoughts that the model wr
 happens to the earlier turns when results arrive, and when the next question does:
 
     kept     the prompt begins with the last one, and has the thought (if the format has thoughts)
-    thought  the last answer's thought is missing or moved: its turn is computed again
+    answer   the last answer is not as the model wrote it, as without its thought: it is computed
+             again
     earlier  the prompt before the last answer changes: all from there is computed again
     error    the template rejects the conversation
 
@@ -102,13 +103,32 @@ def compare(
         if not after.startswith(before):
             # A prompt may open the thoughts, which the template drops with them.
             same = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b))
-            found.append("thought" if same >= len(before.rstrip()) - 32 else "earlier")
+            found.append("answer" if same >= len(before.rstrip()) - 32 else "earlier")
         elif with_thoughts and _THOUGHTS[number] not in after[len(before) :]:
-            found.append("thought")
+            found.append("answer")
         else:
             found.append("kept")
     found += ["error"] * (2 - len(found))
     return found[0], found[1]
+
+
+def examine(file: Path) -> list[str]:
+    """Return the columns of a template in the table."""
+    source = file.read_text("utf-8")
+    template = ChatTemplate({"default": source}, {"bos_token": "<s>", "eos_token": "</s>"})
+    answer_format = find_format(template.render, source)
+    thinks = answer_format is not None and answer_format.thoughts is not None
+    with_calls = answer_format is not None and answer_format.calls is not None
+    found = compare(template, with_thoughts=thinks, with_calls=with_calls)
+    plain = compare(template, with_thoughts=False, with_calls=with_calls) if thinks else found
+    kept_by = {name: value for name, value in _KEEP.items() if name in source}
+    kept = "-"
+    if kept_by:
+        again = compare(template, with_thoughts=thinks, with_calls=with_calls, variables=kept_by)
+        names = ", ".join(f"`{name}`: {str(value).lower()}" for name, value in kept_by.items())
+        kept = f"{names}: {' '.join(again)}"
+    date = " (date)" if "strftime_now" in source or "date_string" in source else ""
+    return [f"`{file.stem}`{date}", *found, " ".join(plain), kept]
 
 
 def main() -> None:
@@ -118,31 +138,14 @@ def main() -> None:
     parser.add_argument("paths", nargs="+", type=Path)
     args = parser.parse_args()
     files = [f for p in args.paths for f in (sorted(p.glob("*.jinja")) if p.is_dir() else [p])]
-    counts: Counter[str] = Counter()
     print("| template | result of a call | next question | both without thoughts | with |")
     print("| --- | --- | --- | --- | --- |")
+    counts: Counter[str] = Counter()
     for file in files:
-        source = file.read_text("utf-8")
-        template = ChatTemplate({"default": source}, {"bos_token": "<s>", "eos_token": "</s>"})
-        answer_format = find_format(template.render, source)
-        thinks = answer_format is not None and answer_format.thoughts is not None
-        with_calls = answer_format is not None and answer_format.calls is not None
-        found = compare(template, with_thoughts=thinks, with_calls=with_calls)
-        plain = compare(template, with_thoughts=False, with_calls=with_calls) if thinks else found
-        kept_by = [name for name in _KEEP if name in source]
-        kept = "-"
-        if kept_by:
-            variables = {name: _KEEP[name] for name in kept_by}
-            again = compare(
-                template, with_thoughts=thinks, with_calls=with_calls, variables=variables
-            )
-            kept = f"{', '.join(f'`{k}`: {str(v).lower()}' for k, v in variables.items())}: "
-            kept += " ".join(again)
-        date = " (date)" if "strftime_now" in source or "date_string" in source else ""
-        for column, value in zip(("result", "next"), found, strict=True):
+        columns = examine(file)
+        for column, value in zip(("result", "next"), columns[1:3], strict=True):
             counts[f"{column} {value}"] += 1
-        row = " | ".join([*found, " ".join(plain), kept])
-        print(f"| `{file.stem}`{date} | {row} |")
+        print(f"| {' | '.join(columns)} |")
     print(dict(sorted(counts.items())))
 
 
