@@ -671,11 +671,16 @@ class _WatchedPrompt:
             emptied = engine.cache_emptied_at
             miss = explain(found, prompt, output.num_cached_tokens, emptied)
             if miss is not None and generation.tokenizer is not None and output.prompt is not None:
-                known = ids[: miss["token"]]
-                before = await offload(len(known) // 4, generation.tokenizer.decode, known)
-                miss["message"] = generation.message_at(output.prompt, len(before))
+                miss["message"] = await offload(
+                    len(ids) // 4, self._message_of, output, generation.tokenizer, miss["token"]
+                )
             generation.usage.cache_miss = miss
         self._recorded = prompts.add(self._scope, prompt)
+
+    def _message_of(self, output: RequestOutput, tokenizer: Tokenizer, token: int) -> int | None:
+        """Return the index of the message that has a token of the prompt."""
+        before = tokenizer.decode(output.prompt_token_ids[:token])
+        return self._generation.message_at(output.prompt or "", len(before))
 
 
 class EventStream(Response):

@@ -25,6 +25,7 @@ _TOKEN = 4
 _ENTRY = 512
 """Bytes of an entry without its tokens, rounded up."""
 _PIECE = 2**14
+_MOST_UNKNOWN = 8
 _RUN = 32
 _RUNS = 16
 
@@ -50,7 +51,7 @@ class Recorded:
     @property
     def nbytes(self) -> int:
         """Bytes that it holds."""
-        return _ENTRY + len(self.prompt) + len(self.answer)
+        return _ENTRY + len(self.scope or "") + len(self.prompt) + len(self.answer)
 
     def num_common(self, prompt: bytes, before: float) -> int:
         """Return the number of tokens at its beginning that `prompt` has, too.
@@ -204,14 +205,17 @@ def message_at(text: str, contents: Sequence[str], position: int) -> int | None:
     Args:
         text: the rendered chat.
         contents: text of each message; a message whose text is not found counts as part of the one
-            before.
+            before. After several of these the result is None, as each takes a search of the chat.
         position: index of the character.
     """
-    found, begin = None, 0
+    found, begin, num_unknown = None, 0, 0
     for index, content in enumerate(contents):
         content = content.strip()
         place = text.find(content, begin) if content else -1
         if place < 0:
+            num_unknown += bool(content)
+            if num_unknown > _MOST_UNKNOWN:
+                return None
             continue
         if place > position:
             break

@@ -60,7 +60,7 @@ def test_turns_of_a_conversation_are_one_record():
     for turn in range(5):
         recorded = prompts.add("a", to_bytes(range(100 * turn + 50)))
         prompts.add_answer(recorded, range(100 * turn + 50, 100 * turn + 70))
-    assert prompts.nbytes == recorded.nbytes == 512 + 4 * 470
+    assert prompts.nbytes == recorded.nbytes == 512 + 1 + 4 * 470
     prompts.add("a", to_bytes([*range(460), 1]))  # the answer is not in this prompt
     assert prompts.nbytes > recorded.nbytes + 4 * 460
 
@@ -114,6 +114,9 @@ def test_message_at():
     assert at == [None, 0, 1, 3]
     assert message_at(text, contents, len(text)) == 3
     assert message_at(text, ["nowhere", "42"], len(text)) == 1
+    assert message_at(text, ["nowhere"] * 8 + ["42"], len(text)) == 8
+    assert message_at(text, ["nowhere"] * 9 + ["42"], len(text)) is None
+    assert message_at(text, [""] * 9 + ["42"], len(text)) == 9
 
 
 class Engine(FakeAsyncLLM):
