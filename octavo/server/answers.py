@@ -144,8 +144,8 @@ class Usage(Answer):
 
 
 class PerRequestMetrics(Answer):
-    """Times and counts of the request, with return_metrics or --enable-per-request-metrics. Unknown
-    times are null; a stream leaves them out."""
+    """Times of the request, with --enable-per-request-metrics or return_metrics, and counts with
+    return_metrics. Unknown times are null; a stream leaves them out."""
 
     time_to_first_token_ms: NotRequired[float | None]
     """Time of the prompt: from the first step to the first token."""

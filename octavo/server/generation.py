@@ -335,9 +335,12 @@ class Generation(ABC, Generic[B]):
             yield [head + last + b"}\n\n"]
 
     def _metrics(self, times: RequestMetrics) -> answers.PerRequestMetrics:
-        """Return `metrics` of the answer."""
+        """Return `metrics` of the answer: vLLM's fields, and all of them on request."""
+        found = metrics_json(times, self.usage.completion_tokens)
+        if not self.body.return_metrics:
+            return found
         return {
-            **metrics_json(times, self.usage.completion_tokens),
+            **found,
             "num_cached_tokens": self.usage.cached_tokens,
             "num_preemptions": times.num_preemptions,
             "num_draft_tokens": times.num_draft_tokens,
