@@ -53,8 +53,8 @@ class TestTurns:
 class TestProgress:
     """Steps with a part of a prompt make outputs, if the request wants to know them."""
 
-    def make(self, depth=1, **options):
-        engine = FakeEngine(max_num_batched_tokens=10, depth=depth)
+    def make(self, depth=1, caching=True, **options):
+        engine = FakeEngine(max_num_batched_tokens=10, depth=depth, caching=caching)
         return engine, engine.add("a", range(35), **options)
 
     def computed(self, engine, name="a"):
@@ -84,10 +84,11 @@ class TestProgress:
         assert parts == [*range(cached + 10, 60, 10), 0]
 
     def test_only_the_leader_of_several_answers(self):
-        engine, request = self.make(progress=True, max_tokens=2)
+        engine, request = self.make(caching=False, progress=True, max_tokens=2)
         engine.add("follower", range(35), progress=True, leader=request, max_tokens=2)
         engine.run()
         assert self.computed(engine)[0] == (10, 0)
+        assert sum("follower" in scheduled_tokens(step) for step in engine.steps) > 4
         assert all(count == 0 for count, _ in self.computed(engine, "follower"))
 
     def test_nothing_of_what_is_computed_again(self):
@@ -739,6 +740,18 @@ class TestSpeculation:
         assert stats.num_draft_tokens > engine.executor.num_accepted > 0
         assert sum(stats.num_accepted_tokens_per_pos) == engine.executor.num_accepted
         assert stats.num_drafts < len(engine.steps)
+
+    def test_counts_of_each_request(self):
+        engine = FakeEngine(num_drafts=4)
+        for name, length in (("a", 12), ("b", 7)):
+            engine.add(name, range(length), max_tokens=20)
+        engine.run()
+        last = [engine.outputs[name][-1] for name in "ab"]
+        stats = engine.scheduler.make_stats()
+        assert sum(output.num_draft_tokens for output in last) == stats.num_draft_tokens
+        assert sum(output.num_accepted_tokens for output in last) == engine.executor.num_accepted
+        assert engine.executor.num_accepted > 0
+        assert all(output.num_draft_tokens > 0 for output in last)
 
     @pytest.mark.parametrize("windows", [(None,), (None, 5)])
     def test_a_request_with_drafts_in_flight_is_scheduled_on(self, windows):

@@ -171,6 +171,10 @@ def test_usage(short, stream):
         served.engine.num_cached_tokens = 100
         assert await miss(text, text[:36]) is None  # most of it was in the cache
         assert await miss(text, "Hm. " + text, n=2, temperature=1) is None
+        served.engine.num_cached_tokens = 0
+        if not stream:  # the cache is not read for these
+            assert await miss(text, text, prompt_logprobs=1) is None
+        assert (await miss(text, text))["reason"] == "forgotten"
 
     def served_usage(sent):
         *_, last, _ = [line for line in sent.split("\n\n") if line]
