@@ -261,6 +261,7 @@ def test_the_cache_is_empty_after(monkeypatch):
 
         assert engine.cache_emptied_at is None
         assert await emptied_by(lambda: engine.pause_generation(clear_cache=False)) is None
+        await engine.resume_generation()
         for call in (
             lambda: client.settings["on_recovery"](Recovery("killed", 3, 0.5)),
             engine.reset_prefix_cache,
