@@ -292,7 +292,8 @@ class InputTokensBody(Body):
         if self.instructions:
             messages.insert(0, {"role": "system", "content": self.instructions})
         chat: dict[str, Any] = {"messages": messages, "model": self.model}
-        tools, choice = self.tools or [], self._choice()
+        self._check_named_tools()
+        tools = self.tools or []
         if tools:
             chat["tools"] = [
                 {
@@ -302,6 +303,17 @@ class InputTokensBody(Body):
                 for tool in tools
             ]
         chat["parallel_tool_calls"] = self.parallel_tool_calls
+        choice = self.tool_choice
+        if isinstance(choice, dict):
+            if choice["type"] == "function":
+                choice = {"type": "function", "function": {"name": choice["name"]}}
+            else:  # the prompt has all tools, so that its cached prefix stays valid
+                named = [
+                    {"type": "function", "function": {"name": tool["name"]}}
+                    for tool in choice["tools"]
+                ]
+                allowed = {"mode": choice["mode"], "tools": named}
+                choice = {"type": "allowed_tools", "allowed_tools": allowed}
         if tools or choice not in ("auto", "none"):
             chat["tool_choice"] = choice
         if self.text is not None and (form := self.text.format) is not None:
@@ -322,12 +334,12 @@ class InputTokensBody(Body):
         body.check()
         return body
 
-    def _choice(self) -> str | dict[str, Any] | None:
-        """Return tool_choice in the form of a chat."""
-        choice = self.tool_choice
+    def _check_named_tools(self) -> None:
+        """Raise RequestError if `tool_choice` names another function than those of `tools`."""
+        choice, tools = self.tool_choice, self.tools or []
         if not isinstance(choice, dict):
-            return choice
-        known = {tool.name for tool in self.tools or ()}
+            return
+        known = {tool.name for tool in tools}
         named = choice["tools"] if choice["type"] == "allowed_tools" else [choice]
         for tool in named:
             if tool["name"] not in known:
@@ -335,11 +347,6 @@ class InputTokensBody(Body):
                     f"tool_choice names {show(tool['name'])}, which is not a function of tools.",
                     "tool_choice",
                 )
-        functions = [{"type": "function", "function": {"name": tool["name"]}} for tool in named]
-        if choice["type"] == "function":
-            return functions[0]
-        allowed = {"mode": choice["mode"], "tools": functions}
-        return {"type": "allowed_tools", "allowed_tools": allowed}
 
 
 class ResponseBody(InputTokensBody):
