@@ -84,10 +84,10 @@ def read_whole(body: Mapping[str, Any]) -> Answer:
         _reasoning(message) or "",
         finish_reason=choice["finish_reason"],
     )
-    for call in message.get("tool_calls") or ():
-        function = call["function"]
+    for made in message.get("tool_calls") or ():
+        function = made["function"]
         answer.calls.append(
-            FoundCall(call.get("id") or "", function["name"], function["arguments"])
+            FoundCall(made.get("id") or "", function["name"], function["arguments"])
         )
     ids = [call.id for call in answer.calls]
     if not all(ids) or len({*ids}) < len(ids):
@@ -248,9 +248,9 @@ def _cut_problems(case: Case, answer: Answer) -> Iterator[str]:
     if [call.name for call in answer.calls] != names[: len(answer.calls)]:
         yield f"calls of {[call.name for call in answer.calls]}"
         return
-    for call, found in zip(case.calls, answer.calls, strict=False):
-        if not _begins(call, found.arguments):
-            yield f"{call.name} has {_short(found.arguments)}"
+    for call, begun in zip(case.calls, answer.calls, strict=False):
+        if not _begins(call, begun.arguments):
+            yield f"{call.name} has {_short(begun.arguments)}"
 
 
 def _bare(text: str) -> str:

@@ -82,7 +82,7 @@ def tensors() -> dict[str, np.ndarray]:
         qkv[part, 2 * _HIDDEN + part] = np.sqrt(variance)
         out[part, part], out[part, _CODE + part] = _GAIN, -_GAIN
     ones, zeros = np.ones(_HIDDEN), np.zeros(_HIDDEN)
-    layer = {
+    layer: dict[str, np.ndarray] = {
         "ln_1.weight": ones,
         "ln_1.bias": zeros,
         "attn.c_attn.weight": qkv,
@@ -96,7 +96,10 @@ def tensors() -> dict[str, np.ndarray]:
         "mlp.c_proj.weight": np.zeros((_HEAD, _HIDDEN)),
         "mlp.c_proj.bias": zeros,
     }
-    found = {"transformer.wte.weight": embed, "transformer.wpe.weight": position}
+    found: dict[str, np.ndarray] = {
+        "transformer.wte.weight": embed,
+        "transformer.wpe.weight": position,
+    }
     found |= {f"transformer.h.0.{name}": value for name, value in layer.items()}
     found |= {"transformer.ln_f.weight": ones, "transformer.ln_f.bias": zeros}
     return {name: value.astype(np.float32) for name, value in found.items()}

@@ -78,7 +78,11 @@ class Server:
             url = url.rstrip("/").removesuffix(end)
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         try:
-            self._http = httpx.Client(base_url=url, headers=headers, timeout=_TIMEOUT)
+            # Some servers close a connection after a number of requests without a word.
+            limits = httpx.Limits(max_keepalive_connections=0)
+            self._http = httpx.Client(
+                base_url=url, headers=headers, timeout=_TIMEOUT, limits=limits
+            )
             found = self._http.get("/v1/models")
             found.raise_for_status()
             self.model = model or str(found.json()["data"][0]["id"])
