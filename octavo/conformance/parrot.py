@@ -6,7 +6,8 @@
 
 It is a GPT-2 of one layer whose weights are computed: the next token is the one `DISTANCE` tokens
 before it. So a message of the right length is an answer, and servers of any kind can be tried, also
-those without structured output. Its tokens are the bytes, and the markers of the suite's formats.
+those without structured output. Its tokens are the bytes, the markers of the suite's formats, and a
+stand-in for each marker.
 
 Positions are cosines and sines of random frequencies, as in random Fourier features: the product of
 two is largest at equal phases. The keys are the positions, and the queries are the positions before
@@ -44,6 +45,14 @@ TOKENS = (
     *("<|constrain|>", "<|call|>", "<|return|>"),
 )
 """Markers that are one token, as in the vocabularies of the models that write them."""
+STAND_INS = {token: f"<|parrot_{number}|>" for number, token in enumerate((*TOKENS, END))}
+"""Texts that make the parrot write a marker. They are in the prompt in its place, because servers
+look for markers in prompts, too."""
+_ALL = (*TOKENS, END, *STAND_INS.values())
+_END_ID = 256 + len(TOKENS)
+_VOCAB = 256 + len(_ALL)
+_FAINT = 0.97
+"""Size of the embedding of a stand-in: it is the marker's, but the marker is the likelier one."""
 _CODE = 128
 _HEAD = 64
 _FREQUENCIES = _HEAD // 2
@@ -55,13 +64,13 @@ _GAIN = 4.0
 def tensors() -> dict[str, np.ndarray]:
     """Return the weights by name, float32, in GPT-2's layout (input size, output size)."""
     rng = np.random.default_rng(0)
-    vocab = 256 + len(TOKENS) + 1
-    code = rng.choice(np.array([-1.0, 1.0]), (vocab, _CODE))
+    code = rng.choice(np.array([-1.0, 1.0]), (_VOCAB - len(STAND_INS), _CODE))
+    code = np.vstack([code, _FAINT * code[-len(STAND_INS) :]])
     waves = rng.uniform(0.0, np.pi, _FREQUENCIES)
     angles = np.arange(POSITIONS)[:, None] * waves
     cos, sin = np.cos(angles), np.sin(angles)
     places = 2 * _CODE + np.arange(4) * _FREQUENCIES  # of cos, sin, -cos, -sin
-    embed, position = np.zeros((vocab, _HIDDEN)), np.zeros((POSITIONS, _HIDDEN))
+    embed, position = np.zeros((_VOCAB, _HIDDEN)), np.zeros((POSITIONS, _HIDDEN))
     embed[:, : 2 * _CODE] = np.hstack([code, -code])
     position[:, places[0] :] = np.hstack([cos, sin, -cos, -sin])
     variance = 2 * (_CODE + _FREQUENCIES) / _HIDDEN
@@ -109,7 +118,7 @@ def _config() -> dict[str, object]:
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
-        "vocab_size": 256 + len(TOKENS) + 1,
+        "vocab_size": _VOCAB,
         "n_positions": POSITIONS,
         "n_ctx": POSITIONS,
         "n_embd": _HIDDEN,
@@ -119,8 +128,8 @@ def _config() -> dict[str, object]:
         "activation_function": "gelu_new",
         "layer_norm_epsilon": 1e-5,
         "tie_word_embeddings": True,
-        "bos_token_id": 256 + len(TOKENS),
-        "eos_token_id": 256 + len(TOKENS),
+        "bos_token_id": _END_ID,
+        "eos_token_id": _END_ID,
         "torch_dtype": "float32",
     }
 
@@ -142,7 +151,7 @@ def _tokenizer() -> dict[str, object]:
             # Models have tokens such as <think> as plain ones.
             "special": token.startswith(("<|", "[")) or token.endswith("|>"),
         }
-        for number, token in enumerate((*TOKENS, END))
+        for number, token in enumerate(_ALL)
     ]
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     return {
@@ -185,7 +194,7 @@ def write_parrot(folder: Path, template: str) -> None:
     }
     files = {
         "config.json": _config(),
-        "generation_config.json": {"eos_token_id": 256 + len(TOKENS)},
+        "generation_config.json": {"eos_token_id": _END_ID},
         "tokenizer.json": _tokenizer(),
         "tokenizer_config.json": tokenizer,
     }

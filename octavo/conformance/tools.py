@@ -37,7 +37,7 @@ from octavo.conformance.laws import (
     read_stream,
     read_whole,
 )
-from octavo.conformance.parrot import DISTANCE, END, TOKENS
+from octavo.conformance.parrot import DISTANCE, END, STAND_INS, TOKENS
 from octavo.errors import ConfigError, OctavoError
 
 _TIMEOUT = httpx.Timeout(300.0, connect=10.0)
@@ -142,7 +142,8 @@ class Server:
         if rest < 0:
             room = DISTANCE - self._place - 1
             raise NotForcedError(f"the text has {size} tokens; the parrot repeats up to {room}")
-        return f"{'.' * self._place}{case.text}{END}{'.' * rest}"
+        text = "".join(STAND_INS[piece] if i % 2 else piece for i, piece in enumerate(pieces))
+        return f"{'.' * self._place}{text}{STAND_INS[END]}{'.' * rest}"
 
     def _find_place(self, case: Case) -> int:
         """Return the place in a message of `DISTANCE` tokens at which the answer begins."""
