@@ -249,7 +249,7 @@ def _cut_problems(case: Case, answer: Answer) -> Iterator[str]:
         yield f"calls of {[call.name for call in answer.calls]}"
         return
     for call, begun in zip(case.calls, answer.calls, strict=False):
-        if not _begins(call, begun.arguments):
+        if not _begins(case, call, begun.arguments):
             yield f"{call.name} has {_short(begun.arguments)}"
 
 
@@ -267,14 +267,20 @@ def _ends_with_begun_call(case: Case, whole: str, found: str) -> bool:
     return bool(case.calls) and found.startswith(whole) and rest in _bare(case.text)
 
 
-def _begins(call: Call, found: str) -> bool:
+def _begins(case: Case, call: Call, found: str) -> bool:
     """Return True if a text is a beginning of a call's arguments, or all of them."""
     if call.text is not None:
         return call.text.startswith(found.strip())
-    # The server wrote the JSON, and the end of an argument may have been cut.
-    written = json.dumps(call.arguments, ensure_ascii=False)
-    one, other = _bare(written), _bare(found)
-    return one.startswith(other.rstrip("}").rstrip('"')) or _is_part(call.arguments, found)
+    # The server wrote the JSON; what begins like the end of an argument may count as its text.
+    one, other = (
+        _bare(text.replace("\\n", ""))
+        for text in (json.dumps(call.arguments, ensure_ascii=False), found)
+    )
+    ends = other.rstrip("}").rstrip('"')
+    begin, mark, rest = ends.rpartition("<")
+    if one.startswith(ends) or _is_part(call.arguments, found):
+        return True
+    return bool(mark) and one.startswith(begin) and f"{mark}{rest}" in _bare(case.text)
 
 
 def _is_part(arguments: Mapping[str, Any], found: str) -> bool:

@@ -45,11 +45,17 @@ TOKENS = (
     *("<|constrain|>", "<|call|>", "<|return|>"),
 )
 """Markers that are one token, as in the vocabularies of the models that write them."""
+TURNS = (
+    *("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    *("<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", "<｜User｜>"),
+    *("<｜Assistant｜>", "[INST]", "[/INST]", "<|turn>", "<turn|>", "<|user|>", "<|assistant|>"),
+)
+"""Marks between the messages of a chat, by which servers find the end of the last one."""
 STAND_INS = {token: f"<|parrot_{number}|>" for number, token in enumerate((*TOKENS, END))}
 """Texts that make the parrot write a marker. They are in the prompt in its place, because servers
 look for markers in prompts, too."""
-_ALL = (*TOKENS, END, *STAND_INS.values())
-_END_ID = 256 + len(TOKENS)
+_ALL = (*TURNS, *TOKENS, END, *STAND_INS.values())
+_END_ID = 256 + _ALL.index(END)
 _VOCAB = 256 + len(_ALL)
 _FAINT = 0.97
 """Size of the embedding of a stand-in: it is the marker's, but the marker is the likelier one."""

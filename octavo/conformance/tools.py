@@ -46,6 +46,8 @@ _GROWTH = 4
 _SLACK = 2.0
 _CODE = 5
 _MARKERS = re.compile(f"({'|'.join(map(re.escape, TOKENS))})")
+_LAST_TOKEN = re.compile(rb"(<[^<>\s]+>)?")
+"""End-of-sequence token, which some servers state after the text."""
 _ADDRESS_ENDS = ("/v1/chat/completions", "/v1")
 
 
@@ -107,10 +109,9 @@ class Server:
         expected = case.text.encode()
         if max_tokens is None and answer.written is not None:
             rest = answer.written.removeprefix(expected)
-            # Some servers state the end-of-sequence token, too.
-            if not answer.written.startswith(expected) or len(rest) > 2 * len(END):
+            if not answer.written.startswith(expected) or _LAST_TOKEN.fullmatch(rest) is None:
                 written = answer.written.decode("utf-8", "replace")
-                raise NotForcedError(f"the model wrote {written[:300]!r}")
+                raise NotForcedError(f"the model wrote {written[:200]!r}")
         return answer
 
     def streamed(self, case: Case, max_tokens: int | None = None) -> Answer:

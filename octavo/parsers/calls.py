@@ -512,11 +512,16 @@ class PatternCalls:
                 opening.append(const(name) if piece == "name" else call_id)
             else:
                 opening += spaced(piece)
-        inner = schema(given) if self.argument is None else self._arguments_format(given, SPACES)
+        # Each argument brings its white space: two in a row would hide an optional next argument.
+        inner = (
+            [schema(given), SPACES]
+            if self.argument is None
+            else [self._arguments_format(given, SPACES)]
+        )
         closing = spaced(end)
         if not parallel and self.section is not None:
             closing.append(optional(sequence(SPACES, const(self.section[1]))))
-        return tag(trigger, sequence(*opening, SPACES, inner, SPACES, *closing), "")
+        return tag(trigger, sequence(*opening, SPACES, *inner, *closing), "")
 
     def tag(self, name: str, schema: Mapping[str, Any]) -> Tag:
         """Implement `Calls`."""

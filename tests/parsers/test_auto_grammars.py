@@ -128,3 +128,17 @@ def test_one_call_ends_the_answer(name):
     assert accepts(compiled, words, write(fmt, None, "", CALLS[:1]))
     if name != "openai":
         assert not accepts(compiled, words, write(fmt, None, "", CALLS))
+
+
+@pytest.mark.parametrize("name", ["glm45", "minimax_m2", "qwen3_coder", "seed_oss"])
+def test_optional_arguments(name):
+    """One may follow another, or not."""
+    fmt, words = FORMATS[name], vocabulary()
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    }
+    compiled = compile_tag(fmt.structural_tag({"find": schema}), words)
+    for keys in ((), ("city",), ("days",), ("city", "days")):
+        call = ("find", {key: CALLS[0][1][key] for key in keys})
+        assert accepts(compiled, words, write(fmt, None, "", [call])), keys
