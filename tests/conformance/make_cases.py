@@ -41,17 +41,18 @@ def _tool(name, properties):
     }
 
 
+# Keys are sorted, since some models write them in this order, and others in the schema's.
 TOOLS = [
     _tool("get_weather", {"city": {"type": "string"}, "days": {"type": "integer"}}),
     _tool(
         "search",
         {
-            "query": {"type": "string"},
-            "tags": {"type": "array", "items": {"type": "string"}},
             "filters": {
                 "type": "object",
-                "properties": {"since": {"type": "number"}, "exact": {"type": "boolean"}},
+                "properties": {"exact": {"type": "boolean"}, "since": {"type": "number"}},
             },
+            "query": {"type": "string"},
+            "tags": {"type": "array", "items": {"type": "string"}},
         },
     ),
     _tool("now", {}),
@@ -59,7 +60,7 @@ TOOLS = [
 PARIS = ("get_weather", {"city": "Paris", "days": 3})
 ROME = ("get_weather", {"city": "Rome", "days": 10})
 QUOTES = ("search", {"query": 'São "Paulo"\nC:\\new\t<b> & 東京 😀'})
-NESTED = ("search", {"query": "a", "tags": ["x", "{y}"], "filters": {"since": 1.5, "exact": True}})
+NESTED = ("search", {"filters": {"exact": True, "since": 1.5}, "query": "a", "tags": ["x", "{y}"]})
 NOW = ("now", {})
 TEXT = "Let me see: 1 < 2."
 THOUGHT = "I should look.\nThen <b> act"
@@ -215,7 +216,7 @@ class Maker:
         written = self.write(None, "", [call])
         old = self.arguments(written, call[1])
         for name, text in {
-            "spaced": '{ "query" :  "caf\\u00e9",\n  "filters": {"since": 1.50e1, "exact":true} }',
+            "spaced": '{ "filters" :  {"exact": true,\n  "since":1.50e1},"query": "caf\\u00e9" }',
             "compact": '{"query":"a/b \\/ c","tags":["x","y"]}',
         }.items():
             value = json.loads(text)

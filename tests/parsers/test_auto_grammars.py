@@ -142,3 +142,12 @@ def test_optional_arguments(name):
     for keys in ((), ("city",), ("days",), ("city", "days")):
         call = ("find", {key: CALLS[0][1][key] for key in keys})
         assert accepts(compiled, words, write(fmt, None, "", [call])), keys
+
+
+def test_white_space_between_the_marks_of_an_argument():
+    """GLM 4.5 writes a new line there, and GLM 4.7 nothing."""
+    fmt, words = FORMATS["glm45"], vocabulary()
+    compiled = compile_tag(fmt.structural_tag(SCHEMAS), words)
+    answer = write(fmt, None, "", CALLS[:1])
+    for gap in (" ", "\n", ""):
+        assert accepts(compiled, words, answer.replace("</arg_key> <", f"</arg_key>{gap}<"))
