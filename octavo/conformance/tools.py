@@ -20,7 +20,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,7 @@ class Server:
         Raises:
             NotForcedError: the model did not write the text.
         """
-        answer = read_whole(self._post(self._body(case, max_tokens) | {"logprobs": True}))
+        answer = _read(read_whole, self._post(self._body(case, max_tokens) | {"logprobs": True}))
         expected = case.text.encode()
         if max_tokens is None and answer.written is not None:
             rest = answer.written.removeprefix(expected)
@@ -117,7 +117,8 @@ class Server:
 
     def streamed(self, case: Case, max_tokens: int | None = None) -> Answer:
         """Return the answer to a case, put together from a stream."""
-        return read_stream([*self._chunks(self._body(case, max_tokens) | {"stream": True})])
+        chunks = [*self._chunks(self._body(case, max_tokens) | {"stream": True})]
+        return _read(read_stream, chunks)
 
     def _body(self, case: Case, max_tokens: int | None) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -158,7 +159,7 @@ class Server:
             "temperature": 0.0,
             "max_tokens": 4 * _CODE,
         }
-        answer = read_whole(self._post(body))
+        answer = _read(read_whole, self._post(body))
         found = message.find(answer.reasoning + answer.content)
         if found < 0 or not answer.reasoning + answer.content:
             raise NotForcedError(
@@ -189,13 +190,21 @@ class Server:
                     if not line.startswith("data:") or data == "[DONE]":
                         continue
                     chunk = json.loads(data)
-                    if "error" in chunk:
+                    if not isinstance(chunk, dict) or "error" in chunk:
                         raise ServerFaultError(f"error in the stream: {data[:200]}")
                     yield chunk
         except httpx.HTTPError as error:
             raise ConfigError(f"The server does not answer any more ({error!r}).") from None
         except ValueError as error:
             raise ServerFaultError(f"no JSON in the stream: {error}") from None
+
+
+def _read(reader: Callable[[Any], Answer], body: Any) -> Answer:
+    """Return what `reader` makes of a server's body."""
+    try:
+        return reader(body)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ServerFaultError(f"no chat completion ({error!r}): {str(body)[:200]}") from None
 
 
 def _check(response: httpx.Response) -> None:

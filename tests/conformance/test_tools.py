@@ -117,6 +117,17 @@ def choice(written, **message):
         (lambda body: Response("oops", 500), 1, "BROKEN hermes/call text: HTTP 500: oops"),
         (lambda body: Response("no JSON"), 1, "BROKEN hermes/call text: no JSON"),
         (lambda body: choice("Hello", content="Hello"), 2, "the model wrote 'Hello'"),
+        (lambda body: {"choices": []}, 1, "BROKEN hermes/call text: no chat completion"),
+        (lambda body: [1], 1, "BROKEN hermes/call text: no chat completion"),
+        (
+            lambda body: (
+                Response('data: {"choices": [{"delta": 1}]}\n\n')
+                if body.get("stream")
+                else choice(CASE.text, content="")
+            ),
+            1,
+            "BROKEN hermes/call text: no chat completion",
+        ),
         (
             lambda body: choice(f"{body['structured_outputs']['choice'][0]} more", content=""),
             2,
@@ -132,7 +143,17 @@ def choice(written, **message):
             "BROKEN hermes/call text: error in the stream",
         ),
     ],
-    ids=["refused", "error", "no-json", "other-text", "longer-text", "error-in-stream"],
+    ids=[
+        "refused",
+        "error",
+        "no-json",
+        "other-text",
+        "empty",
+        "list",
+        "odd-stream",
+        "longer-text",
+        "error-in-stream",
+    ],
 )
 def test_servers_with_faults(respond, status, said, capsys):
     with running(scripted(respond)) as url:
