@@ -367,6 +367,7 @@ class ResponseAnswer(ChatCompletion):
     """
 
     prompt_param = "input"
+    reports_cache_misses = False
 
     def __init__(
         self,

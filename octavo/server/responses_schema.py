@@ -251,7 +251,7 @@ class InputTokensBody(Body):
     ] = None
     """auto (default): the model may call tools; none: it calls none; required: it calls at least
     one; {"type": "function", "name"}: it calls this one; {"type": "allowed_tools", "mode",
-    "tools"}: it knows only these tools, with mode auto or required."""
+    "tools"}: it calls only these tools, with mode auto or required."""
     parallel_tool_calls: bool | None = None
     """Allow several calls in a response. Default true."""
     text: TextConfig | None = None
@@ -291,7 +291,8 @@ class InputTokensBody(Body):
         if self.instructions:
             messages.insert(0, {"role": "system", "content": self.instructions})
         chat: dict[str, Any] = {"messages": messages, "model": self.model}
-        tools = self._allowed_tools()
+        self._check_named_tools()
+        tools = self.tools or []
         if tools:
             chat["tools"] = [
                 {"type": "function", "function": tool.model_dump(exclude={"type"})}
@@ -302,8 +303,13 @@ class InputTokensBody(Body):
         if isinstance(choice, dict):
             if choice["type"] == "function":
                 choice = {"type": "function", "function": {"name": choice["name"]}}
-            else:
-                choice = choice["mode"]
+            else:  # the prompt has all tools, so that its cached prefix stays valid
+                named = [
+                    {"type": "function", "function": {"name": tool["name"]}}
+                    for tool in choice["tools"]
+                ]
+                allowed = {"mode": choice["mode"], "tools": named}
+                choice = {"type": "allowed_tools", "allowed_tools": allowed}
         if tools or choice not in ("auto", "none"):
             chat["tool_choice"] = choice
         if self.text is not None and (form := self.text.format) is not None:
@@ -324,10 +330,11 @@ class InputTokensBody(Body):
         body.check()
         return body
 
-    def _allowed_tools(self) -> list[ResponseTool]:
+    def _check_named_tools(self) -> None:
+        """Raise RequestError if `tool_choice` names another function than those of `tools`."""
         choice, tools = self.tool_choice, self.tools or []
         if not isinstance(choice, dict):
-            return tools
+            return
         known = {tool.name for tool in tools}
         named = choice["tools"] if choice["type"] == "allowed_tools" else [choice]
         for tool in named:
@@ -336,10 +343,6 @@ class InputTokensBody(Body):
                     f"tool_choice names {show(tool['name'])}, which is not a function of tools.",
                     "tool_choice",
                 )
-        if choice["type"] == "function":
-            return tools
-        names = {tool["name"] for tool in named}
-        return [tool for tool in tools if tool.name in names]
 
 
 class ResponseBody(InputTokensBody):
