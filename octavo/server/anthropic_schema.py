@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, StringConstraints
 
 from octavo.compat import request_fields as known_fields
 from octavo.errors import RequestError, UnsupportedError
@@ -300,6 +300,8 @@ class MessagesBody(CountTokensBody):
     """Share of probability of the tokens to sample from."""
     top_k: Int | None = None
     """Number of tokens to sample from."""
+    cache_salt: Annotated[str, StringConstraints(min_length=1)] | None = None
+    """Scope of cached prefixes: requests with another one share none; vLLM."""
 
     def complete(self, chat: dict[str, Any]) -> ChatBody:
         """Return the checked body of a chat; see `CountTokensBody.complete`."""
@@ -310,5 +312,6 @@ class MessagesBody(CountTokensBody):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
+            "cache_salt": self.cache_salt,
         }
         return super().complete(chat)

@@ -383,6 +383,8 @@ class ResponseBody(InputTokensBody):
     """No effect."""
     service_tier: str | None = None
     """No effect: all requests are served alike."""
+    cache_salt: Annotated[str, StringConstraints(min_length=1)] | None = None
+    """Scope of cached prefixes: requests with another one share none; vLLM."""
 
     @property
     def wants_logprobs(self) -> bool:
@@ -410,6 +412,7 @@ class ResponseBody(InputTokensBody):
             "max_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
+            "cache_salt": self.cache_salt,
         }
         if self.wants_logprobs:
             chat |= {"logprobs": True, "top_logprobs": self.top_logprobs}
