@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Message, Scope
 
 from octavo.errors import EngineDeadError, QueueFullError, RequestError
@@ -24,19 +26,21 @@ from octavo.server.errors import (
     log_unexpected,
     show,
 )
-from octavo.server.generation import Generation
 from octavo.server.middleware import RequestContext
+from octavo.server.responses import respond_in_batch
+from octavo.server.responses_schema import ResponseBody
 from octavo.server.schema import ChatBody, CompletionBody
 from octavo.server.state import ServerState
 from octavo.system.logs import REQUEST_ID
 from octavo.system.offload import offload
 
-Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
+Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
 """Routes that a line may name."""
 
-_ROUTES: dict[Endpoint, tuple[type[Body], type[Generation[Any]]]] = {
-    "/v1/chat/completions": (ChatBody, ChatCompletion),
-    "/v1/completions": (CompletionBody, Completion),
+_ROUTES: dict[Endpoint, tuple[type[Body], Callable[[Request, Any], Awaitable[Response]]]] = {
+    "/v1/chat/completions": (ChatBody, ChatCompletion.respond),
+    "/v1/completions": (CompletionBody, Completion.respond),
+    "/v1/responses": (ResponseBody, respond_in_batch),
 }
 
 
@@ -107,7 +111,7 @@ async def answer_line(state: ServerState, line: BatchLine, context: RequestConte
         EngineDeadError, UnavailableError: the server stops.
     """
     REQUEST_ID.set(context.request_id)
-    model, generation = _ROUTES[line.url]
+    model, respond = _ROUTES[line.url]
     data = bytes(line.body)
     sent = bytearray()
     status = 200
@@ -137,7 +141,7 @@ async def answer_line(state: ServerState, line: BatchLine, context: RequestConte
         if getattr(body, "stream", False):
             raise RequestError("stream must be false in a batch.", "stream")
         request = Request(scope, _never)
-        response = await generation.respond(request, body)
+        response = await respond(request, body)
         await response(scope, _never, send)
     except (QueueFullError, EngineDeadError, UnavailableError):
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
@@ -95,6 +96,38 @@ async def create_response(request: Request) -> Response:
     response = await state.run(request.receive, answer.answer(), answer.deadline)
     add_load_report(request, response, (await state.get_engine()).metrics)
     return response
+
+
+async def respond_in_batch(request: Request, given: ResponseBody) -> Response:
+    """Make the response of a line of a batch; it is not stored, whatever `store` says.
+
+    Raises:
+        RequestError: the body needs stored objects, or another field is wrong.
+    """
+    given.check()
+    for param in ("background", "previous_response_id", "conversation"):
+        if getattr(given, param):
+            raise RequestError(
+                f"{param} is not available in a batch, whose responses are not stored; send the "
+                "whole input in each line.",
+                param,
+            )
+    for i, item in enumerate(given.input or ()):
+        if item["type"] == "item_reference":
+            raise RequestError(
+                f"input[{i}].type='item_reference' is not available in a batch; send the item "
+                "itself.",
+                f"input[{i}].type",
+            )
+    state = state_of(request)
+    state.check_model(given.model)
+    given = given.model_copy(update={"store": False})
+    digest = hashlib.blake2b(context_of(request).request_id.encode(), digest_size=16)
+    name = f"resp_{digest.hexdigest()}"
+    new = await offload(2 * len(given.input or ()), with_ids, given.input or (), name, 0)
+    chat = await _to_chat(request, given, [], new)
+    answer = ResponseAnswer(request, given, chat, name, [], new)
+    return await state.run(request.receive, answer.answer(), answer.deadline)
 
 
 async def count_input_tokens(request: Request) -> Response:
@@ -385,7 +418,7 @@ class ResponseAnswer(ChatCompletion):
         """Events of a background response."""
         self._given = given
         self._stores = has_store(self.state) and given.store is not False
-        self._created = int(time.time())
+        self._created = self.context.created or int(time.time())
         self._completed: int | None = None
         self._status: answers.ResponseStatus = "queued" if given.background else "in_progress"
         self._error: answers.ResponseError | None = None
@@ -564,7 +597,9 @@ class ResponseAnswer(ChatCompletion):
         # Clients know no other reason than the length for an answer that its guard ended.
         reason = "length" if stopped_by_guard(completion) else reason
         self._status = _STATUSES.get(reason or "", "completed")
-        self._completed = int(time.time()) if self._status == "completed" else None
+        # A line of a batch has the same bytes whenever it runs.
+        now = self.context.created or int(time.time())
+        self._completed = now if self._status == "completed" else None
         events: list[Event] = []
         if self._logprobs_ahead:  # of tokens without text
             events = self._output.add(Text(""), self._logprobs_ahead)
