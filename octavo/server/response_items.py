@@ -62,6 +62,8 @@ def _read_item(item: object, where: str) -> Item:
         read = _message(item.get("role"), item.get("content"), where)
     elif kind == "function_call":
         read = {name: _text(item, name, where) for name in ("call_id", "name", "arguments")}
+        if item.get("namespace") is not None:
+            read["namespace"] = _text(item, "namespace", where)
     elif kind == "function_call_output":
         output = item.get("output")
         if not isinstance(output, str):
@@ -185,6 +187,11 @@ def with_ids(items: Iterable[Item], owner: str, begin: int = 0) -> list[Item]:
     ]
 
 
+def full_name(name: str, namespace: str | None) -> str:
+    """Return the name by which the model knows a function, also one of a namespace."""
+    return name if namespace is None else f"{namespace}__{name}"
+
+
 def to_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
     """Return the messages of a chat. Reasoning, text and calls of one answer become one message.
 
@@ -215,7 +222,8 @@ def to_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
                 message["reasoning"] = "\n".join([*thoughts, text])
         elif kind == "function_call":
             calls.add(item["call_id"])
-            function = {"name": item["name"], "arguments": item["arguments"]}
+            name = full_name(item["name"], item.get("namespace"))
+            function = {"name": name, "arguments": item["arguments"]}
             growing().setdefault("tool_calls", []).append(
                 {"id": item["call_id"], "type": "function", "function": function}
             )

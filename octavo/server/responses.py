@@ -423,7 +423,9 @@ class ResponseAnswer(ChatCompletion):
         self._status: answers.ResponseStatus = "queued" if given.background else "in_progress"
         self._error: answers.ResponseError | None = None
         self._sequence = 0
-        self._output = OutputItems(self._new_item_id, lambda start: self.begin_call(0, start))
+        self._output = OutputItems(
+            self._new_item_id, lambda start: self.begin_call(0, start), given.namespaces()
+        )
         self._num_items = len(items)
         self._logprobs_ahead: list[Any] = []
         """Logprobs of tokens whose text has not come yet."""
@@ -554,7 +556,7 @@ class ResponseAnswer(ChatCompletion):
             "top_p": self._top_p,
             "text": text,
             "tool_choice": given.tool_choice or "auto",
-            "tools": [tool.model_dump() for tool in given.tools or ()],
+            "tools": [tool.written() for tool in given.tools or ()],
             "top_logprobs": given.top_logprobs or 0,
             "truncation": "disabled",
             "usage": self._usage() if status in _USABLE else None,
