@@ -16,7 +16,7 @@ import msgspec
 from octavo.errors import NotFoundError, RequestError
 from octavo.router.pool import Upstream
 from octavo.server.errors import show
-from octavo.server.response_items import owner_of
+from octavo.server.response_items import MAX_REFERENCED, owner_of, too_many_owners
 
 CREATING = frozenset(["/v1/responses", "/v1/conversations"])
 """Paths of requests whose answer is a new object."""
@@ -65,6 +65,9 @@ def named_objects(path: str, fields: dict[str, Any]) -> list[tuple[str, ...]]:
     Args:
         path: path without the query; parts of it may be percent-encoded.
         fields: the body, or {}.
+
+    Raises:
+        RequestError: it refers to items of too many objects.
     """
     # As the server reads it.
     if (found := _PATH.match(unquote(path))) is not None:
@@ -80,6 +83,8 @@ def named_objects(path: str, fields: dict[str, Any]) -> list[tuple[str, ...]]:
         if isinstance(item, dict) and item.get("type") == "item_reference"
         if isinstance(item.get("id"), str) and (owner := owner_of(item["id"])) is not None
     )
+    if len(owners) > MAX_REFERENCED:
+        raise too_many_owners()
     return [*given, *((f"resp_{owner}", f"conv_{owner}") for owner in owners)]
 
 

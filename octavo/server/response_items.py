@@ -23,6 +23,9 @@ _GIVEN_ID = re.compile(r"[!-~]{1,128}")
 _ROLES = ("user", "assistant", "system", "developer")
 _STATUSES = ("in_progress", "completed", "incomplete")
 _TEXTS = ("input_text", "output_text", "text")
+MAX_REFERENCED = 64
+"""Maximum number of stored responses and conversations to whose items a request may refer: each is
+loaded as a whole."""
 
 
 def read_input(value: object) -> list[Item]:
@@ -177,6 +180,15 @@ def owner_of(name: str) -> str | None:
     """Return the hexadecimal part of the id of an item's response or conversation, if any."""
     found = _ITEM_ID.fullmatch(name)
     return None if found is None else found[1]
+
+
+def too_many_owners() -> RequestError:
+    """Return the error for references to items of more than `MAX_REFERENCED` objects."""
+    return RequestError(
+        f"input refers to items of more than {MAX_REFERENCED} responses; send the items "
+        "themselves, or previous_response_id.",
+        "input",
+    )
 
 
 def with_ids(items: Iterable[Item], owner: str, begin: int = 0) -> list[Item]:

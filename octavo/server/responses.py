@@ -31,7 +31,14 @@ from octavo.server.errors import (
 from octavo.server.generation import EventStream, Reading, stopped_by_guard
 from octavo.server.load_report import add_load_report
 from octavo.server.middleware import context_of
-from octavo.server.response_items import Item, item_id, owner_of, with_ids
+from octavo.server.response_items import (
+    MAX_REFERENCED,
+    Item,
+    item_id,
+    owner_of,
+    too_many_owners,
+    with_ids,
+)
 from octavo.server.response_output import Event, OutputItems
 from octavo.server.responses_schema import LOGPROBS, InputTokensBody, ResponseBody, renamed
 from octavo.server.resumable_streams import Events
@@ -60,8 +67,6 @@ encode = msgspec.json.encode
 _UNFINISHED = ("queued", "in_progress")
 _USABLE = ("completed", "incomplete")
 """Statuses of responses that others may continue."""
-# Stored responses that the references of one request may name: each is loaded as a whole.
-_MAX_REFERENCED = 64
 _STATUSES: Mapping[str, answers.ResponseStatus] = {"length": "incomplete", "abort": "cancelled"}
 """Statuses by finish reason; others: completed."""
 _INTERRUPTED = answers.ResponseError(
@@ -331,12 +336,8 @@ async def _all_items(
             is_known = item["id"] in known or owner in owners
             if owner is not None and not is_known and has_store(state):
                 owners.add(owner)
-                if len(owners) > _MAX_REFERENCED:
-                    raise RequestError(
-                        f"input refers to items of more than {_MAX_REFERENCED} responses; send the "
-                        "items themselves, or previous_response_id.",
-                        "input",
-                    )
+                if len(owners) > MAX_REFERENCED:
+                    raise too_many_owners()
                 known = await _items_of(state, api_key, owner) | known
             found = known.get(item["id"])
             if found is None:

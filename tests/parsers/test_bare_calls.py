@@ -2,11 +2,15 @@
 
 import json
 import random
+import re
 from dataclasses import replace
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from octavo.parsers.answer import AnswerParser
+from octavo.parsers.bare_calls import like_a_call
 from octavo.parsers.formats import FORMATS, THINK
 from octavo.parsers.parts import CallArguments, CallStart
 from tests.parsers.test_auto_grammars import accepts
@@ -133,12 +137,16 @@ def test_no_trick_leads_to_an_ill_typed_call(name, grammars):
         written += [json.dumps(nested), json.dumps({"type": "function"} | nested)]
         if name == "xlam":
             written = [text if text[0] == "[" else f"[{text}]" for text in written]
+    else:
+        written += [text.strip("[]") for text in written]
     num_calls = 0
     for parallel in (True, False):
         fmt, grammar = compiled[name, parallel]
         for ill in written:
             for trick in [*TRICKS, "CALL"]:
-                for good in (ill, call(name, GOOD)):
+                goods = [ill, call(name, GOOD)]
+                goods += [goods[1].strip("[]")] if name == "pythonic" else []
+                for good in goods:
                     text = trick.replace("MARK", mark)
                     text = text.replace("CALL", good, 1).replace("CALL", ill)
                     if accepts(grammar, words, text):
@@ -166,6 +174,50 @@ def test_what_the_grammar_allows(name, grammars):
             assert calls, text
             assert len(calls) == 1 or parallel
             assert all(is_right(*found) for found in calls), text
+
+
+PIECES = [
+    *(
+        "{",
+        "[",
+        "}",
+        "]",
+        '"',
+        ",",
+        ":",
+        " ",
+        "\n",
+        "\xa0",
+        "\\",
+        "\\u0066",
+        "(",
+        ")",
+        "=",
+        ";",
+        "x",
+    ),
+    *('"name"', '"find"', '"now"', '"arguments"', '"parameters"', '"type"', '"id"', '"function"'),
+    *("find(", "now()", "<think>", "</think>", "7", '{"name": ', '{"city": "Rome", "days": 3}'),
+    *('{"city": 5}', '[{"name": "now", "arguments": {}}', "<|python_tag|>", "<|python_start|>"),
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(st.lists(st.sampled_from(PIECES), max_size=9))
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_text(name, grammars, pieces):
+    """The grammar refuses only texts that begin like a call; its calls follow their schemas."""
+    words, compiled = grammars
+    fmt, grammar = compiled[name, True]
+    text = "".join(pieces)
+    marks = ["<think>", *filter(None, [fmt.calls.trigger])]
+    accepted, calls = accepts(grammar, words, text), read(fmt, text)
+    if accepted:
+        assert all(is_right(*found) for found in calls), text
+    elif not calls and not any(mark in text for mark in [*words.special_tokens, *marks]):
+        pattern = like_a_call(fmt.calls, SCHEMAS)
+        pattern = re.sub(r"\\u\{(\w+)\}", lambda found: f"\\u{int(found[1], 16):04x}", pattern)
+        assert re.match(pattern, text), text
 
 
 def test_the_prompt_begins_the_thought():

@@ -8,6 +8,7 @@ from urllib.parse import unquote
 import pytest
 
 from octavo.config import ServerConfig
+from octavo.errors import RequestError
 from octavo.router import stored_objects
 from octavo.router.stored_objects import StoredObjects, id_of, named_objects
 from tests.router.servers import FakeServer, Routed, upstream, whole
@@ -123,6 +124,15 @@ async def test_an_object_that_the_router_does_not_know():
 
 
 @routed
+async def test_a_server_that_is_busy_may_have_the_object():
+    busy = whole(429, error={"message": "busy"})
+    async with Routed([busy, *stores(2)]) as router:
+        for _ in range(3):
+            got = await router.client.get(f"{RESPONSES}/resp_none")
+            assert got.status_code == 429
+
+
+@routed
 async def test_the_server_of_an_object_is_not_ready():
     async with Routed(stores(2)) as router:
         one = await make(router)
@@ -162,7 +172,11 @@ async def test_keys_that_the_servers_cannot_tell_apart():
                 f"{RESPONSES}/input_tokens", json={"input": "a"} | field, headers=keys[1]
             )
             assert got.status_code == 400, field
-        assert all(h.headers["authorization"] == "Bearer theirs" for h in router.servers[0].asked)
+        got = await router.client.get(path, headers={"x-api-key": "one"})
+        assert got.status_code == 200
+        for asked in router.servers[0].asked:
+            assert asked.headers["authorization"] == "Bearer theirs"
+            assert "x-api-key" not in asked.headers
         assert (await router.client.get(path, headers=keys[0])).status_code == 200
 
 
@@ -204,6 +218,13 @@ async def test_a_server_that_was_removed():
 )
 def test_what_a_request_names(path, fields, names):
     assert named_objects(path, fields) == names
+
+
+def test_references_to_too_many_objects():
+    items = [{"type": "item_reference", "id": f"msg_{i:032x}_0"} for i in range(65)]
+    assert len(named_objects("/v1/responses", {"input": items[:64]})) == 64
+    with pytest.raises(RequestError, match="more than 64 responses"):
+        named_objects("/v1/responses", {"input": items})
 
 
 def test_what_is_no_object():
