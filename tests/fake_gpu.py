@@ -120,7 +120,11 @@ class FakeGpu:
             "empty_cache": None,
         }.items():
             patch(torch.cuda, name, lambda *_, value=value: value)
-        card = type("Properties", (), {"multi_processor_count": 4})
+        card = type(
+            "Properties",
+            (),
+            {"multi_processor_count": 4, "shared_memory_per_block_optin": 99 * 1024},
+        )
         patch(torch.cuda, "get_device_properties", lambda _: card)
         patch(torch.cuda, "Event", Event)
         patch(device, "num_cuda_devices", lambda: 1)

@@ -28,10 +28,10 @@ def triton_ops() -> list[Ops]:
 
 
 def prepare_interpreter() -> None:
-    """Make the interpreter faster, and its products independent of the number of rows."""
+    """Make the interpreter faster, and its products independent of the place in a tile."""
     if HAS_TRITON:
         _wrap_language_once()
-        _multiply_row_by_row()
+        _multiply_step_by_step()
 
 
 def _wrap_language_once() -> None:
@@ -52,25 +52,22 @@ def _wrap_language_once() -> None:
     interpreter._patch_lang = wrap_once
 
 
-def _multiply_row_by_row() -> None:
-    """Make `tl.dot` a product for each row.
+def _multiply_step_by_step() -> None:
+    """Make `tl.dot` a sum of outer products, from the first step along K to the last.
 
-    A GPU adds every row of a tile in one order. The interpreter calls numpy, and OpenBLAS's kernels
-    for AVX2 add in an order that depends on the number of rows and on a row's place in the tile.
+    A GPU adds every number of a tile in one order. The interpreter calls numpy, and OpenBLAS's
+    kernels for AVX2 add in an order that depends on the shape of the tile and the place in it.
     """
     import numpy as np
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-    multiply = InterpreterBuilder.create_dot
-
     def create_dot(
         self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, d: TensorHandle, *options: Any
     ) -> TensorHandle:
-        rows, columns, sums = (
-            TensorHandle(np.expand_dims(x.data, axis), x.dtype)
-            for x, axis in ((a, -2), (b, -3), (d, -2))
-        )
-        product = multiply(self, rows, columns, sums, *options)
-        return TensorHandle(product.data.squeeze(-2), product.dtype)
+        total = d.data.copy()
+        left, right = (x.data.astype(total.dtype, copy=False) for x in (a, b))
+        for step in range(left.shape[-1]):
+            total += np.multiply(left[:, step, None], right[None, step])
+        return TensorHandle(total, d.dtype.scalar)
 
     InterpreterBuilder.create_dot = create_dot

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
@@ -9,19 +11,18 @@ from torch import Tensor
 from octavo.attention.base import AttentionMetadata, AttentionParams, LargestAttention, Rotary
 from octavo.errors import ConfigError
 from octavo.kernels.torch_tensors import torch_dtype
-from octavo.kernels.triton.attention import attention, splits_floats
+from octavo.kernels.triton.attention import MOST_SPLITS, attention, prefill, splits_floats
 from octavo.kernels.triton.fp8 import E4M3, E5M2
 from octavo.kernels.triton.kv_write import write_kv
 from octavo.system.device import cuda_capability, cuda_cores
 
-MIN_SPLIT, MAX_SPLITS = 256, 256
-"""Minimum number of positions of a split of the KV, and maximum number of splits."""
+MIN_SPLIT = 256
+"""Minimum number of positions of a split of the KV."""
 
 _FORMATS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 _MAX_HEAD_SIZE = 256
-# Rows of a program: in steps of decode rows only, in steps with prefill chunks, and in the latter
-# on a GPU with enough shared memory.
-_DECODE_ROWS, _PREFILL_ROWS, _MORE_PREFILL_ROWS = 16, 64, 128
+# Rows of a program for decode rows, and of every program with `batch_invariant`.
+_DECODE_ROWS, _INVARIANT_ROWS = 16, 64
 _PROGRAMS_PER_CORE = 2  # number that fits a core of every GPU: all run at once
 _MIXED_PROGRAMS = 4  # in a step with prefill chunks, where most programs are idle
 # Size per core of the results of shared splits: 1 MiB. Steps that need more have enough rows to
@@ -70,13 +71,12 @@ class TritonAttention:
     def __init__(
         self, device: torch.device, max_model_len: int, *, batch_invariant: bool = False
     ) -> None:
-        self.split = max(MIN_SPLIT, triton.next_power_of_2(-(-max_model_len // MAX_SPLITS)))
+        self.split = max(MIN_SPLIT, triton.next_power_of_2(-(-max_model_len // MOST_SPLITS)))
         self.max_model_len = max_model_len
         self.batch_invariant = batch_invariant
         interpreted = device.type == "cpu"
         self.cores = 4 if interpreted else cuda_cores(device)
-        more = not (interpreted or batch_invariant) and cuda_capability(device) >= (8, 0)
-        self.prefill_rows = _MORE_PREFILL_ROWS if more else _PREFILL_ROWS
+        self.native_fp8 = not interpreted and cuda_capability(device) >= (8, 9)
         self.upcast = interpreted  # Triton's interpreter cannot multiply bfloat16
         self._workspace = torch.empty(_WORKSPACE_FLOATS * self.cores, device=device)
 
@@ -128,39 +128,48 @@ class TritonAttention:
         out: Tensor,
         params: AttentionParams,
     ) -> None:
-        """Launch the attention kernel.
+        """Launch the kernels for decode rows and for requests with several queries.
 
-        If several programs share the splits of a decode row, launch a second kernel to merge them.
+        If several programs share the splits of a decode row, launch another kernel to merge them.
         """
         if metadata.num_tokens == 0:
             return
         format = _FORMATS.get(kv_cache.dtype, 0)
+        decode = metadata.max_query_len == 1
+        one_query = decode and metadata.num_tokens == metadata.num_reqs
+        shared: dict[str, Any] = {
+            "query": query,
+            "kv_cache": kv_cache.view(torch.uint8) if format else kv_cache,
+            "query_start_loc": metadata.query_start_loc,
+            "seq_lens": metadata.seq_lens,
+            "block_table": metadata.block_table,
+            "out": out,
+            "scale": params.scale,
+            "sliding_window": params.sliding_window,
+            "logits_soft_cap": params.logits_soft_cap,
+            "alibi_slopes": params.alibi_slopes,
+            "sinks": params.sinks,
+            "format": format,
+            "native_fp8": self.native_fp8,
+            "upcast": self.upcast,
+        }
+        if not (decode or self.batch_invariant):
+            prefill(**shared)
+            if metadata.num_reqs == 1:
+                return
         max_splits = -(-metadata.max_seq_len // self.split)
         pairs = metadata.num_reqs * kv_cache.shape[3]
         programs = max(1, min(max_splits, _PROGRAMS_PER_CORE * self.cores // pairs))
-        if metadata.max_query_len > 1:  # programs do not share tiles of prefill chunks
+        if not decode:  # other programs than those of decode rows are idle
             programs = 1 if metadata.num_reqs == 1 else min(programs, _MIXED_PROGRAMS)
         if splits_floats(query, metadata.num_reqs, max_splits) > len(self._workspace):
             programs = 1
-        decode = metadata.max_query_len == 1
         attention(
-            query,
-            kv_cache.view(torch.uint8) if format else kv_cache,
-            metadata.query_start_loc,
-            metadata.seq_lens,
-            metadata.block_table,
-            out,
-            scale=params.scale,
-            sliding_window=params.sliding_window,
-            logits_soft_cap=params.logits_soft_cap,
-            alibi_slopes=params.alibi_slopes,
-            sinks=params.sinks,
-            format=format,
-            one_query=decode and metadata.num_tokens == metadata.num_reqs,
+            **shared,
+            rows="tiles" if self.batch_invariant else "one" if one_query else "decode",
             split=self.split,
             max_splits=max_splits,
             programs=programs,
             workspace=self._workspace,
-            block_m=_DECODE_ROWS if decode and not self.batch_invariant else self.prefill_rows,
-            upcast=self.upcast,
+            block_m=_INVARIANT_ROWS if self.batch_invariant else _DECODE_ROWS,
         )

@@ -70,6 +70,14 @@ class ModelConfig(Section, frozen=True):
             " the checkpoint's weights."
         ),
     ] = None
+    dequantize: Annotated[
+        bool,
+        Meta(
+            description="Load the weights of a quantized checkpoint as numbers of the data type:"
+            " activations are not quantized, and the model takes the memory and time of an"
+            " unquantized one."
+        ),
+    ] = False
     seed: Annotated[int, Meta(description="Random seed.", ge=0)] = 0
     max_model_len: Annotated[
         Annotated[int, Meta(ge=-1)] | None,

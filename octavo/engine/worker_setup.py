@@ -124,7 +124,8 @@ def _with_connector(setup: WorkerSetup, engine_index: int) -> WorkerSetup:
     seed = model.seed if load_format == "dummy" else None
     found = model_hash(open_checkpoint(setup.model_path, load_format), setup.model_path)
     overrides = msgspec.json.encode(model.hf_overrides, order="sorted").decode()
-    identity = (found, setup.dtype, model.quantization, load_format, seed, setup.max_model_len)
+    numbers = "dequantized" if model.dequantize else model.quantization
+    identity = (found, setup.dtype, numbers, load_format, seed, setup.max_model_len)
     return replace(
         setup,
         config=msgspec.structs.replace(config, cache=cache),

@@ -33,8 +33,10 @@ from octavo.text.tokenizer import Tokenizer
 
 STORIES = Path(__file__).parent / "stories.txt"
 """Default text: stories of the grammar in `training/own_stories.py`."""
+DEQUANTIZED = "dequantized"
+"""Base of a quantized model: the same numbers, as float32."""
 _TOKENS = 8192
-_ONLY_MODEL = ("quantization", "model", "tokenizer", "revision", "hf_overrides")
+_ONLY_MODEL = ("quantization", "dequantize", "model", "tokenizer", "revision", "hf_overrides")
 """Settings of the model that do not apply to the base."""
 
 
@@ -46,7 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--base",
         metavar="MODEL",
         help="Model to compare with, such as the same model before its quantization. The flags of "
-        "the engine apply to it, too, except --quantization.",
+        "the engine apply to it, too, except --quantization. dequantized: the model itself, with "
+        "its weights as numbers of float32.",
     )
     add("--text", metavar="FILE", help="Text in UTF-8; default: little stories in simple English.")
     add("--chunk", type=int, default=512, metavar="N", help="Tokens of a chunk [512].")
@@ -99,7 +102,7 @@ def measure(
 
     Args:
         kwargs: settings of the model, as `LLM` takes them.
-        base: model to compare with.
+        base: model to compare with, or `DEQUANTIZED`.
         text: file of the text; None: `STORIES`.
         chunk: tokens of a chunk.
         tokens: tokens of the text to use.
@@ -121,8 +124,12 @@ def measure(
     model = _open(kwargs, chunk)
     other = None
     if base is not None:
-        common = {name: value for name, value in kwargs.items() if name not in _ONLY_MODEL}
-        other = _open(common | {"model": base}, chunk)
+        if base == DEQUANTIZED:
+            settings = {**kwargs, "dequantize": True, "dtype": "float32"}
+        else:
+            settings = {name: value for name, value in kwargs.items() if name not in _ONLY_MODEL}
+            settings["model"] = base
+        other = _open(settings, chunk)
         if other.spec.vocab_size != model.spec.vocab_size:
             raise ConfigError(
                 f"--base {base} has {other.spec.vocab_size} tokens in its vocabulary, and "

@@ -15,6 +15,8 @@ from octavo.models.blocks.layer import LayerSpec
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.spec import ModelSpec
 from octavo.quantization.base import WeightForm
+from octavo.quantization.bitnet import read_bitnet
+from octavo.quantization.dequantized import Dequantized
 from octavo.quantization.plain import PLAIN
 from octavo.quantization.registry import FORMS, METHODS
 
@@ -29,7 +31,9 @@ _LEFT_OUT = ("modules_to_not_convert", "ignored_layers", "ignore")
 _Spec = TypeVar("_Spec", bound=ModelSpec)
 
 
-def assign(spec: _Spec, setting: str | None, config: ConfigJson) -> _Spec:
+def assign(
+    spec: _Spec, setting: str | None, config: ConfigJson, *, dequantize: bool = False
+) -> _Spec:
     """Return the spec with the chosen form of each linear weight.
 
     Args:
@@ -37,13 +41,16 @@ def assign(spec: _Spec, setting: str | None, config: ConfigJson) -> _Spec:
         setting: the `quantization` setting: the form of all linear weights, LM head included, or
             the checkpoint's own method. None: the checkpoint decides.
         config: contents of config.json. A quantized checkpoint has a quantization_config.
+        dequantize: True if quantized weights become numbers of the model's type.
 
     Raises:
-        ConfigError: the setting contradicts the checkpoint.
+        ConfigError: a setting contradicts the checkpoint.
         ModelError: the checkpoint's method is not supported, or its description is damaged.
     """
     name = next((name for name in _QUANTIZED if config.has(name)), None)
     if name is None:
+        if dequantize:
+            raise ConfigError("dequantize: the checkpoint is not quantized; leave the setting out.")
         form = FORMS.get(setting)
         if form is None:
             made = ", ".join(str(known) for known in FORMS if known is not None)
@@ -67,9 +74,18 @@ def assign(spec: _Spec, setting: str | None, config: ConfigJson) -> _Spec:
             f"quantization={setting}: the checkpoint is quantized already, by {method}; leave the "
             "setting out."
         )
+    if dequantize and read is read_bitnet:
+        raise ConfigError(
+            "dequantize: BitNet's models are trained with activations of 8 bits; leave the setting "
+            "out."
+        )
+
+    def loaded(form: WeightForm) -> WeightForm:
+        return Dequantized(form) if dequantize and form != PLAIN else form
+
     groups = read(described)
     if isinstance(groups, Mapping):
-        by_name = groups
+        by_name = {module: loaded(form) for module, form in groups.items()}
         return _with_forms(spec, lambda module: by_name.get(module, PLAIN), by_name.get)
     lm_head = [module for module, _ in spec.head.lm_head.modules]
     left_out = [pattern for field in _LEFT_OUT for pattern in _texts(described, field)]
@@ -88,7 +104,7 @@ def assign(spec: _Spec, setting: str | None, config: ConfigJson) -> _Spec:
         if not any(_matches(module, pattern, described) for pattern in left_out):
             for targets, form in groups:
                 if any(matches(module, target) for target in targets):
-                    return form
+                    return loaded(form)
         return PLAIN
 
     return _with_forms(spec, choose)

@@ -105,7 +105,7 @@ def complete_spec(
         ModelError: a file is damaged, a field has a wrong value, or the method by which the model
             is quantized is not supported.
     """
-    spec = assign(spec, settings.quantization, config)
+    spec = assign(spec, settings.quantization, config, dequantize=settings.dequantize)
     eos_token_ids, defaults = spec.eos_token_ids, dict(spec.generation_config)
     generation = checkpoint.generation_config
     if generation is not None:

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from octavo.errors import ConfigError
 
@@ -247,6 +247,14 @@ def cuda_capability(device: torch.device) -> tuple[int, int]:
     import torch
 
     return torch.cuda.get_device_capability(device)
+
+
+def cuda_shared_memory(device: torch.device) -> int:
+    """Return the most bytes of shared memory that a program on a GPU may have."""
+    import torch
+
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
 
 
 def cuda_memory(device: torch.device) -> tuple[int, int]:

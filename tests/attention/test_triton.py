@@ -82,13 +82,6 @@ def test_a_cache_in_fp8(features: dict[str, int], cache_dtype: torch.dtype) -> N
     check(Case(((70, 1), (90, 20)), cache_dtype=cache_dtype, **features))  # type: ignore[arg-type]
 
 
-def test_the_tile_of_a_larger_card() -> None:
-    attention = backend()
-    attention.prefill_rows = 128
-    case = Case(MIXED)
-    torch.testing.assert_close(case.run(attention).double(), case.truth(), rtol=2e-5, atol=2e-5)
-
-
 @st.composite
 def cases_of_all_kinds(draw: st.DrawFn) -> tuple[cases.Case, int]:
     lengths = draw(st.lists(st.integers(1, 45), min_size=1, max_size=3))

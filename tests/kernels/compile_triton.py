@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from octavo.kernels.base import Codes, QuantFormat
 from octavo.kernels.triton import activation, gemm, kv_write, norm, quantized, sample, tokens
-from octavo.kernels.triton.attention import attention
+from octavo.kernels.triton.attention import attention, prefill
 
 target = GPUTarget("cuda", 0, 32)
 compiled: set[str] = set()
@@ -45,6 +45,8 @@ def compile_instead(
         compiled.add(key)
         source = ASTSource(self, signature, constants, attributes)
         kernel = triton.compile(source, target=target, options=options.__dict__)
+        # Rounding products before they are added gives the reference's bytes.
+        assert self.__name__ != "_to_int8" or "fma.rn" not in kernel.asm["ptx"]
         shared = kernel.metadata.shared
         print(target.arch, shared, self.__name__, list(constants.values()), flush=True)
 
@@ -61,9 +63,13 @@ def kernels(dtype: torch.dtype) -> None:
     for gate in ("silu", "gelu", "gelu_tanh", "sigmoid", "relu2"):
         activation.act_and_mul(x, gate)
     activation.gelu(x, "none")
-    for bias in (None, weight):
-        gemm.linear(x, zeros(4096, 4096, dtype=dtype), bias, torch.float32, upcast=False)
-    products(x)
+    for rows in (1, 64, 4096):
+        wide = zeros(rows, 4096, dtype=dtype)
+        gemm.linear(wide, zeros(4096, 4096, dtype=dtype), None, dtype, upcast=False)
+        if rows != 64:
+            products(wide)
+    x, long = zeros(1, 8192, dtype=dtype), zeros(1024, 8192, dtype=dtype)
+    gemm.linear(x, long, weight[:1024], torch.float32, upcast=False)
 
     heads, kv_heads, page = 8, 2, 16
     cases: list[tuple[int, int, dict[str, Any]]] = [
@@ -91,30 +97,35 @@ def kernels(dtype: torch.dtype) -> None:
             cos_sin_cache=zeros(32, head_size),
             is_neox=head_size != 80,
         )
-        for block_m, programs in ((16, 4), (128, 1)):
-            given: dict[str, Any] = {
-                "sliding_window": None,
-                "logits_soft_cap": None,
-                "alibi_slopes": None,
-                "sinks": None,
-            }
+        given: dict[str, Any] = {
+            "sliding_window": None,
+            "logits_soft_cap": None,
+            "alibi_slopes": None,
+            "sinks": None,
+        }
+        shared: dict[str, Any] = {
+            "query": query,
+            "kv_cache": cache,
+            "query_start_loc": ints,
+            "seq_lens": ints[:4],
+            "block_table": zeros(4, 8, dtype=torch.int32),
+            "out": torch.empty_like(query),
+            "scale": 0.1,
+            "format": format,
+            "native_fp8": target.arch >= 89,
+            "upcast": False,
+            **given | features,
+        }
+        prefill(**shared)
+        for rows, programs in (("one", 4), ("decode", 1), ("tiles", 1)):
             attention(
-                query,
-                cache,
-                ints,
-                ints[:4],
-                zeros(4, 8, dtype=torch.int32),
-                torch.empty_like(query),
-                scale=0.1,
-                format=format,
-                one_query=block_m == 16,
+                **shared,
+                rows=rows,  # type: ignore[arg-type]
                 split=256,
                 max_splits=8,
                 programs=programs,
                 workspace=zeros(2**20),
-                block_m=block_m,
-                upcast=False,
-                **given | features,
+                block_m=64 if rows == "tiles" else 16,
             )
 
 

@@ -118,6 +118,26 @@ def test_batch_invariant_linear() -> None:
     assert torch.equal(invariant.linear(x.flip(0), weight), whole.flip(0))
 
 
+def test_splits_of_linear_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few rows a program for each split, with many one for all."""
+    monkeypatch.setattr(gemm, "_LONGEST_SPLIT", 128)
+    x, weight, bias = random(260, 1000).half(), random(70, 1000, seed=1).half(), random(70).half()
+    whole = gemm.linear(x, weight, bias, torch.float32, upcast=True)
+    truth = x.double() @ weight.double().T + bias.double()
+    torch.testing.assert_close(whole.double(), truth, rtol=1e-5, atol=1e-4)
+    for rows in (1, 17):
+        assert torch.equal(
+            gemm.linear(x[:rows], weight, bias, torch.float32, upcast=True), whole[:rows]
+        )
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "splits"), [(4096, 4096, 1), (4096, 14336, 4), (2048, 5632, 2), (28672, 8192, 1)]
+)
+def test_splits_are_those_of_the_weight_s_shape(n: int, k: int, splits: int) -> None:
+    assert gemm.count_splits(n, k, 4096) == splits
+
+
 ROWS_IN_OTHER_PLACES = """
 import numpy as np
 import triton.language as tl

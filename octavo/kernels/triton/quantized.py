@@ -1,11 +1,11 @@
-"""Matrix products with quantized weights, with one tile for every number of rows as in gemm.py.
+"""Matrix products with quantized weights; a row's bits do not depend on the number of rows.
 
 int8: activations become int8, too, with a scale for each token (Dettmers et al., "LLM.int8()",
 section 2.1, the row-wise half). Sums are integers.
 
-Other formats: activations stay in the model's type. Each program converts a tile of codes to
-numbers in units of their scales, which every type holds exactly (nf4: float32 only). It multiplies
-the sum of a tile, which has one scale for each output, by these scales in float32.
+Other formats: activations stay in the model's type, and products are summed as in gemm.py. Each
+program converts tiles of codes to numbers in units of their scales, which every type holds exactly
+(nf4: float32 only). It multiplies the sum of a group by the group's scales in float32.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo.kernels.base import Codes, QuantFormat, QuantizedWeight
-from octavo.kernels.dequantize import NF4_LEVELS
-from octavo.kernels.reference import LEVELS
-from octavo.kernels.triton import fp8, gemm
+from octavo.kernels.triton import gemm, unpack
 
-_TILE_M, _TILE_N = 64, 64
+_PANEL = 64
 _BLOCK = 1024
+_LONGEST_SPLIT = 512
 
 _KINDS: dict[QuantFormat, str] = {
     "int4_levels": "levels",
@@ -36,21 +35,26 @@ _KINDS: dict[QuantFormat, str] = {
     "int8_groups": "zeros",
     "fp8": "fp8",
 }
-"""Conversion of a format's codes, see `_numbers`."""
+"""Conversion of a format's codes, see `unpack`."""
 _FOUR_BITS = ("int4_levels", "nf4", "int4", "int4_zeros")
-_HALF_SCALES = ("int4_levels", "int4", "int4_zeros")
+_PAIRS = ("int4_levels", "int4")
+"""Formats whose scales of two groups share 32 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodesWeight(QuantizedWeight):
-    """Weight of codes in plain rows.
+    """Weight of codes.
+
+    The inputs are padded to whole blocks, and the outputs to a multiple of 64, except with int8.
 
     Attributes:
-        data: int8: the codes minus 128, int8 [N, K]. 4 bits: uint8 [N, groups * group_size / 2],
-            where byte i of a group has input i in its low half and input i + group_size / 2 in its
-            high half. Others: uint8 [N, K].
-        scales: [N, groups]; float16 for int4_levels, int4 and int4_zeros, else float32.
-        zeros: uint8 [N, groups] for int4_zeros and int8_groups.
+        data: int8: the codes minus 128, int8 [N, K]. Others: int16 [N / 64, blocks, 64, words]:
+            input i of a block is in word i % words, at bit i // words times the bits of a code.
+        scales: int8: float32 [N]. int4_levels and int4: int32 [groups / 2, N], the float16 bits of
+            an even group in the low half, those of the next in the high half. int4_zeros: int32
+            [groups, N], the float16 bits in the low half, the zero in the high half. Others:
+            float32 [groups, N].
+        zeros: float32 [groups, N] for int8_groups.
         levels: float32 [16], the numbers of the codes, for int4_levels and nf4.
     """
 
@@ -65,6 +69,12 @@ class CodesWeight(QuantizedWeight):
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
+def _shape(format: QuantFormat, group_size: int) -> tuple[int, int]:
+    """Return the number of words of a block, and of inputs in each word."""
+    planes = 4 if format in _FOUR_BITS else 2
+    return (64 if planes == 2 and group_size in (0, 128) else 32), planes
+
+
 def pack(
     n: int,
     k: int,
@@ -76,13 +86,25 @@ def pack(
     """Implement `Ops.pack_quantized`; parts and `order`, int32 [K], are on the device."""
     codes, scales, zeros = [], [], []
     for part in parts:
-        codes.append(_pack_codes(cast(Tensor, part.codes), format, group_size))
-        scale = cast(Tensor, part.scales)
-        scales.append(scale.half() if format in _HALF_SCALES else scale)
+        codes.append(cast(Tensor, part.codes))
+        scales.append(cast(Tensor, part.scales))
         zeros += [] if part.zeros is None else [cast(Tensor, part.zeros)]
-    data = torch.cat(codes)
-    assert data.shape[0] == n
-    levels = {"int4_levels": LEVELS / 16, "nf4": torch.from_numpy(NF4_LEVELS).float()}.get(format)
+        if format == "int8":
+            codes[-1] = (codes[-1].to(torch.int16) - 128).to(torch.int8)
+        elif format == "fp8":
+            scales[-1] = _with_nan(codes[-1], scales[-1], group_size or k)
+    assert sum(map(len, codes)) == n
+    data, scale = torch.cat(codes), torch.cat(scales)
+    zero = torch.cat(zeros) if zeros else None
+    del codes
+    if format == "int8":
+        scale = scale[:, 0].contiguous()
+    else:
+        words, planes = _shape(format, group_size)
+        data = _pack_words(data, words, planes)
+        groups = data.shape[1] * words * planes // group_size if group_size else 1
+        scale, zero = _pack_scales(format, scale, zero, groups)
+    levels = unpack.level_table(format)
     return CodesWeight(
         data,
         n,
@@ -91,21 +113,47 @@ def pack(
         group_size,
         panel=0,
         order=order,
-        scales=torch.cat(scales),
-        zeros=torch.cat(zeros) if zeros else None,
+        scales=scale,
+        zeros=zero,
         levels=None if levels is None else levels.to(data.device),
     )
 
 
-def _pack_codes(codes: Tensor, format: QuantFormat, group_size: int) -> Tensor:
-    """Return the codes [rows, K] in the layout of `CodesWeight`."""
-    if format == "int8":
-        return (codes.to(torch.int16) - 128).to(torch.int8)
-    if format not in _FOUR_BITS:
-        return codes
-    padded = F.pad(codes, (0, -codes.shape[1] % group_size))
-    low, high = padded.view(len(codes), -1, 2, group_size // 2).unbind(2)
-    return (low | high << 4).flatten(1)
+def _with_nan(codes: Tensor, scales: Tensor, group: int) -> Tensor:
+    """Return the scales [rows, groups], NaN for groups with a code of NaN: kernels ignore that."""
+    broken = F.pad(codes & 127 == 127, (0, -codes.shape[1] % group))
+    return torch.where(broken.view(len(codes), -1, group).any(2), torch.nan, scales)
+
+
+def _pack_words(codes: Tensor, words: int, planes: int) -> Tensor:
+    """Return codes, uint8 [N, K], in the layout of `CodesWeight`."""
+    rows, k = codes.shape
+    padded = F.pad(codes, (0, -k % (words * planes), 0, -rows % _PANEL))
+    each = padded.view(len(padded) // _PANEL, _PANEL, -1, planes, words)
+    bits = 16 // planes
+    data = each[:, :, :, 0].to(torch.int16)
+    for plane in range(1, planes):
+        data |= each[:, :, :, plane].to(torch.int16) << (bits * plane)
+    return data.transpose(1, 2).contiguous()
+
+
+def _pack_scales(
+    format: QuantFormat, scales: Tensor, zeros: Tensor | None, groups: int
+) -> tuple[Tensor, Tensor | None]:
+    """Return scales and zeros [N, groups] in the layout of `CodesWeight`."""
+
+    def turned(x: Tensor) -> Tensor:
+        return F.pad(x, (0, groups - x.shape[1], 0, -len(x) % _PANEL)).T.contiguous()
+
+    if format in ("int4_levels", "int4"):
+        pairs = turned(scales.half()).view(torch.int16).int()
+        pairs = F.pad(pairs, (0, 0, 0, groups % 2)).view(-(-groups // 2), 2, -1)
+        return pairs[:, 0] & 0xFFFF | pairs[:, 1] << 16, None
+    if format == "int4_zeros":
+        assert zeros is not None
+        bits = turned(scales.half()).view(torch.int16).int() & 0xFFFF
+        return bits | turned(zeros).int() << 16, None
+    return turned(scales), None if zeros is None else turned(zeros.float())
 
 
 @triton.jit
@@ -148,37 +196,113 @@ def _linear_int8(
     n,
     k,
     HAS_BIAS: tl.constexpr,
-    TILE_M: tl.constexpr,
+    WHOLE: tl.constexpr,
+    TILE_R: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    m_at, n_at = gemm.place(rows, n, TILE_M, TILE_N)
+    tile_r, tile_n = gemm.place(rows, n, TILE_R, TILE_N)
+    m_at = (tile_r * TILE_R + tl.arange(0, TILE_R)).to(tl.int64)
+    n_at = (tile_n * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
     k_at = tl.arange(0, TILE_K)
     m_in = m_at < rows
     n_in = n_at < n
     a_at = x + m_at[:, None] * k + k_at[None, :]
-    b_at = weight + n_at[None, :] * k + k_at[:, None]
-    acc = tl.zeros([TILE_M, TILE_N], dtype=tl.int32)
+    b_at = weight + n_at[:, None] * k + k_at[None, :]
+    acc = tl.zeros([TILE_N, TILE_R], dtype=tl.int32)
     for start in range(0, k, TILE_K):
-        k_in = start + k_at < k
-        a = tl.load(a_at + start, mask=m_in[:, None] & k_in[None, :], other=0)
-        b = tl.load(b_at + start, mask=n_in[None, :] & k_in[:, None], other=0)
-        acc = tl.dot(a, b, acc, out_dtype=tl.int32)
-    y = acc.to(tl.float32) * tl.load(x_scales + m_at, mask=m_in, other=0.0)[:, None]
-    y *= tl.load(scales + n_at, mask=n_in, other=0.0)[None, :]
+        if WHOLE:
+            a = tl.load(a_at + start, mask=m_in[:, None], other=0)
+            b = tl.load(b_at + start, mask=n_in[:, None], other=0)
+        else:
+            k_in = (start + k_at < k)[None, :]
+            a = tl.load(a_at + start, mask=m_in[:, None] & k_in, other=0)
+            b = tl.load(b_at + start, mask=n_in[:, None] & k_in, other=0)
+        acc = tl.dot(b, tl.trans(a), acc, out_dtype=tl.int32)
+    y = acc.to(tl.float32) * tl.load(x_scales + m_at, mask=m_in, other=0.0)[None, :]
+    y *= tl.load(scales + n_at, mask=n_in, other=0.0)[:, None]
     gemm.store(out, y, bias, m_at, n_at, rows, n, HAS_BIAS)
 
 
 @triton.jit
-def _numbers(codes, zeros, levels, KIND: tl.constexpr, DTYPE: tl.constexpr):
-    """Return the numbers of codes, in units of their scales."""
-    if KIND == "fp8":
-        x = fp8.decode(codes, 1)
-    elif KIND == "levels":
-        x = tl.load(levels + codes.to(tl.int32))
-    else:
-        x = codes.to(tl.int32) - zeros
-    return x.to(DTYPE)
+def _add_split(
+    a_at,
+    k_at,
+    words_at,
+    scales_at,
+    zeros_at,
+    levels,
+    begin,
+    end,
+    k,
+    n_padded,
+    m_in,
+    DTYPE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    KIND: tl.constexpr,
+    PAIRS: tl.constexpr,
+    ASM: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    WHOLE: tl.constexpr,
+    PLANES: tl.constexpr,
+    WORDS: tl.constexpr,
+    TILE_R: tl.constexpr,
+    TILE_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Return the sum of the blocks from `begin` to `end`: [outputs, rows]."""
+    BLOCK: tl.constexpr = PLANES * WORDS
+    # Planes with the same scales, and groups in a block.
+    SHARE: tl.constexpr = PLANES if GROUP_SIZE == 0 else GROUP_SIZE // WORDS
+    GROUPS: tl.constexpr = PLANES // SHARE
+    BITS: tl.constexpr = 16 // PLANES
+    acc = tl.zeros([TILE_N, TILE_R], dtype=tl.float32)
+    for block in tl.range(begin, end, num_stages=STAGES):
+        words = tl.load(words_at + block * (64 * WORDS))
+        scales = ()
+        zeros = ()
+        for group in tl.static_range(GROUPS if GROUP_SIZE else 0):
+            at = block * GROUPS + group
+            if PAIRS:
+                bits = tl.load(scales_at + at // 2 * n_padded) >> (at % 2 * 16)
+                scales = scales + (bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32),)
+            elif FORMAT == "int4_zeros":
+                both = tl.load(scales_at + at * n_padded)
+                scales = scales + (both.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32),)
+                zeros = zeros + ((both >> 16) & 15,)
+            else:
+                scales = scales + (tl.load(scales_at + at * n_padded),)
+                if KIND == "zeros":
+                    zeros = zeros + (tl.load(zeros_at + at * n_padded),)
+        if ASM is not None:
+            numbers = unpack.planes(words, zeros, FORMAT, KIND, ASM, PLANES, SHARE, DTYPE)
+        for plane in tl.static_range(PLANES):
+            start = block * BLOCK + plane * WORDS
+            mask = m_in[:, None]
+            if not WHOLE:
+                mask = mask & (start + k_at < k)[None, :]
+            a = tl.load(a_at + start, mask=mask, other=0.0).to(DTYPE)
+            if ASM is None:
+                zero = 8
+                if KIND == "zeros":
+                    zero = zeros[plane // SHARE].to(tl.int32)[:, None]
+                codes = (words.to(tl.int32) >> (BITS * plane)) & (2**BITS - 1)
+                b = unpack.one(codes, zero, levels, KIND, DTYPE)
+            else:
+                b = numbers[plane]
+            if GROUP_SIZE == 0:
+                acc = tl.dot(b, tl.trans(a), acc, input_precision="ieee")
+            else:
+                if plane % SHARE == 0:
+                    part = tl.dot(b, tl.trans(a), input_precision="ieee")
+                else:
+                    part = tl.dot(b, tl.trans(a), part, input_precision="ieee")
+                if plane % SHARE == SHARE - 1:
+                    by = scales[plane // SHARE][:, None].broadcast_to([TILE_N, TILE_R])
+                    acc = tl.math.fma(part, by, acc)
+    if GROUP_SIZE == 0:
+        acc *= tl.load(scales_at)[:, None]
+    return acc
 
 
 @triton.jit(do_not_specialize=["rows"])  # they change from step to step
@@ -194,52 +318,94 @@ def _linear_codes(
     n,
     k,
     x_stride,
-    weight_stride,
-    groups,
+    blocks,
+    splits,
     HAS_BIAS: tl.constexpr,
     UPCAST: tl.constexpr,
+    FORMAT: tl.constexpr,
     KIND: tl.constexpr,
-    FOUR_BITS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    ASM: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
-    TILE_M: tl.constexpr,
+    WHOLE: tl.constexpr,
+    PLANES: tl.constexpr,
+    WORDS: tl.constexpr,
+    APART: tl.constexpr,
+    TILE_R: tl.constexpr,
     TILE_N: tl.constexpr,
-    TILE_K: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """Multiply; TILE_K divides GROUP_SIZE, and is half of it with FOUR_BITS."""
+    """Multiply; with APART, each program stores one split into `out`, float32 [splits, rows, n]."""
     DTYPE: tl.constexpr = tl.float32 if UPCAST else x.dtype.element_ty
-    STEP: tl.constexpr = 2 * TILE_K if FOUR_BITS else TILE_K
-    m_at, n_at = gemm.place(rows, n, TILE_M, TILE_N)
-    k_at = tl.arange(0, TILE_K)
+    tile_r, tile_n = gemm.place(rows, n, TILE_R, TILE_N)
+    k_at = tl.arange(0, WORDS)
+    lanes = tl.arange(0, TILE_N)
+    row = tl.arange(0, TILE_R)
+    m_at = (tile_r * TILE_R + row).to(tl.int64)
+    n_at = (tile_n * TILE_N + lanes).to(tl.int64)
+    n_padded = tl.cdiv(n, 64) * 64
     m_in = m_at < rows
-    n_in = n_at < n
-    a_at = x + m_at[:, None] * x_stride + k_at[None, :]
-    b_at = weight + n_at[None, :] * weight_stride + k_at[:, None]
-    acc = tl.zeros([TILE_M, TILE_N], dtype=tl.float32)
-    for start in range(0, k, STEP):
-        group = n_at * groups
-        if GROUP_SIZE:
-            group += start // GROUP_SIZE
-        scale = tl.load(scales + group, mask=n_in, other=0.0).to(tl.float32)
-        zero = 8
-        if KIND == "zeros":
-            zero = tl.load(zeros + group, mask=n_in, other=0).to(tl.int32)[None, :]
-        k_in = start + k_at < k
-        a = tl.load(a_at + start, mask=m_in[:, None] & k_in[None, :], other=0.0).to(DTYPE)
-        if FOUR_BITS:
-            high_in = start + TILE_K + k_at < k
-            mask = m_in[:, None] & high_in[None, :]
-            high_a = tl.load(a_at + start + TILE_K, mask=mask, other=0.0).to(DTYPE)
-            codes = tl.load(b_at + start // 2, mask=n_in[None, :], other=0)
-            b = _numbers(codes & 15, zero, levels, KIND, DTYPE)
-            part = tl.dot(a, b, input_precision="ieee")
-            b = _numbers(codes >> 4, zero, levels, KIND, DTYPE)
-            part = tl.dot(high_a, b, part, input_precision="ieee")
-        else:
-            codes = tl.load(b_at + start, mask=n_in[None, :] & k_in[:, None], other=0)
-            b = _numbers(codes, zero, levels, KIND, DTYPE)
-            part = tl.dot(a, b, input_precision="ieee")
-        acc += part * scale[None, :]
-    gemm.store(out, acc, bias, m_at, n_at, rows, n, HAS_BIAS)
+    a_at = x + tile_r.to(tl.int64) * TILE_R * x_stride
+    a_at = a_at + row[:, None] * x_stride + k_at[None, :]
+    # A tile of 128 outputs may end after the last panel: it reads that again.
+    first = tile_n * (TILE_N // 64)
+    panel = tl.minimum(lanes // 64, tl.cdiv(n, 64) - 1 - first)
+    words_at = weight + first.to(tl.int64) * blocks * (64 * WORDS)
+    words_at = words_at + panel[:, None] * blocks * (64 * WORDS)
+    words_at += (lanes % 64)[:, None] * WORDS + k_at[None, :]
+    lanes = panel * 64 + lanes % 64
+    scales_at = scales + first * 64 + lanes
+    zeros_at = zeros + first * 64 + lanes
+    each = tl.cdiv(blocks, splits)
+    total = tl.zeros([TILE_N, TILE_R], dtype=tl.float32)
+    for split in range(tl.program_id(1), splits, tl.num_programs(1)):
+        begin = split * each
+        end = tl.minimum(begin + each, blocks)
+        total += _add_split(
+            a_at,
+            k_at,
+            words_at,
+            scales_at,
+            zeros_at,
+            levels,
+            begin,
+            end,
+            k,
+            n_padded,
+            m_in,
+            DTYPE,
+            FORMAT,
+            KIND,
+            PAIRS,
+            ASM,
+            GROUP_SIZE,
+            WHOLE,
+            PLANES,
+            WORDS,
+            TILE_R,
+            TILE_N,
+            STAGES,
+        )
+    if APART:
+        out += tl.program_id(1).to(tl.int64) * rows * n
+    gemm.store(out, total, bias, m_at, n_at, rows, n, HAS_BIAS)
+
+
+def _tile(rows: int, element_size: int, block: int, shared: int) -> gemm.Tile:
+    if rows <= 256 or element_size == 4:
+        tile = 16 if rows <= 16 else 32 if rows <= 32 else 64
+        return gemm.Tile(tile, 64, block, 4, 3 if element_size == 2 else 1, True)
+    if shared < 132 * 1024:
+        return gemm.Tile(128, 64, block, 4, 2)
+    return gemm.Tile(128, 128, block, 8, 3)
+
+
+def _tile_int8(rows: int, shared: int) -> gemm.Tile:
+    if rows <= 16:
+        return gemm.Tile(16, 64, 256, 4, 4)
+    if rows <= 256:
+        return gemm.Tile(64, 64, 256, 4, 4 if shared >= 2**17 else 3)
+    return gemm.Tile(128, 128, 128, 4, 3)
 
 
 def linear(
@@ -251,60 +417,89 @@ def linear(
     """
     if weight.order is not None:
         x = x.index_select(1, cast(Tensor, weight.order))
+    out = torch.empty(len(x), weight.n, dtype=out_dtype, device=x.device)
+    if len(x):
+        if weight.format == "int8":
+            _multiply_int8(x, weight, bias, out)
+        else:
+            _multiply_codes(x, weight, bias, out, upcast=upcast)
+    return out
+
+
+def _multiply_int8(x: Tensor, weight: CodesWeight, bias: Tensor | None, out: Tensor) -> None:
     (rows, k), n = x.shape, weight.n
-    out = torch.empty(rows, n, dtype=out_dtype, device=x.device)
-    if not rows:
-        return out
-    tiles = triton.cdiv(rows, _TILE_M) * triton.cdiv(n, _TILE_N)
-    data = cast(Tensor, weight.data)
-    if weight.format == "int8":
-        q, x_scales = to_int8(x)
-        _linear_int8[(tiles,)](
-            q,
-            x_scales,
-            data,
-            weight.scales,
-            x if bias is None else bias,
-            out,
-            rows,
-            n,
-            k,
-            HAS_BIAS=bias is not None,
-            TILE_M=_TILE_M,
-            TILE_N=_TILE_N,
-            TILE_K=128,
-            num_warps=4,
-            num_stages=4,
-        )
-        return out
-    four_bits, group = weight.format in _FOUR_BITS, weight.group_size
-    widest = 64 if x.element_size() == 2 else 32
-    _linear_codes[(tiles,)](
-        x,
-        data,
+    q, x_scales = to_int8(x)
+    tile = _tile_int8(rows, gemm.shared_memory(x.device))
+    _linear_int8[(triton.cdiv(rows, tile.rows) * triton.cdiv(n, tile.n),)](
+        q,
+        x_scales,
+        cast(Tensor, weight.data),
         weight.scales,
-        x if weight.zeros is None else weight.zeros,
-        x if weight.levels is None else weight.levels,
         x if bias is None else bias,
         out,
         rows,
         n,
         k,
-        x.stride(0),
-        data.stride(0),
-        weight.scales.stride(0),
         HAS_BIAS=bias is not None,
-        UPCAST=upcast,
-        KIND=_KINDS[weight.format],
-        FOUR_BITS=four_bits,
-        GROUP_SIZE=group,
-        TILE_M=_TILE_M,
-        TILE_N=_TILE_N,
-        TILE_K=group // 2 if four_bits else min(group or widest, widest),
-        num_warps=4,
-        num_stages=3,
+        WHOLE=k % tile.k == 0,
+        TILE_R=tile.rows,
+        TILE_N=tile.n,
+        TILE_K=tile.k,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        enable_fp_fusion=False,
     )
-    return out
+
+
+def _multiply_codes(
+    x: Tensor, weight: CodesWeight, bias: Tensor | None, out: Tensor, *, upcast: bool
+) -> None:
+    (rows, k), n = x.shape, weight.n
+    data, format, group_size = cast(Tensor, weight.data), weight.format, weight.group_size
+    words, planes = _shape(format, group_size)
+    assembly = None
+    if x.element_size() == 2 and x.device.type != "cpu":  # Triton's interpreter runs no PTX
+        assembly = unpack.assembly(format, _KINDS[format], x.dtype)
+    tile = _tile(rows, x.element_size(), words * planes, gemm.shared_memory(x.device))
+    splits = gemm.count_splits(n, k, _LONGEST_SPLIT)
+    apart = tile.apart and splits > 1
+    parts, added = out, bias
+    if apart:
+        parts, added = torch.empty(splits, rows, n, device=x.device), None
+    tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(n, tile.n)
+    _linear_codes[(tiles, splits if apart else 1)](
+        x,
+        data,
+        weight.scales,
+        weight.scales if weight.zeros is None else weight.zeros,
+        x if weight.levels is None else weight.levels,
+        x if added is None else added,
+        parts,
+        rows,
+        n,
+        k,
+        x.stride(0),
+        data.shape[1],
+        splits,
+        HAS_BIAS=added is not None,
+        UPCAST=upcast,
+        FORMAT=format,
+        KIND=_KINDS[format],
+        PAIRS=format in _PAIRS,
+        ASM=assembly,
+        GROUP_SIZE=group_size,
+        WHOLE=k % tile.k == 0,
+        PLANES=planes,
+        WORDS=words,
+        APART=apart,
+        TILE_R=tile.rows,
+        TILE_N=tile.n,
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+        enable_fp_fusion=False,
+    )
+    if apart:
+        gemm.add_splits(parts, bias, out)
 
 
 def to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -315,5 +510,6 @@ def to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     rows, k = x.shape
     out = torch.empty(rows, k, dtype=torch.int8, device=x.device)
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)
-    _to_int8[(rows,)](x, out, scales, x.stride(0), k, BLOCK=_BLOCK)
+    # Without fused multiply-adds: products are rounded before they become whole numbers.
+    _to_int8[(rows,)](x, out, scales, x.stride(0), k, BLOCK=_BLOCK, enable_fp_fusion=False)
     return out, scales

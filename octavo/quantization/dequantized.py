@@ -1,0 +1,83 @@
+"""Weights of a quantized checkpoint as numbers in the model's type: no activation is quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from octavo.checkpoints.base import Source
+from octavo.quantization.base import IntArray, PackedShape, Part, WeightForm
+from octavo.quantization.plain import PLAIN
+
+if TYPE_CHECKING:
+    from octavo.kernels.base import Ops, PackedWeight
+    from octavo.system.tensor import HostTensor
+
+_COLUMNS = 256
+"""Number of inputs that are dequantized at once."""
+
+
+@dataclass(frozen=True)
+class Dequantized:
+    """Weights that a checkpoint stores in another form."""
+
+    stored: WeightForm
+
+    @property
+    def name(self) -> str:
+        """Implement `WeightForm`."""
+        return f"dequantized {self.stored.name}"
+
+    @property
+    def max_inputs(self) -> int | None:
+        """Implement `WeightForm`."""
+        return self.stored.max_inputs
+
+    @property
+    def num_tensors(self) -> int:
+        """Implement `WeightForm`."""
+        return self.stored.num_tensors
+
+    def sources(self, module: str, rows: int, inputs: int) -> tuple[Source, ...]:
+        """Implement `WeightForm`."""
+        return self.stored.sources(module, rows, inputs)
+
+    def cut(
+        self,
+        tensors: Sequence[HostTensor],
+        rows: Sequence[slice | IntArray],
+        columns: tuple[int, int] | None,
+    ) -> list[Part]:
+        """Implement `WeightForm`."""
+        return self.stored.cut(tensors, rows, columns)
+
+    def nbytes(self, shape: PackedShape) -> int:
+        """Implement `WeightForm`."""
+        return PLAIN.nbytes(shape)
+
+    def pack(
+        self, ops: Ops, parts: Sequence[Part], shape: PackedShape, out: HostTensor | None = None
+    ) -> PackedWeight:
+        """Implement `WeightForm`.
+
+        The CPU's kernels multiply the stored weight by the unit matrix, whose rows 8 bits represent
+        exactly. Rounding changes a float32 number by a factor of at most 1 + 2**-22.
+        """
+        from octavo.kernels.native import NativeOps
+        from octavo.system.tensor import empty, from_numpy, numpy_dtype
+
+        native = NativeOps()
+        packed = self.stored.pack(native, parts, shape)
+        weight = empty(shape.n, shape.k, dtype=shape.dtype)
+        for begin in range(0, shape.k, _COLUMNS):
+            count = min(_COLUMNS, shape.k - begin)
+            unit = from_numpy(np.eye(count, shape.k, begin, numpy_dtype(shape.dtype)))
+            weight.numpy()[:, begin : begin + count] = native.to_host(native.linear(unit, packed)).T
+        return ops.pack_weight([weight], shape.dtype, out)
+
+    def wrap(self, data: HostTensor, shape: PackedShape) -> PackedWeight:
+        """Implement `WeightForm`."""
+        return PLAIN.wrap(data, shape)
