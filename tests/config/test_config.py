@@ -214,7 +214,6 @@ BAD_SERVER = {
     "chat_template": [5],
     "tool_call_parser": [5],
     "reasoning_parser": [5],
-    "repetition_guard": ["always", 1],
     "strip_client_noise": ["yes", 1],
     "response_role": [None],
     "exclude_tools_when_tool_choice_none": ["yes", 1],
