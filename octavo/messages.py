@@ -197,6 +197,8 @@ class RequestOptions(msgspec.Struct, array_like=True, frozen=True):
     """Class of the client's address. Without tenants, flows share tokens fairly."""
     background: bool = False
     """True for a line of a batch: all other requests are served first, under every policy."""
+    reports_progress: bool = False
+    """True if each step with a part of the prompt makes an output without tokens."""
 
     @property
     def share(self) -> str | int | None:
@@ -342,6 +344,12 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     """With the last token: the KV connector's parameters for continuing on another engine."""
     repetition: Repetition | None = None
     """Loop in the answer so far."""
+    num_computed_tokens: int = 0
+    """Number of prompt tokens computed so far; only before the first token, and on request."""
+    num_draft_tokens: int = 0
+    """Number of drafts proposed for the request so far."""
+    num_accepted_tokens: int = 0
+    """Number of accepted ones."""
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):

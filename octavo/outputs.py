@@ -196,6 +196,10 @@ class RequestMetrics:
     last_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
+    num_draft_tokens: int = 0
+    """Number of drafts proposed, of all answers; after an engine's end, since then."""
+    num_accepted_tokens: int = 0
+    """Number of accepted ones."""
 
     @property
     def scheduled_ts(self) -> float:
@@ -239,6 +243,8 @@ class RequestOutput:
     kv_transfer_params: dict[str, Any] | None = field(default=None, kw_only=True)
     """Parameters of the KV connector for a server that continues with the prompt."""
     ec_transfer_params: None = field(default=None, kw_only=True)
+    num_computed_tokens: int = field(default=0, kw_only=True)
+    """Number of prompt tokens computed so far, in outputs without answers that tell progress."""
 
 
 @dataclass(slots=True)

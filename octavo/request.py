@@ -80,9 +80,11 @@ class Request:
         "guard",
         "leader",
         "max_tokens",
+        "num_accepted_tokens",
         "num_cached_tokens",
         "num_charged",
         "num_computed_tokens",
+        "num_draft_tokens",
         "num_external_tokens",
         "num_forced",
         "num_output_placeholders",
@@ -140,6 +142,10 @@ class Request:
         self.num_cached_tokens = 0
         """Number of prompt tokens found in the prefix cache when first scheduled."""
         self.num_preemptions = 0
+        self.num_draft_tokens = 0
+        """Number of drafts proposed for it."""
+        self.num_accepted_tokens = 0
+        """Number of accepted ones."""
         self.num_external_tokens: int | None = None
         """Number of tokens that a KV connector has loaded since the last preemption; None: the
         connector may be queried."""

@@ -78,7 +78,7 @@ GENERATION: Unsupported = {
     ),
     **_all(
         _OFF,
-        "grammar_lazy return_tokens timings_per_token return_progress post_sampling_probs "
+        "grammar_lazy return_tokens timings_per_token post_sampling_probs "
         "backend_sampling thinking_forced_open parse_tool_calls",
     ),
     **_all(

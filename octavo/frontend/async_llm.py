@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import logging
 import math
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -146,6 +147,8 @@ class AsyncLLM:
         self._sleep_lock = asyncio.Lock()
         # References to tasks that no caller may wait for.
         self._falling_asleep: asyncio.Task[None] | None = None
+        self.cache_emptied_at: float | None = None
+        """Second of `time.monotonic` at which an engine's prefix cache was emptied last."""
         self._change_of_size: asyncio.Task[None] | None = None
         self._shutdown: asyncio.Task[None] | None = None
         self._dead: EngineDeadError | None = None
@@ -457,7 +460,10 @@ class AsyncLLM:
         """Forget all cached prefixes; see `LLM.reset_prefix_cache`."""
         self._attach()
         args = reset_running_requests, reset_connector
-        return bool(await self._client.call_utility("reset_prefix_cache", *args))
+        was_reset = bool(await self._client.call_utility("reset_prefix_cache", *args))
+        if was_reset:
+            self.cache_emptied_at = time.monotonic()
+        return was_reset
 
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
         """Stop computing until `wake_up`, and return memory to the system.
@@ -474,6 +480,8 @@ class AsyncLLM:
                     await self._change_sleep("wake_up", None)
                     raise
             self._sleep_level = level
+            if level:
+                self.cache_emptied_at = time.monotonic()
             self._engines.record_sleep_state(level)
 
     async def wake_up(self, tags: list[str] | None = None) -> bool:
@@ -737,6 +745,7 @@ class AsyncLLM:
 
     def _note_recovery(self, recovery: Recovery) -> None:
         self._note_death(recovery.reason)
+        self.cache_emptied_at = time.monotonic()
         self.metrics.for_engine(recovery.engine_index).record_recovery(
             recovery.num_requests, recovery.seconds
         )

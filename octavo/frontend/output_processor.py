@@ -93,6 +93,8 @@ class _Group:
     prompt_logprobs: FlatLogprobs | None = None
     kv_transfer_params: dict[str, Any] | None = None
     num_cached_tokens: int = 0
+    num_computed_tokens: int = 0
+    """Number of prompt tokens computed so far, if the request reports its progress."""
     live: dict[str, _RequestState] = field(default_factory=dict)
     """Unfinished answers by core request id."""
     outputs: dict[int, CompletionOutput] = field(default_factory=dict)
@@ -141,6 +143,7 @@ class _Group:
             times,
             num_cached_tokens=self.num_cached_tokens,
             kv_transfer_params=self.kv_transfer_params,
+            num_computed_tokens=self.num_computed_tokens,
         )
 
 
@@ -359,7 +362,7 @@ class OutputProcessor:
                 continue
             num_new = self._take_in(state, output, timestamp, latencies, result)
             num_tokens += num_new
-            if num_new or output.finish_reason is not None:
+            if num_new or output.finish_reason is not None or output.num_computed_tokens:
                 touched[state.group.request_id] = state.group
         for group in touched.values():
             self._deliver(group, result.request_outputs)
@@ -422,6 +425,11 @@ class OutputProcessor:
             times.first_scheduled_time = clock.to_monotonic(output.first_scheduled_time)
         if output.num_preemptions:
             times.num_preemptions = output.num_preemptions
+        if output.num_draft_tokens:
+            times.num_draft_tokens = output.num_draft_tokens
+            times.num_accepted_tokens = output.num_accepted_tokens
+        if output.num_computed_tokens:
+            group.num_computed_tokens = output.num_computed_tokens
         # Only the first of n answers counts: the others find its newly computed blocks.
         if state.index == 0 and output.num_cached_tokens and times.first_token_time is None:
             group.num_cached_tokens = output.num_cached_tokens
@@ -569,6 +577,7 @@ def _merge_deltas(held: RequestOutput, new: RequestOutput) -> None:
     held.finished = new.finished
     held.num_cached_tokens = new.num_cached_tokens
     held.kv_transfer_params = new.kv_transfer_params
+    held.num_computed_tokens = new.num_computed_tokens
     held.metrics = new.metrics
 
 
@@ -585,4 +594,6 @@ def _merge_times(times: list[RequestMetrics]) -> RequestMetrics:
         last_token_time=max(last, default=None),
         finished_time=max(finished) if len(finished) == len(times) else None,
         num_preemptions=sum(t.num_preemptions for t in times),
+        num_draft_tokens=sum(t.num_draft_tokens for t in times),
+        num_accepted_tokens=sum(t.num_accepted_tokens for t in times),
     )

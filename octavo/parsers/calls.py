@@ -35,6 +35,8 @@ _NAME = re.compile(r"[\w.:/-]*")
 _MOST_NULL = 64
 """Characters, white space included, of a text that may become null."""
 _SPACES = re.compile(r"\s*")
+_BETWEEN = re.compile("(?<=>) (?=<)")
+"""White space between two marks."""
 _MOST_NAME = 256
 _TEXT_OR_NULL = {"string", "null"}
 NAME_KEYS = ("name", "tool_name", "function_name", "function")
@@ -520,11 +522,16 @@ class PatternCalls:
                 opening.append(const(name) if piece == "name" else call_id)
             else:
                 opening += spaced(piece)
-        inner = schema(given) if self.argument is None else self._arguments_format(given, SPACES)
+        # Each argument brings its white space: two in a row would hide an optional next argument.
+        inner = (
+            [schema(given), SPACES]
+            if self.argument is None
+            else [self._arguments_format(given, SPACES)]
+        )
         closing = spaced(end)
         if not parallel and self.section is not None:
             closing.append(optional(sequence(SPACES, const(self.section[1]))))
-        return tag(trigger, sequence(*opening, SPACES, inner, SPACES, *closing), "")
+        return tag(trigger, sequence(*opening, SPACES, *inner, *closing), "")
 
     def tag(self, name: str, schema: Mapping[str, Any]) -> Tag:
         """Implement `Calls`."""
@@ -563,10 +570,14 @@ class PatternCalls:
                     texts += ["null"] if may_be_null and "null" not in texts else []
                     values = [{"type": "const_string", "value": text} for text in texts]
                     content = {"type": "or", "elements": values}
-            tag = {"type": "tag", "begin": begin, "content": content, "end": end}
+            heads: list[str] = []
             if spaces is not None:
-                tag = sequence(tag, spaces)
-            elements.append(tag if key in required else {"type": "optional", "content": tag})
+                *heads, begin = _BETWEEN.split(begin)
+            form: Form = {"type": "tag", "begin": begin, "content": content, "end": end}
+            if spaces is not None:
+                before = [part for head in heads for part in (const(head), spaces)]
+                form = sequence(*before, form, spaces)
+            elements.append(form if key in required else {"type": "optional", "content": form})
         if not elements:
             return {"type": "const_string", "value": ""}
         return {"type": "sequence", "elements": elements}

@@ -131,6 +131,8 @@ class SentAnswer:
         choices = event.get("choices")
         if not isinstance(choices, list):
             return True  # not an event of Octavo's streams
+        if "prompt_progress" in event:
+            return not self._again  # the client has its own server's progress
         if not choices:  # usage, at the end
             news = not self._usage_sent
             self._usage_sent = True

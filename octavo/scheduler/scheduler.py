@@ -306,6 +306,8 @@ class Scheduler:
             output = self._take_result(request, start, num_sampled, sampled, result)
             if output is not None:
                 outputs.append(output)
+            elif request.options.reports_progress and _is_first_prefill(request):
+                outputs.append(_progress(step, request, start))
         if len(self.requests) < num_requests:
             self._drop_finished_from_running()
         return outputs
@@ -760,7 +762,10 @@ class Scheduler:
                 # Places without an accepted draft add no token.
                 request.num_computed_tokens -= num_sampled - len(tokens)
             if result.num_draft_tokens and req_id in result.num_draft_tokens:
-                self.drafting.count(result.num_draft_tokens[req_id], len(tokens) - 1)
+                num_drafts = result.num_draft_tokens[req_id]
+                self.drafting.count(num_drafts, len(tokens) - 1)
+                request.num_draft_tokens += num_drafts
+                request.num_accepted_tokens += len(tokens) - 1
             finished, count = check_stop(request, tokens)
             logprobs = result.logprobs.get(req_id) if result.logprobs else None
             if count < len(tokens):
@@ -788,6 +793,8 @@ class Scheduler:
             num_preemptions=request.num_preemptions,
             kv_transfer_params=transfer_params,
             repetition=None if request.guard is None else request.guard.found,
+            num_draft_tokens=request.num_draft_tokens,
+            num_accepted_tokens=request.num_accepted_tokens,
         )
 
     def _fail_expired(self, now: float) -> None:
@@ -831,6 +838,24 @@ class Scheduler:
     def _drop_finished_from_running(self) -> None:
         running = RequestStatus.RUNNING
         self.running = [request for request in self.running if request.status is running]
+
+
+def _is_first_prefill(request: Request) -> bool:
+    """Return True if a request computes its prompt, and no other one computes it for this one."""
+    return not request.num_output_tokens and request.leader is None
+
+
+def _progress(step: ScheduledStep, request: Request, start: int) -> EngineCoreOutput:
+    """Return the output of a step that computed a part of a request's prompt, from `start`."""
+    scheduled = next(s for s in step.output.scheduled_reqs if s.req_id == request.request_id)
+    return EngineCoreOutput(
+        request_id=request.request_id,
+        new_token_ids=[],
+        num_cached_tokens=request.num_cached_tokens,
+        first_scheduled_time=request.first_scheduled_time,
+        num_preemptions=request.num_preemptions,
+        num_computed_tokens=start + scheduled.num_tokens,
+    )
 
 
 def _queue_key(request: Request) -> QueueKey:

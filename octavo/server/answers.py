@@ -110,10 +110,28 @@ class ModelList(Answer):
     data: list[ModelCard]
 
 
+class CacheMiss(Answer):
+    """Reason why at least 256 tokens of the prompt were not in the cache though a recent prompt of
+    the same key has them, or was the same but for a part."""
+
+    reason: Literal["changed", "forgotten", "emptied"]
+    """changed: this prompt differs; forgotten: the cache has used the blocks for others; emptied:
+    the cache was emptied, as by the end of an engine."""
+    token: int
+    """Index of the first token that differs, or that was not in the cache."""
+    message: int | None
+    """Index of the chat's message with this token; null: before the first one, or unknown."""
+    known_tokens: int
+    """changed: number of tokens of the recent prompt with its answer; else of those in common."""
+    seconds: float
+    """emptied: seconds since then; else seconds since the tokens were last used."""
+
+
 class PromptTokensDetails(Answer):
     """Part of `Usage`."""
 
     cached_tokens: int
+    cache_miss: NotRequired[CacheMiss]
 
 
 class Usage(Answer):
@@ -126,14 +144,34 @@ class Usage(Answer):
 
 
 class PerRequestMetrics(Answer):
-    """Times of the request, with --enable-per-request-metrics. Unknown times are null; a stream
-    leaves them out."""
+    """Times of the request, with --enable-per-request-metrics or return_metrics, and counts with
+    return_metrics. Unknown times are null; a stream leaves them out."""
 
     time_to_first_token_ms: NotRequired[float | None]
+    """Time of the prompt: from the first step to the first token."""
     generation_time_ms: NotRequired[float | None]
     queue_time_ms: NotRequired[float | None]
     mean_itl_ms: NotRequired[float | None]
     tokens_per_second: NotRequired[float | None]
+    num_cached_tokens: NotRequired[int]
+    num_preemptions: NotRequired[int]
+    num_draft_tokens: NotRequired[int]
+    """Number of drafts proposed."""
+    num_accepted_tokens: NotRequired[int]
+    """Number of accepted drafts."""
+
+
+class PromptProgress(Answer):
+    """Part of a prompt that has been computed, in chunks before the first token."""
+
+    total: int
+    """Number of tokens of the prompt."""
+    cache: int
+    """Number of them from the cache."""
+    processed: int
+    """Number of them that are computed or from the cache."""
+    time_ms: float
+    """Time since the first step with the prompt."""
 
 
 class Envelope(Answer):
@@ -213,6 +251,7 @@ class CompletionChunk(Envelope):
     choices: list[CompletionChunkChoice]
     usage: NotRequired[Usage | None]
     metrics: NotRequired[PerRequestMetrics | None]
+    prompt_progress: NotRequired[PromptProgress | None]
 
 
 class Candidate(Answer):
@@ -339,6 +378,7 @@ class ChatChunk(Envelope):
     choices: list[ChatChunkChoice]
     usage: NotRequired[Usage | None]
     metrics: NotRequired[PerRequestMetrics | None]
+    prompt_progress: NotRequired[PromptProgress | None]
     prompt_token_ids: NotRequired[list[int] | None]
 
 

@@ -94,6 +94,7 @@ class MessageAnswer(ChatCompletion):
     """One request of the Messages API."""
 
     id_prefix = "msg"
+    reports_cache_misses = False
 
     def stream(self) -> Response:
         """Return the answer as a stream; it ends with its connection."""

@@ -30,6 +30,7 @@ from octavo.server.generation import (
     stopped_by_guard,
 )
 from octavo.server.parts import Delta, fold
+from octavo.server.recent_prompts import message_at
 from octavo.server.schema import (
     AllowedTools,
     BatchChatBody,
@@ -346,6 +347,11 @@ class ChatCompletion(Generation[ChatFields]):
             field = "functions" if self.body.functions else "tools"
             return RequestError(f"{field}: {error.message}", field, error.code)
         return error
+
+    def message_at(self, text: str, position: int) -> int | None:
+        """Return the index of the message at a character of the prompt."""
+        (messages,) = self.body.conversations
+        return message_at(text, [message.content for message in messages], position)
 
     def opening(self, prompt: int) -> list[list[Part]]:
         """Return the role, and the echo; see `Generation.opening`."""

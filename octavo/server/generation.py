@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 import msgspec
 from starlette.requests import Request
@@ -35,6 +35,7 @@ from octavo.server.errors import ClientDisconnectError, error_event, log_unexpec
 from octavo.server.load_report import add_load_report
 from octavo.server.middleware import context_of
 from octavo.server.parts import Delta
+from octavo.server.recent_prompts import LONG, Recorded, explain, to_bytes
 from octavo.server.resumable_streams import DONE, Events, Stream
 from octavo.server.schema import GenerationBody
 from octavo.server.state import ServerState, state_of
@@ -97,6 +98,8 @@ class Generation(ABC, Generic[B]):
     """Field that holds the prompt."""
     make_parser: Callable[[int], Parser] | None = None
     """Maker of the parser of a choice, from the number of its prompt; None: an answer is text."""
+    reports_cache_misses = True
+    """True if the usage explains missed prefixes; it has no place for that in other APIs."""
     text_chunk: bytes | None = None
     """Template of a choice with only text, faster than `write`; None: use `write`."""
 
@@ -267,7 +270,7 @@ class Generation(ABC, Generic[B]):
             fields: dict[str, object] = {"usage": self.usage.to_dict()}
             fields |= self.prompt_fields(in_order)
             if self._times is not None:
-                fields["metrics"] = metrics_json(self._times, self.usage.completion_tokens)
+                fields["metrics"] = self._metrics(self._times)
             params = [output.kv_transfer_params for output in in_order]
             if params[0] is not None:  # the request has one prompt then
                 fields["kv_transfer_params"] = params[0]
@@ -301,8 +304,13 @@ class Generation(ABC, Generic[B]):
         begun: set[int] = set()
         async with aclosing(self._outputs()) as stream:
             async for index, output in stream:
+                if not output.outputs:  # the prompt is still being computed
+                    yield [self._progress(output, output.num_computed_tokens)]
+                    continue
                 if not opened:
                     opened = True
+                    if self.body.return_progress:
+                        yield [self._progress(output, len(output.prompt_token_ids))]
                     for fields in self._opening(output):
                         if with_usage:
                             fields["usage"] = self.usage.to_dict(0) if always else None
@@ -316,13 +324,40 @@ class Generation(ABC, Generic[B]):
                 if always:
                     tail = b'],"usage":' + encode(self.usage.to_dict()) + b"}\n\n"
                 yield [head + choice + tail for choice in chunks]
-        if with_usage:
-            last = b'],"usage":' + encode(self.usage.to_dict())
+        if with_usage or (self.body.return_metrics and self._times is not None):
+            last = b"]"
+            if with_usage:
+                last += b',"usage":' + encode(self.usage.to_dict())
             if self._times is not None:
-                metrics = metrics_json(self._times, self.usage.completion_tokens)
+                metrics = self._metrics(self._times)
                 # A chunk omits unknown times, as vLLM does.
                 last += b',"metrics":' + encode({k: v for k, v in metrics.items() if v is not None})
             yield [head + last + b"}\n\n"]
+
+    def _metrics(self, times: RequestMetrics) -> answers.PerRequestMetrics:
+        """Return `metrics` of the answer: vLLM's fields, and all of them on request."""
+        found = metrics_json(times, self.usage.completion_tokens)
+        if not self.body.return_metrics:
+            return found
+        return {
+            **found,
+            "num_cached_tokens": self.usage.cached_tokens,
+            "num_preemptions": times.num_preemptions,
+            "num_draft_tokens": times.num_draft_tokens,
+            "num_accepted_tokens": times.num_accepted_tokens,
+        }
+
+    def _progress(self, output: RequestOutput, processed: int) -> bytes:
+        """Return the chunk that tells the number of the prompt's tokens computed so far."""
+        scheduled = output.metrics.first_scheduled_time
+        progress: answers.PromptProgress = {
+            "total": len(output.prompt_token_ids),
+            "cache": output.num_cached_tokens,
+            "processed": processed,
+            "time_ms": 0.0 if scheduled is None else (time.monotonic() - scheduled) * 1000,
+        }
+        chunk = {**self._envelope, "choices": [], "prompt_progress": progress}
+        return b"data: " + encode(chunk) + b"\n\n"
 
     def _opening(self, output: RequestOutput) -> list[dict[str, object]]:
         """Return the fields of the chunks before the first token, which `output` brings."""
@@ -357,6 +392,18 @@ class Generation(ABC, Generic[B]):
                     "each by itself.",
                     "kv_transfer_params",
                 )
+            if self.body.return_progress and len(prompts) > 1:
+                raise RequestError(
+                    f"return_progress goes with one prompt, and there are {len(prompts)}; send each"
+                    " by itself.",
+                    "return_progress",
+                )
+            if self.body.return_metrics and count > 1:
+                raise RequestError(
+                    f"return_metrics goes with one answer to one prompt, and here are {count}; "
+                    "leave it out.",
+                    "return_metrics",
+                )
             if params.priority and engine.config.scheduler.scheduling_policy != "priority":
                 self.context.ignored_fields.append("priority")
                 self.state.warn_of_priority()
@@ -388,6 +435,7 @@ class Generation(ABC, Generic[B]):
                     cache_salt=salt,
                     flow=flow_of(self.context.address),
                     background=background,
+                    reports_progress=bool(self.body.return_progress),
                 )
                 if self.body.use_beam_search:
                     beams = self.body.beam_params(params.max_tokens)
@@ -410,14 +458,19 @@ class Generation(ABC, Generic[B]):
                         yield index, output
 
             # Times of a request with several answers are not defined.
-            times_one = self.state.config.enable_per_request_metrics and count == 1
-            times_one = times_one and not background
+            asked = self.body.return_metrics or self.state.config.enable_per_request_metrics
+            times_one = asked and count == 1 and not background
+            watched: _WatchedPrompt | None = None
+            if count == 1 and self._explains_misses(prompts[0], params, engine):
+                watched = _WatchedPrompt(self, salt)
             streams = [one(i) for i in range(len(prompts))]
             merged = streams[0] if len(streams) == 1 else _merge(streams)
             try:
                 async with aclosing(merged):
                     async for index, output in merged:
                         self.usage.add(index, output)
+                        if watched is not None:
+                            await watched.take(output)
                         for completion in output.outputs:
                             if completion.finish_reason == REPETITION:
                                 # Clients know only OpenAI's reasons.
@@ -430,6 +483,21 @@ class Generation(ABC, Generic[B]):
                         yield index, output
             except RequestError as error:
                 raise self._blamed(error) from None
+
+    def _explains_misses(self, prompt: Prompt, params: SamplingParams, engine: AsyncLLM) -> bool:
+        """Return True if the usage explains a prefix that a prompt misses."""
+        return (
+            self.reports_cache_misses
+            and self.reports_cached_tokens
+            and engine.config.cache.enable_prefix_caching
+            and params.prompt_logprobs is None  # such a prompt is computed completely
+            and not self.body.use_beam_search
+            and (isinstance(prompt, str) or "prompt_embeds" not in prompt)
+        )
+
+    def message_at(self, text: str, position: int) -> int | None:
+        """Return the index of the message at a character of the prompt; None without messages."""
+        return None
 
     async def render(self) -> list[Rendered]:
         """Return the requests that the engine would receive, in the order of the prompts.
@@ -530,6 +598,7 @@ class Usage:
         self.completion_tokens = 0
         self._cached_tokens: dict[int, int] = {}
         """Cached tokens of each prompt; only the first of n answers reports them."""
+        self.cache_miss: answers.CacheMiss | None = None
 
     def add(self, index: int, output: RequestOutput) -> None:
         """Count the new tokens of an output, and its prompt at the first output."""
@@ -539,6 +608,11 @@ class Usage:
         if self._count_completions:
             self.completion_tokens += sum(len(c.token_ids) for c in output.outputs)
 
+    @property
+    def cached_tokens(self) -> int:
+        """Number of prompt tokens that were in the cache."""
+        return sum(self._cached_tokens.values())
+
     def to_dict(self, completion_tokens: int | None = None) -> answers.Usage:
         """Return OpenAI's `usage` object.
 
@@ -547,14 +621,69 @@ class Usage:
         """
         if completion_tokens is None:
             completion_tokens = self.completion_tokens
+        details: answers.PromptTokensDetails | None = None
+        if self._with_details:
+            details = {"cached_tokens": self.cached_tokens}
+            if self.cache_miss is not None:
+                details["cache_miss"] = self.cache_miss
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": self.prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens.values())}
-            if self._with_details
-            else None,
+            "prompt_tokens_details": details,
         }
+
+
+class _WatchedPrompt:
+    """Prompt of a request that is recorded, and compared if much of it was not in the cache.
+
+    Args:
+        generation: the request.
+        scope: scope of its cached prefixes.
+    """
+
+    def __init__(self, generation: Generation[Any], scope: str | None) -> None:
+        self._generation = generation
+        self._scope = scope
+        self._recorded: Recorded | None = None
+        self._answer: list[int] = []
+        self._begun = False
+
+    async def take(self, output: RequestOutput) -> None:
+        """Take in an output of the request."""
+        if not self._begun and any(completion.token_ids for completion in output.outputs):
+            self._begun = True
+            if len(output.prompt_token_ids) >= LONG:
+                await self._begin(output)
+        if self._recorded is not None:
+            (completion,) = output.outputs
+            self._answer += completion.token_ids
+            if output.finished:
+                self._generation.state.recent_prompts.add_answer(self._recorded, self._answer)
+
+    async def _begin(self, output: RequestOutput) -> None:
+        """Explain the missed prefix, and record the prompt."""
+        generation, ids = self._generation, output.prompt_token_ids
+        prompts, prompt = generation.state.recent_prompts, to_bytes(ids)
+        scheduled = output.metrics.first_scheduled_time
+        found = None
+        if scheduled is not None and len(ids) - output.num_cached_tokens >= LONG:
+            found = prompts.find(self._scope, prompt, scheduled)
+        if found is not None:
+            engine = await generation.state.get_engine()
+            emptied = engine.cache_emptied_at
+            miss = explain(found, prompt, output.num_cached_tokens, emptied)
+            if miss is not None and generation.tokenizer is not None and output.prompt is not None:
+                miss["message"] = await offload(
+                    len(ids) // 4, self._message_of, output, generation.tokenizer, miss["token"]
+                )
+            generation.usage.cache_miss = miss
+        self._recorded = prompts.add(self._scope, prompt)
+
+    def _message_of(self, output: RequestOutput, tokenizer: Tokenizer, token: int) -> int | None:
+        """Return the index of the message that has a token of the prompt."""
+        before = tokenizer.decode(output.prompt_token_ids[:token])
+        return self._generation.message_at(output.prompt or "", len(before))
 
 
 class EventStream(Response):

@@ -107,6 +107,7 @@ class OllamaAnswer(ChatCompletion):
     """
 
     id_prefix = "ollama"
+    reports_cache_misses = False
 
     def __init__(self, request: Request, chat: ChatBody, asked: OllamaBody) -> None:
         super().__init__(request, chat)

@@ -401,6 +401,7 @@ class ResponseAnswer(ChatCompletion):
     """
 
     prompt_param = "input"
+    reports_cache_misses = False
 
     def __init__(
         self,

@@ -317,7 +317,7 @@ class InputTokensBody(Body):
     ] = None
     """auto (default): the model may call tools; none: it calls none; required: it calls at least
     one; {"type": "function", "name"}: it calls this one; {"type": "allowed_tools", "mode",
-    "tools"}: it knows only these tools, with mode auto or required."""
+    "tools"}: it calls only these tools, with mode auto or required."""
     parallel_tool_calls: bool | None = None
     """Allow several calls in a response. Default true."""
     text: TextConfig | None = None
@@ -357,7 +357,8 @@ class InputTokensBody(Body):
         if self.instructions:
             messages.insert(0, {"role": "system", "content": self.instructions})
         chat: dict[str, Any] = {"messages": messages, "model": self.model}
-        tools = self._allowed_functions()
+        tools = self._functions()
+        self._check_named(tools)
         if tools:
             chat["tools"] = [{"type": "function", "function": function} for function in tools]
         chat["parallel_tool_calls"] = self.parallel_tool_calls
@@ -365,8 +366,13 @@ class InputTokensBody(Body):
         if isinstance(choice, dict):
             if choice["type"] == "function":
                 choice = {"type": "function", "function": {"name": _chosen(choice)}}
-            else:
-                choice = choice["mode"]
+            else:  # the prompt has all tools, so that its cached prefix stays valid
+                named = [
+                    {"type": "function", "function": {"name": _chosen(tool)}}
+                    for tool in choice["tools"]
+                ]
+                allowed = {"mode": choice["mode"], "tools": named}
+                choice = {"type": "allowed_tools", "allowed_tools": allowed}
         if tools or choice not in ("auto", "none"):
             chat["tool_choice"] = choice
         if self.text is not None and (form := self.text.format) is not None:
@@ -396,8 +402,12 @@ class InputTokensBody(Body):
             for function in tool.tools or ()
         }
 
-    def _allowed_functions(self) -> list[dict[str, Any]]:
-        choice = self.tool_choice
+    def _functions(self) -> list[dict[str, Any]]:
+        """Return the functions of `tools` in the form of a chat.
+
+        Raises:
+            RequestError: the model could not tell a function of a namespace from another one.
+        """
         functions = [function for tool in self.tools or () for function in tool.functions()]
         spaced, known = self.namespaces(), set[str]()
         for function in functions:
@@ -409,8 +419,14 @@ class InputTokensBody(Body):
                     "tools",
                 )
             known.add(name)
+        return functions
+
+    def _check_named(self, functions: Sequence[Mapping[str, Any]]) -> None:
+        """Raise RequestError if `tool_choice` names another function than those of `tools`."""
+        choice = self.tool_choice
         if not isinstance(choice, dict):
-            return functions
+            return
+        known = {function["name"] for function in functions}
         named = choice["tools"] if choice["type"] == "allowed_tools" else [choice]
         for tool in named:
             if _chosen(tool) not in known:
@@ -418,10 +434,6 @@ class InputTokensBody(Body):
                     f"tool_choice names {show(tool['name'])}, which is not a function of tools.",
                     "tool_choice",
                 )
-        if choice["type"] == "function":
-            return functions
-        allowed = {_chosen(tool) for tool in named}
-        return [function for function in functions if function["name"] in allowed]
 
 
 def _chosen(tool: Mapping[str, Any]) -> str:

@@ -623,6 +623,12 @@ class GenerationBody(ServedBody, StructuredOutputsBody):
     """Return the token ids of the prompt and the answer."""
     return_tokens_as_token_ids: bool | None = None
     """Show tokens in logprobs as token_id:N."""
+    return_metrics: bool | None = None
+    """Report times and counts of the request as metrics of the answer, or of the last chunk; only
+    for one answer to one prompt."""
+    return_progress: bool | None = None
+    """Send chunks with prompt_progress while the prompt is computed; needs stream, and one
+    prompt."""
     deadline_ms: Milliseconds | None = None
     """Milliseconds after which the request fails with 408; it fails at once with 429 if that
     time cannot suffice. Also as the header X-Deadline-Ms."""
@@ -651,6 +657,8 @@ class GenerationBody(ServedBody, StructuredOutputsBody):
         """
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream=true.", "stream_options")
+        if self.return_progress and not self.stream:
+            raise RequestError("return_progress needs stream=true.", "return_progress")
         if self.prompt_logprobs is not None and self.stream:
             raise RequestError(
                 "prompt_logprobs is not available with stream=true; leave one of them out.",
@@ -762,6 +770,7 @@ _WITHOUT_BEAMS: Mapping[str, tuple[object, ...]] = {
     "top_k": (None, 0, -1),
     "logit_bias": (None, {}),
     "stream": (None, False),
+    "return_metrics": (None, False),
 }
 _WITH_BEAMS = (
     "n",

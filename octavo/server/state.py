@@ -34,6 +34,7 @@ from octavo.server.background import Background
 from octavo.server.errors import show
 from octavo.server.http_state import HttpState
 from octavo.server.object_store import ObjectStore
+from octavo.server.recent_prompts import RecentPrompts
 from octavo.server.resumable_streams import StreamRegistry
 from octavo.server.state_dir import StateDir
 from octavo.server.stats_log import StatsLog
@@ -81,6 +82,7 @@ class ServerState(HttpState):
         self.state_dir = None if config.state_dir is None else StateDir(config.state_dir)
         folder = None if self.state_dir is None else self.state_dir.subfolder("objects")
         self.objects = ObjectStore(folder, config.request_memory_bytes)
+        self.recent_prompts = RecentPrompts()
         self.background = Background()
         self.streams = StreamRegistry(config.resume_grace, self.run)
         self._start_engine = start_engine

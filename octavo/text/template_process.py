@@ -221,7 +221,7 @@ class _Templates:
         return rendered
 
     def _adapt(self, name: str, message: Message) -> Message:
-        """Convert content and tool calls to the form that the template supports."""
+        """Convert content, thoughts and tool calls to the form that the template supports."""
         content = message["content"]
         role = message["role"]
         if isinstance(content, list) and not self._takes(name, f"parts:{role}"):
@@ -239,7 +239,21 @@ class _Templates:
                     function["arguments"] = json.dumps(
                         function.get("arguments"), ensure_ascii=False
                     )
+        if role == "assistant" and message.get("reasoning"):
+            self._add_thinking(name, message, message["reasoning"])
         return message
+
+    def _add_thinking(self, name: str, message: Message, thought: str) -> None:
+        """Add a thought where a template reads it, if that is not in `reasoning`."""
+        content = message["content"]
+        if self._takes(name, "thinking"):
+            # Some templates refuse a text beside the thought and the calls.
+            if not (content and message.get("tool_calls")) or self._takes(name, "thinking+text"):
+                message.setdefault("thinking", thought)
+        elif self._takes(name, "thinking-part"):
+            texts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+            texts = [part for part in texts if part["text"]]
+            message["content"] = [{"type": "thinking", "thinking": thought}, *texts]
 
     def _takes(self, name: str, habit: str) -> bool:
         """Return, after rendering an example once, how a template handles a form of message."""
@@ -260,6 +274,15 @@ class _Templates:
             if rendered is not None:
                 return f"{{'{_PROBE}'" not in rendered  # Python's notation: it expects JSON texts
             return self._render_example(name, _call_example(f'{{"{_PROBE}": "1"}}')) is None
+        if habit.startswith("thinking"):
+            example = _call_example({})
+            if habit == "thinking-part":
+                example[-1]["content"] = [{"type": "thinking", "thinking": _PROBE}]
+            else:
+                text = "so" if habit == "thinking+text" else ""
+                example[-1] |= {"thinking": _PROBE, "content": text}
+            rendered = self._render_example(name, example)
+            return rendered is not None and _PROBE in rendered and f"'{_PROBE}'" not in rendered
         kind, _, role = habit.partition(":")
         content = _PROBE if kind == "text" else [{"type": "text", "text": _PROBE}]
         subject: Message = {"role": role, "content": content}
@@ -436,7 +459,7 @@ def _parse_arguments(function: dict[str, Any], where: str) -> None:
 def _mark_end(message: Message) -> None:
     """Append a mark, and a space to detect trimming, to the message's text."""
     content = message["content"]
-    if not content:
+    if not content or (isinstance(content, list) and "text" not in content[-1]):
         raise RequestError(
             "continue_final_message needs a last message with text.", "continue_final_message"
         )

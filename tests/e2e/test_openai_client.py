@@ -18,12 +18,15 @@ from tests.e2e import harness
 from tests.server.malformed import cases
 
 MODEL = "octavo/stories"
+PARTS = ["--max-num-batched-tokens", "512"]
 CHAT = [{"role": "user", "content": "Tell me a story about a dog."}]
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    with harness.serve(tmp_path_factory.mktemp("server"), "--max-request-bytes", "4M") as made:
+    with harness.serve(
+        tmp_path_factory.mktemp("server"), "--max-request-bytes", "4M", *PARTS
+    ) as made:
         yield made
 
 
@@ -142,6 +145,38 @@ def test_cached_tokens_are_told(client):
         details.append(answer.usage.prompt_tokens_details.cached_tokens)
     assert details[0] == 0
     assert details[1] >= 16
+
+
+def test_progress_metrics_and_a_missed_prefix(client):
+    """A long prompt tells its progress; when its beginning has changed, the usage says where."""
+    story = "Lily and her little brother went to the park to play with the red ball. " * 60
+
+    def ask(system, **fields):
+        chat = [{"role": "system", "content": system}, {"role": "user", "content": story}]
+        extra = {"cache_salt": "progress", "return_metrics": True, **fields.pop("extra", {})}
+        return client.chat.completions.create(
+            model=MODEL, messages=chat, max_tokens=2, extra_body=extra, **fields
+        )
+
+    chunks = list(ask("It is 12:01.", stream=True, extra={"return_progress": True}))
+    told = [chunk.prompt_progress for chunk in chunks if hasattr(chunk, "prompt_progress")]
+    assert len(told) > 1
+    assert told == sorted(told, key=lambda part: (part["processed"], part["time_ms"]))
+    assert {part["cache"] for part in told} == {0}
+    assert told[-1]["processed"] == told[-1]["total"] > 900
+    assert chunks[len(told)].choices[0].delta.role == "assistant"
+    metrics = chunks[-1].metrics
+    assert metrics["time_to_first_token_ms"] > 0
+    assert metrics["num_cached_tokens"] == metrics["num_draft_tokens"] == 0
+
+    answer = ask("It is 12:02.")
+    miss = answer.usage.prompt_tokens_details.cache_miss
+    assert (miss["reason"], miss["message"]) == ("changed", 0)
+    assert 0 < miss["token"] < 20
+    answer = ask("It is 12:02.")
+    assert not hasattr(answer.usage.prompt_tokens_details, "cache_miss")
+    cached = answer.usage.prompt_tokens_details.cached_tokens
+    assert answer.metrics["num_cached_tokens"] == cached > 900
 
 
 def test_typed_errors(client):

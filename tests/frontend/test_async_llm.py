@@ -248,6 +248,31 @@ def test_deadlines_hold_while_there_is_no_engine(monkeypatch, kind):
     run(test, monkeypatch)
 
 
+def test_the_cache_is_empty_after(monkeypatch):
+    """A new engine, a reset, and a sleep that gives up the KV cache; a pause keeps it."""
+
+    async def test(engine, client):
+        async def emptied_by(call):
+            before, engine.cache_emptied_at = engine.cache_emptied_at, None
+            if (made := call()) is not None:
+                await made
+            found, engine.cache_emptied_at = engine.cache_emptied_at, before
+            return found
+
+        assert engine.cache_emptied_at is None
+        assert await emptied_by(lambda: engine.pause_generation(clear_cache=False)) is None
+        await engine.resume_generation()
+        for call in (
+            lambda: client.settings["on_recovery"](Recovery("killed", 3, 0.5)),
+            engine.reset_prefix_cache,
+            engine.sleep,
+        ):
+            begin = time.monotonic()
+            assert begin <= await emptied_by(call) <= time.monotonic()
+
+    run(test, monkeypatch)
+
+
 def test_recoveries_are_counted(monkeypatch):
     async def test(engine, client):
         client.settings["on_recovery"](Recovery("killed", 3, 0.5))

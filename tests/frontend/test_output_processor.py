@@ -106,6 +106,42 @@ def test_delta():
     assert [a.finish_reason for a in answers] == [None, None, "length"]
 
 
+def test_progress_of_the_prompt():
+    """It is delivered like an answer without tokens; the next output may replace it."""
+    bench = Bench()
+    bench.add(output_kind=DELTA)
+    part = EngineCoreOutput("r", [], num_cached_tokens=1, num_computed_tokens=2)
+    told = only(bench.step(part))
+    assert (told.outputs, told.num_computed_tokens, told.num_cached_tokens) == ([], 2, 1)
+    assert not told.finished
+    assert only(bench.step(("r", "he"))).outputs[0].text == "he"
+
+    async def scenario():
+        bench = Bench()
+        queue = bench.add(queue=True, output_kind=DELTA)
+        bench.step(EngineCoreOutput("r", [], num_computed_tokens=1))
+        bench.step(EngineCoreOutput("r", [], num_computed_tokens=2))
+        assert (await queue.get()).num_computed_tokens == 2
+        bench.step(EngineCoreOutput("r", [], num_computed_tokens=2))
+        bench.step(end("r", "he"))
+        output = await queue.get()
+        assert (output.outputs[0].text, output.finished) == ("he", True)
+
+    asyncio.run(scenario())
+    quiet = Bench()
+    quiet.add(output_kind=FINAL_ONLY)
+    assert quiet.step(part).request_outputs == []
+
+
+def test_drafts_of_a_request():
+    bench = Bench()
+    bench.add()
+    bench.step(("r", "he"))
+    drafts = {"num_draft_tokens": 5, "num_accepted_tokens": 3}
+    times = only(bench.step(end("r", "y", **drafts))).metrics
+    assert (times.num_draft_tokens, times.num_accepted_tokens) == (5, 3)
+
+
 def test_final_only():
     bench = Bench()
     bench.add(output_kind=FINAL_ONLY, logprobs=0)

@@ -130,3 +130,26 @@ def test_one_call_ends_the_answer(name):
     assert accepts(compiled, words, write(fmt, None, "", CALLS[:1]))
     if name != "openai":
         assert not accepts(compiled, words, write(fmt, None, "", CALLS))
+
+
+@pytest.mark.parametrize("name", ["glm45", "minimax_m2", "qwen3_coder", "seed_oss"])
+def test_optional_arguments(name):
+    """One may follow another, or not."""
+    fmt, words = FORMATS[name], vocabulary()
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    }
+    compiled = compile_tag(fmt.structural_tag({"find": schema}), words)
+    for keys in ((), ("city",), ("days",), ("city", "days")):
+        call = ("find", {key: CALLS[0][1][key] for key in keys})
+        assert accepts(compiled, words, write(fmt, None, "", [call])), keys
+
+
+def test_white_space_between_the_marks_of_an_argument():
+    """GLM 4.5 writes a new line there, and GLM 4.7 nothing."""
+    fmt, words = FORMATS["glm45"], vocabulary()
+    compiled = compile_tag(fmt.structural_tag(SCHEMAS), words)
+    answer = write(fmt, None, "", CALLS[:1])
+    for gap in (" ", "\n", ""):
+        assert accepts(compiled, words, answer.replace("</arg_key> <", f"</arg_key>{gap}<"))

@@ -108,6 +108,19 @@ def test_the_usage_comes_once():
     assert take(sent, [event("a", finish="stop"), usage]) == []
 
 
+def test_progress_is_not_the_usage():
+    """The client hears of the progress of one server only, and has the usage in any case."""
+    progress = msgspec.json.encode(ENVELOPE | {"choices": [], "prompt_progress": {"total": 9}})
+    usage = msgspec.json.encode(ENVELOPE | {"choices": [], "usage": {"prompt_tokens": 1}})
+    sent = SentAnswer()
+    sent.begin_again()
+    assert len(take(sent, [progress, progress])) == 2
+    sent.begin_again()
+    kept = take(sent, [progress, event("a"), event("b", finish="stop"), usage])
+    assert [e["choices"] != [] for e in kept] == [True, True, False]
+    assert kept[-1]["usage"] == {"prompt_tokens": 1}
+
+
 @pytest.mark.parametrize("other", ["axc", "ab", "xbc", ""])
 def test_another_answer_is_found_out_before_any_of_it_is_sent(other):
     sent = SentAnswer()

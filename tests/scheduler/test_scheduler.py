@@ -50,6 +50,59 @@ class TestTurns:
         engine.run()
 
 
+class TestProgress:
+    """Steps with a part of a prompt make outputs, if the request wants to know them."""
+
+    def make(self, depth=1, caching=True, **options):
+        engine = FakeEngine(max_num_batched_tokens=10, depth=depth, caching=caching)
+        return engine, engine.add("a", range(35), **options)
+
+    def computed(self, engine, name="a"):
+        return [(o.num_computed_tokens, len(o.new_token_ids)) for o in engine.outputs[name]]
+
+    @pytest.mark.parametrize("depth", [1, 2])
+    def test_each_part_of_the_prompt(self, depth):
+        engine, request = self.make(depth, progress=True, max_tokens=2)
+        engine.run()
+        assert self.computed(engine) == [(10, 0), (20, 0), (30, 0), (0, 1), (0, 1)]
+        assert engine.outputs["a"][0].first_scheduled_time is not None
+        check_tokens(engine, request)
+
+    def test_nothing_without_being_asked(self):
+        engine, _ = self.make(max_tokens=2)
+        engine.run()
+        assert self.computed(engine) == [(0, 1), (0, 1)]
+
+    def test_cached_tokens_count(self):
+        engine, _ = self.make(max_tokens=2)
+        engine.run()
+        engine.add("b", range(60), progress=True, max_tokens=1)
+        engine.run()
+        cached = engine.outputs["b"][0].num_cached_tokens
+        assert cached > 20
+        parts = [count for count, _ in self.computed(engine, "b")]
+        assert parts == [*range(cached + 10, 60, 10), 0]
+
+    def test_only_the_leader_of_several_answers(self):
+        engine, request = self.make(caching=False, progress=True, max_tokens=2)
+        engine.add("follower", range(35), progress=True, leader=request, max_tokens=2)
+        engine.run()
+        assert self.computed(engine)[0] == (10, 0)
+        assert sum("follower" in scheduled_tokens(step) for step in engine.steps) > 4
+        assert all(count == 0 for count, _ in self.computed(engine, "follower"))
+
+    def test_nothing_of_what_is_computed_again(self):
+        engine, request = self.make(progress=True, max_tokens=6)
+        while not request.num_output_tokens:
+            engine.step()
+        engine.scheduler.pause("keep")
+        engine.scheduler.kv_cache_manager.reset_prefix_cache()
+        engine.scheduler.resume()
+        engine.run()
+        assert self.computed(engine)[4:] == [(0, 1)] * 5
+        check_tokens(engine, request)
+
+
 class TestBudget:
     def test_running_requests_come_first_then_prompts_in_chunks(self):
         engine = FakeEngine(max_num_batched_tokens=10)
@@ -687,6 +740,18 @@ class TestSpeculation:
         assert stats.num_draft_tokens > engine.executor.num_accepted > 0
         assert sum(stats.num_accepted_tokens_per_pos) == engine.executor.num_accepted
         assert stats.num_drafts < len(engine.steps)
+
+    def test_counts_of_each_request(self):
+        engine = FakeEngine(num_drafts=4)
+        for name, length in (("a", 12), ("b", 7)):
+            engine.add(name, range(length), max_tokens=20)
+        engine.run()
+        last = [engine.outputs[name][-1] for name in "ab"]
+        stats = engine.scheduler.make_stats()
+        assert sum(output.num_draft_tokens for output in last) == stats.num_draft_tokens
+        assert sum(output.num_accepted_tokens for output in last) == engine.executor.num_accepted
+        assert engine.executor.num_accepted > 0
+        assert all(output.num_draft_tokens > 0 for output in last)
 
     @pytest.mark.parametrize("windows", [(None,), (None, 5)])
     def test_a_request_with_drafts_in_flight_is_scheduled_on(self, windows):

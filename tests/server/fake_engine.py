@@ -96,6 +96,7 @@ class FakeAsyncLLM:
         self.grammar_error: str | None = None
         """Error of every grammar, which the core finds when it compiles the grammar."""
         self.num_cached_tokens = 0
+        self.cache_emptied_at: float | None = None
         self.paused = False
         self.step_time = 0.0
         self.dead: EngineDeadError | None = None

@@ -328,7 +328,7 @@ def cases(max_request_bytes: int = 8 * 2**20) -> list[Case]:
         ("tools", "x"),
         ("tool_choice", "always"),
         ("tool_choice", {"type": "function", "function": {"name": "f"}}),
-        ("functions", [{"name": "f"}]),
+        ("functions", [{"name": "f g"}]),
         ("function_call", "auto"),
         ("function_call", {"name": 5}),
         ("functions", [{"name": "f"}] * 200),

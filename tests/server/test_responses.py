@@ -305,6 +305,17 @@ def test_choices_of_tools():
     serve(scenario, answer=CALL)
 
 
+def test_allowed_tools_leave_the_prompt_as_it_is():
+    async def scenario(served):
+        allowed = {"type": "allowed_tools", "tools": [{"type": "function", "name": "sub"}]}
+        for choice in ("auto", {**allowed, "mode": "auto"}, {**allowed, "mode": "required"}):
+            await create(served, tools=[TOOL, OTHER], tool_choice=choice)
+            assert prompt_of(served).startswith("add sub <")
+
+    shown = "{% for t in tools %}{{ t.function.name }} {% endfor %}"
+    serve(scenario, answer=CALL, template=shown + TEMPLATE)
+
+
 def test_formats_of_text():
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
 

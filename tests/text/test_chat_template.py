@@ -187,6 +187,52 @@ def test_content_parts():
     assert knows_both.render(USER + messages) == "hi[a][b][c]"
 
 
+THINKING = "{% for m in messages %}{% if m.thinking is defined %}({{ m.thinking }}){% endif %}"
+PARTS = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{{ '(' + p.thinking + ')' if p.type == 'thinking' else p.text }}"
+    "{% endfor %}{% endif %};{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "with_text", "with_text_and_calls"),
+    [
+        (THINKING + "{{ m.content }};{% endfor %}", "Hi;(hm)so;", "Hi;(hm)so;"),
+        (
+            THINKING
+            + "{% if m.thinking and m.content and m.tool_calls %}{{ raise_exception('3') }}"
+            "{% endif %}{{ m.content }};{% endfor %}",
+            "Hi;(hm)so;",
+            "Hi;so;",
+        ),
+        (PARTS, "Hi;(hm)so;", "Hi;(hm)so;"),
+        ("{% for m in messages %}{{ m.content }};{% endfor %}", "Hi;so;", "Hi;so;"),
+        (CHATML, "<|user|>Hi\n<|assistant|>so\n", "<|user|>Hi\n<|assistant|>so\n"),
+    ],
+    ids=["field", "refusing field", "parts", "no thoughts", "chatml"],
+)
+def test_thoughts_where_a_template_reads_them(source, with_text, with_text_and_calls):
+    """Some read them from `thinking` or from a part, where clients send `reasoning`."""
+    question = {"role": "user", "content": "Hi", "reasoning": "not the assistant's"}
+    answer = {"role": "assistant", "content": "so", "reasoning": "hm"}
+    calls = [call({"city": "Köln"})]
+    template = simple(source)
+
+    def render(message, **options):
+        return template.render([question, message], add_generation_prompt=False, **options)
+
+    assert render(answer) == with_text
+    assert render({**answer, "tool_calls": calls}) == with_text_and_calls
+    empty = {**answer, "content": "", "tool_calls": calls}
+    assert render(empty) == with_text.replace("so", "")
+    begun = render(answer, continue_final_message=True)
+    assert with_text.startswith(begun)
+    assert begun.endswith("so")
+    with pytest.raises(RequestError, match="with text"):
+        render({**answer, "content": ""}, continue_final_message=True)
+
+
 def test_missing_content_is_empty():
     source = "{% for m in messages %}({{ m.content }}){% endfor %}"
     messages = [*USER, {"role": "assistant", "content": None}, {"role": "assistant"}]

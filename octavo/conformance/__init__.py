@@ -1,0 +1,1 @@
+"""Laws that any OpenAI-compatible server can be tried against."""
