@@ -1,9 +1,12 @@
-"""`make demo`: the built-in model writes a story, answers a question, and writes many at once."""
+"""`make demo`: the built-in model writes stories, answers a question, and calls a function."""
 
 from __future__ import annotations
 
+import json
 import sys
 import time
+from dataclasses import asdict
+from typing import Any
 
 from octavo import LLM, SamplingParams
 
@@ -12,6 +15,19 @@ STORY = (
     "One sunny day, Lily and Max went to the park to play with a red ball. Suddenly, they saw"
 )
 QUESTION = "What is 3 + 4?"
+PRODUCT = "What is 12 * 7?"
+MULTIPLY = {
+    "type": "function",
+    "function": {
+        "name": "multiply",
+        "description": "Multiply two numbers",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            "required": ["a", "b"],
+        },
+    },
+}
 MANY = 64
 
 
@@ -42,6 +58,25 @@ def stream(llm: LLM, prompt: str, params: SamplingParams, *, is_text: bool) -> s
     return text
 
 
+def ask_with_a_tool(llm: LLM, question: str) -> None:
+    """Print the call of a function that a question leads to, its result, and the answer."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
+    greedy = SamplingParams(temperature=0, max_tokens=60)
+    print(f"user: {question}")
+    for _ in range(3):
+        (output,) = llm.chat(messages, greedy, tools=[MULTIPLY], use_tqdm=False)
+        message = output.outputs[0].message
+        if not message.tool_calls:
+            print(f"assistant: {message.content}\n")
+            return
+        messages.append(asdict(message))
+        for call in message.tool_calls:
+            numbers = json.loads(call.function.arguments)
+            result = str(numbers["a"] * numbers["b"])
+            print(f"  call: {call.function.name}({call.function.arguments}) = {result}")
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+
+
 def main() -> None:
     started = time.perf_counter()
     with LLM() as llm:
@@ -52,6 +87,8 @@ def main() -> None:
         print(f"user: {QUESTION}\nassistant: ", end="")
         chat = llm.render_chat([{"role": "user", "content": QUESTION}])
         stream(llm, chat, SamplingParams(temperature=0, max_tokens=40), is_text=False)
+
+        ask_with_a_tool(llm, PRODUCT)
 
         print(f"The same story among {MANY} that are written at once:")
         started = time.perf_counter()

@@ -81,6 +81,14 @@ class ServerConfig(Section, frozen=True):
             " reasoning, or the answer if it is not in reasoning)."
         ),
     ] = "off"
+    strip_client_noise: Annotated[
+        bool,
+        Meta(
+            description="Leave out lines x-anthropic-billing-header at the beginning of the system"
+            " prompt of /v1/messages: Claude Code changes them in each request, so that no prefix"
+            " is cached. The header X-Octavo-Stripped of the answer tells it."
+        ),
+    ] = False
     response_role: Annotated[str, Meta(description="Role of chat answers.")] = "assistant"
     exclude_tools_when_tool_choice_none: Annotated[
         bool,

@@ -19,6 +19,7 @@ from octavo.frontend.core_params import KV_TRANSFER_PARAMS, make_core_params
 from octavo.frontend.prompt_embeds import PROMPT_EMBEDS_OFF, check_embeds, read_tensor
 from octavo.messages import EngineCoreRequest, GuardSpec, PromptEmbeds, RequestOptions
 from octavo.sampling_params import MAX_CACHE_SALT_LENGTH, SamplingParams
+from octavo.text.markers import marker_tokens
 from octavo.text.tokenizer import MAX_TOKENS, Tokenizer, is_longer
 
 # Last tokens of a prompt in which a marker may be.
@@ -386,24 +387,13 @@ class InputProcessor:
         return GuardSpec(begin, end, thinks, budget, repetition)
 
     def _find_markers(self, markers: tuple[str, str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the tokens of the texts before and after reasoning; none for plain text.
-
-        A marker must begin with an added token: a model may write plain text with other tokens.
-        """
+        """Return `marker_tokens` of the texts before and after reasoning."""
         found = self._markers.get(markers)
         if found is None:
-            tokenizer = self._tokenizer
-            assert tokenizer is not None
-            added = set(tokenizer.get_added_vocab().values())
-            sequences = []
-            for ids in tokenizer.encode_all([text.strip() for text in markers]):
-                while ids and ids[0] not in added and not tokenizer.decode(ids[:1]).strip():
-                    ids = ids[1:]  # a space of the tokenizer
-                sequences.append(tuple(ids) if ids and ids[0] in added else ())
-            begin, end = sequences
+            assert self._tokenizer is not None
             if len(self._markers) >= _MAX_MARKERS:
                 self._markers.clear()
-            found = self._markers[markers] = (begin, end)
+            found = self._markers[markers] = marker_tokens(self._tokenizer, markers)
         return found
 
     def _derive_seed(self, request_id: str) -> int:

@@ -8,7 +8,9 @@ from functools import cached_property, partial
 from typing import Any, Protocol
 
 from octavo.errors import UnsupportedError
-from octavo.parsers.calls import BARE, Calls, Sink
+from octavo.parsers.bare_calls import bare_calls, begins_with, has_bare_calls, like_a_call
+from octavo.parsers.calls import BARE, Calls, JsonCalls, PythonCalls, Sink
+from octavo.parsers.forms import Form, any_of, const, optional, sequence, tag
 from octavo.parsers.parts import Part, Reasoning, Text
 from octavo.parsers.reader import Markers, Reader, Steps
 
@@ -40,12 +42,6 @@ class Format:
         begin, end = self.thoughts
         return prompt.rfind(begin) > prompt.rfind(end) and prompt.rstrip().endswith(begin.rstrip())
 
-    @property
-    def marks_calls(self) -> bool:
-        """True if the model writes a marker before each call."""
-        calls = self.calls
-        return calls is not None and calls.trigger is not None and calls.begins[0] not in BARE
-
     def structural_tag(
         self,
         schemas: Mapping[str, Any],
@@ -63,42 +59,66 @@ class Format:
             thinks: the prompt ends inside of reasoning.
 
         Returns:
-            The structural tag. None if calls are not required, and no grammar can tell them from a
-            text or describes their arguments.
+            The structural tag. None if calls are not required, and no grammar describes their
+            arguments.
 
         Raises:
             UnsupportedError: calls are required, and no grammar describes arguments of a schema.
         """
         assert self.calls is not None
-        trigger = self.calls.trigger
-        if not required and trigger is None:
-            return None
         empty = {"type": "object", "properties": {}}
         schemas = {name: schema or empty for name, schema in schemas.items()}
         if not required:
-            content: dict[str, Any] = {"type": "triggered_tags", "triggers": [trigger]}
             try:
-                content["tags"] = self.calls.triggered(schemas, parallel)
+                content = (
+                    self._either(schemas, parallel, thinks)
+                    if has_bare_calls(self.calls)
+                    else self._triggered(schemas, parallel)
+                )
             except UnsupportedError:
                 return None
-            section = getattr(self.calls, "section", None)
-            texts = [*(self.thoughts or ()), *self.silent, *(section or ())]
-            content |= {"stop_after_first": not parallel, "texts": [t.strip() for t in texts]}
             return {"type": "structural_tag", "format": content}
         tags = [self.calls.tag(name, schema) for name, schema in schemas.items()]
         calls: dict[str, Any] = {"type": "tags_with_separator", "tags": tags, "separator": "\n"}
         calls |= {"at_least_one": True, "stop_after_first": not parallel}
-        elements: list[dict[str, Any]] = [calls]
-        if self.thoughts is not None:
-            begin, end = self.thoughts
-            thought = {"type": "tag", "content": {"type": "any_text"}, "end": end}
-            if thinks:
-                elements.insert(0, thought | {"begin": ""})
-            else:
-                elements.insert(0, {"type": "optional", "content": thought | {"begin": begin}})
-            lines = {"type": "const_string", "value": "\n\n"}
-            elements.insert(1, {"type": "optional", "content": lines})
+        elements = [*self._thought({"type": "any_text"}, thinks), calls]
         return {"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}
+
+    def _thought(self, inner: Form, thinks: bool) -> list[Form]:
+        """Return the reasoning that may come first, and the empty lines after it."""
+        if self.thoughts is None:
+            return []
+        begin, end = self.thoughts
+        thought = tag("" if thinks else begin, inner, end)
+        return [thought if thinks else optional(thought), optional(const("\n\n"))]
+
+    def _triggered(self, schemas: Mapping[str, Any], parallel: bool) -> Form:
+        """Return free text with calls after their marker."""
+        assert self.calls is not None
+        section = getattr(self.calls, "section", None)
+        texts = [*(self.thoughts or ()), *self.silent, *(section or ())]
+        return {
+            "type": "triggered_tags",
+            "triggers": [self.calls.trigger],
+            "tags": self.calls.triggered(schemas, parallel),
+            "stop_after_first": not parallel,
+            "texts": [text.strip() for text in texts],
+        }
+
+    def _either(self, schemas: Mapping[str, Any], parallel: bool, thinks: bool) -> Form:
+        """Return reasoning, and then calls without a marker, or a text that begins like no call."""
+        calls = self.calls
+        assert isinstance(calls, JsonCalls | PythonCalls)
+        text: Form = {"type": "any_text"}
+        if calls.trigger is not None:
+            text = self._triggered(schemas, parallel) | {"texts": []}
+        beginnings = [like_a_call(calls, schemas)]
+        if self.thoughts is not None:
+            beginnings.append(begins_with(self.thoughts[0]))
+        answer = any_of(
+            [bare_calls(calls, schemas, parallel), text | {"not_first": "|".join(beginnings)}]
+        )
+        return sequence(*self._thought(text, thinks), answer)
 
     def special_ids(self, tokenizer: HasSpecialTokens) -> list[int]:
         """Return the ids of a tokenizer's special tokens that belong to the format."""
@@ -137,7 +157,8 @@ class AnswerParser:
             no tools, and what looks like a call is text.
         thinks: the prompt ends inside of reasoning.
         only_known: a call of a function that `schemas` lacks is text.
-        bare: a call may lack its marker, if it begins the text and names a tool.
+        held: a grammar holds calls to their schemas, so what it does not hold is text: a call
+            without its marker, but for formats that have none and the beginning of the answer.
     """
 
     def __init__(
@@ -146,14 +167,14 @@ class AnswerParser:
         schemas: Mapping[str, Any] | None = None,
         thinks: bool = False,
         only_known: bool = False,
-        bare: bool = True,
+        held: bool = False,
     ) -> None:
         self._format = answer_format
         self._reader = Reader()
         self._out = _Output()
-        self._sink = Sink(self._out.parts, schemas or {}, only_known)
+        self._sink = Sink(self._out.parts, schemas or {}, only_known, held)
         self._calls = answer_format.calls if schemas is not None else None
-        self._bare = bare
+        self._held = held
         self._kind: type[Part] = Reasoning if thinks else Text
         if thinks:
             self._out.marker()
@@ -174,6 +195,12 @@ class AnswerParser:
         next(self._steps, None)
         return self._out.collect()
 
+    def _may_be_bare(self) -> bool:
+        """Return True if a call without its marker may begin here."""
+        if self._held:
+            return has_bare_calls(self._calls) and not self._out.begun
+        return not self._out.written
+
     def _read(self) -> Steps[None]:
         yield
         reader, out, thoughts = self._reader, self._out, self._format.thoughts
@@ -193,13 +220,14 @@ class AnswerParser:
                 out.marker()
             elif marker in self._format.silent:
                 out.marker()
-            elif self._calls is None or (marker in BARE and (out.written or not self._bare)):
+            elif self._calls is None or (marker in BARE and not self._may_be_bare()):
                 out.write(kind, marker)
             else:
                 reader.keep()
                 if (yield from self._calls.read(marker, reader, self._sink)):
                     reader.kept()
                     out.marker()
+                    out.begun |= not in_thoughts
                 else:
                     out.write(kind, marker + reader.kept())
 
@@ -211,6 +239,8 @@ class _Output:
         self.parts: list[Part] = []
         self.written = False
         """True if the current block has text."""
+        self.begun = False
+        """True if there was text or a call outside of reasoning."""
         self._after_marker = False
         self._spaces: list[str] = []
 
@@ -223,6 +253,7 @@ class _Output:
             self.parts.append(kind("".join([*self._spaces, body])))
             self._spaces.clear()
             self.written = True
+            self.begun |= kind is Text
         if len(text) > len(body):
             self._spaces.append(text[len(body) :])
 

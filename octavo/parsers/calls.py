@@ -39,9 +39,9 @@ _BETWEEN = re.compile("(?<=>) (?=<)")
 """White space between two marks."""
 _MOST_NAME = 256
 _TEXT_OR_NULL = {"string", "null"}
-_NAME_KEYS = ("name", "tool_name", "function_name", "function")
-_ARGUMENTS_KEYS = ("arguments", "parameters", "args")
-_ID_KEYS = ("id", "tool_call_id", "call_id")
+NAME_KEYS = ("name", "tool_name", "function_name", "function")
+ARGUMENTS_KEYS = ("arguments", "parameters", "args")
+ID_KEYS = ("id", "tool_call_id", "call_id")
 
 
 def _encodable(text: str) -> str:
@@ -90,12 +90,18 @@ class Sink:
         parts: list to which the parts are added.
         schemas: JSON schemas of the parameters by the name of the function.
         only_known: a call of a function that `schemas` lacks is none.
+        held: a grammar holds calls to their schemas; see `AnswerParser`.
     """
 
     def __init__(
-        self, parts: list[Part], schemas: Mapping[str, Any], only_known: bool = False
+        self,
+        parts: list[Part],
+        schemas: Mapping[str, Any],
+        only_known: bool = False,
+        held: bool = False,
     ) -> None:
         self._parts = parts
+        self.held = held
         self.schemas = schemas
         self.count = 0
         """Number of calls so far."""
@@ -164,7 +170,7 @@ class Calls(Protocol):
 
     @property
     def trigger(self) -> str | None:
-        """Text that begins each call that has a marker; None: calls have no marker."""
+        """Text that begins each call that has a marker; None: no call has one."""
 
     def triggered(self, schemas: Mapping[str, Any], parallel: bool) -> list[Tag]:
         """Return what may follow `trigger`, as tags that begin with it.
@@ -247,7 +253,7 @@ class JsonCalls:
                 for name, given in schemas.items()
             ]
             return sequence(const("{"), SPACES, any_of(members), SPACES, const("}"))
-        id_keys = any_of(const(_quote(key)) for key in _ID_KEYS)
+        id_keys = any_of(const(_quote(key)) for key in ID_KEYS)
         member = sequence(id_keys, const(":"), SPACES, const('"'), ID, const('"'))
         calls = [
             sequence(
@@ -304,6 +310,8 @@ class JsonCalls:
                 opened = False
                 if not (yield from self._object(reader, sink, may_nest=True)):
                     break
+                if sink.held and not (sink.is_bare or closing or self.end):
+                    break  # the grammar has one call after each marker
             elif char and (char == "," or (char == ";" and not closing)):
                 reader.take(1)
             else:
@@ -349,7 +357,7 @@ class JsonCalls:
                 started = True
                 if not (yield from self._arguments(reader, sink.arguments)):
                     return False
-            elif key in _NAME_KEYS and name is None:
+            elif key in NAME_KEYS and name is None:
                 if key == "function" and char == "{" and may_nest:
                     reader.take(1)
                     return (yield from self._object(reader, sink, may_nest=False)) and (
@@ -362,7 +370,7 @@ class JsonCalls:
                     sink.start(name, call_id)
                     sink.arguments("".join(held))
                     started = True
-            elif key in _ARGUMENTS_KEYS and not started and held is None:
+            elif key in ARGUMENTS_KEYS and not started and held is None:
                 if name is None:
                     held = []
                     if not (yield from self._arguments(reader, held.append)):
@@ -372,9 +380,9 @@ class JsonCalls:
                     started = True
                     if not (yield from self._arguments(reader, sink.arguments)):
                         return False
-            elif key in _ID_KEYS and char == '"' and not started:
+            elif key in ID_KEYS and char == '"' and not started:
                 call_id = yield from reader.json_string()
-            elif sink.is_bare and name is None and key not in ("type", *_ID_KEYS):
+            elif sink.is_bare and name is None and key not in ("type", *ID_KEYS):
                 return False  # an object of another kind: do not wait for its end
             elif not (yield from reader.json_value(ignore)):
                 return False
@@ -772,10 +780,11 @@ class PythonCalls:
         trigger = self.trigger
         assert trigger is not None
         calls = [
-            sequence(const(f"{name}("), self._arguments_form(schema), const(")"))
+            sequence(const(f"{name}("), self.arguments_form(schema), const(")"))
             for name, schema in schemas.items()
         ]
-        bracket = [optional(const(mark)) for mark in "[]"]
+        # Without another end, the bracket ends the calls.
+        bracket = [optional(const(mark)) if self.end else const(mark) for mark in "[]"]
         end = [SPACES, const(self.end)] if self.end else []
         inner = [SPACES, listed(any_of(calls), parallel), SPACES]
         return [tag(trigger, sequence(SPACES, bracket[0], *inner, bracket[1], *end), "")]
@@ -783,9 +792,9 @@ class PythonCalls:
     def tag(self, name: str, schema: Mapping[str, Any]) -> Tag:
         """Implement `Calls`."""
         begin = self.begins[0] if self.begins[0] not in BARE else ""
-        return tag(f"{begin}[{name}(", self._arguments_form(schema), f")]{self.end}")
+        return tag(f"{begin}[{name}(", self.arguments_form(schema), f")]{self.end}")
 
-    def _arguments_form(self, given: Mapping[str, Any]) -> Form:
+    def arguments_form(self, given: Mapping[str, Any]) -> Form:
         """Return the arguments, the required ones first."""
         required = given.get("required") or ()
         parts = sorted(_properties(given).items(), key=lambda item: item[0] not in required)

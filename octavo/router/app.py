@@ -15,7 +15,7 @@ from octavo.observability.metrics import CONTENT_TYPE
 from octavo.router.job import read_job
 from octavo.router.proxy import ProxyResponse
 from octavo.router.state import RouterState, router_of
-from octavo.server.app import App, add_layers
+from octavo.server.app import OLLAMA_PROBE, App, add_layers
 from octavo.server.body import read_body
 from octavo.server.errors import RouteError
 from octavo.server.middleware import context_of
@@ -165,6 +165,13 @@ _ROUTES = (
     ("/v1/{rest:path}", proxy, "DELETE"),
     ("/invocations", proxy, "POST"),
     ("/inference/v1/generate", proxy, "POST"),
+    ("/api/chat", proxy, "POST"),
+    ("/api/generate", proxy, "POST"),
+    ("/api/show", proxy, "POST"),
+    ("/api/tags", proxy, "GET"),
+    ("/api/ps", proxy, "GET"),
+    ("/api/version", proxy, "GET"),
+    OLLAMA_PROBE,
     ("/tokenize", proxy, "POST"),
     ("/detokenize", proxy, "POST"),
 )

@@ -10,6 +10,8 @@ from typing import Any
 import msgspec
 
 from octavo.errors import RequestError
+from octavo.router.pool import KEY_HEADERS
+from octavo.router.stored_objects import CREATING, named_objects
 from octavo.server.auth import private_salt
 from octavo.server.body import parse_json
 
@@ -23,6 +25,11 @@ _WEIGHT_NBYTES = 8192
 _SEED_BITS = 48
 GENERATING = frozenset(["/v1/completions", "/v1/chat/completions", "/invocations"])
 """Paths with answers that another server can continue."""
+_ANSWERING = frozenset(["/v1/messages", "/v1/responses", "/api/chat", "/api/generate"])
+"""Paths with answers that no other server continues."""
+_NAMING = frozenset(["/v1/responses", "/v1/responses/input_tokens"])
+# Fields that make up a prompt, in the order in which chat templates write them.
+_PROMPT_FIELDS = ("chat_template_kwargs", "tools", "system", "instructions", "messages", "input")
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +50,12 @@ class Job:
     pieces: list[bytes] = field(default_factory=list, repr=False)
     """Chained hashes of the prompt's first pieces."""
     weight: int = 1
+    api_key: str | None = field(default=None, repr=False)
+    """Key of the client, if the router has keys."""
+    objects: list[tuple[str, ...]] = field(default_factory=list)
+    """Ids of the stored objects that it names; see `named_objects`."""
+    creates: bool = False
+    """True if its answer is a new object that a server stores."""
 
     def prefill_body(self) -> bytes:
         """Return the body for a server that only computes the prompt (vLLM's contract)."""
@@ -88,14 +101,26 @@ def read_job(
         body: the whole body.
         api_key: the client's key, if the router has keys.
 
+    Answers of the Responses API and of Anthropic's and Ollama's have no such seed, because another
+    server does not continue them.
+
     Raises:
         RequestError: the body is not a JSON object, or contains kv_transfer_params.
     """
     target = f"{path}?{query}" if query else path
-    job = Job(method, target, headers, body)
-    if method != "POST" or path not in GENERATING:
+    job = Job(method, target, headers, body, api_key=api_key)
+    posts = method == "POST"
+    job.creates = posts and path in CREATING
+    if not posts or path not in GENERATING | _ANSWERING | _NAMING:
+        job.objects = named_objects(path, {})
         return job
     fields = job.fields = parse_json(body)
+    if path not in GENERATING:
+        job.objects = named_objects(path, fields)
+        job.creates = job.creates and fields.get("store") is not False
+        if path in _ANSWERING:
+            _place(job, _salt(fields, api_key))
+        return job
     if fields.get("kv_transfer_params") is not None:
         raise RequestError(
             "kv_transfer_params is between the router and its servers; leave it out.",
@@ -107,9 +132,7 @@ def read_job(
     beams = fields.get("use_beam_search") not in (None, False)
     if fields.get("seed") is None and not several and not beams:
         changes["seed"] = secrets.randbits(_SEED_BITS)
-    salt = fields.get("cache_salt")
-    if api_key is not None and (salt is None or isinstance(salt, str)):
-        salt = changes["cache_salt"] = private_salt(api_key, salt)
+    changes |= _salt(fields, api_key)
     job.body = with_fields(body, changes)
     asks_prompt = any(
         fields.get(name) not in (None, False, 0) for name in ("prompt_logprobs", "echo")
@@ -117,10 +140,27 @@ def read_job(
     # Servers only accept kv_transfer_params with one answer; a server rejects a wrong n.
     alone = not several and not beams and fields.get("n") in (None, 1)
     job.splits = alone and not asks_prompt
-    text = _prompt_text(fields)
-    job.pieces = _pieces(text, [fields.get("model"), salt, _authorization(headers)])
-    job.weight = 1 + len(text) // _WEIGHT_NBYTES
+    _place(job, changes)
     return job
+
+
+def _salt(fields: dict[str, Any], api_key: str | None) -> dict[str, Any]:
+    """Return the field that gives a key its own scope of cached prefixes."""
+    salt = fields.get("cache_salt")
+    if api_key is None or not (salt is None or isinstance(salt, str)):
+        return {}
+    return {"cache_salt": private_salt(api_key, salt)}
+
+
+def _place(job: Job, changes: dict[str, Any]) -> None:
+    """Set what the choice of a server depends on; add the salt to the body if it lacks it."""
+    if not job.generates:
+        job.body = with_fields(job.body, changes)
+    fields = job.fields
+    salt = changes.get("cache_salt", fields.get("cache_salt"))
+    text = _prompt_text(fields)
+    job.pieces = _pieces(text, [fields.get("model"), salt, _authorization(job.headers)])
+    job.weight = 1 + len(text) // _WEIGHT_NBYTES
 
 
 def with_fields(body: bytes, changes: dict[str, Any]) -> bytes:
@@ -136,7 +176,7 @@ def with_fields(body: bytes, changes: dict[str, Any]) -> bytes:
 
 
 def _authorization(headers: list[tuple[str, str]]) -> str:
-    return next((value for name, value in headers if name == "authorization"), "")
+    return next((value for name, value in headers if name in KEY_HEADERS), "")
 
 
 def _num_prompts(fields: dict[str, Any]) -> int:
@@ -151,10 +191,8 @@ def _num_prompts(fields: dict[str, Any]) -> int:
 
 def _prompt_text(fields: dict[str, Any]) -> bytes:
     """Return the first computed part of a request as bytes; equal prompts have equal prefixes."""
-    if "messages" in fields:
-        return msgspec.json.encode(
-            [fields.get("chat_template_kwargs"), fields.get("tools"), fields["messages"]]
-        )
+    if "messages" in fields or "input" in fields:
+        return msgspec.json.encode([fields.get(name) for name in _PROMPT_FIELDS])
     prompt, embeds = fields.get("prompt"), fields.get("prompt_embeds")
     if embeds:
         return msgspec.json.encode([embeds, prompt])

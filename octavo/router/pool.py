@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 # Maximum number of remembered pieces of all servers together: some 25 MB.
 _MOST_REMEMBERED = 2**17
+KEY_HEADERS = ("authorization", "x-api-key")
+"""Headers with the key of a client."""
 # Timeout of connecting to a server in seconds.
 _CONNECT_TIMEOUT = 5.0
 # Seconds for which an idle connection can be reused: fewer than servers keep one.
@@ -88,7 +90,7 @@ class Upstream:
             aiohttp.ClientError: the server cannot be reached, or broke the connection.
         """
         if self.api_key is not None:
-            headers = [header for header in headers if header[0].lower() != "authorization"]
+            headers = [header for header in headers if header[0].lower() not in KEY_HEADERS]
             headers.append(("authorization", f"Bearer {self.api_key}"))
         return await self.http.request(
             method,
@@ -200,7 +202,9 @@ class Pool:
 
     # Choice
 
-    def choose(self, pieces: Sequence[bytes], tried: Mapping[Upstream, int]) -> Upstream | None:
+    def choose(
+        self, pieces: Sequence[bytes], tried: Mapping[Upstream, int], only: Upstream | None = None
+    ) -> Upstream | None:
         """Choose the server for a request: the least busy one, or one with its prefix.
 
         Equal servers take turns.
@@ -209,11 +213,12 @@ class Pool:
             pieces: chained hashes of the prompt's pieces.
             tried: servers that failed the request, with their epochs at that time; they are
                 omitted.
+            only: the only server that can answer; None: each can.
 
         Returns:
             None if no server can be tried.
         """
-        usable = self.choosable(tried)
+        usable = self.choosable(tried, only)
         if not usable:
             return None
         least = min(u.load for u in usable)
@@ -240,19 +245,24 @@ class Pool:
         finally:
             hold.end()
 
-    async def wait_ready(self, tried: Mapping[Upstream, int], timeout: float) -> bool:
+    async def wait_ready(
+        self, tried: Mapping[Upstream, int], timeout: float, only: Upstream | None = None
+    ) -> bool:
         """Wait until a server can be tried; return False after `timeout` seconds without one."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                while not self.choosable(tried):
+                while not self.choosable(tried, only):
                     self._changed.clear()
                     await self._changed.wait()
                 return True
         return False
 
-    def choosable(self, tried: Mapping[Upstream, int] = MappingProxyType({})) -> list[Upstream]:
-        """Return the servers that can be tried."""
-        return [u for u in self.upstreams if u.ready and not u.leaving and tried.get(u) != u.epoch]
+    def choosable(
+        self, tried: Mapping[Upstream, int] = MappingProxyType({}), only: Upstream | None = None
+    ) -> list[Upstream]:
+        """Return the servers that can be tried; see `choose`."""
+        usable = [u for u in self.upstreams if u.ready and tried.get(u) != u.epoch]
+        return [u for u in usable if (not u.leaving if only is None else u is only)]
 
     # Health
 

@@ -19,12 +19,16 @@ from octavo.errors import OctavoError
 from octavo.router.job import Job
 from octavo.router.pool import Hold, Upstream
 from octavo.router.sent_answer import SentAnswer
-from octavo.server.errors import (
-    ClientDisconnectError,
-    UnavailableError,
-    error_event,
-    log_unexpected,
+from octavo.router.stored_objects import NOT_FOUND_CODES, id_of, unknown_object
+from octavo.router.streams import (
+    MEDIA_TYPES,
+    complete_parts,
+    data_of,
+    failure_writer,
+    next_number,
+    openai_failure,
 )
+from octavo.server.errors import ClientDisconnectError, UnavailableError, log_unexpected
 
 if TYPE_CHECKING:
     from octavo.router.state import RouterState
@@ -102,6 +106,14 @@ class ProxyResponse(Response):
         self._sent = SentAnswer()
         self._started = False
         self._arrival = time.monotonic()
+        self._home: Upstream | None = None
+        """The only server that can answer, as it stores what the request names."""
+        self._seeks = False
+        """True if it is unknown which server stores what the request names."""
+        self._lacking: set[Upstream] = set()
+        """Servers that do not store it."""
+        self._write_failure = failure_writer(job.path)
+        self._next_number = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer, until it ends or the client disconnects."""
@@ -111,10 +123,13 @@ class ProxyResponse(Response):
         except ClientDisconnectError:
             raise
         except Exception as error:
-            if not self._started or not self._job.generates:
+            if not self._started or not (self._job.generates or self._write_failure):
                 raise
             log_unexpected(error)
-            last = error_event(error) + b"data: [DONE]\n\n"
+            if self._write_failure is None:
+                last = openai_failure(error)
+            else:
+                last = self._write_failure(error, self._next_number)
             await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _pass_on(self, send: Send) -> None:
@@ -122,13 +137,16 @@ class ProxyResponse(Response):
         tried: dict[Upstream, int] = {}
         refusal: Answer | None = None
         deaths = 0
+        self._find_home()
         while True:
-            upstream = pool.choose(job.pieces, tried)
+            upstream = pool.choose(job.pieces, tried, self._home)
             if upstream is None:
                 if refusal is not None and not self._started:
+                    self._check_asked(refusal)
                     await self._send_answer(send, refusal)
                     return
-                if not await pool.wait_ready(tried, state.router.failover_timeout):
+                timeout = state.router.failover_timeout
+                if not await pool.wait_ready(tried, timeout, self._home):
                     raise UnavailableError(
                         "No server could answer the request: "
                         + ("none is ready" if not tried else "each failed or is busy")
@@ -138,9 +156,11 @@ class ProxyResponse(Response):
             epoch, num_sent = upstream.epoch, self._sent.num_sent
             try:
                 with pool.hold(upstream, job.weight) as hold:
-                    refusal = await self._attempt(send, hold)
-                if refusal is None:
+                    answer = await self._attempt(send, hold)
+                if answer is None:
                     return
+                if refusal is None or answer.status in _ELSEWHERE:
+                    refusal = answer
                 state.metrics.retries.labels("refused").inc()
             except ServerLostError as error:
                 logger.warning(
@@ -153,7 +173,10 @@ class ProxyResponse(Response):
                     deaths, tried = 0, {}
                 deaths += error.took
                 if self._started and not job.generates:
-                    raise  # it is unknown what the client has received
+                    raise UnavailableError(
+                        "The server that answered was lost in the middle of its answer; send the "
+                        "request again."
+                    ) from None
                 if deaths >= _MOST_DEATHS:
                     raise UnavailableError(
                         f"{deaths} servers in a row were lost over this request; it is not tried "
@@ -173,7 +196,7 @@ class ProxyResponse(Response):
         try:
             hold.begin()
             media_type = response.headers.get("content-type", "").partition(";")[0].strip()
-            if response.status == 200 and media_type == "text/event-stream":
+            if response.status == 200 and media_type in MEDIA_TYPES:
                 await self._pass_on_stream(send, upstream, response)
                 return None
             answer = Answer(
@@ -187,14 +210,55 @@ class ProxyResponse(Response):
             with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):  # a proxy's page
                 _check_error(answer.body)
             return answer
+        if self._seeks and _lacks_object(answer):
+            self._lacking.add(upstream)
+            return answer
         if self._started:
             raise UnavailableError(
                 "The server that answered was lost, and another one refused to continue: "
                 + answer.body[:500].decode(errors="replace")
             )
         self._count(answer)
+        if answer.status == 200:
+            self._note_home(upstream, answer.body)
         await self._send_answer(send, answer)
         return None
+
+    # Stored objects
+
+    def _find_home(self) -> None:
+        """Find the server that stores what the request names.
+
+        Raises:
+            RequestError: the client's key has no such object, and no server could tell.
+        """
+        state, job = self._state, self._job
+        for names in job.objects:
+            found = [state.stored.find(job.api_key, name) for name in names]
+            home = next((u for u in found if u in state.answering.upstreams), None)
+            if home is None and state.shares_key:
+                raise unknown_object(names[0], in_path=not job.fields)
+            self._home = self._home or home
+        self._seeks = bool(job.objects) and self._home is None
+
+    def _note_home(self, upstream: Upstream, data: bytes) -> None:
+        """Remember that a server stores what it made, and what the request names."""
+        job, note = self._job, self._state.stored.note
+        if job.creates and (name := id_of(data)) is not None:
+            note(job.api_key, name, upstream)
+        for names in job.objects:
+            if len(names) == 1:
+                note(job.api_key, names[0], upstream)
+
+    def _check_asked(self, refusal: Answer) -> None:
+        """Raise UnavailableError if a server that did not answer may have the object."""
+        if self._seeks and _lacks_object(refusal):
+            missing = set(self._state.answering.upstreams) - self._lacking
+            if missing:
+                raise UnavailableError(
+                    "No server that is ready has what the request names, and "
+                    f"{len(missing)} are not ready; try again later."
+                )
 
     def _count(self, answer: Answer) -> None:
         """Count the tokens of a whole answer."""
@@ -207,10 +271,7 @@ class ProxyResponse(Response):
         self, send: Send, upstream: Upstream, response: aiohttp.ClientResponse
     ) -> None:
         if not self._job.generates:
-            async for chunk in self._chunks(upstream, response):
-                await self._start(send, response)
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await self._pass_on_parts(send, upstream, response)
             return
         self._sent.begin_again()
         async for events in _events(self._chunks(upstream, response)):
@@ -236,6 +297,29 @@ class ProxyResponse(Response):
                         await response.content.readany()  # empty; frees the connection
                 return
         raise ServerLostError("its stream ended before the answer", took=True)
+
+    async def _pass_on_parts(
+        self, send: Send, upstream: Upstream, response: aiohttp.ClientResponse
+    ) -> None:
+        """Send a stream of an API that no other server continues, in complete events.
+
+        So the client can read an error after them.
+        """
+        media_type = response.headers["content-type"].partition(";")[0].strip()
+        chunks = self._chunks(upstream, response)
+        try:
+            async for parts in complete_parts(chunks, MEDIA_TYPES[media_type], _MOST_EVENT):
+                if not self._started and (self._job.creates or self._job.objects):
+                    self._note_home(upstream, data_of(parts[0]))
+                await self._start(send, response)
+                if self._job.path.startswith("/v1/responses"):
+                    self._next_number = next_number(parts[-1]) or self._next_number
+                body = b"".join(parts)
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        except ValueError as error:
+            raise ServerLostError(str(error), took=True) from None
+        await self._start(send, response)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _take(self, data: bytes) -> list[bytes]:
         """Return the parts of an event to send."""
@@ -368,14 +452,9 @@ async def _events(chunks: AsyncIterator[bytes]) -> AsyncIterator[list[bytes]]:
         *events, rest = (rest + chunk).replace(b"\r\n", b"\n").split(b"\n\n")
         if len(rest) > _MOST_EVENT:
             raise ServerLostError(f"it sent an event of more than {_MOST_EVENT} bytes", took=True)
-        found = [data for event in events if (data := _data_of(event))]
+        found = [data for event in events if (data := data_of(event))]
         if found:
             yield found
-
-
-def _data_of(event: bytes) -> bytes:
-    lines = event.split(b"\n")
-    return b"\n".join(line[5:].strip() for line in lines if line.startswith(b"data:"))
 
 
 def _check_error(data: bytes) -> None:
@@ -386,6 +465,16 @@ def _check_error(data: bytes) -> None:
         # A server that is shut down does not die of the request.
         took = error["code"] != "unavailable"
         raise ServerLostError(f"it said: {str(error.get('message'))[:200]}", took=took)
+
+
+def _lacks_object(answer: Answer) -> bool:
+    """Return True if a server answered that it does not have what the request names."""
+    if answer.status not in (400, 404):
+        return False
+    try:
+        return msgspec.json.decode(answer.body)["error"]["code"] in NOT_FOUND_CODES
+    except (msgspec.MsgspecError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _transfer_params(answer: bytes) -> Any:

@@ -15,6 +15,7 @@ from octavo.router.config import RouterConfig
 from octavo.router.managed_servers import LocalStarter, ManagedServers, Starter
 from octavo.router.metrics import RouterMetrics
 from octavo.router.pool import Pool, Upstream
+from octavo.router.stored_objects import StoredObjects
 from octavo.server.http_state import HttpState
 from octavo.system.socket_folder import SocketFolder
 
@@ -41,6 +42,7 @@ class RouterState(HttpState):
         splits = bool(router.prefill_servers or router.prefill)
         self.prefilling = Pool(*health) if splits else None
         self.pools = [self.answering, *([] if self.prefilling is None else [self.prefilling])]
+        self.stored = StoredObjects()
         self.metrics = RouterMetrics(self.pools, lambda: self.num_restarts)
         self.failure: OctavoError | None = None
         """Error that ends the router."""
@@ -103,6 +105,11 @@ class RouterState(HttpState):
         for pool in self.pools:
             await pool.close()
         self._folder.close()
+
+    @property
+    def shares_key(self) -> bool:
+        """True if servers cannot tell the clients' keys apart, because all requests have one."""
+        return self.router.server_api_key is not None and bool(self.config.api_key)
 
     @property
     def num_restarts(self) -> int:

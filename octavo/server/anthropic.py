@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import aclosing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.requests import Request
@@ -13,8 +13,14 @@ from starlette.responses import Response
 from octavo.errors import RequestError
 from octavo.outputs import CompletionOutput, RequestOutput
 from octavo.parsers.parts import CallArguments, CallStart, Part, Reasoning
+from octavo.sampling_params import SamplingParams
 from octavo.server import answers
-from octavo.server.anthropic_schema import CountTokensBody, MessagesBody, renamed
+from octavo.server.anthropic_schema import (
+    CountTokensBody,
+    MessagesBody,
+    renamed,
+    without_client_noise,
+)
 from octavo.server.body import read_model
 from octavo.server.chat import ChatCompletion, read_chat
 from octavo.server.errors import anthropic_error_event
@@ -24,7 +30,11 @@ from octavo.server.resumable_streams import Events
 from octavo.server.schema import ChatBody
 from octavo.server.state import state_of
 from octavo.system.offload import offload
+from octavo.text.markers import marker_tokens
 from octavo.text.tokenizer import MAX_TOKENS
+
+if TYPE_CHECKING:
+    from octavo.frontend.async_llm import AsyncLLM
 
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -68,8 +78,14 @@ async def _to_chat(request: Request, body: CountTokensBody) -> ChatBody:
     Raises:
         RequestError: a field is wrong; the error has Anthropic's name of it.
     """
+    context = context_of(request)
+    if state_of(request).config.strip_client_noise and body.system is not None:
+        kept = without_client_noise(body.system)
+        if kept != body.system:
+            body.system = kept
+            context.stripped.append("system")
     try:
-        return await offload(context_of(request).body_bytes // 100, body.to_chat)
+        return await offload(context.body_bytes // 100, body.to_chat)
     except RequestError as error:
         raise renamed(error) from None
 
@@ -103,6 +119,16 @@ class MessageAnswer(ChatCompletion):
 
         written = await offload(len(completion.text), whole)
         return Response(written, media_type="application/json")
+
+    async def _complete_guard(self, engine: AsyncLLM, params: SamplingParams) -> None:
+        """Add the limits of reasoning; a budget that the model cannot have is left out."""
+        await super()._complete_guard(engine, params)
+        if params.thinking_token_budget is None:
+            return
+        markers, tokenizer = params.reasoning_markers, engine.tokenizer
+        if markers is None or tokenizer is None or not marker_tokens(tokenizer, markers)[1]:
+            params.thinking_token_budget = None
+            self.context.ignored_fields.append("thinking.budget_tokens")
 
     def _blamed(self, error: RequestError) -> RequestError:
         """Set the field of the body that caused an engine's error; return the error."""

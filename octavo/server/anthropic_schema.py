@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, StringConstraints
 
 from octavo.compat import request_fields as known_fields
 from octavo.errors import RequestError, UnsupportedError
@@ -24,8 +24,18 @@ _NAMES = (
     (re.compile(r"(?<=tools\[)(\d+)\]\.function\.parameters"), r"\1].input_schema"),
     (re.compile(r"(?<=tools\[)(\d+)\]\.function\."), r"\1]."),
     (re.compile(r"tool_choice\.function\.name"), "tool_choice.name"),
+    (re.compile(r"^thinking_token_budget(?=$|[^\w])"), "thinking.budget_tokens"),
     (re.compile(r"^chat_template_kwargs(?=$|[^\w])"), "thinking"),
 )
+
+
+# Line of Claude Code before the system prompt, with a new value in each request.
+_NOISE = re.compile(r"\A(?:x-anthropic-billing-header:[^\n]*(?:\n|\Z))+")
+
+
+def without_client_noise(system: str) -> str:
+    """Return a system prompt without the header lines that a client writes before it."""
+    return _NOISE.sub("", system)
 
 
 def renamed(error: RequestError) -> RequestError:
@@ -183,8 +193,9 @@ class Thinking(Body):
 
     type: Literal["enabled", "disabled", "adaptive"]
     """disabled: no reasoning, if the chat template supports that."""
-    budget_tokens: Int | None = None
-    """No effect."""
+    budget_tokens: Annotated[Int, Field(ge=0)] | None = None
+    """Maximum tokens of reasoning, with type enabled; no effect if the end of the model's reasoning
+    is no token of its own."""
 
 
 class OutputFormat(Body):
@@ -271,6 +282,8 @@ class CountTokensBody(Body):
         if self.thinking is not None:
             thinks = self.thinking.type != "disabled"
             chat["chat_template_kwargs"] = {"enable_thinking": thinks}
+            if self.thinking.type == "enabled":
+                chat["thinking_token_budget"] = self.thinking.budget_tokens
         if self.output_config is not None:
             chat["reasoning_effort"] = self.output_config.effort
             if (form := self.output_config.format) is not None:
@@ -300,6 +313,8 @@ class MessagesBody(CountTokensBody):
     """Share of probability of the tokens to sample from."""
     top_k: Int | None = None
     """Number of tokens to sample from."""
+    cache_salt: Annotated[str, StringConstraints(min_length=1)] | None = None
+    """Scope of cached prefixes: requests with another one share none; vLLM."""
 
     def complete(self, chat: dict[str, Any]) -> ChatBody:
         """Return the checked body of a chat; see `CountTokensBody.complete`."""
@@ -310,5 +325,6 @@ class MessagesBody(CountTokensBody):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
+            "cache_salt": self.cache_salt,
         }
         return super().complete(chat)

@@ -211,7 +211,12 @@ def add_layers(app: App, state: HttpState) -> None:
             allow_origins=state.config.allowed_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "X-Octavo-Ignored-Fields", "Retry-After"],
+            expose_headers=[
+                "X-Request-Id",
+                "X-Octavo-Ignored-Fields",
+                "X-Octavo-Stripped",
+                "Retry-After",
+            ],
         )
     if state.config.middleware:
         add_middleware(app, state.config.middleware)

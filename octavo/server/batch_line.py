@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Message, Scope
 
 from octavo.errors import EngineDeadError, QueueFullError, RequestError
@@ -25,14 +27,15 @@ from octavo.server.errors import (
     log_unexpected,
     show,
 )
-from octavo.server.generation import Generation
 from octavo.server.middleware import RequestContext
+from octavo.server.responses import respond_in_batch
+from octavo.server.responses_schema import ResponseBody
 from octavo.server.schema import ChatBody, CompletionBody
 from octavo.server.state import ServerState
 from octavo.system.logs import REQUEST_ID
 from octavo.system.offload import offload
 
-Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
+Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
 """Routes that a line may name."""
 
 MAX_ANSWER_BYTES = 64 * 2**20
@@ -40,9 +43,10 @@ MAX_ANSWER_BYTES = 64 * 2**20
 # Only one line at a time writes an answer with more bytes.
 _SMALL = 2**20
 
-_ROUTES: dict[Endpoint, tuple[type[Body], type[Generation[Any]]]] = {
-    "/v1/chat/completions": (ChatBody, ChatCompletion),
-    "/v1/completions": (CompletionBody, Completion),
+_ROUTES: dict[Endpoint, tuple[type[Body], Callable[[Request, Any], Awaitable[Response]]]] = {
+    "/v1/chat/completions": (ChatBody, ChatCompletion.respond),
+    "/v1/completions": (CompletionBody, Completion.respond),
+    "/v1/responses": (ResponseBody, respond_in_batch),
 }
 
 
@@ -113,7 +117,7 @@ async def answer_line(state: ServerState, line: BatchLine, context: RequestConte
         EngineDeadError, UnavailableError: the server stops.
     """
     REQUEST_ID.set(context.request_id)
-    model, generation = _ROUTES[line.url]
+    model, respond = _ROUTES[line.url]
     data = bytes(line.body)
     sent = bytearray()
     status = 200
@@ -154,7 +158,7 @@ async def answer_line(state: ServerState, line: BatchLine, context: RequestConte
         if getattr(body, "stream", False):
             raise RequestError("stream must be false in a batch.", "stream")
         request = Request(scope, _never)
-        response = await generation.respond(request, body)
+        response = await respond(request, body)
         async with writing:
             await response(scope, _never, send)
     except (QueueFullError, EngineDeadError, UnavailableError):

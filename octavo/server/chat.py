@@ -13,6 +13,7 @@ from starlette.responses import Response
 from octavo.errors import RequestError
 from octavo.outputs import CompletionOutput, Logprob, RequestOutput
 from octavo.parsers.answer import AnswerParser, Format
+from octavo.parsers.bare_calls import has_bare_calls
 from octavo.parsers.detect import schemas_of, without_notes
 from octavo.parsers.parts import CallArguments, CallStart, Part, Reasoning, Role, Text
 from octavo.sampling_params import StructuredOutputsParams
@@ -275,7 +276,7 @@ class ChatCompletion(Generation[ChatFields]):
                     'model\'s; use tool_choice="auto".',
                     "tool_choice",
                 )
-            if strict is not None and (form is None or not (required or answer_format.marks_calls)):
+            if strict is not None and form is None:
                 raise self._strict_error(strict)
             self._makes_ids = required
         elif strict is not None:
@@ -312,7 +313,13 @@ class ChatCompletion(Generation[ChatFields]):
         )
         if form is None:
             return None
-        return StructuredOutputsParams(structural_tag=form, disable_any_whitespace=True)
+        # xgrammar has no text that begins like no call.
+        is_bare = not required and has_bare_calls(answer_format.calls)
+        return StructuredOutputsParams(
+            structural_tag=form,
+            disable_any_whitespace=True,
+            backend="llguidance" if is_bare else "auto",
+        )
 
     def _parse_with(
         self,
@@ -322,14 +329,13 @@ class ChatCompletion(Generation[ChatFields]):
     ) -> None:
         """Split the answers into text, reasoning and calls of tools."""
         restricted = isinstance(self.body.tool_choice, AllowedTools)
-        # No grammar holds a call without its marker.
-        strict = not self.body.must_call and any(
+        held = not self.body.must_call and any(
             tool.function.strict for tool in self.body.callable_tools
         )
 
         def make(prompt: int) -> AnswerParser:
             thinks = _thinks(answer_format, prompts[prompt])
-            return AnswerParser(answer_format, schemas, thinks, restricted, not strict)
+            return AnswerParser(answer_format, schemas, thinks, restricted, held)
 
         self.make_parser = make
 

@@ -45,6 +45,8 @@ class RequestContext:
     """True if the key is the operator's."""
     ignored_fields: list[str] = field(default_factory=list)
     """Fields of the body that are unknown or have no effect here."""
+    stripped: list[str] = field(default_factory=list)
+    """Fields of the body of which a part was left out (--strip-client-noise)."""
     deadline_ms: int | None = None
     max_ttft_ms: int | None = None
     """Limits from headers; those of the body have precedence."""
@@ -96,6 +98,8 @@ class RequestMiddleware:
                 answer["X-Request-Id"] = context.request_id
                 if context.ignored_fields:
                     answer["X-Octavo-Ignored-Fields"] = ", ".join(context.ignored_fields)
+                if context.stripped:
+                    answer["X-Octavo-Stripped"] = ", ".join(context.stripped)
             await send(message)
 
         self.state.num_active += not probe

@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 
 from octavo.compat import request_fields as known_fields
 from octavo.errors import RequestError, UnsupportedError
@@ -121,6 +121,8 @@ class OllamaBody(Body):
     """Return the logprobs of each token."""
     top_logprobs: Int | None = None
     """Number of most probable tokens with logprobs; needs logprobs."""
+    cache_salt: Annotated[str, StringConstraints(min_length=1)] | None = None
+    """Scope of cached prefixes: requests with another one share none; vLLM."""
 
     @property
     def streams(self) -> bool:
@@ -151,6 +153,7 @@ class OllamaBody(Body):
             schema = {"name": "format", "schema": self.format}
             chat["response_format"] = {"type": "json_schema", "json_schema": schema}
         chat |= {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
+        chat["cache_salt"] = self.cache_salt
         if self.options is not None:
             for name, option in OPTION_NAMES.items():
                 chat[name] = getattr(self.options, option)

@@ -23,6 +23,9 @@ _GIVEN_ID = re.compile(r"[!-~]{1,128}")
 _ROLES = ("user", "assistant", "system", "developer")
 _STATUSES = ("in_progress", "completed", "incomplete")
 _TEXTS = ("input_text", "output_text", "text")
+MAX_REFERENCED = 64
+"""Maximum number of stored responses and conversations to whose items a request may refer: each is
+loaded as a whole."""
 
 
 def read_input(value: object) -> list[Item]:
@@ -62,6 +65,8 @@ def _read_item(item: object, where: str) -> Item:
         read = _message(item.get("role"), item.get("content"), where)
     elif kind == "function_call":
         read = {name: _text(item, name, where) for name in ("call_id", "name", "arguments")}
+        if item.get("namespace") is not None:
+            read["namespace"] = _text(item, "namespace", where)
     elif kind == "function_call_output":
         output = item.get("output")
         if not isinstance(output, str):
@@ -177,12 +182,26 @@ def owner_of(name: str) -> str | None:
     return None if found is None else found[1]
 
 
+def too_many_owners() -> RequestError:
+    """Return the error for references to items of more than `MAX_REFERENCED` objects."""
+    return RequestError(
+        f"input refers to items of more than {MAX_REFERENCED} responses; send the items "
+        "themselves, or previous_response_id.",
+        "input",
+    )
+
+
 def with_ids(items: Iterable[Item], owner: str, begin: int = 0) -> list[Item]:
     """Return items, each with an id: its own, or a new one of `item_id`."""
     return [
         item if "id" in item else {"id": item_id(item["type"], owner, number), **item}
         for number, item in enumerate(items, begin)
     ]
+
+
+def full_name(name: str, namespace: str | None) -> str:
+    """Return the name by which the model knows a function, also one of a namespace."""
+    return name if namespace is None else f"{namespace}__{name}"
 
 
 def to_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
@@ -215,7 +234,8 @@ def to_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
                 message["reasoning"] = "\n".join([*thoughts, text])
         elif kind == "function_call":
             calls.add(item["call_id"])
-            function = {"name": item["name"], "arguments": item["arguments"]}
+            name = full_name(item["name"], item.get("namespace"))
+            function = {"name": name, "arguments": item["arguments"]}
             growing().setdefault("tool_calls", []).append(
                 {"id": item["call_id"], "type": "function", "function": function}
             )

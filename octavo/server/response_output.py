@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from octavo.parsers.parts import CallArguments, CallStart, Part, Reasoning
@@ -17,12 +17,18 @@ class OutputItems:
     Args:
         new_id: returns the id of the next item of a type.
         begin_call: counts a call, and returns its id.
+        namespaces: names and namespaces of functions, by the names that the model knows; others
+            have none.
     """
 
     def __init__(
-        self, new_id: Callable[[str], str], begin_call: Callable[[CallStart], str]
+        self,
+        new_id: Callable[[str], str],
+        begin_call: Callable[[CallStart], str],
+        namespaces: Mapping[str, tuple[str, str]],
     ) -> None:
         self._new_id = new_id
+        self._namespaces = namespaces
         self._begin_call = begin_call
         self._done: list[Item] = []
         self._open: Item | None = None
@@ -37,7 +43,10 @@ class OutputItems:
         events: list[Event] = []
         if isinstance(part, CallStart):
             events = self.close()
-            call = {"call_id": self._begin_call(part), "name": part.text, "arguments": ""}
+            name, namespace = self._namespaces.get(part.text, (part.text, None))
+            call = {"call_id": self._begin_call(part), "name": name, "arguments": ""}
+            if namespace is not None:
+                call["namespace"] = namespace
             return events + self._begin("function_call", call)
         if isinstance(part, CallArguments):
             kind, delta = "function_call", "response.function_call_arguments.delta"

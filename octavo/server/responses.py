@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, aclosing
@@ -31,7 +32,14 @@ from octavo.server.errors import (
 from octavo.server.generation import EventStream, Reading, stopped_by_guard
 from octavo.server.load_report import add_load_report
 from octavo.server.middleware import context_of
-from octavo.server.response_items import Item, item_id, owner_of, with_ids
+from octavo.server.response_items import (
+    MAX_REFERENCED,
+    Item,
+    item_id,
+    owner_of,
+    too_many_owners,
+    with_ids,
+)
 from octavo.server.response_output import Event, OutputItems
 from octavo.server.responses_schema import LOGPROBS, InputTokensBody, ResponseBody, renamed
 from octavo.server.resumable_streams import Events
@@ -60,8 +68,6 @@ encode = msgspec.json.encode
 _UNFINISHED = ("queued", "in_progress")
 _USABLE = ("completed", "incomplete")
 """Statuses of responses that others may continue."""
-# Stored responses that the references of one request may name: each is loaded as a whole.
-_MAX_REFERENCED = 64
 _STATUSES: Mapping[str, answers.ResponseStatus] = {"length": "incomplete", "abort": "cancelled"}
 """Statuses by finish reason; others: completed."""
 _INTERRUPTED = answers.ResponseError(
@@ -118,6 +124,38 @@ class _ResponseStream(EventStream):
         """Send the events; see `EventStream`."""
         with self._held:
             await super().__call__(scope, receive, send)
+
+
+async def respond_in_batch(request: Request, given: ResponseBody) -> Response:
+    """Make the response of a line of a batch; it is not stored, whatever `store` says.
+
+    Raises:
+        RequestError: the body needs stored objects, or another field is wrong.
+    """
+    given.check()
+    for param in ("background", "previous_response_id", "conversation"):
+        if getattr(given, param):
+            raise RequestError(
+                f"{param} is not available in a batch, whose responses are not stored; send the "
+                "whole input in each line.",
+                param,
+            )
+    for i, item in enumerate(given.input or ()):
+        if item["type"] == "item_reference":
+            raise RequestError(
+                f"input[{i}].type='item_reference' is not available in a batch; send the item "
+                "itself.",
+                f"input[{i}].type",
+            )
+    state = state_of(request)
+    state.check_model(given.model)
+    given = given.model_copy(update={"store": False})
+    digest = hashlib.blake2b(context_of(request).request_id.encode(), digest_size=16)
+    name = f"resp_{digest.hexdigest()}"
+    new = await offload(2 * len(given.input or ()), with_ids, given.input or (), name, 0)
+    chat = await _to_chat(request, given, [], new)
+    answer = ResponseAnswer(request, given, chat, name, [], new)
+    return await state.run(request.receive, answer.answer(), answer.deadline)
 
 
 async def count_input_tokens(request: Request) -> Response:
@@ -319,12 +357,8 @@ async def _all_items(
             is_known = item["id"] in known or owner in owners
             if owner is not None and not is_known and has_store(state):
                 owners.add(owner)
-                if len(owners) > _MAX_REFERENCED:
-                    raise RequestError(
-                        f"input refers to items of more than {_MAX_REFERENCED} responses; send the "
-                        "items themselves, or previous_response_id.",
-                        "input",
-                    )
+                if len(owners) > MAX_REFERENCED:
+                    raise too_many_owners()
                 known = await _items_of(request, owner) | known
             found = known.get(item["id"])
             if found is None:
@@ -409,12 +443,14 @@ class ResponseAnswer(ChatCompletion):
         """Events of a background response."""
         self._given = given
         self._stores = has_store(self.state) and given.store is not False
-        self._created = int(time.time())
+        self._created = self.context.created or int(time.time())
         self._completed: int | None = None
         self._status: answers.ResponseStatus = "queued" if given.background else "in_progress"
         self._error: answers.ResponseError | None = None
         self._sequence = 0
-        self._output = OutputItems(self._new_item_id, lambda start: self.begin_call(0, start))
+        self._output = OutputItems(
+            self._new_item_id, lambda start: self.begin_call(0, start), given.namespaces()
+        )
         self._num_items = len(items)
         self._logprobs_ahead: list[Any] = []
         """Logprobs of tokens whose text has not come yet."""
@@ -547,7 +583,7 @@ class ResponseAnswer(ChatCompletion):
             "top_p": self._top_p,
             "text": text,
             "tool_choice": given.tool_choice or "auto",
-            "tools": [tool.model_dump() for tool in given.tools or ()],
+            "tools": [tool.written() for tool in given.tools or ()],
             "top_logprobs": given.top_logprobs or 0,
             "truncation": "disabled",
             "usage": self._usage() if status in _USABLE else None,
@@ -590,7 +626,9 @@ class ResponseAnswer(ChatCompletion):
         # Clients know no other reason than the length for an answer that its guard ended.
         reason = "length" if stopped_by_guard(completion) else reason
         self._status = _STATUSES.get(reason or "", "completed")
-        self._completed = int(time.time()) if self._status == "completed" else None
+        # A line of a batch has the same bytes whenever it runs.
+        now = self.context.created or int(time.time())
+        self._completed = now if self._status == "completed" else None
         events: list[Event] = []
         if self._logprobs_ahead:  # of tokens without text
             events = self._output.add(Text(""), self._logprobs_ahead)

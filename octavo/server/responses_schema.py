@@ -12,7 +12,13 @@ from octavo.compat import request_fields as known_fields
 from octavo.errors import RequestError, UnsupportedError
 from octavo.server.body import Body, validate
 from octavo.server.errors import show
-from octavo.server.response_items import Item, read_input, read_items, to_messages
+from octavo.server.response_items import (
+    Item,
+    full_name,
+    read_input,
+    read_items,
+    to_messages,
+)
 from octavo.server.schema import MAX_TOOLS, ChatBody, Float, Int
 
 MAX_METADATA = 16
@@ -56,13 +62,34 @@ def _check_tools(value: object) -> object:
         return value
     for i, tool in enumerate(value):
         kind = tool.get("type") if isinstance(tool, dict) else None
-        if kind != "function":
-            raise UnsupportedError(
-                f"tools[{i}].type={show(kind)} is not supported; the server has no tools of its "
-                'own, send {"type": "function", "name": "...", "parameters": {...}}.',
-                f"tools[{i}].type",
-            )
+        if kind == "namespace":
+            _check_namespace(tool, f"tools[{i}]")
+        elif kind != "function":
+            raise _no_function(kind, f"tools[{i}].type")
     return value
+
+
+def _check_namespace(tool: dict[str, Any], where: str) -> None:
+    found = tool.get("tools")
+    if not isinstance(found, list) or not found:
+        raise RequestError(
+            f"{where}.tools={show(found)} is not allowed; a namespace has a list of one or more "
+            "functions.",
+            f"{where}.tools",
+        )
+    for i, inner in enumerate(found):
+        kind = inner.get("type") if isinstance(inner, dict) else None
+        if kind != "function":
+            raise _no_function(kind, f"{where}.tools[{i}].type")
+
+
+def _no_function(kind: object, where: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{where}={show(kind)} is not supported; the server has no tools of its own, send "
+        '{"type": "function", "name": "...", "parameters": {...}}, and switch such tools off in '
+        "the client.",
+        where,
+    )
 
 
 def _check_choice(value: object) -> object:
@@ -139,8 +166,8 @@ Metadata = Annotated[
 ]
 
 
-class ResponseTool(Body):
-    """Function that the model may call."""
+class ResponseFunction(Body):
+    """Function of a namespace."""
 
     type: Literal["function"]
     """Kind of the tool: function."""
@@ -151,7 +178,46 @@ class ResponseTool(Body):
     parameters: dict[str, Any] | None = None
     """JSON schema of the arguments."""
     strict: bool | None = None
-    """Require a grammar that holds each call to the schema, as in chats. Default false."""
+    """Require a grammar that holds each call to the schema."""
+
+
+class ResponseTool(Body):
+    """Function that the model may call, or a namespace of functions."""
+
+    inner: ClassVar[Mapping[str, type[Body]]] = {"tools": ResponseFunction}
+
+    type: Literal["function", "namespace"]
+    """function, or namespace with `tools`."""
+    name: str
+    """Name of the function or namespace."""
+    description: str | None = None
+    """Purpose of the function or namespace."""
+    parameters: dict[str, Any] | None = None
+    """JSON schema of the arguments of a function."""
+    strict: bool | None = None
+    """Require a grammar that holds each call of the function to the schema."""
+    tools: Annotated[list[ResponseFunction], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = (
+        None
+    )
+    """Functions of a namespace; the model knows them as namespace__name."""
+
+    def written(self) -> dict[str, Any]:
+        """Return the tool as a response has it."""
+        if self.type == "function":
+            return self.model_dump(exclude={"tools"})
+        return self.model_dump(exclude={"parameters", "strict"})
+
+    def functions(self) -> list[dict[str, Any]]:
+        """Return its functions in the form of a chat."""
+        if self.type == "function":
+            return [self.model_dump(exclude={"type", "tools"}, exclude_unset=True)]
+        found = [tool.model_dump(exclude={"type"}, exclude_unset=True) for tool in self.tools or ()]
+        for function in found:
+            function["name"] = full_name(function["name"], self.name)
+        if self.description:
+            first = found[0].get("description")
+            found[0]["description"] = " ".join(filter(None, [self.description, first]))
+        return found
 
 
 class TextFormat(Body):
@@ -292,24 +358,18 @@ class InputTokensBody(Body):
         if self.instructions:
             messages.insert(0, {"role": "system", "content": self.instructions})
         chat: dict[str, Any] = {"messages": messages, "model": self.model}
-        self._check_named_tools()
-        tools = self.tools or []
+        tools = self._functions()
+        self._check_named(tools)
         if tools:
-            chat["tools"] = [
-                {
-                    "type": "function",
-                    "function": tool.model_dump(exclude={"type"}, exclude_unset=True),
-                }
-                for tool in tools
-            ]
+            chat["tools"] = [{"type": "function", "function": function} for function in tools]
         chat["parallel_tool_calls"] = self.parallel_tool_calls
         choice = self.tool_choice
         if isinstance(choice, dict):
             if choice["type"] == "function":
-                choice = {"type": "function", "function": {"name": choice["name"]}}
+                choice = {"type": "function", "function": {"name": _chosen(choice)}}
             else:  # the prompt has all tools, so that its cached prefix stays valid
                 named = [
-                    {"type": "function", "function": {"name": tool["name"]}}
+                    {"type": "function", "function": {"name": _chosen(tool)}}
                     for tool in choice["tools"]
                 ]
                 allowed = {"mode": choice["mode"], "tools": named}
@@ -334,19 +394,53 @@ class InputTokensBody(Body):
         body.check()
         return body
 
-    def _check_named_tools(self) -> None:
+    def namespaces(self) -> dict[str, tuple[str, str]]:
+        """Return names and namespaces of functions, by the names that the model knows."""
+        return {
+            full_name(function.name, tool.name): (function.name, tool.name)
+            for tool in self.tools or ()
+            if tool.type == "namespace"
+            for function in tool.tools or ()
+        }
+
+    def _functions(self) -> list[dict[str, Any]]:
+        """Return the functions of `tools` in the form of a chat.
+
+        Raises:
+            RequestError: the model could not tell a function of a namespace from another one.
+        """
+        functions = [function for tool in self.tools or () for function in tool.functions()]
+        spaced, known = self.namespaces(), set[str]()
+        for function in functions:
+            name = function["name"]
+            if name in known and name in spaced:
+                raise RequestError(
+                    f"tools has two functions that the model would know as {show(name)}; rename "
+                    "one of them, or its namespace.",
+                    "tools",
+                )
+            known.add(name)
+        return functions
+
+    def _check_named(self, functions: Sequence[Mapping[str, Any]]) -> None:
         """Raise RequestError if `tool_choice` names another function than those of `tools`."""
-        choice, tools = self.tool_choice, self.tools or []
+        choice = self.tool_choice
         if not isinstance(choice, dict):
             return
-        known = {tool.name for tool in tools}
+        known = {function["name"] for function in functions}
         named = choice["tools"] if choice["type"] == "allowed_tools" else [choice]
         for tool in named:
-            if tool["name"] not in known:
+            if _chosen(tool) not in known:
                 raise RequestError(
                     f"tool_choice names {show(tool['name'])}, which is not a function of tools.",
                     "tool_choice",
                 )
+
+
+def _chosen(tool: Mapping[str, Any]) -> str:
+    """Return the name by which the model knows a chosen function."""
+    namespace = tool.get("namespace")
+    return full_name(tool["name"], namespace if isinstance(namespace, str) else None)
 
 
 class ResponseBody(InputTokensBody):
@@ -382,6 +476,8 @@ class ResponseBody(InputTokensBody):
     """No effect: it limits tools of the server, and there are none."""
     user: str | None = None
     """End user; no effect."""
+    client_metadata: dict[str, Any] | None = None
+    """No effect: notes of OpenAI's agents."""
     safety_identifier: str | None = None
     """End user; no effect."""
     prompt_cache_key: str | None = None
@@ -390,6 +486,8 @@ class ResponseBody(InputTokensBody):
     """No effect."""
     service_tier: str | None = None
     """No effect: all requests are served alike."""
+    cache_salt: Annotated[str, StringConstraints(min_length=1)] | None = None
+    """Scope of cached prefixes: requests with another one share none; vLLM."""
 
     @property
     def wants_logprobs(self) -> bool:
@@ -417,6 +515,7 @@ class ResponseBody(InputTokensBody):
             "max_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
+            "cache_salt": self.cache_salt,
         }
         if self.wants_logprobs:
             chat |= {"logprobs": True, "top_logprobs": self.top_logprobs}

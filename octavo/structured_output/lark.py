@@ -269,9 +269,11 @@ class _TagWriter:
         """Return free text up to the first of its ends, with the tags in it."""
         if ends is None or "" in ends:
             raise _refusal("free text is supported at the end, or in a tag with an end, only")
-        finish = _any_of(self._write_text_before(end) for end in ends) or "TEXT"
+        start = self._write_start(content)
+        starts = _any_of(self._write_text_before(end, start) for end in ends) or start
         if content["type"] == "any_text":
-            return finish
+            return starts
+        finish = _any_of(map(self._write_text_before, ends)) or "TEXT"
         tags = list[str]()
         after: dict[str, list[str]] = {}
         for tag in _list(content, "tags"):
@@ -282,11 +284,13 @@ class _TagWriter:
                 raise _refusal(f"no trigger begins the tag {begin[:80]!r}")
             trigger = min(triggers, key=len)  # the first that the text contains
             after.setdefault(trigger, []).append(f"{self._text(begin[len(trigger) :])} {inner}")
-        calls = [
-            f"{self._write_text_before(text)} {_any_of(found)}" for text, found in after.items()
-        ]
-        first, call = _any_of(tags), self._add("r", ": ", _any_of(calls))
-        end, others = self._any_text(ends), self._write_others(content)
+        first, end = _any_of(tags), self._any_text(ends)
+        call, others = self._write_tags(after), self._write_others(content)
+        if start != "TEXT":
+            if others or content.get("at_least_one"):
+                raise _refusal("not_first with texts, or with at_least_one, is not supported")
+            rest = end if content.get("stop_after_first") else f"{call}* {finish}"
+            return f"({self._write_tags(after, start)} {rest} | {starts})"
         if content.get("stop_after_first"):
             if content.get("at_least_one"):
                 return f"{first} {end}"
@@ -295,6 +299,31 @@ class _TagWriter:
             )
         repeated = _any_of(filter(None, [call, others]))
         return f"{first if content.get('at_least_one') else ''} {repeated}* {finish}"
+
+    def _write_tags(self, after: Mapping[str, list[str]], start: str = "TEXT") -> str:
+        """Return text up to a trigger, and what follows it.
+
+        Args:
+            after: what may follow each trigger.
+            start: terminal of the text.
+        """
+        calls = [
+            f"{self._write_text_before(text, start)} {_any_of(found)}"
+            for text, found in after.items()
+        ]
+        return self._add("r", ": ", _any_of(calls))
+
+    def _write_start(self, content: Any) -> str:
+        """Return the terminal of free text.
+
+        The field `not_first`, which is Octavo's, has a regular expression: the text does not begin
+        with a match.
+        """
+        pattern = content.get("not_first")
+        if pattern is None:
+            return "TEXT"
+        found = to_rust(whole(parse(pattern), pattern))
+        return self._add("T", ": ", f"TEXT & ~/(?:{found})(.|\\n)*/")
 
     def _write_others(self, content: Any) -> str:
         """Return text up to one of the format's other special tokens; "" without such tokens.
@@ -313,14 +342,15 @@ class _TagWriter:
         """Return the content and the end of a tag."""
         return self.write(tag["content"], _ends(tag))
 
-    def _write_text_before(self, end: str) -> str:
+    def _write_text_before(self, end: str, start: str = "TEXT") -> str:
+        """Return the shortest text of the terminal `start` and `end` after it."""
         if not end:
             raise _refusal("a trigger must not be empty")
         if not self._has_token(end):
-            return self._add("r", "[lazy]: ", f"TEXT {_literal(end)}")
+            return self._add("r", "[lazy]: ", f"{start} {_literal(end)}")
         # No text contains a special token, so it ends the text by itself.
         before = self._split(end)[0]
-        start = self._add("T", ": ", f"TEXT {_literal(before)}") if before else "TEXT"
+        start = self._add("T", ": ", f"{start} {_literal(before)}") if before else start
         return self._add("r", ": ", f"{start} {self._text(end[len(before) :])}")
 
     def _split(self, text: str) -> list[str]:

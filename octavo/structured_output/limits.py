@@ -244,7 +244,7 @@ class _Size:
                 for key, inner in value.items():
                     if key in ("schema", "json_schema"):
                         self.add_schema(inner)
-                    elif key == "pattern" and isinstance(inner, str):
+                    elif key in ("pattern", "not_first") and isinstance(inner, str):
                         if inner not in patterns:
                             patterns.add(inner)
                             self._add_patterns([inner])

@@ -208,6 +208,8 @@ def _prepare_tag(tag: Any, spec: GrammarSpec) -> None:
         value = todo.pop()
         if isinstance(value, dict):
             value.pop("texts", None)  # special tokens are outside of texts here
+            if "not_first" in value:
+                raise _refusal("not_first is not supported")
             for key in ("schema", "json_schema"):
                 if isinstance(value.get(key), dict):
                     rewrite(value[key], spec.additional_properties, spec.strict)

@@ -88,6 +88,7 @@ def _codex(server: Served, key: str) -> Settings:
         "model_provider": '"octavo"',
         "model_context_window": str(server.context_length),
         "model_providers.octavo": f"{{ {table} }}",
+        "web_search": '"disabled"',  # a tool of OpenAI's servers, on by default
     }
     flags = [word for name, value in values.items() for word in ("-c", f"{name}={value}")]
     return Settings({KEY_VARIABLE: key}, flags)

@@ -214,6 +214,7 @@ BAD_SERVER = {
     "chat_template": [5],
     "tool_call_parser": [5],
     "reasoning_parser": [5],
+    "strip_client_noise": ["yes", 1],
     "response_role": [None],
     "exclude_tools_when_tool_choice_none": ["yes", 1],
     "max_num_queued_reqs": [-1, 1.5],

@@ -12,6 +12,7 @@ from pathlib import Path
 import jsonschema
 import ollama
 import openai
+import pydantic
 import pytest
 
 from tests.e2e import harness
@@ -194,6 +195,57 @@ def test_ollamas_client(server):
         jsonschema.validate(json.loads(answer.response), SCHEMA)
         with pytest.raises(ollama.ResponseError, match=r"options\.num_ctx=9999 is more than"):
             client.chat(MODEL, messages, options={"num_ctx": 9999})
+
+
+class Multiply(pydantic.BaseModel):
+    """Multiply two numbers"""
+
+    a: int
+    b: int
+
+
+MULTIPLY = openai.pydantic_function_tool(
+    Multiply, name="multiply", description="Multiply two numbers"
+)
+ASKED = [{"role": "user", "content": "What is 12 * 7?"}]
+GREEDY = {"model": MODEL, "temperature": 0, "max_tokens": 100}
+
+
+def test_pydantic_models_are_strict_tools(client):
+    assert MULTIPLY["function"]["strict"] is True
+    answer = client.chat.completions.parse(messages=ASKED, tools=[MULTIPLY], **GREEDY)
+    (called,) = answer.choices[0].message.tool_calls
+    assert called.function.parsed_arguments == Multiply(a=12, b=7)
+    answer = client.chat.completions.parse(
+        messages=ASKED, tools=[MULTIPLY], tool_choice="none", **GREEDY
+    )
+    assert answer.choices[0].message.tool_calls is None
+
+
+def test_a_streamed_loop_of_tools(client):
+    """OpenAI's stream helper, until the model answers."""
+    messages, told = list(ASKED), []
+    for _ in range(3):
+        with client.chat.completions.stream(
+            messages=messages, tools=[MULTIPLY], **GREEDY
+        ) as stream:
+            told += [event.type for event in stream]
+            message = stream.get_final_completion().choices[0].message
+        if not message.tool_calls:
+            break
+        messages.append(message.model_dump(include={"role", "content", "tool_calls"}))
+        for called in message.tool_calls:
+            numbers = called.function.parsed_arguments
+            assert isinstance(numbers, Multiply)
+            result = {
+                "role": "tool",
+                "tool_call_id": called.id,
+                "content": str(numbers.a * numbers.b),
+            }
+            messages.append(result)
+    assert message.content == "12 * 7 = 84"
+    assert told.count("tool_calls.function.arguments.done") == 1
+    assert told.count("content.done") == 1
 
 
 def test_the_example_agent(server):

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from octavo.parsers.answer import AnswerParser
+from octavo.parsers.bare_calls import has_bare_calls
 from octavo.parsers.calls import JsonCalls, PythonCalls
 from octavo.parsers.formats import FORMATS
 from octavo.parsers.parts import CallStart, Text
@@ -16,8 +17,10 @@ from tests.parsers.writers import write
 
 CALLS = [("find", {"city": "Rome", "days": 3}), ("now", {})]
 NAMES = [name for name in sorted(FORMATS) if FORMATS[name].structural_tag(SCHEMAS) is not None]
+BARE_NAMES = [name for name in NAMES if has_bare_calls(FORMATS[name].calls)]
+MARKED = [name for name in NAMES if FORMATS[name].calls.trigger]
 # Their models write keys or quotes that the writer of the tests does not write.
-OTHER_FORM = {"cohere", "internlm", "lfm2", "olmo3", "pythonic"}
+OTHER_FORM = {"cohere", "internlm", "lfm2", "llama3_json", "olmo3", "pythonic"}
 MARK = re.compile(r"<[^<>{}\s]*>|\[[A-Z/_]+\]|｜DSML｜")
 
 
@@ -43,9 +46,8 @@ def accepts(compiled, words, answer):
 
 
 def test_formats_without_a_marker():
-    assert sorted(set(FORMATS) - set(NAMES)) == ["xlam"]
-    bare = [name for name in NAMES if not FORMATS[name].marks_calls]
-    assert bare == ["llama3_json", "pythonic"]
+    assert set(NAMES) == set(FORMATS)
+    assert BARE_NAMES == ["llama3_json", "pythonic", "xlam"]
 
 
 @pytest.mark.parametrize("special", [False, True], ids=["text", "special"])
@@ -62,7 +64,7 @@ def test_what_models_write(name, special):
                 if thought or text or calls:
                     answer = write(fmt, thought, text, calls)
                     assert accepts(compiled, words, answer), answer
-    if name in OTHER_FORM or not fmt.marks_calls:
+    if name in OTHER_FORM or name in BARE_NAMES:
         return
     for wrong in ({"city": "Paris", "days": 3}, {"city": "Rome"}, {"city": "Rome", "days": 99}):
         answer = write(fmt, None, "Sure.", [("find", wrong)])
@@ -72,7 +74,7 @@ def test_what_models_write(name, special):
 
 
 @pytest.mark.parametrize("parallel", [False, True], ids=["one", "several"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MARKED)
 def test_what_the_grammar_allows(name, parallel):
     """After the marker each text of the grammar is a call that the parser reads."""
     fmt, rng, words = FORMATS[name], random.Random(name), vocabulary()
@@ -119,7 +121,7 @@ def test_calls_of_other_tools_are_text(name, size):
             assert text.strip() == answer.strip()
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if FORMATS[n].marks_calls])
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in BARE_NAMES])
 def test_one_call_ends_the_answer(name):
     fmt, words = FORMATS[name], vocabulary()
     compiled = compile_tag(fmt.structural_tag(SCHEMAS, parallel=False), words)

@@ -155,10 +155,6 @@ def test_arguments_that_no_grammar_describes(name, properties, words):
         FORMATS[name].structural_tag(schemas, required=True)
 
 
-def test_calls_that_no_grammar_can_tell():
-    assert FORMATS["xlam"].structural_tag(SCHEMAS) is None
-
-
 @pytest.mark.parametrize("special", [False, True], ids=["text", "special"])
 @pytest.mark.parametrize(
     ("arguments", "good"),

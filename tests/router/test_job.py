@@ -141,3 +141,30 @@ def test_a_prefill_server_is_asked_for_one_token():
         1,
         True,
     )
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages", {"messages": [{"role": "user", "content": LONG}]}),
+        ("/v1/responses", {"input": LONG}),
+        ("/api/chat", {"messages": [{"role": "user", "content": LONG}]}),
+        ("/api/generate", {"prompt": LONG}),
+    ],
+)
+def test_answers_that_no_other_server_continues(path, body):
+    """They have no seed, but a place by their prompt, and a scope of cached prefixes by key."""
+    made = job(body, path)
+    assert sent(made) == body
+    assert not made.generates
+    assert len(made.pieces) >= 7
+    other = job(body, path, api_key="k")
+    assert sent(other) == body | {"cache_salt": sent(other)["cache_salt"]}
+    assert set(other.pieces).isdisjoint(made.pieces)
+    assert set(job(body, path, headers=[("x-api-key", "k")]).pieces).isdisjoint(made.pieces)
+
+
+@pytest.mark.parametrize("store", [None, True, False])
+def test_responses_that_are_stored(store):
+    assert job({"input": "a", "store": store}, "/v1/responses").creates == (store is not False)
+    assert not job({"input": "a"}, "/v1/responses/input_tokens").creates

@@ -133,21 +133,36 @@ def strict(value):
 
 
 @pytest.mark.parametrize("value", [True, False, None])
-@pytest.mark.parametrize("parser", ["hermes", "pythonic"])
+@pytest.mark.parametrize("parser", ["hermes", "llama3_json", "pythonic", "xlam"])
 def test_strict(value, parser):
-    """A strict function needs a grammar, which some formats lack with auto."""
+    """A grammar holds a strict function's calls, also in formats without a marker."""
 
     async def scenario(served):
         response = await served.chat(tools=[strict(value)], max_tokens=200)
-        if value and parser == "pythonic":
-            assert response.status_code == 400
-            assert "'add' is strict" in response.json()["error"]["message"]
-            assert response.json()["error"]["param"] == "tools"
-            fields = {"tool_choice": "required", "max_tokens": 200}
-            response = await served.chat(tools=[strict(value)], **fields)
         assert response.status_code == 200
+        outputs = served.engine.params[-1].structured_outputs
+        assert outputs.backend == ("auto" if parser == "hermes" else "llguidance")
         form = {"response_format": {"type": "json_object"}}
         response = await served.chat(tools=[strict(value)], **form)
         assert response.status_code == (400 if value else 200)
 
     serve(scenario, tool_call_parser=parser)
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_a_schema_that_no_grammar_has(value):
+    """A strict function needs a grammar; another has none then."""
+
+    async def scenario(served):
+        parameters = {"type": "object", "properties": {"a": {}}}
+        function = {"name": "add", "parameters": parameters, "strict": value}
+        tools = [{"type": "function", "function": function}]
+        response = await served.chat(tools=tools, max_tokens=200)
+        assert response.status_code == (400 if value else 200)
+        if value:
+            assert "'add' is strict" in response.json()["error"]["message"]
+            assert response.json()["error"]["param"] == "tools"
+        else:
+            assert served.engine.params[-1].structured_outputs is None
+
+    serve(scenario, tool_call_parser="gemma4")

@@ -140,6 +140,47 @@ def test_openai_client():
     with_server(scenario)
 
 
+RESPONSES = "/v1/responses"
+
+
+def test_responses():
+    """They are not stored, also after store=true; their times do not depend on when they run."""
+    given = [
+        line("a", RESPONSES, input="hi", store=True, max_output_tokens=4),
+        line("b", RESPONSES, input=[{"role": "user", "content": "hi"}]),
+        line("item", RESPONSES, input=[{"type": "item_reference", "id": "msg_1"}]),
+        line("stream", RESPONSES, input="hi", stream=True),
+        *(
+            line(param, RESPONSES, input="hi", **{param: value})
+            for param, value in (
+                ("previous_response_id", "resp_1"),
+                ("conversation", "conv_1"),
+                ("background", True),
+            )
+        ),
+    ]
+
+    async def scenario(served):
+        batch = await begin(served, *given, endpoint=RESPONSES)
+        found = await until(served, batch, "completed")
+        assert found["request_counts"] == {"total": 7, "completed": 2, "failed": 5}
+        first, second = [a["response"]["body"] for a in await read(served, found["output_file_id"])]
+        assert (first["status"], second["status"]) == ("incomplete", "completed")
+        for response in (first, second):
+            openai.types.responses.Response.model_validate(response, strict=True)
+            assert response["store"] is False
+            assert response["created_at"] == batch["created_at"]
+            assert response["completed_at"] in (batch["created_at"], None)
+            got = await served.http.get(f"{RESPONSES}/{response['id']}")
+            assert got.status_code == 404
+        assert second["output"][-1]["content"][0]["text"] == "Hello, wörld!"
+        errors = await read(served, found["error_file_id"])
+        params = [e["response"]["body"]["error"]["param"] for e in errors]
+        assert params == ["input[0].type", "stream", *[e["custom_id"] for e in errors[2:]]]
+
+    with_server(scenario)
+
+
 HUGE = 8 * 2**20 + 2**17
 
 
@@ -224,7 +265,7 @@ def test_a_long_line_is_not_kept_in_memory(tmp_path):
     ("fields", "status", "param"),
     [
         ({"endpoint": "/v1/embeddings"}, 400, "endpoint"),
-        ({"endpoint": "/v1/responses"}, 400, "endpoint"),
+        ({"endpoint": "/v1/messages"}, 400, "endpoint"),
         ({"completion_window": "1h"}, 400, "completion_window"),
         ({"input_file_id": "file-none"}, 404, "input_file_id"),
         ({"input_file_id": "../x"}, 404, "input_file_id"),

@@ -464,10 +464,10 @@ def test_deleted_and_unknown_responses(monkeypatch):
                 assert error["code"] == "previous_response_not_found"
         many = [{"type": "item_reference", "id": f"msg_{i:032x}_0"} for i in range(99)]
         await refused(served, many)
-        monkeypatch.setattr(responses, "_MAX_REFERENCED", 1)
+        monkeypatch.setattr(responses, "MAX_REFERENCED", 1)
         kept = [(await create(served))["output"][0]["id"] for _ in range(2)]
         error = await refused(served, [{"type": "item_reference", "id": i} for i in kept])
-        assert "more than 1 responses" in error["message"]
+        assert "refers to items of more than" in error["message"]
         item = made["output"][0]["id"]
         error = await refused(served, [{"type": "item_reference", "id": item}])
         assert (error["param"], error["code"]) == ("input[0].id", "item_not_found")

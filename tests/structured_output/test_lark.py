@@ -148,3 +148,25 @@ def test_structural_tags(backend, name):
 def test_unsupported_tags_are_refused_by_name(content, message):
     with pytest.raises(GrammarError, match=message):
         ALL_BYTES["llguidance"].compile(tag_spec(content))
+
+
+@pytest.mark.parametrize("free", [TEXT, triggered(), triggered(stop_after_first=True)], ids=str)
+def test_texts_that_do_not_begin_with_a_pattern(free):
+    compiled = ALL_BYTES["llguidance"].compile(tag_spec({**free, "not_first": "ab*c|[xy]"}))
+    has_tags = free is not TEXT
+    ends = free.get("stop_after_first")
+    for text, right in [
+        *(("", True), ("a", True), ("abb", True), ("abbd", True), ("zac", True)),
+        *(("ac", False), ("abbcd", False), ("x", False), ("yes", False)),
+        *((f"a{CALL}", True), (f"ac{CALL}", False), (CALL, True)),
+        *((f"{CALL}ac", not ends), (f"d{CALL}x{CALL}y", not has_tags or not ends)),
+        ("d<f=c>1</f>", not has_tags),
+    ]:
+        assert accepts(compiled, text) is right, text
+
+
+@pytest.mark.parametrize("backend", ALL_BYTES)
+def test_patterns_of_beginnings_that_are_refused(backend):
+    wrong = triggered(at_least_one=True) if backend == "llguidance" else TEXT
+    with pytest.raises(GrammarError, match=f"{backend}: not_first.* is not supported"):
+        ALL_BYTES[backend].compile(tag_spec({**wrong, "not_first": "a"}))

@@ -131,6 +131,7 @@ def test_codex():
         "model": "org/m",
         "model_provider": "octavo",
         "model_context_window": 100_000,
+        "web_search": "disabled",
         "model_providers": {
             "octavo": {
                 "name": "Octavo",
