@@ -17,8 +17,11 @@
 
 OCTAVO_BEGIN
 
-// Number of rows up to which codes are unpacked in registers
+// Number of rows for which codes are unpacked in registers at once
 constexpr int kFp8Rows = kRegisters == 32 ? 4 : 2;
+// Number of rows up to which codes are unpacked in registers, again for every kFp8Rows rows. With few
+// registers, a buffer takes less time.
+constexpr int kMostFp8Rows = kRegisters == 32 ? 16 : 2;
 template <class A>
 constexpr int64_t kFp8Chunk = 256 / sizeof(A);  // inputs of a panel that are unpacked at once
 constexpr int64_t kMostFp8Chunk = 128;  // largest group
@@ -169,7 +172,7 @@ INLINE void fp8_rows(const LinearQArgs& a, T t, const A* x, int64_t stride, int6
   const int64_t cost = ceil_div(a.n, kPanel) * kVectors * m * a.k;
   for_tiles(a, t, row0, m, cost, [&](int64_t first, int64_t rows, int64_t col, float* c, int64_t) {
     const A* at = x + first * stride;
-    if (rows <= kFp8Rows)
+    if (rows <= kMostFp8Rows)
       fp8_panel<Fp8<A>>(a, at, stride, rows, col, c);
     else
       fp8_panel<A>(a, at, stride, rows, col, c);

@@ -101,12 +101,12 @@ def test_outputs_have_vllms_fields_in_its_order():
         *("request_id", "prompt", "prompt_token_ids", "prompt_logprobs", "outputs", "finished"),
         *("metrics", "lora_request", "encoder_prompt", "encoder_prompt_token_ids"),
         *("num_cached_tokens", "num_cache_creation_tokens", "prompt_token_id_logprobs"),
-        *("kv_transfer_params", "ec_transfer_params"),
+        *("kv_transfer_params", "ec_transfer_params", "num_computed_tokens"),
     ]
     assert [f.name for f in dataclasses.fields(CompletionOutput)] == [
         *("index", "text", "token_ids", "cumulative_logprob", "logprobs", "routed_experts"),
         *("finish_reason", "stop_reason", "lora_request", "sampling_mask"),
-        *("spec_decode_metrics", "weight_versions"),
+        *("spec_decode_metrics", "weight_versions", "repetition_period", "message"),
     ]
 
 

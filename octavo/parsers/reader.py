@@ -47,6 +47,10 @@ class Markers:
         """Return the first marker from a position on."""
         return self._search(text, at) if self.markers else None
 
+    def cannot_begin_in(self, text: str) -> bool:
+        """Return True if no marker begins in a text, for sure."""
+        return self._firsts.isdisjoint(text)
+
     def certain(self, text: str, at: int) -> int:
         """Return the end of the text that is no beginning of a marker, from a position on."""
         for i in range(max(at, len(text) - self._longest + 1), len(text)):
@@ -64,6 +68,11 @@ class Reader:
         self.ended = False
         """True if no more text will arrive."""
         self._kept: list[str] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """True if all text that has arrived is read."""
+        return self._at == len(self._text)
 
     def add(self, text: str) -> None:
         """Add the next piece."""
