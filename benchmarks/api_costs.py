@@ -100,7 +100,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         template = Path(folder, "template.jinja")
         template.write_text(TEMPLATE)
-        plain = ("--reasoning-parser", "none", "--tool-call-parser", "none")
+        plain = ("--reasoning-parser", "none")
         parsed = ("--reasoning-parser", "qwen3", "--tool-call-parser", "hermes")
         with (
             serving(args.model, template, *plain) as base,
