@@ -96,7 +96,7 @@ class Repetition(msgspec.Struct, array_like=True, frozen=True):
     period: int
     """Number of tokens that the answer repeats."""
     action: RepetitionGuard
-    """What the guard did."""
+    """Actions of the guard."""
 
 
 class CoreSamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True):

@@ -53,7 +53,7 @@ class Answer:
     num_tokens: int | None = None
     """Number of tokens of the answer; None: not stated."""
     written: bytes | None = None
-    """What the model wrote, from the logprobs of its tokens; None: not stated."""
+    """Text of the model, from the logprobs of its tokens; None: not stated."""
     faults: list[str] = field(default_factory=list)
     """Offenses of a stream's deltas against the law of that name."""
 
@@ -261,7 +261,7 @@ def _bare(text: str) -> str:
 def _ends_with_begun_call(case: Case, whole: str, found: str) -> bool:
     """Return True if a text is a whole one, and then the beginning of a call that was cut.
 
-    It may count as text, since nobody can tell whether it was going to be a call.
+    It may count as text: its beginning does not show whether it would become a call.
     """
     rest = found.removeprefix(whole)
     return bool(case.calls) and found.startswith(whole) and rest in _bare(case.text)

@@ -49,7 +49,7 @@ class Body(BaseModel):
     unsupported: ClassVar[Unsupported] = {}
     """Unsupported fields that other servers know, and the values of each that are allowed."""
     instead: ClassVar[Mapping[str, str]] = INSTEAD
-    """What to use instead of them."""
+    """Replacements for them."""
     inner: ClassVar[Mapping[str, type[Body]]] = {}
     """Classes of the fields that hold an object or a list of objects."""
 

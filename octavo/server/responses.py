@@ -474,7 +474,7 @@ class ResponseAnswer(ChatCompletion):
         if self._given.wants_logprobs and self.make_parser is not None:
             raise RequestError(
                 f'include=["{LOGPROBS}"] is not available with tools, or with a model whose '
-                "reasoning is told from its text; leave it out, start the server with "
+                "reasoning is separated from the text; leave it out, start the server with "
                 "--reasoning-parser none, or use /v1/chat/completions.",
                 "include",
             )
