@@ -376,6 +376,11 @@ class NewRequestData(msgspec.Struct, array_like=True):
     """True if other requests may not use any of its data."""
     prompt_embeds: PromptEmbeds | None = None
     """Embeddings of the prompt; see `EngineCoreRequest`."""
+    state_slots: list[int] = []
+    """Slots of its recurrent states, in rotation: the state after the token at position p is in
+    slot p mod n. Empty if the model has no states."""
+    state_source: int = -1
+    """Slot with the state after `num_computed_tokens` tokens; -1: none were computed."""
 
 
 class ScheduledRequest(msgspec.Struct, array_like=True):
@@ -392,6 +397,9 @@ class ScheduledRequest(msgspec.Struct, array_like=True):
     has_grammar: bool = False
     """True if sampling for the request waits for the bitmask of a `GrammarOutput` in this step."""
     new: NewRequestData | None = None
+    snapshots: list[tuple[int, int]] = []
+    """Pairs (n, slot): copy the state after the request's first n tokens to the slot, once they are
+    computed."""
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True):

@@ -10,34 +10,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from octavo.checkpoints.config_json import ConfigJson
+from octavo.layers.state_table import STATE_ARRAYS
+from octavo.layers.step_table import StepArray
 from octavo.models.blocks.base import BlockSpec, Parts
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.cache import CacheSpec
 from octavo.models.families import llama
 from octavo.models.spec import ModelSpec
+from octavo.models.state_cache import StateCache
 from octavo.models.weights import Names, Weight
-from tests.state_cache import StateCache
 
 ARCHITECTURE = "ToyStateForCausalLM"
 DECAY = 0.75
-
-
-@dataclass(frozen=True)
-class StateStarts:
-    """An array of a step: 1 for each request that begins with it."""
-
-    name = "state_starts"
-    dtype = "int32"
-    dims = ("requests",)
-
-    def make_filler(self, max_num_rows: int) -> "StateStarts":
-        return self
-
-    def add_row(self, row, data) -> None:
-        pass
-
-    def fill(self, out, rows, starts, counts) -> None:
-        out[:] = starts == 0
 
 
 @dataclass(frozen=True)
@@ -50,10 +34,10 @@ class StateSpec(BlockSpec):
         yield from self.out_proj.weights(names.of("out_proj"))
 
     def caches(self) -> tuple[CacheSpec, ...]:
-        return (StateCache(1, 4 * self.in_proj.outputs),)
+        return (StateCache(((self.in_proj.outputs,),)),)
 
-    def arrays(self) -> tuple[StateStarts, ...]:
-        return (StateStarts(),)
+    def arrays(self) -> tuple[StepArray, ...]:
+        return STATE_ARRAYS
 
     def build(self, parts: Parts, caches: tuple[int, ...]) -> "State":
         in_proj, out_proj = self.in_proj.build(parts.of("in_proj")), None
@@ -70,22 +54,24 @@ class State:
 
     def __call__(self, x, step):
         values, metadata = self.in_proj(x), step.metadata[self.cache]
-        states, out = step.caches[self.cache], self.ops.empty(*values.shape, like=values)
-
-        starts = step.arrays["state_starts"]
+        (states,) = step.caches[self.cache]
+        out = self.ops.empty(*values.shape, like=values)
 
         def run(tokens, requests):
-            numbers, answers = values.numpy(), out.numpy()
-            kept, begins = states.numpy(), starts.numpy()
-            for i, (block, begin, end) in enumerate(metadata.rows(requests)):
-                state = np.zeros_like(kept[block]) if begins[i] else kept[block]
-                for token in range(begin, end):
+            numbers, answers, kept = values.numpy(), out.numpy(), states.numpy()
+            bounds = metadata.query_start_loc.numpy()[: requests + 1].tolist()
+            targets = metadata.slots.numpy(), metadata.snapshots.numpy()
+            for i, source in enumerate(metadata.sources.numpy()[:requests].tolist()):
+                state = kept[source].copy() if source >= 0 else np.zeros_like(kept[0])
+                for token in range(bounds[i], bounds[i + 1]):
                     new = numbers[token].astype(np.float32)
                     state = np.float32(DECAY) * state + np.float32(1 - DECAY) * new
                     answers[token] = state
-                kept[block] = state
+                    for slots in targets:
+                        if slots[token] >= 0:
+                            kept[slots[token]] = state
 
-        self.ops.call(run, x.shape[0], len(starts))
+        self.ops.call(run, x.shape[0], len(metadata.sources))
         return self.out_proj(out)
 
 

@@ -152,7 +152,12 @@ def make_engine_core(
         if estimate is None:
             measured = executor.measure_memory()
             plan, kv_cache = make_memory_plan(
-                config, spec, measured, max_num_batched_tokens=budget, warm_spare=warm_spare
+                config,
+                spec,
+                measured,
+                max_num_batched_tokens=budget,
+                warm_spare=warm_spare,
+                states_per_request=setup.states_per_request,
             )
             _log_plan(plan, details)
         executor.initialize_kv_cache(kv_cache)
@@ -170,6 +175,7 @@ def make_engine_core(
             listeners=listeners,
             kv_events=kv_events,
             connector=connector,
+            message_ends=spec.eos_token_ids,
         )
         grammars = StructuredOutputManager(
             partial(_start_grammar_helper, config, spec, model_path),
@@ -243,6 +249,7 @@ def plan_memory(
         limit=limit,
         draft=None if setup.draft is None else setup.draft.spec,
         items=_memory_items(config, spec),
+        states_per_request=setup.states_per_request,
     )
 
 

@@ -135,7 +135,8 @@ class MultiprocExecutor(Executor):
 
     def initialize_kv_cache(self, kv_cache: KVCacheConfig) -> None:
         """Implement `Executor`."""
-        self.collective_rpc("initialize_kv_cache", args=(kv_cache.num_blocks, kv_cache.block_size))
+        sizes = kv_cache.num_blocks, kv_cache.block_size, kv_cache.num_states
+        self.collective_rpc("initialize_kv_cache", args=sizes)
 
     def execute(self, work: SchedulerOutput) -> _Step:
         """Implement `Executor`."""

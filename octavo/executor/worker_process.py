@@ -286,9 +286,9 @@ class _Loop:
             return self._initialize_kv_cache
         return find_method(self._worker, method)
 
-    def _initialize_kv_cache(self, num_blocks: int, block_size: int) -> None:
+    def _initialize_kv_cache(self, num_blocks: int, block_size: int, num_states: int) -> None:
         groups = self._setup.kv_cache_groups
-        self._worker.initialize_kv_cache(KVCacheConfig(num_blocks, block_size, groups))
+        self._worker.initialize_kv_cache(KVCacheConfig(num_blocks, block_size, groups, num_states))
 
 
 def _die_with_parent(pid: int) -> None:

@@ -4,6 +4,9 @@ With one kind of cache all layers form one group. With several (Gemma 2 and 3 al
 windows and full attention) every group has the same number of layers, so that a block has the same
 number of bytes in each group. The i-th layer of every group uses the i-th physical tensor, and one
 group uses a block id at a time. See vLLM's hybrid KV cache manager.
+
+Layers with a recurrent state use no blocks. They form groups at the end, whose physical tensors, one
+for each layer, consist of slots (`kv_cache/states.py`).
 """
 
 from __future__ import annotations
@@ -11,12 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import count
 from typing import Any
 
 from octavo.kv_cache.kinds.base import SingleTypeKVCacheManager
 from octavo.kv_cache.kinds.full_attention import FullAttentionManager
 from octavo.kv_cache.kinds.sliding_window import SlidingWindowManager
 from octavo.models.cache import AttentionCache, CacheSpec
+from octavo.models.state_cache import StateCache
 
 
 def _attention_manager(cache: AttentionCache, block_size: int) -> SingleTypeKVCacheManager:
@@ -41,6 +46,11 @@ class KVCacheGroup:
     """Indices among the layers with a cache."""
     cache: CacheSpec
 
+    @property
+    def has_states(self) -> bool:
+        """True if its layers have recurrent states, in slots instead of blocks."""
+        return isinstance(self.cache, StateCache)
+
 
 @dataclass(frozen=True)
 class KVCacheConfig:
@@ -51,10 +61,26 @@ class KVCacheConfig:
     block_size: int
     """Number of tokens in a block."""
     groups: Sequence[KVCacheGroup]
+    num_states: int = 0
+    """Number of slots for recurrent states."""
+    states_per_request: int = 1
+    """Number of slots of a request's live state; see `StateManager`."""
 
-    def slot_nbytes(self, dtype: str) -> list[int]:
-        """Return the bytes of a block in each physical tensor; see `slot_nbytes`."""
-        return slot_nbytes(self.groups, self.block_size, dtype)
+    @cached_property
+    def paged_groups(self) -> list[KVCacheGroup]:
+        """Groups that use blocks; they precede the others."""
+        return [group for group in self.groups if not group.has_states]
+
+    def tensor_sizes(self, dtype: str) -> list[tuple[int, int]]:
+        """Return the shape of each physical tensor: (blocks or slots, bytes of one)."""
+        blocks = slot_nbytes(self.groups, self.block_size, dtype)
+        states = [
+            group.cache.block_nbytes(self.block_size, dtype)
+            for group in self.groups
+            if group.has_states
+            for _ in group.layer_indices
+        ]
+        return [(self.num_blocks, n) for n in blocks] + [(self.num_states, n) for n in states]
 
     @cached_property
     def layer_to_group(self) -> list[int]:
@@ -69,11 +95,11 @@ class KVCacheConfig:
     @cached_property
     def _places(self) -> list[tuple[int, int, int]]:
         """Tuples (layer, group, tensor) of all layers, in order."""
-        places = sorted(
-            (layer, g, t)
-            for g, group in enumerate(self.groups)
-            for t, layer in enumerate(group.layer_indices)
-        )
+        places, own = [], count(_group_size(self.groups))
+        for g, group in enumerate(self.groups):
+            tensors = own if group.has_states else count()
+            places += [(layer, g, next(tensors)) for layer in group.layer_indices]
+        places.sort()
         assert [layer for layer, _, _ in places] == list(range(len(places)))
         return places
 
@@ -81,18 +107,26 @@ class KVCacheConfig:
 def make_kv_cache_groups(caches: Sequence[CacheSpec]) -> list[KVCacheGroup]:
     """Sort layers into groups of equal size; the last group of a kind may be smaller.
 
+    Layers with recurrent states form one group for each kind, after the others.
+
     Args:
         caches: cache spec of each layer with a cache, as in `ModelSpec.caches`.
     """
     kinds: dict[CacheSpec, list[int]] = {}
     for layer, cache in enumerate(caches):
         kinds.setdefault(cache, []).append(layer)
-    size = min(map(len, kinds.values()))
-    return [
+    states = [
+        KVCacheGroup(tuple(kinds.pop(cache)), cache)
+        for cache in list(kinds)
+        if isinstance(cache, StateCache)
+    ]
+    size = min(map(len, kinds.values()), default=0)
+    paged = [
         KVCacheGroup(tuple(layers[i : i + size]), cache)
         for cache, layers in kinds.items()
         for i in range(0, len(layers), size)
     ]
+    return paged + states
 
 
 def select_layers(groups: Sequence[KVCacheGroup], begin: int, end: int) -> list[KVCacheGroup]:
@@ -125,6 +159,7 @@ def slot_nbytes(groups: Sequence[KVCacheGroup], block_size: int, dtype: str) -> 
         block_size: number of tokens of a block.
         dtype: data type of the cache, as `CacheSpec` names it.
     """
+    groups = [group for group in groups if not group.has_states]
     of_group = [group.cache.block_nbytes(block_size, dtype) for group in groups]
     if len(set(of_group)) > 1:  # each kind's numbers must be aligned in any block
         of_group = [-(-nbytes // _ALIGNMENT) * _ALIGNMENT for nbytes in of_group]
@@ -138,6 +173,15 @@ def slot_nbytes(groups: Sequence[KVCacheGroup], block_size: int, dtype: str) -> 
 def bytes_per_block(groups: Sequence[KVCacheGroup], block_size: int, dtype: str) -> int:
     """Return the bytes of a block in all physical tensors together; see `slot_nbytes`."""
     return sum(slot_nbytes(groups, block_size, dtype))
+
+
+def state_nbytes(groups: Sequence[KVCacheGroup]) -> int:
+    """Return the bytes of a slot of recurrent states, of all layers together."""
+    return sum(
+        len(group.layer_indices) * group.cache.nbytes
+        for group in groups
+        if isinstance(group.cache, StateCache)
+    )
 
 
 def find_full_attention(groups: Sequence[KVCacheGroup]) -> int | None:
@@ -155,8 +199,10 @@ def max_blocks_per_request(
     return sum(
         make_manager(group.cache, block_size).max_blocks(num_tokens, max_num_batched_tokens)
         for group in groups
+        if not group.has_states
     )
 
 
 def _group_size(groups: Sequence[KVCacheGroup]) -> int:
-    return max(len(group.layer_indices) for group in groups)
+    """Return the number of physical tensors of blocks."""
+    return max((len(group.layer_indices) for group in groups if not group.has_states), default=0)

@@ -39,6 +39,7 @@ from itertools import chain
 from octavo.kv_cache.block_pool import NULL_BLOCK_ID, BlockPool, KVCacheBlock
 from octavo.kv_cache.events import KVEventLog
 from octavo.kv_cache.groups import KVCacheConfig, make_manager
+from octavo.kv_cache.states import Snapshot, StateManager
 from octavo.request import Request
 
 
@@ -48,6 +49,10 @@ class KVCacheBlocks:
 
     blocks: list[list[KVCacheBlock]]
     num_tokens: int = 0
+    snapshot: Snapshot | None = None
+    """Recurrent state after these tokens, in models with states."""
+    num_parted: int = 0
+    """Number of tokens with known blocks; a snapshot may be missing for the last ones."""
 
 
 @dataclass(slots=True)
@@ -87,15 +92,31 @@ class KVCacheManager:
         config: shape of the cache.
         enable_caching: True to keep known prefixes after their last user has ended.
         events: log of new and forgotten prefixes.
+        message_ends: ids of the tokens that end messages; see `StateManager`.
     """
 
     def __init__(
-        self, config: KVCacheConfig, enable_caching: bool, events: KVEventLog | None = None
+        self,
+        config: KVCacheConfig,
+        enable_caching: bool,
+        events: KVEventLog | None = None,
+        message_ends: Iterable[int] = (),
     ) -> None:
         self.config = config
         self.block_size = config.block_size
-        self.managers = [make_manager(group.cache, config.block_size) for group in config.groups]
-        self.pool = BlockPool(config.num_blocks, len(config.groups), enable_caching, events)
+        groups = config.paged_groups
+        self.managers = [make_manager(group.cache, config.block_size) for group in groups]
+        self.pool = BlockPool(config.num_blocks, len(groups), enable_caching, events)
+        self.states: StateManager | None = None
+        """Slots of recurrent states, in models with such layers."""
+        if len(groups) < len(config.groups):
+            self.states = StateManager(
+                config.num_states,
+                config.states_per_request,
+                config.block_size,
+                enable_caching,
+                message_ends,
+            )
         self.num_queries = 0
         """Number of tokens looked up for requests when they were first admitted."""
         self.num_hits = 0
@@ -107,8 +128,11 @@ class KVCacheManager:
         self._made_known: set[int] = set()
         self._begun: set[str] = set()
         """Requests that the step admits, or with prompt tokens that it computes."""
-        # In a kind that keeps no full blocks, no block is part of a prefix.
-        self._has_pages = all(m.num_full_blocks(self.block_size) == 1 for m in self.managers)
+        # In a kind that keeps no full blocks, no block is part of a prefix. A state exists only
+        # where a snapshot was taken.
+        self._has_pages = self.states is None and all(
+            m.num_full_blocks(self.block_size) == 1 for m in self.managers
+        )
 
     @property
     def num_used_blocks(self) -> int:
@@ -133,22 +157,21 @@ class KVCacheManager:
             return KVCacheBlocks([[] for _ in self.managers]), 0
         hashes = request.block_hashes
         num_blocks = len(hashes)
+        if self.states is not None:  # a state cannot go back by a token
+            num_blocks = min(num_blocks, (request.num_tokens - 1) // self.block_size)
         if num_blocks and self._ends_in_block_without_content(request, num_blocks):
             num_blocks -= 1
             # A shorter hit may be unusable for a group that accepts a longer one (a window's
             # blocks are just before its end), so all groups are queried again until they agree.
-        agreed = False
-        while num_blocks and not agreed:
-            before = num_blocks
-            for group_id, manager in enumerate(self.managers):
-                known = self.pool.cached_blocks(group_id)
-                num_blocks = manager.longest_hit(hashes[:num_blocks], request.num_tokens, known)
-            agreed = num_blocks == before
+        num_blocks = self._longest_hit(request, num_blocks)
+        parted, snapshot = num_blocks * self.block_size, None
+        if self.states is not None:
+            num_blocks, snapshot = self._last_snapshot(request, num_blocks)
         end, last_blocks = num_blocks * self.block_size, self._last_prompt_blocks(request)
         if last_blocks is not None and num_blocks == request.num_prompt_tokens // self.block_size:
             end = request.num_prompt_tokens
         num_tokens = min(end, max(0, request.num_tokens - 1))
-        hit = KVCacheBlocks([], num_tokens)
+        hit = KVCacheBlocks([], num_tokens, snapshot, parted)
         for group_id, manager in enumerate(self.managers):
             first, known = manager.first_needed_block(num_tokens), self.pool.cached_blocks(group_id)
             blocks = [known[block_hash] for block_hash in hashes[first:num_blocks]]
@@ -156,6 +179,28 @@ class KVCacheManager:
             if last_blocks is not None and num_tokens > num_blocks * self.block_size:
                 hit.blocks[-1].append(last_blocks[group_id])
         return hit, num_tokens
+
+    def _longest_hit(self, request: Request, num_blocks: int) -> int:
+        """Return the number of blocks, at most `num_blocks`, that all groups can continue from."""
+        hashes, agreed = request.block_hashes, False
+        while num_blocks and not agreed:
+            before = num_blocks
+            for group_id, manager in enumerate(self.managers):
+                known = self.pool.cached_blocks(group_id)
+                num_blocks = manager.longest_hit(hashes[:num_blocks], request.num_tokens, known)
+            agreed = num_blocks == before
+        return num_blocks
+
+    def _last_snapshot(self, request: Request, num_blocks: int) -> tuple[int, Snapshot | None]:
+        """Return the most blocks, at most `num_blocks`, with a snapshot that ends them."""
+        assert self.states is not None
+        known, hashes = self.states.known, request.block_hashes
+        while num_blocks:
+            snapshot = known.get(hashes[num_blocks - 1])
+            if snapshot is not None and self._longest_hit(request, num_blocks) == num_blocks:
+                return num_blocks, snapshot
+            num_blocks -= 1
+        return 0, None
 
     def waits_for_leader(self, request: Request) -> bool:
         """Return True if a request that holds no blocks should wait for the next step.
@@ -218,6 +263,8 @@ class KVCacheManager:
             if held is None:
                 return None
         self._release_unneeded(held, lowest)
+        if self.states is not None:
+            self.states.advance(request, end, -(-end // self.block_size) * self.block_size)
         new_ids: list[list[int]] = []
         if end > held.num_slots:
             held.num_slots = -(-end // self.block_size) * self.block_size
@@ -313,6 +360,8 @@ class KVCacheManager:
         if held is not None:
             for blocks in held.blocks:
                 self.pool.free_blocks(reversed(blocks))
+            if self.states is not None:
+                self.states.free(request)
 
     def get_block_ids(self, request: Request) -> list[list[int]]:
         """Return all blocks of a request in order, one list for each group."""
@@ -330,6 +379,8 @@ class KVCacheManager:
             self._copies = []
         self._made_known.clear()
         self._begun.clear()
+        if self.states is not None:
+            self.states.end_step()
         return pairs
 
     def reset_prefix_cache(self) -> bool:
@@ -342,6 +393,8 @@ class KVCacheManager:
         for load in self._loads.values():
             load.start = -1
         self.pool.forget_all()
+        if self.states is not None:
+            self.states.forget_all()
         return True
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
@@ -366,6 +419,8 @@ class KVCacheManager:
         for req_id, held in self._requests.items():
             self._check_request(live[req_id], held, ref_counts)
         self.pool.check_integrity(ref_counts)
+        if self.states is not None:
+            self.states.check_integrity(live)
 
     def _last_prompt_blocks(self, request: Request) -> list[KVCacheBlock] | None:
         """Return each group's copyable block of the leader's prompt's end (rule 6), or None."""
@@ -427,6 +482,10 @@ class KVCacheManager:
             needed += ends_inside and blocks[-1].ref_cnt > 0
         if needed > self.pool.num_free_blocks:
             return None
+        if self.states is not None:
+            if not self.states.has_room(hit.snapshot):
+                return None
+            self.states.begin(request, hit.snapshot, hit.num_parted)
         for blocks in held.blocks:
             self.pool.touch(blocks)
         for blocks in held.blocks if ends_inside else []:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from octavo.messages import NewRequestData
+    from octavo.messages import NewRequestData, ScheduledRequest
 
 LongArray = NDArray[np.int64]
 
@@ -55,6 +55,10 @@ class StepFiller(Protocol):
 
     def add_row(self, row: int, data: NewRequestData) -> None:
         """Add a request in the given row of the batch."""
+        ...
+
+    def schedule(self, row: int, request: ScheduledRequest) -> None:
+        """Note a request's part of the next step."""
         ...
 
     def fill(

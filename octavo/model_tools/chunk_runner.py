@@ -70,10 +70,11 @@ class ChunkRunner:
             )
         self.model = loaded
         groups = setup.kv_cache_groups
+        num_paged = sum(not group.has_states for group in groups)
         each = -(-chunk // config.cache.block_size)
         # The groups share the tensors, so each has blocks of its own.
-        self._blocks = [list(range(1 + g * each, 1 + (g + 1) * each)) for g in range(len(groups))]
-        kv = KVCacheConfig(len(groups) * each + 1, config.cache.block_size, groups)
+        self._blocks = [list(range(1 + g * each, 1 + (g + 1) * each)) for g in range(num_paged)]
+        kv = KVCacheConfig(num_paged * each + 1, config.cache.block_size, groups, num_states=1)
         self._batch = InputBatch(1, chunk, kv, setup.part.step_arrays)
         self._buffers = StepBuffers(self._batch.layout(setup.largest_step))
         self._whole, self._single = (self._steps(platform, backend, kv) for _ in range(2))
@@ -84,8 +85,8 @@ class ChunkRunner:
         """Return a runner with caches of its own."""
         dtype = self.setup.kv_cache_dtype
         tensors = [
-            platform.allocate_cache(kv.num_blocks, nbytes, self.ops)
-            for nbytes in kv.slot_nbytes(dtype)
+            platform.allocate_cache(count, nbytes, self.ops)
+            for count, nbytes in kv.tensor_sizes(dtype)
         ]
         caches = [
             cache.view(tensors[slot], kv.block_size, dtype, backend)
@@ -111,7 +112,7 @@ class ChunkRunner:
         """
         batch = self._batch
         batch.remove(_REQUEST)
-        new = NewRequestData(tokens, len(tokens), CoreSamplingParams(), 0)
+        new = NewRequestData(tokens, len(tokens), CoreSamplingParams(), 0, state_slots=[0])
         batch.append_blocks(batch.add(_REQUEST, new), self._blocks)
         request = ScheduledRequest(_REQUEST, len(tokens), self._blocks, new=new)
         inputs = batch.gather([request], {}, self._buffers)

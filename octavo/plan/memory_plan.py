@@ -13,6 +13,7 @@ from octavo.kv_cache.groups import (
     make_kv_cache_groups,
     max_blocks_per_request,
     select_layers,
+    state_nbytes,
 )
 from octavo.models.spec import ModelSpec, divide_layers
 from octavo.plan.memory import MemoryBudget, MemoryItem, sum_nbytes
@@ -20,6 +21,8 @@ from octavo.plan.setup import resolve_kv_cache_dtype
 from octavo.system.distributed import Rank
 
 MIB = 2**20
+SNAPSHOTS_PER_REQUEST = 32
+"""Most snapshots of recurrent states for each request that runs at once."""
 # Server process: interpreter, web framework and tokenizer (80 MiB), and the objects of a body of
 # 8 MB.
 SERVER_NBYTES = 256 * 2**20
@@ -38,6 +41,8 @@ class MemoryPlan:
     num_blocks: int
     block_size: int
     block_nbytes: int
+    num_states: int
+    """Number of slots for recurrent states; 0 if the model has none."""
     max_model_len: int
     blocks_per_request: int
     """Most blocks that one request of `max_model_len` tokens needs."""
@@ -66,6 +71,8 @@ class MemoryPlan:
     @property
     def max_concurrency(self) -> float:
         """Number of requests of the greatest length that fit at once."""
+        if not self.blocks_per_request:  # a model without attention
+            return float(self.num_states)
         return (self.num_blocks - 1) / self.blocks_per_request
 
     def report(self) -> str:
@@ -156,6 +163,7 @@ def make_memory_plan(
     limit: int | None = None,
     draft: ModelSpec | None = None,
     items: Sequence[MemoryItem] = (),
+    states_per_request: int = 1,
 ) -> tuple[MemoryPlan, KVCacheConfig]:
     """Plan the memory of an engine: the KV cache uses the rest.
 
@@ -172,6 +180,7 @@ def make_memory_plan(
             several engines counts a part of the shared items (server, requests, spare).
         draft: the draft model. Its KV cache is in the same blocks.
         items: other users of the same memory.
+        states_per_request: slots of a request's recurrent state, if the model has such states.
 
     Raises:
         ConfigError: the model, or one request of `max_model_len` tokens, does not fit; the message
@@ -228,38 +237,92 @@ def make_memory_plan(
     max_model_len = resolve_max_model_len(config, spec)
     useful = config.scheduler.max_num_seqs * blocks_for(max_model_len) + 1
     most = min(budget.most_kv_cache // engines, left)
-    num_blocks = _num_blocks(cache, block_nbytes, left, most, useful)
+    state = sum(
+        state_nbytes(select_layers(layout, *layers)) for layout in layouts for layers in stages
+    )
+    num_states = 0
+    if state:
+        num_states = _num_states(config, state, states_per_request, block_nbytes, left, most)
+        left, most = left - num_states * state, most - num_states * state
+    num_blocks = _num_blocks(cache, block_nbytes, left, most, useful, num_states * state)
     max_model_len = _fit_context(config, blocks_for, num_blocks, block_nbytes, max_model_len)
     if warm_spare is None:
         warm_spare = num_blocks * block_nbytes <= left - spare.nbytes
         others += [spare] if warm_spare else []
     needed = blocks_for(max_model_len)
-    concurrency = _number((num_blocks - 1) / needed)
-    kv_cache = MemoryItem(
-        "KV cache",
-        num_blocks * block_nbytes,
-        note=f" = {num_blocks:,} blocks of {cache.block_size} tokens, room for "
-        f"{concurrency} full-length requests ({max_model_len:,} tokens each)",
-    )
+    kv_items = []
+    if needed:
+        concurrency = _number((num_blocks - 1) / needed)
+        note = (
+            f" = {num_blocks:,} blocks of {cache.block_size} tokens, room for "
+            f"{concurrency} full-length requests ({max_model_len:,} tokens each)"
+        )
+        kv_items.append(MemoryItem("KV cache", num_blocks * block_nbytes, note=note))
+    if state:
+        own = "" if states_per_request == 1 else f", {states_per_request} for each request"
+        note = f" = {num_states:,} of {state / MIB:,.2f} MiB, with those of cached prefixes{own}"
+        kv_items.append(MemoryItem("states", num_states * state, note=note))
     plan = MemoryPlan(
         limit=limit,
-        items=tuple(item for item in (*budget.items, kv_cache, *others) if item.nbytes),
+        items=tuple(item for item in (*budget.items, *kv_items, *others) if item.nbytes),
         num_blocks=num_blocks,
         block_size=cache.block_size,
         block_nbytes=block_nbytes,
+        num_states=num_states,
         max_model_len=max_model_len,
         blocks_per_request=needed,
         warm_spare=warm_spare,
     )
-    return plan, KVCacheConfig(num_blocks, cache.block_size, groups)
+    return plan, KVCacheConfig(
+        num_blocks, cache.block_size, groups, num_states, states_per_request
+    )
 
 
-def _num_blocks(cache: CacheConfig, block_nbytes: int, left: int, most: int, useful: int) -> int:
-    """Return the configured number of blocks, or the number that fits `most`, up to `useful`."""
+def _num_states(
+    config: EngineConfig, nbytes: int, per_request: int, block_nbytes: int, left: int, most: int
+) -> int:
+    """Return the number of slots for recurrent states.
+
+    They may use half of the cache's memory, or all of it in a model without attention. No more are
+    made than a request's live state and `SNAPSHOTS_PER_REQUEST` snapshots for each seat.
+
+    Raises:
+        ConfigError: there is no room for one request.
+    """
+    memory = config.cache.kv_cache_memory_bytes
+    if memory is None:
+        memory = most
+    useful = config.scheduler.max_num_seqs * (per_request + SNAPSHOTS_PER_REQUEST)
+    num_states = min(memory // (2 if block_nbytes else 1) // nbytes, useful)
+    if num_states < per_request or num_states * nbytes > left:
+        least = per_request * nbytes * (2 if block_nbytes else 1)
+        raise ConfigError(
+            f"The cache of {memory / MIB:,.1f} MiB has no room for the recurrent state of one "
+            f"request; raise kv_cache_memory_bytes to at least {least:,} (a half is for states), "
+            "or free memory."
+        )
+    return num_states
+
+
+def _num_blocks(
+    cache: CacheConfig, block_nbytes: int, left: int, most: int, useful: int, states: int
+) -> int:
+    """Return the configured number of blocks, or the number that fits `most`, up to `useful`.
+
+    Args:
+        cache: the settings.
+        block_nbytes: bytes of a block; 0 for a model without attention.
+        left: bytes that the model and the states leave.
+        most: most bytes of blocks, if no setting gives their number.
+        useful: most blocks that requests can use.
+        states: bytes of the states, which are a part of `kv_cache_memory_bytes`.
+    """
+    if not block_nbytes:
+        return 2  # the pool's least number
     if cache.num_gpu_blocks_override is not None:
         num_blocks = cache.num_gpu_blocks_override
     elif cache.kv_cache_memory_bytes is not None:
-        num_blocks = cache.kv_cache_memory_bytes // block_nbytes
+        num_blocks = (cache.kv_cache_memory_bytes - states) // block_nbytes
     else:
         num_blocks = min(most // block_nbytes, useful)
     if num_blocks * block_nbytes > left:

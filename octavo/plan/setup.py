@@ -12,6 +12,7 @@ from octavo.kv_cache.groups import KVCacheGroup, make_kv_cache_groups, select_la
 from octavo.kv_connector.layout import KVLayout
 from octavo.layers.step_table import StepSize
 from octavo.models.spec import ModelSpec, divide_layers
+from octavo.models.state_cache import StateCache
 from octavo.plan.group_layout import GroupLayout
 from octavo.plan.memory import Scratch
 from octavo.structured_output.base import MAX_FORCED
@@ -171,9 +172,22 @@ class WorkerSetup:
     def max_num_drafts(self) -> int:
         """Most drafts of all requests in a step; grammars draft without speculation, too."""
         requests = self.config.scheduler.max_num_seqs
-        return max(
-            requests * self.num_speculative_tokens, min(requests * MAX_FORCED, FORCED_DRAFTS)
-        )
+        forced = 0 if self.has_states else min(requests * MAX_FORCED, FORCED_DRAFTS)
+        return max(requests * self.num_speculative_tokens, forced)
+
+    @property
+    def has_states(self) -> bool:
+        """True if the model has layers with recurrent states."""
+        return any(isinstance(cache, StateCache) for cache in self.spec.caches)
+
+    @property
+    def states_per_request(self) -> int:
+        """Slots of a request's recurrent state: one, and one for each draft of a step.
+
+        Without speculation grammars draft nothing, since each draft needs a copy of the state.
+        """
+        drafts = self.num_speculative_tokens
+        return 1 + (max(drafts, MAX_FORCED) if drafts else 0)
 
     @property
     def largest_step(self) -> StepSize:

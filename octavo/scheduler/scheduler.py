@@ -75,6 +75,7 @@ class Scheduler:
         listeners: notified when requests wait or are preempted.
         kv_events: log of changes of the prefix cache.
         connector: the scheduler's half of a KV connector.
+        message_ends: ids of the tokens that end messages; see `StateManager`.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Scheduler:
         listeners: Sequence[StepListener] = (),
         kv_events: KVEventLog | None = None,
         connector: KVConnectorScheduler | None = None,
+        message_ends: Iterable[int] = (),
     ) -> None:
         self.config = config
         self.enable_caching = enable_caching
@@ -99,7 +101,9 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_stages = num_stages
         self.kv_cache_config = kv_cache_config
-        self.kv_cache_manager = KVCacheManager(kv_cache_config, enable_caching, kv_events)
+        self.kv_cache_manager = KVCacheManager(
+            kv_cache_config, enable_caching, kv_events, message_ends
+        )
 
         self.requests: dict[str, Request] = {}
         """All unfinished requests."""
@@ -621,18 +625,18 @@ class Scheduler:
         if request.first_scheduled_time is None:
             request.first_scheduled_time = now
             request.num_cached_tokens = min(start, request.num_prompt_tokens)
+        data = NewRequestData(
+            request.all_token_ids.copy(),
+            request.num_prompt_tokens,
+            request.sampling_params,
+            start,
+            private=request.options.cache_salt is not None,
+            prompt_embeds=request.prompt_embeds,
+        )
+        if manager.states is not None:
+            data.state_slots, data.state_source = manager.states.live_slots(request)
         scheduled = ScheduledRequest(
-            request.request_id,
-            num_new,
-            manager.get_block_ids(request),
-            new=NewRequestData(
-                request.all_token_ids.copy(),
-                request.num_prompt_tokens,
-                request.sampling_params,
-                start,
-                private=request.options.cache_salt is not None,
-                prompt_embeds=request.prompt_embeds,
-            ),
+            request.request_id, num_new, manager.get_block_ids(request), new=data
         )
         if self._loads is not None:
             assert scheduled.new_block_ids is not None
@@ -669,6 +673,8 @@ class Scheduler:
         total: int,
     ) -> None:
         """Add a request's tokens from `start`; `total` tokens are known or in flight."""
+        if self.kv_cache_manager.states is not None:
+            scheduled.snapshots = self.kv_cache_manager.states.take_scheduled(request)
         request.num_computed_tokens = end = start + scheduled.num_tokens
         num_sampled = 0
         if request.num_charged < request.num_prompt_tokens:

@@ -104,7 +104,7 @@ class InputBatch:
         self._fillers = {array.name: array.make_filler(max_num_seqs) for array in arrays}
         self.blocks = -(-max_model_len // kv_cache.block_size)
         """Number of KV blocks of the longest request, in each group."""
-        num_groups = len(kv_cache.groups)
+        num_groups = len(kv_cache.paged_groups)
         self.token_ids: IntArray = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.num_tokens: LongArray = np.zeros(max_num_seqs, np.int64)
         self.num_prompt_tokens: LongArray = np.zeros(max_num_seqs, np.int64)
@@ -238,6 +238,9 @@ class InputBatch:
         size = StepSize(int(buffers.table.query_start_loc[num_reqs]), num_reqs, num_samples)
         if self._fillers:
             rows, counts = self._rows[:num_reqs], self._counts[:num_reqs]
+            for row, request in zip(rows.tolist(), scheduled, strict=True):
+                for filler in self._fillers.values():
+                    filler.schedule(row, request)
             for name, out in buffers.table.first(size).extra.items():
                 self._fillers[name].fill(out, rows, self.num_computed_tokens[rows], counts)
         return StepInputs(

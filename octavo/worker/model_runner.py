@@ -75,7 +75,9 @@ class RunnerState:
     """State of a model runner, without the model: the live requests and the step runner."""
 
     kv_tensors: list[Tensor]
-    """The physical tensors of the KV cache."""
+    """The physical tensors of the KV cache: those of blocks, then those of recurrent states."""
+    num_paged: int
+    """Number of tensors of blocks."""
     batch: InputBatch
     sampling: SamplingState
     steps: StepRunner
@@ -233,8 +235,8 @@ class ModelRunner:
         setup = self.setup
         dtype = setup.kv_cache_dtype
         kv_tensors = [
-            self.platform.allocate_cache(kv.num_blocks, nbytes, self.ops)
-            for nbytes in kv.slot_nbytes(dtype)
+            self.platform.allocate_cache(count, nbytes, self.ops)
+            for count, nbytes in kv.tensor_sizes(dtype)
         ]
         kv_caches = [
             cache.view(kv_tensors[slot], kv.block_size, dtype, self.backend)
@@ -261,6 +263,7 @@ class ModelRunner:
         sampling = SamplingState(max_num_seqs, setup.spec.vocab_size, self._plugins)
         return RunnerState(
             kv_tensors,
+            len(kv.slot_nbytes(dtype)),
             batch,
             sampling,
             steps,
@@ -286,7 +289,7 @@ class ModelRunner:
         count = min(setup.max_model_len, tokens // num_reqs)
         blocks = -(-count // cache.block_size)
         groups = setup.kv_cache_groups
-        kv = KVCacheConfig(blocks + 1, cache.block_size, groups)
+        kv = KVCacheConfig(blocks + 1, cache.block_size, groups, num_states=1)
         self._state = self._make_state(kv, capture=False)
         # The parameters that need most memory: changed logits next to a copy of them, and
         # candidates, for which logits are sorted.
@@ -297,8 +300,8 @@ class ModelRunner:
             logit_bias=(np.int32(0).tobytes(), np.float32(1).tobytes()),
         )
         # All requests write to the same blocks: their results are not used.
-        block_ids = [list(range(1, blocks + 1)) for _ in groups]
-        new = NewRequestData([0] * count, count, params, 0)
+        block_ids = [list(range(1, blocks + 1)) for _ in kv.paged_groups]
+        new = NewRequestData([0] * count, count, params, 0, state_slots=[0])
         self.execute_model(
             SchedulerOutput(
                 scheduled_reqs=[
@@ -592,7 +595,9 @@ class ModelRunner:
                 self._prompt_logprobs.pop(req_id, None)
                 self._forced.pop(req_id, None)
         if scheduler_output.blocks_to_copy:
-            self.ops.copy_blocks(state.kv_tensors, scheduler_output.blocks_to_copy)
+            self.ops.copy_blocks(
+                state.kv_tensors[: state.num_paged], scheduler_output.blocks_to_copy
+            )
             if state.proposer is not None:
                 state.proposer.copy_blocks(scheduler_output.blocks_to_copy)
         if scheduler_output.loaded_block_ids and state.proposer is not None:

@@ -74,6 +74,8 @@ def expected(model):
         {"enable_prefix_caching": False, "async_scheduling": False},
         {"attention_backend": "reference"},
         {"distributed_executor_backend": "mp"},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        {"pipeline_parallel_size": 2},
     ],
     ids=str,
 )
@@ -93,10 +95,10 @@ def test_preempted_requests_begin_anew(model, expected):
 
 
 def test_the_memory_plan_has_it(model):
-    """A block is as large as the larger one of both kinds."""
     with LLM(model, num_gpu_blocks_override=24, **SETTINGS | {"max_model_len": 128}) as llm:
-        attention, state = 2 * 16 * 2 * 8 * 4, 4 * 3 * 32
-        assert llm.memory_plan.block_nbytes == 2 * max(attention, state)
+        plan = llm.memory_plan
+        assert plan.block_nbytes == 2 * 2 * 16 * 2 * 8 * 4
+        assert plan.nbytes("states") == plan.num_states * 2 * 4 * 3 * 32
 
 
 def test_what_a_state_cannot_do_is_refused(model, tmp_path):
@@ -104,8 +106,6 @@ def test_what_a_state_cannot_do_is_refused(model, tmp_path):
     offloading = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"} | extra
     with pytest.raises(ConfigError, match=r"kv_transfer_config is not supported .* keep a state"):
         LLM(model, kv_transfer_config=offloading, **SETTINGS)
-    with pytest.raises(ConfigError, match="speculative_config is not supported"):
-        LLM(model, speculative_config={"method": "ngram"}, **SETTINGS)
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 .* StateSpec"):
         LLM(model, tensor_parallel_size=2, **SETTINGS)
 

@@ -1,0 +1,304 @@
+"""Slots of recurrent states: those of live requests, and snapshots for the prefix cache.
+
+A layer without attention keeps a state, which every token changes, so the state at a shorter prefix
+is lost unless it was copied. A snapshot is such a copy. It is known by the hash of the block of
+tokens that ends there, as blocks are. A request starts from the longest prefix with a snapshot and,
+in models with attention, with known blocks.
+
+A snapshot is taken where later prompts are likely to part from this one:
+
+- at the ends of the first message and of the last ones. A message ends with a token that ends
+  answers, or with the prompt;
+- where a prompt parts from earlier ones: its blocks are known up to there, but no snapshot was;
+- at distances from the end that double, in long prompts;
+- in the answer, at each multiple of `ANSWER_SPACING`; the next one replaces it.
+
+The least valuable snapshots make room for new states, by GreedyDual (Young, "On-Line File Caching",
+1998): the value is the number of tokens to compute again without it, plus the value of the last one
+that was given up.
+
+Why no slot is overwritten too early: a step reads the source of a state before it writes a slot, and
+steps run in order. Within a step, slots are pinned that a request reads or receives a snapshot in,
+so no other request of this step gets them. A snapshot is known from the next step on.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from octavo.request import Request
+
+ANSWER_SPACING = 64
+"""Distance of the snapshots in an answer, in tokens."""
+_FIRST_DISTANCE = 1024  # from a long prompt's end, in tokens
+_LAST_MESSAGES = 3
+
+
+@dataclass(eq=False, slots=True)
+class Snapshot:
+    """Copy of a state that the prefix cache knows."""
+
+    slot: int
+    block_hash: bytes
+    num_tokens: int
+    """Number of tokens in the state."""
+    cost: int
+    """Number of these that would have to be computed again without it."""
+    value: int = 0
+
+
+@dataclass(slots=True)
+class _RequestStates:
+    """States of one request."""
+
+    slots: list[int]
+    """Slots of the live state, in rotation; see `NewRequestData.state_slots`."""
+    source: Snapshot | None
+    points: list[int]
+    """Numbers of prompt tokens for which snapshots are still to be taken, in descending order."""
+    pending: list[tuple[int, int]] = field(default_factory=list)
+    """Pairs (number of tokens, slot) of the snapshots that steps write, in order; not known yet."""
+    scheduled: list[tuple[int, int]] = field(default_factory=list)
+    """Those of the step being scheduled."""
+    last: int = 0
+    """Number of tokens of its last known snapshot."""
+    taken: list[Snapshot] = field(default_factory=list)
+    """Its snapshots; the last one of the answer replaces the one before."""
+
+
+class StateManager:
+    """Allocator of the slots of recurrent states.
+
+    Args:
+        num_slots: number of slots.
+        slots_per_request: number of slots of a live state: 1, and one for each draft.
+        block_size: tokens in a block.
+        enable_caching: False to take no snapshots.
+        message_ends: ids of the tokens that end messages.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        slots_per_request: int,
+        block_size: int,
+        enable_caching: bool,
+        message_ends: Iterable[int] = (),
+    ) -> None:
+        self.num_slots, self.slots_per_request = num_slots, slots_per_request
+        self.block_size, self.enable_caching = block_size, enable_caching
+        self.num_evictions = 0
+        """Number of snapshots given up for other states."""
+        self._message_ends = frozenset(message_ends)
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._requests: dict[str, _RequestStates] = {}
+        self._known: dict[bytes, Snapshot] = {}
+        self._heap: list[tuple[int, int, Snapshot]] = []
+        self._order = count()
+        self._last_value = 0
+        # Of the step being scheduled:
+        self._pinned: set[int] = set()
+        self._freed: list[int] = []
+        self._becoming: list[Snapshot] = []
+
+    @property
+    def known(self) -> Mapping[bytes, Snapshot]:
+        """Snapshots by the hash of the last block of their tokens."""
+        return self._known
+
+    @property
+    def num_live(self) -> int:
+        """Number of slots of live states."""
+        return len(self._requests) * self.slots_per_request
+
+    def has_room(self, source: Snapshot | None) -> bool:
+        """Return True if a request can begin, from the snapshot `source` if there is one."""
+        usable = sum(snapshot.slot not in self._pinned for snapshot in self._known.values())
+        if source is not None and source.slot not in self._pinned:
+            usable -= 1
+        return len(self._free) + usable >= self.slots_per_request
+
+    def begin(self, request: Request, source: Snapshot | None, parted: int) -> None:
+        """Allocate a request's live state; there must be room.
+
+        Args:
+            request: request without a state.
+            source: the snapshot that it starts from.
+            parted: number of its first tokens with known blocks.
+        """
+        if source is not None:
+            self._pinned.add(source.slot)
+            self._touch(source)
+        slots = [self._allocate() for _ in range(self.slots_per_request)]
+        assert None not in slots, "no free slot for a state"
+        first = 0 if source is None else source.num_tokens
+        points = self._find_points(request, first, parted) if self.enable_caching else []
+        states = _RequestStates([s for s in slots if s is not None], source, points[::-1])
+        states.last = first
+        self._requests[request.request_id] = states
+
+    def live_slots(self, request: Request) -> tuple[list[int], int]:
+        """Return the slots of a request's state, and the slot of its source; -1 for none."""
+        states = self._requests[request.request_id]
+        return states.slots, -1 if states.source is None else states.source.slot
+
+    def advance(self, request: Request, end: int, num_slots: int) -> None:
+        """Note that a step computes a request's tokens up to `end`.
+
+        Args:
+            request: request with a state.
+            end: end of the step's tokens, drafts included.
+            num_slots: number of tokens that the request's blocks can hold. Later steps up to this
+                end are not noted.
+        """
+        states = self._requests[request.request_id]
+        self._publish(request, states)
+        wanted = []
+        while states.points and states.points[-1] <= num_slots:
+            wanted.append(states.points.pop())
+        in_answer = num_slots > request.num_prompt_tokens and num_slots % ANSWER_SPACING == 0
+        last = states.pending[-1][0] if states.pending else states.last
+        if self.enable_caching and in_answer and num_slots > max([last, *wanted]):
+            wanted.append(num_slots)
+        for num_tokens in wanted:
+            slot = self._allocate()
+            if slot is not None:
+                self._pinned.add(slot)
+                states.pending.append((num_tokens, slot))
+                states.scheduled.append((num_tokens, slot))
+        # The tokens of a prompt are known, so its snapshots are as good as written.
+        self._publish(request, states, min(end, request.num_prompt_tokens))
+
+    def take_scheduled(self, request: Request) -> list[tuple[int, int]]:
+        """Return the snapshots that a step is to take of a request, as in `ScheduledRequest`."""
+        states = self._requests[request.request_id]
+        scheduled, states.scheduled = states.scheduled, []
+        return scheduled
+
+    def free(self, request: Request) -> None:
+        """Free a request's live state; keep its snapshots, unless it has failed."""
+        states = self._requests.pop(request.request_id, None)
+        if states is None:
+            return
+        self._publish(request, states)
+        if request.error is not None:  # its state may contain NaN
+            for snapshot in states.taken:
+                self._drop(snapshot)
+        for slot in [*states.slots, *(slot for _, slot in states.pending)]:
+            self._release(slot)
+
+    def forget_all(self) -> None:
+        """Forget all snapshots."""
+        for snapshot in list(self._known.values()):
+            self._drop(snapshot)
+
+    def end_step(self) -> None:
+        """End the scheduling of a step: requests of the next one may use its snapshots."""
+        self._pinned.clear()
+        self._free += self._freed
+        self._freed = []
+        for snapshot in self._becoming:
+            if snapshot.block_hash in self._known:  # another request was first
+                self._free.append(snapshot.slot)
+            else:
+                self._known[snapshot.block_hash] = snapshot
+                self._touch(snapshot)
+        self._becoming = []
+
+    def check_integrity(self, live: Iterable[str]) -> None:
+        """Check that each slot has one owner.
+
+        Args:
+            live: ids of the requests that should have states.
+
+        Raises:
+            AssertionError: the records are inconsistent.
+        """
+        if set(live) != self._requests.keys():
+            raise AssertionError(f"states are held wrongly: {set(live) ^ self._requests.keys()}")
+        used = [*self._free, *self._freed]
+        used += [snapshot.slot for snapshot in [*self._known.values(), *self._becoming]]
+        for states in self._requests.values():
+            used += [*states.slots, *(slot for _, slot in states.pending)]
+        if sorted(used) != list(range(self.num_slots)):
+            raise AssertionError(f"slots of states are lost or used twice: {sorted(used)}")
+
+    def _find_points(self, request: Request, first: int, parted: int) -> list[int]:
+        """Return the numbers of prompt tokens at which to take snapshots, ascending."""
+        size, total = self.block_size, request.num_tokens
+        ends = [
+            (i + 1) // size * size
+            for i, token in enumerate(request.all_token_ids[:total])
+            if token in self._message_ends
+        ]
+        last = (total - 1) // size * size  # one token at least is left for a hit
+        if not ends or last - ends[-1] >= ANSWER_SPACING:
+            ends.append(last)
+        points = {parted, ends[0], *ends[-_LAST_MESSAGES:]}
+        distance = _FIRST_DISTANCE
+        while distance < total - first:
+            points.add((total - distance) // size * size)
+            distance *= 2
+        return sorted(point for point in points if first < point <= last)
+
+    def _publish(self, request: Request, states: _RequestStates, computed: int = 0) -> None:
+        """Make the snapshots known that are certain to hold the states of known tokens."""
+        computed = max(computed, request.num_computed_tokens - request.num_spec_in_flight)
+        certain = min(computed, len(request.block_hashes) * self.block_size)
+        while states.pending and states.pending[0][0] <= certain:
+            num_tokens, slot = states.pending.pop(0)
+            block_hash = request.block_hashes[num_tokens // self.block_size - 1]
+            if block_hash in self._known:
+                self._touch(self._known[block_hash])
+                self._release(slot)
+            else:
+                snapshot = Snapshot(slot, block_hash, num_tokens, num_tokens - states.last)
+                self._becoming.append(snapshot)
+                if num_tokens > request.num_prompt_tokens and states.taken:
+                    if states.taken[-1].num_tokens > request.num_prompt_tokens:
+                        self._drop(states.taken.pop())
+                states.taken.append(snapshot)
+            states.last = num_tokens
+
+    def _touch(self, snapshot: Snapshot) -> None:
+        """Set a snapshot's value as if it were new."""
+        snapshot.value = self._last_value + snapshot.cost
+        heapq.heappush(self._heap, (snapshot.value, next(self._order), snapshot))
+
+    def _allocate(self) -> int | None:
+        """Return a free slot; give up the least valuable snapshot if there is none."""
+        if self._free:
+            return self._free.pop()
+        kept, slot = [], None
+        while self._heap and slot is None:
+            entry = heapq.heappop(self._heap)
+            value, _, snapshot = entry
+            if self._known.get(snapshot.block_hash) is not snapshot or value != snapshot.value:
+                continue  # forgotten, or used since then
+            if snapshot.slot in self._pinned:
+                kept.append(entry)
+                continue
+            del self._known[snapshot.block_hash]
+            self._last_value = value
+            self.num_evictions += 1
+            slot = snapshot.slot
+        for entry in kept:
+            heapq.heappush(self._heap, entry)
+        return slot
+
+    def _drop(self, snapshot: Snapshot) -> None:
+        """Forget a snapshot, unless it was given up before."""
+        if snapshot in self._becoming:
+            self._becoming.remove(snapshot)
+        elif self._known.get(snapshot.block_hash) is snapshot:
+            del self._known[snapshot.block_hash]
+        else:
+            return
+        self._release(snapshot.slot)
+
+    def _release(self, slot: int) -> None:
+        """Free a slot, from the next step on if this one uses it."""
+        (self._freed if slot in self._pinned else self._free).append(slot)
