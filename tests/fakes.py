@@ -20,6 +20,7 @@ from octavo.executor.base import Executor, find_method
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups
 from octavo.kv_cache.hashing import make_block_hasher
 from octavo.kv_connector.base import KVConnectorScheduler
+from octavo.layers.state_table import STATE_ARRAYS
 from octavo.messages import (
     CoreSamplingParams,
     EngineCoreOutput,
@@ -28,17 +29,21 @@ from octavo.messages import (
     LogprobsLists,
     ModelRunnerOutput,
     NewRequestData,
+    ScheduledRequest,
     SchedulerOutput,
 )
 from octavo.models.cache import AttentionCache, CacheSpec
+from octavo.models.state_cache import StateCache
 from octavo.plan.memory import MemoryBudget
 from octavo.request import Request
 from octavo.scheduler.listener import StepListener
 from octavo.scheduler.scheduler import Scheduler
 from tests.params import core_params, core_request, pack_logprobs
-from tests.state_cache import StateCache
 
 VOCAB = 50
+STATE = StateCache(((1,),))
+MESSAGE_ENDS = (3, 17)
+"""Tokens after which states are kept."""
 
 
 def pages(*windows: int | None) -> tuple[AttentionCache, ...]:
@@ -93,6 +98,8 @@ class _Row:
         self.tokens = list(data.token_ids)
         self.slots: list[list[int]] = [[] for _ in block_ids]
         """Expected content of the slots of its tokens for each group, as far as computed."""
+        self.prefixes: list[int] = []
+        """Hash of the tokens up to each one, as far as computed."""
         self.num_prompt_tokens = data.num_prompt_tokens
         self.params = data.sampling_params
         self.tables = [list(ids) for ids in block_ids]
@@ -100,18 +107,67 @@ class _Row:
 
     def prefix(self, position: int) -> int:
         """Return the hash of the tokens up to and including `position`."""
-        prefixes = self.slots[0]
+        prefixes = self.prefixes
         while len(prefixes) <= position:
             at = len(prefixes)
             prefix = extend_hash(prefixes[-1] if at else 0, self.tokens[at])
+            prefixes.append(prefix)
             for group, slots in enumerate(self.slots):
                 slots.append(prefix + group)
         return prefixes[position]
 
     def truncate(self, count: int) -> None:
         del self.tokens[count:]
-        for slots in self.slots:
+        for slots in [self.prefixes, *self.slots]:
             del slots[count:]
+
+
+class _States:
+    """Slots of recurrent states; a state is the hash of its tokens."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.slots: list[int | None] = [None] * num_slots
+        self._indices: dict[str, int] = {}
+        self._fillers = [array.make_filler(10_000) for array in STATE_ARRAYS]
+        self.num_hits = 0
+
+    def schedule(self, request: ScheduledRequest) -> None:
+        if request.new is not None:
+            index = self._indices.setdefault(request.req_id, len(self._indices))
+            for filler in self._fillers:
+                filler.add_row(index, request.new)
+            self.num_hits += request.new.state_source >= 0
+        for filler in self._fillers:
+            filler.schedule(self._indices[request.req_id], request)
+
+    def update(self, rows: dict[str, _Row], counts: dict[str, int]) -> None:
+        """Read the states before a step and write those after its tokens, as the kernels do."""
+        starts = np.array([rows[req_id].num_computed_tokens for req_id in counts])
+        sizes = np.array(list(counts.values()))
+        indices = np.array([self._indices[req_id] for req_id in counts])
+        sources, slots, snapshots = np.zeros((3, max(sizes.sum(), len(sizes))), np.int32)
+        for filler, out in zip(self._fillers, (sources, slots, snapshots), strict=True):
+            filler.fill(out, indices, starts, sizes)
+        owners: dict[int, str] = {}
+        written: dict[int, int] = {}
+        token = 0
+        for source, (req_id, count) in zip(sources.tolist(), counts.items(), strict=False):
+            row = rows[req_id]
+            first = row.num_computed_tokens
+            assert (source < 0) == (first == 0)
+            if first:
+                assert self.slots[source] == row.prefix(first - 1), (req_id, first)
+            for position in range(first, first + count):
+                targets = [int(s) for s in (slots[token], snapshots[token]) if s >= 0]
+                token += 1
+                for slot in targets:
+                    assert owners.setdefault(slot, req_id) == req_id, "two of a step use a slot"
+                    written[slot] = row.prefix(position)
+            assert slots[token - 1] >= 0
+        for source, req_id in zip(sources.tolist(), counts, strict=False):
+            assert source not in written or owners[source] == req_id, "a source is overwritten"
+        for slot, prefix in written.items():
+            self.slots[slot] = prefix
 
 
 class FakeWorker:
@@ -132,6 +188,8 @@ class FakeWorker:
         self.rows: dict[str, _Row] = {}
         self.memory: dict[int, list[int | None]] = {}
         """Content of the slots of each block: prefix hash + group."""
+        has_states = any(group.has_states for group in config.groups)
+        self.states = _States(config.num_states) if has_states else None
         self.allowed: dict[str, list[list[int]]] = {}
         """Tokens that grammars allow in the current step, at each sampled position."""
         self._counts: dict[str, int] = {}
@@ -182,6 +240,8 @@ class FakeWorker:
         written: set[int] = set()
         for req_id, count in self._counts.items():
             self._write(self.rows[req_id], count, written)
+        if self.states is not None and self._counts:
+            self.states.update(self.rows, self._counts)
         for req_id, count in self._counts.items():
             self._attend(self.rows[req_id], count)
         return {req_id: drafts for req_id, drafts in self._drafts.items() if drafts}
@@ -203,7 +263,9 @@ class FakeWorker:
             self.memory[copy] = self._block(source).copy()
             self.num_copies += 1
         for request in work.scheduled_reqs:
-            new_blocks = request.new_block_ids or [[]] * len(self.config.groups)
+            if self.states is not None:
+                self.states.schedule(request)
+            new_blocks = request.new_block_ids or [[]] * len(self.config.paged_groups)
             if request.new is not None:
                 assert request.req_id not in self.rows
                 self.rows[request.req_id] = _Row(request.new, new_blocks)
@@ -221,10 +283,7 @@ class FakeWorker:
         assert count > 0
         assert end <= len(row.tokens)
         row.prefix(end - 1)
-        for group, kind in enumerate(self.config.groups):
-            if isinstance(kind.cache, StateCache):
-                self._update_state(row, group, count, kind.cache, written)
-                continue
+        for group in range(len(self.config.paged_groups)):
             for index in range(first // size, (end - 1) // size + 1):
                 block, start = row.tables[group][index], index * size
                 assert 0 < block < self.config.num_blocks
@@ -233,30 +292,10 @@ class FakeWorker:
                 low, high = max(first, start), min(end, start + size)
                 self._block(block)[low - start : high - start] = row.slots[group][low:high]
 
-    def _update_state(
-        self, row: _Row, group: int, count: int, cache: StateCache, written: set[int]
-    ) -> None:
-        """Advance a request's state from its first to its last token of this step.
-
-        Check that every slot of its blocks holds the hash of all tokens so far.
-        """
-        first, size = row.num_computed_tokens, self.config.block_size
-        slots = row.slots[group]
-        assert len(row.tables[group]) == cache.num_blocks
-        for block in row.tables[group]:
-            assert block > 0
-            assert block not in written, "two of a step write to a block"
-            written.add(block)
-            if first:
-                assert self.memory.get(block) == [slots[first - 1]] * size
-            self.memory[block] = [slots[first + count - 1]] * size
-
     def _attend(self, row: _Row, count: int) -> None:
         first, size = row.num_computed_tokens, self.config.block_size
         end = first + count
-        for group_id, group in enumerate(self.config.groups):
-            if not isinstance(group.cache, AttentionCache):
-                continue
+        for group_id, group in enumerate(self.config.paged_groups):
             window = group.cache.sliding_window
             lowest = 0 if window is None else max(0, first - window + 1)
             slots, table = row.slots[group_id], row.tables[group_id]
@@ -423,10 +462,11 @@ class FakeEngine:
         fail: Iterable[str] = (),
         listeners: Sequence[StepListener] = (),
         make_connector: Callable[[KVCacheConfig], KVConnectorScheduler] | None = None,
+        num_states: int = 0,
         **config: object,
     ) -> None:
         groups = make_kv_cache_groups(caches)
-        self.kv_config = KVCacheConfig(num_blocks, block_size, groups)
+        self.kv_config = KVCacheConfig(num_blocks, block_size, groups, num_states, 1 + num_drafts)
         self.on_step: Callable[[SchedulerOutput], object] = lambda work: None
         self.now = 0.0
         config.setdefault("max_num_seqs", 8)
@@ -442,6 +482,7 @@ class FakeEngine:
             clock=lambda: self.now,
             listeners=listeners,
             connector=None if make_connector is None else make_connector(self.kv_config),
+            message_ends=MESSAGE_ENDS,
         )
         self.executor = FakeWorker(self.kv_config, num_drafts, fail)
         self.hasher = make_block_hasher(block_size) if caching else None

@@ -5,8 +5,8 @@ windows and full attention) every group has the same number of layers, so that a
 number of bytes in each group. The i-th layer of every group uses the i-th physical tensor, and one
 group uses a block id at a time. See vLLM's hybrid KV cache manager.
 
-Layers with a recurrent state use no blocks. They form groups at the end, whose physical tensors, one
-for each layer, consist of slots (`kv_cache/states.py`).
+Layers with a recurrent state use no blocks. They form groups at the end. Each of these layers has a
+physical tensor of its own, which consists of slots (`kv_cache/states.py`).
 """
 
 from __future__ import annotations
@@ -70,6 +70,11 @@ class KVCacheConfig:
     def paged_groups(self) -> list[KVCacheGroup]:
         """Groups that use blocks; they precede the others."""
         return [group for group in self.groups if not group.has_states]
+
+    @property
+    def num_paged_tensors(self) -> int:
+        """Number of physical tensors that consist of blocks; they precede the others."""
+        return _group_size(self.groups)
 
     def tensor_sizes(self, dtype: str) -> list[tuple[int, int]]:
         """Return the shape of each physical tensor: (blocks or slots, bytes of one)."""

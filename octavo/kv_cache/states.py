@@ -17,15 +17,15 @@ The least valuable snapshots make room for new states, by GreedyDual (Young, "On
 1998): the value is the number of tokens to compute again without it, plus the value of the last one
 that was given up.
 
-Why no slot is overwritten too early: a step reads the source of a state before it writes a slot, and
-steps run in order. Within a step, slots are pinned that a request reads or receives a snapshot in,
-so no other request of this step gets them. A snapshot is known from the next step on.
+Steps run in order, so a slot may have a new owner in the next step. Within a step, the slots that a
+request reads, or receives a snapshot in, are pinned: no other request gets them. So no slot is
+written too early. A snapshot is known from the next step on.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -110,9 +110,9 @@ class StateManager:
         return self._known
 
     @property
-    def num_live(self) -> int:
-        """Number of slots of live states."""
-        return len(self._requests) * self.slots_per_request
+    def num_pinned(self) -> int:
+        """Number of slots that the step being scheduled uses, so that no other request can."""
+        return len(self._pinned)
 
     def has_room(self, source: Snapshot | None) -> bool:
         """Return True if a request can begin, from the snapshot `source` if there is one."""
@@ -156,6 +156,7 @@ class StateManager:
         """
         states = self._requests[request.request_id]
         self._publish(request, states)
+        self._pinned.update(slot for _, slot in states.pending)
         wanted = []
         while states.points and states.points[-1] <= num_slots:
             wanted.append(states.points.pop())
@@ -257,10 +258,10 @@ class StateManager:
             else:
                 snapshot = Snapshot(slot, block_hash, num_tokens, num_tokens - states.last)
                 self._becoming.append(snapshot)
-                if num_tokens > request.num_prompt_tokens and states.taken:
-                    if states.taken[-1].num_tokens > request.num_prompt_tokens:
-                        self._drop(states.taken.pop())
-                states.taken.append(snapshot)
+                taken, prompt = states.taken, request.num_prompt_tokens
+                if taken and min(num_tokens, taken[-1].num_tokens) > prompt:
+                    self._drop(taken.pop())
+                taken.append(snapshot)
             states.last = num_tokens
 
     def _touch(self, snapshot: Snapshot) -> None:

@@ -41,11 +41,11 @@ class MemoryPlan:
     num_blocks: int
     block_size: int
     block_nbytes: int
-    num_states: int
-    """Number of slots for recurrent states; 0 if the model has none."""
     max_model_len: int
     blocks_per_request: int
     """Most blocks that one request of `max_model_len` tokens needs."""
+    num_states: int = 0
+    """Number of slots for recurrent states; 0 if the model has none."""
     warm_spare: bool = False
     """True if a spare process may exist."""
 
@@ -273,9 +273,7 @@ def make_memory_plan(
         blocks_per_request=needed,
         warm_spare=warm_spare,
     )
-    return plan, KVCacheConfig(
-        num_blocks, cache.block_size, groups, num_states, states_per_request
-    )
+    return plan, KVCacheConfig(num_blocks, cache.block_size, groups, num_states, states_per_request)
 
 
 def _num_states(

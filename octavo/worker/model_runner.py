@@ -263,7 +263,7 @@ class ModelRunner:
         sampling = SamplingState(max_num_seqs, setup.spec.vocab_size, self._plugins)
         return RunnerState(
             kv_tensors,
-            len(kv.slot_nbytes(dtype)),
+            kv.num_paged_tensors,
             batch,
             sampling,
             steps,

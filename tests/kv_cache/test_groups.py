@@ -1,5 +1,3 @@
-from itertools import permutations
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,9 +8,10 @@ from octavo.kv_cache.groups import (
     make_kv_cache_groups,
     max_blocks_per_request,
     slot_nbytes,
+    state_nbytes,
 )
 from octavo.models.cache import AttentionCache
-from tests.state_cache import StateCache
+from octavo.models.state_cache import StateCache
 
 
 def caches(windows):
@@ -29,7 +28,7 @@ def test_gemma2_alternates():
     local, full = caches([4096, None])
     groups = make_kv_cache_groups([local, full] * 3)
     assert groups == [KVCacheGroup((0, 2, 4), local), KVCacheGroup((1, 3, 5), full)]
-    assert len(KVCacheConfig(2, 16, groups).slot_nbytes("float32")) == 3
+    assert len(KVCacheConfig(2, 16, groups).tensor_sizes("float32")) == 3
 
 
 def test_gemma3_has_five_local_layers_for_each_global_one():
@@ -43,7 +42,7 @@ def test_the_largest_group_says_how_many_tensors_there_are():
     groups = make_kv_cache_groups(caches([8, None, None]))
     assert [len(g.layer_indices) for g in groups] == [1, 1, 1]
     groups = [KVCacheGroup((0,), groups[0].cache), KVCacheGroup((1, 2), groups[1].cache)]
-    assert len(KVCacheConfig(2, 16, groups).slot_nbytes("float32")) == 2
+    assert len(KVCacheConfig(2, 16, groups).tensor_sizes("float32")) == 2
 
 
 @settings(deadline=None)
@@ -55,9 +54,9 @@ def test_layers_of_a_tensor_are_in_different_groups(windows):
     assert len(set(places)) == len(windows)
     for cache, (group, tensor) in zip(caches(windows), places, strict=True):
         assert groups[group].cache == cache
-        assert 0 <= tensor < len(config.slot_nbytes("float32"))
+        assert 0 <= tensor < len(config.tensor_sizes("float32"))
     # The smallest kind fills its group; nothing is split more than it must be.
-    size = len(config.slot_nbytes("float32"))
+    size = len(config.tensor_sizes("float32"))
     assert size == min(windows.count(w) for w in windows)
     assert len(groups) == sum(-(-windows.count(w) // size) for w in set(windows))
 
@@ -72,13 +71,27 @@ def test_blocks_of_different_sizes_share_a_tensor():
     same = make_kv_cache_groups([AttentionCache(2, 64), AttentionCache(4, 32, 8)])
     assert bytes_per_block(same, 16, "float32") == 16 * 2 * 64 * 2 * 4
     assert slot_nbytes(same, 128, "int8") == [36864]  # more scales in the second layer
-    for kinds in permutations([AttentionCache(2, 64), StateCache(3, nbytes=70_000)]):
-        assert slot_nbytes(make_kv_cache_groups(kinds * 2), 16, "float32") == [70_016] * 2
 
 
 def test_max_blocks_per_request():
     full, sliding = make_kv_cache_groups(caches([None, 32]))
     assert max_blocks_per_request([full], 16, 100, 64) == 7
     assert max_blocks_per_request([sliding], 16, 1000, 64) == 7
-    (state,) = make_kv_cache_groups([StateCache(3)])
-    assert max_blocks_per_request([full, sliding, sliding, state], 16, 1000, 64) == 63 + 7 + 7 + 3
+    (state,) = make_kv_cache_groups([StateCache(((8,),))])
+    assert max_blocks_per_request([full, sliding, sliding, state], 16, 1000, 64) == 63 + 7 + 7
+
+
+def test_states_have_tensors_of_their_own():
+    """One group, after the others; its layers share no tensor with blocks."""
+    state, full, local = StateCache(((3, 8), (5,))), *caches([None, 8])
+    assert state.nbytes == (32 + 16) * 4  # each array begins at a cache line
+    groups = make_kv_cache_groups([state, full, state, state, local])
+    assert groups[2] == KVCacheGroup((0, 2, 3), state)
+    config = KVCacheConfig(5, 16, groups, num_states=7)
+    assert config.paged_groups == groups[:2]
+    assert config.layer_to_group == [2, 0, 2, 2, 1]
+    assert config.layer_to_tensor == [1, 0, 2, 3, 0]
+    block = full.block_nbytes(16, "float32")
+    assert config.tensor_sizes("float32") == [(5, block)] + [(7, 192)] * 3
+    assert state_nbytes(groups) == 3 * 192
+    assert make_kv_cache_groups([state]) == [KVCacheGroup((0,), state)]

@@ -8,17 +8,16 @@ from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups, max_bloc
 from octavo.kv_cache.hashing import make_block_hasher
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.request import Request
-from tests.fakes import pages
+from tests.fakes import STATE, pages
 from tests.kv_cache.test_events import Subscriber
 from tests.params import core_params, core_request
-from tests.state_cache import StateCache
 
 BLOCK = 4
 
 
 def make_manager(windows=(None,), num_blocks=20, enable_caching=True, states=()):
     groups = make_kv_cache_groups([*pages(*windows), *states])
-    config = KVCacheConfig(num_blocks, BLOCK, groups)
+    config = KVCacheConfig(num_blocks, BLOCK, groups, num_states=8)
     return KVCacheManager(config, enable_caching)
 
 
@@ -337,7 +336,7 @@ class TestLeader:
         assert admit(manager, b) == 0
 
     def test_a_state_cannot_be_cut_off(self):
-        manager = make_manager(states=[StateCache(1)])
+        manager = make_manager(states=[STATE])
         a = make_request("a", range(3))
         b = make_request("b", range(3), leader=a)
         admit(manager, a, end_step=False)
@@ -462,42 +461,6 @@ class TestSlidingWindow:
         assert manager.get_computed_blocks(make_request("b", range(17)))[1] == 0
 
 
-class TestStates:
-    """A kind outside of the package: the manager has no code for it."""
-
-    def test_they_neither_grow_nor_are_known(self):
-        manager, a = make_manager(states=[StateCache(3)]), make_request("a", range(8))
-        assert admit(manager, a, num_new=4) == 0
-        pages_of_a, state = manager.get_block_ids(a)
-        assert (len(pages_of_a), len(state)) == (1, 3)
-        assert advance(manager, a, 4) == [[5], []]
-        assert advance(manager, a, 1, [9]) == [[6], []]
-        assert manager.get_block_ids(a)[1] == state
-        assert all(manager.pool.blocks[i].block_hash is None for i in state)
-        manager.check_integrity([a])
-        manager.free(a)
-        manager.check_integrity([])
-
-    def test_no_prefix_is_found_where_one_group_has_none(self):
-        manager = make_manager(states=[StateCache(1)])
-        admit(manager, make_request("a", range(8)))
-        assert admit(manager, make_request("b", range(9))) == 0
-
-    def test_they_count_when_a_request_is_started(self):
-        manager = make_manager(states=[StateCache(3)], num_blocks=6)
-        assert admit(manager, make_request("a", range(9)), num_new=4) is None
-        assert admit(manager, make_request("b", range(8)), num_new=4) == 0
-        assert manager.pool.num_free_blocks == 1
-
-    def test_a_shared_state_is_found_by_the_check(self):
-        manager, a = make_manager([], states=[StateCache(2)]), make_request("a", range(8))
-        admit(manager, a)
-        manager.check_integrity([a])
-        manager.pool.touch([manager.pool.blocks[manager.get_block_ids(a)[0][1]]])
-        with pytest.raises(AssertionError, match="block 1, yet to be written"):
-            manager.check_integrity([a])
-
-
 class TestIntegrity:
     @pytest.fixture
     def admitted(self):
@@ -580,21 +543,23 @@ class TestIntegrity:
 
 
 MAX_STEP = 9
-KINDS = st.sampled_from([*pages(None, 1, 6), StateCache(1), StateCache(3)])
+KINDS = st.sampled_from([*pages(None, 1, 6), STATE])
 
 
 class ManagerMachine(RuleBasedStateMachine):
     """Requests start, continue and end in any order, with any kinds of cache."""
 
     @initialize(
-        caches=st.lists(KINDS, min_size=1, max_size=3),
+        caches=st.lists(KINDS, max_size=3),
         num_blocks=st.integers(8, 30),
         caching=st.booleans(),
+        num_states=st.integers(1, 9),
     )
-    def make(self, caches, num_blocks, caching):
-        self.groups = make_kv_cache_groups(caches)
-        config = KVCacheConfig(num_blocks, BLOCK, self.groups)
-        self.events_group = len(self.groups) - 1
+    def make(self, caches, num_blocks, caching, num_states):
+        self.groups = make_kv_cache_groups([*caches, *pages(None)])
+        config = KVCacheConfig(num_blocks, BLOCK, self.groups, num_states)
+        self.num_paged = len(config.paged_groups)
+        self.events_group = self.num_paged - 1
         events = KVEventLog(self.events_group, BLOCK, "CPU")
         self.manager = KVCacheManager(config, caching, events)
         self.subscriber = Subscriber()
@@ -603,7 +568,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def books(self):
         pool, live = self.manager.pool, self.live.values()
-        known = [dict(pool.cached_blocks(group)) for group in range(len(self.groups))]
+        known = [dict(pool.cached_blocks(group)) for group in range(self.num_paged)]
         return pool.free_queue.to_list(), known, [self.manager.get_block_ids(r) for r in live]
 
     def allocate(self, request, start, num_new, hit=None):
@@ -617,7 +582,9 @@ class ManagerMachine(RuleBasedStateMachine):
         assert self.books() == before
         most = max_blocks_per_request(self.groups, BLOCK, request.num_tokens, MAX_STEP)
         others = self.live.keys() - {request.request_id}
-        assert others or self.manager._copies or most > self.manager.pool.num_usable_blocks
+        pinned = self.manager.states is not None and self.manager.states.num_pinned
+        blocked = self.manager._copies or pinned
+        assert others or blocked or most > self.manager.pool.num_usable_blocks
         return False
 
     @rule(

@@ -215,7 +215,7 @@ def test_a_block_of_bytes_is_as_large_as_planned(name, backend):
     shape = make_backend(backend, 64).kv_cache_shape(
         3, 16, SPEC.caches[0].num_kv_heads, SPEC.caches[0].head_size, dtype
     )
-    assert 3 * result.block_nbytes == len(kv_cache.slot_nbytes("float32")) * math.prod(
+    assert 3 * result.block_nbytes == len(kv_cache.tensor_sizes("float32")) * math.prod(
         shape
     ) * itemsize(dtype)
     assert result.num_blocks > 1.85 * plan(kv_cache_memory_bytes="8M")[0].num_blocks

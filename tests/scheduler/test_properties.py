@@ -9,9 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from octavo.kv_cache.groups import make_kv_cache_groups
 from octavo.messages import FinishReason
 from octavo.request import Request, RequestStatus
-from tests.fakes import VOCAB, FakeEngine, expected_output, pages
+from tests.fakes import STATE, VOCAB, FakeEngine, expected_output, pages
 from tests.params import unpack_logprobs
-from tests.state_cache import StateCache
 from tests.transfers import FakeTransfers, make_connector
 
 MAX_MODEL_LEN = 64
@@ -19,8 +18,7 @@ MAX_MODEL_LEN = 64
 windows = st.sampled_from(
     [(None,), (None, None), (11,), (None, 9), (24, None, 24), (5, 12, None), (9, 9, 9, None)]
 )
-# Layers with a kind of cache that is not in the package: a state for each request.
-states = st.sampled_from([(), (), (), (StateCache(1),), (StateCache(3),)])
+states = st.sampled_from([(), (), (), (STATE,), (STATE, STATE)])
 
 
 @st.composite
@@ -29,7 +27,8 @@ def engines(draw, **fixed):
     layers = draw(windows | st.just(())) if state else draw(windows)
     caches = pages(*layers) + state
     caches = fixed.get("caches", caches)
-    num_groups = len(make_kv_cache_groups(caches))
+    num_groups = max(1, sum(not group.has_states for group in make_kv_cache_groups(caches)))
+    num_drafts = fixed.get("num_drafts", draw(st.sampled_from([0, 0, 3])))
     options = {
         "caches": caches,
         # From space for one request of the greatest length up to space for several.
@@ -41,8 +40,8 @@ def engines(draw, **fixed):
         "depth": draw(st.integers(1, 3)),
         "num_stages": draw(st.sampled_from([1, 1, 2, 3])),
         "caching": draw(st.booleans()),
-        # A state cannot be rolled back after a wrong draft.
-        "num_drafts": 0 if state and "caches" not in fixed else draw(st.sampled_from([0, 0, 3])),
+        "num_drafts": num_drafts,
+        "num_states": (1 + num_drafts) * draw(st.integers(1, 4)) + draw(st.integers(0, 5)),
         "scheduling_policy": draw(st.sampled_from(["fcfs", "priority"])),
         "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 5])),
         "fail": ("r3",) if draw(st.booleans()) else (),

@@ -13,8 +13,8 @@ from typing import Literal, TypeAlias
 
 from octavo.kv_cache.groups import KVCacheConfig, make_kv_cache_groups, max_blocks_per_request
 from octavo.messages import PauseMode
-from tests.fakes import VOCAB, pages
-from tests.state_cache import StateCache
+from octavo.structured_output.base import MAX_FORCED
+from tests.fakes import STATE, VOCAB, pages
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Settings:
     spare_blocks: int = 0
     """Number of blocks beyond those of one request of the greatest length."""
     windows: tuple[int | None, ...] = (None,)
-    state: int = 0
-    """Number of blocks of a state; 0: the model has none."""
+    spare_states: int | None = None
+    """Number of slots of states beyond those of one request; None: the model has no states."""
     max_num_batched_tokens: int = 64
     max_num_seqs: int = 8
     depth: int = 1
@@ -41,12 +41,20 @@ class Settings:
     @property
     def kv_cache(self) -> KVCacheConfig:
         """Shape of the KV cache."""
-        states = (StateCache(self.state),) if self.state else ()
+        states = () if self.spare_states is None else (STATE,)
         groups = make_kv_cache_groups(pages(*self.windows) + states)
         least = max_blocks_per_request(
             groups, self.block_size, self.max_model_len, self.max_num_batched_tokens
         )
-        return KVCacheConfig(1 + least + self.spare_blocks, self.block_size, groups)
+        num_blocks, own = max(2, 1 + least + self.spare_blocks), self.states_per_request
+        return KVCacheConfig(
+            num_blocks, self.block_size, groups, own + (self.spare_states or 0), own
+        )
+
+    @property
+    def states_per_request(self) -> int:
+        """Number of slots of a request's live state."""
+        return 1 + (max(self.num_drafts, MAX_FORCED) if self.num_drafts else 0)
 
 
 @dataclass(frozen=True)
@@ -234,11 +242,11 @@ def make_schedule(seed: int) -> Schedule:
 
 
 def _make_settings(rng: random.Random) -> Settings:
-    state = rng.choice((1, 3)) if rng.random() < 0.08 else 0
+    spare_states = rng.choice((0, 1, 4, 12, 40)) if rng.random() < 0.15 else None
     windows: tuple[int | None, ...] = (None,)
     if rng.random() < 0.25:
         windows = rng.choice(_WINDOWS)
-    if state and rng.random() < 0.3:
+    if spare_states is not None and rng.random() < 0.3:
         windows = ()
     chunked = rng.random() < 0.9
     return Settings(
@@ -246,13 +254,12 @@ def _make_settings(rng: random.Random) -> Settings:
         block_size=rng.choice((2, 4, 4, 4, 8, 16)),
         spare_blocks=rng.choice((0, 0, 1, 2, 4, 8, 16)),
         windows=windows,
-        state=state,
+        spare_states=spare_states,
         max_num_batched_tokens=rng.choice((1, 3, 8, 13, 32, 200) if chunked else (32, 64)),
         max_num_seqs=rng.choice((1, 2, 3, 8)),
         depth=rng.choice((1, 2, 2, 3)),
         caching=rng.random() < 0.8,
-        # A state cannot be rolled back after a wrong draft.
-        num_drafts=0 if state else rng.choice((0, 0, 1, 3)),
+        num_drafts=rng.choice((0, 0, 1, 3)),
         policy=rng.choice(("fcfs", "fcfs", "priority")),
         threshold=rng.choice((0, 0, 0, 5)),
         chunked=chunked,

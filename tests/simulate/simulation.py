@@ -37,7 +37,7 @@ from octavo.scheduler.fairness import (
 from octavo.scheduler.queue import WaitingQueue
 from octavo.scheduler.scheduler import Scheduler
 from octavo.structured_output.base import MAX_FORCED
-from tests.fakes import VOCAB, FakeExecutor, FakeStep, FakeWorker, expected_output
+from tests.fakes import MESSAGE_ENDS, VOCAB, FakeExecutor, FakeStep, FakeWorker, expected_output
 from tests.params import core_request
 from tests.simulate.schedule import (
     Abort,
@@ -361,9 +361,12 @@ class Simulation:
             max_num_batched_tokens=settings.max_num_batched_tokens,
             enable_caching=settings.caching,
             num_speculative_tokens=settings.num_drafts,
-            max_num_drafts=0 if settings.state else max(3 * settings.num_drafts, MAX_FORCED),
+            max_num_drafts=max(
+                3 * settings.num_drafts, MAX_FORCED if settings.spare_states is None else 0
+            ),
             num_stages=settings.num_stages,
             clock=lambda: self.now,
+            message_ends=MESSAGE_ENDS,
         )
         lengths: Any = RandomDraftLengths(settings.num_drafts)
         self._scheduler.drafting.lengths = lengths

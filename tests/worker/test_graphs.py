@@ -56,7 +56,7 @@ def make_steps(
     backend = CPUAttention()
     memory = [
         full((kv.num_blocks, nbytes), 255, "uint8")  # of floats: NaN
-        for nbytes in kv.slot_nbytes(dtype)
+        for _, nbytes in kv.tensor_sizes(dtype)
     ]
     caches = [
         cache.view(memory[slot], BLOCK_SIZE, dtype, backend)

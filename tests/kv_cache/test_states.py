@@ -1,0 +1,166 @@
+"""Slots of recurrent states, with a worker that checks each state it reads."""
+
+import pytest
+
+from tests.fakes import MESSAGE_ENDS, STATE, FakeEngine, expected_output, pages
+from tests.params import core_params
+
+END = MESSAGE_ENDS[0]
+
+
+def make_engine(**options):
+    options = {"caches": (*pages(None), STATE), "num_blocks": 400, "num_states": 30} | options
+    return FakeEngine(max_model_len=4096, max_num_batched_tokens=512, **options)
+
+
+def text(count, start=0):
+    """Tokens without the end of a message."""
+    return [20 + (start + i * i) % 30 for i in range(count)]
+
+
+def snapshots(engine):
+    """Number of tokens of each snapshot."""
+    return sorted(s.num_tokens for s in engine.scheduler.kv_cache_manager.states.known.values())
+
+
+def hit(engine, name, prompt, **options):
+    """Run a request; return the number of its cached tokens."""
+    request = engine.add(name, prompt, **options)
+    engine.run()
+    params = core_params(max_tokens=options.get("max_tokens", 8))
+    assert engine.tokens(name) == expected_output(params, prompt, 4096)
+    return request.num_cached_tokens
+
+
+class TestHits:
+    def test_the_same_prompt(self):
+        engine, prompt = make_engine(), text(100)
+        assert hit(engine, "a", prompt) == 0
+        assert hit(engine, "b", prompt) == 96
+
+    def test_the_last_token_is_never_in_a_state(self):
+        engine, prompt = make_engine(), text(96)
+        hit(engine, "a", prompt)
+        assert hit(engine, "b", prompt) == 88
+
+    def test_the_second_request_with_a_system_prompt(self):
+        engine, system = make_engine(), [*text(600), END]
+        hit(engine, "a", [*system, *text(300, 7)])
+        assert hit(engine, "b", [*system, *text(300, 11)]) == 600
+
+    def test_the_third_request_after_prompts_parted(self):
+        """The second one finds known blocks without a state, and leaves a snapshot there."""
+        engine, shared = make_engine(), text(333)
+        hit(engine, "a", [*shared, *text(30, 7)])
+        assert hit(engine, "b", [*shared, *text(30, 11)]) == 0
+        assert hit(engine, "c", [*shared, *text(30, 13)]) == 328
+
+    def test_the_next_turn(self):
+        engine, prompt = make_engine(), [*text(300), END, *text(80, 1), END]
+        hit(engine, "a", prompt, max_tokens=200)
+        answer = engine.tokens("a")
+        assert len(answer) > 100
+        turn = [*prompt, *answer, END, *text(40, 2)]
+        known = (len(prompt) + len(answer) - 1) // 64 * 64
+        assert hit(engine, "b", turn) == known
+
+    def test_a_next_turn_without_the_last_thoughts(self):
+        engine, prompt = make_engine(), [*text(300), END, *text(80, 1), END, *text(5)]
+        hit(engine, "a", prompt, max_tokens=100)
+        assert hit(engine, "b", [*prompt[:-2], *text(60, 9)]) == 376  # 382 tokens of messages
+
+    def test_a_long_prompt_that_differs_late(self):
+        engine, prompt = make_engine(num_blocks=600), text(4000)
+        hit(engine, "a", prompt)
+        assert hit(engine, "b", [*prompt[:3500], *text(100, 9)]) == (4000 - 1024) // 8 * 8
+        assert snapshots(engine)[0] == 4000 - 2048
+
+    def test_without_caching_there_are_none(self):
+        engine = make_engine(caching=False)
+        hit(engine, "a", text(100))
+        assert hit(engine, "b", text(100)) == 0
+        assert snapshots(engine) == []
+
+    def test_models_without_attention(self):
+        engine, system = make_engine(caches=(STATE,)), [*text(600), END]
+        hit(engine, "a", [*system, *text(300, 7)])
+        assert hit(engine, "b", [*system, *text(300, 11)]) == 600
+
+    def test_a_lost_block_makes_its_snapshot_useless(self):
+        engine, prompt = make_engine(), text(100)
+        hit(engine, "a", prompt)
+        pool = engine.scheduler.kv_cache_manager.pool
+        pool.uncache(next(b for b in pool.blocks if b.block_hash is not None))
+        assert hit(engine, "b", prompt) == 0
+
+
+class TestSlots:
+    def test_an_answer_has_one_snapshot(self):
+        engine = make_engine()
+        hit(engine, "a", text(10), max_tokens=400)
+        assert len([n for n in snapshots(engine) if n > 10]) == 1
+
+    def test_live_states_limit_the_requests(self):
+        engine = make_engine(num_states=3)
+        for i in range(6):
+            engine.add(f"r{i}", text(50, i))
+        engine.step()
+        engine.step()  # the snapshots of the first step make room
+        assert len(engine.scheduler.running) == 3
+        engine.run()
+
+    def test_drafts_need_slots(self):
+        engine = make_engine(num_states=9, num_drafts=3)
+        for i in range(6):
+            engine.add(f"r{i}", text(50, i), max_tokens=60)
+        engine.step()
+        assert len(engine.scheduler.running) == 2
+        engine.run()
+
+    def test_the_least_valuable_snapshot_is_given_up(self):
+        """One of a long prompt outlives those of many short ones."""
+        engine = make_engine(num_states=8)
+        hit(engine, "long", text(500))
+        for i in range(20):
+            hit(engine, f"short{i}", text(9, i + 100))
+        assert max(snapshots(engine)) == 496
+        assert hit(engine, "again", text(500)) == 496
+
+    def test_a_value_fades(self):
+        engine = make_engine(num_states=6)
+        hit(engine, "long", text(100))
+        for i in range(60):
+            hit(engine, f"short{i}", text(30, i + 100))
+        assert max(snapshots(engine)) == 24
+
+    def test_a_failed_request_leaves_none(self):
+        """Its state may contain NaN."""
+        engine = make_engine(fail=("a",))
+        engine.add("a", text(100))
+        engine.run()
+        assert snapshots(engine) == []
+
+    def test_a_failed_request_leaves_those_of_others(self):
+        engine, system = make_engine(fail=("b",)), [*text(600), END]
+        hit(engine, "a", [*system, *text(300, 7)])
+        before = snapshots(engine)
+        engine.add("b", [*system, *text(90, 11)])
+        engine.run()
+        assert snapshots(engine) == before
+
+    def test_a_reset_forgets_all(self):
+        engine = make_engine()
+        hit(engine, "a", text(100))
+        assert engine.scheduler.kv_cache_manager.reset_prefix_cache()
+        assert snapshots(engine) == []
+        assert hit(engine, "b", text(100)) == 0
+
+
+def test_the_check_finds_a_lost_slot():
+    states = make_engine().scheduler.kv_cache_manager.states
+    states.check_integrity([])
+    states._free.pop()
+    with pytest.raises(AssertionError, match="lost or used twice"):
+        states.check_integrity([])
+    with pytest.raises(AssertionError, match="held wrongly"):
+        states.check_integrity(["a"])
