@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
+from octavo.errors import ConfigError
 from octavo.layers.state_table import SNAPSHOT_SLOTS, STATE_SLOTS, STATE_SOURCES
 from octavo.models.cache import Pages
 from octavo.system.dtypes import DTYPE_NBYTES
@@ -70,8 +71,11 @@ class StateCache:
         )
 
     def pages(self) -> Pages:
-        """Return one page of one chunk: a slot is copied as a whole."""
-        return Pages(1, 1)
+        """Raise ConfigError: KV connectors copy blocks, not states."""
+        raise ConfigError(
+            "kv_transfer_config is not supported with models that have recurrent states; leave it "
+            "out."
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,6 +98,11 @@ class WorkerSetup:
     @property
     def kv_layout(self) -> KVLayout:
         """Layout of this rank's part of a block of the KV cache."""
+        if self.has_states:
+            raise ConfigError(
+                "kv_transfer_config is not supported with models that have recurrent states; leave "
+                "it out."
+            )
         device, part = self.config.device, self.spec.split(self.rank)
         first_heads = {getattr(cache, "first_kv_head", 0) for cache in part.caches}
         if len(first_heads) > 1:
