@@ -206,17 +206,23 @@ class KVCacheManager:
         """Return True if a request that holds no blocks should wait for the next step.
 
         This is so while this step computes the end of its leader's prompt: in the next step the
-        request can share all of the prompt except for the last token.
+        request can share all of the prompt except for the last token. In models with recurrent
+        states it also waits for the parts before, since only the end may have a snapshot.
         """
         leader = request.leader
+        if (
+            leader is None
+            or leader.request_id not in self._begun
+            or leader.request_id not in self._requests
+            or request.skip_reading_prefix_cache
+        ):
+            return False
+        if self.states is not None:
+            return self.states.enable_caching and len(request.block_hashes) > 0
         return (
-            leader is not None
-            and leader.request_id in self._begun
-            and leader.request_id in self._requests
-            and leader.num_computed_tokens >= request.num_prompt_tokens
+            leader.num_computed_tokens >= request.num_prompt_tokens
             and request.num_prompt_tokens % self.block_size != 1  # else it can be shared at once
             and self._has_pages
-            and not request.skip_reading_prefix_cache
         )
 
     def allocate_slots(

@@ -15,6 +15,7 @@ from octavo.models.heads import MedusaSpec, read_eagle, read_eagle3, read_medusa
 from octavo.models.hub import resolve_model
 from octavo.models.registry import complete_spec, read_spec
 from octavo.models.spec import ModelSpec
+from octavo.models.state_cache import StateCache
 
 _MEDUSA, _EAGLE = ("MedusaModel",), ("EagleLlamaForCausalLM",)
 _EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
@@ -70,6 +71,11 @@ def find_draft(config: EngineConfig, target: ModelSpec) -> Draft | None:
             eagle = read_eagle3(read, target) if eagle3 else read_eagle(read, target)
             return Draft("eagle", complete_spec(eagle, read, checkpoint, settings), path)
     spec = read_spec(checkpoint, settings)
+    if any(isinstance(cache, StateCache) for cache in spec.caches):
+        raise ConfigError(
+            f"speculative_config: {speculative.model} is a {spec.architecture}, whose layers have "
+            "recurrent states; name a draft model with attention in all layers."
+        )
     if spec.vocab_size != target.vocab_size:
         raise ConfigError(
             f"speculative_config: {speculative.model} has {spec.vocab_size} tokens in its "

@@ -44,6 +44,10 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     """Number of requests with blocks that could not be loaded."""
     num_expired_transfers: int = 0
     """Number of requests with blocks that no engine fetched in time."""
+    num_snapshots: int = 0
+    """Number of recurrent states that the prefix cache keeps."""
+    num_snapshot_evictions: int = 0
+    """Number of these given up for other states."""
     drafting_paused: int = 0
     """1 while drafts do not pay at the current load; for several engines, the number of these."""
 
@@ -128,6 +132,18 @@ SCHEDULER_METRICS = (
         "Tokens found in the prefix cache, by its location.",
         "prefix_cache_hits",
         {"source": "device"},
+    ),
+    SchedulerMetric(
+        "gauge",
+        "state_snapshots",
+        "Recurrent states that the prefix cache keeps.",
+        "num_snapshots",
+    ),
+    SchedulerMetric(
+        "counter",
+        "state_snapshot_evictions",
+        "Recurrent states that the prefix cache gave up for others.",
+        "num_snapshot_evictions",
     ),
     SchedulerMetric(
         "counter", "num_preemptions", "Preemptions of running requests.", "num_preemptions"

@@ -415,6 +415,7 @@ class Scheduler:
     def make_stats(self) -> SchedulerStats:
         """Return state and counters."""
         manager, drafting, loads = self.kv_cache_manager, self.drafting, self._loads
+        states = manager.states
         return SchedulerStats(
             num_running_reqs=len(self.running),
             num_waiting_reqs=len(self.waiting) + len(self._held),
@@ -433,6 +434,8 @@ class Scheduler:
             external_prefix_cache_queries=0 if loads is None else loads.num_queries,
             external_prefix_cache_hits=0 if loads is None else loads.num_hits,
             num_failed_loads=0 if loads is None else loads.num_failed,
+            num_snapshots=0 if states is None else len(states.known),
+            num_snapshot_evictions=0 if states is None else states.num_evictions,
             drafting_paused=int(drafting.lengths.paused),
             num_expired_transfers=0 if self._connector is None else self._connector.num_expired,
         )

@@ -213,6 +213,11 @@ class _Simulation:
         """Make the engine; raise ConfigError if the cache is too small for the context."""
         config, cache = self.config, self.config.cache
         groups = make_kv_cache_groups(self.spec.caches)
+        if any(group.has_states for group in groups):
+            raise ConfigError(
+                f"{self.spec.architecture} has layers with recurrent states, which `octavo "
+                "simulate` does not support; name another model."
+            )
         num_blocks = step_times.num_blocks
         if cache.num_gpu_blocks_override is not None:
             num_blocks = cache.num_gpu_blocks_override

@@ -86,6 +86,14 @@ class TestHits:
         hit(engine, "a", [*system, *text(300, 7)])
         assert hit(engine, "b", [*system, *text(300, 11)]) == 600
 
+    def test_answers_to_one_prompt_wait_for_its_end(self):
+        """The prompt is computed once, in three steps, except for its last tokens."""
+        engine, prompt = make_engine(), text(1200)
+        leader = engine.add("a", prompt)
+        others = [engine.add(f"b{i}", prompt, leader=leader, seed=i) for i in range(3)]
+        engine.run()
+        assert [request.num_cached_tokens for request in others] == [1192] * 3
+
     def test_a_lost_block_makes_its_snapshot_useless(self):
         engine, prompt = make_engine(), text(100)
         hit(engine, "a", prompt)
