@@ -4,6 +4,7 @@
 #include "quant.h"
 #include "activation.h"
 #include "attention.h"
+#include "delta_rule.h"
 #include "linear.h"
 #include "norm.h"
 #include "rotary.h"

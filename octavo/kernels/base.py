@@ -556,6 +556,44 @@ class Ops(Protocol):
         """
         ...
 
+    def gated_delta_rule(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        state: Tensor,
+        slots: StateSlots,
+        beta_scale: float = 1.0,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Compute a linear attention whose state is a matrix S [DK, DV] of each head: [T, H, DV].
+
+        Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (arXiv 2412.06464). For each token, in
+        float32 and in order: S = g S; u = b (value - key S); S = S + key (x) u; result = query S.
+        Keys and queries are divided by sqrt(sum of squares + 1e-6), queries also by sqrt(DK).
+        g = exp(-exp(a_log) softplus(decay + dt_bias)) and b = beta_scale * sigmoid(beta).
+
+        With a decay for each row of S it is Kimi Delta Attention (arXiv 2510.26692).
+
+        Args:
+            query: [T, KH, DK], heads dense; head h of the result uses head h * KH // H.
+            key: as query.
+            value: [T, H, DV], heads dense.
+            decay: [T, H], or [T, H * DK] with a decay for each row of S.
+            beta: [T, H].
+            a_log: float32 [H].
+            dt_bias: float32 [H], or [H * DK] with a decay for each row.
+            state: float32 [slots, H * DK * DV]; rows may have any stride.
+            slots: the requests of the step, and their slots in `state`.
+            beta_scale: factor of beta.
+            out: memory for the result: [T, H, DV] with dense heads.
+        """
+        ...
+
     def softmax(self, x: Tensor) -> Tensor:
         """Return the softmax of float32 rows [M, V]."""
         ...

@@ -811,6 +811,72 @@ class NativeOps:
         )
         return out
 
+    def gated_delta_rule(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        state: Tensor,
+        slots: StateSlots,
+        beta_scale: float = 1.0,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Compute token by token; heads and, if these are few, their columns run in parallel."""
+        tokens, heads, value_size = value.shape
+        key_heads, key_size = query.shape[1:]
+        by_channel = decay.shape[1] != heads
+        if out is None:
+            out = self._empty(tokens, heads, value_size, dtype=value.dtype)
+        _rows(decay)
+        _rows(beta)
+        _rows(state)
+        assert heads % key_heads == 0
+        assert query.shape == key.shape == (tokens, key_heads, key_size)
+        assert out.shape == value.shape
+        for x in (query, key, value, out):
+            assert x.dtype == decay.dtype == beta.dtype
+            assert x.stride(2) == 1
+            assert x.stride(1) == x.shape[2]
+        assert decay.shape == (tokens, heads * (key_size if by_channel else 1))
+        assert beta.shape == (tokens, heads)
+        assert a_log.shape == (heads,)
+        assert dt_bias.shape == decay.shape[1:]
+        assert a_log.dtype == dt_bias.dtype == state.dtype == "float32"
+        assert a_log.is_contiguous()
+        assert dt_bias.is_contiguous()
+        assert state.shape[1] == heads * key_size * value_size
+        kernels.gated_delta_rule(
+            query=query.data_ptr(),
+            query_stride=query.stride(0),
+            key=key.data_ptr(),
+            key_stride=key.stride(0),
+            value=value.data_ptr(),
+            value_stride=value.stride(0),
+            decay=decay.data_ptr(),
+            decay_stride=decay.stride(0),
+            beta=beta.data_ptr(),
+            beta_stride=beta.stride(0),
+            a_log=a_log.data_ptr(),
+            dt_bias=dt_bias.data_ptr(),
+            state=state.data_ptr(),
+            state_stride=state.stride(0),
+            out=out.data_ptr(),
+            out_stride=out.stride(0),
+            key_heads=key_heads,
+            heads=heads,
+            key_size=key_size,
+            value_size=value_size,
+            beta_scale=beta_scale,
+            by_channel=by_channel,
+            dtype=DTYPE_CODES[value.dtype],
+            **_slot_addresses(slots, tokens),
+        )
+        return out
+
     def _softmax(self, x: Tensor, log: bool) -> Tensor:
         rows, dim = _logits(x)
         out = self._empty(rows, dim, dtype=x.dtype)

@@ -519,6 +519,43 @@ class ReferenceOps:
         result = F.silu(result) if activation == "silu" else result
         return into(out, result.to(x.dtype))
 
+    def gated_delta_rule(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        state: Tensor,
+        slots: StateSlots,
+        beta_scale: float = 1.0,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Compute like the recurrent forms of Qwen3-Next and Kimi Linear in Hugging Face."""
+        (tokens, heads, size), (_, key_heads, key_size) = value.shape, query.shape
+        rate = F.softplus(decay.float() + dt_bias).view(tokens, heads, -1)
+        factors = torch.exp(-a_log.exp()[:, None] * rate)[..., None]  # [T, H, DK or 1, 1]
+        betas = beta_scale * torch.sigmoid(beta.float())[..., None]
+        unit = [
+            x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + 1e-6)
+            for x in (query, key)
+        ]
+        queries, keys = (x.repeat_interleave(heads // key_heads, 1)[..., None] for x in unit)
+        result = torch.empty_like(value, dtype=torch.float32)
+        for source, at in requests_of(slots):
+            s = state.new_zeros(heads, key_size, size)
+            if source >= 0:
+                s = state[source].view_as(s)
+            for t in range(at.start, at.stop):
+                s = s * factors[t]
+                u = betas[t] * (value[t].float() - (keys[t] * s).sum(1))
+                s = s + keys[t] * u[:, None]
+                result[t] = (queries[t] * s).sum(1) / key_size**0.5
+                store_states(state, slots, slice(t, t + 1), s[None])
+        return into(out, result.to(value.dtype))
+
     def softmax(self, x: Tensor) -> Tensor:
         return torch.softmax(x, dim=-1)
 

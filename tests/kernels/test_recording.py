@@ -35,6 +35,7 @@ ids = torch.arange(ROWS) * 7 % IDS
 bitmask = torch.arange(ROWS * 2, dtype=torch.int32).view(ROWS, 2) * 77_777_777
 others = torch.arange(ROWS).flip(0).contiguous()
 states = torch.zeros(1, 3 * DIM)
+rates, matrices = torch.full((4,), 0.5), torch.zeros(1, 4 * 16 * 12)
 params = np.zeros(ROWS, SAMPLING_ROW)
 params["temperature"], params["top_p"] = np.arange(ROWS) % 3, 0.9
 params["seed"] = np.arange(ROWS)
@@ -68,6 +69,13 @@ def convolved(x: Tensor) -> Tensor:
     return ops.causal_conv(x, weight, None, states, slots(len(x)), "silu")
 
 
+def remembered(x: Tensor) -> Tensor:
+    keys, values = x[:, :32].view(-1, 2, 16), x[:, :48].view(-1, 4, 12)
+    return ops.gated_delta_rule(
+        keys, keys, values, x[:, :4], x[:, 4:8], rates, rates, matrices, slots(len(x))
+    ).flatten(1)
+
+
 NOT_IN_STEPS = {"pack_weight", "quantize_weight", "pack_blocks", "pack_quantized", "empty"}
 NOT_IN_STEPS |= {"to_device", "to_host", "copy_to_host", "copy_", "copy_blocks"}
 NOT_IN_STEPS |= {"gather", "ranks", "set_at_", "add_at_", "penalize_", "change_rows"}
@@ -99,6 +107,7 @@ CASES: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
     "log": lambda x: ops.log(ops.exp(x)),
     "rotary_embedding": rotated,
     "causal_conv": convolved,
+    "gated_delta_rule": remembered,
     "softmax": ops.softmax,
     "log_softmax": ops.log_softmax,
     "argmax": ops.argmax,
