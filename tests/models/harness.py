@@ -262,7 +262,8 @@ def _config_class(architecture: str) -> Any:
     names = {"GPT2LMHeadModel": "GPT2", "Gemma3ForCausalLM": "Gemma3Text"}
     names |= STAND_INS
     names |= {
-        f"{name}ForCausalLM": f"{name}Text" for name in ("Gemma3n", "Gemma4", "Gemma4Unified")
+        f"{name}ForCausalLM": f"{name}Text"
+        for name in ("Gemma3n", "Gemma4", "Gemma4Unified", "Qwen3_5")
     }
     name = names.get(architecture, re.sub("For(CausalLM|ConditionalGeneration)$", "", architecture))
     return getattr(transformers, f"{name}Config")
