@@ -4,10 +4,12 @@
 #include "quant.h"
 #include "activation.h"
 #include "attention.h"
+#include "delta_rule.h"
 #include "linear.h"
 #include "norm.h"
 #include "rotary.h"
 #include "sample.h"
+#include "state.h"
 #include "tile.h"
 
 #define OCTAVO_TEXT(x) #x

@@ -535,6 +535,67 @@ struct AttentionArgs {
   }
 };
 
+constexpr int kMaxTaps = 8;
+
+// Causal convolution of each channel with its own weights.
+struct CausalConvArgs {
+  const void* x;  // [tokens, channels]
+  int64_t x_stride;
+  const void* weight;  // [channels, taps], the newest input's last
+  const void* bias;  // [channels] or null
+  void* out;  // [tokens, channels]; may be x
+  int64_t out_stride;
+  float* state;  // [slots, taps - 1, channels]: the last inputs, oldest first
+  int64_t state_stride;  // from a slot to the next
+  const int32_t* query_start_loc;  // [num_reqs + 1]
+  const int32_t* sources;  // [num_reqs]: slot with the state before the first token; -1: zeros
+  const int32_t* slots;  // [tokens]: slot that receives the state after a token; -1: none
+  const int32_t* snapshots;  // [tokens]: a second one
+  int64_t num_reqs, channels, taps;
+  bool silu;
+  DType dtype;
+
+  MEMBERS(x, x_stride, weight, bias, out, out_stride, state, state_stride, query_start_loc, sources,
+          slots, snapshots, num_reqs, channels, taps, silu, dtype)
+  void resize(const StepSize& size) { num_reqs = size.num_reqs; }
+  Work work() const {
+    const int64_t tokens = query_start_loc[num_reqs];
+    return {2.0 * channels * (tokens * size_of(dtype) + 4 * num_reqs * (taps - 1)),
+            2.0 * tokens * channels * taps};
+  }
+};
+
+// See delta_rule.h. R is the number of requests; heads are those of the values.
+struct DeltaRuleArgs {
+  const void *query, *key;  // [tokens, key_heads, key_size], heads dense
+  const void* value;  // [tokens, heads, value_size], heads dense
+  const void* decay;  // [tokens, heads], or by_channel [tokens, heads, key_size]
+  const void* beta;  // [tokens, heads]
+  int64_t query_stride, key_stride, value_stride, decay_stride, beta_stride;
+  const float* a_log;  // [heads]
+  const float* dt_bias;  // [heads], or by_channel [heads, key_size]
+  float* state;  // [slots, heads, key_size, value_size]
+  int64_t state_stride;
+  const int32_t* query_start_loc;  // [R + 1]
+  const int32_t* sources;  // [R], slot of the state before the request's first token; -1: zeros
+  const int32_t *slots, *snapshots;  // [tokens], slots for the state after the token; -1: none
+  void* out;  // [tokens, heads, value_size]
+  int64_t out_stride, num_reqs, key_heads, heads, key_size, value_size;
+  float beta_scale;
+  bool by_channel;
+  DType dtype;
+
+  MEMBERS(query, key, value, decay, beta, query_stride, key_stride, value_stride, decay_stride,
+          beta_stride, a_log, dt_bias, state, state_stride, query_start_loc, sources, slots, snapshots,
+          out, out_stride, num_reqs, key_heads, heads, key_size, value_size, beta_scale, by_channel, dtype)
+  void resize(const StepSize& size) { num_reqs = size.num_reqs; }
+  Work work() const {
+    const double matrix = double(heads * key_size * value_size), tokens = query_start_loc[num_reqs];
+    const double row = 2.0 * key_heads * key_size + 2.0 * heads * value_size;
+    return {8.0 * num_reqs * matrix + tokens * row * size_of(dtype), 7.0 * tokens * matrix};
+  }
+};
+
 // Every kernel, with its arguments.
 #define OCTAVO_KERNELS(KERNEL)            \
   KERNEL(pack_weight, PackArgs)           \
@@ -563,7 +624,9 @@ struct AttentionArgs {
   KERNEL(multiply, MultiplyArgs)          \
   KERNEL(sum_parts, SumPartsArgs)         \
   KERNEL(write_kv, WriteKvArgs)           \
-  KERNEL(attention, AttentionArgs)
+  KERNEL(attention, AttentionArgs)        \
+  KERNEL(causal_conv, CausalConvArgs)     \
+  KERNEL(gated_delta_rule, DeltaRuleArgs)
 
 struct KernelTable {
   const char* isa;

@@ -32,13 +32,17 @@ class Source:
     transform: Literal["none", "transpose", "by_group", "by_shard", "skip_rows"] = "none"
     """Change of the stored tensor before a part is selected. transpose: from [inputs, outputs] to
     [outputs, inputs] (Conv1D). by_group: reorder rows from queries, keys and values of each group
-    of heads in turn to all queries, all keys, all values (BLOOM, Falcon). by_shard: the same from
+    of heads in turn to all queries, all keys, all values (BLOOM, Falcon); a group may have other
+    parts. by_shard: the same from
     queries, values and keys of each of several equal parts of the heads (CodeGen). skip_rows: drop
     the first rows (OPT's positions)."""
     groups: int = 1
     """by_group: number of heads of keys and values. by_shard: number of parts."""
     group_queries: int = 1
     """by_group: number of query heads in each group."""
+    group_parts: tuple[int, ...] = ()
+    """by_group: sizes of the parts of each group, in any unit, instead of queries, a key and a
+    value (Qwen3-Next)."""
     columns: tuple[int, int] | None = None
     """Inputs [begin, end) that are needed; None: all."""
     parts: tuple[tuple[int, int], ...] | None = None
@@ -53,12 +57,13 @@ class Source:
     """Value of all elements with load_format=dummy; None: random numbers."""
 
     def row_order(self, rows: int) -> NDArray[np.int64]:
-        """Return the stored rows in the order queries, keys, values; for by_group and by_shard."""
+        """Return the stored rows, part by part: for by_group and by_shard."""
         if self.transform == "by_shard":
             queries, values, keys = np.arange(rows).reshape(self.groups, 3, -1).swapaxes(0, 1)
             return np.concatenate([queries.ravel(), keys.ravel(), values.ravel()])
-        heads = np.arange(rows).reshape(self.groups, self.group_queries + 2, -1)
-        split = np.split(heads, (self.group_queries, self.group_queries + 1), axis=1)
+        parts = self.group_parts or (self.group_queries, 1, 1)
+        groups = np.arange(rows).reshape(self.groups, sum(parts), -1)
+        split = np.split(groups, np.cumsum(parts)[:-1], axis=1)
         return np.concatenate([part.ravel() for part in split])
 
 

@@ -46,6 +46,9 @@ class Attention:
     computes neither."""
     gated: bool = False
     """True if the sigmoid of a gate is a factor of each head's result."""
+    gates_follow_queries: bool = False
+    """True if `qkv_proj` computes the gate of a head directly after its query; False: all gates
+    after the values."""
     query_factors: Tensor | None = None
     """Factor of the queries at each position: [positions, 1]."""
     norms_rotated: bool = False
@@ -114,7 +117,10 @@ class Attention:
         values = 0 if self.values_are_keys else keys
         split = self.num_heads, keys, values
         gate = None
-        if self.gated:
+        if self.gates_follow_queries:
+            pairs, key, value = heads.split_with_sizes((2 * self.num_heads, keys, values), dim=1)
+            query, gate = pairs[:, 0::2], pairs[:, 1::2]
+        elif self.gated:
             query, key, value, gate = heads.split_with_sizes((*split, self.num_heads), dim=1)
         else:
             query, key, value = heads.split_with_sizes(split, dim=1)

@@ -47,6 +47,10 @@ _MUSE = {"hidden_activation": "silu", "rms_norm_eps": 1e-5, "num_key_value_heads
 _MUSE |= {"head_dim": 128, "max_position_embeddings": 131072, "sliding_window": 2048}
 _MUSE |= {"final_logit_softcapping": 20.0, "qk_scale_factor": 3.87, "post_norm_eps": 1e-8}
 _MUSE |= {"output_multiplier": 0.19611613513818404}
+_QWEN3_5 = _LLAMA | {"head_dim": 256, "num_key_value_heads": 4}
+_QWEN3_5 |= {"max_position_embeddings": 32768, "linear_conv_kernel_dim": 4}
+_QWEN3_5 |= {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
+_QWEN3_5 |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"model_type": "llama"} | _LLAMA,
@@ -122,6 +126,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "VipLlavaForConditionalGeneration": {"model_type": "vipllava"},
     "VoxtralForConditionalGeneration": {"model_type": "voxtral"},
     "MuseGlimmerForConditionalGeneration": {"model_type": "muse_glimmer"} | _MUSE,
+    "Qwen3_5ForCausalLM": {"model_type": "qwen3_5_text"} | _QWEN3_5,
+    "Qwen3_5ForConditionalGeneration": {"model_type": "qwen3_5"} | _QWEN3_5,
+    "Qwen3NextForCausalLM": {"model_type": "qwen3_next"}
+    | _QWEN3_5
+    | {"num_key_value_heads": 2, "num_experts": 512},
+    "OlmoHybridForCausalLM": {"model_type": "olmo_hybrid"}
+    | _LLAMA
+    | {"max_position_embeddings": 65536, "linear_conv_kernel_dim": 4},
     "GlmForCausalLM": {"model_type": "glm"} | _GLM,
     "Glm4ForCausalLM": {"model_type": "glm4"} | _GLM,
     "Phi3ForCausalLM": {"model_type": "phi3"}

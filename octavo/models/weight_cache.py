@@ -82,6 +82,10 @@ _NOT_IN_KEYS = ("dtypes", "dummy", "optional", "other_shapes")
 """Fields of a `Source` that depend on the others, or do not change the weights of a file."""
 
 
+_LATER = ("group_parts",)
+"""Fields of a `Source` that are only in keys of weights that use them."""
+
+
 def _describe_forms(weights: list[Weight]) -> str | list[str] | None:
     """Return the name of the form of all linear weights, None for plain, or one name for each."""
     names = [weight.form.name for weight in weights if weight.kind == "linear"]
@@ -93,10 +97,14 @@ def _describe_forms(weights: list[Weight]) -> str | list[str] | None:
 def _describe(weight: Weight) -> dict[str, object]:
     """Return a key's description of a weight; another text would orphan the files of all users."""
     sources = [
-        {name: value for name, value in vars(source).items() if name not in _NOT_IN_KEYS}
+        {
+            name: value
+            for name, value in vars(source).items()
+            if name not in _NOT_IN_KEYS and (name not in _LATER or value)
+        }
         for source in weight.sources
     ]
-    return {
+    described = {
         "name": weight.name,
         "kind": weight.kind,
         "shape": weight.shape,
@@ -104,6 +112,7 @@ def _describe(weight: Weight) -> dict[str, object]:
         "dummy": weight.sources[0].dummy,
         "whole": weight.whole,
     }
+    return described if weight.dtype is None else described | {"dtype": weight.dtype}
 
 
 def _identity(file: Path) -> list[object]:

@@ -70,6 +70,17 @@ GEMMA4_E |= {"vocab_size_per_layer_input": VOCAB}
 GEMMA4_VALUES = GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
 GEMMA4_VALUES |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 
+MROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+MROPE |= {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+DELTA |= {"linear_key_head_dim": 12, "linear_value_head_dim": 20}
+QWEN3_5 = WIDE_HEADS | DELTA | {"rope_parameters": MROPE}
+QWEN3_5 |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+# transformers saves convolutions of queries, keys and values in equal parts.
+OLMO_HYBRID = SIZES | {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+OLMO_HYBRID |= {"linear_key_head_dim": 10, "linear_value_head_dim": 5}
+OLMO_HYBRID |= {"layer_types": ["linear_attention"] * 2 + ["full_attention"]}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", WIDE_HEADS),
     "llama-mqa-tied-bias": (
@@ -105,6 +116,28 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"sliding_window": 9, "max_window_layers": 1},
     ),
     "qwen3": ("Qwen3ForCausalLM", SIZES | {"head_dim": 24, "attention_bias": True}),
+    "qwen3.5": ("Qwen3_5ForCausalLM", QWEN3_5),
+    "qwen3.5-tied": (
+        "Qwen3_5ForCausalLM",
+        QWEN3_5
+        | {"linear_num_value_heads": 2, "linear_key_head_dim": 40, "linear_value_head_dim": 7}
+        | {"linear_conv_kernel_dim": 2, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "qwen3-next": (
+        "Qwen3NextForCausalLM",
+        WIDE_HEADS
+        | DELTA
+        | {"num_experts": 0, "linear_num_value_heads": 6, "head_dim": 32}
+        | {"linear_key_head_dim": 16, "num_hidden_layers": 4},
+    ),
+    "olmo-hybrid": (
+        "OlmoHybridForCausalLM",
+        OLMO_HYBRID | {"linear_conv_kernel_dim": 3, "rope_parameters": None},
+    ),
+    "olmo-hybrid-rope": (
+        "OlmoHybridForCausalLM",
+        OLMO_HYBRID | {"linear_allow_neg_eigval": False, "rope_parameters": YARN},
+    ),
     "gemma": ("GemmaForCausalLM", SIZES | {"head_dim": 16, "num_key_value_heads": 1}),
     "gemma2": (
         "Gemma2ForCausalLM",
@@ -429,6 +462,14 @@ TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
                 | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
             },
             QWEN_TOWER | {"deepstack_visual_indexes": [0]},
+            tie_word_embeddings=True,
+        ),
+    ),
+    "qwen3.5-vision": (
+        "Qwen3_5ForConditionalGeneration",
+        _with_tower(
+            QWEN3_5 | {"tie_word_embeddings": True},
+            QWEN_TOWER | {"num_position_embeddings": 16},
             tie_word_embeddings=True,
         ),
     ),

@@ -105,6 +105,9 @@ class AttentionSpec(BlockSpec):
     `qkv_proj` then computes only the rank's values. None: `qkv_proj` computes all three."""
     gated: bool = False
     """True if the sigmoid of a gate is a factor of each head's result (Muse Glimmer)."""
+    gates_follow_queries: bool = False
+    """True if `qkv_proj` computes the gate of a head directly after its query (Qwen3-Next); False:
+    all gates after the values."""
     query_scale: QueryScale | None = None
     sinks: Sinks | None = None
     out_norm: RMSNormSpec | None = None
@@ -136,9 +139,12 @@ class AttentionSpec(BlockSpec):
         heads, kv_heads = end - first, end_kv - first_kv
         positions, size = self.positions, self.head_size
         queries, keys = (self.num_heads, first, end), (self.num_kv_heads, first_kv, end_kv)
+        gates = [queries] if self.gated else []
+        if self.gates_follow_queries:
+            queries, gates = (2 * self.num_heads, 2 * first, 2 * end), []
         keys_and_values = [] if self.source is not None else [keys] * (2 - self.values_are_keys)
         before, parts = 0, []
-        for number, a, b in [queries, *keys_and_values, *([queries] if self.gated else [])]:
+        for number, a, b in [queries, *keys_and_values, *gates]:
             parts.append(((before + a) * size, (before + b) * size))
             before += number
         qk_proj = None
@@ -281,6 +287,7 @@ class AttentionSpec(BlockSpec):
             q_norm=None if self.q_norm is None else self.q_norm.build(parts.of("q_norm")),
             k_norm=None if self.k_norm is None else self.k_norm.build(parts.of("k_norm")),
             gated=self.gated,
+            gates_follow_queries=self.gates_follow_queries,
             query_factors=None
             if scale is None
             else parts.table(scale, lambda: scale.compute(parts.max_model_len, parts.dtype)),

@@ -34,6 +34,8 @@ class LinearSpec:
     """Number of groups, for by_group, or of parts, for by_shard; see `Source`."""
     group_queries: int = 1
     """Number of query heads of a group, for by_group."""
+    group_parts: tuple[int, ...] = ()
+    """Sizes of a group's parts, for by_group; see `Source`."""
     parts: tuple[tuple[int, int], ...] | None = None
     """Outputs (begin, end) that a rank computes; None: all."""
     columns: tuple[int, int] | None = None
@@ -154,6 +156,7 @@ class LinearSpec:
                         transform=self.layout,
                         groups=self.groups,
                         group_queries=self.group_queries,
+                        group_parts=self.group_parts,
                     )
                 elif self.layout == "conv1d" and source.shape == (rows, inputs):
                     source = replace(source, shape=(inputs, rows), transform="transpose")

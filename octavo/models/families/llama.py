@@ -99,6 +99,8 @@ class LlamaLike:
     """Modules of norms within the blocks: `AttentionSpec.out_norm` and `MLPSpec.inner_norm`."""
     attention_gate: str | None = None
     """Module of a gate of the heads' results."""
+    queries_with_gates: bool = False
+    """True if the first of `qkv_modules` computes the gate of a head directly after its query."""
 
     qk_norm_modules: tuple[str, str] = ("q_norm", "k_norm")
     norms_rotated: bool = False
@@ -155,6 +157,9 @@ class LlamaLike:
         if self.attention_gate is not None:
             gate = self.attention_gate, heads.num_heads * heads.head_size
             qkv_proj = replace(qkv_proj, modules=(*qkv_proj.modules, gate))
+        if self.queries_with_gates:
+            (module, size), *others = qkv_proj.modules
+            qkv_proj = replace(qkv_proj, modules=((module, 2 * size), *others))
 
         def qk_norm(module: str, num_heads: int) -> RMSNormSpec | HeadNormsSpec | None:
             if self.qk_norm == "none":
@@ -181,7 +186,8 @@ class LlamaLike:
                 k_norm=qk_norm(self.qk_norm_modules[1], heads.num_kv_heads),
                 norms_rotated=self.norms_rotated,
                 clip=self.clip,
-                gated=self.attention_gate is not None,
+                gated=self.attention_gate is not None or self.queries_with_gates,
+                gates_follow_queries=self.queries_with_gates,
                 query_scale=self.query_scale,
                 sinks=None if self.sinks is None else Sinks(self.sinks, heads.num_heads),
                 out_norm=None

@@ -1,0 +1,85 @@
+"""Gated DeltaNet block: projections, causal convolution, gated delta rule, gated norm, output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.kernels.base import Ops
+from octavo.layers.linear import Linear
+from octavo.layers.norm import RMSNorm
+from octavo.layers.shared import Columns
+from octavo.layers.step import StepContext
+from octavo.system.tensor import Tensor
+
+
+@dataclass(slots=True, kw_only=True)
+class GatedDelta:
+    """Linear attention with a matrix as the state of each head."""
+
+    ops: Ops
+    cache: int
+    """Index of the layer's states in `StepContext.caches`."""
+    in_proj: Linear
+    """Projection to queries, keys, values and gates, stacked."""
+    rates_proj: Linear
+    """Projection to a beta and a decay of each head, stacked."""
+    out_proj: Linear
+    """Projection from the heads' results to the hidden size."""
+    conv_weight: Tensor
+    """Weights [channels, taps] of the convolution of queries, keys and values."""
+    a_log: Tensor
+    """Logarithm of the decay's rate of each head: float32 [num_heads]."""
+    dt_bias: Tensor
+    """Bias of the decay of each head: float32 [num_heads]."""
+    norm: RMSNorm
+    """Norm of the result of each head."""
+    num_key_heads: int
+    """Number of heads of queries and keys; divides `num_heads`."""
+    num_heads: int
+    """Number of heads of values."""
+    key_size: int
+    """Size of a head of queries or keys."""
+    value_size: int
+    """Size of a head of values."""
+    beta_scale: float
+    """Factor of the betas."""
+    columns: Columns | None = None
+    """Columns of these heads in the result of all heads, if other ranks have the others."""
+
+    def __call__(self, x: Tensor, step: StepContext) -> Tensor:
+        """Map [T, hidden_size] to [T, hidden_size]; store the states of this step."""
+        ops, tokens = self.ops, x.shape[0]
+        conv_state, state = step.caches[self.cache]
+        slots = step.metadata[self.cache]
+        keys, values = self.num_key_heads * self.key_size, self.num_heads * self.value_size
+        mixed, gate = self.in_proj(x).split_with_sizes((2 * keys + values, values), dim=1)
+        mixed = ops.causal_conv(
+            mixed, self.conv_weight, None, conv_state, slots, "silu", out=mixed
+        )
+        query, key, value = mixed.split_with_sizes((keys, keys, values), dim=1)
+        beta, decay = self.rates_proj(x).split_with_sizes((self.num_heads,) * 2, dim=1)
+        if self.columns is None:
+            whole = own = ops.empty(tokens, values, like=x)
+        else:
+            whole, own = self.columns.empty(tokens, x.dtype)
+        out = own.view(tokens, self.num_heads, self.value_size)
+        ops.gated_delta_rule(
+            query.view(tokens, self.num_key_heads, self.key_size),
+            key.view(tokens, self.num_key_heads, self.key_size),
+            value.view(tokens, self.num_heads, self.value_size),
+            decay,
+            beta,
+            self.a_log,
+            self.dt_bias,
+            state,
+            slots,
+            self.beta_scale,
+            out,
+        )
+        if step.progress is not None:
+            step.progress.reach(self.cache + 1)
+        self.norm.heads_(out)
+        ops.multiply(out, gate.view(tokens, self.num_heads, self.value_size), "silu", out)
+        if self.columns is not None:
+            self.columns.join()
+        return self.out_proj(whole)
