@@ -8,6 +8,7 @@
 #include "norm.h"
 #include "rotary.h"
 #include "sample.h"
+#include "state.h"
 #include "tile.h"
 
 #define OCTAVO_TEXT(x) #x

@@ -535,6 +535,36 @@ struct AttentionArgs {
   }
 };
 
+constexpr int kMaxTaps = 8;
+
+// Causal convolution of each channel with its own weights.
+struct CausalConvArgs {
+  const void* x;  // [tokens, channels]
+  int64_t x_stride;
+  const void* weight;  // [channels, taps], the newest input's last
+  const void* bias;  // [channels] or null
+  void* out;  // [tokens, channels]; may be x
+  int64_t out_stride;
+  float* state;  // [slots, taps - 1, channels]: the last inputs, oldest first
+  int64_t state_stride;  // from a slot to the next
+  const int32_t* query_start_loc;  // [num_reqs + 1]
+  const int32_t* sources;  // [num_reqs]: slot with the state before the first token; -1: zeros
+  const int32_t* slots;  // [tokens]: slot that receives the state after a token; -1: none
+  const int32_t* snapshots;  // [tokens]: a second one
+  int64_t num_reqs, channels, taps;
+  bool silu;
+  DType dtype;
+
+  MEMBERS(x, x_stride, weight, bias, out, out_stride, state, state_stride, query_start_loc, sources,
+          slots, snapshots, num_reqs, channels, taps, silu, dtype)
+  void resize(const StepSize& size) { num_reqs = size.num_reqs; }
+  Work work() const {
+    const int64_t tokens = query_start_loc[num_reqs];
+    return {2.0 * channels * (tokens * size_of(dtype) + 4 * num_reqs * (taps - 1)),
+            2.0 * tokens * channels * taps};
+  }
+};
+
 // Every kernel, with its arguments.
 #define OCTAVO_KERNELS(KERNEL)            \
   KERNEL(pack_weight, PackArgs)           \
@@ -563,7 +593,8 @@ struct AttentionArgs {
   KERNEL(multiply, MultiplyArgs)          \
   KERNEL(sum_parts, SumPartsArgs)         \
   KERNEL(write_kv, WriteKvArgs)           \
-  KERNEL(attention, AttentionArgs)
+  KERNEL(attention, AttentionArgs)        \
+  KERNEL(causal_conv, CausalConvArgs)
 
 struct KernelTable {
   const char* isa;

@@ -16,6 +16,10 @@ Gelu = Literal["none", "tanh"]
 """Method of computing GELU: exactly, with erf, or by its tanh approximation."""
 Gate = Literal["silu", "gelu", "gelu_tanh", "sigmoid", "relu2"]
 """Activation of a gate."""
+ConvActivation = Literal["none", "silu"]
+"""Activation of a convolution."""
+MAX_TAPS = 8
+"""Largest number of weights of a channel in `Ops.causal_conv`: kMaxTaps in csrc/kernels.h."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +185,33 @@ class Arrived:
     def numpy(self) -> NDArray[Any]:
         """Return the numbers."""
         return self.array
+
+
+class StateSlots(Protocol):
+    """Slots of the recurrent states that a step reads and writes.
+
+    The state of a request's first token may be read from a slot that the request also writes.
+    """
+
+    @property
+    def query_start_loc(self) -> Tensor:
+        """First token of each request, and the end of the last one: int32 [R + 1]."""
+        ...
+
+    @property
+    def sources(self) -> Tensor:
+        """Slot with the state before each request's first token: int32 [R]; -1: zeros."""
+        ...
+
+    @property
+    def slots(self) -> Tensor:
+        """Slot that receives the state after each token: int32 [T]; -1: none."""
+        ...
+
+    @property
+    def snapshots(self) -> Tensor:
+        """Second slot that receives it: int32 [T]; -1: none."""
+        ...
 
 
 class Ops(Protocol):
@@ -495,6 +526,33 @@ class Ops(Protocol):
             cos_sin_cache: float32 [max_position, rotary_dim]: cosines, then sines. rotary_dim is
                 even and at most D.
             is_neox: pairs are (i, i + rotary_dim / 2); otherwise (2 i, 2 i + 1).
+        """
+        ...
+
+    def causal_conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        state: Tensor,
+        slots: StateSlots,
+        activation: ConvActivation,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Convolve each channel of x [T, C] with its own weights over its request's last inputs.
+
+        Output t of a channel is act(bias + the sum of weight[k] * x[t - W + 1 + k] over k). Sums
+        run in float32 from the oldest input on, and are rounded once, after the activation.
+
+        Args:
+            x: [T, C].
+            weight: [C, W], dense, with 2 <= W <= `MAX_TAPS`.
+            bias: [C] or None.
+            state: float32 [slots, (W - 1) * C], the last W - 1 inputs of each request, oldest
+                first; rows may have any stride.
+            slots: the requests of the step, and their slots in `state`.
+            activation: the function of the sum.
+            out: as in `linear`; may be x itself.
         """
         ...
 

@@ -13,9 +13,11 @@ from numpy.typing import NDArray
 from octavo import _native
 from octavo._native import kernels
 from octavo.kernels.base import (
+    MAX_TAPS,
     SAMPLING_ROW,
     Arrived,
     Codes,
+    ConvActivation,
     Gate,
     Gelu,
     HostCopy,
@@ -25,6 +27,7 @@ from octavo.kernels.base import (
     PackedWeight,
     QuantFormat,
     QuantizedWeight,
+    StateSlots,
 )
 from octavo.kernels.memory import Arena
 from octavo.kernels.sizes import order_nbytes, packed_nbytes, quantized_nbytes
@@ -81,6 +84,27 @@ def _logits(x: Tensor) -> tuple[int, ...]:
     _rows(x)
     assert x.dtype == "float32"
     return x.shape
+
+
+def _slot_addresses(slots: StateSlots, tokens: int) -> dict[str, int]:
+    """Return the arguments of kernels that read and write states in slots."""
+    requests = len(slots.sources)
+    for array, size in (
+        (slots.query_start_loc, requests + 1),
+        (slots.sources, requests),
+        (slots.slots, tokens),
+        (slots.snapshots, tokens),
+    ):
+        assert array.dtype == "int32"
+        assert array.shape == (size,)
+        assert array.is_contiguous()
+    return {
+        "query_start_loc": slots.query_start_loc.data_ptr(),
+        "sources": slots.sources.data_ptr(),
+        "slots": slots.slots.data_ptr(),
+        "snapshots": slots.snapshots.data_ptr(),
+        "num_reqs": requests,
+    }
 
 
 class _Recording(threading.local):
@@ -747,6 +771,45 @@ class NativeOps:
             is_neox=is_neox,
             dtype=DTYPE_CODES[query.dtype],
         )
+
+    def causal_conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        state: Tensor,
+        slots: StateSlots,
+        activation: ConvActivation,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Compute token by token; a request's tiles of channels run in parallel."""
+        _rows(x)
+        _rows(state)
+        (tokens, channels), taps = x.shape, weight.shape[1]
+        out = self._result(out, tokens, channels, dtype=x.dtype)
+        assert 2 <= taps <= MAX_TAPS
+        assert weight.shape == (channels, taps)
+        assert weight.is_contiguous()
+        assert x.dtype == weight.dtype
+        assert bias is None or (bias.shape == (channels,) and bias.dtype == x.dtype)
+        assert state.shape[1] == (taps - 1) * channels
+        assert state.dtype == "float32"
+        kernels.causal_conv(
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            weight=weight.data_ptr(),
+            bias=0 if bias is None else bias.data_ptr(),
+            out=out.data_ptr(),
+            out_stride=out.stride(0),
+            state=state.data_ptr(),
+            state_stride=state.stride(0),
+            channels=channels,
+            taps=taps,
+            silu=activation == "silu",
+            dtype=DTYPE_CODES[x.dtype],
+            **_slot_addresses(slots, tokens),
+        )
+        return out
 
     def _softmax(self, x: Tensor, log: bool) -> Tensor:
         rows, dim = _logits(x)

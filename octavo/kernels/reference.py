@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from octavo.kernels.base import (
     Arrived,
     Codes,
+    ConvActivation,
     Gate,
     Gelu,
     HostCopy,
@@ -27,6 +28,7 @@ from octavo.kernels.base import (
     PackedWeight,
     QuantFormat,
     QuantizedWeight,
+    StateSlots,
 )
 from octavo.kernels.dequantize import NF4_LEVELS, dequantize
 from octavo.kernels.sampling_weights import sampling_weights
@@ -59,6 +61,21 @@ def into(out: Tensor | None, result: Tensor) -> Tensor:
 def _either(dtype: str | None, x: Tensor) -> torch.dtype:
     """Return the type of a name; that of x if there is no name."""
     return x.dtype if dtype is None else torch_dtype(dtype)
+
+
+def requests_of(slots: StateSlots) -> Iterator[tuple[int, slice]]:
+    """Yield the source and the tokens of each request of a step."""
+    sources = cast(Tensor, slots.sources).tolist()
+    bounds = cast(Tensor, slots.query_start_loc).tolist()
+    for source, begin, end in zip(sources, bounds, bounds[1:], strict=False):
+        yield source, slice(begin, end)
+
+
+def store_states(state: Tensor, slots: StateSlots, tokens: slice, states: Tensor) -> None:
+    """Write the states [tokens, ...] after some tokens to their slots in `state` [slots, D]."""
+    for all_targets in (slots.slots, slots.snapshots):
+        targets = cast(Tensor, all_targets)[tokens].long()
+        state[targets[targets >= 0]] = states[targets >= 0].flatten(1)
 
 
 def _in_groups(rows: Tensor, group: int) -> Tensor:
@@ -478,6 +495,29 @@ class ReferenceOps:
             a, b = x[..., pairs[0]].float(), x[..., pairs[1]].float()
             turned = a * cos - b * sin, b * cos + a * sin
             x[..., pairs[0]], x[..., pairs[1]] = turned[0].to(x.dtype), turned[1].to(x.dtype)
+
+    def causal_conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        state: Tensor,
+        slots: StateSlots,
+        activation: ConvActivation,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        result, past = torch.empty_like(x, dtype=torch.float32), weight.shape[1] - 1
+        for source, tokens in requests_of(slots):
+            before = state.new_zeros(past, x.shape[1])
+            if source >= 0:
+                before = state[source].view_as(before)
+            windows = torch.cat([before, x[tokens].float()]).unfold(0, past + 1, 1)
+            result[tokens] = (windows * weight.float()).sum(-1)
+            store_states(state, slots, tokens, windows[..., 1:].transpose(1, 2))
+        if bias is not None:
+            result += bias.float()
+        result = F.silu(result) if activation == "silu" else result
+        return into(out, result.to(x.dtype))
 
     def softmax(self, x: Tensor) -> Tensor:
         return torch.softmax(x, dim=-1)

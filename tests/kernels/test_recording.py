@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from octavo import _native
 from octavo.kernels.base import SAMPLING_ROW, Ops
 from octavo.kernels.memory import Arena
 from octavo.kernels.native import NativeOps
+from octavo.models.state_cache import StateMetadata
 from octavo.system.tensor import full
 from tests.torch_ops import native_ops
 
@@ -32,6 +34,7 @@ half = bias[: DIM // 2].contiguous()
 ids = torch.arange(ROWS) * 7 % IDS
 bitmask = torch.arange(ROWS * 2, dtype=torch.int32).view(ROWS, 2) * 77_777_777
 others = torch.arange(ROWS).flip(0).contiguous()
+states = torch.zeros(1, 3 * DIM)
 params = np.zeros(ROWS, SAMPLING_ROW)
 params["temperature"], params["top_p"] = np.arange(ROWS) % 3, 0.9
 params["seed"] = np.arange(ROWS)
@@ -51,6 +54,18 @@ def masked(x: Tensor) -> Tensor:
     n = len(x)  # in a plan every row of a step has one of the bitmask
     ops.apply_bitmask_(x, bitmask[:n], positions[:n])
     return x
+
+
+@cache  # a plan keeps their addresses
+def slots(rows: int) -> StateMetadata:
+    """One request, which starts without a state and writes slot 0."""
+    bounds, sources = torch.tensor([[0, rows], [-1, -1]], dtype=torch.int32)
+    return StateMetadata(bounds, sources[:1], zeros := torch.zeros(rows, dtype=torch.int32), zeros)
+
+
+def convolved(x: Tensor) -> Tensor:
+    weight = residual[:4].reshape(DIM, 4)
+    return ops.causal_conv(x, weight, None, states, slots(len(x)), "silu")
 
 
 NOT_IN_STEPS = {"pack_weight", "quantize_weight", "pack_blocks", "pack_quantized", "empty"}
@@ -83,6 +98,7 @@ CASES: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
     "exp": ops.exp,
     "log": lambda x: ops.log(ops.exp(x)),
     "rotary_embedding": rotated,
+    "causal_conv": convolved,
     "softmax": ops.softmax,
     "log_softmax": ops.log_softmax,
     "argmax": ops.argmax,
@@ -113,7 +129,7 @@ def test_a_recorded_operation_has_the_bits_of_a_direct_one(name: str) -> None:
         for seed, rows in enumerate((ROWS, 1, 4, 0, ROWS)):
             given = random(rows, DIM, seed=seed)
             x[:rows] = given
-            plan.run(rows, 0, 0)
+            plan.run(rows, 1, 0)
             direct = CASES[name](given)
             for got, want in zip(as_tuple(recorded), as_tuple(direct), strict=True):
                 assert got.dtype == want.dtype

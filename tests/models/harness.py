@@ -22,6 +22,7 @@ from octavo.models.base import Model
 from octavo.models.loader import load_model
 from octavo.models.registry import read_spec
 from octavo.models.spec import ModelSpec
+from octavo.models.state_cache import StateCache, StateMetadata
 from octavo.system.tensor import HostTensor, full
 from tests.attention.backends import make_backend
 
@@ -44,14 +45,25 @@ class Runner:
             else cast(AttentionBackend, ForHost(make_backend(backend)))
         )
         per_req = -(-max_len // block_size)
-        shapes = [
-            self.backend.kv_cache_shape(
-                num_reqs * per_req + 1, block_size, cache.num_kv_heads, cache.head_size
+        # Slots that were never written must never be read.
+        self.kv_caches = [
+            from_torch(torch.full((num_reqs, cache.nbytes // 4), torch.nan))
+            if isinstance(cache, StateCache)
+            else full(
+                self.backend.kv_cache_shape(
+                    num_reqs * per_req + 1, block_size, cache.num_kv_heads, cache.head_size
+                ),
+                torch.nan,
+                model.dtype,
             )
             for cache in model.spec.caches
         ]
-        # Slots that were never written must never be read.
-        self.kv_caches = [full(shape, torch.nan, model.dtype) for shape in shapes]
+        self.caches = [
+            cache.view(memory.view("uint8"), block_size, "", self.backend)
+            if isinstance(cache, StateCache)
+            else memory
+            for cache, memory in zip(model.spec.caches, self.kv_caches, strict=True)
+        ]
         blocks = torch.randperm(
             num_reqs * per_req, generator=torch.Generator().manual_seed(0), dtype=torch.int32
         )
@@ -67,6 +79,7 @@ class Runner:
     def step(self, scheduled: dict[int, list[int]]) -> dict[int, Tensor]:
         """Compute tokens for some requests; return their logits [tokens, vocab_size]."""
         ids, positions, slots, starts, lens = [], [], [], [0], []
+        sources, targets = [], []
         for req, tokens in scheduled.items():
             begin = self.num_computed[req]
             at = torch.arange(begin, begin + len(tokens))
@@ -75,6 +88,8 @@ class Runner:
             blocks = self.block_table[req][at // self.block_size].long()
             slots.append(blocks * self.block_size + at % self.block_size)
             starts.append(len(ids))
+            sources.append(req if begin else -1)
+            targets += [-1] * (len(tokens) - 1) + [req]
             lens.append(begin + len(tokens))
             self.num_computed[req] += len(tokens)
         metadata = AttentionMetadata(
@@ -87,10 +102,16 @@ class Runner:
             block_table=from_torch(self.block_table[list(scheduled)].contiguous()),
             slot_mapping=from_torch(torch.cat(slots)),
         )
+        states = StateMetadata(
+            metadata.query_start_loc,
+            from_torch(torch.tensor(sources, dtype=torch.int32)),
+            from_torch(torch.tensor(targets, dtype=torch.int32)),
+            from_torch(torch.full((len(ids),), -1, dtype=torch.int32)),
+        )
         step = StepContext(
             from_torch(torch.cat(positions)),
-            self.kv_caches,
-            [metadata] * len(self.kv_caches),
+            self.caches,
+            [states if isinstance(c, StateCache) else metadata for c in self.model.spec.caches],
             self.backend,
             self.kept_layers,
             self.kept,
