@@ -39,7 +39,6 @@ from octavo.plan.setup import WorkerSetup
 from octavo.platforms.registry import get_platform
 from octavo.quantization.plain import PLAIN
 from octavo.quantization.registry import FORMS
-from octavo.system.dtypes import DTYPE_NBYTES
 from octavo.terminal.screen import harmless
 from octavo.text.tokenizer import Tokenizer
 from octavo.worker.platform import Platform
@@ -152,14 +151,11 @@ def _describe_weights(spec: ModelSpec, dtype: str) -> dict[str, WeightKind]:
     counted: set[tuple[str, ...]] = set()
     for kind, weight in _weights_by_kind(spec):
         entry = found.setdefault(kind, WeightKind())
-        if weight.kind == "linear":
-            entry.nbytes += weight.form.nbytes(weight.packed(dtype))
-        else:
-            entry.nbytes += math.prod(weight.shape) * DTYPE_NBYTES[dtype]
+        entry.nbytes += weight.nbytes(dtype)
         size = math.prod(weight.shape)
         if weight.form == PLAIN:  # with rows that are stored and never used (OPT)
             size = sum(math.prod(source.shape) for source in weight.sources)
-        form = dtype if weight.form == PLAIN else weight.form.name
+        form = weight.dtype or dtype if weight.form == PLAIN else weight.form.name
         entry.forms[form] = entry.forms.get(form, 0) + size
         key = tuple(source.name for source in weight.sources)
         if key not in counted:

@@ -122,6 +122,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "VipLlavaForConditionalGeneration": {"model_type": "vipllava"},
     "VoxtralForConditionalGeneration": {"model_type": "voxtral"},
     "MuseGlimmerForConditionalGeneration": {"model_type": "muse_glimmer"} | _MUSE,
+    "Lfm2ForCausalLM": {"model_type": "lfm2", "num_key_value_heads": 8, "conv_L_cache": 3}
+    | {"block_ffn_dim_multiplier": 1.0, "max_position_embeddings": 128000},
     "GlmForCausalLM": {"model_type": "glm"} | _GLM,
     "Glm4ForCausalLM": {"model_type": "glm4"} | _GLM,
     "Phi3ForCausalLM": {"model_type": "phi3"}

@@ -175,14 +175,15 @@ class LoadedWeights:
             except TensorError as error:
                 raise _with_module(error, weight.sources[0]) from None
         else:
+            dtype = weight.dtype or self._dtype
             whole_weight = (
-                empty(*weight.shape, dtype=self._dtype)
+                empty(*weight.shape, dtype=dtype)
                 if out is None
-                else out.view(self._dtype).view(weight.shape)
+                else out.view(dtype).view(weight.shape)
             )
             np.concatenate(
-                [_same_bytes(tensor, self._dtype) for (tensor,) in parts],
-                out=_same_bytes(whole_weight, self._dtype),
+                [_same_bytes(tensor, dtype) for (tensor,) in parts],
+                out=_same_bytes(whole_weight, dtype),
             )
             result = self._ops.to_device(whole_weight)
         for tensor in whole:
@@ -219,15 +220,11 @@ class _Memory:
         self._places: dict[str, slice] = {}
         self.nbytes = 0
         # Packed weights fill whole cache lines; stored first, they leave no gaps before the others.
-        for weight in sorted(weights, key=lambda weight: weight.kind != "linear"):
-            begin, self.nbytes = self.nbytes, self.nbytes + self._nbytes_of(weight)
+        # Those with a type of their own have the largest numbers of the others.
+        for weight in sorted(weights, key=lambda w: (w.kind != "linear", w.dtype is None)):
+            begin, self.nbytes = self.nbytes, self.nbytes + weight.nbytes(dtype)
             self._places[weight.name] = slice(begin, self.nbytes)
         self._memory = map_memory(self.nbytes) if ops.packs_weights else None
-
-    def _nbytes_of(self, weight: Weight) -> int:
-        if weight.kind != "linear":
-            return math.prod(weight.shape) * itemsize(self._dtype)
-        return weight.form.nbytes(weight.packed(self._dtype))
 
     def place(self, weight: Weight) -> HostTensor | None:
         """Return a weight's memory, uint8; None for operations that do not pack weights."""
@@ -238,7 +235,7 @@ class _Memory:
         place = self.place(weight)
         assert place is not None
         if weight.kind != "linear":
-            return place.view(self._dtype).view(weight.shape)
+            return place.view(weight.dtype or self._dtype).view(weight.shape)
         return weight.form.wrap(place, weight.packed(self._dtype))
 
     def read(self, cache: WeightCache, key: bytes, progress: Progress | None) -> bool:

@@ -231,12 +231,7 @@ class ModelSpec:
             max_model_len: longest context; default: the model's.
         """
         total = sum(t.nbytes(max_model_len or self.max_model_len) for t in self._tables())
-        for weight in self.weights():
-            if weight.kind == "linear":
-                total += weight.form.nbytes(weight.packed(dtype))
-            else:
-                total += math.prod(weight.shape) * DTYPE_NBYTES[dtype]
-        return total
+        return total + sum(weight.nbytes(dtype) for weight in self.weights())
 
     def loading_nbytes(self, dtype: str, *, made: bool = False) -> int:
         """Return an upper bound of the bytes that loading needs in addition to the loaded weights.
@@ -255,7 +250,7 @@ class ModelSpec:
             if all(source.dtypes == ("uint8",) for source in weight.sources):
                 return sum(math.prod(source.shape) for source in weight.sources)
             read = source if made or weight.kind == "linear" else 0
-            return (read + DTYPE_NBYTES[dtype]) * math.prod(weight.shape)
+            return (read + DTYPE_NBYTES[weight.dtype or dtype]) * math.prod(weight.shape)
 
         return max(map(needed, self.weights()))
 

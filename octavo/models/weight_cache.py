@@ -96,7 +96,7 @@ def _describe(weight: Weight) -> dict[str, object]:
         {name: value for name, value in vars(source).items() if name not in _NOT_IN_KEYS}
         for source in weight.sources
     ]
-    return {
+    described = {
         "name": weight.name,
         "kind": weight.kind,
         "shape": weight.shape,
@@ -104,6 +104,7 @@ def _describe(weight: Weight) -> dict[str, object]:
         "dummy": weight.sources[0].dummy,
         "whole": weight.whole,
     }
+    return described if weight.dtype is None else described | {"dtype": weight.dtype}
 
 
 def _identity(file: Path) -> list[object]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from octavo.checkpoints.base import Source
 from octavo.quantization.base import PackedShape, WeightForm
 from octavo.quantization.plain import PLAIN
+from octavo.system.dtypes import DTYPE_NBYTES
 
 
 @dataclass(frozen=True)
@@ -25,11 +27,19 @@ class Weight:
     """Number of rows of the whole weight, if this is a rank's part; else None."""
     form: WeightForm = PLAIN
     """Form of a linear weight; the others are plain."""
+    dtype: str | None = None
+    """Type in memory of a weight that is not linear; None: the model's."""
 
     @property
     def whole_rows(self) -> int:
         """Number of rows of the whole weight."""
         return self.shape[0] if self.whole is None else self.whole
+
+    def nbytes(self, dtype: str) -> int:
+        """Return the bytes in memory, for a model in `dtype`."""
+        if self.kind == "linear":
+            return self.form.nbytes(self.packed(dtype))
+        return math.prod(self.shape) * DTYPE_NBYTES[self.dtype or dtype]
 
     def packed(self, dtype: str) -> PackedShape:
         """Return the shape of a linear weight in memory, for a model in `dtype`."""

@@ -13,7 +13,7 @@ from octavo import _native
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.kernels.base import HostCopy
 from octavo.kernels.memory import release_memory
-from octavo.kv_cache.groups import KVCacheConfig
+from octavo.kv_cache.groups import KVCacheConfig, slot_nbytes
 from octavo.messages import (
     CoreSamplingParams,
     GrammarOutput,
@@ -263,7 +263,7 @@ class ModelRunner:
         sampling = SamplingState(max_num_seqs, setup.spec.vocab_size, self._plugins)
         return RunnerState(
             kv_tensors,
-            len(kv.slot_nbytes(dtype)),
+            len(slot_nbytes(kv.groups, kv.block_size, dtype)),
             batch,
             sampling,
             steps,
