@@ -134,6 +134,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "OlmoHybridForCausalLM": {"model_type": "olmo_hybrid"}
     | _LLAMA
     | {"max_position_embeddings": 65536, "linear_conv_kernel_dim": 4},
+    "Lfm2ForCausalLM": {"model_type": "lfm2", "num_key_value_heads": 8, "conv_L_cache": 3}
+    | {"block_ffn_dim_multiplier": 1.0, "max_position_embeddings": 128000},
     "GlmForCausalLM": {"model_type": "glm"} | _GLM,
     "Glm4ForCausalLM": {"model_type": "glm4"} | _GLM,
     "Phi3ForCausalLM": {"model_type": "phi3"}

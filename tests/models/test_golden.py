@@ -135,6 +135,9 @@ LATER: dict[str, tuple[int, str]] = {
     "codegen": (1571746, "ccde76780cc8abc7"),
     "gpt-bigcode": (1492840, "074237518d2b91fc"),
     "gpt-bigcode-heads": (2106928, "87e6c28f54f5ad5c"),
+    "lfm2": (1643328, "e1fc343245ee5cb8"),
+    "lfm2-bias": (1715712, "f0133fa892cb96a8"),
+    "lfm2-convolutions": (1129432, "3b49de8bc1416147"),
 }
 """Digests of the cases that have their own."""
 

@@ -80,6 +80,7 @@ QWEN3_5 |= {"layer_types": ["linear_attention", "full_attention", "linear_attent
 OLMO_HYBRID = SIZES | {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 OLMO_HYBRID |= {"linear_key_head_dim": 10, "linear_value_head_dim": 5}
 OLMO_HYBRID |= {"layer_types": ["linear_attention"] * 2 + ["full_attention"]}
+LFM2 = {"block_multiple_of": 10, "block_ffn_dim_multiplier": 1.3}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", WIDE_HEADS),
@@ -373,6 +374,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Cohere2ForCausalLM",
         SIZES | {"logit_scale": 0.5, "sliding_window": 9, "sliding_window_pattern": 2},
     ),
+    "lfm2": (
+        "Lfm2ForCausalLM",
+        SIZES | LFM2 | {"layer_types": ["conv", "full_attention", "conv"]},
+    ),
+    "lfm2-bias": (
+        "Lfm2ForCausalLM",
+        SIZES
+        | LFM2
+        | {"conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False}
+        | {"full_attn_idxs": [2], "tie_word_embeddings": False},
+    ),
+    "lfm2-convolutions": (
+        "Lfm2ForCausalLM",
+        SIZES | LFM2 | {"hidden_size": 24, "layer_types": ["conv"] * 3, "conv_L_cache": 5},
+    ),
     "opt": ("OPTForCausalLM", OPT),
     "opt-350m": (
         "OPTForCausalLM",
@@ -620,7 +636,8 @@ def test_hidden_states_behind_layers(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", ["llama", "gemma2", "gemma3n", "gemma4", "bloom", "olmo2", "cohere2", "falcon-40b"]
+    "case",
+    ["llama", "gemma2", "gemma3n", "gemma4", "bloom", "olmo2", "cohere2", "falcon-40b", "lfm2"],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_chunked_prefill_changes_no_bit(case: str, dtype: str, tmp_path: Path) -> None:

@@ -341,6 +341,13 @@ UNSHARED = {"num_kv_shared_layers": 0}
             {"text_config": {"attention_bias": False}},
             r"attention_bias=False",
         ),
+        (
+            "Lfm2ForCausalLM",
+            {"layer_types": ["conv", "mamba"]},
+            r"layer_types=.*full_attention, co",
+        ),
+        ("Lfm2ForCausalLM", {"full_attn_idxs": [0, 2]}, r"full_attn_idxs=\[0, 2\].*2 layers"),
+        ("Lfm2ForCausalLM", {"conv_L_cache": 9}, r"conv_L_cache=9.*<= 8"),
         ("Qwen3VLForConditionalGeneration", {"text_config": [1]}, r"text_config=\[1\].*object"),
     ],
 )

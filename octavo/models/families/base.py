@@ -198,6 +198,23 @@ def read_windows(
     return tuple(result)
 
 
+def read_layer_types(
+    config: ConfigJson, name: str, known: tuple[str, ...], default: list[str]
+) -> list[str]:
+    """Return the type of each layer, one of `known`; without the field `name` those of `default`.
+
+    The default has one type for each layer.
+    """
+    types = config.get(name)
+    if types is None:
+        types = default
+    if not isinstance(types, list) or len(types) != len(default):
+        raise config.error(name, f"it must name one type for each of {len(default)} layers")
+    if any(kind not in known for kind in types):
+        raise config.error(name, f"supported: {', '.join(known)}")
+    return types
+
+
 def visible(window: int | None, max_model_len: int) -> int | None:
     """Return a window, or None for one as long as the context, which hides nothing."""
     return window if window is not None and window < max_model_len else None

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from octavo.checkpoints.config_json import ConfigJson
-from octavo.kernels.base import MAX_TAPS
+from octavo.kernels.sizes import MAX_TAPS
 from octavo.models.blocks.gated_delta import GatedDeltaSpec
 from octavo.models.blocks.layer import LayerSpec
 from octavo.models.blocks.linear import LinearSpec

@@ -1,0 +1,24 @@
+"""Causal convolution of each channel with its own weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.kernels.base import ConvActivation, Ops, StateSlots
+from octavo.system.tensor import Tensor
+
+
+@dataclass(slots=True)
+class Conv:
+    """Convolution of each channel over the last inputs of a request."""
+
+    ops: Ops
+    weight: Tensor
+    """Weight [channels, taps]."""
+    bias: Tensor | None
+    """Bias [channels]."""
+    activation: ConvActivation
+
+    def apply_(self, x: Tensor, state: Tensor, slots: StateSlots) -> None:
+        """Convolve x [T, channels] in place; read and write the states in `slots`."""
+        self.ops.causal_conv(x, self.weight, self.bias, state, slots, self.activation, x)

@@ -1,0 +1,71 @@
+"""LFM2: gated short convolutions, and attention in some layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from octavo.checkpoints.config_json import ConfigJson
+from octavo.kernels.sizes import MAX_TAPS
+from octavo.models.blocks.conv import ConvSpec
+from octavo.models.blocks.linear import LinearSpec
+from octavo.models.blocks.short_conv import ShortConvSpec
+from octavo.models.families.base import read_layer_types, read_num_layers
+from octavo.models.families.llama import LlamaLike, read_llama_rope
+from octavo.models.spec import ModelSpec
+
+
+def read(config: ConfigJson) -> ModelSpec:
+    """Read LFM2."""
+    num_layers, hidden = read_num_layers(config), config.integer("hidden_size")
+    if config.has("tie_embedding"):
+        config = config.replaced("tie_word_embeddings", config.get("tie_embedding"))
+    variant = LlamaLike(
+        eps=config.number("norm_eps", default=1e-5),
+        o_module="self_attn.out_proj",
+        qk_norm="head",
+        qk_norm_modules=("q_layernorm", "k_layernorm"),
+        gate_up_modules=("feed_forward.w1", "feed_forward.w3"),
+        down_module="feed_forward.w2",
+        activation="silu",
+        input_norm="operator_norm",
+        feed_forward_norm="ffn_norm",
+        final_norm="model.embedding_norm",
+        ropes=(read_llama_rope(config, theta=1e6),) * num_layers,
+        tied=True,
+    )
+    spec = variant.read(config.replaced("intermediate_size", _inner_size(config)))
+    bias = config.flag("conv_bias", False)
+    taps = config.integer("conv_L_cache", default=3, least=2, most=MAX_TAPS)
+    conv = ShortConvSpec(
+        LinearSpec((("conv.in_proj", 3 * hidden),), hidden, bias),
+        ConvSpec("conv.conv", hidden, taps, bias),
+        LinearSpec((("conv.out_proj", hidden),), hidden, bias),
+    )
+    attention = spec.layers[0]
+    kinds = {"full_attention": attention}
+    kinds["conv"] = attention.with_blocks([conv, attention.blocks[1]])
+    indices = config.get("full_attn_idxs")
+    default = "full_attention" if indices is None else "conv"
+    types = [default] * num_layers
+    for index in indices or ():
+        if index not in range(num_layers):
+            raise config.error("full_attn_idxs", f"it must list indices of {num_layers} layers")
+        types[index] = "full_attention"
+    types = read_layer_types(config, "layer_types", tuple(kinds), types)
+    return replace(spec, layers=tuple(kinds[kind] for kind in types))
+
+
+def _inner_size(config: ConfigJson) -> int:
+    """Return the inner size of the feed-forward block, as transformers adjusts it."""
+    size = config.integer("block_ff_dim", "intermediate_size")
+    if not config.flag("block_auto_adjust_ff_dim", True):
+        return size
+    size = int(2 * size / 3)
+    if config.get("block_ffn_dim_multiplier") is None:
+        return size
+    size = int(config.positive("block_ffn_dim_multiplier") * size)
+    multiple = config.integer("block_multiple_of", default=256)
+    return -(-size // multiple) * multiple
+
+
+ARCHITECTURES = {"Lfm2ForCausalLM": read}
