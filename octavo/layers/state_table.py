@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from octavo.messages import NewRequestData, ScheduledRequest
 
 
-class _RowSlots:
+class _RowSlots(ABC):
     """Slots of the requests' states, by row.
 
     A request has n slots in rotation: the state after its token at position p is in slot p mod n.
@@ -33,7 +34,13 @@ class _RowSlots:
         self._sources[row] = data.state_source
 
     def schedule(self, row: int, request: ScheduledRequest) -> None:
-        pass
+        """Do nothing: only snapshots change from step to step."""
+
+    @abstractmethod
+    def fill(
+        self, out: NDArray[Any], rows: LongArray, starts: LongArray, counts: LongArray
+    ) -> None:
+        """Implement `StepFiller`."""
 
 
 class _Sources(_RowSlots):
@@ -94,7 +101,11 @@ class _Snapshots(_RowSlots):
                 del self._snapshots[row]
 
 
-_FILLERS = {"state_sources": _Sources, "state_slots": _Slots, "snapshot_slots": _Snapshots}
+_FILLERS: dict[str, type[_RowSlots]] = {
+    "state_sources": _Sources,
+    "state_slots": _Slots,
+    "snapshot_slots": _Snapshots,
+}
 
 
 @dataclass(frozen=True)
