@@ -265,7 +265,7 @@ FOREIGN: dict[str, Foreign] = {
             io_processor_plugin=None,
         ),
         _group(
-            "it tunes models with state-space layers, which are not supported",
+            "recurrent states are in float32, and cached where docs/prefix_caching.md says",
             enable_mamba_cache_stochastic_rounding=EITHER,
             enable_mamba_shared_prefix_checkpoint=EITHER,
             mamba_backend=ANY,
