@@ -193,7 +193,7 @@ class StateManager:
 
     def forget_all(self) -> None:
         """Forget all snapshots."""
-        for snapshot in list(self._known.values()):
+        for snapshot in [*self._known.values(), *self._becoming]:
             self._drop(snapshot)
 
     def end_step(self) -> None:

@@ -163,6 +163,18 @@ class TestSlots:
         assert snapshots(engine) == []
         assert hit(engine, "b", text(100)) == 0
 
+    def test_a_reset_forgets_those_that_are_not_yet_known(self):
+        """A request that ends leaves a snapshot to the next step."""
+        engine = make_engine()
+        engine.add("a", text(10), max_tokens=119)
+        while engine.scheduler.requests:
+            engine.step()
+        manager = engine.scheduler.kv_cache_manager
+        assert manager.states._becoming
+        assert manager.reset_prefix_cache()
+        engine.schedule()
+        assert snapshots(engine) == []
+
 
 def test_the_check_finds_a_lost_slot():
     states = make_engine().scheduler.kv_cache_manager.states
