@@ -19,7 +19,6 @@ import numpy as np
 
 from octavo.config import EngineConfig, KVTransferConfig
 from octavo.errors import ConfigError, reason_of
-from octavo.kv_cache.block_pool import NULL_BLOCK_ID
 from octavo.kv_connector.base import (
     KVConnector,
     KVConnectorMetadata,
@@ -32,7 +31,7 @@ from octavo.kv_connector.layout import KVLayout, KVPart
 from octavo.kv_connector.pages import BlockCopy, LayerSaves
 from octavo.kv_connector.results import LoadResults, OnceLogger
 from octavo.kv_connector.shared_folder import SharedFolder
-from octavo.kv_connector.tracking import BlockTracker, FullBlock, KnownBlocks, longest_match
+from octavo.kv_connector.tracking import BlockTracker, FullBlock, find_match, keys_to_load
 from octavo.messages import SchedulerOutput
 from octavo.request import Request
 
@@ -123,9 +122,7 @@ class SharedStorageScheduler(KVConnectorScheduler):
         """Implement `KVConnectorScheduler`."""
         if not self.transfer_config.loads:
             return 0, True
-        known = KnownBlocks.of_groups(self.layout, self._has)
-        end = longest_match(self.layout, request, num_computed_tokens, known)
-        return end * self.layout.block_size - num_computed_tokens, True
+        return find_match(self, request, num_computed_tokens, self._has), True
 
     def _has(self, key: tuple[int, bytes]) -> bool:
         return self._folder.find(*key) is not None
@@ -138,10 +135,10 @@ class SharedStorageScheduler(KVConnectorScheduler):
             self._tracker.start(request, block_ids)
             return
         self._new_loads[request.request_id] = [
-            Block(group_id, ids[i], request.block_hashes[i])
-            for group_id, ids in enumerate(block_ids)
-            for i in range(len(ids) - num_external_tokens // self.layout.block_size, len(ids))
-            if ids[i] != NULL_BLOCK_ID
+            Block(group_id, block_id, block_hash)
+            for (group_id, block_hash), block_id in keys_to_load(
+                self.layout, request, block_ids, num_external_tokens
+            )
         ]
 
     def build_connector_meta(

@@ -52,11 +52,12 @@ def engines(draw, **fixed):
 @st.composite
 def engines_with_connector(draw):
     slots, file_slots = draw(st.sampled_from([1, 4, 20, 200])), draw(st.sampled_from([0, 3, 50]))
-    policy = draw(st.sampled_from(["lru", "arc"]))
+    policy, state = draw(st.sampled_from(["lru", "arc"])), draw(states)
+    layers = draw(windows | st.just(())) if state else draw(windows)
     return draw(
         engines(
             caching=True,
-            caches=pages(*draw(windows)),
+            caches=pages(*layers) + state,
             num_drafts=draw(st.sampled_from([0, 0, 3])),
             preemption_mode=draw(st.sampled_from(["auto", "swap", "recompute"])),
             make_connector=lambda kv: make_connector(kv, slots, file_slots, eviction_policy=policy),
@@ -200,7 +201,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for output in self.scheduler.fail_step(work, "the step failed"):
                 self.engine.outputs[output.request_id].append(output)
             if is_missed:
-                self.engine.executor.memory.clear()
+                self.engine.executor.forget()
             self.scheduler.check_integrity()
 
     @rule(count=st.integers(1, 6))
@@ -218,7 +219,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.pause(mode)
         if mode != "wait":
             assert self.scheduler.reset_prefix_cache()
-            self.engine.executor.memory.clear()
+            self.engine.executor.forget()
         self.scheduler.check_integrity()
 
     @precondition(lambda self: self.scheduler.paused)
@@ -283,7 +284,7 @@ class ConnectorMachine(SchedulerMachine):
             self.scheduler.update_connector_output(self.transfers.deliver(name))
 
     @precondition(lambda self: self.transfers.pending)
-    @rule(data=st.data(), damaged=st.sampled_from([0, 0, 0, 1, 3]))
+    @rule(data=st.data(), damaged=st.sampled_from([0, 0, 0, 1, 3, -1]))
     def blocks_arrive(self, data, damaged):
         name = data.draw(st.sampled_from(sorted(self.transfers.pending)))
         self.scheduler.update_connector_output(self.transfers.deliver(name, damaged))
