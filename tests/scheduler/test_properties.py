@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from octavo.kv_cache.groups import make_kv_cache_groups
 from octavo.messages import FinishReason
+from octavo.models.state_cache import StateCache
 from octavo.request import Request, RequestStatus
 from tests.fakes import STATE, VOCAB, FakeEngine, expected_output, pages
 from tests.params import unpack_logprobs
@@ -19,6 +20,7 @@ windows = st.sampled_from(
     [(None,), (None, None), (11,), (None, 9), (24, None, 24), (5, 12, None), (9, 9, 9, None)]
 )
 states = st.sampled_from([(), (), (), (STATE,), (STATE, STATE)])
+connected_states = st.sampled_from([(), (STATE,), (STATE, STATE, StateCache(((40,), (2,))))])
 
 
 @st.composite
@@ -52,7 +54,7 @@ def engines(draw, **fixed):
 @st.composite
 def engines_with_connector(draw):
     slots, file_slots = draw(st.sampled_from([1, 4, 20, 200])), draw(st.sampled_from([0, 3, 50]))
-    policy, state = draw(st.sampled_from(["lru", "arc"])), draw(states)
+    policy, state = draw(st.sampled_from(["lru", "arc"])), draw(connected_states)
     layers = draw(windows | st.just(())) if state else draw(windows)
     return draw(
         engines(
