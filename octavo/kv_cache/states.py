@@ -47,6 +47,8 @@ class Snapshot:
     """Number of tokens in the state."""
     cost: int
     """Number of these that would have to be computed again without it."""
+    in_prompt: bool = True
+    """False if its tokens end in an answer."""
     value: int = 0
 
 
@@ -312,10 +314,11 @@ class StateManager:
                 self._touch(self._known[block_hash])
                 self._release(slot)
             else:
-                snapshot = Snapshot(slot, block_hash, num_tokens, num_tokens - states.last)
+                in_prompt = num_tokens <= request.num_prompt_tokens
+                cost, taken = num_tokens - states.last, states.taken
+                snapshot = Snapshot(slot, block_hash, num_tokens, cost, in_prompt)
                 self._becoming.append(snapshot)
-                taken, prompt = states.taken, request.num_prompt_tokens
-                if taken and min(num_tokens, taken[-1].num_tokens) > prompt:
+                if taken and not (in_prompt or taken[-1].in_prompt):
                     self._drop_for_good(taken.pop())
                 taken.append(snapshot)
             states.last = num_tokens

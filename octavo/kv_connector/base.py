@@ -48,7 +48,8 @@ class SavedState(NamedTuple):
     """Its id, as in the block ids of `update_state_after_alloc`."""
     block_hash: bytes
     """Hash of the last block of its tokens."""
-    num_tokens: int
+    in_prompt: bool
+    """False if its tokens end in an answer; a later state of the answer soon replaces it."""
 
 
 class KVConnectorMetadata(msgspec.Struct, array_like=True):

@@ -107,7 +107,7 @@ class KVLoads:
         states = self._manager.states
         if states is not None and output.scheduled_reqs:
             changes = states.take_changes()
-            new = [SavedState(id_of_state(s.slot), s.block_hash, s.num_tokens) for s in changes.new]
+            new = [SavedState(id_of_state(s.slot), s.block_hash, s.in_prompt) for s in changes.new]
             self._connector.note_states(new, changes.dropped)
         metadata = self._connector.build_connector_meta(output)
         if metadata is not None:
