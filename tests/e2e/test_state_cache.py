@@ -187,7 +187,7 @@ def test_swapped_requests_begin_at_an_offloaded_state(model, expected):
 
 
 def test_what_a_state_cannot_do_is_refused(model, tmp_path):
-    inner = [offloading(), {"kv_connector": "P2PConnector"}]
+    inner = [offloading(), offloading() | {"kv_connector": "P2PConnector"}]
     several = {"kv_connector_extra_config": {"connectors": inner}}
     extra = {"kv_connector_extra_config": {"cpu_bytes_to_use": 2**22}}
     for transfer in [
