@@ -249,8 +249,11 @@ def test_damaged_states():
             buffer[piece * size + at] ^= 1
     assert memory.caches.load(memory.copies(buffer, 2, b"i" * 32)) == {id_of_state(2)}
     pieces = buffer[: len(layout.pieces) * size].reshape(-1, size)
-    pieces[[1, 2]] = pieces[[2, 1]]  # pieces that exchange their places
-    assert memory.caches.load(memory.copies(buffer, 2)) == {id_of_state(2)}
+    for first in (0, 1):  # pieces that exchange their places, of one layer and of two
+        pieces[[first, first + 1]] = pieces[[first + 1, first]]
+        assert memory.caches.load(memory.copies(buffer, 2)) == {id_of_state(2)}
+        pieces[[first, first + 1]] = pieces[[first + 1, first]]
+    assert memory.caches.load(memory.copies(buffer, 2)) == set()
 
 
 def test_memory_of_states_is_not_touched():

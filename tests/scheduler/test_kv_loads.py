@@ -227,8 +227,12 @@ class TestStates:
         assert (stats.external_prefix_cache_hits, stats.num_failed_loads) == (24, 0)
 
     def test_a_state_that_was_given_up(self):
-        """The prefix cache still has the blocks."""
+        """The prefix cache still has the blocks; the connector has them no more."""
         engine, transfers = self.make()
+        connector = engine.scheduler._connector
+        for key in list(connector._memory):
+            if key[0] == 0:
+                connector._forget(key)
         engine.scheduler.kv_cache_manager.states.forget_all()
         again = engine.add("b", TEXT)
         run(engine, transfers)
@@ -237,8 +241,12 @@ class TestStates:
         assert transfers.num_loaded == 2  # pieces of the state
 
     def test_blocks_that_were_given_up(self):
-        """The prefix cache still has the state."""
+        """The prefix cache still has the state; the connector has it no more."""
         engine, transfers = self.make()
+        connector = engine.scheduler._connector
+        for key in list(connector._memory):
+            if key[0] > 0:
+                connector._forget(key)
         engine.scheduler.kv_cache_manager.pool.forget_all()
         again = engine.add("b", TEXT)
         run(engine, transfers)
@@ -341,6 +349,21 @@ class TestStates:
         assert connector._has((0, request.block_hashes[2]))
         assert not any(connector._has(key) for of_block in keys for key in of_block)
         assert not connector._dropped
+
+    def test_a_request_that_ends_while_its_state_is_saved(self):
+        engine, transfers = make_engine(caches=(*PAGES, STATE), num_states=8, depth=2)
+        request = engine.add("b", TEXT, deadline=1.0)
+        engine.add("c", [9] * 20)
+        engine.schedule()
+        connector = engine.scheduler._connector
+        (key,) = connector.layout.state_keys(request.block_hashes[2])
+        assert key in connector._unsure
+        engine.now = 2.0
+        engine.schedule()
+        assert request.error is not None
+        run(engine, transfers)
+        assert not connector._has(key)
+        assert connector._has((0, request.block_hashes[2]))
 
     def test_a_step_that_fails_saves_none(self):
         engine, transfers = make_engine(caches=(*PAGES, STATE), num_states=8, depth=2)
