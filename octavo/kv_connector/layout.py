@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -200,13 +201,14 @@ class KVLayout:
                 begin, room = begin + size, room - size
         return pieces
 
-    def state_keys(self, block_hash: bytes) -> list[tuple[int, bytes]]:
-        """Return the keys of a state's copy; those of blocks are (group, hash).
+    def state_keys(self, block_hash: bytes) -> Iterator[tuple[int, bytes]]:
+        """Yield the keys of a state's pieces; those of blocks are (group, hash).
 
         Args:
             block_hash: hash of the last block of the state's tokens.
         """
-        return [(group_id, block_hash) for group_id in range(len(self.groups), self.num_kinds)]
+        for number in range(len(self.groups), self.num_kinds):
+            yield number, block_hash
 
     @property
     def num_kinds(self) -> int:

@@ -161,9 +161,24 @@ def test_a_damaged_file_of_states(model, expected, tmp_path):
         assert answers(llm) == expected
 
 
+def shared(path):
+    extra = {"shared_storage_path": str(path / "kv"), "write_buffer_bytes": 2**22}
+    return {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": extra}
+
+
+def test_states_of_two_connectors(model, expected, tmp_path):
+    extra = {"connectors": [offloading(), shared(tmp_path)]}
+    several = {"kv_connector": "MultiConnector", "kv_connector_extra_config": extra}
+    with LLM(model, kv_transfer_config=several, **SETTINGS) as llm:
+        assert answers(llm) == expected
+        llm.reset_prefix_cache()
+        check_loads(llm, expected)
+    with LLM(model, kv_transfer_config=several, **SETTINGS) as llm:
+        check_loads(llm, expected)  # from the folder
+
+
 def test_states_in_a_shared_folder(model, expected, tmp_path):
-    extra = {"shared_storage_path": str(tmp_path / "kv"), "write_buffer_bytes": 2**22}
-    transfer = {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": extra}
+    transfer = shared(tmp_path)
     with LLM(model, kv_transfer_config=transfer, **SETTINGS) as llm:
         assert answers(llm) == expected
     with LLM(model, kv_transfer_config=transfer, **SETTINGS) as llm:
