@@ -315,18 +315,16 @@ class KVCacheManager:
             follows, with `id_of_state` at the end if a state is loaded. None, without any change,
             if there is not enough room for all of the request's tokens.
         """
-        start, end = (
-            hit.num_tokens // self.block_size,
-            (hit.num_tokens + num_tokens) // self.block_size,
-        )
-        position = min(end * self.block_size, request.num_tokens - 1)
+        size = self.block_size
+        start, end = hit.num_tokens // size, (hit.num_tokens + num_tokens) // size
+        position = min(end * size, request.num_tokens - 1)
         needed, kept, ids = 0, [], []
         for group_id, (blocks, manager) in enumerate(zip(hit.blocks, self.managers, strict=True)):
             first = max(start, manager.first_needed_block(position))
             known = self.pool.cached_blocks(group_id)
             found = [known.get(block_hash) for block_hash in request.block_hashes[first:end]]
             kept.append([*blocks, *(block for block in found if block is not None)])
-            needed += manager.num_blocks_to_admit(end * self.block_size, request.num_tokens) - first
+            needed += manager.num_blocks_to_admit(end * size, request.num_tokens) - first
             needed += sum(block.ref_cnt == 0 for block in kept[-1])
             needed -= sum(block is not None for block in found)
             before = [block.block_id for block in blocks]
@@ -384,14 +382,10 @@ class KVCacheManager:
         """Make a loaded state known; return True if it is valid."""
         assert self.states is not None
         good = id_of_state(slot) not in invalid_block_ids
-        loaded = None
+        loaded, size = None, self.block_size
         if good and load.start >= 0:
-            block_hash, num_tokens = (
-                load.request.block_hashes[load.end - 1],
-                load.end * self.block_size,
-            )
-            cost = num_tokens - load.start * self.block_size
-            loaded = Snapshot(slot, block_hash, num_tokens, cost)
+            block_hash = load.request.block_hashes[load.end - 1]
+            loaded = Snapshot(slot, block_hash, load.end * size, (load.end - load.start) * size)
         self.states.finish_load(slot, loaded)
         return good
 

@@ -186,7 +186,8 @@ class OffloadingScheduler(KVConnectorScheduler):
         if num_external_tokens == 0:
             self._tracker.start(request, block_ids)
             return
-        keys = keys_to_load(self.layout, request, block_ids, num_external_tokens)
+        keys = list(keys_to_load(self.layout, request, block_ids, num_external_tokens))
+        keys.sort(key=lambda wanted: wanted[0] not in self._memory)  # pin before others evict
         loads = [self._load(key, block_id) for key, block_id in keys]
         self._new_loads[request.request_id] = self._loads[request.request_id] = loads
 

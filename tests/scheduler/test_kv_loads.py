@@ -66,6 +66,21 @@ def test_what_was_computed_is_loaded(caches, file_slots):
     assert transfers.num_loaded
 
 
+def test_blocks_of_the_file_evict_no_others_of_the_load():
+    engine, transfers = make_engine(slots=3, file_slots=4)
+    request = engine.add("a", PROMPT)
+    run(engine, transfers)
+    forget(engine)
+    connector, hashes = engine.scheduler._connector, request.block_hashes
+    assert (0, hashes[0]) not in connector._memory
+    assert next(iter(connector._memory)) == (0, hashes[1])  # evicted next
+    connector._file.remove((0, hashes[1]))
+    again = engine.add("b", PROMPT)
+    run(engine, transfers)
+    assert engine.tokens("b") == alone(again)
+    assert again.num_cached_tokens == 24
+
+
 def test_others_go_on_while_one_waits():
     engine, transfers = make_engine()
     engine.add("a", PROMPT)
