@@ -203,7 +203,13 @@ class FakeWorker:
 
     def sleep(self) -> None:
         self.awake = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Lose all keys, values and states."""
         self.memory.clear()
+        if self.states is not None:
+            self.states.slots = [None] * len(self.states.slots)
 
     def memory_to_reload(self) -> tuple[int, int]:
         return 0, 0

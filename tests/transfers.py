@@ -6,6 +6,7 @@ import msgspec
 
 from octavo.config import CacheConfig, EngineConfig, KVTransferConfig
 from octavo.kv_cache.groups import KVCacheConfig
+from octavo.kv_cache.states import slot_of_state
 from octavo.kv_connector.layout import KVLayout
 from octavo.kv_connector.offload import Load, OffloadingMetadata, OffloadingScheduler, Save
 from octavo.messages import KVConnectorOutput, SchedulerOutput
@@ -15,14 +16,18 @@ Content = list[int | None]
 
 
 def make_layout(kv: KVCacheConfig, **more: object) -> KVLayout:
-    return KVLayout("model", kv.block_size, "float32", tuple(kv.groups), **more)
+    states = tuple(group for group in kv.groups if group.has_states)
+    groups = tuple(kv.paged_groups)
+    return KVLayout("model", kv.block_size, "float32", groups, states, **more)
 
 
 def make_connector(
     kv: KVCacheConfig, slots: int, file_slots: int = 0, **config: object
 ) -> OffloadingScheduler:
-    """Return the scheduler's half, with the given number of places for blocks."""
+    """Return the scheduler's half, with the given number of places for blocks, and for a state."""
     layout = make_layout(kv)
+    slots += len(layout.pieces)
+    file_slots += len(layout.pieces) if file_slots else 0
     extra: dict[str, object] = {"cpu_bytes_to_use": slots * layout.copy_nbytes}
     extra["eviction_policy"] = config.pop("eviction_policy", "lru")
     if file_slots:
@@ -42,7 +47,7 @@ class FakeTransfers:
     """
 
     def __init__(self, worker: FakeWorker) -> None:
-        self.memory = worker.memory
+        self.worker, self.memory = worker, worker.memory
         self.block_size = worker.config.block_size
         self.slots: dict[int, tuple[bytes, Content]] = {}
         self.file: dict[int, tuple[bytes, Content]] = {}
@@ -63,16 +68,34 @@ class FakeTransfers:
             self._save(save)
 
     def _save(self, save: Save) -> None:
-        content = self.memory[save.block_id].copy()
+        content = self._read(save.block_id)
         assert None not in content
         self.slots[save.slot] = save.block_hash, content
         if save.file_slot >= 0:
             self.file[save.file_slot] = save.block_hash, content
 
+    def _read(self, block_id: int) -> Content:
+        """Return what a block, or a state, holds; every piece of a state has all of it here."""
+        if block_id > 0:
+            return self.memory[block_id].copy()
+        assert self.worker.states is not None
+        return [self.worker.states.slots[slot_of_state(block_id)]]
+
+    def _write(self, block_id: int, content: Content) -> None:
+        if block_id > 0:
+            self.memory[block_id] = content.copy()
+        else:
+            assert self.worker.states is not None
+            (self.worker.states.slots[slot_of_state(block_id)],) = content
+
     def deliver(self, req_id: str, damaged: int = 0) -> KVConnectorOutput:
-        """Deliver the blocks of a request, except the given number of the last ones."""
+        """Deliver the blocks of a request; the given number of copies is damaged.
+
+        They are the last ones, or the first ones if the number is negative.
+        """
         loads = self.pending.pop(req_id)
-        invalid = [load.block_id for load in loads[len(loads) - min(damaged, len(loads)) :]]
+        bad = loads[:-damaged] if damaged < 0 else loads[len(loads) - min(damaged, len(loads)) :]
+        invalid = sorted({load.block_id for load in bad})
         for load in loads:
             if load.file_slot >= 0:
                 found = self.file[load.file_slot]
@@ -83,8 +106,8 @@ class FakeTransfers:
             block_hash, content = found
             assert block_hash == load.block_hash, "something else is there by now"
             if load.block_id in invalid:
-                content = [-1] * self.block_size
-            self.memory[load.block_id] = content.copy()
-        self.num_loaded += len(loads) - len(invalid)
+                content = [-1] * len(content)
+            self._write(load.block_id, content)
+        self.num_loaded += sum(load.block_id not in invalid for load in loads)
         self.num_damaged += len(invalid)
         return KVConnectorOutput(finished_recving=[req_id], invalid_block_ids=invalid)

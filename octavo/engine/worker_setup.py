@@ -13,6 +13,7 @@ from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig, SpeculationConfig
 from octavo.errors import ConfigError
 from octavo.kv_cache.groups import find_full_attention, make_kv_cache_groups
+from octavo.kv_connector.registry import get_connector
 from octavo.models.drafts import find_draft
 from octavo.models.heads import EagleSpec
 from octavo.models.spec import ModelSpec
@@ -112,10 +113,21 @@ def _with_draft(setup: WorkerSetup) -> WorkerSetup:
 
 
 def _with_connector(setup: WorkerSetup, engine_index: int) -> WorkerSetup:
-    """Return the setup with the identity of model and engine for the KV connector."""
+    """Return the setup with the identity of model and engine for the KV connector.
+
+    Raises:
+        ConfigError: the connector does not support the model.
+    """
     config, model = setup.config, setup.config.model
     transfer = config.cache.kv_transfer_config
     assert transfer is not None
+    if setup.has_states:
+        get_connector(transfer).check_states(transfer)
+        if setup.rank.num_stages > 1:
+            raise ConfigError(
+                f"kv_transfer_config with pipeline_parallel_size={setup.rank.num_stages} is not "
+                "supported with models that have recurrent states; leave one of the two out."
+            )
     if transfer.engine_id is None:
         number = str(config.parallel.first_engine + engine_index)
         transfer = msgspec.structs.replace(transfer, engine_id=number)

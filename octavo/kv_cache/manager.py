@@ -39,7 +39,7 @@ from itertools import chain
 from octavo.kv_cache.block_pool import NULL_BLOCK_ID, BlockPool, KVCacheBlock
 from octavo.kv_cache.events import KVEventLog
 from octavo.kv_cache.groups import KVCacheConfig, make_manager
-from octavo.kv_cache.states import Snapshot, StateManager
+from octavo.kv_cache.states import Snapshot, StateManager, id_of_state
 from octavo.request import Request
 
 
@@ -78,6 +78,10 @@ class _LoadedBlocks:
     request: Request
     start: int
     """Number of blocks of tokens before them; -1: the loaded blocks will not be known."""
+    end: int
+    """Number of blocks of tokens up to their end."""
+    state: int | None = None
+    """Slot for the recurrent state at their end; None: it is not loaded."""
 
 
 class KVCacheManager:
@@ -289,7 +293,8 @@ class KVCacheManager:
     def is_loading(self, request_id: str, block_hashes: Iterable[bytes]) -> bool:
         """Return True if any of the given blocks is being loaded for a request."""
         load = self._loads[request_id]
-        return load.start >= 0 and any(h == wanted for wanted in block_hashes for *_, h in load.new)
+        hashes = load.request.block_hashes[load.start : load.end] if load.start >= 0 else []
+        return any(wanted in hashes for wanted in block_hashes)
 
     def start_load(
         self, request: Request, hit: KVCacheBlocks, num_tokens: int
@@ -305,37 +310,55 @@ class KVCacheManager:
             num_tokens: tokens after it: whole blocks.
 
         Returns:
-            For each group the ids of the blocks up to the end, 0 for an unneeded block. None,
-            without any change, if there is not enough room for all of the request's tokens.
+            For each group the ids of the blocks up to the end, 0 for a block that is not loaded:
+            it is not needed, or the cache has it. In models with recurrent states another list
+            follows, with `id_of_state` at the end if a state is loaded. None, without any change,
+            if there is not enough room for all of the request's tokens.
         """
-        start, end = hit.num_tokens, hit.num_tokens + num_tokens
-        position = min(end, request.num_tokens - 1)
-        needed, first_new = 0, []
-        for blocks, manager in zip(hit.blocks, self.managers, strict=True):
-            first = max(start // self.block_size, manager.first_needed_block(position))
-            first_new.append(first)
-            needed += manager.num_blocks_to_admit(end, request.num_tokens) - first
-            needed += sum(block.ref_cnt == 0 for block in blocks)
+        size = self.block_size
+        start, end = hit.num_tokens // size, (hit.num_tokens + num_tokens) // size
+        position = min(end * size, request.num_tokens - 1)
+        needed, kept, ids = 0, [], []
+        for group_id, (blocks, manager) in enumerate(zip(hit.blocks, self.managers, strict=True)):
+            first = max(start, manager.first_needed_block(position))
+            known = self.pool.cached_blocks(group_id)
+            found = [known.get(block_hash) for block_hash in request.block_hashes[first:end]]
+            kept.append([*blocks, *(block for block in found if block is not None)])
+            needed += manager.num_blocks_to_admit(end * size, request.num_tokens) - first
+            needed += sum(block.ref_cnt == 0 for block in kept[-1])
+            needed -= sum(block is not None for block in found)
+            before = [block.block_id for block in blocks]
+            before += [NULL_BLOCK_ID] * (first - len(before))
+            ids.append(before)
         if needed > self.pool.num_free_blocks:
             return None
-        for blocks in hit.blocks:
+        load = _LoadedBlocks(kept, [], request, start, end)
+        if self.states is not None:
+            ids.append([NULL_BLOCK_ID] * end)
+            if request.block_hashes[end - 1] not in self.states.known:
+                load.state = self.states.reserve()
+                if load.state is None:
+                    return None
+                ids[-1][-1] = id_of_state(load.state)
+        for blocks in kept:
             self.pool.touch(blocks)
-        load = _LoadedBlocks(hit.blocks, [], request, start // self.block_size)
-        ids: list[list[int]] = []
-        for group_id, first in enumerate(first_new):
-            new = self.pool.get_new_blocks(end // self.block_size - first)
-            hashes = request.block_hashes[first : first + len(new)]
-            load.new += [(group_id, b, h) for b, h in zip(new, hashes, strict=True)]
-            before = [block.block_id for block in hit.blocks[group_id]]
-            before += [NULL_BLOCK_ID] * (first - len(before))
-            ids.append(before + [block.block_id for block in new])
+        for group_id, before in enumerate(ids[: len(self.managers)]):
+            known = self.pool.cached_blocks(group_id)
+            for block_hash in request.block_hashes[len(before) : end]:
+                if block_hash in known:
+                    before.append(NULL_BLOCK_ID)
+                    continue
+                (block,) = self.pool.get_new_blocks(1)
+                load.new.append((group_id, block, block_hash))
+                before.append(block.block_id)
         self._loads[request.request_id] = load
         return ids
 
     def finish_load(self, request_id: str, invalid_block_ids: Container[int]) -> bool:
         """Make loaded blocks known, except for invalid ones; return True if all are valid.
 
-        The blocks are then free: any request with the prefix may use them.
+        The blocks are then free: any request with the prefix may use them. A loaded state is a
+        snapshot.
         """
         load = self._loads.pop(request_id)
         good = True
@@ -345,11 +368,34 @@ class KVCacheManager:
             elif load.start >= 0 and block_hash not in self.pool.cached_blocks(group_id):
                 self.pool.cache_full_blocks([block], [block_hash], 0, 1, group_id)
                 self._note_loaded(load, group_id, block_hash)
+        if load.state is not None:
+            good &= self._finish_state(load, load.state, invalid_block_ids)
         for _, block, _ in reversed(load.new):
             self.pool.free_blocks([block])
         for blocks in load.hit:
             self.pool.free_blocks(reversed(blocks))
         return good
+
+    def _finish_state(
+        self, load: _LoadedBlocks, slot: int, invalid_block_ids: Container[int]
+    ) -> bool:
+        """Make a loaded state known; return True if it is valid."""
+        assert self.states is not None
+        good = id_of_state(slot) not in invalid_block_ids
+        loaded, size = None, self.block_size
+        if good and load.start >= 0:
+            block_hash = load.request.block_hashes[load.end - 1]
+            loaded = Snapshot(slot, block_hash, load.end * size, (load.end - load.start) * size)
+        self.states.finish_load(slot, loaded)
+        return good
+
+    def has_block(self, group_id: int, block_hash: bytes) -> bool:
+        """Return True if the cache has a block."""
+        return block_hash in self.pool.cached_blocks(group_id)
+
+    def has_state(self, block_hash: bytes) -> bool:
+        """Return True if the cache has the recurrent state at the end of a block."""
+        return self.states is not None and block_hash in self.states.known
 
     def _note_loaded(self, load: _LoadedBlocks, group_id: int, block_hash: bytes) -> None:
         events, size = self.pool.events, self.block_size

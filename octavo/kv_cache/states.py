@@ -47,7 +47,19 @@ class Snapshot:
     """Number of tokens in the state."""
     cost: int
     """Number of these that would have to be computed again without it."""
+    in_prompt: bool = True
+    """False if its tokens end in an answer."""
     value: int = 0
+
+
+@dataclass(slots=True)
+class SnapshotLog:
+    """Changes of the snapshots that requests have taken."""
+
+    new: list[Snapshot] = field(default_factory=list)
+    """Snapshots that became known."""
+    dropped: list[bytes] = field(default_factory=list)
+    """Hashes of snapshots that are not wanted any more; those given up for others are not here."""
 
 
 @dataclass(slots=True)
@@ -67,6 +79,16 @@ class _RequestStates:
     """Number of tokens of its last known snapshot."""
     taken: list[Snapshot] = field(default_factory=list)
     """Its snapshots; the last one of the answer replaces the one before."""
+
+
+def id_of_state(slot: int) -> int:
+    """Return the id of the state in a slot: negative, so that it is not the id of a block."""
+    return -1 - slot
+
+
+def slot_of_state(state_id: int) -> int:
+    """Return the slot of a state; see `id_of_state`."""
+    return -1 - state_id
 
 
 class StateManager:
@@ -99,6 +121,10 @@ class StateManager:
         self._heap: list[tuple[int, int, Snapshot]] = []
         self._order = count()
         self._last_value = 0
+        self._loading: set[int] = set()
+        """Slots that a KV connector fills."""
+        self.log: SnapshotLog | None = None
+        """Log for a KV connector."""
         # Of the step being scheduled:
         self._pinned: set[int] = set()
         self._freed: list[int] = []
@@ -120,6 +146,36 @@ class StateManager:
         if source is not None and source.slot not in self._pinned:
             usable -= 1
         return len(self._free) + usable >= self.slots_per_request
+
+    def reserve(self) -> int | None:
+        """Return a slot for a state that a KV connector loads; None if a request needs all slots.
+
+        Steps in flight may still write to the slot, so the load begins after these steps.
+        """
+        slot = self._allocate() if self.num_slots > self.slots_per_request else None
+        if slot is not None:
+            self._loading.add(slot)
+        return slot
+
+    def finish_load(self, slot: int, loaded: Snapshot | None) -> None:
+        """End the load of a state: it is a snapshot from now on, or None if the load failed."""
+        self._loading.remove(slot)
+        if loaded is None or loaded.block_hash in self._known:
+            self._free.append(slot)
+        else:
+            self._known[loaded.block_hash] = loaded
+            self._touch(loaded)
+
+    def take_changes(self) -> SnapshotLog:
+        """Return the entries of the log, since the last call, that still apply, after `end_step`.
+
+        The slots of the new snapshots have their contents once the step has run.
+        """
+        assert self.log is not None
+        new = [s for s in self.log.new if self._known.get(s.block_hash) is s]
+        dropped = [h for h in self.log.dropped if h not in self._known]
+        self.log = SnapshotLog()
+        return SnapshotLog(new, dropped)
 
     def begin(self, request: Request, source: Snapshot | None, parted: int) -> None:
         """Allocate a request's live state; there must be room.
@@ -187,7 +243,7 @@ class StateManager:
         self._publish(request, states)
         if request.error is not None:  # its state may contain NaN
             for snapshot in states.taken:
-                self._drop(snapshot)
+                self._drop_for_good(snapshot)
         for slot in [*states.slots, *(slot for _, slot in states.pending)]:
             self._release(slot)
 
@@ -207,6 +263,8 @@ class StateManager:
             else:
                 self._known[snapshot.block_hash] = snapshot
                 self._touch(snapshot)
+                if self.log is not None:
+                    self.log.new.append(snapshot)
         self._becoming = []
 
     def check_integrity(self, live: Iterable[str]) -> None:
@@ -220,7 +278,7 @@ class StateManager:
         """
         if set(live) != self._requests.keys():
             raise AssertionError(f"states are held wrongly: {set(live) ^ self._requests.keys()}")
-        used = [*self._free, *self._freed]
+        used = [*self._free, *self._freed, *self._loading]
         used += [snapshot.slot for snapshot in [*self._known.values(), *self._becoming]]
         for states in self._requests.values():
             used += [*states.slots, *(slot for _, slot in states.pending)]
@@ -256,11 +314,12 @@ class StateManager:
                 self._touch(self._known[block_hash])
                 self._release(slot)
             else:
-                snapshot = Snapshot(slot, block_hash, num_tokens, num_tokens - states.last)
+                in_prompt = num_tokens <= request.num_prompt_tokens
+                cost, taken = num_tokens - states.last, states.taken
+                snapshot = Snapshot(slot, block_hash, num_tokens, cost, in_prompt)
                 self._becoming.append(snapshot)
-                taken, prompt = states.taken, request.num_prompt_tokens
-                if taken and min(num_tokens, taken[-1].num_tokens) > prompt:
-                    self._drop(taken.pop())
+                if taken and not (in_prompt or taken[-1].in_prompt):
+                    self._drop_for_good(taken.pop())
                 taken.append(snapshot)
             states.last = num_tokens
 
@@ -289,6 +348,12 @@ class StateManager:
         for entry in kept:
             heapq.heappush(self._heap, entry)
         return slot
+
+    def _drop_for_good(self, snapshot: Snapshot) -> None:
+        """Forget a snapshot that is not wanted any more, wherever it is."""
+        if self.log is not None:
+            self.log.dropped.append(snapshot.block_hash)
+        self._drop(snapshot)
 
     def _drop(self, snapshot: Snapshot) -> None:
         """Forget a snapshot, unless it was given up before."""

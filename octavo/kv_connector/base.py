@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
 import msgspec
 
@@ -29,6 +29,27 @@ class KVConnectorRole(enum.Enum):
 
     SCHEDULER = 0
     WORKER = 1
+
+
+class PrefixCache(Protocol):
+    """Lookup in the engine's prefix cache."""
+
+    def has_block(self, group_id: int, block_hash: bytes) -> bool:
+        """Return True if it has a block."""
+
+    def has_state(self, block_hash: bytes) -> bool:
+        """Return True if it has the recurrent state at the end of a block."""
+
+
+class SavedState(NamedTuple):
+    """Recurrent state that a connector may save."""
+
+    state_id: int
+    """Its id, as in the block ids of `update_state_after_alloc`."""
+    block_hash: bytes
+    """Hash of the last block of its tokens."""
+    in_prompt: bool
+    """False if its tokens end in an answer; a later state of the answer soon replaces it."""
 
 
 class KVConnectorMetadata(msgspec.Struct, array_like=True):
@@ -65,6 +86,8 @@ class KVConnectorScheduler(ABC):
 
     def __init__(self, config: EngineConfig, layout: KVLayout) -> None:
         self.config, self.layout = config, layout
+        self.prefix_cache: PrefixCache | None = None
+        """Prefix cache, in models with recurrent states."""
 
     @property
     def transfer_config(self) -> KVTransferConfig:
@@ -78,6 +101,19 @@ class KVConnectorScheduler(ABC):
 
     def set_xfer_handshake_metadata(self, metadata: list[Any]) -> None:
         """Accept each rank's `get_handshake_metadata`, before any request."""
+        return
+
+    def bind_prefix_cache(self, prefix_cache: PrefixCache) -> None:
+        """Accept the prefix cache of a model with recurrent states."""
+        self.prefix_cache = prefix_cache
+
+    def note_states(self, saved: Sequence[SavedState], dropped: Sequence[bytes]) -> None:
+        """Note changes of the known recurrent states, just before `build_connector_meta`.
+
+        Args:
+            saved: states that the step, or an earlier one, computes: the step can save them.
+            dropped: hashes of the last blocks of states that are not wanted any more.
+        """
         return
 
     def check_request(self, request: Request) -> None:
@@ -101,7 +137,9 @@ class KVConnectorScheduler(ABC):
 
         Args:
             request: a request that is about to be started.
-            num_computed_tokens: its tokens in the prefix cache; whole blocks.
+            num_computed_tokens: its tokens in the prefix cache; whole blocks. In models with
+                recurrent states `prefix_cache` may have further blocks; the tokens to load must end
+                where it or the connector has a state, before the request's last token.
 
         Returns:
             The number of tokens after these, in whole blocks; and True if they are loaded
@@ -119,7 +157,8 @@ class KVConnectorScheduler(ABC):
         Args:
             request: the request of the last `get_num_new_matched_tokens`.
             block_ids: its blocks from the beginning, one list for each KV-cache group; 0 stands for
-                a block that it does not need.
+                a block that need not be loaded. Another list, in models with recurrent states, has
+                the negative id of a state at the end if the state is to be loaded.
             num_external_tokens: tokens to load into the last of these blocks; 0: the request
                 starts in the step that is being scheduled.
         """
@@ -221,7 +260,7 @@ class KVConnectorWorker(ABC):
         """Return the requests sent, and the requests loaded, since the last call."""
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the damaged blocks of the requests that were just reported as loaded."""
+        """Return the damaged blocks and states of the requests just reported as loaded."""
         return set()
 
     def shutdown(self) -> None:
@@ -238,9 +277,26 @@ class KVConnectorBase(KVConnectorScheduler, KVConnectorWorker):
         layout: layout of a block.
     """
 
+    supports_states: ClassVar[bool] = False
+    """True if it saves and loads recurrent states, too (`KVLayout.states`)."""
+
     def __init__(self, config: EngineConfig, role: KVConnectorRole, layout: KVLayout) -> None:
+        KVConnectorScheduler.__init__(self, config, layout)
         KVConnectorWorker.__init__(self, config, layout, lambda: None)  # set by the registry
         self.role = role
+
+
+def refuse_states(config: KVTransferConfig) -> None:
+    """Raise ConfigError: the connector does not support recurrent states."""
+    raise ConfigError(
+        f"kv_transfer_config: kv_connector={config.kv_connector} is not supported with models that "
+        "have recurrent states; use OffloadingConnector, or leave kv_transfer_config out."
+    )
+
+
+def accept_states(config: KVTransferConfig) -> None:
+    """Accept models that have recurrent states."""
+    return
 
 
 @dataclass(frozen=True)
@@ -251,6 +307,8 @@ class KVConnector:
     make_worker_half: Callable[[EngineConfig, KVLayout, Callable[[], object]], KVConnectorWorker]
     host_nbytes: Callable[[KVTransferConfig], int]
     """Implementation of `KVConnectorWorker.host_nbytes`."""
+    check_states: Callable[[KVTransferConfig], None] = refuse_states
+    """Raises ConfigError if it does not support models that have recurrent states."""
 
 
 def transfer_config_of(config: EngineConfig) -> KVTransferConfig:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TypeAlias
 
 Key: TypeAlias = tuple[int, bytes]
-"""A KV-cache group and a block's hash."""
+"""A KV-cache group and a block's hash; or a piece of a state, numbered after the groups."""
 
 
 class CopyCache(ABC):

@@ -93,7 +93,7 @@ class CopyFile:
             slot: the slot.
             copy: [copy_nbytes]
             number: position in the order of eviction; larger is later.
-            group_id: KV-cache group of the block.
+            group_id: KV-cache group of the block, or the number of a state's piece after these.
             block_hash: hash of the block.
 
         Raises:
@@ -156,7 +156,7 @@ def read_records(path: Path, layout: KVLayout) -> Iterator[tuple[int, int, int, 
         body, check = record[: _RECORD.size], record[_RECORD.size :]
         if any(check) and check == _check(layout, slot, body):
             number, group_id, block_hash = _RECORD.unpack(body)
-            if group_id < len(layout.groups):
+            if group_id < layout.num_kinds:
                 yield number, slot, group_id, block_hash
 
 

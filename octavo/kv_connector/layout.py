@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
+from typing import NamedTuple
 
 import msgspec
 
 import octavo
 from octavo.errors import ConfigError
-from octavo.kv_cache.groups import KVCacheGroup, make_manager
+from octavo.kv_cache.groups import KVCacheGroup, make_manager, state_nbytes
 from octavo.kv_cache.kinds.base import SingleTypeKVCacheManager
 from octavo.models.cache import Pages
 
 SUM_NBYTES = 8
 _LINE = 64
 _VERSION = 1
+# Bytes of a state in a copy, and the number of its layers, if the model has no blocks.
+_PIECE_NBYTES, _PIECE_SLICES = 2**16, 64
 
 
 class KVPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,6 +48,22 @@ class KVPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         }
 
 
+class StateSlice(NamedTuple):
+    """Part of the state of one layer, in one copy."""
+
+    layer: int
+    """Layer of the rank, among those with a cache."""
+    tensor: int
+    """Physical tensor of the layer."""
+    row_nbytes: int
+    """Bytes of a slot of that tensor."""
+    begin: int
+    """Offset in the slot, in bytes."""
+    nbytes: int
+    offset: int
+    """Offset in the copy, in bytes."""
+
+
 @dataclass(frozen=True)
 class KVLayout:
     """Contents of a block on one rank, and all that its bytes depend on.
@@ -50,6 +71,9 @@ class KVLayout:
     A block of a group has a page for each layer's keys and one for its values, and a page
     has a chunk for each head. Each chunk has a checksum. A copy of a block consists of its pages in
     the order of the layers, then the checksums.
+
+    A recurrent state may be much larger than a block, so its copy consists of pieces. A piece has
+    the size of a block's copy and contains slices of the state, then a checksum of each.
     """
 
     model: str
@@ -58,7 +82,9 @@ class KVLayout:
     dtype: str
     """Dtype of the KV cache, as `CacheSpec` names it."""
     groups: tuple[KVCacheGroup, ...]
-    """KV-cache groups, with the layers and heads of this rank."""
+    """KV-cache groups that use blocks, with the layers and heads of this rank."""
+    states: tuple[KVCacheGroup, ...] = ()
+    """KV-cache groups with recurrent states."""
     first_layer: int = 0
     """Number of the groups' layer 0 in the model."""
     first_head: int = 0
@@ -115,7 +141,7 @@ class KVLayout:
                 "kv_transfer_config is not supported with models whose layers cache blocks of "
                 "different sizes; leave it out."
             )
-        return sizes.pop()
+        return sizes.pop() if sizes else 0
 
     @cached_property
     def pages(self) -> list[Pages]:
@@ -136,10 +162,60 @@ class KVLayout:
     @cached_property
     def sums_offset(self) -> int:
         """Offset of the checksums in a copy: after the pages of the largest group."""
+        if not self.groups:
+            return min(_PIECE_NBYTES, state_nbytes(self.states))
         return max(self.num_pages) * self.page_nbytes
+
+    @cached_property
+    def num_sums(self) -> int:
+        """Number of checksums for which a copy has room."""
+        if not self.groups:
+            return _PIECE_SLICES
+        return max(n * chunks for n, chunks in zip(self.num_pages, self.num_chunks, strict=True))
 
     @cached_property
     def copy_nbytes(self) -> int:
         """Bytes of a copy: the same for blocks of all groups, and whole cache lines."""
-        sums = max(n * chunks for n, chunks in zip(self.num_pages, self.num_chunks, strict=True))
-        return -(-(self.sums_offset + sums * SUM_NBYTES) // _LINE) * _LINE
+        return -(-(self.sums_offset + self.num_sums * SUM_NBYTES) // _LINE) * _LINE
+
+    @cached_property
+    def pieces(self) -> list[list[StateSlice]]:
+        """Pieces of a state's copy: the layers one after another, cut where a copy is full."""
+        tensors = count(max((len(group.layer_indices) for group in self.groups), default=0))
+        rows = sorted(
+            (layer, next(tensors), group.cache.block_nbytes(self.block_size, self.dtype))
+            for group in self.states
+            for layer in group.layer_indices
+        )
+        pieces: list[list[StateSlice]] = []
+        room = 0
+        for layer, tensor, nbytes in rows:
+            begin = 0
+            while begin < nbytes:
+                if not room or len(pieces[-1]) == self.num_sums:
+                    pieces.append([])
+                    room = self.sums_offset
+                size = min(room, nbytes - begin)
+                offset = self.sums_offset - room
+                pieces[-1].append(StateSlice(layer, tensor, nbytes, begin, size, offset))
+                begin, room = begin + size, room - size
+        return pieces
+
+    def state_keys(self, block_hash: bytes) -> Iterator[tuple[int, bytes]]:
+        """Yield the keys of a state's pieces; those of blocks are (group, hash).
+
+        Args:
+            block_hash: hash of the last block of the state's tokens.
+        """
+        for number in range(len(self.groups), self.num_kinds):
+            yield number, block_hash
+
+    @property
+    def num_kinds(self) -> int:
+        """Number of kinds of copies: of each group's blocks, and each piece of a state."""
+        return len(self.groups) + len(self.pieces)
+
+    @property
+    def least_copies(self) -> int:
+        """Number of copies of the smallest content that can be loaded: a block, and a state."""
+        return len(self.pieces) + bool(self.groups)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -15,6 +15,8 @@ from octavo.kv_connector.base import (
     KVConnectorScheduler,
     KVConnectorSettings,
     KVConnectorWorker,
+    PrefixCache,
+    SavedState,
     transfer_config_of,
 )
 from octavo.kv_connector.layout import KVLayout
@@ -69,6 +71,11 @@ def _host_nbytes(config: KVTransferConfig) -> int:
     return sum(connector.host_nbytes(inner) for connector, inner in _connectors(config))
 
 
+def _check_states(config: KVTransferConfig) -> None:
+    for connector, inner in _connectors(config):
+        connector.check_states(inner)
+
+
 class MultiScheduler(KVConnectorScheduler):
     """Scheduler's halves of all connectors."""
 
@@ -96,6 +103,16 @@ class MultiScheduler(KVConnectorScheduler):
         """Implement `KVConnectorScheduler`."""
         for i, half in enumerate(self._halves):
             half.set_xfer_handshake_metadata([of_rank[i] for of_rank in metadata])
+
+    def bind_prefix_cache(self, prefix_cache: PrefixCache) -> None:
+        """Implement `KVConnectorScheduler`."""
+        for half in self._halves:
+            half.bind_prefix_cache(prefix_cache)
+
+    def note_states(self, saved: Sequence[SavedState], dropped: Sequence[bytes]) -> None:
+        """Implement `KVConnectorScheduler`."""
+        for half in self._halves:
+            half.note_states(saved, dropped)
 
     def check_request(self, request: Request) -> None:
         """Call the halves that accept `kv_transfer_params`; see `KVConnectorScheduler`."""
@@ -248,4 +265,4 @@ class MultiWorker(KVConnectorWorker):
             half.shutdown()
 
 
-MultiConnector = KVConnector(MultiScheduler, MultiWorker, _host_nbytes)
+MultiConnector = KVConnector(MultiScheduler, MultiWorker, _host_nbytes, _check_states)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -20,13 +20,14 @@ import numpy as np
 from octavo import _native
 from octavo.config import EngineConfig, KVTransferConfig
 from octavo.errors import ConfigError
-from octavo.kv_cache.block_pool import NULL_BLOCK_ID
 from octavo.kv_connector.base import (
     KVConnector,
     KVConnectorMetadata,
     KVConnectorScheduler,
     KVConnectorSettings,
     KVConnectorWorker,
+    SavedState,
+    accept_states,
     transfer_config_of,
 )
 from octavo.kv_connector.copy_cache import EVICTION_POLICIES, CopyCache, Key
@@ -34,7 +35,7 @@ from octavo.kv_connector.copy_file import CopyFile, read_records
 from octavo.kv_connector.layout import KVLayout
 from octavo.kv_connector.pages import BlockCopy, Bytes, KVCaches, LayerSaves
 from octavo.kv_connector.results import LoadResults, OnceLogger
-from octavo.kv_connector.tracking import BlockTracker, FullBlock, KnownBlocks, longest_match
+from octavo.kv_connector.tracking import BlockTracker, find_match, keys_to_load
 from octavo.messages import KVConnectorOutput, SchedulerOutput
 from octavo.request import Request
 
@@ -80,20 +81,21 @@ class OffloadingSettings(KVConnectorSettings, frozen=True, kw_only=True):
             ConfigError: a block does not fit.
         """
         nbytes = layout.copy_nbytes * layout.world_size
+        content = "a block and a recurrent state" if layout.states else "a block"
         sizes = {"cpu_bytes_to_use": self.cpu_bytes_to_use}
         if self.file_path is not None:
             sizes["file_bytes_to_use"] = self.file_bytes_to_use
         for name, size in sizes.items():
-            if size < nbytes:
+            if size < nbytes * layout.least_copies:
                 raise ConfigError(
-                    f"kv_transfer_config: {name}={size} has no room for a block, which occupies "
-                    f"{nbytes} bytes; raise it."
+                    f"kv_transfer_config: {name}={size} has no room for {content}, which needs "
+                    f"{nbytes * layout.least_copies} bytes; raise it."
                 )
         return self.cpu_bytes_to_use // nbytes, self.file_bytes_to_use // nbytes
 
 
 class Save(msgspec.Struct, array_like=True):
-    """Block to copy to memory after the step."""
+    """Block, or piece of a state, to copy to memory after the step; see `BlockCopy`."""
 
     group_id: int
     block_id: int
@@ -106,7 +108,7 @@ class Save(msgspec.Struct, array_like=True):
 
 
 class Load(msgspec.Struct, array_like=True):
-    """Block to copy to the KV cache."""
+    """Block, or piece of a state, to copy to the KV cache."""
 
     group_id: int
     block_id: int
@@ -150,6 +152,10 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._new_loads: dict[str, list[Load]] = {}
         """Loads for the next metadata."""
         self._loads: dict[str, list[Load]] = {}
+        self._states: list[SavedState] = []
+        """States to save in the next step."""
+        self._dropped: set[Key] = set()
+        """Keys of saves in flight that are not wanted any more."""
 
     def _restore(self, file: CopyCache, path: Path) -> None:
         """Add the blocks in the file of rank 0; loading detects if another rank lacks one."""
@@ -171,9 +177,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int, bool]:
         """Implement `KVConnectorScheduler`."""
-        known = KnownBlocks.of_groups(self.layout, self._has)
-        end = longest_match(self.layout, request, num_computed_tokens, known)
-        return end * self.layout.block_size - num_computed_tokens, True
+        return find_match(self, request, num_computed_tokens, self._has), True
 
     def update_state_after_alloc(
         self, request: Request, block_ids: list[list[int]], num_external_tokens: int
@@ -182,16 +186,14 @@ class OffloadingScheduler(KVConnectorScheduler):
         if num_external_tokens == 0:
             self._tracker.start(request, block_ids)
             return
-        loads: list[Load] = []
-        for group_id, ids in enumerate(block_ids):
-            for i in range(len(ids) - num_external_tokens // self.layout.block_size, len(ids)):
-                if ids[i] != NULL_BLOCK_ID:
-                    loads.append(self._load(group_id, ids[i], request.block_hashes[i]))
+        keys = list(keys_to_load(self.layout, request, block_ids, num_external_tokens))
+        keys.sort(key=lambda wanted: wanted[0] not in self._memory)  # pin before others evict
+        loads = [self._load(key, block_id) for key, block_id in keys]
         self._new_loads[request.request_id] = self._loads[request.request_id] = loads
 
-    def _load(self, group_id: int, block_id: int, block_hash: bytes) -> Load:
+    def _load(self, key: Key, block_id: int) -> Load:
         """Return the load of a block; pin its copies in memory and file until the load ends."""
-        key, slot, file_slot = (group_id, block_hash), _NO_SLOT, _NO_SLOT
+        slot, file_slot = _NO_SLOT, _NO_SLOT
         if self._file is not None and key in self._file:
             self._file.touch(key)
         if key in self._memory:
@@ -204,16 +206,34 @@ class OffloadingScheduler(KVConnectorScheduler):
             file_slot = self._file.slot(key)
             found = self._memory.insert(key, pin=True)
             slot = _NO_SLOT if found is None else found
+        group_id, block_hash = key
         return Load(group_id, block_id, slot, block_hash, file_slot)
+
+    def note_states(self, saved: Sequence[SavedState], dropped: Sequence[bytes]) -> None:
+        """Implement `KVConnectorScheduler`."""
+        for block_hash in dropped:
+            for key in self.layout.state_keys(block_hash):
+                if key in self._unsure:
+                    self._dropped.add(key)
+                else:
+                    self._forget(key)
+        self._states += saved
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OffloadingMetadata | None:
         """Implement `KVConnectorScheduler`."""
+        wanted = [
+            ((block.group_id, block.block_hash), block.block_id)
+            for block in self._tracker.full_blocks(scheduler_output, self._saves_all)
+            if block.request.cache_scope is None
+        ]
+        states, self._states = self._states, []
+        for state in states:
+            wanted += [(key, state.state_id) for key in self.layout.state_keys(state.block_hash)]
         saves: list[Save] = []
-        for block in self._tracker.full_blocks(scheduler_output, self._saves_all):
-            if self.transfer_config.saves and block.request.cache_scope is None:
-                save = self._save(block)
-                if save is not None:
-                    saves.append(save)
+        for key, block_id in wanted if self.transfer_config.saves else []:
+            save = self._save(key, block_id)
+            if save is not None:
+                saves.append(save)
         if scheduler_output.scheduled_reqs:
             self._saving.append(saves)
             self._unsure.update((save.group_id, save.block_hash) for save in saves)
@@ -224,9 +244,9 @@ class OffloadingScheduler(KVConnectorScheduler):
         """Return True if a request's blocks from the prefix cache are saved, too."""
         return False
 
-    def _save(self, block: FullBlock) -> Save | None:
+    def _save(self, key: Key, block_id: int) -> Save | None:
         """Allocate slots for a block; None if it is in memory already, or all slots are pinned."""
-        key, file_slot = (block.group_id, block.block_hash), None
+        file_slot = None
         if self._file is not None and key in self._file:
             self._file.touch(key)
         if key in self._memory:
@@ -241,7 +261,8 @@ class OffloadingScheduler(KVConnectorScheduler):
             number, self._next_number = self._next_number, self._next_number + 1
         if file_slot is None:
             file_slot = _NO_SLOT
-        return Save(block.group_id, block.block_id, slot, block.block_hash, file_slot, number)
+        group_id, block_hash = key
+        return Save(group_id, block_id, slot, block_hash, file_slot, number)
 
     def step_succeeded(self) -> None:
         """Implement `KVConnectorScheduler`: the saved blocks can be loaded."""
@@ -264,6 +285,9 @@ class OffloadingScheduler(KVConnectorScheduler):
         if save.file_slot != _NO_SLOT:
             assert self._file is not None
             self._file.unpin(key)
+        if key in self._dropped:
+            self._dropped.remove(key)
+            self._forget(key)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Implement `KVConnectorScheduler`: unpin loaded blocks, and forget damaged ones."""
@@ -471,7 +495,7 @@ class OffloadingWorker(KVConnectorWorker):
 
 
 OffloadingConnector = KVConnector(
-    OffloadingScheduler, OffloadingWorker, OffloadingWorker.host_nbytes
+    OffloadingScheduler, OffloadingWorker, OffloadingWorker.host_nbytes, accept_states
 )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo import _native
+from octavo.kv_cache.states import slot_of_state
 from octavo.kv_connector.layout import SUM_NBYTES, KVLayout, KVPart
 
 Addresses = NDArray[np.uint64]
@@ -19,10 +21,11 @@ _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # spreads the seeds of pages
 
 
 class BlockCopy(NamedTuple):
-    """Block and the address of its copy."""
+    """Block, or piece of a state, and the address of its copy."""
 
     group_id: int
     block_id: int
+    """Id of the block, or `id_of_state`."""
     address: int
     """Address of `KVLayout.copy_nbytes` bytes."""
     block_hash: bytes
@@ -34,7 +37,8 @@ class KVCaches:
 
     Args:
         layout: layout of a block.
-        tensors: addresses of the physical tensors [num_blocks, 2, heads, ...].
+        tensors: addresses of the physical tensors [num_blocks, 2, heads, ...], then of those with
+            recurrent states [num_states, row_nbytes].
         num_blocks: number of blocks in each tensor.
     """
 
@@ -46,7 +50,7 @@ class KVCaches:
     def touch(self, num_blocks: int) -> Iterator[None]:
         """Make the system allocate the memory of the first blocks, one tensor per iteration."""
         nbytes = 2 * self.layout.page_nbytes * min(num_blocks, self.num_blocks)
-        for tensor in self.tensors:
+        for tensor in self.tensors[: max(self.layout.num_pages, default=0) // 2]:
             _native.touch_pages(int(tensor), nbytes)
             yield
 
@@ -58,34 +62,65 @@ class KVCaches:
 
     def saving(self, copies: Sequence[BlockCopy]) -> LayerSaves:
         """Return an object that copies blocks layer by layer."""
-        by_layer: dict[int, _Pages] = {}
-        for group_id, some in _by_group(copies).items():
+        by_layer: dict[int, list[_Pages]] = defaultdict(list)
+        blocks, pieces = self._divide(copies)
+        for group_id, some in blocks.items():
             pages = self._pages(group_id, some, self.layout.part)
             for i, layer in enumerate(self.layout.groups[group_id].layer_indices):
-                by_layer[layer] = pages.of_sides(2 * i, 2 * i + 2)
+                by_layer[layer].append(pages.of_sides(2 * i, 2 * i + 2))
+        for layer, pages, _ in self._state_pages(pieces):
+            by_layer[layer].append(pages)
         return LayerSaves(by_layer)
 
     def load(self, copies: Sequence[BlockCopy], part: KVPart | None = None) -> set[int]:
-        """Restore blocks from their copies; return the blocks whose copies are damaged.
+        """Restore blocks and states; return the ids of those whose copies are damaged.
 
         Args:
             copies: the copies.
             part: part of a block that is in the copies; None: this rank's. The rest of the blocks
-                is not changed.
+                is not changed. Copies of states are this rank's.
         """
         damaged: set[int] = set()
-        for group_id, some in _by_group(copies).items():
-            pages = self._pages(group_id, some, part or self.layout.part)
-            bad = np.zeros(pages.here.shape, np.uint8)
-            _native.load_pages(
-                from_=pages.there.ctypes.data,
-                to=pages.here.ctypes.data,
-                bad=bad.ctypes.data,
-                **pages.others(),
-            )
-            of_block = bad.any(axis=1)
+        blocks, pieces = self._divide(copies)
+        for group_id, some in blocks.items():
+            of_block = self._pages(group_id, some, part or self.layout.part).load().any(axis=1)
             damaged.update(some[i].block_id for i in np.flatnonzero(of_block))
+        for _, pages, ids in self._state_pages(pieces):
+            damaged.update(ids[i] for i in np.flatnonzero(pages.load()))
         return damaged
+
+    def _divide(
+        self, copies: Sequence[BlockCopy]
+    ) -> tuple[dict[int, list[BlockCopy]], list[BlockCopy]]:
+        """Return the copies of blocks by group, and those of pieces of states."""
+        blocks: dict[int, list[BlockCopy]] = defaultdict(list)
+        pieces: list[BlockCopy] = []
+        for copy in copies:
+            is_block = copy.group_id < len(self.layout.groups)
+            (blocks[copy.group_id] if is_block else pieces).append(copy)
+        return blocks, pieces
+
+    def _state_pages(self, pieces: Sequence[BlockCopy]) -> Iterator[tuple[int, _Pages, list[int]]]:
+        """Yield (layer, pages, id of each page's state): slices of equal size at a time."""
+        layout = self.layout
+        alike: dict[tuple[int, int], list[tuple[int, int, int, int, int]]] = defaultdict(list)
+        for copy in pieces:
+            seed = int.from_bytes(copy.block_hash[:8], "little")
+            sums = copy.address + layout.sums_offset
+            for i, part in enumerate(layout.pieces[copy.group_id - len(layout.groups)]):
+                here = int(self.tensors[part.tensor]) + part.begin
+                here += slot_of_state(copy.block_id) * part.row_nbytes
+                spread = (2 * (layout.first_layer + part.layer) + 1) * int(_SPREAD) + part.begin
+                alike[part.layer, part.nbytes].append(
+                    (
+                        *(here, copy.address + part.offset, sums + i * SUM_NBYTES),
+                        *((seed + spread) % 2**64, copy.block_id),
+                    )
+                )
+        for (layer, nbytes), rows in alike.items():
+            *columns, ids = zip(*rows, strict=True)
+            arrays = [np.array(column, np.uint64) for column in columns]
+            yield layer, _Pages(arrays[0], arrays[1], arrays[2], arrays[3], 1, nbytes), list(ids)
 
     def _pages(self, group_id: int, copies: Sequence[BlockCopy], part: KVPart) -> _Pages:
         """Return the pages of copied blocks: for each layer the keys, then the values."""
@@ -120,7 +155,7 @@ class KVCaches:
 
 @dataclass(frozen=True)
 class _Pages:
-    """Addresses of pages [blocks, sides], and the other arguments of copying."""
+    """Addresses of pages, of any shape such as [blocks, sides]; other arguments of copying."""
 
     here: Addresses
     """Addresses in the KV cache."""
@@ -141,6 +176,17 @@ class _Pages:
             seeds=_addresses(self.seeds[:, begin:end]),
         )
 
+    def load(self) -> Bytes:
+        """Copy the pages to the KV cache; return 1 for each damaged one, 0 for the others."""
+        bad = np.zeros(self.here.shape, np.uint8)
+        _native.load_pages(
+            from_=self.there.ctypes.data,
+            to=self.here.ctypes.data,
+            bad=bad.ctypes.data,
+            **self.others(),
+        )
+        return bad
+
     def others(self) -> dict[str, int]:
         """Return the arguments of the native functions other than the two addresses."""
         return {
@@ -155,7 +201,7 @@ class _Pages:
 class LayerSaves:
     """Copying of blocks, layer by layer."""
 
-    def __init__(self, by_layer: dict[int, _Pages]) -> None:
+    def __init__(self, by_layer: Mapping[int, Sequence[_Pages]]) -> None:
         self._by_layer = by_layer
 
     @property
@@ -165,8 +211,7 @@ class LayerSaves:
 
     def save_layer(self, layer: int) -> None:
         """Copy the pages of a layer of the rank, with checksums."""
-        pages = self._by_layer.get(layer)
-        if pages is not None:
+        for pages in self._by_layer.get(layer, ()):
             _native.save_pages(
                 from_=pages.here.ctypes.data, to=pages.there.ctypes.data, **pages.others()
             )
@@ -174,10 +219,3 @@ class LayerSaves:
 
 def _addresses(array: Addresses) -> Addresses:
     return np.ascontiguousarray(array, np.uint64)
-
-
-def _by_group(copies: Sequence[BlockCopy]) -> dict[int, list[BlockCopy]]:
-    groups: dict[int, list[BlockCopy]] = {}
-    for copy in copies:
-        groups.setdefault(copy.group_id, []).append(copy)
-    return groups

@@ -12,6 +12,8 @@ from octavo.kv_connector.base import (
     KVConnectorBase,
     KVConnectorRole,
     KVConnectorWorker,
+    accept_states,
+    refuse_states,
 )
 from octavo.kv_connector.layout import KVLayout
 
@@ -71,4 +73,5 @@ def _of_class(connector: type[KVConnectorBase]) -> KVConnector:
         lambda config, layout: connector(config, KVConnectorRole.SCHEDULER, layout),
         make_worker_half,
         connector.host_nbytes,
+        accept_states if connector.supports_states else refuse_states,
     )

@@ -62,7 +62,7 @@ class SharedFolder:
 
     def __init__(self, path: Path, layout: KVLayout, division: str, max_bytes: int) -> None:
         self._root, self._layout, self._max_bytes = path, layout, max_bytes
-        self._own = division
+        self.division = division
         self._models = path / layout.identity.hex()[:32]
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -88,11 +88,11 @@ class SharedFolder:
 
     def _divisions(self) -> Iterator[str]:
         """Yield this engine's division, then the others."""
-        yield self._own
+        yield self.division
         with contextlib.suppress(OSError):
             for name in os.listdir(self._models):
                 ranks, dot, _ = name.partition(".")
-                if name != self._own and dot and ranks.isdecimal() and 0 < int(ranks) < 4096:
+                if name != self.division and dot and ranks.isdecimal() and 0 < int(ranks) < 4096:
                     yield name
 
     def _file(self, division: str, rank: int, group_id: int, block_hash: bytes) -> Path:
@@ -105,7 +105,7 @@ class SharedFolder:
         Raises:
             OSError: the file cannot be written; then no file remains.
         """
-        path = self._file(self._own, self._layout.rank, group_id, block_hash)
+        path = self._file(self.division, self._layout.rank, group_id, block_hash)
         header = _Header(self._layout.identity, group_id, block_hash, self._layout.part)
         new = path.with_name(f"{_NEW}{secrets.token_hex(8)}")
         for _ in range(2):

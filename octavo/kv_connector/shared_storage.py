@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -19,20 +19,21 @@ import numpy as np
 
 from octavo.config import EngineConfig, KVTransferConfig
 from octavo.errors import ConfigError, reason_of
-from octavo.kv_cache.block_pool import NULL_BLOCK_ID
 from octavo.kv_connector.base import (
     KVConnector,
     KVConnectorMetadata,
     KVConnectorScheduler,
     KVConnectorSettings,
     KVConnectorWorker,
+    SavedState,
+    accept_states,
     transfer_config_of,
 )
 from octavo.kv_connector.layout import KVLayout, KVPart
 from octavo.kv_connector.pages import BlockCopy, LayerSaves
 from octavo.kv_connector.results import LoadResults, OnceLogger
 from octavo.kv_connector.shared_folder import SharedFolder
-from octavo.kv_connector.tracking import BlockTracker, FullBlock, KnownBlocks, longest_match
+from octavo.kv_connector.tracking import BlockTracker, FullBlock, find_match, keys_to_load
 from octavo.messages import SchedulerOutput
 from octavo.request import Request
 
@@ -67,11 +68,13 @@ class SharedStorageSettings(KVConnectorSettings, frozen=True, kw_only=True):
             ConfigError: a block does not fit.
         """
         nbytes = layout.copy_nbytes * layout.world_size
-        for name in ("max_bytes", "write_buffer_bytes"):
-            if getattr(self, name) < nbytes:
+        content = "a block and a recurrent state" if layout.states else "a block"
+        needs = {"max_bytes": nbytes * layout.least_copies, "write_buffer_bytes": nbytes}
+        for name, need in needs.items():
+            if getattr(self, name) < need:
                 raise ConfigError(
-                    f"kv_transfer_config: {name}={getattr(self, name)} has no room for a block, "
-                    f"which occupies {nbytes} bytes; raise it."
+                    f"kv_transfer_config: {name}={getattr(self, name)} has no room for {content}, "
+                    f"which needs {need} bytes; raise it."
                 )
         return self.write_buffer_bytes // nbytes
 
@@ -116,6 +119,8 @@ class SharedStorageScheduler(KVConnectorScheduler):
         self._tracker = BlockTracker(layout)
         self._new_loads: dict[str, list[Block]] = {}
         """Loads for the next metadata."""
+        self._states: list[SavedState] = []
+        """States to save in the next step."""
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -123,12 +128,13 @@ class SharedStorageScheduler(KVConnectorScheduler):
         """Implement `KVConnectorScheduler`."""
         if not self.transfer_config.loads:
             return 0, True
-        known = KnownBlocks.of_groups(self.layout, self._has)
-        end = longest_match(self.layout, request, num_computed_tokens, known)
-        return end * self.layout.block_size - num_computed_tokens, True
+        return find_match(self, request, num_computed_tokens, self._has), True
 
     def _has(self, key: tuple[int, bytes]) -> bool:
-        return self._folder.find(*key) is not None
+        division = self._folder.find(*key)
+        if key[0] < len(self.layout.groups):
+            return division is not None
+        return division == self._folder.division  # states cannot be put together
 
     def update_state_after_alloc(
         self, request: Request, block_ids: list[list[int]], num_external_tokens: int
@@ -138,11 +144,18 @@ class SharedStorageScheduler(KVConnectorScheduler):
             self._tracker.start(request, block_ids)
             return
         self._new_loads[request.request_id] = [
-            Block(group_id, ids[i], request.block_hashes[i])
-            for group_id, ids in enumerate(block_ids)
-            for i in range(len(ids) - num_external_tokens // self.layout.block_size, len(ids))
-            if ids[i] != NULL_BLOCK_ID
+            Block(group_id, block_id, block_hash)
+            for (group_id, block_hash), block_id in keys_to_load(
+                self.layout, request, block_ids, num_external_tokens
+            )
         ]
+
+    def note_states(self, saved: Sequence[SavedState], dropped: Sequence[bytes]) -> None:
+        """Implement `KVConnectorScheduler`: save the states of prompts.
+
+        Those of answers are soon replaced, and their files would remain.
+        """
+        self._states += [state for state in saved if state.in_prompt]
 
     def build_connector_meta(
         self, scheduler_output: SchedulerOutput
@@ -152,6 +165,13 @@ class SharedStorageScheduler(KVConnectorScheduler):
             Block(block.group_id, block.block_id, block.block_hash)
             for block in self._tracker.full_blocks(scheduler_output)
             if self._is_wanted(block)
+        ]
+        states, self._states = self._states, []
+        saves += [
+            Block(group_id, state.state_id, block_hash)
+            for state in states
+            for group_id, block_hash in self.layout.state_keys(state.block_hash)
+            if self.transfer_config.saves and not self._has((group_id, block_hash))
         ]
         loads, self._new_loads = self._new_loads, {}
         return SharedStorageMetadata(self._epoch, saves, loads) if saves or loads else None
@@ -285,7 +305,12 @@ class SharedStorageWorker(KVConnectorWorker):
 
     def _copy(self, blocks: list[Block]) -> set[int]:
         """Load blocks; return the damaged ones."""
+        pieces = [block for block in blocks if block.group_id >= len(self.layout.groups)]
+        blocks = [block for block in blocks if block.group_id < len(self.layout.groups)]
         damaged: set[int] = set()
+        for begin in range(0, len(pieces), _BATCH):
+            some = pieces[begin : begin + _BATCH]
+            damaged |= self._copy_part(self._folder.division, self.layout.rank, some, None)[1]
         for begin in range(0, len(blocks), _BATCH):
             batch: dict[str, list[Block]] = {}
             for block in blocks[begin : begin + _BATCH]:
@@ -310,9 +335,19 @@ class SharedStorageWorker(KVConnectorWorker):
         return {block.block_id for block in blocks}
 
     def _copy_part(
-        self, division: str, rank: int, blocks: list[Block], missing: set[tuple[int, int, int]]
+        self,
+        division: str,
+        rank: int,
+        blocks: list[Block],
+        missing: set[tuple[int, int, int]] | None,
     ) -> tuple[KVPart | None, set[int]]:
         """Load blocks from the files of one rank, if its part has missing cells.
+
+        Args:
+            division: division whose files are read.
+            rank: rank of the files.
+            blocks: the blocks, or pieces of states.
+            missing: the missing cells; None for pieces of states.
 
         Returns:
             The rank's part (None: no file could be read), and the ids of damaged blocks.
@@ -325,7 +360,7 @@ class SharedStorageWorker(KVConnectorWorker):
                 with self._folder.open(division, rank, block.group_id, block.block_hash) as file:
                     if part is None:
                         part = file.part
-                        if not part.cells() & missing:
+                        if missing is not None and not part.cells() & missing:
                             return part, set()
                         memory = np.empty(len(blocks) * part.copy_nbytes, np.uint8)
                     if file.part != part:
@@ -339,11 +374,11 @@ class SharedStorageWorker(KVConnectorWorker):
             else:
                 address = int(memory.ctypes.data) + at
                 copies.append(BlockCopy(block.group_id, block.block_id, address, block.block_hash))
-        for block_id in self.kv_caches.load(copies, part) if copies else ():
-            damaged.add(block_id)
-            block = next(block for block in blocks if block.block_id == block_id)
-            self._folder.remove(division, rank, block.group_id, block.block_hash)
-        return part, damaged
+        bad = self.kv_caches.load(copies, part) if copies else set()
+        for block in blocks:
+            if block.block_id in bad:
+                self._folder.remove(division, rank, block.group_id, block.block_hash)
+        return part, damaged | bad
 
     def get_finished(self) -> tuple[set[str], set[str]]:
         """Implement `KVConnectorWorker`."""
@@ -360,5 +395,5 @@ class SharedStorageWorker(KVConnectorWorker):
 
 
 SharedStorageConnector = KVConnector(
-    SharedStorageScheduler, SharedStorageWorker, SharedStorageWorker.host_nbytes
+    SharedStorageScheduler, SharedStorageWorker, SharedStorageWorker.host_nbytes, accept_states
 )

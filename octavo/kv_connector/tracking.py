@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from octavo.kv_cache.block_pool import NULL_BLOCK_ID
+from octavo.kv_connector.base import KVConnectorScheduler
+from octavo.kv_connector.copy_cache import Key
 from octavo.kv_connector.layout import KVLayout
 from octavo.messages import SchedulerOutput
 from octavo.request import Request
@@ -84,30 +87,71 @@ class BlockTracker:
             live.num_seen = end
 
 
-class KnownBlocks:
-    """Hashes of a group's blocks that are elsewhere; each is looked up once.
+class Known:
+    """Hashes whose blocks, or states, are in another place; each is looked up once.
 
     Args:
-        group_id: the KV-cache group.
-        has: returns True for blocks that are elsewhere.
+        has: lookup.
     """
 
-    def __init__(self, group_id: int, has: Callable[[tuple[int, bytes]], bool]) -> None:
-        self._group_id, self._has = group_id, has
+    def __init__(self, has: Callable[[bytes], bool]) -> None:
+        self._has = has
         self._seen: dict[bytes, bool] = {}
-
-    @classmethod
-    def of_groups(
-        cls, layout: KVLayout, has: Callable[[tuple[int, bytes]], bool]
-    ) -> list[KnownBlocks]:
-        """Return the hashes of each group, for `longest_match`."""
-        return [cls(group_id, has) for group_id in range(len(layout.groups))]
 
     def __contains__(self, block_hash: object) -> bool:
         assert isinstance(block_hash, bytes)
         if block_hash not in self._seen:
-            self._seen[block_hash] = self._has((self._group_id, block_hash))
+            self._seen[block_hash] = self._has(block_hash)
         return self._seen[block_hash]
+
+
+def find_match(
+    half: KVConnectorScheduler,
+    request: Request,
+    num_computed_tokens: int,
+    has: Callable[[Key], bool],
+) -> int:
+    """Return the number of tokens that a connector can load, in whole blocks.
+
+    Args:
+        half: the connector's half.
+        request: a request that holds no blocks.
+        num_computed_tokens: its tokens in the prefix cache; whole blocks.
+        has: lookup of copies in the connector.
+    """
+    layout, cache = half.layout, half.prefix_cache
+
+    def has_block(group_id: int, block_hash: bytes) -> bool:
+        is_here = cache is not None and cache.has_block(group_id, block_hash)
+        return is_here or has((group_id, block_hash))
+
+    def has_state(block_hash: bytes) -> bool:
+        is_here = cache is not None and cache.has_state(block_hash)
+        return is_here or all(map(has, layout.state_keys(block_hash)))
+
+    known = [Known(partial(has_block, group_id)) for group_id in range(len(layout.groups))]
+    states = Known(has_state) if layout.states else None
+    end = longest_match(layout, request, num_computed_tokens, known, states)
+    return end * layout.block_size - num_computed_tokens
+
+
+def keys_to_load(
+    layout: KVLayout, request: Request, block_ids: list[list[int]], num_external_tokens: int
+) -> Iterator[tuple[Key, int]]:
+    """Yield the key of each copy to load, and the id of its block or state.
+
+    The arguments are those of `update_state_after_alloc`.
+    """
+    for group_id, ids in enumerate(block_ids):
+        for i in range(len(ids) - num_external_tokens // layout.block_size, len(ids)):
+            block_hash = request.block_hashes[i]
+            if ids[i] == NULL_BLOCK_ID:
+                continue
+            if group_id < len(layout.groups):
+                yield (group_id, block_hash), ids[i]
+            else:
+                for key in layout.state_keys(block_hash):
+                    yield key, ids[i]
 
 
 def longest_match(
@@ -115,19 +159,37 @@ def longest_match(
     request: Request,
     num_computed_tokens: int,
     known: Sequence[Container[bytes]],
+    states: Container[bytes] | None = None,
 ) -> int:
     """Return the length of a request's longest prefix that need not be computed, in whole blocks.
 
-    Each block that the next token needs is in the prefix cache or in another place.
+    Each block that the next token needs is in the prefix cache or in another place. In models with
+    recurrent states the prefix ends with a known state, and does not contain the last token.
 
     Args:
         layout: layout of a block.
         request: a request that holds no blocks.
         num_computed_tokens: its tokens in the prefix cache; whole blocks.
         known: hashes of the blocks in the other place, for each KV-cache group.
+        states: hashes of the last blocks of known states, in models with recurrent states.
     """
     hashes, size = request.block_hashes, layout.block_size
     begin, end = num_computed_tokens // size, len(hashes)
+    if states is None:
+        return _match_blocks(layout, request, begin, end, known)
+    end = min(end, (request.num_tokens - 1) // size)
+    while end > begin:
+        if hashes[end - 1] in states and _match_blocks(layout, request, begin, end, known) == end:
+            return end
+        end -= 1
+    return begin
+
+
+def _match_blocks(
+    layout: KVLayout, request: Request, begin: int, end: int, known: Sequence[Container[bytes]]
+) -> int:
+    """Return the longest prefix from `begin` up to `end`, in blocks; see `longest_match`."""
+    hashes, size = request.block_hashes, layout.block_size
     agreed = False
     while end > begin and not agreed:
         before = end

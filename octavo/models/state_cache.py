@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
-from octavo.errors import ConfigError
 from octavo.layers.state_table import SNAPSHOT_SLOTS, STATE_SLOTS, STATE_SOURCES
 from octavo.models.cache import Pages
 from octavo.system.dtypes import DTYPE_NBYTES
@@ -71,11 +70,8 @@ class StateCache:
         )
 
     def pages(self) -> Pages:
-        """Raise ConfigError: KV connectors copy blocks, not states."""
-        raise ConfigError(
-            "kv_transfer_config is not supported with models that have recurrent states; leave it "
-            "out."
-        )
+        """Implement `CacheSpec`: a slot is a page. Connectors cut it (`KVLayout.pieces`)."""
+        return Pages(count=1, chunks=1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,13 +98,9 @@ class WorkerSetup:
     @property
     def kv_layout(self) -> KVLayout:
         """Layout of this rank's part of a block of the KV cache."""
-        if self.has_states:
-            raise ConfigError(
-                "kv_transfer_config is not supported with models that have recurrent states; leave "
-                "it out."
-            )
         device, part = self.config.device, self.spec.split(self.rank)
-        first_heads = {getattr(cache, "first_kv_head", 0) for cache in part.caches}
+        paged = [cache for cache in part.caches if not isinstance(cache, StateCache)]
+        first_heads = {getattr(cache, "first_kv_head", 0) for cache in paged} or {0}
         if len(first_heads) > 1:
             raise ConfigError(
                 f"kv_transfer_config with tensor_parallel_size={device.tensor_parallel_size} is "
@@ -115,7 +111,8 @@ class WorkerSetup:
             model=self.model_identity,
             block_size=self.config.cache.block_size,
             dtype=self.kv_cache_dtype,
-            groups=tuple(self.kv_cache_groups),
+            groups=tuple(group for group in self.kv_cache_groups if not group.has_states),
+            states=tuple(group for group in self.kv_cache_groups if group.has_states),
             first_layer=self.stage_layers[0] if self.rank.num_stages > 1 else 0,
             first_head=first_heads.pop(),
             rank=self.rank.number,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from octavo.config import SchedulerConfig
+from octavo.kv_cache.block_pool import NULL_BLOCK_ID
 from octavo.kv_cache.manager import KVCacheBlocks, KVCacheManager
-from octavo.kv_connector.base import KVConnectorScheduler
+from octavo.kv_cache.states import SnapshotLog, id_of_state
+from octavo.kv_connector.base import KVConnectorScheduler, SavedState
 from octavo.messages import KVConnectorOutput, SchedulerOutput
 from octavo.request import Request
 from octavo.scheduler.costs import PrefillCosts
@@ -26,6 +28,9 @@ class KVLoads:
         self, connector: KVConnectorScheduler, config: SchedulerConfig, manager: KVCacheManager
     ) -> None:
         self._connector, self._config, self._manager = connector, config, manager
+        if manager.states is not None:
+            manager.states.log = SnapshotLog()
+            connector.bind_prefix_cache(manager)
         self._costs = PrefillCosts()
         self._block_ids: list[int] = []
         """Blocks to load from the next step on; see `SchedulerOutput.loaded_block_ids`."""
@@ -80,7 +85,8 @@ class KVLoads:
         request.num_external_tokens = count
         self.num_queries += request.num_tokens - hit.num_tokens
         self.num_hits += count
-        self._block_ids += [i for ids in block_ids for i in ids[hit.num_tokens // size :]]
+        loaded = [i for ids in block_ids for i in ids[hit.num_tokens // size :]]
+        self._block_ids += [i for i in loaded if i > NULL_BLOCK_ID]
         connector.update_state_after_alloc(request, block_ids, count)
         self._waiting[request.request_id] = [request]
         if not beside:
@@ -98,6 +104,11 @@ class KVLoads:
         """Add the loads, and the connector's message to the workers, to a scheduled step."""
         output.loaded_block_ids, self._block_ids = self._block_ids, []
         output.kv_loads_before, self._before_step = self._before_step, []
+        states = self._manager.states
+        if states is not None and output.scheduled_reqs:
+            changes = states.take_changes()
+            new = [SavedState(id_of_state(s.slot), s.block_hash, s.in_prompt) for s in changes.new]
+            self._connector.note_states(new, changes.dropped)
         metadata = self._connector.build_connector_meta(output)
         if metadata is not None:
             output.kv_connector_metadata = msgspec.msgpack.encode(metadata)

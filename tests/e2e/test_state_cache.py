@@ -51,12 +51,21 @@ def model(tmp_path_factory):
         yield str(folder)
 
 
-def answers(llm):
+def generate(llm):
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-    outputs = [a.outputs[0] for a in llm.generate(prompts, PARAMS, use_tqdm=False)]
+    return llm.generate(prompts, PARAMS, use_tqdm=False)
+
+
+def bits(outputs):
+    completions = [output.outputs[0] for output in outputs]
     return [
-        (o.token_ids, [{t: p.logprob for t, p in at.items()} for at in o.logprobs]) for o in outputs
+        (c.token_ids, [{t: p.logprob for t, p in at.items()} for at in c.logprobs])
+        for c in completions
     ]
+
+
+def answers(llm):
+    return bits(generate(llm))
 
 
 @pytest.fixture(scope="module")
@@ -101,11 +110,111 @@ def test_the_memory_plan_has_it(model):
         assert plan.nbytes("states") == plan.num_states * 2 * 4 * 3 * 32
 
 
+def offloading(**extra):
+    extra = {"cpu_bytes_to_use": 2**22} | extra
+    return {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
+
+
+def check_loads(llm, expected):
+    """Check that the longer prompts are loaded, up to the last whole block."""
+    outputs = generate(llm)
+    assert bits(outputs) == expected
+    found = [output.num_cached_tokens for output in outputs]
+    assert found == [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]
+    assert llm.stats().num_failed_loads == 0
+    assert llm.stats().external_prefix_cache_hits == sum(found)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_num_batched_tokens": 8, "distributed_executor_backend": "mp"},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    ],
+    ids=str,
+)
+def test_offloaded_states(model, expected, settings, tmp_path):
+    file = {"file_path": str(tmp_path), "file_bytes_to_use": 2**22}
+    with LLM(model, kv_transfer_config=offloading(**file), **SETTINGS | settings) as llm:
+        assert answers(llm) == expected
+        llm.reset_prefix_cache()
+        check_loads(llm, expected)
+    with LLM(model, kv_transfer_config=offloading(**file), **SETTINGS | settings) as llm:
+        check_loads(llm, expected)  # from the file
+
+
+def test_a_damaged_file_of_states(model, expected, tmp_path):
+    file = {"file_path": str(tmp_path), "file_bytes_to_use": 2**22}
+    with LLM(model, kv_transfer_config=offloading(**file), **SETTINGS) as llm:
+        assert answers(llm) == expected
+    (path,) = tmp_path.iterdir()
+    data = bytearray(path.read_bytes())
+    for at in range(2**16, len(data), 1000):  # after the table
+        data[at] ^= 1
+    path.write_bytes(data)
+    with LLM(model, kv_transfer_config=offloading(**file), **SETTINGS) as llm:
+        assert answers(llm) == expected
+        assert llm.stats().num_failed_loads > 0
+        assert llm.stats().num_used_blocks == 0
+        llm.reset_prefix_cache()
+        assert answers(llm) == expected
+
+
+def shared(path):
+    extra = {"shared_storage_path": str(path / "kv"), "write_buffer_bytes": 2**22}
+    return {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": extra}
+
+
+def test_states_of_two_connectors(model, expected, tmp_path):
+    extra = {"connectors": [offloading(), shared(tmp_path)]}
+    several = {"kv_connector": "MultiConnector", "kv_connector_extra_config": extra}
+    with LLM(model, kv_transfer_config=several, **SETTINGS) as llm:
+        assert answers(llm) == expected
+        llm.reset_prefix_cache()
+        check_loads(llm, expected)
+    with LLM(model, kv_transfer_config=several, **SETTINGS) as llm:
+        check_loads(llm, expected)  # from the folder
+
+
+def test_states_in_a_shared_folder(model, expected, tmp_path):
+    transfer = shared(tmp_path)
+    with LLM(model, kv_transfer_config=transfer, **SETTINGS) as llm:
+        assert answers(llm) == expected
+    with LLM(model, kv_transfer_config=transfer, **SETTINGS) as llm:
+        check_loads(llm, expected)
+    path = next((tmp_path / "kv").rglob("1-*.0"))  # piece of a state
+    data = bytearray(path.read_bytes())
+    data[4096] ^= 1
+    path.write_bytes(data)
+    with LLM(model, kv_transfer_config=transfer, **SETTINGS) as llm:
+        assert answers(llm) == expected
+        assert llm.stats().num_failed_loads == 1
+
+
+def test_swapped_requests_begin_at_an_offloaded_state(model, expected):
+    settings = SETTINGS | {"max_model_len": 128, "preemption_mode": "swap"}
+    transfer = {"kv_transfer_config": offloading()}
+    with LLM(model, num_gpu_blocks_override=24, **transfer, **settings) as llm:
+        assert answers(llm) == expected
+        assert llm.stats().num_preemptions > 0
+        assert llm.stats().external_prefix_cache_hits > 0
+
+
 def test_what_a_state_cannot_do_is_refused(model, tmp_path):
-    extra = {"kv_connector_extra_config": {"cpu_bytes_to_use": 2**20}}
-    offloading = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"} | extra
-    with pytest.raises(ConfigError, match=r"kv_transfer_config is not .* recurrent states"):
-        LLM(model, kv_transfer_config=offloading, **SETTINGS)
+    inner = [offloading(), offloading() | {"kv_connector": "P2PConnector"}]
+    several = {"kv_connector_extra_config": {"connectors": inner}}
+    extra = {"kv_connector_extra_config": {"cpu_bytes_to_use": 2**22}}
+    for transfer in [
+        {"kv_connector": "MultiConnector"} | several,
+        {"kv_connector": "P2PConnector"} | extra,
+    ]:
+        with pytest.raises(ConfigError, match=r"P2PConnector is not .* recurrent states"):
+            LLM(model, kv_transfer_config=transfer, **SETTINGS)
+    with pytest.raises(ConfigError, match=r"pipeline_parallel_size=2 is not .* recurrent states"):
+        LLM(model, kv_transfer_config=offloading(), pipeline_parallel_size=2, **SETTINGS)
+    with pytest.raises(ConfigError, match="no room for a block and a recurrent state"):
+        LLM(model, kv_transfer_config=offloading(cpu_bytes_to_use=4200), **SETTINGS)
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 .* StateSpec"):
         LLM(model, tensor_parallel_size=2, **SETTINGS)
 

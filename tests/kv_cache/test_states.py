@@ -2,6 +2,7 @@
 
 import pytest
 
+from octavo.kv_cache.states import Snapshot, StateManager
 from tests.fakes import MESSAGE_ENDS, STATE, FakeEngine, expected_output, pages
 from tests.params import core_params
 
@@ -174,6 +175,18 @@ class TestSlots:
         assert manager.reset_prefix_cache()
         engine.schedule()
         assert snapshots(engine) == []
+
+
+def test_loads_leave_slots_for_a_request():
+    """A loaded state must not take the last slots: no request could start from it."""
+    assert StateManager(4, 4, 8, enable_caching=True).reserve() is None
+    states = StateManager(5, 4, 8, enable_caching=True)
+    slot = states.reserve()
+    assert slot is not None
+    states.check_integrity([])
+    states.finish_load(slot, Snapshot(slot, b"h", 8, 8))
+    assert states.has_room(states.known[b"h"])
+    states.check_integrity([])
 
 
 def test_the_check_finds_a_lost_slot():

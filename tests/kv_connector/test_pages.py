@@ -5,9 +5,11 @@ import pytest
 
 from octavo import _native
 from octavo.kv_cache.groups import KVCacheGroup, make_kv_cache_groups
+from octavo.kv_cache.states import id_of_state
 from octavo.kv_connector.layout import KVLayout
 from octavo.kv_connector.pages import BlockCopy, KVCaches
 from octavo.models.cache import AttentionCache
+from octavo.models.state_cache import StateCache
 from tests.fakes import pages
 
 BLOCKS = 7
@@ -164,6 +166,99 @@ def test_other_ranks_copies_are_put_together():
         for layer, tensor in enumerate(tensors):
             want = whole[target.first_layer + layer, :, heads].reshape(-1)
             assert (tensor[1] == want).all()
+
+
+STATES = [StateCache(((5, 7), (3,))), StateCache(((300,),)), StateCache(((5, 7), (3,)))]
+"""States of 256 and 1216 bytes."""
+
+
+def make_state_layout(*layers):
+    groups = make_kv_cache_groups([*layers, *STATES])
+    paged = tuple(group for group in groups if not group.has_states)
+    return KVLayout("model", 16, "float32", paged, tuple(groups[len(paged) :]))
+
+
+@pytest.mark.parametrize("layers", [(), pages(None), pages(None, 9), pages(None) * 9], ids=len)
+def test_pieces_contain_each_byte_of_a_state_once(layers):
+    layout = make_state_layout(*layers)
+    seen = {}
+    for piece in layout.pieces:
+        assert 0 < len(piece) <= layout.num_sums
+        end = 0
+        for part in piece:
+            assert (part.offset, part.begin % 64) == (end, 0)
+            end += part.nbytes
+            places = seen.setdefault((part.layer, part.tensor, part.row_nbytes), [])
+            places += range(part.begin, part.begin + part.nbytes)
+        assert end <= layout.sums_offset
+        assert layout.sums_offset + 8 * len(piece) <= layout.copy_nbytes
+    first, tensor = len(layers), max(map(len, (g.layer_indices for g in layout.groups)), default=0)
+    assert {key: sorted(places) for key, places in seen.items()} == {
+        (first, tensor, 256): list(range(256)),
+        (first + 1, tensor + 2, 1216): list(range(1216)),
+        (first + 2, tensor + 1, 256): list(range(256)),
+    }
+
+
+class StateMemory:
+    """States of a layout's layers, and their copies."""
+
+    def __init__(self, layout, seed=0):
+        rng = np.random.default_rng(seed)
+        self.layout = layout
+        self.blocks, _ = make_cache(layout) if layout.groups else ([], None)
+        self.states = [rng.integers(0, 256, (4, size), np.uint8) for size in (256, 256, 1216)]
+        addresses = [tensor.ctypes.data for tensor in [*self.blocks, *self.states]]
+        self.caches = KVCaches(layout, addresses, BLOCKS)
+
+    def copies(self, buffer, slot, block_hash=b"h" * 32):
+        return [
+            copy_of(self.layout, buffer, i, group_id, id_of_state(slot), block_hash)
+            for i, (group_id, _) in enumerate(self.layout.state_keys(block_hash))
+        ]
+
+
+@pytest.mark.parametrize("layers", [(), pages(None), pages(None, 9)], ids=len)
+def test_states_there_and_back(layers):
+    layout = make_state_layout(*layers)
+    first, second = StateMemory(layout), StateMemory(layout, 1)
+    before = [tensor.copy() for tensor in second.states]
+    buffer = np.zeros(len(layout.pieces) * layout.copy_nbytes, np.uint8)
+    saving = first.caches.saving(first.copies(buffer, 1))
+    assert saving.num_layers == len(layers) + 3
+    for layer in range(saving.num_layers):
+        saving.save_layer(layer)
+    assert second.caches.load(second.copies(buffer, 2)) == set()
+    for tensor, other, old in zip(first.states, second.states, before, strict=True):
+        assert (other[2] == tensor[1]).all()
+        assert (other[[0, 1, 3]] == old[[0, 1, 3]]).all()
+
+
+def test_damaged_states():
+    layout = make_state_layout(*pages(None))
+    memory = StateMemory(layout)
+    size = layout.copy_nbytes
+    buffer = np.zeros(2 * len(layout.pieces) * size, np.uint8)
+    later = buffer[len(layout.pieces) * size :]
+    memory.caches.save([*memory.copies(buffer, 1), *memory.copies(later, 3, b"i" * 32)])
+    other = memory.copies(later, 0, b"i" * 32)
+    for piece in range(len(layout.pieces)):
+        for at in (0, layout.sums_offset):
+            buffer[piece * size + at] ^= 1
+            assert memory.caches.load([*memory.copies(buffer, 2), *other]) == {id_of_state(2)}
+            buffer[piece * size + at] ^= 1
+    assert memory.caches.load(memory.copies(buffer, 2, b"i" * 32)) == {id_of_state(2)}
+    pieces = buffer[: len(layout.pieces) * size].reshape(-1, size)
+    for first in (0, 1):  # pieces that exchange their places, of one layer and of two
+        pieces[[first, first + 1]] = pieces[[first + 1, first]]
+        assert memory.caches.load(memory.copies(buffer, 2)) == {id_of_state(2)}
+        pieces[[first, first + 1]] = pieces[[first + 1, first]]
+    assert memory.caches.load(memory.copies(buffer, 2)) == set()
+
+
+def test_memory_of_states_is_not_touched():
+    memory = StateMemory(make_state_layout(*pages(None)))
+    assert len(list(memory.caches.touch(BLOCKS))) == len(memory.blocks) == 1
 
 
 def test_identity():

@@ -64,3 +64,21 @@ def test_halves_of_a_class():
     worker.notify()
     assert calls == [1]
     assert found.host_nbytes(config("Mine")) == 7
+
+
+class WithStates(Mine):
+    supports_states = True
+
+
+def test_states_are_refused_by_name():
+    for name in ("OffloadingConnector", "SharedStorageConnector"):
+        get_connector(config(name)).check_states(config(name))
+    get_connector(config("WithStates", __name__)).check_states(config("WithStates"))
+    for name, path in [("P2PConnector", None), ("Mine", __name__)]:
+        with pytest.raises(ConfigError, match=f"kv_connector={name} is not supported with models"):
+            get_connector(config(name, path)).check_states(config(name))
+    several = KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_connector_extra_config={"connectors": [config("OffloadingConnector")]},
+    )
+    get_connector(several).check_states(several)

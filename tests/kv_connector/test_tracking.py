@@ -2,7 +2,7 @@ import pytest
 
 from octavo.kv_connector.tracking import BlockTracker, longest_match
 from octavo.messages import SchedulerOutput
-from tests.fakes import FakeEngine, pages
+from tests.fakes import STATE, FakeEngine, pages
 from tests.transfers import make_layout
 
 PROMPT = list(range(30))
@@ -58,6 +58,18 @@ def test_groups_must_agree():
         longest_match(layout, request, 0, [known(request, i)[0], everything]) for i in range(3)
     } | {longest_match(layout, request, 0, [everything, known(request, 2)[0]])}
     assert ends <= {0, 1, 2}
+
+
+def test_a_match_ends_with_a_state():
+    follower = Follower(caches=(*pages(None), STATE), num_states=4)
+    request, layout = follower.engine.add("a", PROMPT), follower.layout
+    whole = known(request)
+    for states, length in [((0, 1, 2), 3), ((0, 1), 2), ((), 0)]:
+        ends = {request.block_hashes[i] for i in states}
+        assert longest_match(layout, request, 0, whole, ends) == length
+    assert longest_match(layout, request, 0, known(request, 1), ends | {*whole[0]}) == 1
+    short = follower.engine.add("b", PROMPT[:24])  # a state cannot go back by a token
+    assert longest_match(layout, short, 0, known(short), known(short)[0]) == 2
 
 
 def test_a_request_that_ends_is_forgotten(follower):

@@ -4,13 +4,16 @@ import pytest
 
 from octavo.errors import RequestError
 from octavo.messages import FinishReason
+from octavo.models.state_cache import StateCache
 from octavo.request import RequestStatus
 from octavo.scheduler.costs import PrefillCosts
-from tests.fakes import FakeEngine, expected_output, pages
-from tests.params import set_options
+from tests.fakes import STATE, FakeEngine, expected_output, pages
+from tests.params import core_params, set_options
 from tests.transfers import FakeTransfers, make_connector
 
 PROMPT = list(range(30))
+TEXT = list(range(20, 50))
+"""Prompt without the end of a message: it has one snapshot."""
 PAGES = pages(None)
 
 
@@ -27,7 +30,7 @@ def make_engine(slots=50, file_slots=0, *, caches=PAGES, connector=None, **optio
 
 def forget(engine):
     assert engine.scheduler.reset_prefix_cache()
-    engine.executor.memory.clear()
+    engine.executor.forget()
 
 
 def run(engine, transfers, damaged=0):
@@ -61,6 +64,21 @@ def test_what_was_computed_is_loaded(caches, file_slots):
     assert stats.prefix_cache_hits == 0
     assert stats.num_failed_loads == 0
     assert transfers.num_loaded
+
+
+def test_blocks_of_the_file_evict_no_others_of_the_load():
+    engine, transfers = make_engine(slots=3, file_slots=4)
+    request = engine.add("a", PROMPT)
+    run(engine, transfers)
+    forget(engine)
+    connector, hashes = engine.scheduler._connector, request.block_hashes
+    assert (0, hashes[0]) not in connector._memory
+    assert next(iter(connector._memory)) == (0, hashes[1])  # evicted next
+    connector._file.remove((0, hashes[1]))
+    again = engine.add("b", PROMPT)
+    run(engine, transfers)
+    assert engine.tokens("b") == alone(again)
+    assert again.num_cached_tokens == 24
 
 
 def test_others_go_on_while_one_waits():
@@ -198,6 +216,210 @@ def test_preempted_requests_are_loaded_or_computed(mode, loaded):
     for name, request in zip("ab", requests, strict=True):
         prompt = request.all_token_ids[:21]
         assert engine.tokens(name) == expected_output(request.sampling_params, prompt, 80)
+
+
+class TestStates:
+    """Recurrent states are loaded like blocks, together with them or alone."""
+
+    def make(self, slots=50, file_slots=0, **options):
+        options = {"caches": (*PAGES, STATE, STATE), "num_states": 8} | options
+        engine, transfers = make_engine(slots, file_slots, **options)
+        engine.add("a", TEXT)
+        run(engine, transfers)
+        return engine, transfers
+
+    @pytest.mark.parametrize("file_slots", [0, 50])
+    @pytest.mark.parametrize("layers", [(), (None,), (11,), (None, 9)], ids=str)
+    def test_after_a_reset(self, layers, file_slots):
+        caches = (*pages(*layers), STATE, STATE, StateCache(((33,), (2, 7))))
+        engine, transfers = self.make(8 if file_slots else 50, file_slots, caches=caches)
+        forget(engine)
+        again = engine.add("b", TEXT)
+        run(engine, transfers)
+        assert engine.tokens("b") == alone(again)
+        assert again.num_cached_tokens == 24
+        stats = engine.scheduler.make_stats()
+        assert (stats.external_prefix_cache_hits, stats.num_failed_loads) == (24, 0)
+
+    def test_a_state_that_was_given_up(self):
+        """The prefix cache still has the blocks; the connector has them no more."""
+        engine, transfers = self.make()
+        connector = engine.scheduler._connector
+        for key in list(connector._memory):
+            if key[0] == 0:
+                connector._forget(key)
+        engine.scheduler.kv_cache_manager.states.forget_all()
+        again = engine.add("b", TEXT)
+        run(engine, transfers)
+        assert engine.tokens("b") == alone(again)
+        assert again.num_cached_tokens == 24
+        assert transfers.num_loaded == 2  # pieces of the state
+
+    def test_blocks_that_were_given_up(self):
+        """The prefix cache still has the state; the connector has it no more."""
+        engine, transfers = self.make()
+        connector = engine.scheduler._connector
+        for key in list(connector._memory):
+            if key[0] > 0:
+                connector._forget(key)
+        engine.scheduler.kv_cache_manager.pool.forget_all()
+        again = engine.add("b", TEXT)
+        run(engine, transfers)
+        assert engine.tokens("b") == alone(again)
+        assert again.num_cached_tokens == 24
+        assert transfers.num_loaded == 3
+
+    def test_the_last_token_is_computed(self):
+        engine, transfers = self.make()
+        engine.add("b", TEXT[:24])
+        run(engine, transfers)
+        forget(engine)
+        again = engine.add("c", TEXT[:24])
+        run(engine, transfers)
+        assert again.num_cached_tokens == 16
+
+    def test_a_prompt_that_parts_where_no_state_is(self):
+        engine, transfers = self.make()
+        forget(engine)
+        other = engine.add("b", [*TEXT[:16], *range(20)])
+        run(engine, transfers)
+        assert other.num_cached_tokens == 0
+        assert not transfers.num_loaded
+
+    @pytest.mark.parametrize("damaged", [1, 2, -1, 99])
+    def test_damaged_ones_are_computed_and_forgotten(self, damaged):
+        engine, transfers = self.make()
+        forget(engine)
+        request = engine.add("b", TEXT)
+        run(engine, transfers, damaged)
+        assert engine.tokens("b") == alone(request)
+        assert request.num_cached_tokens == 0
+        assert engine.scheduler.make_stats().num_failed_loads == 1
+        forget(engine)
+        third = engine.add("c", TEXT)  # they were saved again
+        run(engine, transfers)
+        assert third.num_cached_tokens == 24
+
+    def test_a_reset_during_a_load(self):
+        engine, transfers = self.make()
+        forget(engine)
+        request = engine.add("b", TEXT)
+        engine.step()
+        forget(engine)
+        engine.scheduler.update_connector_output(transfers.deliver("b"))
+        assert not engine.scheduler.kv_cache_manager.states.known
+        engine.run()
+        assert engine.tokens("b") == alone(request)
+        assert request.num_cached_tokens == 0
+
+    def test_the_same_state_is_loaded_once(self):
+        engine, transfers = self.make()
+        engine.scheduler.kv_cache_manager.states.forget_all()
+        requests = [engine.add(name, TEXT) for name in "bcd"]
+        engine.step()
+        assert list(transfers.pending) == ["b"]
+        run(engine, transfers)
+        assert [engine.tokens(name) for name in "bcd"] == [alone(r) for r in requests]
+        assert transfers.num_loaded == 2
+
+    def test_a_request_that_needs_all_slots_loads_nothing(self):
+        engine, transfers = self.make()
+        copies = transfers.slots
+        engine, transfers = self.make(num_states=1)
+        assert len(copies) == 6
+        assert len(transfers.slots) == 4  # no snapshot, so only blocks
+        forget(engine)
+        again = engine.add("b", TEXT)
+        run(engine, transfers)
+        assert again.num_cached_tokens == 0
+
+    def test_of_an_answer_only_the_last_one_stays(self):
+        engine, transfers = self.make(slots=200)
+        request = engine.add("b", [7] * 5, max_tokens=110)
+        run(engine, transfers)
+        connector, layout = engine.scheduler._connector, engine.scheduler._connector.layout
+        assert request.num_tokens == 115
+        engine.add("c", [9])  # its step saves what the end of "b" has left
+        run(engine, transfers)
+        has = [all(map(connector._has, layout.state_keys(h))) for h in request.block_hashes]
+        assert [8 * (i + 1) for i, known in enumerate(has) if known] == [64]
+        request = engine.add("d", [7] * 5, max_tokens=122, seed=1)
+        run(engine, transfers)
+        engine.add("e", [9])
+        run(engine, transfers)
+        has = [all(map(connector._has, layout.state_keys(h))) for h in request.block_hashes]
+        assert [8 * (i + 1) for i, known in enumerate(has) if known] == [120 // 64 * 64]
+
+    @pytest.mark.parametrize("depth", [1, 3])
+    def test_a_failed_request_leaves_none(self, depth):
+        """Its state may contain NaN."""
+        engine, transfers = self.make(fail=("b",), depth=depth)
+        prompt = TEXT[::-1]
+        request = engine.add("b", prompt)
+        run(engine, transfers)
+        engine.add("c", [9] * 20)
+        run(engine, transfers)
+        connector = engine.scheduler._connector
+        keys = [connector.layout.state_keys(h) for h in request.block_hashes]
+        assert connector._has((0, request.block_hashes[2]))
+        assert not any(connector._has(key) for of_block in keys for key in of_block)
+        assert not connector._dropped
+
+    def test_a_request_that_ends_while_its_state_is_saved(self):
+        engine, transfers = make_engine(caches=(*PAGES, STATE), num_states=8, depth=2)
+        request = engine.add("b", TEXT, deadline=1.0)
+        engine.add("c", [9] * 20)
+        engine.schedule()
+        connector = engine.scheduler._connector
+        (key,) = connector.layout.state_keys(request.block_hashes[2])
+        assert key in connector._unsure
+        engine.now = 2.0
+        engine.schedule()
+        assert request.error is not None
+        run(engine, transfers)
+        assert not connector._has(key)
+        assert connector._has((0, request.block_hashes[2]))
+
+    def test_a_step_that_fails_saves_none(self):
+        engine, transfers = make_engine(caches=(*PAGES, STATE), num_states=8, depth=2)
+        engine.add("a", TEXT)
+        engine.schedule()
+        engine.schedule()
+        work, _ = engine.in_flight.popleft()
+        engine.scheduler.fail_step(work, "the step failed")
+        engine.executor.forget()
+        while engine.in_flight:
+            engine.update()
+        request = engine.add("b", TEXT)
+        run(engine, transfers)
+        assert request.num_cached_tokens == 0
+        assert engine.tokens("b") == alone(request)
+
+    @pytest.mark.parametrize(("mode", "loaded"), [("swap", True), ("recompute", False)])
+    def test_preempted_requests_begin_at_the_last_state(self, mode, loaded):
+        engine, transfers = make_engine(
+            caches=(*PAGES, STATE),
+            num_states=4,
+            num_blocks=12,
+            preemption_mode=mode,
+            max_model_len=80,
+        )
+        prompts = [[*TEXT[i:], i] for i in range(2)]
+        for name, prompt in zip("ab", prompts, strict=True):
+            engine.add(name, prompt, max_tokens=40)
+        for _ in range(300):
+            if not engine.scheduler.requests:
+                break
+            engine.step()
+            # Others take the slots of snapshots.
+            engine.scheduler.kv_cache_manager.states.forget_all()
+            for name in list(transfers.pending):
+                engine.scheduler.update_connector_output(transfers.deliver(name))
+        engine.run()
+        assert engine.scheduler.make_stats().num_preemptions
+        assert bool(transfers.num_loaded) == loaded
+        for name, prompt in zip("ab", prompts, strict=True):
+            assert engine.tokens(name) == expected_output(core_params(max_tokens=40), prompt, 80)
 
 
 def test_transfer_params_without_who_takes_them():

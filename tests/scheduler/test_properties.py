@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from octavo.kv_cache.groups import make_kv_cache_groups
 from octavo.messages import FinishReason
+from octavo.models.state_cache import StateCache
 from octavo.request import Request, RequestStatus
 from tests.fakes import STATE, VOCAB, FakeEngine, expected_output, pages
 from tests.params import unpack_logprobs
@@ -19,6 +20,7 @@ windows = st.sampled_from(
     [(None,), (None, None), (11,), (None, 9), (24, None, 24), (5, 12, None), (9, 9, 9, None)]
 )
 states = st.sampled_from([(), (), (), (STATE,), (STATE, STATE)])
+connected_states = st.sampled_from([(), (STATE,), (STATE, STATE, StateCache(((40,), (2,))))])
 
 
 @st.composite
@@ -52,11 +54,12 @@ def engines(draw, **fixed):
 @st.composite
 def engines_with_connector(draw):
     slots, file_slots = draw(st.sampled_from([1, 4, 20, 200])), draw(st.sampled_from([0, 3, 50]))
-    policy = draw(st.sampled_from(["lru", "arc"]))
+    policy, state = draw(st.sampled_from(["lru", "arc"])), draw(connected_states)
+    layers = draw(windows | st.just(())) if state else draw(windows)
     return draw(
         engines(
             caching=True,
-            caches=pages(*draw(windows)),
+            caches=pages(*layers) + state,
             num_drafts=draw(st.sampled_from([0, 0, 3])),
             preemption_mode=draw(st.sampled_from(["auto", "swap", "recompute"])),
             make_connector=lambda kv: make_connector(kv, slots, file_slots, eviction_policy=policy),
@@ -200,7 +203,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for output in self.scheduler.fail_step(work, "the step failed"):
                 self.engine.outputs[output.request_id].append(output)
             if is_missed:
-                self.engine.executor.memory.clear()
+                self.engine.executor.forget()
             self.scheduler.check_integrity()
 
     @rule(count=st.integers(1, 6))
@@ -218,7 +221,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.pause(mode)
         if mode != "wait":
             assert self.scheduler.reset_prefix_cache()
-            self.engine.executor.memory.clear()
+            self.engine.executor.forget()
         self.scheduler.check_integrity()
 
     @precondition(lambda self: self.scheduler.paused)
@@ -283,7 +286,7 @@ class ConnectorMachine(SchedulerMachine):
             self.scheduler.update_connector_output(self.transfers.deliver(name))
 
     @precondition(lambda self: self.transfers.pending)
-    @rule(data=st.data(), damaged=st.sampled_from([0, 0, 0, 1, 3]))
+    @rule(data=st.data(), damaged=st.sampled_from([0, 0, 0, 1, 3, -1]))
     def blocks_arrive(self, data, damaged):
         name = data.draw(st.sampled_from(sorted(self.transfers.pending)))
         self.scheduler.update_connector_output(self.transfers.deliver(name, damaged))
