@@ -12,8 +12,9 @@ from pydantic import BeforeValidator, Field, StringConstraints
 from octavo.compat import request_fields as known_fields
 from octavo.errors import RequestError, UnsupportedError
 from octavo.server.body import Body, validate
+from octavo.server.chat_messages import MAX_TOOLS
 from octavo.server.errors import show
-from octavo.server.schema import MAX_TOOLS, ChatBody, Float, Int
+from octavo.server.schema import ChatBody, Float, Int
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 

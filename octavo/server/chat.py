@@ -19,6 +19,7 @@ from octavo.parsers.parts import CallArguments, CallStart, Part, Reasoning, Role
 from octavo.sampling_params import StructuredOutputsParams
 from octavo.server import answers
 from octavo.server.body import read_model
+from octavo.server.chat_messages import AllowedTools, Message, NamedTool, Tool, ToolCall
 from octavo.server.generation import (
     Generation,
     Prompt,
@@ -31,16 +32,7 @@ from octavo.server.generation import (
 )
 from octavo.server.parts import Delta, fold
 from octavo.server.recent_prompts import message_at
-from octavo.server.schema import (
-    AllowedTools,
-    BatchChatBody,
-    ChatBody,
-    ChatFields,
-    Message,
-    NamedTool,
-    Tool,
-    ToolCall,
-)
+from octavo.server.schema import BatchChatBody, ChatBody, ChatFields
 from octavo.server.state import ServerState, state_of
 from octavo.system.offload import offload
 from octavo.text.chat_template import ChatTemplate

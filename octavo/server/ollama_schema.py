@@ -13,8 +13,9 @@ from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 from octavo.compat import request_fields as known_fields
 from octavo.errors import RequestError, UnsupportedError
 from octavo.server.body import Body, validate
+from octavo.server.chat_messages import Tool, Tools
 from octavo.server.errors import show
-from octavo.server.schema import ChatBody, Float, Int, Tool, Tools
+from octavo.server.schema import ChatBody, Float, Int
 
 LATEST = ":latest"
 """Tag of a model's name that Ollama's clients may add."""

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, StringConstraints
 from octavo.compat import request_fields as known_fields
 from octavo.errors import RequestError, UnsupportedError
 from octavo.server.body import Body, validate
+from octavo.server.chat_messages import MAX_TOOLS
 from octavo.server.errors import show
 from octavo.server.response_items import (
     Item,
@@ -19,7 +20,7 @@ from octavo.server.response_items import (
     read_items,
     to_messages,
 )
-from octavo.server.schema import MAX_TOOLS, ChatBody, Float, Int
+from octavo.server.schema import ChatBody, Float, Int
 
 MAX_METADATA = 16
 MAX_NEW_ITEMS = 20

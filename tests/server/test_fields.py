@@ -6,7 +6,8 @@ import pytest
 
 from octavo.compat import request_fields as known_fields
 from octavo.server.body import MAX_UNKNOWN_FIELDS, Body, unknown_fields
-from octavo.server.schema import ChatBody, CompletionBody, DetokenizeBody, Message, TokenizeBody
+from octavo.server.chat_messages import Message
+from octavo.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from tests.server.fake_engine import Call, events, with_server
 
 HEADER = "X-Octavo-Ignored-Fields"
