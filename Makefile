@@ -15,7 +15,7 @@ BUILD := --no-build-isolation --config-settings=cmake.define.OCTAVO_THIS_MACHINE
 .PHONY: demo test lint types unit clients wheel image install dev light clean
 
 demo:
-	@echo "Octavo's demo: sets up .venv (the first time, for about a minute: downloads packages and compiles the kernels), then a small model writes stories for a few seconds."
+	@echo "Octavo's demo: sets up .venv (the first time, for one to two minutes: downloads packages and compiles the kernels), then a small model writes stories for a few seconds."
 	@$(MAKE) --no-print-directory --silent -j 2 install
 	@$(BIN)/python examples/demo.py
 	@echo "Next: $(BIN)/octavo run (a chat), $(BIN)/octavo serve (an OpenAI-compatible server), README.md."

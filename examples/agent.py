@@ -41,6 +41,8 @@ def answer(client: OpenAI, model: str, question: str) -> str:
             model=model, messages=messages, tools=DESCRIPTIONS, temperature=0, max_tokens=200
         )
         message = reply.choices[0].message
+        if reply.choices[0].finish_reason == "length":
+            return "The answer was longer than max_tokens."
         if not message.tool_calls:
             return message.content
         messages.append(message.model_dump(include={"role", "content", "tool_calls"}))

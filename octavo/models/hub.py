@@ -127,7 +127,7 @@ def local_folder(model: str) -> Path | None:
         )
     if path.suffix.lower() in _WEIGHT_FILES:
         raise ModelError(
-            f"The file {model} does not exist; name the model's folder "
+            f"The file {model} does not exist; name a GGUF file or the model's folder "
             "(config.json, safetensors, tokenizer)."
         )
     if model.startswith((".", "/", "~", "\\")) or model.count("/") > 1:

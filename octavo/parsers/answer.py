@@ -236,6 +236,9 @@ class AnswerParser:
                     reader.kept()
                     out.marker()
                     out.begun |= not in_thoughts
+                    if self._sink.rest:
+                        out.write(kind, self._sink.rest)
+                        self._sink.rest = ""
                 else:
                     out.write(kind, marker + reader.kept())
 

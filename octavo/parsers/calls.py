@@ -107,9 +107,30 @@ class Sink:
         """Number of calls so far."""
         self.is_bare = False
         """True: a call without a marker is read, and it must name a tool."""
+        self.rest = ""
+        """Text after the last call that was read, but is no call."""
         self._only_known = only_known
         self._properties: Mapping[str, Any] = {}
         self._separator = ""
+
+    def next_call(self, call: Steps[bool], reader: Reader, first: int) -> Steps[bool]:
+        """Read the next call after a marker; return False if it is none, or is not whole.
+
+        What is no call, and follows a call after the same marker, becomes `rest`.
+
+        Args:
+            call: reads the call.
+            reader: reader of the answer.
+            first: `count` at the marker.
+        """
+        before = self.count
+        if (yield from call):
+            reader.keep()
+            return True
+        if first < before == self.count:
+            yield from reader.spaces()
+            self.rest = reader.kept()
+        return False
 
     def accepts(self, name: str) -> bool:
         """Return True if a call may have this name."""
@@ -308,7 +329,8 @@ class JsonCalls:
                 if not opened:
                     reader.take(1)
                 opened = False
-                if not (yield from self._object(reader, sink, may_nest=True)):
+                call = self._object(reader, sink, may_nest=True)
+                if not (yield from sink.next_call(call, reader, before)):
                     break
                 if sink.held and not (sink.is_bare or closing or self.end):
                     break  # the grammar has one call after each marker
@@ -616,7 +638,7 @@ class PatternCalls:
             yield from reader.spaces()
             if not (yield from reader.literal(self._begin.first)):
                 break
-            if not (yield from self._call(reader, sink)):
+            if not (yield from sink.next_call(self._call(reader, sink), reader, before)):
                 break
         if sink.count == before:
             return False
@@ -817,7 +839,9 @@ class PythonCalls:
             char = yield from reader.char()
             if char == ",":
                 reader.take(1)
-            elif not char.isidentifier() or not (yield from self._call(reader, sink)):
+                continue
+            call = self._call(reader, sink)
+            if not char.isidentifier() or not (yield from sink.next_call(call, reader, before)):
                 break
         if sink.count == before:
             return False

@@ -176,10 +176,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Run `octavo launch`: replace this process by the agent.
 
     Raises:
-        ConfigError: the agent is unknown or not installed.
+        ConfigError: the agent is missing, unknown or not installed.
         ServerError: no server answers, or it does not have what the agent needs.
     """
-    name, *arguments = args.words or [""]
+    if not args.words:
+        raise ConfigError(f"AGENT is missing; choose one of {', '.join(AGENTS)}.")
+    name, *arguments = args.words
     if name not in AGENTS:
         raise ConfigError(f"agent {name!r} is unknown; choose one of {', '.join(AGENTS)}.")
     agent = AGENTS[name]

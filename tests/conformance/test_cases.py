@@ -16,10 +16,16 @@ from tests.conformance.make_cases import encode, make
 CASES = read_cases()
 
 
+def parse(case, pieces):
+    """Return the parts that Octavo's parser makes of pieces of text."""
+    parser = AnswerParser(FORMATS[case.format], schemas_of(case.tools))
+    return [part for piece in pieces for part in parser.feed(piece)] + parser.end()
+
+
 def answer(case, pieces, finish_reason=None):
     """Return the answer that Octavo's parser makes of pieces of text."""
-    parser, found = AnswerParser(FORMATS[case.format], schemas_of(case.tools)), Answer()
-    for part in [part for piece in pieces for part in parser.feed(piece)] + parser.end():
+    found = Answer()
+    for part in parse(case, pieces):
         if isinstance(part, CallStart):
             found.calls.append(FoundCall(f"call{len(found.calls)}", part.text))
         elif isinstance(part, CallArguments):
@@ -65,9 +71,9 @@ def test_a_megabyte_costs_linear_time(name):
         text = case.filled(size).text
         pieces = [text[i : i + 64] for i in range(0, len(text), 64)]
         begin = time.process_time()
-        found = answer(case, pieces)
+        parts = parse(case, pieces)
         seconds.append(time.process_time() - begin)
-        assert len(found.calls[0].arguments) > size
+        assert sum(len(part.text) for part in parts if isinstance(part, CallArguments)) > size
     assert seconds[1] < 8 * seconds[0] + 0.1
 
 

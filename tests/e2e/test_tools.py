@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import runpy
 import signal
 import subprocess
 import sys
@@ -261,3 +262,13 @@ def test_the_example_agent(server):
         '  get_weather({"city": "Oslo"}) = {"weather": "sunny", "degrees": 19}',
         "It is sunny in Oslo and it is 19 degrees.",
     ]
+
+
+def test_the_example_agent_with_a_cut_call(client, monkeypatch):
+    """The arguments of a call that the length limit cuts are no JSON."""
+    agent = runpy.run_path(str(ROOT / "examples/agent.py"))
+    create = client.chat.completions.create
+    shorter = lambda **fields: create(**fields | {"max_tokens": 18})  # noqa: E731
+    monkeypatch.setattr(client.chat.completions, "create", shorter)
+    answer = agent["answer"](client, MODEL, "What is 12 * 7?")
+    assert answer == "The answer was longer than max_tokens."

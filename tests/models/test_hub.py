@@ -78,7 +78,7 @@ class TestLocal:
         assert resolve_model(str(file)) == resolve_model(str(tmp_path)) == file
 
     def test_file_that_is_not_there(self) -> None:
-        with pytest.raises(ModelError, match=r"model\.gguf does not exist; name the model's"):
+        with pytest.raises(ModelError, match=r"model\.gguf does not exist; name a GGUF file"):
             resolve_model("model.gguf")
 
 

@@ -230,6 +230,32 @@ def test_calls_without_a_marker(name):
             '<tool_call>{"name": "\\ud800", "arguments": {}}',
             [["call", "\\ud800", "{}"]],
         ),
+        (
+            "hermes",
+            '{"name": "now", "arguments": {}}\n{"weather": "sunny"}',
+            [["call", "now", "{}"], ["Text", '{"weather": "sunny"}']],
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "now", "arguments": {}} {"a": 1} </tool_call> b',
+            [["call", "now", "{}"], ["Text", '{"a": 1}  b']],
+        ),
+        (
+            "llama3_json",
+            '{"name": "now", "parameters": {}}; {"weather": 1}',
+            [["call", "now", "{}"], ["Text", '; {"weather": 1}']],
+        ),
+        (
+            "pythonic",
+            "[now(), then it rained (a lot)]",
+            [["call", "now", "{}"], ["Text", ", then it rained (a lot)]"]],
+        ),
+        (
+            "kimi_k2",
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0"
+            "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_call_begin|>no call",
+            [["call", "now", "{}"], ["Text", "<|tool_call_begin|>no call"]],
+        ),
         ("openai", f" to=functions.{'x' * 300}<|message|>{{}}", None),
     ],
     ids=lambda v: str(v)[:30],

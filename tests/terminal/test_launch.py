@@ -159,7 +159,7 @@ def test_problems():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "agent '' is unknown; choose one of claude, codex, opencode, aider"),
+        ([], "AGENT is missing; choose one of claude, codex, opencode, aider"),
         (["emacs"], "agent 'emacs' is unknown"),
         (["claude"], "install the npm package @anthropic-ai/claude-code"),
         (["aider"], "install the Python package aider-chat"),
