@@ -620,7 +620,8 @@ def test_hidden_states_behind_layers(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", ["llama", "gemma2", "gemma3n", "gemma4", "bloom", "olmo2", "cohere2", "falcon-40b"]
+    "case",
+    ["llama", "gemma2", "gemma3n", "gemma4", "bloom", "olmo2", "cohere2", "falcon-40b", "qwen3.5"],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_chunked_prefill_changes_no_bit(case: str, dtype: str, tmp_path: Path) -> None:
@@ -638,7 +639,7 @@ def test_chunked_prefill_changes_no_bit(case: str, dtype: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "case", ["qwen2", "gemma3", "gemma3n", "gemma4", "opt", "olmo2", "granite", "cohere"]
+    "case", ["qwen2", "gemma3", "gemma3n", "gemma4", "opt", "olmo2", "granite", "cohere", "qwen3.5"]
 )
 def test_low_precision_is_near_float32(case: str, tmp_path: Path) -> None:
     architecture, config = CASES[case]
