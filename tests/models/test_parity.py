@@ -132,7 +132,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo-hybrid": (
         "OlmoHybridForCausalLM",
-        OLMO_HYBRID | {"linear_conv_kernel_dim": 3, "rope_parameters": None},
+        OLMO_HYBRID | {"linear_conv_kernel_dim": 3, "rope_parameters": {"rope_theta": None}},
     ),
     "olmo-hybrid-rope": (
         "OlmoHybridForCausalLM",
