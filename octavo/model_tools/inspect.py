@@ -28,6 +28,7 @@ from octavo.errors import ConfigError, ModelError, OctavoError
 from octavo.model_tools.opened import MODEL_HELP, OpenedModel, model_kwargs
 from octavo.models.blocks.attention import AttentionSpec
 from octavo.models.blocks.base import BlockSpec
+from octavo.models.blocks.gated_delta import GatedDeltaSpec
 from octavo.models.blocks.mlp import MLPSpec
 from octavo.models.forms import quant_method
 from octavo.models.loader import check_inputs
@@ -185,7 +186,11 @@ def _weights_by_kind(spec: ModelSpec) -> Iterator[tuple[str, Weight]]:
             yield "other", weight
 
 
-_BLOCK_KINDS: dict[type, str] = {AttentionSpec: "attention", MLPSpec: "MLP"}
+_BLOCK_KINDS: dict[type, str] = {
+    AttentionSpec: "attention",
+    GatedDeltaSpec: "attention",
+    MLPSpec: "MLP",
+}
 
 
 def _describe_layers(spec: ModelSpec) -> list[str]:
@@ -207,6 +212,11 @@ def _describe_block(block: BlockSpec) -> str:
     if isinstance(block, MLPSpec):
         gated = "gated " if block.gated else ""
         return f"MLP ({gated}{block.activation}, {block.down.inputs:,} inner columns)"
+    if isinstance(block, GatedDeltaSpec):
+        return (
+            f"gated delta rule ({block.num_heads} heads of {block.key_size} x {block.value_size}, "
+            f"{block.num_key_heads} of queries and keys)"
+        )
     return type(block).__name__
 
 

@@ -35,11 +35,15 @@ _BIAS = (*_BIAS, "Arcee", "Nemotron", "Olmo", "Apertus", "GraniteSWA", "BitNet")
 """Families whose attention may have a bias."""
 _ROPE = (*_BIAS, "Mistral", "Ministral", "Ministral3", "Qwen2", "Phi3", "Phi", "Starcoder2")
 _ROPE = (*_ROPE, "InternLM3", "Exaone4", "Ernie4_5", "StableLm")
+_DELTA = ("Qwen3_5", "Qwen3Next", "OlmoHybrid")
+"""Families with linear attention."""
+_ROPE = (*_ROPE, *_DELTA)
 _PLAIN = ("OPT", "Bloom", "Mpt", "Falcon", "GPTNeoX", "GPTJ", "CodeGen", "GPTBigCode")
 _NAMES = {"GPT2": "GPT2LMHeadModel"} | {name: f"{name}ForCausalLM" for name in (*_ROPE, *_PLAIN)}
 # Families with heads that transformers fits into the hidden size, or that may have any size.
 _FITTED = ("Phi3", "Phi", "Olmo2", "Granite", "SmolLM3", "Starcoder2", "Cohere", "Cohere2")
 _FITTED = (*_FITTED, "Olmo3", "Exaone4", "Olmo", "StableLm", "Apertus", "GraniteSWA", "BitNet")
+_FITTED = (*_FITTED, "OlmoHybrid")
 _EITHER = ("Llama", "Qwen2", "InternLM3")
 # Families whose context transformers can scale.
 _SCALED = ("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "Granite", "InternLM3", "Olmo2")
@@ -129,6 +133,16 @@ def _rope_model(
     else:
         config["head_dim"] = head
     window = rng.choice((1, 7, 20, 64))
+    if family in _DELTA:
+        key_heads, key_size = rng.randint(1, 4), rng.randint(1, 40)
+        group = rng.choice((1, 1, 2, 3))
+        # transformers saves convolutions of queries, keys and values in equal parts.
+        size = key_size if family == "OlmoHybrid" else rng.randint(1, 70)
+        group = 1 if family == "OlmoHybrid" else group
+        config |= {"linear_num_key_heads": key_heads, "linear_num_value_heads": key_heads * group}
+        config |= {"linear_key_head_dim": key_size, "linear_value_head_dim": size}
+        config |= {"linear_conv_kernel_dim": rng.randint(2, 5)}
+        config |= {"attention_bias": rng.random() < 0.3, "num_experts": 0}
     if family in ("Mistral", "Ministral3", "Phi3", "Starcoder2"):
         config["sliding_window"] = rng.choice((None, window))
     if family == "Ministral":

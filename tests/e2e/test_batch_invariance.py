@@ -394,11 +394,14 @@ def test_tiles_agree_with_themselves(isa, quantization, tmp_path, monkeypatch):
         native.set_isa(before)
 
 
-def test_layers_that_read_the_cache_of_others(tmp_path, monkeypatch):
-    """Gemma 4, whose layers also differ in heads and windows: in chunks, cached, with drafts,
-    preempted."""
-    architecture, config = CASES["gemma4"]
-    sizes = {"max_position_embeddings": 304, "sliding_window": 40}
+@pytest.mark.parametrize(
+    ("case", "sizes"), [("gemma4", {"sliding_window": 40}), ("qwen3.5", {})], ids=str
+)
+def test_layers_of_several_kinds(case, sizes, tmp_path, monkeypatch):
+    """Layers that read the cache of others, and layers with states: in chunks, cached, with
+    drafts, preempted."""
+    architecture, config = CASES[case]
+    sizes = {"max_position_embeddings": 304} | sizes
     make_hf(architecture, **config | sizes).save_pretrained(tmp_path)
     settings = {"model": str(tmp_path), "skip_tokenizer_init": True, "dtype": "bfloat16"}
     targets = [([t % VOCAB for t in ids], its_params) for ids, its_params in TARGETS]

@@ -82,6 +82,8 @@ OLMO_HYBRID |= {"linear_key_head_dim": 10, "linear_value_head_dim": 5}
 OLMO_HYBRID |= {"layer_types": ["linear_attention"] * 2 + ["full_attention"]}
 LFM2 = {"block_multiple_of": 10, "block_ffn_dim_multiplier": 1.3}
 
+HYBRIDS = ("lfm2", "qwen3.5")
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", WIDE_HEADS),
     "llama-mqa-tied-bias": (
@@ -133,7 +135,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo-hybrid": (
         "OlmoHybridForCausalLM",
-        OLMO_HYBRID | {"linear_conv_kernel_dim": 3, "rope_parameters": None},
+        OLMO_HYBRID | {"linear_conv_kernel_dim": 3, "rope_parameters": {"rope_theta": None}},
     ),
     "olmo-hybrid-rope": (
         "OlmoHybridForCausalLM",
@@ -637,7 +639,7 @@ def test_hidden_states_behind_layers(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    ["llama", "gemma2", "gemma3n", "gemma4", "bloom", "olmo2", "cohere2", "falcon-40b", "lfm2"],
+    ["llama", "gemma2", "gemma3n", "gemma4", "bloom", "olmo2", "cohere2", "falcon-40b", *HYBRIDS],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_chunked_prefill_changes_no_bit(case: str, dtype: str, tmp_path: Path) -> None:
@@ -655,7 +657,7 @@ def test_chunked_prefill_changes_no_bit(case: str, dtype: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "case", ["qwen2", "gemma3", "gemma3n", "gemma4", "opt", "olmo2", "granite", "cohere"]
+    "case", ["qwen2", "gemma3", "gemma3n", "gemma4", "opt", "olmo2", "granite", "cohere", "qwen3.5"]
 )
 def test_low_precision_is_near_float32(case: str, tmp_path: Path) -> None:
     architecture, config = CASES[case]

@@ -349,6 +349,13 @@ UNSHARED = {"num_kv_shared_layers": 0}
         ("Lfm2ForCausalLM", {"full_attn_idxs": [0, 2]}, r"full_attn_idxs=\[0, 2\].*2 layers"),
         ("Lfm2ForCausalLM", {"conv_L_cache": 9}, r"conv_L_cache=9.*<= 8"),
         ("Qwen3VLForConditionalGeneration", {"text_config": [1]}, r"text_config=\[1\].*object"),
+        ("Qwen3NextForCausalLM", {}, r"num_experts=512.*mixtures of experts"),
+        ("Qwen3_5ForCausalLM", {"linear_num_value_heads": 24}, r"_value_heads=24.*multiple of 16"),
+        ("Qwen3_5ForCausalLM", {"linear_conv_kernel_dim": 9}, r"linear_conv_kernel_dim=9.*<= 8"),
+        ("Qwen3_5ForCausalLM", {"hidden_act": "gelu"}, r"hidden_act='gelu'.*needs silu"),
+        ("Qwen3_5ForCausalLM", {"layer_types": ["full_attention"]}, r"layer_types=.*each layer"),
+        ("Qwen3_5ForCausalLM", {"layer_types": ["a", "b"]}, r"layer_types=.*linear_attention"),
+        ("OlmoHybridForCausalLM", {"linear_allow_neg_eigval": 1}, r"linear_allow_neg_eigval=1"),
     ],
 )
 def test_refused_by_family(

@@ -117,7 +117,7 @@ def test_rows_of_norms_are_divided(case: str, tmp_path: Path) -> None:
     assert all(map(torch.equal, got, sums))
 
 
-@pytest.mark.parametrize("case", ["llama", "gemma3n", "gemma4"])
+@pytest.mark.parametrize("case", ["llama", "gemma3n", "gemma4", "olmo-hybrid"])
 def test_sums_of_ranks(case: str, tmp_path: Path) -> None:
     """Ranks that sum their results wait for each other before a buffer is filled again."""
     architecture, config = CASES[case]
@@ -126,7 +126,7 @@ def test_sums_of_ranks(case: str, tmp_path: Path) -> None:
     torch.testing.assert_close(sums, run(load(tmp_path), lambda: None), atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("case", ["llama", "gemma2", "bloom"])
+@pytest.mark.parametrize("case", ["llama", "gemma2", "bloom", "qwen3-next"])
 @pytest.mark.parametrize("form", [None, "int8", "int4", "fp8"])
 def test_types_and_forms(case: str, form: str | None, tmp_path: Path) -> None:
     check(case, tmp_path, 2, "float32", form)

@@ -51,8 +51,8 @@ def read_qwen3_next(config: ConfigJson) -> ModelSpec:
 
 def read_olmo_hybrid(config: ConfigJson) -> ModelSpec:
     """Read OLMo Hybrid: norms follow attention, but precede linear attention."""
-    rope = None
-    if config.section("rope_parameters").has("rope_theta"):
+    rope, params = None, config.section("rope_parameters")
+    if params.has("rope_theta") or "rope_theta" not in params.names():  # null: no positions
         rope = read_llama_rope(config)
     variant = replace(olmo2_like(config), ropes=(rope,) * read_num_layers(config))
     heads = read_num_heads(config, "linear_num_key_heads")
@@ -76,6 +76,7 @@ def read_olmo_hybrid(config: ConfigJson) -> ModelSpec:
         config,
         variant.read(config),
         lambda layer: LayerSpec.of(delta, layer.blocks[1], *norms),
+        last_is_full=True,
     )
     # transformers renames a norm of layers with attention when it saves a model.
     renamed = tuple(
@@ -94,11 +95,24 @@ def _read_qwen(config: ConfigJson, delta: GatedDeltaSpec) -> ModelSpec:
 
 
 def _with_delta(
-    config: ConfigJson, spec: ModelSpec, make: Callable[[LayerSpec], LayerSpec]
+    config: ConfigJson,
+    spec: ModelSpec,
+    make: Callable[[LayerSpec], LayerSpec],
+    *,
+    last_is_full: bool = False,
 ) -> ModelSpec:
-    """Return the model with linear attention in the layers that have it."""
+    """Return the model with linear attention in the layers that have it.
+
+    Args:
+        config: config.json.
+        spec: the model with attention in every layer.
+        make: returns a layer with linear attention, from one with attention.
+        last_is_full: True if a config without layer_types has at least one layer with attention.
+    """
     count, every = len(spec.layers), config.integer("full_attention_interval", default=4)
     default = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(count)]
+    if last_is_full and every > count:
+        default[-1] = "full_attention"
     kinds = config.get("layer_types") or default
     if not isinstance(kinds, list) or len(kinds) != count:
         raise config.error("layer_types", "it must name one type for each layer")
