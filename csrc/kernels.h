@@ -596,6 +596,33 @@ struct DeltaRuleArgs {
   }
 };
 
+// Recurrence of Mamba-2, for each head: state = e^(dt * A) * state + B (x) (dt * x), and
+// out = C * state + skip * x, with A = -e^a_log and dt = softplus(dt + dt_bias) in [dt_min, dt_max].
+struct SsdArgs {
+  const void* x;  // [tokens, heads, head_size], heads dense
+  const void* dt;  // [tokens, heads]
+  const void *b, *c;  // [tokens, groups, state_size], groups dense; each for heads / groups heads
+  void* out;  // [tokens, heads, head_size], heads dense; not x
+  int64_t x_stride, dt_stride, b_stride, c_stride, out_stride;
+  const float *a_log, *dt_bias, *skip;  // [heads]
+  float* state;  // [slots, heads, state_size, head_size]
+  int64_t state_stride;  // from a slot to the next
+  const int32_t *query_start_loc, *sources, *slots, *snapshots;  // as above
+  int64_t num_reqs, heads, groups, head_size, state_size;
+  float dt_min, dt_max;
+  DType dtype;
+
+  MEMBERS(x, dt, b, c, out, x_stride, dt_stride, b_stride, c_stride, out_stride, a_log, dt_bias, skip,
+          state, state_stride, query_start_loc, sources, slots, snapshots, num_reqs, heads, groups,
+          head_size, state_size, dt_min, dt_max, dtype)
+  void resize(const StepSize& size) { num_reqs = size.num_reqs; }
+  Work work() const {
+    const double tokens = query_start_loc[num_reqs], numbers = double(heads) * head_size;
+    return {tokens * size_of(dtype) * 2 * (numbers + groups * state_size) + 8.0 * num_reqs * numbers * state_size,
+            5 * tokens * numbers * state_size};
+  }
+};
+
 // Every kernel, with its arguments.
 #define OCTAVO_KERNELS(KERNEL)            \
   KERNEL(pack_weight, PackArgs)           \
@@ -626,7 +653,8 @@ struct DeltaRuleArgs {
   KERNEL(write_kv, WriteKvArgs)           \
   KERNEL(attention, AttentionArgs)        \
   KERNEL(causal_conv, CausalConvArgs)     \
-  KERNEL(gated_delta_rule, DeltaRuleArgs)
+  KERNEL(gated_delta_rule, DeltaRuleArgs) \
+  KERNEL(ssd, SsdArgs)
 
 struct KernelTable {
   const char* isa;

@@ -212,6 +212,25 @@ class StateSlots(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class StateRates:
+    """Parameters of `Ops.ssd`, float32 [H] each.
+
+    Attributes:
+        a_log: logarithm of the decay's rate.
+        dt_bias: term of the step sizes.
+        skip: factor of x in the result.
+        dt_min: least step size.
+        dt_max: largest step size; may be infinite.
+    """
+
+    a_log: Tensor
+    dt_bias: Tensor
+    skip: Tensor
+    dt_min: float = 0.0
+    dt_max: float = float("inf")
+
+
 class Ops(Protocol):
     """Operations on tensors of one device.
 
@@ -589,6 +608,34 @@ class Ops(Protocol):
             slots: the requests of the step, and their slots in `state`.
             beta_scale: factor of beta.
             out: memory for the result: [T, H, DV] with dense heads.
+        """
+        ...
+
+    def ssd(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        b: Tensor,
+        c: Tensor,
+        rates: StateRates,
+        state: Tensor,
+        slots: StateSlots,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Compute the recurrence of Mamba-2 (Dao and Gu, arXiv 2405.21060), token by token.
+
+        The state of a head is a matrix [N, P]: S = exp(-exp(a_log) dt) S + b (dt x)^T with
+        dt = softplus(dt + dt_bias), clamped. The result is S^T c + skip x in float32, rounded.
+
+        Args:
+            x: [T, H, P], dense heads, any stride of tokens.
+            dt: [T, H], any stride of tokens.
+            b: [T, G, N], dense groups, any stride of tokens; H / G heads share a group.
+            c: as b.
+            rates: parameters of the heads.
+            state: float32 [slots, H * N * P]; rows may have any stride.
+            slots: the requests of the step, and their slots in `state`.
+            out: the result, of the shape of x, with dense heads; not x itself.
         """
         ...
 

@@ -26,6 +26,7 @@ from octavo.kernels.base import (
     PackedWeight,
     QuantFormat,
     QuantizedWeight,
+    StateRates,
     StateSlots,
 )
 from octavo.kernels.memory import Arena
@@ -872,6 +873,65 @@ class NativeOps:
             beta_scale=beta_scale,
             by_channel=by_channel,
             dtype=DTYPE_CODES[value.dtype],
+            **_slot_addresses(slots, tokens),
+        )
+        return out
+
+    def ssd(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        b: Tensor,
+        c: Tensor,
+        rates: StateRates,
+        state: Tensor,
+        slots: StateSlots,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Compute token by token; a request's heads run in parallel."""
+        (tokens, heads, size), (_, groups, rows) = x.shape, b.shape
+        if out is None:
+            out = self._empty(*x.shape, dtype=x.dtype)
+        assert b.shape == c.shape
+        assert heads % groups == 0
+        assert dt.shape == (tokens, heads)
+        assert out.shape == x.shape
+        for tensor in (x, b, c, out):
+            assert tensor.dtype == x.dtype
+            assert tensor.stride(2) == 1
+            assert tensor.stride(1) == tensor.shape[2] or tensor.shape[1] == 1
+        assert dt.dtype == x.dtype
+        for parameter in (rates.a_log, rates.dt_bias, rates.skip):
+            assert parameter.shape == (heads,)
+            assert parameter.dtype == "float32"
+            assert parameter.is_contiguous()
+        _rows(dt)
+        _rows(state)
+        assert state.shape[1] == heads * rows * size
+        assert state.dtype == "float32"
+        kernels.ssd(
+            x=x.data_ptr(),
+            dt=dt.data_ptr(),
+            b=b.data_ptr(),
+            c=c.data_ptr(),
+            out=out.data_ptr(),
+            x_stride=x.stride(0),
+            dt_stride=dt.stride(0),
+            b_stride=b.stride(0),
+            c_stride=c.stride(0),
+            out_stride=out.stride(0),
+            a_log=rates.a_log.data_ptr(),
+            dt_bias=rates.dt_bias.data_ptr(),
+            skip=rates.skip.data_ptr(),
+            state=state.data_ptr(),
+            state_stride=state.stride(0),
+            heads=heads,
+            groups=groups,
+            head_size=size,
+            state_size=rows,
+            dt_min=rates.dt_min,
+            dt_max=rates.dt_max,
+            dtype=DTYPE_CODES[x.dtype],
             **_slot_addresses(slots, tokens),
         )
         return out

@@ -28,6 +28,7 @@ from octavo.kernels.base import (
     PackedWeight,
     QuantFormat,
     QuantizedWeight,
+    StateRates,
     StateSlots,
 )
 from octavo.kernels.dequantize import NF4_LEVELS, dequantize
@@ -555,6 +556,37 @@ class ReferenceOps:
                 result[t] = (queries[t] * s).sum(1) / key_size**0.5
                 store_states(state, slots, slice(t, t + 1), s[None])
         return into(out, result.to(value.dtype))
+
+    def ssd(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        b: Tensor,
+        c: Tensor,
+        rates: StateRates,
+        state: Tensor,
+        slots: StateSlots,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        a_log, bias, skip = (
+            cast(Tensor, parameter) for parameter in (rates.a_log, rates.dt_bias, rates.skip)
+        )
+        heads, group = x.shape[1], x.shape[1] // b.shape[1]
+        step = F.softplus(dt.float() + bias).clamp(rates.dt_min, rates.dt_max)[..., None]
+        decay = torch.exp(-torch.exp(a_log)[:, None] * step)[..., None]
+        keys, queries = (z.float().repeat_interleave(group, 1) for z in (b, c))
+        added = keys[..., None] * (step * x.float())[..., None, :]
+        result = skip[:, None] * x.float()
+        for source, tokens in requests_of(slots):
+            last = torch.zeros_like(added[:1]).squeeze(0) if source < 0 else state[source]
+            last, states = last.view(heads, b.shape[2], x.shape[2]), []
+            for t in range(tokens.start, tokens.stop):
+                last = decay[t] * last + added[t]
+                result[t] += (queries[t][..., None] * last).sum(1)
+                states.append(last)
+            if states:
+                store_states(state, slots, tokens, torch.stack(states))
+        return into(out, result.to(x.dtype))
 
     def softmax(self, x: Tensor) -> Tensor:
         return torch.softmax(x, dim=-1)

@@ -64,3 +64,12 @@ def delta_rule_nbytes(key_size: int, value_size: int) -> int:
 def order_nbytes(k: int) -> int:
     """Return the bytes of an order of k inputs, in whole cache lines."""
     return -(-k // 16) * 64
+
+
+def ssd_nbytes(state_size: int, head_size: int) -> int:
+    """Return an upper bound of the bytes that `Ops.ssd` uses in each thread.
+
+    These are a head's state, and the inputs and results of 32 tokens; see csrc/state.h.
+    """
+    width, rows = -(-head_size // 32) * 32, -(-state_size // 16) * 16
+    return 4 * (state_size * width + 2 * 32 * (width + rows))

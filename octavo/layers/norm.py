@@ -73,6 +73,28 @@ class RMSNorm:
 
 
 @dataclass(slots=True)
+class GroupNorm:
+    """Root-mean-square norm of each group of a row's numbers."""
+
+    ops: Ops
+    weight: Tensor
+    """Weight [D] in the model's dtype."""
+    ones: Tensor | None
+    """Ones [D / groups] if there are several groups."""
+    groups: int
+    eps: float
+    """Term added to the mean square."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the norm of x [T, D]."""
+        if self.ones is None:
+            return self.ops.rms_norm(x, self.weight, self.eps)
+        groups = x.view(x.shape[0], self.groups, -1)
+        out = self.ops.rms_norm(groups, self.ones, self.eps).view(*x.shape)
+        return self.ops.multiply(out, self.weight, out=out)
+
+
+@dataclass(slots=True)
 class LayerNorm:
     """Layer norm."""
 

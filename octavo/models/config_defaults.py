@@ -13,6 +13,8 @@ _MISTRAL |= {"max_position_embeddings": 131072}
 _QWEN = _LLAMA | {"num_key_value_heads": 32, "max_position_embeddings": 32768}
 _QWEN |= {"sliding_window": 4096}
 _GEMMA = _LLAMA | {"hidden_act": "gelu_pytorch_tanh", "head_dim": 256, "num_key_value_heads": 4}
+_MAMBA2 = _LLAMA | {"mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_n_groups": 1}
+_MAMBA2 |= {"mamba_d_state": 256, "mamba_d_conv": 4}
 _GLM = _LLAMA | {"head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7}
 _GLM |= {"max_position_embeddings": 131072}
 _COHERE = {"hidden_act": "silu", "layer_norm_eps": 1e-5, "max_position_embeddings": 8192}
@@ -136,6 +138,22 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"max_position_embeddings": 65536, "linear_conv_kernel_dim": 4},
     "Lfm2ForCausalLM": {"model_type": "lfm2", "num_key_value_heads": 8, "conv_L_cache": 3}
     | {"block_ffn_dim_multiplier": 1.0, "max_position_embeddings": 128000},
+    "Mamba2ForCausalLM": {"model_type": "mamba2", "num_heads": 128, "head_dim": 64}
+    | {"state_size": 128, "n_groups": 8, "conv_kernel": 4},
+    "BambaForCausalLM": {"model_type": "bamba"}
+    | _MAMBA2
+    | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 262144},
+    "GraniteMoeHybridForCausalLM": {"model_type": "granitemoehybrid", "num_local_experts": 8}
+    | _MAMBA2
+    | {"shared_intermediate_size": 1024},
+    "FalconH1ForCausalLM": {"model_type": "falcon_h1"}
+    | _MAMBA2
+    | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192}
+    | {"mamba_d_ssm": 1024},
+    "NemotronHForCausalLM": {"model_type": "nemotron_h", "num_key_value_heads": 8}
+    | {"head_dim": 128, "max_position_embeddings": 4096, "ssm_state_size": 128}
+    | {"mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "conv_kernel": 4}
+    | {"hybrid_override_pattern": "ME*-"},
     "GlmForCausalLM": {"model_type": "glm"} | _GLM,
     "Glm4ForCausalLM": {"model_type": "glm4"} | _GLM,
     "Phi3ForCausalLM": {"model_type": "phi3"}

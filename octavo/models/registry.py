@@ -28,6 +28,8 @@ for _module in pkgutil.iter_modules(families.__path__, families.__name__ + "."):
     FAMILIES.update(getattr(importlib.import_module(_module.name), "ARCHITECTURES", {}))
 _CAUSAL = ("PaliGemmaForConditionalGeneration",)
 """Architectures that are run with causal attention, and say so, where the original is not."""
+_SOME_EXPERTS = ("JambaForCausalLM", "NemotronHForCausalLM")
+"""Architectures with a number of experts also where no layer has them; their readers check that."""
 _DEFAULTS = ModelConfig()
 
 
@@ -71,7 +73,8 @@ def read_spec(checkpoint: Checkpoint, settings: ModelConfig = _DEFAULTS) -> Mode
             "the model needs custom code, which Octavo never runs; with trust_remote_code it "
             f"is run as {architectures[0]} by Octavo's own decoder",
         )
-    for name in ("num_local_experts", "num_experts", "n_routed_experts"):
+    experts = ("num_local_experts", "num_experts", "n_routed_experts")
+    for name in () if architectures[0] in _SOME_EXPERTS else experts:
         config.refuse(name, 0, "mixtures of experts are not supported")
     causal = architectures[0] in _CAUSAL or config.get("use_bidirectional_attention") == "vision"
     if not causal:
@@ -136,10 +139,10 @@ _KINDS = {
     "encoder-decoder, and Octavo's models are decoders",
     r"ForConditionalGeneration|Vision|VL|Llava|Image": "it processes images or other media, and "
     "Octavo's models process text",
-    r"Moe|MoE|Mixtral|DeepseekV|Dbrx|GptOss|KimiLinear": "it is a mixture of experts, and Octavo's models are "
-    "dense",
+    r"Moe|MoE|Mixtral|DeepseekV|Dbrx|GptOss|KimiLinear": "it is a mixture of experts, and "
+    "Octavo's models are dense",
     r"Mamba|Jamba|RWKV|Rwkv|Zamba|Bamba|RecurrentGemma|FalconH1|Lfm[23]|Hybrid|Next": "it has "
-    "recurrent layers (a state space) of a kind that Octavo does not have",
+    "recurrent layers of a kind that Octavo does not compute",
 }
 """Kinds of architectures that are not text decoders, by patterns of their names."""
 

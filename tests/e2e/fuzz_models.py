@@ -39,7 +39,10 @@ _DELTA = ("Qwen3_5", "Qwen3Next", "OlmoHybrid")
 """Families with linear attention."""
 _ROPE = (*_ROPE, *_DELTA)
 _PLAIN = ("OPT", "Bloom", "Mpt", "Falcon", "GPTNeoX", "GPTJ", "CodeGen", "GPTBigCode")
-_NAMES = {"GPT2": "GPT2LMHeadModel"} | {name: f"{name}ForCausalLM" for name in (*_ROPE, *_PLAIN)}
+_STATES = ("Lfm2", "Mamba2", "Bamba", "GraniteMoeHybrid", "FalconH1", "NemotronH")
+"""Families with recurrent states."""
+_NAMES = {"GPT2": "GPT2LMHeadModel"}
+_NAMES |= {name: f"{name}ForCausalLM" for name in (*_ROPE, *_PLAIN, *_STATES)}
 # Families with heads that transformers fits into the hidden size, or that may have any size.
 _FITTED = ("Phi3", "Phi", "Olmo2", "Granite", "SmolLM3", "Starcoder2", "Cohere", "Cohere2")
 _FITTED = (*_FITTED, "Olmo3", "Exaone4", "Olmo", "StableLm", "Apertus", "GraniteSWA", "BitNet")
@@ -72,7 +75,12 @@ def draw_model(rng: random.Random) -> tuple[str, dict[str, Any]]:
     elif family not in _ROPE:
         head = rng.choice((head, rng.randint(1, 40)))  # odd ones, too
         hidden = heads * head
-    if family == "GPT2":
+    if family in _STATES:
+        heads, head = 2 * kv_heads, max(4, head // 4 * 4)
+        config = _state_model(rng, family, layers, head * heads)
+        config |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+        config |= {"max_position_embeddings": positions, "intermediate_size": inner}
+    elif family == "GPT2":
         config = {"n_positions": positions, "n_embd": hidden, "n_layer": layers, "n_head": heads}
         config |= {"n_inner": rng.choice((None, inner))}
         config |= {"scale_attn_by_inverse_layer_idx": rng.random() < 0.3}
@@ -122,6 +130,42 @@ def draw_model(rng: random.Random) -> tuple[str, dict[str, Any]]:
         # transformers needs whole heads in some families even with head_dim.
         config.setdefault("hidden_size", -(-hidden // heads) * heads)
     return _NAMES[family], ids | tied | config
+
+
+def _state_model(rng: random.Random, family: str, layers: int, hidden: int) -> dict[str, Any]:
+    """Return the config of a family with recurrent states; 4 divides the hidden size."""
+    config: dict[str, Any] = {"hidden_size": hidden, "num_hidden_layers": layers}
+    attention = [i for i in range(layers) if rng.random() < 0.4]
+    kinds = ["full_attention" if i in attention else "linear_attention" for i in range(layers)]
+    heads, groups = rng.choice((1, 2, 4)), rng.choice((1, 2))
+    heads, rows, taps = heads * groups, rng.choice((1, 8, 16, 50, 128)), rng.randint(2, 4)
+    while 2 * hidden % heads:
+        heads //= 2
+    sizes = {"mamba_n_heads": heads, "mamba_n_groups": min(groups, heads), "mamba_d_state": rows}
+    sizes |= {"mamba_d_conv": taps, "mamba_conv_bias": rng.random() < 0.7}
+    sizes |= {"mamba_proj_bias": rng.random() < 0.3}
+    match family:
+        case "Lfm2":
+            config |= {"full_attn_idxs": attention, "conv_L_cache": taps, "block_multiple_of": 8}
+            config |= {"conv_bias": rng.random() < 0.3}
+        case "Mamba2":
+            config |= {"num_heads": heads, "head_dim": 2 * hidden // heads, "conv_kernel": taps}
+            config |= {"n_groups": min(groups, heads), "state_size": rows}
+        case "Bamba":
+            config |= sizes | {"attn_layer_indices": attention}
+        case "GraniteMoeHybrid":
+            config |= sizes | {"layer_types": kinds, "num_local_experts": 0}
+            config |= {"position_embedding_type": rng.choice(("rope", None))}
+        case "FalconH1":
+            config |= sizes | {"mamba_d_ssm": None, "mamba_rms_norm": rng.random() < 0.5}
+            config |= {"mamba_norm_before_gate": rng.random() < 0.5}
+            config |= {"mlp_multipliers": [0.7, 1.2], "ssm_multipliers": [0.5, 1, 2, 1, 1.5]}
+        case "NemotronH":
+            config = {"hidden_size": hidden, "head_dim": 8}
+            config |= {"layers_block_type": [rng.choice((kind, "mlp")) for kind in kinds]}
+            config |= {"mamba_num_heads": heads, "mamba_head_dim": 12, "ssm_state_size": rows}
+            config |= {"n_groups": min(groups, heads), "conv_kernel": taps}
+    return config
 
 
 def _rope_model(

@@ -183,6 +183,22 @@ def test_a_prompt_cached_to_its_last_token(dtype):
         assert llm.stats().prefix_cache_hits == 63
 
 
+@pytest.mark.parametrize("case", ["lfm2", "falcon-h1"])
+def test_layers_with_states(case, dtype, tmp_path):
+    """Alone, among others, in chunks, after a prefix hit."""
+    architecture, config = CASES[case]
+    make_hf(architecture, **config | {"max_position_embeddings": 256}).save_pretrained(tmp_path)
+    prompts = [[i % VOCAB for i in tokens(seed, 5 + 30 * seed)] for seed in range(6)]
+    requests = [(ids, params(0.9 * (i % 2))) for i, ids in enumerate(prompts)]
+    settings = {"dtype": dtype, "max_model_len": 256, "skip_tokenizer_init": True}
+    with LLM(str(tmp_path), **settings, enable_prefix_caching=False, max_num_seqs=1) as llm:
+        expected = answers(llm, requests)
+    with LLM(str(tmp_path), **settings, max_num_batched_tokens=48) as llm:
+        assert answers(llm, requests) == expected
+        assert answers(llm, requests[::-1])[::-1] == expected
+        assert llm.stats().prefix_cache_hits > 0
+
+
 def test_after_forced_preemptions(dtype, expected):
     with LLM(
         dtype=dtype,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo import _native
-from octavo.kernels.base import SAMPLING_ROW, Ops
+from octavo.kernels.base import SAMPLING_ROW, Ops, StateRates
 from octavo.kernels.memory import Arena
 from octavo.kernels.native import NativeOps
 from octavo.models.state_cache import StateMetadata
@@ -76,6 +76,19 @@ def remembered(x: Tensor) -> Tensor:
     ).flatten(1)
 
 
+def scanned(x: Tensor) -> Tensor:
+    rows = len(x)
+    return ops.ssd(
+        x.view(rows, 4, 16),
+        x[:, :4],
+        x[:, :3].view(rows, 1, 3),
+        residual[:rows, None, :3],
+        StateRates(bias[:4], bias[4:8], bias[8:12]),
+        states,
+        slots(rows),
+    )
+
+
 NOT_IN_STEPS = {"pack_weight", "quantize_weight", "pack_blocks", "pack_quantized", "empty"}
 NOT_IN_STEPS |= {"to_device", "to_host", "copy_to_host", "copy_", "copy_blocks"}
 NOT_IN_STEPS |= {"gather", "ranks", "set_at_", "add_at_", "penalize_", "change_rows"}
@@ -108,6 +121,7 @@ CASES: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
     "rotary_embedding": rotated,
     "causal_conv": convolved,
     "gated_delta_rule": remembered,
+    "ssd": scanned,
     "softmax": ops.softmax,
     "log_softmax": ops.log_softmax,
     "argmax": ops.argmax,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels import native
+from octavo.kernels.base import StateRates
 from octavo.models.state_cache import StateMetadata
 from tests.torch_ops import native_ops, reference_ops
 
@@ -23,7 +24,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 def strided(x: Tensor) -> Tensor:
     """Return the same numbers with rows further apart."""
-    return torch.cat([x, x[:, :3]], 1)[:, :-3]
+    return torch.cat([x, x.new_full((len(x), 3), 7.0)], 1)[:, :-3]
 
 
 def slots_of(
@@ -118,3 +119,57 @@ def test_causal_conv_in_place() -> None:
     x, weight, state = random(TOKENS, 40), random(40, 4, seed=1), random(SLOTS, 120, seed=3)
     want = ops.causal_conv(x, weight, None, state.clone(), STEP, "silu")
     assert torch.equal(ops.causal_conv(x, weight, None, state, STEP, "silu", x), want)
+
+
+def ssd(
+    heads: int,
+    groups: int,
+    head_size: int,
+    state_size: int,
+    dtype: torch.dtype,
+    tokens: int = TOKENS,
+    dt_max: float = float("inf"),
+) -> Operation:
+    x, numbers = random(tokens, heads * head_size, dtype=dtype), groups * state_size
+    dt = random(tokens, heads, dtype=dtype, seed=1) * 4
+    b, c = (random(tokens, numbers, dtype=dtype, seed=i) for i in (2, 3))
+    rates = StateRates(*(random(heads, seed=4 + i) for i in range(3)), dt_min=0.02, dt_max=dt_max)
+
+    def run(table: Any, at: slice, state: Tensor, slots: StateMetadata) -> Tensor:
+        out = strided(torch.empty_like(x[at]))
+        shaped = [
+            strided(z[at]).unflatten(1, (n, -1)) for z, n in ((x, heads), (b, groups), (c, groups))
+        ]
+        given = out.unflatten(1, (heads, -1))
+        table.ssd(shaped[0], strided(dt[at]), *shaped[1:], rates, state, slots, given)
+        return out
+
+    return run
+
+
+@dtypes
+@pytest.mark.parametrize(
+    ("heads", "groups", "head_size", "state_size"),
+    [(4, 2, 64, 16), (3, 1, 5, 13), (2, 2, 20, 8), (2, 1, 33, 9), (1, 1, 100, 40)],
+)
+def test_ssd(heads: int, groups: int, head_size: int, state_size: int, dtype: torch.dtype) -> None:
+    state = random(SLOTS, heads * state_size * head_size, seed=9)
+    run = ssd(heads, groups, head_size, state_size, dtype, dt_max=3.0)
+    check_step(run, state, dtype)
+
+
+@pytest.mark.parametrize(("head_size", "state_size"), [(64, 16), (21, 11)])
+def test_ssd_in_steps_of_any_size(head_size: int, state_size: int) -> None:
+    run = ssd(4, 2, head_size, state_size, torch.bfloat16, 70)
+    check_bits(run, 4 * head_size * state_size, 70)
+
+
+def test_small_and_large_steps_of_time() -> None:
+    """Softplus keeps its relative precision."""
+    dt = torch.linspace(-60, 30, 181)[:, None]
+    one = torch.ones(181, 1, 1)
+    rates = StateRates(torch.full((1,), -200.0), torch.zeros(1), torch.zeros(1))
+    slots = slots_of([1] * 181, [-1] * 181, [0] * 181)
+    got = ops.ssd(one, dt, one, one, rates, torch.zeros(1, 1), slots)
+    want = torch.nn.functional.softplus(dt.double())
+    torch.testing.assert_close(got[..., 0].double(), want, rtol=1e-6, atol=0)

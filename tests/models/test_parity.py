@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from octavo.checkpoints.registry import open_checkpoint
-from octavo.errors import ModelError
+from octavo.errors import ConfigError, ModelError
 from octavo.kernels.native import NativeOps
 from octavo.kernels.torch_tensors import as_torch, from_torch, torch_dtype
 from octavo.models.loader import load_model
+from octavo.system.distributed import Rank
 from tests.models.harness import (
     Runner,
     assert_same_as_hf,
@@ -81,8 +82,21 @@ OLMO_HYBRID = SIZES | {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 OLMO_HYBRID |= {"linear_key_head_dim": 10, "linear_value_head_dim": 5}
 OLMO_HYBRID |= {"layer_types": ["linear_attention"] * 2 + ["full_attention"]}
 LFM2 = {"block_multiple_of": 10, "block_ffn_dim_multiplier": 1.3}
+MAMBA2 = {"vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 3, "num_heads": 6}
+MAMBA2 |= {"head_dim": 16, "n_groups": 1, "state_size": 16, "bos_token_id": 1, "eos_token_id": 2}
+MAMBA2 |= {"pad_token_id": 0}
+HYBRID = {"mamba_n_heads": 6, "mamba_d_state": 12}
+GRANITE4 = {"num_local_experts": 0, "shared_intermediate_size": 40, "logits_scaling": 2.5}
+GRANITE4 |= {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2}
+FALCON_H1 = {"mamba_d_ssm": None, "lm_head_multiplier": 0.3, "embedding_multiplier": 2.0}
+FALCON_H1 |= {"mlp_multipliers": [0.7, 0.4], "ssm_multipliers": [0.5, 0.7, 1.2, 0.6, 1.5]}
+FALCON_H1 |= {"key_multiplier": 0.6, "attention_out_multiplier": 0.8, "ssm_in_multiplier": 1.3}
+FALCON_H1 |= {"attention_in_multiplier": 1.1, "ssm_out_multiplier": 0.9}
+NEMOTRON_H = {k: v for k, v in SIZES.items() if k != "num_hidden_layers"} | {"head_dim": 16}
+NEMOTRON_H |= {"layers_block_type": ["linear_attention", "mlp", "full_attention"] * 2}
+NEMOTRON_H |= {"mamba_num_heads": 4, "mamba_head_dim": 10, "n_groups": 2, "ssm_state_size": 12}
 
-HYBRIDS = ("lfm2", "qwen3.5")
+HYBRIDS = ("lfm2", "qwen3.5", "mamba2-odd")
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", WIDE_HEADS),
@@ -391,6 +405,58 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Lfm2ForCausalLM",
         SIZES | LFM2 | {"hidden_size": 24, "layer_types": ["conv"] * 3, "conv_L_cache": 5},
     ),
+    "mamba2": ("Mamba2ForCausalLM", MAMBA2),
+    "mamba2-groups": (
+        "Mamba2ForCausalLM",
+        MAMBA2
+        | {"num_heads": 4, "head_dim": 36, "n_groups": 2, "expand": 3, "use_bias": True}
+        | {"conv_kernel": 3, "time_step_limit": (0.1, 2.0), "tie_word_embeddings": True},
+    ),
+    "mamba2-odd": (
+        "Mamba2ForCausalLM",
+        MAMBA2
+        | {"hidden_size": 35, "num_heads": 5, "head_dim": 7, "expand": 1, "state_size": 11}
+        | {"use_conv_bias": False, "chunk_size": 16},
+    ),
+    "bamba": (
+        "BambaForCausalLM",
+        SIZES | HYBRID | {"attn_layer_indices": [1], "mamba_n_groups": 3},
+    ),
+    "bamba-bias": (
+        "BambaForCausalLM",
+        SIZES
+        | HYBRID
+        | {"attn_layer_indices": [2], "attention_bias": True, "mlp_bias": True}
+        | {"mamba_proj_bias": True, "mamba_conv_bias": False, "time_step_limit": (0.2, 1.0)},
+    ),
+    "granite-hybrid": (
+        "GraniteMoeHybridForCausalLM",
+        SIZES | HYBRID | GRANITE4 | {"layer_types": ["mamba", "attention", "mamba"]},
+    ),
+    "granite-hybrid-rope": (
+        "GraniteMoeHybridForCausalLM",
+        SIZES
+        | HYBRID
+        | GRANITE4
+        | {"layer_types": ["attention", "mamba", "attention"], "attention_bias": True}
+        | {"position_embedding_type": "rope", "tie_word_embeddings": True, "mamba_n_groups": 2},
+    ),
+    "falcon-h1": ("FalconH1ForCausalLM", WIDE_HEADS | HYBRID | FALCON_H1),
+    "falcon-h1-norm": (
+        "FalconH1ForCausalLM",
+        SIZES
+        | HYBRID
+        | FALCON_H1
+        | {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_n_groups": 2}
+        | {"mamba_d_ssm": 60, "projectors_bias": True, "attention_bias": True},
+    ),
+    "nemotron-h": ("NemotronHForCausalLM", NEMOTRON_H),
+    "nemotron-h-bias": (
+        "NemotronHForCausalLM",
+        NEMOTRON_H
+        | {"layers_block_type": ["mlp", "full_attention", "linear_attention"]}
+        | {"use_bias": True, "mlp_bias": True, "n_groups": 1},
+    ),
     "opt": ("OPTForCausalLM", OPT),
     "opt-350m": (
         "OPTForCausalLM",
@@ -606,7 +672,9 @@ def test_parity(case: str, tmp_path: Path) -> None:
     prompts = make_prompts(VOCAB, LENGTHS)
     with torch.inference_mode():  # users make prompt_embeds so
         embeds = hf_model.get_input_embeddings()(torch.tensor(prompts[-1]))
-    if case == "minicpm":  # Granite takes prompt embeddings before the factor, MiniCPM after it
+    # transformers takes prompt embeddings of Granite before the factor, of Falcon-H1 after it. So
+    # does Octavo; and MiniCPM, compared with Granite, takes them after it.
+    if case in ("minicpm", "falcon-h1", "falcon-h1-norm"):
         embeds = embeds * hf_model.config.embedding_multiplier
     found = model.embed_input_ids(from_torch(torch.tensor(prompts[-1])))
     if case == "muse-glimmer":  # its norm is rounded otherwise
@@ -689,6 +757,17 @@ def test_mpt_with_what_transformers_leaves_out(tmp_path: Path) -> None:
     prompts = make_prompts(VOCAB, LENGTHS)
     generated = generate(save_and_load(hf_model, tmp_path), prompts, NUM_TOKENS)
     assert_same_as_hf(hf_model, prompts, generated)
+
+
+def test_late_gate_of_falcon_h1(tmp_path: Path) -> None:
+    """The gate follows the norm; ranks do not support it."""
+    config = SIZES | HYBRID | FALCON_H1 | {"mamba_rms_norm": True, "mamba_proj_bias": True}
+    hf_model = make_hf("FalconH1ForCausalLM", **config)
+    model = save_and_load(hf_model, tmp_path)
+    prompts = make_prompts(VOCAB, (1, 20))
+    assert_same_as_hf(hf_model, prompts, generate(model, prompts, 20))
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 .* before the gate"):
+        model.spec.split(Rank(0, 2))
 
 
 def test_dynamic_ntk(tmp_path: Path) -> None:

@@ -191,6 +191,7 @@ def test_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
         read(tmp_path, LLAMA | change)
 
 
+MAMBA2 = {"num_heads": 4, "head_dim": 16, "n_groups": 1}
 UNSHARED = {"num_kv_shared_layers": 0}
 
 
@@ -348,6 +349,13 @@ UNSHARED = {"num_kv_shared_layers": 0}
         ),
         ("Lfm2ForCausalLM", {"full_attn_idxs": [0, 2]}, r"full_attn_idxs=\[0, 2\].*2 layers"),
         ("Lfm2ForCausalLM", {"conv_L_cache": 9}, r"conv_L_cache=9.*<= 8"),
+        ("Mamba2ForCausalLM", MAMBA2 | {"n_groups": 3}, r"n_groups=3.*divide 4 heads"),
+        ("Mamba2ForCausalLM", MAMBA2 | {"num_heads": 5}, r"num_heads=5.*5 heads of size 16.*64"),
+        ("Mamba2ForCausalLM", MAMBA2 | {"hidden_act": "gelu"}, r"hidden_act='gelu'.*silu"),
+        ("Mamba2ForCausalLM", MAMBA2 | {"time_step_limit": [2, 1]}, r"time_step_limit=\[2, 1\]"),
+        ("BambaForCausalLM", {"attn_layer_indices": [2]}, r"attn_layer_indices=\[2\].*2 layers"),
+        ("GraniteMoeHybridForCausalLM", {}, r"num_local_experts=8.*mixtures of experts"),
+        ("NemotronHForCausalLM", {}, r"hybrid_override_pattern='ME\*-'.*mixtures of experts"),
         ("Qwen3VLForConditionalGeneration", {"text_config": [1]}, r"text_config=\[1\].*object"),
         ("Qwen3NextForCausalLM", {}, r"num_experts=512.*mixtures of experts"),
         ("Qwen3_5ForCausalLM", {"linear_num_value_heads": 24}, r"_value_heads=24.*multiple of 16"),

@@ -174,26 +174,8 @@ class AttentionSpec(BlockSpec):
         )
 
     def _share(self, rank: Rank) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return a rank's query heads, and its heads of keys and values, as (begin, end).
-
-        A group is the query heads that use the same head of keys and values. A rank computes whole
-        groups, or a part of one group if the model has fewer groups than ranks. No rank has more
-        heads than rank 0.
-        """
-        group = self.num_heads // self.num_kv_heads
-        if rank.size <= self.num_kv_heads:
-            begin, end = rank.share(self.num_kv_heads)
-            return (begin * group, end * group), (begin, end)
-        each, more = divmod(rank.size, self.num_kv_heads)
-        # Each of the last groups is divided among one more rank.
-        before = (self.num_kv_heads - more) * each
-        if rank.index < before:
-            (kv, index), size = divmod(rank.index, each), each
-        else:
-            (kv, index), size = divmod(rank.index - before, each + 1), each + 1
-            kv += self.num_kv_heads - more
-        begin, end = Rank(index, size).share(group)
-        return (kv * group + begin, kv * group + end), (kv, kv + 1)
+        """Return a rank's query heads, and its heads of keys and values, as (begin, end)."""
+        return share_heads(self.num_heads, self.num_kv_heads, rank)
 
     def weights(self, names: Names) -> Iterator[Weight]:
         """Yield the input projection, the norms, and the output projection."""
@@ -314,3 +296,27 @@ class AttentionSpec(BlockSpec):
             linears.append(replace(spec.build(parts.of(f"{name}_proj")), columns=columns))
             before += norm.size
         return linears[0], linears[1]
+
+
+def share_heads(
+    num_heads: int, num_groups: int, rank: Rank
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the heads and the groups that a rank computes, each as (begin, end).
+
+    A group is the heads that use the same keys and values. A rank computes whole groups, or a part
+    of one group if the model has fewer groups than ranks. No rank has more heads than rank 0.
+    """
+    group = num_heads // num_groups
+    if rank.size <= num_groups:
+        begin, end = rank.share(num_groups)
+        return (begin * group, end * group), (begin, end)
+    each, more = divmod(rank.size, num_groups)
+    # Each of the last groups is divided among one more rank.
+    before = (num_groups - more) * each
+    if rank.index < before:
+        (kv, index), size = divmod(rank.index, each), each
+    else:
+        (kv, index), size = divmod(rank.index - before, each + 1), each + 1
+        kv += num_groups - more
+    begin, end = Rank(index, size).share(group)
+    return (kv * group + begin, kv * group + end), (kv, kv + 1)

@@ -8,7 +8,8 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING, Literal
 
 from octavo.checkpoints.base import Source
-from octavo.models.blocks.base import BlockSpec
+from octavo.models.blocks.base import BlockSpec, Table
+from octavo.models.blocks.factors import Factors
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.norm import RMSNormSpec
 from octavo.models.weights import Names, Weight
@@ -124,5 +125,34 @@ class SparseMLPSpec(MLPSpec):
 
         def activation(up: Linear, x: Tensor, out: Tensor | None) -> Tensor:
             return ops.multiply(up(x), ops.cutoff(gate(x), multiplier)[:, own], name, out)
+
+        return replace(super().build(parts, caches), activation=activation)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaledMLPSpec(MLPSpec):
+    """Gated feed-forward block down(act(factor * gate(x)) * up(x)) (Falcon-H1)."""
+
+    gate_factor: float
+
+    def tables(self) -> tuple[Table, ...]:
+        """Return the factors of gate and up."""
+        return (self._factors,)
+
+    @property
+    def _factors(self) -> Factors:
+        inner = self.up.outputs // 2
+        return Factors((self.gate_factor, 1.0), (inner, inner))
+
+    def build(self, parts: Parts, caches: tuple[int, ...]) -> MLP:
+        """Implement `BlockSpec`."""
+        from octavo.layers.mlp import GATES
+
+        ops, name, table = parts.ops, GATES[self.activation], self._factors
+        factors = parts.table(table, lambda: table.compute(parts.dtype))
+
+        def activation(up: Linear, x: Tensor, out: Tensor | None) -> Tensor:
+            gate_up = up(x)
+            return ops.act_and_mul(ops.multiply(gate_up, factors, out=gate_up), name, out)
 
         return replace(super().build(parts, caches), activation=activation)

@@ -10,7 +10,7 @@ from octavo.checkpoints.base import Source
 from octavo.models.weights import Names, Weight
 
 if TYPE_CHECKING:
-    from octavo.layers.norm import HeadNorms, LayerNorm, Norm, RMSNorm
+    from octavo.layers.norm import GroupNorm, HeadNorms, LayerNorm, Norm, RMSNorm
     from octavo.models.blocks.base import Parts
     from octavo.system.tensor import Tensor
 
@@ -63,6 +63,34 @@ class RMSNormSpec:
         if self.module is None:
             return RMSNorm(parts.ops, ones(self.size, parts), self.eps, 0.0)
         return RMSNorm(parts.ops, parts.tensor("weight"), self.eps, self.weight_offset)
+
+
+@dataclass(frozen=True)
+class GroupNormSpec:
+    """Root-mean-square norm of each group of a row's numbers."""
+
+    module: str
+    """Module of the checkpoint."""
+    size: int
+    """Size of a row."""
+    groups: int
+    eps: float
+
+    def weights(self, names: Names) -> Iterator[Weight]:
+        """Yield the weight; 1 in dummy models."""
+        source = Source(f"{names.checkpoint}{self.module}.weight", (self.size,), dummy=1.0)
+        yield Weight(f"{names.own}weight", "vector", (self.size,), (source,))
+
+    def tables(self) -> tuple[Ones, ...]:
+        """Return the weight of the norm of a group, if there are several."""
+        return (Ones(self.size // self.groups),) if self.groups > 1 else ()
+
+    def build(self, parts: Parts) -> GroupNorm:
+        """Return the live block."""
+        from octavo.layers.norm import GroupNorm
+
+        one = ones(self.size // self.groups, parts) if self.groups > 1 else None
+        return GroupNorm(parts.ops, parts.tensor("weight"), one, self.groups, self.eps)
 
 
 @dataclass(frozen=True)

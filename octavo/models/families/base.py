@@ -53,7 +53,7 @@ _DTYPES = {name: name for name in ("float32", "float16", "bfloat16", "float64")}
 _DTYPES |= {f"torch.{name}": name for name in _DTYPES}
 # Far beyond any model: memory for each layer and head of config.json is allocated before they are
 # checked against the weights.
-_MOST_LAYERS, _MOST_HEADS = 4096, 65536
+_MOST_LAYERS, MOST_HEADS = 4096, 65536
 
 
 def read_num_layers(config: ConfigJson, *names: str) -> int:
@@ -63,7 +63,7 @@ def read_num_layers(config: ConfigJson, *names: str) -> int:
 
 def read_num_heads(config: ConfigJson, *names: str) -> int:
     """Return the number of query heads: the first field of `names`, or num_attention_heads."""
-    return config.integer(*names, "num_attention_heads", most=_MOST_HEADS)
+    return config.integer(*names, "num_attention_heads", most=MOST_HEADS)
 
 
 @dataclass(frozen=True)

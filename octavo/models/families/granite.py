@@ -10,7 +10,8 @@ from octavo.models.families.llama import LlamaLike, read_llama_rope
 from octavo.models.spec import ModelSpec
 
 
-def _granite_like(config: ConfigJson) -> LlamaLike:
+def granite_like(config: ConfigJson) -> LlamaLike:
+    """Return the differences of all Granites from Llama."""
     bias = config.flag("attention_bias", False)
     return LlamaLike(
         qkv_bias=bias,
@@ -26,7 +27,7 @@ def _granite_like(config: ConfigJson) -> LlamaLike:
 
 def read(config: ConfigJson) -> ModelSpec:
     """Read Granite 3."""
-    return _granite_like(config).read(config)
+    return granite_like(config).read(config)
 
 
 def read_swa(config: ConfigJson) -> ModelSpec:
@@ -40,7 +41,7 @@ def read_swa(config: ConfigJson) -> ModelSpec:
         if any(theta != 0 and theta <= 1 for theta in thetas):
             raise config.error("layer_rope_theta", "each must be 0 or more than 1")
     variant = replace(
-        _granite_like(config),
+        granite_like(config),
         windows=read_windows(config, kinds, config.optional_integer("sliding_window", least=1)),
         ropes=tuple(replace(rope, theta=theta) if theta else None for theta in thetas),
         sinks="self_attn.sinks",

@@ -1,0 +1,85 @@
+"""Nemotron-H: each layer is a state space, attention without positions, or an MLP."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from octavo.checkpoints.config_json import ConfigJson
+from octavo.models.blocks.attention import AttentionSpec
+from octavo.models.blocks.base import BlockSpec
+from octavo.models.families.base import PLAIN, Heads, plain_mlp, read_activation
+from octavo.models.families.mamba2 import mixers_spec
+from octavo.models.families.state_parts import MIXERS, Mamba2Fields
+from octavo.models.spec import ModelSpec
+
+_FIELDS = Mamba2Fields(
+    num_heads="mamba_num_heads",
+    head_size="mamba_head_dim",
+    num_groups="n_groups",
+    state_size="ssm_state_size",
+    taps="conv_kernel",
+    conv_bias="use_conv_bias",
+    bias="use_bias",
+    out_bias="use_bias",
+    activation="mamba_hidden_act",
+)
+_LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+_MOST_LAYERS = 4096
+
+
+def _read_kinds(config: ConfigJson) -> list[str]:
+    name = "layers_block_type" if config.has("layers_block_type") else "layer_types"
+    kinds = config.get(name)
+    if kinds is None:
+        name = "hybrid_override_pattern"
+        kinds = [_LETTERS.get(letter) for letter in config.get(name) or ""]
+    known = MIXERS | {"mlp": "mlp", "moe": "moe"}
+    if not isinstance(kinds, list) or not 0 < len(kinds) <= _MOST_LAYERS:
+        raise config.error(name, "it must name the type of each layer")
+    if not all(isinstance(kind, str) and kind in known for kind in kinds):
+        raise config.error(name, f"supported: {', '.join(known)}")
+    if "moe" in kinds:
+        raise config.error(name, "mixtures of experts (moe) are not supported")
+    return [known[kind] for kind in kinds]
+
+
+def read(config: ConfigJson) -> ModelSpec:
+    """Read Nemotron-H without experts."""
+    heads, eps = Heads.read(config), config.number("layer_norm_epsilon", default=1e-5)
+    kinds = _read_kinds(config)
+    blocks: dict[str, BlockSpec] = {
+        "mamba": _FIELDS.read(
+            config,
+            "mixer",
+            inner_size=None,
+            eps=eps,
+            dt_range=(config.number("time_step_min", default=0.001), float("inf")),
+        ),
+        "attention": AttentionSpec(
+            heads.qkv_proj("mixer.q_proj", "mixer.k_proj", "mixer.v_proj", bias=False),
+            heads.o_proj("mixer.o_proj", bias=False),
+            heads.num_heads,
+            heads.num_kv_heads,
+            heads.head_size,
+            heads.scale,
+            None,
+        ),
+        "mlp": plain_mlp(
+            "mixer.up_proj",
+            "mixer.down_proj",
+            heads.hidden_size,
+            config.integer("intermediate_size"),
+            read_activation(config, "mlp_hidden_act", PLAIN, "relu2"),
+            bias=config.flag("mlp_bias", False),
+        ),
+    }
+    mixers = [blocks[kind] for kind in kinds]
+    spec = mixers_spec(config, mixers, prefix="model.", eps=eps, tied=False)
+    return replace(
+        spec,
+        prefixes=(*spec.prefixes, ("model.", "backbone.")),
+        ignored=(*spec.ignored, r"(.*\.)?mtp\..*"),
+    )
+
+
+ARCHITECTURES = {"NemotronHForCausalLM": read}
