@@ -350,6 +350,26 @@ class TestStates:
         has = [all(map(connector._has, layout.state_keys(h))) for h in request.block_hashes]
         assert [8 * (i + 1) for i, known in enumerate(has) if known] == [120 // 64 * 64]
 
+    def test_a_slot_with_another_owner_is_not_saved(self):
+        """The end of "a" leaves a state, and the step that would save it gives the slot to "b"."""
+        engine, transfers = make_engine(200, caches=(*PAGES, STATE), num_states=2)
+        request = engine.add("a", [7] * 10, max_tokens=55)
+        while engine.scheduler.requests:
+            engine.step()
+        engine.schedule()
+        engine.update()
+        assert [s.num_tokens for s in engine.scheduler.kv_cache_manager.states.known.values()] == [
+            64
+        ]
+        engine.add("b", TEXT)
+        run(engine, transfers)
+        forget(engine)
+        turn = [*request.all_token_ids, 9, 9]
+        again = engine.add("c", turn, max_tokens=4)
+        run(engine, transfers)
+        assert engine.tokens("c") == expected_output(core_params(max_tokens=4), turn, 128)
+        assert again.num_cached_tokens < 64
+
     @pytest.mark.parametrize("depth", [1, 3])
     def test_a_failed_request_leaves_none(self, depth):
         """Its state may contain NaN."""
