@@ -18,8 +18,6 @@ Gate = Literal["silu", "gelu", "gelu_tanh", "sigmoid", "relu2"]
 """Activation of a gate."""
 ConvActivation = Literal["none", "silu"]
 """Activation of a convolution."""
-MAX_TAPS = 8
-"""Largest number of weights of a channel in `Ops.causal_conv`: kMaxTaps in csrc/kernels.h."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -546,7 +544,7 @@ class Ops(Protocol):
 
         Args:
             x: [T, C].
-            weight: [C, W], dense, with 2 <= W <= `MAX_TAPS`.
+            weight: [C, W], dense, with 2 <= W <= `kernels.sizes.MAX_TAPS`.
             bias: [C] or None.
             state: float32 [slots, (W - 1) * C], the last W - 1 inputs of each request, oldest
                 first; rows may have any stride.

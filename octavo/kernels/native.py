@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from octavo import _native
 from octavo._native import kernels
 from octavo.kernels.base import (
-    MAX_TAPS,
     SAMPLING_ROW,
     Arrived,
     Codes,
@@ -30,7 +29,7 @@ from octavo.kernels.base import (
     StateSlots,
 )
 from octavo.kernels.memory import Arena
-from octavo.kernels.sizes import order_nbytes, packed_nbytes, quantized_nbytes
+from octavo.kernels.sizes import MAX_TAPS, order_nbytes, packed_nbytes, quantized_nbytes
 from octavo.system.block_types import BLOCK_TYPES
 from octavo.system.tensor import HostTensor, Tensor, empty, from_numpy
 

@@ -53,9 +53,7 @@ class GatedDelta:
         slots = step.metadata[self.cache]
         keys, values = self.num_key_heads * self.key_size, self.num_heads * self.value_size
         mixed, gate = self.in_proj(x).split_with_sizes((2 * keys + values, values), dim=1)
-        mixed = ops.causal_conv(
-            mixed, self.conv_weight, None, conv_state, slots, "silu", out=mixed
-        )
+        mixed = ops.causal_conv(mixed, self.conv_weight, None, conv_state, slots, "silu", out=mixed)
         query, key, value = mixed.split_with_sizes((keys, keys, values), dim=1)
         beta, decay = self.rates_proj(x).split_with_sizes((self.num_heads,) * 2, dim=1)
         if self.columns is None:

@@ -136,8 +136,8 @@ _KINDS = {
     "encoder-decoder, and Octavo's models are decoders",
     r"ForConditionalGeneration|Vision|VL|Llava|Image": "it processes images or other media, and "
     "Octavo's models process text",
-    r"Moe|MoE|Mixtral|DeepseekV|Dbrx|GptOss|KimiLinear": "it is a mixture of experts, and Octavo's models are "
-    "dense",
+    r"Moe|MoE|Mixtral|DeepseekV|Dbrx|GptOss|KimiLinear": "it is a mixture of experts, and "
+    "Octavo's models are dense",
     r"Mamba|Jamba|RWKV|Rwkv|Zamba|Bamba|RecurrentGemma|FalconH1|Lfm[23]|Hybrid|Next": "it has "
     "recurrent layers (a state space) of a kind that Octavo does not have",
 }

@@ -135,6 +135,11 @@ LATER: dict[str, tuple[int, str]] = {
     "codegen": (1571746, "ccde76780cc8abc7"),
     "gpt-bigcode": (1492840, "074237518d2b91fc"),
     "gpt-bigcode-heads": (2106928, "87e6c28f54f5ad5c"),
+    "qwen3.5": (2015776, "c078e8fe7d999c15"),
+    "qwen3.5-tied": (1787832, "23b1e1911ce869a7"),
+    "qwen3-next": (2980216, "4c5a74ef55468f88"),
+    "olmo-hybrid": (1810816, "aa76ac86d728efb0"),
+    "olmo-hybrid-rope": (1859056, "74b4e4e66ec61da9"),
 }
 """Digests of the cases that have their own."""
 
