@@ -98,16 +98,19 @@ INLINE void delta_pass(float* tile, int64_t rows, const DeltaTokens& tokens, int
   const vf whole = splat(tokens.decay[t]);
   vf of_key[2][kStateVectors] = {}, of_query[2][kStateVectors] = {};  // of even and odd rows
   const auto row = [&](int64_t i, int odd) __attribute__((always_inline)) {
+    // Broadcast once: operands in memory would be loaded for each vector.
+    const vf k = splat(key[i]), decay = Channels ? splat(decays[i]) : whole;
+    const vf next_key = splat(read_key[i]), next_query = splat(read_query[i]);
     UNROLL for (int v = 0; v < kStateVectors; v++) {
       float* at = tile + i * kStateColumns + v * W;
       vf x = load(at);
       if constexpr (Update) {
-        x = fma(key[i], u[v], x * (Channels ? splat(decays[i]) : whole));
+        x = fma(k, u[v], x * decay);
         store(at, x);
       }
       if constexpr (Products) {
-        of_key[odd][v] = fma(read_key[i], x, of_key[odd][v]);
-        of_query[odd][v] = fma(read_query[i], x, of_query[odd][v]);
+        of_key[odd][v] = fma(next_key, x, of_key[odd][v]);
+        of_query[odd][v] = fma(next_query, x, of_query[odd][v]);
       }
     }
   };
@@ -127,7 +130,8 @@ INLINE void for_tile(const DeltaRuleArgs& a, float* tile, float* state, int64_t 
   const int64_t columns = min<int64_t>(kStateColumns, a.value_size - column);
   for (int64_t i = 0; i < a.key_size; i++)
     for (int64_t v = 0; v < kStateColumns; v += W)
-      f(tile + i * kStateColumns + v, state + i * a.value_size + column + v, int(max<int64_t>(min<int64_t>(W, columns - v), 0)));
+      f(tile + i * kStateColumns + v, state + i * a.value_size + column + v,
+        int(max<int64_t>(min<int64_t>(W, columns - v), 0)));
 }
 
 // Computes `count` prepared tokens, from token `first` on, in a tile of columns.

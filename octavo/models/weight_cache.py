@@ -104,7 +104,7 @@ def _describe(weight: Weight) -> dict[str, object]:
         }
         for source in weight.sources
     ]
-    described = {
+    described: dict[str, object] = {
         "name": weight.name,
         "kind": weight.kind,
         "shape": weight.shape,

@@ -411,9 +411,11 @@ def test_tiles_agree_with_themselves(isa, quantization, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("case", "sizes"), [("gemma4", {"sliding_window": 40}), ("qwen3.5", {})], ids=str
+    ("case", "sizes", "blocks"),
+    [("gemma4", {"sliding_window": 40}, 70), ("qwen3.5", {}, 40)],
+    ids=str,
 )
-def test_layers_of_several_kinds(case, sizes, tmp_path, monkeypatch):
+def test_layers_of_several_kinds(case, sizes, blocks, tmp_path, monkeypatch):
     """Layers that read the cache of others, and layers with states: in chunks, cached, with
     drafts, preempted."""
     architecture, config = CASES[case]
@@ -427,7 +429,7 @@ def test_layers_of_several_kinds(case, sizes, tmp_path, monkeypatch):
         assert len(set(expected[0].token_ids)) > 3
         assert answers(llm, [*crowd, *targets])[-2:] == expected
     drafter = Drafter(monkeypatch, [answer.token_ids for answer in expected])
-    settings |= {"long_prefill_token_threshold": 23, "num_gpu_blocks_override": 70} | SETTINGS
+    settings |= {"long_prefill_token_threshold": 23, "num_gpu_blocks_override": blocks} | SETTINGS
     with LLM(**settings) as llm:
         growing = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
         crowd = [([3 * i + 5] * 12, growing) for i in range(6)]

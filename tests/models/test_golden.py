@@ -138,6 +138,11 @@ LATER: dict[str, tuple[int, str]] = {
     "lfm2": (1643328, "e1fc343245ee5cb8"),
     "lfm2-bias": (1715712, "f0133fa892cb96a8"),
     "lfm2-convolutions": (1129432, "3b49de8bc1416147"),
+    "qwen3.5": (2015776, "c078e8fe7d999c15"),
+    "qwen3.5-tied": (1787832, "23b1e1911ce869a7"),
+    "qwen3-next": (2980216, "4c5a74ef55468f88"),
+    "olmo-hybrid": (1810816, "aa76ac86d728efb0"),
+    "olmo-hybrid-rope": (1859056, "74b4e4e66ec61da9"),
 }
 """Digests of the cases that have their own."""
 

@@ -125,8 +125,9 @@ class GatedDeltaSpec(BlockSpec):
         heads = begin * self._group, end * self._group
         for name, dummy in (("A_log", 0.0), ("dt_bias", 1.0)):
             source = Source(prefix + name, (self.num_heads,), parts=(heads,), dummy=dummy)
-            shape = (self._own_heads,)
-            yield Weight(f"{own}{name.lower()}", "vector", shape, (source,), dtype="float32")
+            yield Weight(
+                f"{own}{name.lower()}", "vector", (self._own_heads,), (source,), dtype="float32"
+            )
         yield from self.norm.weights(names.of("norm"))
         yield from self.out_proj.weights(names.of("out_proj"))
 

@@ -16,9 +16,9 @@ from octavo.models.families.llama import LlamaLike, read_llama_rope
 from octavo.models.families.olmo2 import olmo2_like
 from octavo.models.spec import ModelSpec
 
-_MTP = (r"(model\.)?mtp\..*",)
-"""Names of the weights that predict several tokens at once."""
-_QWEN = LlamaLike(norm_offset=1.0, qk_norm="head", queries_with_gates=True, ignored=_MTP)
+_NOT_RUN = (r"(model\.)?(mtp|visual)\..*",)
+"""Names of the weights that predict several tokens at once, or process pictures."""
+_QWEN = LlamaLike(norm_offset=1.0, qk_norm="head", queries_with_gates=True, ignored=_NOT_RUN)
 
 
 def read_qwen3_5(config: ConfigJson) -> ModelSpec:
@@ -71,11 +71,13 @@ def read_olmo_hybrid(config: ConfigJson) -> ModelSpec:
     if config.flag("linear_allow_neg_eigval", True):
         delta = replace(delta, beta_scale=2.0)
     hidden, eps = config.integer("hidden_size"), config.number("rms_norm_eps")
-    norms = [RMSNormSpec(f"{n}_layer_norm", hidden, eps) for n in ("attention", "feedforward")]
+    norm, feed_forward_norm = (
+        RMSNormSpec(f"{name}_layer_norm", hidden, eps) for name in ("attention", "feedforward")
+    )
     spec = _with_delta(
         config,
         variant.read(config),
-        lambda layer: LayerSpec.of(delta, layer.blocks[1], *norms),
+        lambda layer: LayerSpec.of(delta, layer.blocks[1], norm, feed_forward_norm),
         last_is_full=True,
     )
     # transformers renames a norm of layers with attention when it saves a model.
