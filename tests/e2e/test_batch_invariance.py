@@ -436,6 +436,7 @@ def test_layers_of_several_kinds(case, sizes, blocks, tmp_path, monkeypatch):
         assert answers(llm, [*crowd, *targets])[-2:] == expected
         assert drafter.num_tokens > drafter.num_steps
         assert llm.stats().num_preemptions > 0
-        assert answers(llm, targets) == expected
+        for _ in range(2):  # the first time, others may have filled the cache
+            assert answers(llm, targets) == expected
         assert llm.stats().prefix_cache_hits > 0
         llm._client.core.check_integrity()
