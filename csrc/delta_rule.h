@@ -36,9 +36,6 @@ struct DeltaTokens {
   }
 };
 
-// log(1 + e^x), so written that it does not overflow
-INLINE vf softplus(vf x) { return (x > 0.0f ? x : vf{}) + log(1.0f + exp(-abs(x))); }
-
 template <class T>
 INLINE void prepare_delta(const DeltaRuleArgs& a, DeltaTokens& to, int64_t first, int64_t count,
                           int64_t head) {
