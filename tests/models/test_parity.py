@@ -145,7 +145,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         WIDE_HEADS
         | DELTA
         | {"num_experts": 0, "linear_num_value_heads": 6, "head_dim": 32}
-        | {"linear_key_head_dim": 16, "num_hidden_layers": 4},
+        | {"linear_key_head_dim": 16, "num_hidden_layers": 3}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     ),
     "olmo-hybrid": (
         "OlmoHybridForCausalLM",
