@@ -839,7 +839,7 @@ class NativeOps:
         for x in (query, key, value, out):
             assert x.dtype == decay.dtype == beta.dtype
             assert x.stride(2) == 1
-            assert x.shape[1] == 1 or x.stride(1) == x.shape[2]
+            assert x.stride(1) == x.shape[2] or x.shape[1] == 1, "heads must be dense"
         assert decay.shape == (tokens, heads * (key_size if by_channel else 1))
         assert beta.shape == (tokens, heads)
         assert a_log.shape == (heads,)

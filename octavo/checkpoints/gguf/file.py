@@ -33,10 +33,10 @@ _CONVOLUTIONS = ("ssm_conv1d.weight", "shortconv.conv.weight")
 """Ends of the names of matrices that are in float32 in every file."""
 _VALUES = ("in_proj_z.weight", "in_proj_b.weight", "in_proj_a.weight", "A_log", "dt_bias")
 """Ends of the names of tensors with rows for the heads of values of linear attention."""
-_OUTPUTS = "linear_attn.out_proj"
-"""End of the name of a module whose inputs are these heads."""
 _QUERIES_KEYS_VALUES = ("in_proj_qkv.weight", "conv1d.weight")
 """The same with rows for queries and keys before them."""
+_OUTPUTS = "linear_attn.out_proj"
+"""End of the name of a module whose inputs are these heads."""
 _MOST_PARTS = 1000
 _MOST_FACTORS = 2**16
 
@@ -271,8 +271,11 @@ class GGUFFile:
         heads = Heads(queries, config.integer("num_key_value_heads", default=queries))
         if architecture.tiled:
             names = ("num_key_heads", "num_value_heads", "value_head_dim")
-            sizes = [config.integer(f"linear_{name}") for name in names]
-            heads = Heads(*heads[:2], *sizes, config.flag("linear_tiled_values", False))
+            keys, values, size = (config.integer(f"linear_{name}") for name in names)
+            tiled = config.flag("linear_tiled_values", False)
+            heads = heads._replace(
+                linear_keys=keys, linear_values=values, value_size=size, tiled_inputs=tiled
+            )
         return GGUFTensors(self._headers, places, architecture, heads, factors)
 
     def _predicts(self, name: str) -> bool:
@@ -430,11 +433,8 @@ class GGUFTensors:
             data = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(-1)
         if source.transform == "by_group":
             data = _by_group(data.reshape(shape[0], -1), source).reshape(-1)
-        if architecture.tiled and source.name.endswith(_VALUES + _QUERIES_KEYS_VALUES):
-            data = data.reshape(shape[0], -1)[self._by_key_head(source.name, shape[0])].reshape(-1)
-        if architecture.tiled and module == "out_proj" and not self._heads.tiled_inputs:
-            columns = data.reshape(*shape, DTYPE_NBYTES[dtype])
-            data = columns[:, self._by_key_head(source.name, shape[1])].reshape(-1)
+        if self._heads.linear_values > self._heads.linear_keys:
+            data = self._by_key_head(source.name, data, shape, dtype)
         if stored.type in REPACKED:
             data = repack(data, stored.type)
         factor = self._nvfp4_factors.get(stored.name.removesuffix(".weight"))
@@ -452,20 +452,26 @@ class GGUFTensors:
         tensor: HostTensor = from_numpy(data).view(dtype).view(shape)
         return tensor.T if source.transform == "transpose" else tensor
 
-    def _by_key_head(self, name: str, count: int) -> NDArray[np.int64]:
-        """Return the stored index of each row, or column, of a tensor of linear attention.
+    def _by_key_head(
+        self, name: str, data: NDArray[np.uint8], shape: tuple[int, ...], dtype: str
+    ) -> NDArray[np.uint8]:
+        """Return the bytes of a tensor with the heads of values of each head of keys in turn."""
+        heads = self._heads
 
-        Args:
-            name: the tensor's name.
-            count: number of rows or columns.
-        """
-        heads, order = self._heads, np.arange(count)
-        first = 0
+        def order(begin: int, end: int) -> NDArray[np.int64]:
+            groups = heads.linear_values // heads.linear_keys, heads.linear_keys
+            return np.arange(begin, end).reshape(*groups, -1).swapaxes(0, 1).ravel()
+
+        if name.endswith(_VALUES):
+            return data.reshape(shape[0], -1)[order(0, shape[0])].reshape(-1)
         if name.endswith(_QUERIES_KEYS_VALUES):
-            first = count - heads.linear_values * heads.value_size
-        groups = heads.linear_values // heads.linear_keys, heads.linear_keys
-        order[first:] = order[first:].reshape(*groups, -1).swapaxes(0, 1).ravel()
-        return order
+            first = shape[0] - heads.linear_values * heads.value_size
+            rows = np.concatenate([np.arange(first), order(first, shape[0])])
+            return data.reshape(shape[0], -1)[rows].reshape(-1)
+        if name.endswith(f"{_OUTPUTS}.weight") and not heads.tiled_inputs:
+            columns = data.reshape(*shape, DTYPE_NBYTES[dtype])
+            data = columns[:, order(0, shape[1])].reshape(-1)
+        return data
 
     def done(self, tensor: HostTensor) -> None:
         """Let the system drop the tensor's pages of the mapped file."""

@@ -335,7 +335,7 @@ def test_blocks_of_hybrid_models(kind: str, tmp_path: Path) -> None:
         spec = read_spec(checkpoint, ModelConfig(dequantize=dequantize))
         model = load_model(spec, checkpoint, dtype="float32", ops=NativeOps())
         found = Runner(model, 1, 128).step({0: PROMPT})[0].log_softmax(-1)
-        assert 0 < (found - expected).abs().mean() < 0.02
+        assert 0 < (found - expected).abs().mean() < 0.08
 
 
 def test_layers_that_predict_several_tokens(tmp_path: Path) -> None:
@@ -362,7 +362,7 @@ def test_layers_that_predict_several_tokens(tmp_path: Path) -> None:
         for name in ("m", "mtp")
     ]
     assert torch.equal(*logits)
-    for count in (-1, 2**31, True, 0.5):
+    for count in (2**31, True, 0.5, "x"):
         wrong = metadata | {"qwen35.nextn_predict_layers": count}
         write_gguf(tmp_path / "m.gguf", wrong, tensors)
         with pytest.raises(ModelError, match=r"m\.gguf.*(nextn_predict_|num_hidden_)layers"):
