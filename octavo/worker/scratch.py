@@ -136,6 +136,6 @@ def _received(setup: WorkerSetup, dtype: str) -> Handed:
 def _weight(weight: Weight, dtype: str) -> Tensor | PackedWeight | QuantizedWeight:
     """Return a weight without data; packed weights also represent quantized ones."""
     if weight.kind != "linear":
-        return placeholder(*weight.shape, dtype=dtype)
+        return placeholder(*weight.shape, dtype=weight.dtype or dtype)
     n, k = weight.shape
     return PackedWeight(placeholder(0, dtype="uint8"), n, k, dtype, _native.panel())
