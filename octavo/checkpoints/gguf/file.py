@@ -462,13 +462,15 @@ class GGUFTensors:
             groups = heads.linear_values // heads.linear_keys, heads.linear_keys
             return np.arange(begin, end).reshape(*groups, -1).swapaxes(0, 1).ravel()
 
+        rows = None
         if name.endswith(_VALUES):
-            return data.reshape(shape[0], -1)[order(0, shape[0])].reshape(-1)
-        if name.endswith(_QUERIES_KEYS_VALUES):
+            rows = order(0, shape[0])
+        elif name.endswith(_QUERIES_KEYS_VALUES):
             first = shape[0] - heads.linear_values * heads.value_size
             rows = np.concatenate([np.arange(first), order(first, shape[0])])
-            return data.reshape(shape[0], -1)[rows].reshape(-1)
-        if name.endswith(f"{_OUTPUTS}.weight") and not heads.tiled_inputs:
+        if rows is not None:
+            data = data.reshape(shape[0], -1)[rows].reshape(-1)
+        elif name.endswith(f"{_OUTPUTS}.weight") and not heads.tiled_inputs:
             columns = data.reshape(*shape, DTYPE_NBYTES[dtype])
             data = columns[:, order(0, shape[1])].reshape(-1)
         return data
