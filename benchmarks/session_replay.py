@@ -14,8 +14,9 @@ generated, and calls that a client writes anew all show. A server is any with Op
 Columns of a turn: prompt tokens; those found in the cache (usage.prompt_tokens_details, or
 timings.cache_n of llama.cpp, or for Ollama's API the server's metrics); new ones since the last
 prompt and answer; known tokens that were computed again, and their share of the prompt. A prefix
-cache finds whole blocks, so that up to a block is computed again in any case. `change` says where
-the ids of the prompt leave those of the last prompt and answer, if the server returns ids: in the
+cache finds whole blocks, so that up to a block is computed again in any case. `ttft` is the time to
+the first token in ms, with recorded answers, whose requests are streamed. `change` says where the
+ids of the prompt leave those of the last prompt and answer, if the server returns ids: in the
 `earlier` part, or in the answer, because its text has `other tokens`, or because the template
 writes `other text`. A missed prefix that the server explains (`cache_miss` of Octavo) is shown,
 too. `--rewrite` lets the client parse and write the arguments of calls again.
@@ -34,6 +35,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator
@@ -178,6 +180,8 @@ class Turn:
     change: str = ""
     miss: str = ""
     """What the server says about a missed prefix."""
+    ttft: float | None = None
+    """Seconds to the first token, if the answer was streamed."""
 
 
 class Conversation(ABC):
@@ -280,6 +284,26 @@ class Chat(Conversation):
             choice.get("token_ids") or [],
             miss=miss,
         )
+
+    def turn(self) -> Turn:
+        if self.args.answers == "own":
+            return super().turn()
+        body = {**self.body(), "stream": True, "stream_options": {"include_usage": True}}
+        answer: Json = {"choices": [{"message": {}}]}
+        ttft, begin = None, time.perf_counter()
+        with self.http.stream("POST", self.path, json=body) as response:
+            if response.status_code != 200:
+                sys.exit(f"{self.path}: {response.status_code} {response.read().decode()[:500]}")
+            for line in response.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                chunk = json.loads(line.removeprefix("data: "))
+                if ttft is None and any(map(has_token, chunk["choices"])):
+                    ttft = time.perf_counter() - begin
+                answer |= {k: chunk[k] for k in ("usage", "timings") if chunk.get(k)}
+        turn = self.take(answer)
+        turn.ttft = ttft
+        return turn
 
     def keep_recorded(self, message: Json) -> list[Call]:
         self.history[-1] = message
@@ -430,6 +454,12 @@ FORMS: dict[str, type[Conversation]] = {
 }
 
 
+def has_token(choice: Json) -> bool:
+    """Return True for a part of a streamed answer with a token: the first part may have a role."""
+    delta = {key: value for key, value in choice["delta"].items() if key != "role"}
+    return any([choice.get("token_ids"), choice.get("finish_reason"), *delta.values()])
+
+
 def is_json(text: str) -> bool:
     """Return True if a call's arguments are whole; a client drops a call that was cut."""
     try:
@@ -509,15 +539,16 @@ def kill_engine() -> None:
 
 def report(name: str, turns: Iterator[Turn]) -> tuple[int, int]:
     """Print the table of a server; return its prompt tokens, and those computed again."""
-    print(f"\n{name}\n turn  prompt  cached    new  again  share  answer  change")
+    print(f"\n{name}\n turn  prompt  cached    new  again  share  answer    ttft  change")
     total = again = late = over = 0
     changes: Counter[str] = Counter()
     for number, turn in enumerate(turns):
         share = turn.again / turn.prompt
         calls = f"{turn.completion}{'c' * len(turn.calls)}"
+        ttft = "-" if turn.ttft is None else f"{1000 * turn.ttft:.0f}"
         print(
             f"{number:5}  {turn.prompt:6}  {turn.cached:6}  {turn.new:5}  {turn.again:5}"
-            f"  {share:4.0%}  {calls:>6}  {turn.change}"
+            f"  {share:4.0%}  {calls:>6}  {ttft:>6}  {turn.change}"
             f"{f'  (cache_miss: {turn.miss})' if turn.miss else ''}",
             flush=True,
         )

@@ -165,6 +165,27 @@ NAMES = {
     "mlp.dense_4h_to_h": "ffn_down",
     "ln_mlp": "attn_norm",
     "ln_attn": "attn_norm_2",
+    # Qwen3.5
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+    # LFM2
+    "model.embedding_norm": "token_embd_norm",
+    "operator_norm": "attn_norm",
+    "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.conv": "shortconv.conv",
+    "conv.out_proj": "shortconv.out_proj",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w2": "ffn_down",
+    "feed_forward.w3": "ffn_up",
+    "ffn_norm": "ffn_norm",
 }
 SANDWICH = {
     "post_attention_layernorm": "post_attention_norm",
@@ -173,6 +194,7 @@ SANDWICH = {
 }
 _SANDWICHES = ("gemma2", "gemma3", "gemma3n", "gemma4", "olmo2", "exaone4", "muse-glimmer")
 OTHER_NAMES = dict.fromkeys(_SANDWICHES, SANDWICH)
+OTHER_NAMES["qwen35"] = {"post_attention_layernorm": "post_attention_norm"}
 OTHER_NAMES["seed_oss"] = {"post_attention_layernorm": "post_attention_norm"}
 OTHER_NAMES["glm4"] = {
     "post_self_attn_layernorm": "post_attention_norm",
@@ -181,7 +203,7 @@ OTHER_NAMES["glm4"] = {
 PERMUTED = ("llama", "granite", "granite_swa", "minicpm", "smollm3", "mistral3", "internlm2")
 PERMUTED += ("arcee", "olmo", "xverse", "muse-glimmer")
 SHIFTED = dict.fromkeys(("gemma", "gemma2", "gemma3", "nemotron"), "norm.weight")
-SHIFTED["muse-glimmer"] = "layernorm.weight"
+SHIFTED["muse-glimmer"] = SHIFTED["qwen35"] = "layernorm.weight"
 ROTATED = ("phi2", "gptneox", "chatglm", "glm4", "cohere2", "stablelm", "nemotron")
 """Architectures for which the number of rotated elements is written."""
 NO_HEAD_SIZE = (
@@ -228,7 +250,9 @@ def _fields(config: Any, kind: str, rope: Mapping[str, Any], size: int) -> dict[
         else config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": get("num_kv_heads", "num_key_value_heads"),
-        "attention.layer_norm_rms_epsilon": get("rms_norm_eps"),
+        "attention.layer_norm_rms_epsilon": config.norm_eps
+        if kind == "lfm2"
+        else get("rms_norm_eps"),
         "attention.layer_norm_epsilon": get("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
         or {"nemotron": get("norm_eps"), "olmo": 1e-5}.get(kind),
         "rope.scaling.attn_factor": rope.get("attention_factor") if "long_factor" in rope else None,
@@ -279,6 +303,24 @@ def _fields(config: Any, kind: str, rope: Mapping[str, Any], size: int) -> dict[
             fields["logit_scale"] = config.output_multiplier
         case "bitnet":
             fields |= {"rope.scaling.type": "linear", "rope.scaling.factor": 1.0}
+        case "qwen35":
+            linear = [layer == "linear_attention" for layer in config.layer_types]
+            fields["rope.dimension_sections"] = [11, 11, 10, 0]
+            fields["rope.dimension_count"] = int(size * rope["partial_rotary_factor"])
+            fields["ssm.conv_kernel"] = config.linear_conv_kernel_dim
+            fields["ssm.state_size"] = config.linear_key_head_dim
+            fields["ssm.group_count"] = config.linear_num_key_heads
+            fields["ssm.time_step_rank"] = config.linear_num_value_heads
+            heads = config.linear_num_value_heads
+            fields["ssm.inner_size"] = heads * config.linear_value_head_dim
+            fields["attention.recurrent_layers"] = linear
+            fields["full_attention_interval"] = 4
+        case "lfm2":
+            fields["attention.head_count_kv"] = [
+                0 if layer == "conv" else config.num_key_value_heads for layer in config.layer_types
+            ]
+            fields["vocab_size"] = config.vocab_size
+            fields["shortconv.l_cache"] = config.conv_L_cache
         case "starcoder":
             fields["attention.head_count_kv"] = 1
         case "qwen2vl" | "qwen3vl" | "paddleocr":
@@ -322,6 +364,19 @@ def _fields(config: Any, kind: str, rope: Mapping[str, Any], size: int) -> dict[
     return {f"{kind}.{key}": value for key, value in fields.items() if value is not None}
 
 
+def tiled(x: NDArray[np.float32], name: str, config: Any) -> NDArray[np.float32]:
+    """Return a tensor of linear attention with the first head of values of each head of keys, then
+    the second ones, and so on."""
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    rows = keys * config.linear_key_head_dim
+    if "in_proj_qkv" in name or "conv1d" in name:
+        return np.concatenate([x[: 2 * rows], tiled(x[2 * rows :], "", config)])
+    if "out_proj" in name:
+        return tiled(x.T, "", config).T
+    heads = x.reshape(keys, values // keys, -1, *x.shape[1:])
+    return np.concatenate([heads[:, i] for i in range(values // keys)]).reshape(x.shape)
+
+
 def convert(
     model: PreTrainedModel,
     kind: str,
@@ -346,6 +401,9 @@ def convert(
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     metadata = {"general.architecture": kind} | VOCABULARY | _fields(config, kind, rope, size)
+    if kind == "lfm2":
+        inner = model.model.layers[0].feed_forward.w1.out_features
+        metadata["lfm2.feed_forward_length"] = inner
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     if rope.get("rope_type") == "llama3":
         plain = rope["rope_theta"] ** -(np.arange(0, size, 2) / size)
@@ -386,7 +444,18 @@ def convert(
             x = x.T
         if kind in SHIFTED and name.endswith(SHIFTED[kind]):
             x = x + np.float32(1)
-        if suffix == "sinks":
+        if kind == "qwen35":
+            if name.endswith(("q_norm.weight", "k_norm.weight", "model.norm.weight")):
+                x = x + np.float32(1)
+            if "linear_attn." in name and "linear_attn.norm" not in name:
+                x = tiled(x, name, config)
+        if x.ndim == 3 and "conv" in stored:
+            x = x[:, 0]
+        if suffix == "A_log":
+            arrays[f"{layer}ssm_a"] = -np.exp(x)
+        elif suffix == "dt_bias":
+            arrays[f"{layer}ssm_dt.bias"] = x
+        elif suffix == "sinks":
             arrays[f"{layer}attn_sinks.weight"] = x
         elif suffix == "correct_output_scale":
             number = module.split(".")[-2]
@@ -423,6 +492,7 @@ def convert(
     tensors: dict[str, tuple[int, Sequence[int], bytes]] = {}
     for name, x in arrays.items():
         chosen = next((t for part, t in (types or {"": "f32"}).items() if part in name), "f32")
-        chosen = chosen if x.ndim == 2 and "position" not in name else "f32"
+        if x.ndim != 2 or re.search(r"position|ssm_conv1d|shortconv\.conv", name):
+            chosen = "f32"
         tensors[name] = TYPES[chosen], x.shape, quantize(np.ascontiguousarray(x), chosen)
     write_gguf(path, metadata, tensors)

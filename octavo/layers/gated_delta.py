@@ -45,6 +45,10 @@ class GatedDelta:
     """Factor of the betas."""
     columns: Columns | None = None
     """Columns of these heads in the result of all heads, if other ranks have the others."""
+    tiled_from: int | None = None
+    """Index of the first of these heads of keys among those of all ranks, if the result has the
+    first head of values of each head of keys, then the second ones, and so on; None: it has all
+    heads of values of each head of keys in turn."""
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """Map [T, hidden_size] to [T, hidden_size]; store the states of this step."""
@@ -60,6 +64,8 @@ class GatedDelta:
             whole = own = ops.empty(tokens, values, like=x)
         else:
             whole, own = self.columns.empty(tokens, x.dtype)
+        if self.tiled_from is not None:
+            own = ops.empty(tokens, values, like=x)
         out = own.view(tokens, self.num_heads, self.value_size)
         ops.gated_delta_rule(
             query.view(tokens, self.num_key_heads, self.key_size),
@@ -77,7 +83,27 @@ class GatedDelta:
         if step.progress is not None:
             step.progress.reach(self.cache + 1)
         self.norm.heads_(out)
-        ops.multiply(out, gate.view(tokens, self.num_heads, self.value_size), "silu", out)
+        gate = gate.view(tokens, self.num_heads, self.value_size)
+        if self.tiled_from is None:
+            ops.multiply(out, gate, "silu", out)
+        else:
+            self._multiply_tiled(out, gate, whole, self.tiled_from)
         if self.columns is not None:
             self.columns.join()
         return self.out_proj(whole)
+
+    def _multiply_tiled(self, out: Tensor, gate: Tensor, whole: Tensor, first: int) -> None:
+        """Write the gated results of heads [T, num_heads, value_size] to their places in `whole`.
+
+        Args:
+            out: the results.
+            gate: the gates.
+            whole: results of all ranks, [T, heads * value_size].
+            first: see `tiled_from`.
+        """
+        tokens, keys, size = whole.shape[0], self.num_key_heads, self.value_size
+        group = self.num_heads // keys
+        tiles = whole.view(tokens, group, -1, size)[:, :, first : first + keys].unbind(1)
+        each = (x.view(tokens, keys, group, size).unbind(2) for x in (out, gate))
+        for x, factor, tile in zip(*each, tiles, strict=True):
+            self.ops.multiply(x, factor, "silu", tile)

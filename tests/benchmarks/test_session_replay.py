@@ -67,6 +67,13 @@ class Fake:
         }
         choice = {"message": message, "token_ids": answer}
         found = {"choices": [choice], "usage": usage, "prompt_token_ids": prompt}
+        if body.get("stream"):
+            assert body["stream_options"] == {"include_usage": True}
+            deltas = [{"role": "assistant", "content": ""}, {"content": "A"}, {"content": "B"}]
+            chunks = [{"choices": [{"delta": delta}]} for delta in deltas]
+            chunks.append({"choices": [], "usage": usage})
+            lines = [f"data: {json.dumps(chunk)}" for chunk in chunks]
+            return httpx.Response(200, text="\n\n".join([*lines, "data: [DONE]", ""]))
         return httpx.Response(200, json=found)
 
 
@@ -127,6 +134,14 @@ def test_recorded_answers():
     sent = [m for m in server.bodies[-1]["messages"] if m["role"] == "assistant"]
     assert sent == made_session(6).recorded[: len(sent)]
     assert all(turn.again < 16 for turn in found)
+    assert all(turn.ttft is not None and turn.ttft > 0 for turn in found)
+
+
+def test_parts_with_a_token():
+    assert not session_replay.has_token({"delta": {"role": "assistant", "content": ""}})
+    assert session_replay.has_token({"delta": {"content": "A"}})
+    assert session_replay.has_token({"delta": {"content": ""}, "token_ids": [7]})
+    assert session_replay.has_token({"delta": {}, "finish_reason": "length"})
 
 
 def test_a_session_from_a_file(tmp_path):

@@ -191,6 +191,8 @@ KINDS = {
              | {"factor": 4.0, "original_max_position_embeddings": 64}}),
 }  # fmt: skip
 READ_ONLY = (
+    "qwen35",
+    "lfm2",
     "muse-glimmer",
     "exaone",
     "internlm2",
@@ -454,6 +456,10 @@ def test_sources_that_are_refused(llama, tmp_path, capsys):
     other = tmp_path / "helium"
     make_folder(other, "HeliumForCausalLM", head_dim=16)
     assert "cannot be written to GGUF" in refused(capsys, other, out, "gguf:F16")
+    hybrid = tmp_path / "hybrid"
+    make_folder(hybrid, "Lfm2ForCausalLM", layer_types=["conv", "full_attention", "conv"])
+    said = refused(capsys, hybrid, out, "gguf:F16")
+    assert "Lfm2ForCausalLM cannot be written to GGUF" in said
     broken = tmp_path / "broken"
     shutil.copytree(folder, broken)
     tensors = safetensors.numpy.load_file(broken / "model.safetensors")

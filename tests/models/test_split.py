@@ -21,8 +21,9 @@ from octavo.models.spec import divide_layers
 from octavo.models.weight_cache import weights_key
 from octavo.quantization.int4 import SMALL
 from octavo.system.distributed import GroupMemory, Rank
+from tests.gguf_files import convert
 from tests.models.harness import Runner, load, make_hf, save_config, spec_of
-from tests.models.test_parity import CASES, TEXT_PARTS, VOCAB
+from tests.models.test_parity import CASES, QWEN3_5, TEXT_PARTS, VOCAB
 
 TOKENS = 64
 
@@ -124,6 +125,19 @@ def test_sums_of_ranks(case: str, tmp_path: Path) -> None:
     make_hf(architecture, **config).save_pretrained(tmp_path)
     sums = run_ranks(tmp_path, 2, "float32", None, reduces=True)
     torch.testing.assert_close(sums, run(load(tmp_path), lambda: None), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_heads_in_the_order_of_a_gguf_file(size: int, tmp_path: Path) -> None:
+    """The inputs of a rank's heads are not together; a block has inputs of two heads."""
+    config = QWEN3_5 | {"linear_num_key_heads": 3, "linear_num_value_heads": 6}
+    config |= {"linear_value_head_dim": 16}
+    file = tmp_path / "m.gguf"
+    convert(make_hf("Qwen3_5ForCausalLM", **config), "qwen35", file, {"ssm_out": "q8_0"})
+    got = run_ranks(file, size, "bfloat16", None)
+    assert all(map(torch.equal, got, run(load(file, "bfloat16"), lambda: None)))
+    with pytest.raises(ConfigError, match="tensor_parallel_mode=reduce is not supported with GGUF"):
+        spec_of(file).split(Rank(0, size, reduces=True))
 
 
 @pytest.mark.parametrize("case", ["llama", "gemma2", "bloom", "qwen3-next"])

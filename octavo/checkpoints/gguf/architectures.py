@@ -81,6 +81,37 @@ _SELF_ATTENTION = {
     "self_attention.dense": "attn_output",
 }
 
+_LINEAR_ATTENTION = {  # Qwen3.5
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt.bias",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+}
+_LFM2 = {
+    "model.embed_tokens": "token_embd",
+    "lm_head": "output",
+    "model.embedding_norm": "token_embd_norm",
+    "operator_norm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "self_attn.out_proj": "attn_output",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.conv": "shortconv.conv",
+    "conv.out_proj": "shortconv.out_proj",
+    "ffn_norm": "ffn_norm",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w2": "ffn_down",
+    "feed_forward.w3": "ffn_up",
+}
+
 FUSED = "attn_qkv"
 """Tensor with the rows of queries, keys and values; some files have it in place of the three."""
 FUSED_MODULES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -116,8 +147,14 @@ class Architecture:
     neighbors."""
     norm_shift: float = 0.0
     """Number that the converter has added to the weights of norms."""
-    shifted: str = "norm.weight"
-    """End of the names of these weights."""
+    shifted: str | tuple[str, ...] = "norm.weight"
+    """End of the names of these weights, or several ends."""
+    predicts: bool = False
+    """True if files may have layers that predict several tokens at once, after all others. They are
+    not read."""
+    tiled: bool = False
+    """True if the converter has reordered the heads of values of linear attention: the first one of
+    each head of keys, then the second ones, and so on. A_log is -exp(A_log), too."""
     constants: Mapping[str, str] = field(default_factory=dict)
     """Fields of the config that are not in the metadata, and the layers' tensors that repeat their
     number; an empty field: 1."""
@@ -154,6 +191,31 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2vl": Architecture("Qwen2_5_VLForConditionalGeneration"),
     "qwen3": Architecture("Qwen3ForCausalLM", _NAMES | _HEAD_NORMS),
     "qwen3vl": Architecture("Qwen3VLForConditionalGeneration", _NAMES | _HEAD_NORMS),
+    "qwen35": Architecture(
+        "Qwen3_5ForCausalLM",
+        _NAMES
+        | _HEAD_NORMS
+        | _LINEAR_ATTENTION
+        | {"post_attention_layernorm": "post_attention_norm"},
+        {
+            "linear_conv_kernel_dim": "ssm.conv_kernel",
+            "linear_key_head_dim": "ssm.state_size",
+            "linear_num_key_heads": "ssm.group_count",
+            "linear_num_value_heads": "ssm.time_step_rank",
+            "full_attention_interval": "full_attention_interval",
+        },
+        norm_shift=1.0,
+        shifted=("layernorm.weight", "q_norm.weight", "k_norm.weight", "model.norm.weight"),
+        predicts=True,
+        tiled=True,
+    ),
+    "lfm2": Architecture(
+        "Lfm2ForCausalLM",
+        _LFM2,
+        {"norm_eps": "attention.layer_norm_rms_epsilon", "conv_L_cache": "shortconv.l_cache"},
+        {"block_auto_adjust_ff_dim": False},
+        varying=("attention.head_count_kv",),
+    ),
     "gemma": Architecture("GemmaForCausalLM", norm_shift=1.0),
     "gemma2": Architecture(
         "Gemma2ForCausalLM",

@@ -170,6 +170,8 @@ class Description:
         config |= {
             name: value for name, key in fields.items() if (value := self.number(key)) is not None
         }
+        if self.num_predicting:
+            config["num_hidden_layers"] = config.get("num_hidden_layers", 0) - self.num_predicting
         heads = config.get("num_attention_heads")
         config.setdefault("num_key_value_heads", heads)
         if heads:
@@ -195,6 +197,20 @@ class Description:
         self._refuse_unknown()
         return config
 
+    @property
+    def num_predicting(self) -> int:
+        """Number of layers after all others that predict several tokens at once.
+
+        Raises:
+            ModelError: it is not a whole number.
+        """
+        if not self.architecture.predicts:
+            return 0
+        count = self._value("nextn_predict_layers")
+        if count is not None and (type(count) is not int or count < 0):
+            raise self.error(f"{self.kind}.nextn_predict_layers={str(count)[:100]} is no number")
+        return count or 0
+
     def _check_value_size(self, suffix: str, key_size: object) -> None:
         """Raise `ModelError` if heads of values have another size than those of keys."""
         size = self.number(f"attention.value_length{suffix}")
@@ -207,6 +223,8 @@ class Description:
     def _refuse_unknown(self) -> None:
         """Raise `ModelError` for keys that nothing has read, since they may change the results."""
         for key, neutral in _WITHOUT_EFFECT.items():
+            if key in self._known:
+                continue
             value = self._value(key)
             if value is not None and (type(value) not in (bool, int) or value not in neutral):
                 raise self.error(f"{self.kind}.{key}={str(value)[:100]} is not supported")
@@ -313,6 +331,10 @@ class Description:
                 layers = config.get("num_hidden_layers")
                 scalar = _LARGE_GEMMAS.get((self.kind, layers), default)
                 return {"query_pre_attn_scalar": scalar}
+            case "qwen35":
+                return self._linear_attention(config)
+            case "lfm2":
+                return self._convolutions(config)
             case "granite" | "granite_swa":
                 if not self._flag("rope.scaling.finetuned", True):
                     raise self.error(f"{self.kind}.rope.scaling.finetuned=false is not supported")
@@ -379,6 +401,37 @@ class Description:
                     )
                 return {"attn_config": attention, "expansion_ratio": inner // hidden}
         return {}
+
+    def _linear_attention(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of Qwen3.5's linear attention."""
+        heads, inner = config.get("linear_num_value_heads"), self.number("ssm.inner_size")
+        if not heads or not inner or inner % heads:
+            raise self.error(f"ssm.inner_size={inner} is no multiple of ssm.time_step_rank={heads}")
+        fields: dict[str, Any] = {"linear_value_head_dim": inner // heads}
+        recurrent = self._flags("attention.recurrent_layers")
+        if recurrent is not None:
+            kinds = {False: "full_attention", True: "linear_attention"}
+            own = recurrent[: len(recurrent) - self.num_predicting]
+            fields["layer_types"] = [kinds[linear] for linear in own]
+        return fields
+
+    def _convolutions(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of LFM2's layers: convolutions have no heads of keys and values."""
+        heads = self._value("attention.head_count_kv")
+        if not isinstance(heads, np.ndarray):
+            return {}  # all layers have attention
+        if heads.dtype.kind not in "iu":
+            raise self.error(f"{self.kind}.attention.head_count_kv has numbers that are not whole")
+        counts = sorted(set(heads[heads != 0].tolist()))
+        if len(counts) > 1:
+            raise self.error(
+                f"{self.kind}.attention.head_count_kv differs between layers with attention, which "
+                "is not supported"
+            )
+        return {
+            "num_key_value_heads": counts[0] if counts else config.get("num_attention_heads"),
+            "layer_types": ["full_attention" if count else "conv" for count in heads.tolist()],
+        }
 
     def _gemma3n(self, config: Mapping[str, Any], laurel: tuple[int, ...]) -> dict[str, Any]:
         """Return the fields of Gemma 3n; `laurel` is the shape of a low-rank projection."""

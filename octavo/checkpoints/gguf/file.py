@@ -23,13 +23,37 @@ from octavo.checkpoints.gguf.repack import REPACKED, repack
 from octavo.checkpoints.gguf.tokenizer import tokenizer_texts
 from octavo.errors import ModelError
 from octavo.system.block_types import BLOCK_TYPES
+from octavo.system.dtypes import DTYPE_NBYTES
 from octavo.system.tensor import HostTensor, from_numpy
 
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf$")
 _ROPE_FACTORS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
 """Tensors of the factors of wavelengths: of all contexts, of long ones, of short ones."""
+_CONVOLUTIONS = ("ssm_conv1d.weight", "shortconv.conv.weight")
+"""Ends of the names of matrices that are in float32 in every file."""
+_VALUES = ("in_proj_z.weight", "in_proj_b.weight", "in_proj_a.weight", "A_log", "dt_bias")
+"""Ends of the names of tensors with rows for the heads of values of linear attention."""
+_QUERIES_KEYS_VALUES = ("in_proj_qkv.weight", "conv1d.weight")
+"""The same with rows for queries and keys before them."""
+_OUTPUTS = "linear_attn.out_proj"
+"""End of the name of a module whose inputs are these heads."""
 _MOST_PARTS = 1000
 _MOST_FACTORS = 2**16
+
+
+class Heads(NamedTuple):
+    """Numbers of heads of a model."""
+
+    queries: int
+    keys: int
+    linear_keys: int = 1
+    """Heads of queries and keys of linear attention."""
+    linear_values: int = 1
+    """Heads of values of linear attention."""
+    value_size: int = 0
+    """Size of one of these."""
+    tiled_inputs: bool = False
+    """True if the inputs of the projection of their results keep the file's order."""
 
 
 class Place(NamedTuple):
@@ -122,6 +146,9 @@ class GGUFFile:
         config |= self._constants
         config["dtype"] = self.dtype
         types = self._block_types()
+        if self._described.architecture.tiled and any(m.endswith(_OUTPUTS) for m in types):
+            # A block may have inputs of several heads, so these keep the file's order.
+            config["linear_tiled_values"] = True
         if types:
             config["quantization_config"] = {"quant_method": "gguf", "types": types}
         return ConfigJson(config, str(self.path))
@@ -157,9 +184,13 @@ class GGUFFile:
     def dtype(self) -> str:
         """Widest type of the matrices if all have floats; else bfloat16.
 
-        Vectors, such as the weights of norms, are in float32 in every file.
+        Vectors, such as the weights of norms, and convolutions are in float32 in every file.
         """
-        kinds = {tensor.type for tensor in self._tensors.values() if len(tensor.shape) > 1}
+        kinds = {
+            tensor.type
+            for tensor in self._tensors.values()
+            if len(tensor.shape) > 1 and not tensor.name.endswith(_CONVOLUTIONS)
+        }
         if kinds & STORED_BLOCKS.keys():
             return "bfloat16"
         if kinds >= {"float16", "bfloat16"}:
@@ -220,6 +251,7 @@ class GGUFFile:
             name
             for name in self._tensors
             if name not in used
+            and not self._predicts(name)
             and not any(
                 re.fullmatch(pattern, own)
                 for own in self._own_names(name)
@@ -234,11 +266,23 @@ class GGUFFile:
         places: dict[str, Place] = {}
         for stored, parts in sources.items():
             places |= _places(self._tensors[stored], list(parts.values()))
-        config = self.config
-        heads = config.integer("num_attention_heads")
-        kv_heads = config.integer("num_key_value_heads", default=heads)
-        architecture = self._described.architecture
-        return GGUFTensors(self._headers, places, architecture, heads, kv_heads, factors)
+        config, architecture = self.config, self._described.architecture
+        queries = config.integer("num_attention_heads")
+        heads = Heads(queries, config.integer("num_key_value_heads", default=queries))
+        if architecture.tiled:
+            names = ("num_key_heads", "num_value_heads", "value_head_dim")
+            keys, values, size = (config.integer(f"linear_{name}") for name in names)
+            tiled = config.flag("linear_tiled_values", False)
+            heads = heads._replace(
+                linear_keys=keys, linear_values=values, value_size=size, tiled_inputs=tiled
+            )
+        return GGUFTensors(self._headers, places, architecture, heads, factors)
+
+    def _predicts(self, name: str) -> bool:
+        """Return True for a tensor of a layer that predicts several tokens at once."""
+        count, layer = self._described.num_predicting, re.match(r"blk\.(\d+)\.", name)
+        layers = self.config.integer("num_hidden_layers")
+        return layer is not None and layers <= int(layer[1]) < layers + count
 
     @cached_property
     def _modules(self) -> dict[str, list[str]]:
@@ -251,7 +295,7 @@ class GGUFFile:
     def _own_names(self, name: str) -> list[str]:
         """Return the names in Hugging Face's form of a tensor of the file."""
         stored, _, kind = name.rpartition(".")
-        prefix, match = "", re.fullmatch(r"blk\.(\d+)\.(\w+)", stored)
+        prefix, match = "", re.fullmatch(r"blk\.(\d+)\.([\w.]+)", stored)
         if match is not None:
             prefix = f"{self._described.architecture.layers}{match[1]}."
             stored = match[2]
@@ -328,6 +372,8 @@ def _places(tensor: GGUFTensor, sources: list[Source]) -> dict[str, Place]:
         shape = (math.prod(shape),)  # norms of heads, one after the other
     if len(shape) == 3:
         shape = (shape[0] * shape[1], shape[2])  # matrices, one after the other
+    if len(sources[0].shape) == 3 and len(shape) == 2:
+        shape = (shape[0], 1, shape[1])  # convolution
     shapes = [s.shape[::-1] if s.transform == "transpose" else s.shape for s in sources]
     rows = [shape[0] for shape in shapes]
     required = (sum(rows), *shapes[0][1:])
@@ -356,8 +402,7 @@ class GGUFTensors:
         headers: the files.
         places: places of tensors by their names in Hugging Face's form.
         architecture: the architecture.
-        num_heads: number of heads of queries.
-        num_kv_heads: number of heads of keys and values.
+        heads: numbers of heads.
         factors: factors of the NVFP4 tensors, by their names without .weight.
     """
 
@@ -366,13 +411,12 @@ class GGUFTensors:
         headers: list[GGUFHeader],
         places: Mapping[str, Place],
         architecture: Architecture,
-        num_heads: int,
-        num_kv_heads: int,
+        heads: Heads,
         factors: Mapping[str, float],
     ) -> None:
         self._data = {header.file: header.data for header in headers}
         self._places, self._architecture = places, architecture
-        self._heads = {"q_proj": num_heads, "k_proj": num_kv_heads}
+        self._heads, self._permuted = heads, {"q_proj": heads.queries, "k_proj": heads.keys}
         self._nvfp4_factors = factors
 
     def read(self, source: Source) -> HostTensor:
@@ -381,14 +425,16 @@ class GGUFTensors:
         data = np.frombuffer(self._data[stored.file], np.uint8, nbytes, begin)
         architecture = self._architecture
         module = source.name.split(".")[-2]
-        if architecture.permuted and module in self._heads:
-            rows, heads = shape[0], self._heads[module]
+        if architecture.permuted and module in self._permuted:
+            rows, heads = shape[0], self._permuted[module]
             if rows % (2 * heads):
                 raise ModelError(f"{stored.file}: {stored.name} has {rows} rows for {heads} heads.")
             halves = data.reshape(heads, rows // heads // 2, 2, -1)
             data = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(-1)
         if source.transform == "by_group":
             data = _by_group(data.reshape(shape[0], -1), source).reshape(-1)
+        if self._heads.linear_values > self._heads.linear_keys:
+            data = self._by_key_head(source.name, data, shape, dtype)
         if stored.type in REPACKED:
             data = repack(data, stored.type)
         factor = self._nvfp4_factors.get(stored.name.removesuffix(".weight"))
@@ -398,8 +444,36 @@ class GGUFTensors:
         if architecture.norm_shift and source.name.endswith(architecture.shifted):
             floats = from_numpy(data).view(dtype).numpy().astype(np.float32)
             return from_numpy((floats - architecture.norm_shift).reshape(shape))
+        if architecture.tiled and source.name.endswith("A_log"):
+            floats = from_numpy(data).view(dtype).numpy().astype(np.float32)
+            if not (floats < 0).all():
+                raise ModelError(f"{stored.file}: {stored.name} has numbers that are not below 0.")
+            return from_numpy(np.log(-floats).reshape(shape))
         tensor: HostTensor = from_numpy(data).view(dtype).view(shape)
         return tensor.T if source.transform == "transpose" else tensor
+
+    def _by_key_head(
+        self, name: str, data: NDArray[np.uint8], shape: tuple[int, ...], dtype: str
+    ) -> NDArray[np.uint8]:
+        """Return the bytes of a tensor with the heads of values of each head of keys in turn."""
+        heads = self._heads
+
+        def order(begin: int, end: int) -> NDArray[np.int64]:
+            groups = heads.linear_values // heads.linear_keys, heads.linear_keys
+            return np.arange(begin, end).reshape(*groups, -1).swapaxes(0, 1).ravel()
+
+        rows = None
+        if name.endswith(_VALUES):
+            rows = order(0, shape[0])
+        elif name.endswith(_QUERIES_KEYS_VALUES):
+            first = shape[0] - heads.linear_values * heads.value_size
+            rows = np.concatenate([np.arange(first), order(first, shape[0])])
+        if rows is not None:
+            data = data.reshape(shape[0], -1)[rows].reshape(-1)
+        elif name.endswith(f"{_OUTPUTS}.weight") and not heads.tiled_inputs:
+            columns = data.reshape(*shape, DTYPE_NBYTES[dtype])
+            data = columns[:, order(0, shape[1])].reshape(-1)
+        return data
 
     def done(self, tensor: HostTensor) -> None:
         """Let the system drop the tensor's pages of the mapped file."""

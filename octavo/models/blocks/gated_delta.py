@@ -51,6 +51,9 @@ class GatedDeltaSpec(BlockSpec):
     """Number of inputs of the convolution."""
     beta_scale: float = 1.0
     """Factor of the betas; 2 allows negative eigenvalues of the state's transition."""
+    tiled: bool = False
+    """True if the inputs of `out_proj` are the first head of values of each head of keys, then the
+    second ones, and so on (GGUF); otherwise all heads of values of each head of keys in turn."""
     part: tuple[int, int] | None = None
     """Heads of queries and keys (begin, end) that a rank computes; None: all."""
 
@@ -91,8 +94,14 @@ class GatedDeltaSpec(BlockSpec):
         """Return the block with a rank's heads of queries and keys, and their heads of values.
 
         Raises:
-            ConfigError: the model has fewer heads of queries and keys than ranks.
+            ConfigError: the model has fewer heads of queries and keys than ranks, or a rank's
+                heads are not together in the inputs of `out_proj`.
         """
+        if self.tiled and rank.reduces:
+            raise ConfigError(
+                "tensor_parallel_mode=reduce is not supported with GGUF files of this model, whose "
+                "linear attention has more heads of values than of keys; leave it out."
+            )
         if rank.size > self.num_key_heads:
             raise ConfigError(
                 f"tensor_parallel_size={rank.size} is more than the {self.num_key_heads} heads of "
@@ -181,4 +190,5 @@ class GatedDeltaSpec(BlockSpec):
             value_size=self.value_size,
             beta_scale=self.beta_scale,
             columns=columns,
+            tiled_from=self._part[0] if self.tiled else None,
         )

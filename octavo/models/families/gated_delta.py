@@ -175,6 +175,7 @@ def _make_delta(
         key_size=key_size,
         value_size=value_size,
         taps=config.integer("linear_conv_kernel_dim", least=2, most=MAX_TAPS),
+        tiled=heads > key_heads and config.flag("linear_tiled_values", False),
     )
 
 

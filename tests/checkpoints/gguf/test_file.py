@@ -15,7 +15,10 @@ from octavo.checkpoints.gguf.config import Description
 from octavo.checkpoints.gguf.file import GGUFFile
 from octavo.checkpoints.gguf.header import GGUFHeader
 from octavo.checkpoints.registry import open_checkpoint
+from octavo.config import ModelConfig
 from octavo.errors import ConfigError, ModelError, OctavoError
+from octavo.kernels.native import NativeOps
+from octavo.models.loader import load_model
 from octavo.models.registry import read_spec
 from tests.gguf_files import VOCABULARY, convert, write_gguf
 from tests.models.harness import Runner, load, make_hf
@@ -41,6 +44,9 @@ LLAMA3 = {
 GLM = {"pad_token_id": 0, "head_dim": 16, "partial_rotary_factor": 0.5}
 SECTIONS = {"rope_type": "default", "rope_theta": 1e5, "mrope_section": [6, 5, 5]}
 GEMMA4 = {"head_dim": 16, "global_head_dim": 32, "sliding_window": 8}
+QWEN35 = {"head_dim": 32, "num_hidden_layers": 3, "linear_num_key_heads": 2}
+QWEN35 |= {"linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+QWEN35["layer_types"] = ["linear_attention", "full_attention", "linear_attention"]
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {"attention_bias": True}),
     "qwen2": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
@@ -167,6 +173,25 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
                 "beta_slow": 1.0,
             },
         },
+    ),
+    "qwen35": ("Qwen3_5ForCausalLM", QWEN35),
+    "qwen35 three": (
+        "Qwen3_5ForCausalLM",
+        QWEN35
+        | {"linear_num_value_heads": 6, "linear_key_head_dim": 24, "tie_word_embeddings": True},
+    ),
+    "qwen35 equal": (
+        "Qwen3_5ForCausalLM",
+        QWEN35 | {"linear_num_value_heads": 2, "linear_conv_kernel_dim": 3},
+    ),
+    "lfm2": (
+        "Lfm2ForCausalLM",
+        {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
+    ),
+    "lfm2 untied": (
+        "Lfm2ForCausalLM",
+        {"num_key_value_heads": 1, "layer_types": ["full_attention", "conv"]}
+        | {"tie_word_embeddings": False, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False},
     ),
     "gpt2": ("GPT2LMHeadModel", {}),
     "starcoder": ("GPTBigCodeForCausalLM", {}),
@@ -297,6 +322,85 @@ def test_blocks_of_other_layouts(kind: str, tmp_path: Path) -> None:
         runner = Runner(load(tmp_path / f"{name}.gguf", max_model_len=128), 1, 128)
         found.append(runner.step({0: PROMPT})[0].log_softmax(-1))
     assert 0 < (found[0] - found[1]).abs().mean() < 0.25
+
+
+@pytest.mark.parametrize("kind", ["qwen35", "qwen35 three", "lfm2"])
+def test_blocks_of_hybrid_models(kind: str, tmp_path: Path) -> None:
+    """A block may have inputs of several heads, whose order the converter has changed."""
+    floats = make(kind, tmp_path / "m.gguf", {"ssm_out": "q8_0", "shortconv": "q8_0"})
+    with torch.no_grad():
+        expected = floats(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
+    for dequantize in (False, True):
+        checkpoint = open_checkpoint(tmp_path / "m.gguf")
+        spec = read_spec(checkpoint, ModelConfig(dequantize=dequantize))
+        model = load_model(spec, checkpoint, dtype="float32", ops=NativeOps())
+        found = Runner(model, 1, 128).step({0: PROMPT})[0].log_softmax(-1)
+        assert 0 < (found - expected).abs().mean() < 0.08
+
+
+def test_layers_that_predict_several_tokens(tmp_path: Path) -> None:
+    """They follow the others, and are not read."""
+    make("qwen35", tmp_path / "m.gguf")
+    header, data = GGUFHeader(tmp_path / "m.gguf"), (tmp_path / "m.gguf").read_bytes()
+    tensors: dict[str, tuple[int, Any, bytes]] = {
+        name: (0, t.shape, data[t.begin : t.begin + t.nbytes]) for name, t in header.tensors.items()
+    }
+    more = {name: x for name, x in tensors.items() if name.startswith("blk.1.")}
+    more["blk.1.nextn.eh_proj.weight"] = (0, (64, 128), bytes(4 * 64 * 128))
+    more = {name.replace("blk.1.", "blk.3."): x for name, x in more.items()}
+    metadata: dict[str, Any] = {
+        key: value
+        for key, value in header.metadata.items()
+        if key.startswith("qwen35.") and not isinstance(value, np.ndarray)
+    }
+    metadata |= {"general.architecture": "qwen35", "qwen35.block_count": 4} | VOCABULARY
+    recurrent = [True, False, True, False]
+    metadata |= {"qwen35.attention.recurrent_layers": recurrent, "qwen35.nextn_predict_layers": 1}
+    write_gguf(tmp_path / "mtp.gguf", metadata, tensors | more)
+    logits = [
+        Runner(load(tmp_path / f"{name}.gguf", max_model_len=128), 1, 128).step({0: PROMPT})[0]
+        for name in ("m", "mtp")
+    ]
+    assert torch.equal(*logits)
+    for count in (2**31, True, 0.5, "x"):
+        wrong = metadata | {"qwen35.nextn_predict_layers": count}
+        write_gguf(tmp_path / "m.gguf", wrong, tensors)
+        with pytest.raises(ModelError, match=r"m\.gguf.*(nextn_predict_|num_hidden_)layers"):
+            load(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("qwen35", {"ssm.inner_size": 65}, "inner_size=65 is no multiple of ssm.time_step_rank=4"),
+        ("lfm2", {"attention.head_count_kv": [0, 2, 1]}, "head_count_kv differs between layers wi"),
+        ("lfm2", {"attention.sliding_window": 8}, "attention.sliding_window is not supported"),
+    ],
+)
+def test_rejected_hybrid_models(
+    kind: str, change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    make(kind, tmp_path / "m.gguf")
+    metadata = dict(GGUFHeader(tmp_path / "m.gguf").metadata)
+    for key, value in change.items():
+        metadata[f"{kind}.{key}"] = np.array(value) if isinstance(value, list) else value
+    with pytest.raises(ModelError, match=message):
+        Description(tmp_path / "m.gguf", metadata).config(128, True, {}, {})
+
+
+def test_decays_that_are_not_below_0(tmp_path: Path) -> None:
+    make("qwen35", tmp_path / "m.gguf")
+    header, data = GGUFHeader(tmp_path / "m.gguf"), bytearray((tmp_path / "m.gguf").read_bytes())
+    begin = header.tensors["blk.2.ssm_a"].begin
+    data[begin : begin + 4] = struct.pack("<f", 0.5)
+    (tmp_path / "m.gguf").write_bytes(data)
+    with pytest.raises(ModelError, match=r"m\.gguf: blk\.2\.ssm_a has numbers that are"):
+        load(tmp_path / "m.gguf")
+
+
+def test_convolutions_do_not_choose_the_type(tmp_path: Path) -> None:
+    make("qwen35", tmp_path / "m.gguf", {"": "f16"})
+    assert GGUFFile(tmp_path / "m.gguf").dtype == "float16"
 
 
 def test_constants_in_tensors(tmp_path: Path) -> None:

