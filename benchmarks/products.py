@@ -39,9 +39,15 @@ def make_weight(ops: NativeOps, format: str) -> PackedWeight | QuantizedWeight:
         return ops.quantize_weight([floats], cast(Any, format), group_size)
     if format in BLOCK_TYPES:
         block = BLOCK_TYPES[format]
-        shape = OUTPUTS, INPUTS // block.numbers * block.nbytes
+        shape = OUTPUTS, INPUTS // block.numbers, block.nbytes
         # No byte has a high bit, so that no scale is infinite or NaN.
         blocks = generator.integers(0, 256, shape, dtype=np.uint8) & 0x33
+        # Nor is a scale so small that it or a product is subnormal, which takes much more time.
+        if format == "mxfp4":
+            blocks[..., 0] |= 0x40
+        elif format == "nvfp4":
+            blocks[..., 3:6] |= 0x30
+        blocks = blocks.reshape(OUTPUTS, -1)
         return ops.pack_blocks([from_numpy(blocks)], cast(QuantFormat, format), INPUTS)
     most = 255 if format == "int8_groups" else 15
     shape = OUTPUTS, INPUTS // GROUP_SIZE

@@ -21,6 +21,9 @@
 // A result is the sum over groups, from first to last, in float32: for every number of rows of x.
 #pragma once
 #include "bytes.h"
+#if defined(OCTAVO_TILES)
+#include "group_tiles.h"
+#endif
 
 OCTAVO_BEGIN
 
@@ -125,8 +128,11 @@ struct Blocks {
   static constexpr int64_t header_nbytes = super ? kPanel * 2 * (min ? 2 : 1) : 0;
   static constexpr int zero = zero_of(F), offset = shape.zero - zero;
   // True if codes are unpacked for each row of x. For many rows it is faster to store the bytes, except
-  // where unpacking is as fast as loading; for rare types one way is enough.
-#if defined(OCTAVO_PAIR_SUMS)
+  // where unpacking is as fast as loading; for rare types one way is enough. Many rows use tiles if
+  // there are any.
+#if defined(OCTAVO_TILES)
+  static constexpr bool cheap = true;
+#elif defined(OCTAVO_PAIR_SUMS)
   static constexpr bool cheap = bits == 8 || (bits == 4 && !super && !shape.levels);
 #else
   static constexpr bool cheap = !super && shape.scale != BlockScale::e4m3;
@@ -228,6 +234,25 @@ struct PackedUnits {
   }
 };
 
+// Calls write(unit, quad, j, codes) for the codes of some units, and writes scales and minima.
+template <QuantFormat F, class Write>
+INLINE void unpack_units(const uint8_t* panel, int64_t first, int64_t count, float* scales,
+                         float* minima, Write write) {
+  using B = Blocks<F>;
+  PackedUnits<F> from{panel, 0};
+  for (int64_t u = 0; u < count; u++) {
+    from.go_to(first + u);
+    UNROLL for (int q = 0; q < kUnitQuads; q++)
+      UNROLL for (int j = 0; j < kVectors; j++) write(u, q, j, from.codes(q, j));
+    UNROLL for (int g = 0; g < B::groups; g++, scales += kPanel)
+      UNROLL for (int j = 0; j < kVectors; j++) {
+        store(scales + j * W, from.scale(g, j));
+        if constexpr (B::min) store(minima + g * kPanel + j * W, from.minimum(g, j));
+      }
+    if constexpr (B::min) minima += B::groups * kPanel;
+  }
+}
+
 // Units whose codes are unpacked to bytes, and scales to float32.
 template <QuantFormat F>
 struct UnpackedUnits {
@@ -238,20 +263,10 @@ struct UnpackedUnits {
   alignas(64) float minima[min ? kStretch : 1][B::groups][kPanel];
 
   void unpack(const uint8_t* panel, int64_t first, int64_t count) {
-    PackedUnits<F> from{panel, 0};
-    for (int64_t u = 0; u < count; u++) {
-      from.go_to(first + u);
-      UNROLL for (int q = 0; q < kUnitQuads; q++)
-        UNROLL for (int j = 0; j < kVectors; j++) {
-          const vu v = from.codes(q, j);
-          memcpy(bytes[u][q] + j * W * kQuad, &v, sizeof v);
-        }
-      UNROLL for (int g = 0; g < B::groups; g++)
-        UNROLL for (int j = 0; j < kVectors; j++) {
-          store(scales[u][g] + j * W, from.scale(g, j));
-          if constexpr (min) store(minima[u][g] + j * W, from.minimum(g, j));
-        }
-    }
+    unpack_units<F>(panel, first, count, scales[0][0], minima[0][0],
+                    [&](int64_t u, int q, int j, vu codes) {
+                      memcpy(bytes[u][q] + j * W * kQuad, &codes, sizeof codes);
+                    });
   }
 };
 
@@ -279,33 +294,47 @@ struct UnpackedColumns {
 
 // Quantized rows of x.
 struct ByteRows {
-  int8_t* q;  // [rows][k]
-  float* scales;  // [rows][k / 32]
-  int32_t* sums;  // [rows][k / group]: sums of q
-  float* totals;  // [rows][k / group]: the same, times the scale
+  int8_t* q;  // [rows][k], or tiled: [rows / 16][k / group][16][group]
+  float* scales;  // [rows][k / 32], or tiled: [rows / 16][k / group][16]
+  int32_t* sums;  // [rows][k / group]: sums of q; not if tiled
+  float* totals;  // [rows][k / group], or tiled: [rows / 16][k / group][16]: sums times the scale
   int64_t k;
   int groups;  // groups of a unit
+  bool tiled = false;
+
+  int8_t* at(int64_t row, int64_t i) const {
+#if defined(OCTAVO_TILES)
+    if (tiled) return q + in_tiles(row, i, ceil_div(k, kTileBytes), kUnit / groups);
+#endif
+    return q + row * k + i;
+  }
 };
 
 template <class T>
 void quantize_units(const T* x, const ByteRows& to, int64_t row) {
-  int8_t* q = to.q + row * to.k;
-  for (int64_t u = 0; u < to.k / kUnit; u++, x += kUnit, q += kUnit) {
+  for (int64_t u = 0; u < to.k / kUnit; u++, x += kUnit) {
     const float most = largest(x, kUnit);
     const vf inverse = splat(inverse_scale(most));
     int32_t sums[2] = {};
     UNROLL for (int j = 0; j < kUnit; j += W) {
       const vi r = round_to_int(load(x + j) * inverse);
       const vb b = to_bytes(r);
-      memcpy(q + j, &b, sizeof b);
-      UNROLL for (int i = 0; i < W; i++) sums[j / 16] += r[i];
+      memcpy(to.at(row, u * kUnit + j), &b, sizeof b);
+      sums[j / 16] += reduce_sum(r);
     }
-    to.scales[row * (to.k / kUnit) + u] = byte_scale(most);
     if (to.groups == 1) sums[0] += sums[1];
+    const float scale = byte_scale(most);
+    if (!to.tiled) to.scales[row * (to.k / kUnit) + u] = scale;
     for (int g = 0; g < to.groups; g++) {
-      const int64_t at = (row * (to.k / kUnit) + u) * to.groups + g;
-      to.sums[at] = sums[g];
-      to.totals[at] = byte_scale(most) * float(sums[g]);
+      const int64_t groups = to.k / kUnit * to.groups, group = u * to.groups + g;
+      const float total = scale * float(sums[g]);
+      if (to.tiled) {
+        to.scales[in_sixteens(row, group, groups)] = scale;
+        to.totals[in_sixteens(row, group, groups)] = total;
+      } else {
+        to.sums[row * groups + group] = sums[g];
+        to.totals[row * groups + group] = total;
+      }
     }
   }
 }
@@ -411,23 +440,61 @@ INLINE void with_block_type(QuantFormat format, F f) {
 }
 
 #if defined(OCTAVO_PRODUCTS)
+#if defined(OCTAVO_TILES)
+template <QuantFormat F>
+void unpack_groups(const LinearQArgs& a, int64_t panel, int64_t first, int64_t count, GroupWeights& w) {
+  using B = Blocks<F>;
+  const uint8_t* packed = static_cast<const uint8_t*>(a.weight) + panel * B::panel_nbytes(a.k);
+  const int64_t unit = first / B::groups, units = count / B::groups;
+  const uint8_t* ahead = packed + B::unit_at(unit) + kAhead;
+  unpack_units<F>(packed, unit, units, w.scales[0], w.terms[0],
+                  [&](int64_t u, int q, int j, vu codes) {
+                    if (q == 0) fetch_part<1, B::unit_nbytes>(ahead + u * B::unit_nbytes, j * W);
+                    const vbytes v = (vbytes)codes - uint8_t(B::zero);
+                    memcpy(w.bytes[j][u * kUnitQuads + q], &v, sizeof v);
+                  });
+}
+
+template <QuantFormat F>
+GroupKernel block_kernel() {
+  constexpr int group = Blocks<F>::shape.group;
+  return {group, unpack_groups<F>,
+          group_block<group, Blocks<F>::min ? GroupTerm::minimum : GroupTerm::none>};
+}
+#endif
+
 void linear_blocks(const LinearQArgs& a) {
   const int64_t panels = ceil_div(a.n, kPanel), some = min(a.m, kQuantChunk), units = a.k / kUnit;
+  const int64_t rows16 = ceil_div(some, 16) * 16, steps = ceil_div(a.k, 64);  // whole tiles
   ByteRows x;
   x.k = a.k;
   x.groups = kUnit / block_shape(a.format).group;
+  const int64_t groups = rows16 * units * x.groups;
   x.q = static_cast<int8_t*>(
-      scratch(some * (a.k + units * (sizeof(float) + x.groups * (sizeof(int32_t) + sizeof(float))))));
-  x.scales = reinterpret_cast<float*>(x.q + some * a.k);
-  x.sums = reinterpret_cast<int32_t*>(x.scales + some * units);
-  x.totals = reinterpret_cast<float*>(x.sums + some * units * x.groups);
+      scratch(rows16 * steps * 64 + groups * (2 * sizeof(float) + sizeof(int32_t))));
+  x.scales = reinterpret_cast<float*>(x.q + rows16 * steps * 64);
+  x.totals = x.scales + groups;
+  x.sums = reinterpret_cast<int32_t*>(x.totals + groups);
   for (int64_t row0 = 0; row0 < a.m; row0 += some) {
     const int64_t m = min(some, a.m - row0);
+#if defined(OCTAVO_TILES)
+    x.tiled = m > kGroupRows;
+#endif
     with_type(a.dtype, [&](auto t) {
       using T = decltype(t);
       parallel_for(m, 4 * m * a.k / W, [&](int64_t i) {
         quantize_units(static_cast<const T*>(a.x) + (row0 + i) * a.x_stride, x, i);
       });
+#if defined(OCTAVO_TILES)
+      if (x.tiled) {
+        const GroupRows rows{x.q, x.scales, x.totals, steps, units * x.groups};
+        rows.clear_padding(m);
+        GroupKernel kernel;
+        with_block_type(a.format,
+                        [&](auto format) { kernel = block_kernel<decltype(format)::value>(); });
+        return group_tiles(a, t, rows, row0, m, kernel);
+      }
+#endif
       for_tiles(a, t, row0, m, panels * kVectors * m * ceil_div(a.k, kQuad),
                 [&](int64_t first, int64_t rows, int64_t col, float* c, int64_t) {
                   with_block_type(a.format, [&](auto format) {

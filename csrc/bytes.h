@@ -161,6 +161,27 @@ INLINE void dots(vi (&acc)[R][V], const int8_t* x, int64_t stride, Codes codes) 
   }
 }
 
+INLINE int32_t reduce_sum(vi v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_epi32((__m512i)v);
+#else
+  int32_t lanes[W], sum = 0;
+  memcpy(lanes, &v, sizeof lanes);
+  for (int i = 0; i < W; i++) sum += lanes[i];
+  return sum;
+#endif
+}
+INLINE int32_t reduce_max(vi v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_epi32((__m512i)v);
+#else
+  int32_t lanes[W];
+  memcpy(lanes, &v, sizeof lanes);
+  for (int i = 1; i < W; i++) lanes[0] = max(lanes[0], lanes[i]);
+  return lanes[0];
+#endif
+}
+
 // Returns the largest magnitude; NaN if any number is NaN.
 template <class T>
 INLINE float largest(const T* x, int64_t count) {
@@ -169,9 +190,7 @@ INLINE float largest(const T* x, int64_t count) {
     vi v = (vi)load(x + k, int(min<int64_t>(W, count - k))) & 0x7fffffff;
     most = v > most ? v : most;
   }
-  int32_t lanes[W], top = 0;
-  memcpy(lanes, &most, sizeof lanes);
-  for (int i = 0; i < W; i++) top = max(top, lanes[i]);
+  const int32_t top = reduce_max(most);
   return load_raw<float>(&top);
 }
 
@@ -200,6 +219,11 @@ struct LevelBytes {
     for (int i = 0; i < 4 * W; i++) bytes[i] = uint8_t(levels[i % 16] + zero);
   }
 };
+
+// Place of a number of a row and a group if rows of x are tiled: [rows / 16][groups][16]
+INLINE int64_t in_sixteens(int64_t row, int64_t group, int64_t groups) {
+  return (row / 16 * groups + group) * 16 + row % 16;
+}
 
 // Calls f(first, rows) for the rows row0 ... row0 + rows of a weight, cut at the panels.
 template <class F>

@@ -141,11 +141,18 @@ INLINE void tile_block(const char* x, int64_t next_group, const char* w, int64_t
                                          c + 2 * pairs * kStepNbytes, begin, ahead);
 }
 
+// Place of byte k of a row of x in tiles with `depth` bytes along K
+INLINE int64_t in_tiles(int64_t row, int64_t k, int64_t steps, int depth) {
+  return row / kTileRows16 * steps * kTileNbytes + k / depth * depth * kTileRows16 +
+         row % kTileRows16 * depth + k % depth;
+}
+
 struct TileCut {
   int64_t groups, part, parts;  // groups of 16 rows, number of groups in a part, and of parts
   int64_t depth;  // steps in a block of K
   int64_t set, sets;  // panels of out that a part is multiplied by together; number of such sets
   bool own;  // a thread processes whole parts, and makes their tiles only for itself
+  int deep = kTileBytes;  // bytes along K of a tile
 };
 
 template <class Args>
@@ -237,7 +244,7 @@ INLINE void for_tile_parts(const Args& a, int64_t m, int64_t steps, const TileCu
   // Tiles compute 16 rows at once.
   const int64_t cost = ceil_div(a.n, kPanel) * kVectors * cut.groups * steps * 2 * kTileRows16;
   parallel_ranges(cut.parts * cut.sets / run, cost, [&](int64_t begin, int64_t end) {
-    configure_tiles();
+    configure_tiles(cut.deep);
     for (int64_t i = begin * run; i < end * run; i += run) {
       const int64_t part = i / cut.sets;
       const char* x = tiles(part);

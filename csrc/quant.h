@@ -22,16 +22,11 @@
 #pragma once
 #include "blocks.h"
 #include "fp8.h"
-#if defined(OCTAVO_TILES)
-#include "gemm_tiles.h"
-#endif
 
 OCTAVO_BEGIN
 
 constexpr int64_t kQuantBlock8 = 2048;  // steps of K of a panel that stay in the cache
-// int8 uses tiles for more rows than this; with fewer rows vectors are as fast as memory. 4 bits do
-// not use tiles: a product of tiles takes as long for a group's 32 inputs as for 64, and each
-// group's sums would go through memory to be scaled.
+// int8 uses tiles for more rows than this; with fewer rows vectors are as fast as memory.
 constexpr int64_t kVectorRows = 4;
 
 // Values of the codes of int4_levels: the 16 levels with the smallest squared error for groups of
@@ -77,19 +72,18 @@ INLINE vu decode(vu codes, [[maybe_unused]] int part = 0) {
 
 // Quantized rows of x, padded with zeros to whole groups.
 struct QuantRows {
-  int8_t* q;  // [rows][stride], or tiled: [rows / 16][stride / 64][16][64]
-  float* scales;  // [rows][groups]: the scale, times `unit`
+  int8_t* q;  // [rows][stride], or tiled: [rows / 16][stride / depth][16][depth of a tile]
+  float* scales;  // [rows][groups], or tiled: [rows / 16][groups][16]: the scale, times `unit`
   int32_t* sums;  // [rows][groups]: the sum of q, times -zero
+  float* terms;  // [rows / 16][groups][16]: the sum of q; only if tiled
   int64_t stride, group, groups;
   int zero;  // zero of all weights; 1 if each group has its own
   float unit;  // inverse of the factor of the weights' levels
-  bool tiled;
+  bool tiled = false;
 
   int8_t* at(int64_t row, int64_t k) const {
 #if defined(OCTAVO_TILES)
-    if (tiled)
-      return q + (row / kTileRows16 * (stride / kTileBytes) + k / kTileBytes) * kTileNbytes +
-             row % kTileRows16 * kTileBytes + k % kTileBytes;
+    if (tiled) return q + in_tiles(row, k, stride / kTileBytes, tile_depth(group));
 #endif
     return q + row * stride + k;
   }
@@ -109,11 +103,11 @@ void quantize_row(const T* x, int64_t k, const QuantRows& to, int64_t row) {
       vb b = to_bytes(r);
       memcpy(to.at(row, g * to.group + j), &b, sizeof b);
     }
-    int32_t lanes[W], sum = 0;
-    memcpy(lanes, &total, sizeof lanes);
-    for (int i = 0; i < W; i++) sum += lanes[i];
-    to.scales[row * to.groups + g] = byte_scale(most) * to.unit;
+    const int32_t sum = reduce_sum(total);
+    const int64_t sixteens = in_sixteens(row, g, to.groups);
+    to.scales[to.tiled ? sixteens : row * to.groups + g] = byte_scale(most) * to.unit;
     to.sums[row * to.groups + g] = -to.zero * sum;
+    if (to.tiled) to.terms[sixteens] = float(sum);
   }
 }
 
@@ -291,6 +285,67 @@ INLINE void panel4(const LinearQArgs& a, const QuantRows& x, int64_t first, int6
                               out + i * kPanel);
 }
 
+#if defined(OCTAVO_TILES)
+template <QuantFormat F>
+void unpack_codes(const LinearQArgs& a, int64_t panel, int64_t first, int64_t count, GroupWeights& to) {
+  constexpr bool bytes = F == QuantFormat::int8_groups, nf4 = F == QuantFormat::nf4;
+  using Scale = std::conditional_t<bytes || nf4, float, f16>;
+  const int64_t nbytes = group_nbytes(a.group, F), quads = a.group / kQuad;
+  const uint8_t* w = static_cast<const uint8_t*>(a.weight) +
+                     (panel * ceil_div(a.k, a.group) + first) * nbytes;
+  for (int64_t g = 0; g < count; g++) {
+    const uint8_t* scales = w + quads * kQuad * kPanel / (bytes ? 1 : 2);
+    const uint8_t* zeros = scales + kPanel * sizeof(Scale);
+    for (int64_t q = 0; q < quads; q++) {
+      const int64_t at = g * quads + q;
+      UNROLL for (int j = 0; j < kVectors; j++) {
+        const uint8_t* p = w + (bytes ? q : q / 2) * kQuad * kPanel + j * kQuad * W;
+        if (bytes || q % 2 == 0) __builtin_prefetch(p + kAhead);
+        const vu b = load_raw<vu>(p), codes = bytes ? b : (q % 2 ? b >> 4 : b) & 0x0f0f0f0fu;
+        vbytes v = (vbytes)decode<F>(codes);
+        if constexpr (F == QuantFormat::int4)
+          v -= 8;
+        else if constexpr (F == QuantFormat::int4_zeros)
+          v -= (vbytes)((vu)load_zeros(zeros + j * W) * 0x01010101u);
+        else
+          v -= 128;
+        memcpy(to.bytes[j][at], &v, sizeof v);
+        if constexpr (nf4) {
+          const vu low = decode<F>(codes, 1);
+          memcpy(to.low[j][at], &low, sizeof low);
+        }
+      }
+    }
+    UNROLL for (int j = 0; j < kPanel; j += W) {
+      store(to.scales[g] + j, load(reinterpret_cast<const Scale*>(scales) + j));
+      if constexpr (bytes) store(to.terms[g] + j, to_float(128 - load_zeros(zeros + j)));
+    }
+    w += nbytes;
+  }
+}
+
+template <QuantFormat F>
+GroupKernel group_kernel(int64_t group) {
+  constexpr GroupTerm term = F == QuantFormat::int8_groups ? GroupTerm::offset
+                             : F == QuantFormat::nf4       ? GroupTerm::low
+                                                           : GroupTerm::none;
+  return {group, unpack_codes<F>,
+          group == 32   ? group_block<32, term>
+          : group == 64 ? group_block<64, term>
+                        : group_block<128, term>};
+}
+
+INLINE GroupKernel group_kernel(QuantFormat format, int64_t group) {
+  switch (format) {
+    case QuantFormat::int4_levels: return group_kernel<QuantFormat::int4_levels>(group);
+    case QuantFormat::int4: return group_kernel<QuantFormat::int4>(group);
+    case QuantFormat::int4_zeros: return group_kernel<QuantFormat::int4_zeros>(group);
+    case QuantFormat::int8_groups: return group_kernel<QuantFormat::int8_groups>(group);
+    default: return group_kernel<QuantFormat::nf4>(group);
+  }
+}
+#endif
+
 // ---- the product ----
 
 template <class T>
@@ -299,21 +354,24 @@ INLINE void linear_q_typed(const LinearQArgs& a, T) {
   QuantRows x;
   x.group = f == QuantFormat::int8 ? padded_k8(a.k) : a.group;
   x.groups = ceil_div(a.k, x.group);
-  x.stride = x.groups * x.group;
+  x.stride = padded_k8(x.groups * x.group);
   x.zero = f == QuantFormat::int4_zeros || f == QuantFormat::int8_groups ? 1
            : f == QuantFormat::nf4 ? 32768 - 257 * kCodeOffset
            : f == QuantFormat::int4 ? 8 : 128 - kCodeOffset;
   x.unit = f == QuantFormat::int4_levels ? 0.0625f : 1.0f;
   const int64_t panels = ceil_div(a.n, kPanel), some = min(a.m, kQuantChunk);
-  const int64_t q_rows = ceil_div(some, 16) * 16;  // whole tiles
+  const int64_t rows16 = ceil_div(some, 16) * 16, groups = rows16 * x.groups;  // whole tiles
   x.q = static_cast<int8_t*>(
-      scratch(q_rows * x.stride + some * x.groups * (sizeof(float) + sizeof(int32_t))));
-  x.scales = reinterpret_cast<float*>(x.q + q_rows * x.stride);
-  x.sums = reinterpret_cast<int32_t*>(x.scales + some * x.groups);
+      scratch(rows16 * x.stride + groups * (2 * sizeof(float) + sizeof(int32_t))));
+  x.scales = reinterpret_cast<float*>(x.q + rows16 * x.stride);
+  x.terms = x.scales + groups;
+  x.sums = reinterpret_cast<int32_t*>(x.terms + groups);
   for (int64_t row0 = 0; row0 < a.m; row0 += some) {
     const int64_t m = min(some, a.m - row0);
     const int64_t cost = panels * kVectors * m * ceil_div(a.k, kQuad);
-    x.tiled = f == QuantFormat::int8 && m > kVectorRows;
+#if defined(OCTAVO_TILES)
+    x.tiled = m > (f == QuantFormat::int8 ? kVectorRows : kGroupRows);
+#endif
     parallel_for(m, 4 * m * x.stride / W, [&](int64_t i) {
       const T* row = static_cast<const T*>(a.x) + (row0 + i) * a.x_stride;
       if (a.order) {
@@ -324,8 +382,14 @@ INLINE void linear_q_typed(const LinearQArgs& a, T) {
       quantize_row(row, a.k, x, i);
     });
 #if defined(OCTAVO_TILES)
-    if (x.tiled) {
+    if (x.tiled && f == QuantFormat::int8) {
       tiles8(a, x, T{}, row0, m);
+      continue;
+    }
+    if (x.tiled) {
+      const GroupRows rows{x.q, x.scales, x.terms, x.stride / kTileBytes, x.groups};
+      rows.clear_padding(m);
+      group_tiles(a, T{}, rows, row0, m, group_kernel(f, a.group));
       continue;
     }
 #endif

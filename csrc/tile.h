@@ -20,8 +20,12 @@ struct Tile {
 };
 inline thread_local Tile emulated_tiles[8];
 
-// Call before a thread's first tile operation in a parallel region, and after its last.
-inline void configure_tiles() {}
+inline thread_local int emulated_depth;
+
+// Call before a thread's first tile operation in a parallel region, and after its last. `depth`:
+// bytes along K of the tiles that are multiplied: 4 and 5 have rows of so many, 6 and 7 a quarter as
+// many rows.
+inline void configure_tiles(int depth = kTileBytes) { emulated_depth = depth; }
 inline void release_tiles() {}
 
 template <int D>
@@ -31,8 +35,10 @@ inline void tile_zero() {
 // `stride`: bytes between rows
 template <int D>
 inline void tile_load(const void* from, int64_t stride) {
-  for (int r = 0; r < kTileRows16; r++)
-    memcpy(emulated_tiles[D].bytes[r], static_cast<const char*>(from) + r * stride, kTileBytes);
+  const int rows = D >= 6 ? emulated_depth / 4 : kTileRows16;
+  const int nbytes = D == 4 || D == 5 ? emulated_depth : kTileBytes;
+  for (int r = 0; r < rows; r++)
+    memcpy(emulated_tiles[D].bytes[r], static_cast<const char*>(from) + r * stride, nbytes);
 }
 template <int S>
 inline void tile_store(void* to, int64_t stride) {
@@ -68,31 +74,42 @@ inline void tile_dot_bf16() {
     }
 }
 
-// C[16][16] += A[16][64] * B[16][16][4]: int32 sums of signed times unsigned bytes
-template <int C, int A, int B>
-inline void tile_dot_i8u8() {
+// C[16][16] += A[16][depth] * B[depth / 4][16][4]: int32 sums of signed times unsigned (or signed)
+// bytes
+template <int C, int A, int B, class Byte>
+inline void tile_dot_bytes() {
   const Tile &a = emulated_tiles[A], &b = emulated_tiles[B];
   for (int m = 0; m < 16; m++)
     for (int n = 0; n < 16; n++) {
       uint32_t sum;  // unsigned, since intermediate sums may wrap around
       memcpy(&sum, emulated_tiles[C].bytes[m] + 4 * n, sizeof sum);
-      for (int k = 0; k < 64; k++)
-        sum += uint32_t(int8_t(a.bytes[m][k]) * b.bytes[k / 4][4 * n + k % 4]);
+      for (int k = 0; k < emulated_depth; k++)
+        sum += uint32_t(int8_t(a.bytes[m][k]) * Byte(b.bytes[k / 4][4 * n + k % 4]));
       memcpy(emulated_tiles[C].bytes[m] + 4 * n, &sum, sizeof sum);
     }
+}
+template <int C, int A, int B>
+inline void tile_dot_i8u8() {
+  tile_dot_bytes<C, A, B, uint8_t>();
+}
+template <int C, int A, int B>
+inline void tile_dot_i8i8() {
+  tile_dot_bytes<C, A, B, int8_t>();
 }
 
 #elif defined(__AMX_TILE__)
 
-// Call before a thread's first tile operation in a parallel region, and after its last: tiles in
-// use add 8 KB to the saved state of a sleeping thread. All tiles are always whole ones.
-inline void configure_tiles() {
+// As above; tiles in use add 8 KB to the saved state of a sleeping thread.
+inline void configure_tiles(int depth = kTileBytes) {
   struct alignas(64) {
     uint8_t palette = 1, start = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {};
     uint8_t rows[16] = {};
   } config;
-  for (int i = 0; i < 8; i++) config.row_bytes[i] = kTileBytes, config.rows[i] = kTileRows16;
+  for (int i = 0; i < 8; i++) {
+    config.row_bytes[i] = uint16_t(i == 4 || i == 5 ? depth : kTileBytes);
+    config.rows[i] = uint8_t(i >= 6 ? depth / 4 : kTileRows16);
+  }
   // GCC 12's _tile_loadconfig declares a read of 8 bytes: the rest could be optimized away
   asm volatile("ldtilecfg %0" ::"m"(config));
 }
@@ -119,6 +136,10 @@ INLINE void tile_dot_bf16() {
 template <int C, int A, int B>
 INLINE void tile_dot_i8u8() {
   asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+}
+template <int C, int A, int B>
+INLINE void tile_dot_i8i8() {
+  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
 
 #endif

@@ -11,7 +11,10 @@ from torch import Tensor
 
 from octavo import _native
 from octavo.kernels import native
-from octavo.kernels.base import Codes
+from octavo.kernels.base import Codes, QuantizedWeight
+from octavo.system.block_types import BLOCK_TYPES
+from tests.kernels.test_blocks import pack, random_blocks
+from tests.kernels.test_quant import FORMATS, random_codes
 from tests.torch_ops import native_ops
 
 ops = native_ops()
@@ -113,6 +116,64 @@ def test_int8_has_the_bits_of_vectors(n: int, k: int, tiles: str) -> None:
     on_vectors = ops.quantize_weight(weight, "int8", 0)
     for m, y in zip(rows, got, strict=True):
         assert torch.equal(y, ops.linear(x[:m], on_vectors, bias)), m
+
+
+def grouped_weight(format: str, group: int, n: int, k: int) -> QuantizedWeight:
+    """Return a weight with a scale for each group of inputs; blocks have a multiple of 32 or 256."""
+    if format in BLOCK_TYPES:
+        multiple = BLOCK_TYPES[format].numbers
+        k = -(-k // multiple) * multiple
+        return pack(random_blocks(n, k, format), format, k)
+    return ops.pack_quantized(n, k, format, group, [random_codes(n, k, format, group)])
+
+
+GROUPED = [*(f for f in FORMATS if f[1]), *((block_type, 0) for block_type in BLOCK_TYPES)]
+grouped = pytest.mark.parametrize(("format", "group"), GROUPED)
+
+
+@grouped
+@pytest.mark.parametrize(("n", "k"), [(70, 33), (130, 417)])
+def test_groups_have_the_bits_of_vectors(
+    n: int, k: int, format: str, group: int, tiles: str
+) -> None:
+    """Up to 12 rows are multiplied on vectors; blocks of 32 have an odd number of them."""
+    weight, bias = grouped_weight(format, group, n, k), random(n, seed=2)
+    x = random(49, weight.k)
+    on_vectors = torch.cat([ops.linear(some, weight, bias) for some in x.split(7)])
+    for first, last in ((0, 49), (3, 16), (5, 21), (1, 18), (7, 40)):
+        y = ops.linear(x[first:last], weight, bias)
+        assert torch.equal(y, on_vectors[first:last]), (first, last)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7])
+@pytest.mark.parametrize(("format", "group"), [("int4", 32), ("nf4", 64), ("q6_k", 0)])
+def test_groups_do_not_depend_on_the_partition(
+    format: str, group: int, threads: int, tiles: str
+) -> None:
+    """K so long that many rows are divided differently, and more rows than are quantized together."""
+    native.set_num_threads(threads)
+    for n, k, rows in ((70, 4900, 150), (128, 256, 400)):
+        weight = grouped_weight(format, group, n, k)
+        x = random(rows, weight.k)
+        y = ops.linear(x, weight)
+        for at in (0, 16, 127, 149, rows - 1):
+            assert torch.equal(y[at], ops.linear(x[at : at + 1], weight)[0]), (k, at)
+    assert torch.equal(ops.linear_act_and_mul(x, weight, None, "silu"), ops.act_and_mul(y, "silu"))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize(("format", "group"), [("int4", 32), ("int8_groups", 32), ("q4_k", 0)])
+def test_what_is_not_finite_stays_in_its_row_of_groups(
+    format: str, group: int, bad: float, tiles: str
+) -> None:
+    weight = grouped_weight(format, group, 70, 96)
+    x = random(40, weight.k)
+    good = ops.linear(x, weight)
+    x[17, 33] = bad
+    y = ops.linear(x, weight)
+    assert not y[17].isfinite().any()
+    rest = torch.arange(40) != 17
+    assert torch.equal(y[rest], good[rest])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
