@@ -119,7 +119,7 @@ def test_int8_has_the_bits_of_vectors(n: int, k: int, tiles: str) -> None:
 
 
 def grouped_weight(format: str, group: int, n: int, k: int) -> QuantizedWeight:
-    """Return a weight with a scale for each group of inputs; blocks have a multiple of 32 or 256."""
+    """Return a weight with a scale for each group; blocks have a multiple of 32 or 256 inputs."""
     if format in BLOCK_TYPES:
         multiple = BLOCK_TYPES[format].numbers
         k = -(-k // multiple) * multiple
@@ -150,7 +150,7 @@ def test_groups_have_the_bits_of_vectors(
 def test_groups_do_not_depend_on_the_partition(
     format: str, group: int, threads: int, tiles: str
 ) -> None:
-    """K so long that many rows are divided differently, and more rows than are quantized together."""
+    """With long sums, and with more rows than are quantized together."""
     native.set_num_threads(threads)
     for n, k, rows in ((70, 4900, 150), (128, 256, 400)):
         weight = grouped_weight(format, group, n, k)
