@@ -193,7 +193,7 @@ def test_layers_with_states(case, dtype, tmp_path):
     settings = {"dtype": dtype, "max_model_len": 256, "skip_tokenizer_init": True}
     with LLM(str(tmp_path), **settings, enable_prefix_caching=False, max_num_seqs=1) as llm:
         expected = answers(llm, requests)
-    with LLM(str(tmp_path), **settings, max_num_batched_tokens=48) as llm:
+    with LLM(str(tmp_path), **settings, max_num_batched_tokens=48, max_num_seqs=8) as llm:
         assert answers(llm, requests) == expected
         assert answers(llm, requests[::-1])[::-1] == expected
         assert llm.stats().prefix_cache_hits > 0
