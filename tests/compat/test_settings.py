@@ -142,7 +142,7 @@ TOPICS = {
     r"^enable_log_|max_log_len": "prompts nor answers",
     r"log(ging)?_(config|error)": "log_level",
     r"logprobs": "logprobs",
-    r"mamba|replayssm": "state-space",
+    r"mamba|replayssm": "recurrent states",
     r"^master|distributed_timeout": "torch.distributed",
     r"max_num_": "max_num_",
     r"mm_|media|^video|multimodal|language_model_only|^ec_": "text",

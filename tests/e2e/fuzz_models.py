@@ -159,7 +159,7 @@ def _state_model(rng: random.Random, family: str, layers: int, hidden: int) -> d
         case "FalconH1":
             config |= sizes | {"mamba_d_ssm": None, "mamba_rms_norm": rng.random() < 0.5}
             config |= {"mamba_norm_before_gate": rng.random() < 0.5}
-            config |= {"mlp_multipliers": [0.7, 1.2], "ssm_multipliers": [0.5, 1, 2, 1, 1.5]}
+            config |= {"mlp_multipliers": [0.7, 1.2], "ssm_multipliers": [0.5, 1.0, 2.0, 1.0, 1.5]}
         case "NemotronH":
             config = {"hidden_size": hidden, "head_dim": 8}
             config |= {"layers_block_type": [rng.choice((kind, "mlp")) for kind in kinds]}
