@@ -141,6 +141,9 @@ class TestSlots:
         for i in range(60):
             hit(engine, f"short{i}", text(30, i + 100))
         assert max(snapshots(engine)) == 24
+        stats = engine.scheduler.make_stats()
+        assert stats.num_snapshots == len(snapshots(engine))
+        assert stats.num_snapshot_evictions > 50
 
     def test_a_failed_request_leaves_none(self):
         """Its state may contain NaN."""

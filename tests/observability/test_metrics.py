@@ -19,6 +19,8 @@ NAMES = {
     "prefix_cache_queries",
     "prefix_cache_hits",
     "num_preemptions",
+    "state_snapshots",
+    "state_snapshot_evictions",
     "external_prefix_cache_queries",
     "external_prefix_cache_hits",
     "kv_failed_loads",
