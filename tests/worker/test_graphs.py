@@ -52,17 +52,18 @@ def make_steps(
         ops=OPS,
     )
     groups = make_kv_cache_groups(spec.caches)
-    kv = KVCacheConfig(MAX_REQS * BLOCKS * len(groups) + 1, BLOCK_SIZE, groups)
+    kv = KVCacheConfig(MAX_REQS * BLOCKS * len(groups) + 1, BLOCK_SIZE, groups, num_states=MAX_REQS)
     backend = CPUAttention()
     memory = [
-        full((kv.num_blocks, nbytes), 255, "uint8")  # of floats: NaN
-        for _, nbytes in kv.tensor_sizes(dtype)
+        full((count, nbytes), 255, "uint8")  # of floats: NaN
+        for count, nbytes in kv.tensor_sizes(dtype)
     ]
     caches = [
         cache.view(memory[slot], BLOCK_SIZE, dtype, backend)
         for slot, cache in zip(kv.layer_to_tensor, spec.caches, strict=True)
     ]
-    batch = InputBatch(MAX_REQS, MAX_LEN, kv)
+    batch = InputBatch(MAX_REQS, MAX_LEN, kv, spec.step_arrays)
+    drafts = 0 if any(group.has_states for group in groups) else MAX_FORCED
     return EagerSteps(
         model,
         OPS,
@@ -70,7 +71,7 @@ def make_steps(
         caches,
         [group.cache for group in groups],
         kv.layer_to_group,
-        StepBuffers(batch.layout(StepSize(MAX_TOKENS, MAX_REQS, MAX_REQS * (1 + MAX_FORCED)))),
+        StepBuffers(batch.layout(StepSize(MAX_TOKENS, MAX_REQS, MAX_REQS * (1 + drafts)))),
         KEPT,
         progress=progress,
     ), batch
@@ -129,7 +130,7 @@ def test_captured_equals_eager(case: str, dtype: str, tmp_path: Path) -> None:
                 list(range(first + g * BLOCKS, first + (g + 1) * BLOCKS)) for g in range(groups)
             ]
             tokens = rng.integers(3, VOCAB, MAX_LEN).tolist()
-            new = NewRequestData(tokens, MAX_LEN, CoreSamplingParams(), 0)
+            new = NewRequestData(tokens, MAX_LEN, CoreSamplingParams(), 0, state_slots=[i])
             if with_embeds and req_id != "a":
                 new.prompt_embeds = embeds_of(steps.model, tokens[:with_embeds], dtype)
                 new.token_ids = [0] * with_embeds + tokens[with_embeds:]
