@@ -442,14 +442,18 @@ INLINE void with_block_type(QuantFormat format, F f) {
 #if defined(OCTAVO_PRODUCTS)
 #if defined(OCTAVO_TILES)
 template <QuantFormat F>
+const uint8_t* group_at(const LinearQArgs& a, int64_t panel, int64_t group) {
+  using B = Blocks<F>;
+  return static_cast<const uint8_t*>(a.weight) + panel * B::panel_nbytes(a.k) +
+         B::unit_at(group / B::groups);
+}
+
+template <QuantFormat F>
 void unpack_groups(const LinearQArgs& a, int64_t panel, int64_t first, int64_t count, GroupWeights& w) {
   using B = Blocks<F>;
   const uint8_t* packed = static_cast<const uint8_t*>(a.weight) + panel * B::panel_nbytes(a.k);
-  const int64_t unit = first / B::groups, units = count / B::groups;
-  const uint8_t* ahead = packed + B::unit_at(unit) + kAhead;
-  unpack_units<F>(packed, unit, units, w.scales[0], w.terms[0],
+  unpack_units<F>(packed, first / B::groups, count / B::groups, w.scales[0], w.terms[0],
                   [&](int64_t u, int q, int j, vu codes) {
-                    if (q == 0) fetch_part<1, B::unit_nbytes>(ahead + u * B::unit_nbytes, j * W);
                     const vbytes v = (vbytes)codes - uint8_t(B::zero);
                     memcpy(w.bytes[j][u * kUnitQuads + q], &v, sizeof v);
                   });
@@ -458,7 +462,7 @@ void unpack_groups(const LinearQArgs& a, int64_t panel, int64_t first, int64_t c
 template <QuantFormat F>
 GroupKernel block_kernel() {
   constexpr int group = Blocks<F>::shape.group;
-  return {group, unpack_groups<F>,
+  return {group, group_at<F>, unpack_groups<F>,
           group_block<group, Blocks<F>::min ? GroupTerm::minimum : GroupTerm::none>};
 }
 #endif

@@ -79,7 +79,7 @@ struct GroupProducts {
       a += kTileRows16 * kDeep;
       b += kDeep / kQuad * kTileBytes;
     }
-    if (--left > 0) return;
+    if (__builtin_expect(--left > 0, true)) return;  // registers are for the loop
     left = groups;
     a -= groups * kTileRows16 * Group;
     b += sizeof(GroupWeights::bytes[0]) - groups * (Group / kQuad * kTileBytes);
@@ -96,6 +96,7 @@ struct GroupProducts {
 
 // c[sixteens * 16][kPanel] (+)= x * w for `groups` groups of `Group` inputs. x, its scales and terms
 // are those of the first group; rows of 16 are `next_rows` bytes and `next_scales` numbers apart.
+// Meanwhile packed weights are prefetched, from `ahead` to `end`.
 //
 // Vectors work on a group's sums while the tiles multiply the next but one. While tiles are in use,
 // one port of the processor executes floats of 512 bits instead of two: the 3 or 4 instructions for
@@ -103,19 +104,23 @@ struct GroupProducts {
 template <int Group, GroupTerm Term>
 NOINLINE void group_block(const int8_t* x, int64_t next_rows, const float* x_scales,
                           const float* x_terms, int64_t next_scales, const GroupWeights& w,
-                          int64_t sixteens, int64_t groups, float* c, bool begin) {
+                          int64_t sixteens, int64_t groups, float* c, bool begin,
+                          const uint8_t* ahead, const uint8_t* end) {
   constexpr bool low = Term == GroupTerm::low;
   GroupSums<Group, low> sums[2], *ready = sums, *later = sums + 1;
   GroupProducts<Group, low> products{x, w.bytes[0][0], groups, groups, sixteens, next_rows, 0};
   products.multiply();
   products.store(*ready);
   products.multiply();
+  const int64_t fetched = ceil_div(end - ahead, sixteens * (kPanel / 16));  // for a tile of c
   for (int64_t s = 0; s < sixteens; s++, c += kTileRows16 * kPanel, x_scales += next_scales, x_terms += next_scales)
     for (int j = 0; j < kPanel; j += 16) {
+      for (const uint8_t* to = min(ahead + fetched, end); ahead < to; ahead += 64)
+        __builtin_prefetch(ahead, 0, 2);
       vf acc[kTileRows16];
       UNROLL for (int i = 0; i < kTileRows16; i++) acc[i] = begin ? vf{} : load(c + i * kPanel + j);
       const float *scales = w.scales[0] + j, *factors = x_scales, *more = x_terms;
-      for (const float* end = scales + groups * kPanel; scales != end; scales += kPanel) {
+      for (const float* last = scales + groups * kPanel; scales != last; scales += kPanel) {
         products.store(*later);
         products.multiply();
         const vf scale = load(scales);
@@ -140,6 +145,8 @@ NOINLINE void group_block(const int8_t* x, int64_t next_rows, const float* x_sca
 // Products with weights of one format
 struct GroupKernel {
   int64_t group;
+  // Address of a group of a panel
+  const uint8_t* (*at)(const LinearQArgs& a, int64_t panel, int64_t group);
   // Writes groups first ... first + count of a panel to w.
   void (*unpack)(const LinearQArgs& a, int64_t panel, int64_t first, int64_t count, GroupWeights& w);
   decltype(&group_block<32, GroupTerm::none>) multiply;
@@ -158,15 +165,17 @@ INLINE void group_tiles(const LinearQArgs& a, T t, const GroupRows& x, int64_t r
   for_tile_parts(
       a, m, x.steps, cut, [&](int64_t part) { return q + part * cut.part * rows_nbytes; },
       [&](const char* at, int64_t sixteens, int64_t panel, int64_t from, int64_t depth, char* c,
-          int64_t, int64_t) {
+          int64_t next_panel, int64_t next_from) {
         const int64_t first = from * kTileBytes / kernel.group;
         const int64_t count = min(depth * kTileBytes / kernel.group, x.groups - first);
+        const int64_t nbytes = kernel.at(a, panel, first + count) - kernel.at(a, panel, first);
+        const uint8_t* next = kernel.at(a, next_panel, next_from * kTileBytes / kernel.group);
         GroupWeights w;
         kernel.unpack(a, panel, first, count, w);
         const int64_t scale = ((at - q) / rows_nbytes * x.groups + first) * kTileRows16;
         kernel.multiply(reinterpret_cast<const int8_t*>(at), rows_nbytes, x.scales + scale,
                         x.terms + scale, x.groups * kTileRows16, w, sixteens, count,
-                        reinterpret_cast<float*>(c), from == 0);
+                        reinterpret_cast<float*>(c), from == 0, next, next + nbytes);
       },
       [&](int64_t first, int64_t rows, int64_t col, char* c, char* up) {
         write_part(a, t, a.m, row0 + first, rows, col, reinterpret_cast<float*>(c),

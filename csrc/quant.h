@@ -287,20 +287,24 @@ INLINE void panel4(const LinearQArgs& a, const QuantRows& x, int64_t first, int6
 
 #if defined(OCTAVO_TILES)
 template <QuantFormat F>
+const uint8_t* codes_at(const LinearQArgs& a, int64_t panel, int64_t group) {
+  return static_cast<const uint8_t*>(a.weight) +
+         (panel * ceil_div(a.k, a.group) + group) * group_nbytes(a.group, F);
+}
+
+template <QuantFormat F>
 void unpack_codes(const LinearQArgs& a, int64_t panel, int64_t first, int64_t count, GroupWeights& to) {
   constexpr bool bytes = F == QuantFormat::int8_groups, nf4 = F == QuantFormat::nf4;
   using Scale = std::conditional_t<bytes || nf4, float, f16>;
-  const int64_t nbytes = group_nbytes(a.group, F), quads = a.group / kQuad;
-  const uint8_t* w = static_cast<const uint8_t*>(a.weight) +
-                     (panel * ceil_div(a.k, a.group) + first) * nbytes;
-  for (int64_t g = 0; g < count; g++) {
+  const int64_t quads = a.group / kQuad;
+  const uint8_t* w = codes_at<F>(a, panel, first);
+  for (int64_t g = 0; g < count; g++, w += group_nbytes(a.group, F)) {
     const uint8_t* scales = w + quads * kQuad * kPanel / (bytes ? 1 : 2);
     const uint8_t* zeros = scales + kPanel * sizeof(Scale);
     for (int64_t q = 0; q < quads; q++) {
       const int64_t at = g * quads + q;
       UNROLL for (int j = 0; j < kVectors; j++) {
         const uint8_t* p = w + (bytes ? q : q / 2) * kQuad * kPanel + j * kQuad * W;
-        if (bytes || q % 2 == 0) __builtin_prefetch(p + kAhead);
         const vu b = load_raw<vu>(p), codes = bytes ? b : (q % 2 ? b >> 4 : b) & 0x0f0f0f0fu;
         vbytes v = (vbytes)decode<F>(codes);
         if constexpr (F == QuantFormat::int4)
@@ -320,7 +324,6 @@ void unpack_codes(const LinearQArgs& a, int64_t panel, int64_t first, int64_t co
       store(to.scales[g] + j, load(reinterpret_cast<const Scale*>(scales) + j));
       if constexpr (bytes) store(to.terms[g] + j, to_float(128 - load_zeros(zeros + j)));
     }
-    w += nbytes;
   }
 }
 
@@ -329,7 +332,7 @@ GroupKernel group_kernel(int64_t group) {
   constexpr GroupTerm term = F == QuantFormat::int8_groups ? GroupTerm::offset
                              : F == QuantFormat::nf4       ? GroupTerm::low
                                                            : GroupTerm::none;
-  return {group, unpack_codes<F>,
+  return {group, codes_at<F>, unpack_codes<F>,
           group == 32   ? group_block<32, term>
           : group == 64 ? group_block<64, term>
                         : group_block<128, term>};
