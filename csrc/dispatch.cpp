@@ -124,7 +124,9 @@ static std::vector<const KernelTable*> find_available() {
                         __builtin_cpu_supports("avx512vnni");
   // CMakeLists.txt selects the variants.
 #if defined(OCTAVO_HAS_amx)
-  if (has_bf16 && may_use_tiles() && amx::tiles_work()) found.push_back(&amx::table);
+  // Every processor with AMX has VBMI; a hypervisor may hide it.
+  if (has_bf16 && __builtin_cpu_supports("avx512vbmi") && may_use_tiles() && amx::tiles_work())
+    found.push_back(&amx::table);
 #endif
 #if defined(OCTAVO_HAS_avx512_bf16)
   if (has_bf16) found.push_back(&avx512_bf16::table);

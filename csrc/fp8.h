@@ -69,6 +69,40 @@ INLINE void unpack_fp8(const Fp8<float>* from, int64_t depth, float* to) {
   }
 }
 
+#if defined(__AVX512VBMI__)
+// Bytes of bfloat16 numbers: the high ones of all magnitudes, the low ones of subnormal e4m3 numbers,
+// which repeat
+struct Fp8Bytes {
+  uint8_t high[128], low[64];
+  constexpr Fp8Bytes() : high(), low() {
+    for (int i = 0; i < 128; i++) high[i] = uint8_t(kMagnitudes<e4m3>.bits[i] >> 8);
+    for (int i = 0; i < 64; i++) low[i] = uint8_t(kMagnitudes<e4m3>.bits[i % 8]);
+  }
+};
+alignas(64) constexpr Fp8Bytes kFp8Bytes;
+
+INLINE void unpack_fp8(const Fp8<bf16>* from, int64_t depth, bf16* to) {
+  const __m512i high0 = _mm512_load_si512(kFp8Bytes.high);
+  const __m512i high1 = _mm512_load_si512(kFp8Bytes.high + 64);
+  const __m512i subnormal = _mm512_load_si512(kFp8Bytes.low);
+  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // halves of lanes are unpacked
+  for (int64_t p = 0; p < depth; p += 2, from += 2 * kPanel, to += 2 * kPanel)
+    UNROLL for (int j = 0; j < 2 * kPanel; j += 4 * W) {
+      __builtin_prefetch(from + depth * kPanel + j);
+      const __m512i codes = _mm512_permutexvar_epi64(order, load_raw<__m512i>(from + j));
+      const __m512i magnitude = _mm512_permutex2var_epi8(high0, codes, high1);
+      const __m512i sign = _mm512_set1_epi8(-128);
+      const __m512i high = _mm512_ternarylogic_epi32(magnitude, codes, sign, 0xf8);
+      // The last bit of the exponent, then the mantissa; NaN has other bits than elsewhere
+      const __m512i normal = _mm512_and_si512(_mm512_slli_epi16(codes, 4), _mm512_set1_epi8(-16));
+      const __mmask64 small = _mm512_testn_epi8_mask(codes, _mm512_set1_epi8(0x78));
+      const __m512i low = _mm512_mask_permutexvar_epi8(normal, small, codes, subnormal);
+      const __m512i first = _mm512_unpacklo_epi8(low, high), second = _mm512_unpackhi_epi8(low, high);
+      memcpy(to + j, &first, sizeof first);
+      memcpy(to + j + 2 * W, &second, sizeof second);
+    }
+}
+#else
 INLINE void unpack_fp8(const Fp8<bf16>* from, int64_t depth, bf16* to) {
   for (int64_t p = 0; p < depth; p += 2, from += 2 * kPanel, to += 2 * kPanel) {
     __builtin_prefetch(from + depth * kPanel);
@@ -78,6 +112,7 @@ INLINE void unpack_fp8(const Fp8<bf16>* from, int64_t depth, bf16* to) {
     }
   }
 }
+#endif
 
 #if defined(OCTAVO_DOT_BF16)
 template <>
@@ -198,15 +233,15 @@ void fp8_tiles(const LinearQArgs& a) {
         const char* next = reinterpret_cast<const char*>(codes + some * step * kPanel);
         unpack_fp8(codes, some * step, numbers);
         if (!a.group) {
-          tile_block<DotBf16>(x, steps * kTileNbytes, w, some, groups, c, s == 0, next);
+          tile_block<DotBf16, 0>(x, steps * kTileNbytes, w, some, groups, c, s == 0, next);
           continue;
         }
         const float* scales = fp8_scales(a, panel * kPanel) + s / chunk * kPanel;
         for (int64_t g = 0; g < groups; g += 2) {
           alignas(64) char sums[2 * kStepNbytes];
           const int64_t count = min<int64_t>(2, groups - g);
-          tile_block<DotBf16>(x + g * steps * kTileNbytes, steps * kTileNbytes, w, some, count, sums,
-                              true, next);
+          tile_block<DotBf16, 0>(x + g * steps * kTileNbytes, steps * kTileNbytes, w, some, count,
+                                 sums, true, next);
           char* total = c + g * kStepNbytes;
           if (s == 0) memset(total, 0, count * kStepNbytes);
           add_scaled(reinterpret_cast<const float*>(sums), count * kTileRows16, scales, 1.0f,

@@ -108,14 +108,14 @@ void one_by_four(const char* a, const char* b, int64_t steps, char* c, bool begi
 
 // c[groups * 16][kPanel] (+)= x * w for a block of K. Meanwhile the next one, at `ahead`, is
 // prefetched into L2, spread over some passes, so that neither computing nor reading waits for the
-// other.
-template <class Dot>
+// other. `Lines`: number of lines prefetched for each step.
+template <class Dot, int Lines>
 INLINE void tile_block(const char* x, int64_t next_group, const char* w, int64_t steps, int64_t groups,
                        char* c, bool begin, const char* ahead) {
-  constexpr int all = kStepNbytes / 64, locality = 2;
+  constexpr int locality = 2;
   if (groups == 1) {  // weights that are read once are prefetched in passing
     ahead = w + kFetchAhead;
-    return one_by_four<Dot, Fetch<all, locality>>(x, w, steps, c, begin, ahead);
+    return one_by_four<Dot, Fetch<Lines, locality>>(x, w, steps, c, begin, ahead);
   }
   const int64_t pairs = groups / 2;
   for (int64_t g = 0; g < pairs; g++)
@@ -126,13 +126,13 @@ INLINE void tile_block(const char* x, int64_t next_group, const char* w, int64_t
                                            c + 2 * g * kStepNbytes + at, begin, ahead);
       };
       if (pairs == 1)
-        pass(Fetch<all / 2, locality>{});
+        pass(Fetch<Lines / 2, locality>{});
       else if (pairs < 4 && g < 2)
-        pass(Fetch<all / 4, locality>{});
+        pass(Fetch<Lines / 4, locality>{});
       else if (pairs >= 4 && pairs < 8 && g < 4)
-        pass(Fetch<all / 8, locality>{});
+        pass(Fetch<Lines / 8, locality>{});
       else if (pairs >= 8 && g < 8)
-        pass(Fetch<all / 16, locality>{});
+        pass(Fetch<Lines / 16, locality>{});
       else
         pass(Fetch<0, locality>{});
     }
@@ -267,8 +267,8 @@ INLINE void tile_products(const Args& a, int64_t m, int64_t steps, const TileCut
       a, m, steps, cut, tiles,
       [&](const char* x, int64_t groups, int64_t panel, int64_t from, int64_t depth, char* c,
           int64_t next_panel, int64_t next_from) {
-        tile_block<Dot>(x, steps * kTileNbytes, at(panel, from), depth, groups, c, from == 0,
-                        at(next_panel, next_from));
+        tile_block<Dot, kStepNbytes / 64>(x, steps * kTileNbytes, at(panel, from), depth, groups, c,
+                                          from == 0, at(next_panel, next_from));
       },
       finish);
 }
