@@ -17,7 +17,23 @@ INLINE void with_gate(Gated kind, F f) {
     case Gated::gelu_tanh: return f([](vf x) { return gelu_tanh(x); });
     case Gated::sigmoid: return f([](vf x) { return sigmoid(x); });
     case Gated::relu2: return f([](vf x) { return x > 0.0f ? x * x : vf{}; });
+    case Gated::oai: return f([](vf x) { return x * sigmoid(1.702f * x); });
   }
+}
+
+// Calls f with the function of gate and up, both rounded to T, as separate kernels round.
+template <class T, class F>
+INLINE void with_gated(Gated kind, float limit, T, F f) {
+  const float one = kind == Gated::oai ? 1.0f : 0.0f;
+  with_gate(kind, [&](auto act) {
+    if (limit == 0.0f && one == 0.0f)
+      return f([=](vf gate, vf up) { return round_to(act(gate), T{}) * up; });
+    const float most = limit == 0.0f ? INFINITY : limit;
+    f([=](vf gate, vf up) {
+      gate = gate > most ? splat(most) : gate;
+      return round_to(act(gate), T{}) * (clamp(up, -most, most) + one);
+    });
+  });
 }
 
 void gated(const GatedArgs& a) {
@@ -29,9 +45,9 @@ void gated(const GatedArgs& a) {
       const T* gate = static_cast<const T*>(a.x) + row * a.x_stride + start;
       const T* up = gate + a.dim;
       T* out = static_cast<T*>(a.out) + row * a.out_stride + start;
-      with_gate(a.kind, [&](auto f) {
+      with_gated(a.kind, a.limit, T{}, [&](auto f) {
         for_lanes(min(kPiece, a.dim - start), [&](int64_t i, int n) {
-          store(out + i, round_to(f(load(gate + i, n)), T{}) * load(up + i, n), n);
+          store(out + i, f(load(gate + i, n), load(up + i, n)), n);
         });
       });
     });
@@ -68,6 +84,7 @@ void unary(const UnaryArgs& a) {
             x = x < -a.param ? splat(-a.param) : x;
             return x > a.param ? splat(a.param) : x;
           });
+        case Unary::relu2: return apply([](vf x) { return x < 0.0f ? vf{} : x * x; });
       }
     });
   });

@@ -226,7 +226,7 @@ void* scratch(size_t bytes, int which) {
     size_t size = 0;
     ~Buffer() { std::free(data); }
   };
-  thread_local Buffer buffers[3];
+  thread_local Buffer buffers[4];
   Buffer& buffer = buffers[which];
   if (buffer.size < bytes) {
     const size_t size = (bytes + 63) / 64 * 64;

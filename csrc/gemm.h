@@ -169,13 +169,13 @@ void write_rows(const float* c, const T* bias, O* out, int64_t stride, int64_t r
 // Writes act(gate) * up like write_rows; all three are rounded to T, as in separate kernels.
 template <class T>
 void write_gated(const float* gate, const float* up, const T* gate_bias, const T* up_bias, Gated kind,
-                 T* out, int64_t stride, int64_t rows) {
-  with_gate(kind, [&](auto f) {
+                 float limit, T* out, int64_t stride, int64_t rows) {
+  with_gated(kind, limit, T{}, [&](auto f) {
     for (int64_t i = 0; i < rows; i++)
       for (int64_t j = 0; j < kPanel; j += W) {
         vf g = load(gate + i * kPanel + j), u = load(up + i * kPanel + j);
         if (gate_bias) g += load(gate_bias + j), u += load(up_bias + j);
-        store(out + i * stride + j, round_to(f(round_to(g, T{})), T{}) * round_to(u, T{}));
+        store(out + i * stride + j, f(round_to(g, T{}), round_to(u, T{})));
       }
   });
 }
@@ -186,12 +186,18 @@ INLINE void write_panel(const Args& a, T, const float* c, const float* up, int64
                         int64_t stride, int64_t rows) {
   const T* bias = a.bias ? static_cast<const T*>(a.bias) + col : nullptr;
   if (up)
-    return write_gated(c, up, bias, bias ? bias + a.n / 2 : nullptr, a.gated, static_cast<T*>(out),
-                       stride, rows);
+    return write_gated(c, up, bias, bias ? bias + a.n / 2 : nullptr, a.gated, a.limit,
+                       static_cast<T*>(out), stride, rows);
   with_type(a.out_dtype, [&](auto o) {
     write_rows(c, bias, static_cast<decltype(o)*>(out), stride, rows,
                min<int64_t>(kPanel, a.n - col));
   });
+}
+
+// Returns the number of panels of outputs that a product computes.
+template <class Args>
+INLINE int64_t panels_of(const Args& a) {
+  return a.num_panels ? a.num_panels : ceil_div(a.gated == Gated::none ? a.n : a.n / 2, kPanel);
 }
 
 // Cuts a product into tasks of some rows and one panel of outputs. `product(first, rows, col, c,
@@ -200,7 +206,7 @@ INLINE void write_panel(const Args& a, T, const float* c, const float* up, int64
 template <class T, class Args, class F>
 INLINE void for_tiles(const Args& a, T t, int64_t row0, int64_t m, int64_t cost, F product) {
   const bool gated = a.gated != Gated::none;
-  const int64_t half = a.n / 2, panels = ceil_div(gated ? half : a.n, kPanel);
+  const int64_t half = a.n / 2, panels = panels_of(a), first_col = a.first_panel * kPanel;
   // Narrow weights have too few panels to keep all threads busy to the end: use fewer rows at once.
   const int64_t parts = ceil_div(8 * num_threads(), panels);
   constexpr int64_t whole = 4 * kRows<float>;  // divisible by the rows at once of all types
@@ -208,8 +214,8 @@ INLINE void for_tiles(const Args& a, T t, int64_t row0, int64_t m, int64_t cost,
   const int64_t block = min<int64_t>(kRowBlock, some);
   parallel_for(panels * ceil_div(m, block), cost, [&](int64_t task, int64_t next_task) {
     const int64_t first = task / panels * block, rows = min(block, m - first);
-    const int64_t col = task % panels * kPanel;
-    const int64_t next = next_task < 0 ? -1 : next_task % panels * kPanel;
+    const int64_t col = first_col + task % panels * kPanel;
+    const int64_t next = next_task < 0 ? -1 : first_col + next_task % panels * kPanel;
     void* out =
         static_cast<char*>(a.out) + ((row0 + first) * a.out_stride + col) * size_of(a.out_dtype);
     alignas(64) float c[kRowBlock * kPanel];
@@ -226,10 +232,9 @@ INLINE void for_tiles(const Args& a, T t, int64_t row0, int64_t m, int64_t cost,
 // Multiplies rows of x, which is x itself or float32 copies.
 template <class A, class T>
 void linear_rows(const LinearArgs& a, const A* x, int64_t x_stride, int64_t row0, int64_t m) {
-  const int64_t panels = ceil_div(a.n, kPanel);
   const int64_t panel_k = padded_k<T>(a.k);
   const T* weight = static_cast<const T*>(a.weight);
-  const int64_t cost = panels * kVectors * m * a.k;
+  const int64_t cost = ceil_div(a.n, kPanel) * kVectors * m * a.k;
   for_tiles(a, T{}, row0, m, cost,
             [&](int64_t first, int64_t rows, int64_t col, float* c, int64_t next) {
               panel_product<T>(x + first * x_stride, x_stride, weight + col * panel_k, rows, a.k, c,

@@ -158,7 +158,7 @@ struct TileCut {
 template <class Args>
 INLINE TileCut cut_tiles(const Args& a, int64_t m, int64_t steps) {
   const bool gated = a.gated != Gated::none;
-  const int64_t row = steps * kTileBytes, panels = ceil_div(gated ? a.n / 2 : a.n, kPanel);
+  const int64_t row = steps * kTileBytes, panels = panels_of(a);
   const bool many_long = row > kLongK && m > kLongFrom;
   const int64_t group_nbytes = kTileRows16 * row;
   const int64_t fits =
@@ -216,10 +216,10 @@ template <class Args, class Tiles, class Multiply, class Finish>
 INLINE void for_tile_parts(const Args& a, int64_t m, int64_t steps, const TileCut& cut, Tiles tiles,
                            Multiply multiply, Finish finish) {
   const bool gated = a.gated != Gated::none;
-  const int64_t half = a.n / 2 / kPanel, panels = gated ? half : ceil_div(a.n, kPanel);
+  const int64_t half = a.n / 2 / kPanel, last_panel = a.first_panel + panels_of(a);
   auto task = [&](const char* x, int64_t p, int64_t s) {
     const int64_t first = p * cut.part, groups = min(cut.part, cut.groups - first);
-    const int64_t panel0 = s * cut.set, end = min(panel0 + cut.set, panels);
+    const int64_t panel0 = a.first_panel + s * cut.set, end = min(panel0 + cut.set, last_panel);
     int64_t together[kLongPanels];
     int count = 0;
     for (int64_t i = panel0; i < end; i++) {

@@ -8,6 +8,7 @@
 #include "linear.h"
 #include "norm.h"
 #include "rotary.h"
+#include "routing.h"
 #include "sample.h"
 #include "state.h"
 #include "tile.h"

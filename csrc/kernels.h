@@ -34,7 +34,8 @@ struct i8 {
   int8_t value;
 };
 
-enum class Gated : int { none = -1, silu = 0, gelu = 1, gelu_tanh = 2, sigmoid = 3, relu2 = 4 };
+// oai: x * sigmoid(1.702 * x); where a gate is multiplied, the factor is up + 1 (gpt-oss)
+enum class Gated : int { none = -1, silu = 0, gelu = 1, gelu_tanh = 2, sigmoid = 3, relu2 = 4, oai = 5 };
 enum class Unary : int {
   exp = 0,
   log = 1,
@@ -45,7 +46,8 @@ enum class Unary : int {
   soft_cap = 6,
   relu = 7,
   scale = 8,
-  clamp = 9
+  clamp = 9,
+  relu2 = 10
 };
 
 // Size that a recorded call is set to before it runs.
@@ -96,10 +98,13 @@ struct LinearArgs {
   void* out;  // [m, n], or gated: [m, n / 2]
   int64_t out_stride;
   int64_t m, n, k;
+  int64_t first_panel, num_panels;  // panels of outputs (gated: of gates) to compute; 0: all
   Gated gated;  // act(gate) * up of the halves, of whole panels and of x's dtype
+  float limit;  // gated: bound of gates from above, and of up; 0: none
   DType dtype, out_dtype;
 
-  MEMBERS(x, x_stride, weight, bias, out, out_stride, m, n, k, gated, dtype, out_dtype)
+  MEMBERS(x, x_stride, weight, bias, out, out_stride, m, n, k, first_panel, num_panels, gated, limit,
+          dtype, out_dtype)
   void resize(const StepSize& size) { m = size.rows; }
   Work work() const {
     const int64_t width = gated == Gated::none ? n : n / 2;
@@ -182,12 +187,14 @@ struct LinearQArgs {
   void* out;  // as above
   int64_t out_stride;
   int64_t m, n, k, group;
+  int64_t first_panel, num_panels;  // as above
   QuantFormat format;
   Gated gated;
+  float limit;  // as above
   DType dtype, out_dtype;
 
-  MEMBERS(x, x_stride, weight, order, bias, out, out_stride, m, n, k, group, format, gated, dtype,
-          out_dtype)
+  MEMBERS(x, x_stride, weight, order, bias, out, out_stride, m, n, k, group, first_panel, num_panels,
+          format, gated, limit, dtype, out_dtype)
   void resize(const StepSize& size) { m = size.rows; }
   Work work() const {
     // Bytes of a number; of block types those of a block before it is packed
@@ -275,9 +282,10 @@ struct GatedArgs {
   void* out;  // [rows, dim]
   int64_t out_stride, rows, dim;
   Gated kind;
+  float limit;  // bound of gates from above, and of up; 0: none
   DType dtype;
 
-  MEMBERS(x, x_stride, out, out_stride, rows, dim, kind, dtype)
+  MEMBERS(x, x_stride, out, out_stride, rows, dim, kind, limit, dtype)
   void resize(const StepSize& size) { rows = size.rows; }
   Work work() const { return {double(size_of(dtype)) * rows * dim * 3, 0.0}; }
 };
@@ -623,6 +631,85 @@ struct SsdArgs {
   }
 };
 
+// Choice of experts for each token, in float32. A token's experts are those with the largest scores
+// plus bias; of equal ones the first. NaN is never chosen if there are other numbers.
+enum class Score : int { softmax = 0, sigmoid = 1, sqrt_softplus = 2, none = 3 };
+
+struct RouteArgs {
+  const float* logits;  // [tokens, experts]
+  int64_t logits_stride;
+  const float* bias;  // [experts] or null: it chooses, and never weighs
+  const float* factors;  // [experts] or null: factors of the weights
+  int32_t* ids;  // [tokens, top_k], the largest score first
+  float* weights;  // [tokens, top_k]
+  int64_t tokens, experts, top_k;
+  int64_t groups, top_groups;  // equal parts of the experts, and number of those that are chosen
+  int64_t group_best;  // number of a group's largest scores whose sum is the group's score
+  Score score;
+  bool softmax_chosen;  // weights are the softmax of the chosen scores
+  bool renormalize;  // weights are divided by their sum + epsilon, which is `least` or more
+  float epsilon, least, scale;
+
+  MEMBERS(logits, logits_stride, bias, factors, ids, weights, tokens, experts, top_k, groups, top_groups,
+          group_best, score, softmax_chosen, renormalize, epsilon, least, scale)
+  void resize(const StepSize& size) { tokens = size.rows; }
+  Work work() const { return {double(tokens) * (experts * 4 + top_k * 8), 0.0}; }
+};
+
+// Feed-forward blocks of experts: inner = act(x * up^T) or act(gate) * up, and out = inner * down^T.
+// Rows of inner and out belong to pairs of a token and an expert, sorted by expert.
+struct ExpertsArgs {
+  const void* x;  // [tokens, hidden]
+  int64_t x_stride;
+  const int32_t* ids;  // [tokens, top_k]: expert of each pair
+  const float* factors;  // [tokens, top_k] or null: factors of x
+  int32_t* places;  // [tokens, top_k]: receives the row of each pair
+  const uint64_t *up, *down;  // [experts]: addresses of packed weights, 0: another rank's; null: the
+                              // whole product is left out
+  const void *up_bias, *down_bias;  // [experts, outputs] of x's dtype, or null
+  void* inner;  // [tokens * top_k, columns of inner]
+  void* out;  // [tokens * top_k, hidden]
+  int64_t inner_stride, out_stride;
+  int64_t tokens, top_k, experts;
+  int64_t hidden, up_outputs, down_inputs, down_outputs;
+  int64_t up_group, down_group;  // as in LinearQArgs
+  int64_t up_order, down_order;  // position of the order of inputs in a packed weight; 0: none
+  bool up_plain, down_plain;  // weights are numbers of x's dtype
+  QuantFormat up_format, down_format;  // of the others
+  Gated gated;
+  Unary activation;  // if not gated
+  float limit;  // as in LinearArgs
+  DType dtype;
+
+  MEMBERS(x, x_stride, ids, factors, places, up, down, up_bias, down_bias, inner, out, inner_stride,
+          out_stride, tokens, top_k, experts, hidden, up_outputs, down_inputs, down_outputs, up_group,
+          down_group, up_order, down_order, up_plain, down_plain, up_format, down_format, gated,
+          activation, limit, dtype)
+  void resize(const StepSize& size) { tokens = size.rows; }
+  Work work() const {
+    // Each distinct expert's weights are read once; those of quantized ones count as bytes.
+    const double pairs = double(tokens) * top_k, read = pairs < experts ? pairs : experts;
+    const double upper = up ? double(up_outputs) * hidden : 0.0;
+    const double lower = down ? double(down_outputs) * down_inputs : 0.0;
+    return {read * (upper * (up_plain ? size_of(dtype) : 1) + lower * (down_plain ? size_of(dtype) : 1)),
+            2.0 * pairs * (upper + lower)};
+  }
+};
+
+// out = the sum of a token's rows of x times their weights, from first to last.
+struct SumExpertsArgs {
+  const void* x;  // [tokens * top_k, dim]
+  const int32_t* places;  // [tokens, top_k]: rows of x
+  const float* weights;  // [tokens, top_k], or null: 1
+  void* out;  // [tokens, dim]
+  int64_t x_stride, out_stride, tokens, top_k, dim;
+  DType dtype;
+
+  MEMBERS(x, places, weights, out, x_stride, out_stride, tokens, top_k, dim, dtype)
+  void resize(const StepSize& size) { tokens = size.rows; }
+  Work work() const { return {double(size_of(dtype)) * tokens * dim * (top_k + 1), 2.0 * tokens * top_k * dim}; }
+};
+
 // Every kernel, with its arguments.
 #define OCTAVO_KERNELS(KERNEL)            \
   KERNEL(pack_weight, PackArgs)           \
@@ -654,7 +741,10 @@ struct SsdArgs {
   KERNEL(attention, AttentionArgs)        \
   KERNEL(causal_conv, CausalConvArgs)     \
   KERNEL(gated_delta_rule, DeltaRuleArgs) \
-  KERNEL(ssd, SsdArgs)
+  KERNEL(ssd, SsdArgs)                    \
+  KERNEL(route, RouteArgs)                \
+  KERNEL(experts, ExpertsArgs)            \
+  KERNEL(sum_experts, SumExpertsArgs)
 
 struct KernelTable {
   const char* isa;
@@ -679,11 +769,12 @@ struct Tuning {
 extern Tuning tuning;
 
 // Returns a buffer of the calling thread, 64-byte aligned, kept for the next call; each thread has
-// three.
+// four. Kernels use the first three, `experts` the last.
 void* scratch(size_t bytes, int which = 0);
 
 void sort_descending(uint64_t* keys, int64_t count);
 
 void top_k(const TopKArgs& a);
+void experts(const ExpertsArgs& a);
 
 }  // namespace octavo

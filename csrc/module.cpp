@@ -57,9 +57,11 @@ constexpr int kCodes<CacheType> = 4;
 template <>
 constexpr int kCodes<QuantFormat> = 25;
 template <>
-constexpr int kCodes<Unary> = 10;
+constexpr int kCodes<Unary> = 11;
 template <>
-constexpr int kCodes<Gated> = 6;
+constexpr int kCodes<Gated> = 7;
+template <>
+constexpr int kCodes<Score> = 4;
 
 // Python value of a member of an argument struct: addresses and codes are numbers.
 template <class T>
@@ -89,7 +91,7 @@ template <class Args>
 void submit(const char* name, void (*kernel)(const Args&), const Args& args) {
   if constexpr (requires { args.work(); }) {
     std::string label = name;
-    if constexpr (requires { args.gated; })
+    if constexpr (requires { args.n; args.k; })
       label += " " + std::to_string(args.n) + "x" + std::to_string(args.k);
     if (recording) return recording->add(std::move(label), kernel, args);
     Release release;

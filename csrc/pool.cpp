@@ -150,6 +150,7 @@ class Pool {
 };
 
 std::atomic<int> cached_size{0};
+thread_local bool alone = false;
 
 // Never destroyed: its threads end with the process.
 Pool*& instance() {
@@ -172,7 +173,11 @@ void run_parallel(int64_t n, int64_t chunk, bool wake, Body body, void* context)
   pool().run(n, chunk, wake, body, context);
 }
 
+Alone::Alone() { alone = true; }
+Alone::~Alone() { alone = false; }
+
 int num_threads() {
+  if (alone) return 1;
   int n = cached_size.load(std::memory_order_relaxed);
   if (n == 0) cached_size.store(n = pool().size());
   return n;

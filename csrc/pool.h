@@ -18,7 +18,14 @@ void run_parallel(int64_t n, int64_t chunk, bool wake, Body body, void* context)
 int64_t spin_microseconds();
 void set_spin_microseconds(int64_t time);
 
-int num_threads();  // threads of a job, including the caller
+int num_threads();  // threads of a job, including the caller; 1 in a thread that works alone
+// While one exists, kernels that its thread calls share no work with other threads.
+class Alone {
+ public:
+  Alone();
+  ~Alone();
+};
+
 void set_num_threads(int n);  // 0: all cores that the process may run on
 
 }  // namespace octavo

@@ -72,14 +72,6 @@ void causal_conv(const CausalConvArgs& a) {
   });
 }
 
-// log(1 + e^x), accurate also where that is small (Goldberg, "What every computer scientist should
-// know about floating-point arithmetic", theorem 4).
-INLINE vf softplus(vf x) {
-  const vf e = exp(x), sum = 1.0f + e;
-  const vf exact = sum == 1.0f ? e : log(sum) * (e / (sum - 1.0f));
-  return x > 20.0f ? x : exact;
-}
-
 // ---- Mamba-2 ----
 
 constexpr int kScanTokens = 32;  // tokens whose numbers are in the cache together

@@ -78,6 +78,14 @@ INLINE vf log(vf x) {
   return x >= 0.0f ? r : splat(NAN);
 }
 
+// log(1 + e^x), accurate also where that is small (Goldberg, "What every computer scientist should
+// know about floating-point arithmetic", theorem 4).
+INLINE vf softplus(vf x) {
+  const vf e = exp(x), sum = 1.0f + e;
+  const vf exact = sum == 1.0f ? e : log(sum) * (e / (sum - 1.0f));
+  return x > 20.0f ? x : exact;
+}
+
 INLINE vf tanh(vf x) {
   vf a = abs(x), z = x * x;
   const float c[] = {-3.333332944e-01f, 1.333315218e-01f,  -5.393994253e-02f,

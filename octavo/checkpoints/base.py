@@ -43,6 +43,11 @@ class Source:
     group_parts: tuple[int, ...] = ()
     """by_group: sizes of the parts of each group, in any unit, instead of queries, a key and a
     value (Qwen3-Next)."""
+    alternate: bool = False
+    """True if the rows are those of two modules in turn: they are read as all of the first, then
+    all of the second."""
+    index: int | None = None
+    """Index in the first dimension of the part that is one tensor; None: the whole is one."""
     columns: tuple[int, int] | None = None
     """Inputs [begin, end) that are needed; None: all."""
     parts: tuple[tuple[int, int], ...] | None = None
@@ -57,7 +62,9 @@ class Source:
     """Value of all elements with load_format=dummy; None: random numbers."""
 
     def row_order(self, rows: int) -> NDArray[np.int64]:
-        """Return the stored rows, part by part: for by_group and by_shard."""
+        """Return the stored rows, part by part: for by_group, by_shard and `alternate`."""
+        if self.alternate:
+            return np.arange(rows).reshape(-1, 2).T.ravel()
         if self.transform == "by_shard":
             queries, values, keys = np.arange(rows).reshape(self.groups, 3, -1).swapaxes(0, 1)
             return np.concatenate([queries.ravel(), keys.ravel(), values.ravel()])
@@ -96,7 +103,7 @@ class Tensors(Protocol):
     """Tensors of an open checkpoint; names, shapes and types are checked already."""
 
     def read(self, source: Source) -> HostTensor:
-        """Return a whole tensor as it is stored."""
+        """Return a whole tensor, or the part with the source's index, as it is stored."""
         ...
 
     def done(self, tensor: HostTensor) -> None:

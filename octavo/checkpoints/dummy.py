@@ -50,10 +50,13 @@ class DummyTensors(Tensors):
         """
         if source.optional:
             return empty(0, dtype=source.dtypes[0])
+        name, shape = source.name, source.shape
+        if source.index is not None:
+            name, shape = f"{name}.{source.index}", shape[1:]
         if source.dummy is not None:
-            return full(source.shape, source.dummy, "float32")
-        seed = zlib.crc32(source.name.encode(), self._seed & 0xFFFFFFFF)
-        numbers = np.random.Generator(np.random.PCG64(seed)).random(source.shape, np.float32)
+            return full(shape, source.dummy, "float32")
+        seed = zlib.crc32(name.encode(), self._seed & 0xFFFFFFFF)
+        numbers = np.random.Generator(np.random.PCG64(seed)).random(shape, np.float32)
         numbers -= np.float32(0.5)
         numbers *= np.float32(2 * _BOUND)
         if source.dtypes[0].startswith("float8"):

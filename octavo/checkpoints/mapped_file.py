@@ -65,7 +65,8 @@ class MappedTensors:
         if source.optional and source.name not in self._names:
             return empty(0, dtype=source.dtypes[0])
         stored = self._stored[self._names[source.name]]
-        return self._open[stored.file].tensor(stored)
+        tensor = self._open[stored.file].tensor(stored)
+        return tensor if source.index is None else tensor[source.index]
 
     def done(self, tensor: HostTensor) -> None:
         """Let the system drop the tensor's pages of the mapped file."""

@@ -9,13 +9,12 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.kernels.routing import ExpertActivation, Gate, Routing
 from octavo.system.tensor import HostTensor, Tensor
 
 LongArray = NDArray[np.int64]
 Gelu = Literal["none", "tanh"]
 """Method of computing GELU: exactly, with erf, or by its tanh approximation."""
-Gate = Literal["silu", "gelu", "gelu_tanh", "sigmoid", "relu2"]
-"""Activation of a gate."""
 ConvActivation = Literal["none", "silu"]
 """Activation of a convolution."""
 
@@ -156,6 +155,26 @@ class Codes:
     codes: Tensor
     scales: Tensor
     zeros: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StackedWeight:
+    """Weights of one product of all experts of a layer.
+
+    Attributes:
+        weights: weight of each expert, all of one shape and form; None: another rank has it.
+        bias: [experts, n] in the model's dtype; None: no bias.
+        addresses: int64 [experts]: the addresses of the packed weights; 0: none.
+    """
+
+    weights: tuple[PackedWeight | QuantizedWeight | None, ...]
+    bias: Tensor | None
+    addresses: Tensor
+
+    @property
+    def first(self) -> PackedWeight | QuantizedWeight:
+        """The first weight, which has the shape and the form of all."""
+        return next(weight for weight in self.weights if weight is not None)
 
 
 class HostCopy(Protocol):
@@ -636,6 +655,81 @@ class Ops(Protocol):
             state: float32 [slots, H * N * P]; rows may have any stride.
             slots: the requests of the step, and their slots in `state`.
             out: the result, of the shape of x, with dense heads; not x itself.
+        """
+        ...
+
+    def stack(
+        self,
+        weights: Sequence[PackedWeight | QuantizedWeight | None],
+        bias: Tensor | None = None,
+    ) -> StackedWeight:
+        """Return the weights of all experts for `experts`; nothing is copied."""
+        ...
+
+    def route(
+        self,
+        logits: Tensor,
+        routing: Routing,
+        bias: Tensor | None = None,
+        factors: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Choose experts for each token by logits [T, E], float32.
+
+        A token's experts have the largest scores plus bias; of equal ones the first is chosen. NaN
+        is chosen last.
+
+        Args:
+            logits: the router's results.
+            routing: the rules.
+            bias: float32 [E]: added to scores for the choice, and not for the weights.
+            factors: float32 [E]: factors of the experts' weights.
+
+        Returns:
+            Experts, int32 [T, K], the largest score first; and their weights, float32 [T, K].
+        """
+        ...
+
+    def experts(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        up: StackedWeight | None,
+        down: StackedWeight | None,
+        activation: ExpertActivation,
+        factors: Tensor | None = None,
+        inner: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the feed-forward blocks of the chosen experts, down(act(up(x))).
+
+        Rows of the results belong to pairs of a token and an expert. The weights of a form other
+        than plain are multiplied as by `linear`. Experts without a weight have no rows.
+
+        Args:
+            x: [T, H]; not read without `up`.
+            ids: int32 [T, K]: experts of each token, each in [0, E).
+            up: weights [I, H], gated: [2 * I, H], gate and up. None: `inner` is given.
+            down: weights [N, I]. None: only `inner` is computed.
+            activation: the activation.
+            factors: float32 [T, K]: factors of x; None: 1.
+            inner: memory for the results of the first product: [T * K, I], of any row stride.
+            out: memory for those of the second product: [T * K, N].
+
+        Returns:
+            The results of the last product; and the row of each pair in them, int32 [T, K].
+        """
+        ...
+
+    def sum_experts(
+        self, x: Tensor, places: Tensor, weights: Tensor | None, out: Tensor | None = None
+    ) -> Tensor:
+        """Sum the rows x [T * K, N] of each token, times weights, from first to last: [T, N].
+
+        Args:
+            x: results of `experts`.
+            places: int32 [T, K]: rows of x.
+            weights: float32 [T, K]; None: 1.
+            out: memory for the result.
         """
         ...
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any, cast
 
 import numpy as np
@@ -19,7 +20,6 @@ from octavo.kernels.base import (
     Arrived,
     Codes,
     ConvActivation,
-    Gate,
     Gelu,
     HostCopy,
     LongArray,
@@ -28,10 +28,12 @@ from octavo.kernels.base import (
     PackedWeight,
     QuantFormat,
     QuantizedWeight,
+    StackedWeight,
     StateRates,
     StateSlots,
 )
 from octavo.kernels.dequantize import NF4_LEVELS, dequantize
+from octavo.kernels.routing import ExpertActivation, Gate, Routing, Score
 from octavo.kernels.sampling_weights import sampling_weights
 from octavo.kernels.torch_tensors import Copying, as_torch, dtype_name, from_torch, torch_dtype
 from octavo.system.block_types import BLOCK_TYPES
@@ -51,7 +53,18 @@ _GATES: dict[Gate, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu2": lambda x: torch.relu(x) ** 2,
     "sigmoid": torch.sigmoid,
+    "swigluoai": lambda x: x * torch.sigmoid(1.702 * x),
 }
+
+
+def _gated(gate_up: Tensor, activation: ExpertActivation) -> Tensor:
+    """Return act(gate) * up of gate and up, stacked."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if activation.limit:
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    if activation.name == "swigluoai":
+        up = up + 1
+    return _GATES[activation.name](gate) * up
 
 
 def into(out: Tensor | None, result: Tensor) -> Tensor:
@@ -408,8 +421,7 @@ class ReferenceOps:
 
     def act_and_mul(self, gate_up: Tensor, activation: Gate, out: Tensor | None = None) -> Tensor:
         """Compute like Hugging Face's LlamaMLP and GemmaMLP."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        return into(out, _GATES[activation](gate) * up)
+        return into(out, _gated(gate_up, ExpertActivation(activation)))
 
     def linear_act_and_mul(
         self,
@@ -587,6 +599,113 @@ class ReferenceOps:
             if states:
                 store_states(state, slots, tokens, torch.stack(states))
         return into(out, result.to(x.dtype))
+
+    def stack(
+        self,
+        weights: Sequence[PackedWeight | QuantizedWeight | None],
+        bias: Tensor | None = None,
+    ) -> StackedWeight:
+        addresses = [0 if weight is None else weight.data.data_ptr() for weight in weights]
+        return StackedWeight(tuple(weights), bias, torch.tensor(addresses))
+
+    def route(
+        self,
+        logits: Tensor,
+        routing: Routing,
+        bias: Tensor | None = None,
+        factors: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        functions: dict[Score, Callable[[Tensor], Tensor]] = {
+            "softmax": lambda x: torch.softmax(x, -1),
+            "sigmoid": torch.sigmoid,
+            "sqrt_softplus": lambda x: F.softplus(x).sqrt(),
+            "none": lambda x: x,
+        }
+        scores = functions[routing.score](logits)
+        choice = scores if bias is None else scores + bias
+        choice = choice.nan_to_num(-torch.inf, torch.inf, -torch.inf)
+        if routing.groups > 1:
+            grouped = choice.view(len(choice), routing.groups, -1)
+            best = grouped.topk(routing.group_best, -1).values.sum(-1)
+            chosen = best.sort(dim=-1, descending=True, stable=True).indices[
+                :, : routing.top_groups
+            ]
+            kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, chosen, value=True)
+            choice = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
+        ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
+        weights = scores.gather(1, ids)
+        if routing.softmax_chosen:
+            weights = torch.softmax(weights, -1)
+        if routing.renormalize:
+            total = weights.sum(-1, keepdim=True) + routing.epsilon
+            weights = weights / total.clamp(min=routing.least)
+        weights = weights * routing.scale
+        return ids.int(), weights if factors is None else weights * factors[ids]
+
+    def experts(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        up: StackedWeight | None,
+        down: StackedWeight | None,
+        activation: ExpertActivation,
+        factors: Tensor | None = None,
+        inner: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Sort the pairs by expert, and multiply the rows of one expert after the other."""
+        top_k, stacked = ids.shape[1], up or down
+        assert stacked is not None
+        order = ids.flatten().sort(stable=True).indices
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order), device=order.device)
+        counts = torch.bincount(ids.flatten(), minlength=len(stacked.weights)).tolist()
+        rows = order // top_k
+        results = []
+        for expert, begin in enumerate(accumulate([0, *counts[:-1]])):
+            own = slice(begin, begin + counts[expert])
+            if stacked.weights[expert] is None:
+                results.append((own, None, None))
+                continue
+            if up is not None:
+                taken = x[rows[own]]
+                if factors is not None:
+                    factor = factors.flatten()[order[own], None]
+                    taken = (taken.float() * factor).to(x.dtype)
+                middle = self._expert(taken, up, expert)
+                middle = _gated(middle, activation) if activation.gated else torch.relu(middle) ** 2
+            else:
+                assert inner is not None
+                middle = inner[own]
+            last = None if down is None else self._expert(middle, down, expert)
+            results.append((own, middle, last))
+        made_inner = self._collect(results, 1, len(order), inner if up is not None else None)
+        if down is None:
+            return made_inner, places.view(ids.shape).int()
+        return self._collect(results, 2, len(order), out), places.view(ids.shape).int()
+
+    def _expert(self, x: Tensor, stacked: StackedWeight, expert: int) -> Tensor:
+        weight = stacked.weights[expert]
+        assert weight is not None
+        return self.linear(x, weight, None if stacked.bias is None else stacked.bias[expert])
+
+    @staticmethod
+    def _collect(results: list[Any], part: int, rows: int, out: Tensor | None) -> Tensor:
+        """Return the rows of all experts; those of other ranks' experts are left as they are."""
+        made = [(result[0], result[part]) for result in results if result[part] is not None]
+        if out is None:
+            out = made[0][1].new_zeros(rows, made[0][1].shape[1])
+        for own, values in made:
+            out[own] = values
+        return out
+
+    def sum_experts(
+        self, x: Tensor, places: Tensor, weights: Tensor | None, out: Tensor | None = None
+    ) -> Tensor:
+        rows = x[places.long()].float()
+        if weights is not None:
+            rows = rows * weights[..., None]
+        return into(out, rows.sum(1).to(x.dtype))
 
     def softmax(self, x: Tensor) -> Tensor:
         return torch.softmax(x, dim=-1)

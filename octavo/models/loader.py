@@ -294,11 +294,11 @@ def _with_module(error: TensorError, source: Source) -> ModelError:
 def _rows(source: Source, weight: Weight) -> list[slice | IntArray]:
     """Return the rows of a module that a weight needs."""
     parts = source.parts
+    if source.alternate or source.transform in ("by_group", "by_shard"):
+        rows = weight.whole_rows
+        order = source.row_order(rows)
+        return [order[begin:end] for begin, end in parts or ((0, rows),)]
     match source.transform:
-        case "by_group" | "by_shard":
-            rows = weight.whole_rows
-            order = source.row_order(rows)
-            return [order[begin:end] for begin, end in parts or ((0, rows),)]
         case "skip_rows":
             parts = ((source.shape[0] - weight.shape[0], source.shape[0]),)
     return [slice(None)] if parts is None else [slice(*part) for part in parts]

@@ -28,8 +28,9 @@ for _module in pkgutil.iter_modules(families.__path__, families.__name__ + "."):
     FAMILIES.update(getattr(importlib.import_module(_module.name), "ARCHITECTURES", {}))
 _CAUSAL = ("PaliGemmaForConditionalGeneration",)
 """Architectures that are run with causal attention, and say so, where the original is not."""
-_SOME_EXPERTS = ("JambaForCausalLM", "NemotronHForCausalLM")
-"""Architectures with a number of experts also where no layer has them; their readers check that."""
+_EXPERTS = ("JambaForCausalLM", "MixtralForCausalLM", "NemotronHForCausalLM")
+_EXPERTS += ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
+"""Architectures whose readers read or refuse the fields of experts themselves."""
 _DEFAULTS = ModelConfig()
 
 
@@ -74,8 +75,8 @@ def read_spec(checkpoint: Checkpoint, settings: ModelConfig = _DEFAULTS) -> Mode
             f"is run as {architectures[0]} by Octavo's own decoder",
         )
     experts = ("num_local_experts", "num_experts", "n_routed_experts")
-    for name in () if architectures[0] in _SOME_EXPERTS else experts:
-        config.refuse(name, 0, "mixtures of experts are not supported")
+    for name in () if architectures[0] in _EXPERTS else experts:
+        config.refuse(name, 0, f"mixtures of experts are not supported with {architectures[0]}")
     causal = architectures[0] in _CAUSAL or config.get("use_bidirectional_attention") == "vision"
     if not causal:
         config.refuse("use_bidirectional_attention", False, "only causal attention is supported")

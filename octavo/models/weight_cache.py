@@ -82,7 +82,7 @@ _NOT_IN_KEYS = ("dtypes", "dummy", "optional", "other_shapes")
 """Fields of a `Source` that depend on the others, or do not change the weights of a file."""
 
 
-_LATER = ("group_parts",)
+_LATER = ("group_parts", "alternate", "index")
 """Fields of a `Source` that are only in keys of weights that use them."""
 
 
@@ -100,7 +100,7 @@ def _describe(weight: Weight) -> dict[str, object]:
         {
             name: value
             for name, value in vars(source).items()
-            if name not in _NOT_IN_KEYS and (name not in _LATER or value)
+            if name not in _NOT_IN_KEYS and (name not in _LATER or value not in ((), False, None))
         }
         for source in weight.sources
     ]

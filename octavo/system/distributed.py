@@ -55,6 +55,9 @@ class Rank:
     splits_rows: bool = False
     """True if each process computes the norms, and the sums before them, of every `size`-th row,
     and the rows are collected after the norm."""
+    splits_experts: bool = False
+    """True if each process computes some experts as a whole; otherwise it computes some columns of
+    all."""
 
     @classmethod
     def of(cls, number: int, device: DeviceConfig) -> Rank:

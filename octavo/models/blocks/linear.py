@@ -36,6 +36,13 @@ class LinearSpec:
     """Number of query heads of a group, for by_group."""
     group_parts: tuple[int, ...] = ()
     """Sizes of a group's parts, for by_group; see `Source`."""
+    expert: tuple[int, int] | None = None
+    """Index of an expert, and number of experts, if tensors of the checkpoint have the weights of
+    all experts, and the modules' names are those of these tensors; None: they have one weight."""
+    alternate: bool = False
+    """True if the rows of the single module are gate and up in turn (gpt-oss)."""
+    exact: bool = False
+    """True if the engine does not quantize the weight of an unquantized checkpoint."""
     parts: tuple[tuple[int, int], ...] | None = None
     """Outputs (begin, end) that a rank computes; None: all."""
     columns: tuple[int, int] | None = None
@@ -150,6 +157,8 @@ class LinearSpec:
                 stored = form.sources(name, rows, inputs)
                 stored = tuple(replace(source, columns=self.columns) for source in stored)
             for source in stored:
+                if self.alternate:
+                    source = replace(source, alternate=True)
                 if self.layout in ("by_group", "by_shard"):
                     source = replace(
                         source,
@@ -160,6 +169,11 @@ class LinearSpec:
                     )
                 elif self.layout == "conv1d" and source.shape == (rows, inputs):
                     source = replace(source, shape=(inputs, rows), transform="transpose")
+                if self.expert is not None:
+                    index, count = self.expert
+                    stacked = source.name.removesuffix(".weight").replace(".bias", "_bias")
+                    shape = (count, *source.shape)
+                    source = replace(source, name=stacked, shape=shape, index=index)
                 sources.append(replace(source, parts=parts))
         return tuple(sources)
 

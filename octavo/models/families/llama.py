@@ -9,6 +9,7 @@ from typing import Literal
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.layers.rope_spec import RopeSpec
 from octavo.models.blocks.attention import AttentionSpec, QueryScale, Sinks
+from octavo.models.blocks.base import BlockSpec
 from octavo.models.blocks.embedding import EmbedSpec
 from octavo.models.blocks.head import HeadSpec
 from octavo.models.blocks.layer import LayerSpec
@@ -76,6 +77,8 @@ class LlamaLike:
     """Activation; None: that of the field hidden_act."""
     alphas: tuple[str, str] | None = None
     """Value of `MLPSpec.alphas`."""
+    feed_forwards: tuple[BlockSpec | None, ...] | None = None
+    """Feed-forward block of each layer, where that is no `MLPSpec` (None); None: no layer's."""
 
     windows: tuple[int | None, ...] | None = None
     """Window of each layer; None: no layer has one."""
@@ -171,7 +174,9 @@ class LlamaLike:
             size = heads.head_size * (1 if self.qk_norm == "head" else num_heads)
             return RMSNormSpec(f"self_attn.{module}", size, eps, self.norm_offset)
 
-        def layer(rope: RopeSpec | None, window: int | None) -> LayerSpec:
+        def layer(
+            rope: RopeSpec | None, window: int | None, feed_forward: BlockSpec | None
+        ) -> LayerSpec:
             attention = AttentionSpec(
                 qkv_proj,
                 heads.o_proj(self.o_module, bias=self.o_bias),
@@ -196,7 +201,7 @@ class LlamaLike:
             )
             return LayerSpec.of(
                 attention,
-                mlp,
+                feed_forward or mlp,
                 norm(self.input_norm),
                 norm(self.feed_forward_norm),
                 norm(self.mixer_out_norm, out_eps),
@@ -215,7 +220,8 @@ class LlamaLike:
             norm=RMSNormSpec(None, hidden, eps) if self.embed_norm else None,
             norm_given=not self.embed_norm,
         )
-        kinds = list(zip(ropes, self.windows or (None,) * num_layers, strict=True))
+        none = (None,) * num_layers
+        kinds = list(zip(ropes, self.windows or none, self.feed_forwards or none, strict=True))
         layers = {kind: layer(*kind) for kind in set(kinds)}
         return model_spec(
             config,

@@ -1,0 +1,55 @@
+"""Rules of a mixture of experts, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Gate = Literal["silu", "gelu", "gelu_tanh", "sigmoid", "relu2", "swigluoai"]
+"""Activation of a gate. swigluoai: x * sigmoid(1.702 * x), and the factor is up + 1 (gpt-oss)."""
+Score = Literal["softmax", "sigmoid", "sqrt_softplus", "none"]
+"""Function of a router's logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Rules by which `Ops.route` chooses and weighs experts.
+
+    Attributes:
+        top_k: experts of a token.
+        score: function of the logits.
+        groups: number of equal parts of the experts; a token uses experts of some parts only.
+        top_groups: number of these parts.
+        group_best: number of the largest scores of a part whose sum is the part's score.
+        softmax_chosen: True if the weights are the softmax of the chosen experts' scores.
+        renormalize: True if the weights are divided by their sum.
+        epsilon: term of that sum.
+        least: lower bound of the sum with the term.
+        scale: factor of all weights.
+    """
+
+    top_k: int
+    score: Score
+    groups: int = 1
+    top_groups: int = 1
+    group_best: int = 1
+    softmax_chosen: bool = False
+    renormalize: bool = False
+    epsilon: float = 0.0
+    least: float = 0.0
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertActivation:
+    """Activation between the two products of an expert.
+
+    Attributes:
+        name: the function, as for gates; without a gate it is relu2.
+        gated: True if the result is act(gate) * up.
+        limit: bound of gates from above, and of the magnitude of up; 0: none.
+    """
+
+    name: Gate
+    gated: bool = True
+    limit: float = 0.0

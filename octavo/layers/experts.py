@@ -1,0 +1,105 @@
+"""Mixture of experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.kernels.base import Ops, StackedWeight
+from octavo.kernels.routing import ExpertActivation, Routing
+from octavo.layers.linear import Linear
+from octavo.layers.mlp import MLP
+from octavo.layers.norm import Norm
+from octavo.layers.shared import Columns
+from octavo.layers.step import StepContext
+from octavo.system.tensor import Tensor
+
+
+@dataclass(slots=True)
+class Router:
+    """Choice of a token's experts."""
+
+    proj: Linear
+    routing: Routing
+    choice_bias: Tensor | None = None
+    """Terms of the scores for the choice: float32 [experts]."""
+    factors: Tensor | None = None
+    """Factors of the experts' weights: float32 [experts]."""
+    norm: Norm | None = None
+    on_input: bool = False
+    """True if weights are factors of the experts' inputs."""
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Map [T, hidden_size] to experts, int32 [T, K], and their weights, float32 [T, K]."""
+        logits = self.proj(x if self.norm is None else self.norm(x), "float32")
+        return self.proj.ops.route(logits, self.routing, self.choice_bias, self.factors)
+
+
+@dataclass(slots=True)
+class Divided:
+    """Buffers of the ranks that compute a mixture together.
+
+    A buffer with K * N columns holds rows [T * K, N], of which each rank fills a part.
+    """
+
+    inner: tuple[Columns, tuple[int, int]] | None = None
+    """Results of the first product, and the columns of this rank; if ranks divide these."""
+    result: Columns | None = None
+    """Columns of the block's result, if ranks divide these."""
+    rows: Columns | None = None
+    """Results of the second product, if ranks divide the experts."""
+
+
+@dataclass(slots=True)
+class Experts:
+    """Sum of the chosen experts' results, times their weights."""
+
+    ops: Ops
+    router: Router
+    up: StackedWeight
+    down: StackedWeight
+    activation: ExpertActivation
+    shared: MLP | None = None
+    """Block that all tokens use in addition."""
+    shared_gate: Linear | None = None
+    """Projection to one number, whose sigmoid is a factor of the shared block's result."""
+    divided: Divided | None = None
+    """Buffers of several ranks; None: this one computes the whole block."""
+
+    def __call__(self, x: Tensor, step: StepContext) -> Tensor:
+        """Map [T, hidden_size] to [T, hidden_size]."""
+        result = self._mix(x)
+        if self.shared is None:
+            return result
+        shared = self.shared(x, step)
+        if self.shared_gate is not None:
+            shared = self.ops.multiply(shared, self.shared_gate(x), "sigmoid")
+        return self.ops.add(result, shared)
+
+    def _mix(self, x: Tensor) -> Tensor:
+        """Return the weighted sum of the experts' results: [T, hidden_size]."""
+        ops, divided = self.ops, self.divided
+        ids, weights = self.router(x)
+        factors = weights if self.router.on_input else None
+        after = None if self.router.on_input else weights
+        if divided is None:
+            rows, places = ops.experts(x, ids, self.up, self.down, self.activation, factors)
+            return ops.sum_experts(rows, places, after)
+        tokens, top_k = ids.shape
+        if divided.rows is not None:
+            whole, _ = divided.rows.empty(tokens, x.dtype)
+            rows = whole.view((tokens * top_k, -1))
+            _, places = ops.experts(x, ids, self.up, self.down, self.activation, factors, out=rows)
+            divided.rows.join()
+            return ops.sum_experts(rows, places, after)
+        assert divided.inner is not None
+        assert divided.result is not None
+        columns, (begin, end) = divided.inner
+        whole, _ = columns.empty(tokens, x.dtype)
+        inner = whole.view((tokens * top_k, -1))
+        ops.experts(x, ids, self.up, None, self.activation, factors, inner[:, begin:end])
+        columns.join()
+        rows, places = ops.experts(x, ids, None, self.down, self.activation, inner=inner)
+        whole, own = divided.result.empty(tokens, x.dtype)
+        ops.sum_experts(rows, places, after, own)
+        divided.result.join()
+        return whole

@@ -1,0 +1,207 @@
+"""Specification of a mixture of experts: a router, and feed-forward blocks of which a token uses few.
+
+Shazeer et al., "Outrageously large neural networks", 2017; Fedus et al., "Switch transformers",
+2021.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from octavo.checkpoints.base import Source
+from octavo.errors import ModelError
+from octavo.kernels.routing import ExpertActivation, Routing
+from octavo.kernels.sizes import experts_nbytes
+from octavo.models.blocks.base import BlockSpec, LargestStep
+from octavo.models.blocks.linear import LinearSpec
+from octavo.models.blocks.mlp import MLPSpec
+from octavo.models.blocks.norm import RMSNormSpec
+from octavo.models.weights import Names, Weight
+from octavo.quantization.plain import PLAIN
+from octavo.system.distributed import Rank
+
+if TYPE_CHECKING:
+    from octavo.attention.base import AttentionBackend
+    from octavo.kernels.base import StackedWeight
+    from octavo.layers.experts import Experts
+    from octavo.models.blocks.base import Parts
+
+
+@dataclass(frozen=True)
+class RouterSpec:
+    """Choice of a token's experts."""
+
+    proj: LinearSpec
+    """Projection to the logits of all experts."""
+    routing: Routing
+    choice_bias: str | None = None
+    """Tensor of the checkpoint that is added to the scores for the choice: [experts]."""
+    factors: str | None = None
+    """Tensor of the checkpoint with a factor of each expert's weight: [experts]."""
+    norm: RMSNormSpec | None = None
+    """Norm of the router's input."""
+    on_input: bool = False
+    """True if weights are factors of the experts' inputs, not of their results (Llama 4)."""
+
+    def weights(self, names: Names) -> Iterator[Weight]:
+        """Yield the weights of the norm and the projection, and the numbers of each expert."""
+        if self.norm is not None:
+            yield from self.norm.weights(names.of("norm"))
+        yield from self.proj.weights(names.of("proj"))
+        for own, name in (("choice_bias", self.choice_bias), ("factors", self.factors)):
+            if name is not None:
+                source = Source(f"{names.checkpoint}{name}", (self.num_experts,))
+                shape = (self.num_experts,)
+                yield Weight(f"{names.own}{own}", "vector", shape, (source,), dtype="float32")
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts."""
+        return self.proj.outputs
+
+
+@dataclass(frozen=True)
+class ExpertsSpec(BlockSpec):
+    """Mixture of experts: the sum of the chosen experts' results, times their weights.
+
+    An expert is down(act(up(x))), or down(act(gate(x)) * up(x)).
+    """
+
+    router: RouterSpec
+    up: tuple[LinearSpec, ...]
+    """Projection up of each expert; if gated: gate and up, stacked. All have one shape."""
+    down: tuple[LinearSpec, ...]
+    activation: ExpertActivation
+    shared: MLPSpec | None = None
+    """Block that all tokens use in addition."""
+    shared_gate: LinearSpec | None = None
+    """Projection to one number, whose sigmoid is a factor of the shared block's result."""
+    own: tuple[int, int] | None = None
+    """Experts [begin, end) that a rank computes, if ranks divide the experts; None: all."""
+
+    def __post_init__(self) -> None:
+        """Check that one form describes all experts of a product.
+
+        Raises:
+            ModelError: the experts' weights have several forms.
+        """
+        for stack in (self.up, self.down):
+            forms = {form for linear in stack for form in linear.forms or (PLAIN,)}
+            if len(forms) > 1:
+                module = stack[0].modules[0][0]
+                raise ModelError(
+                    f"{module}: the experts of a layer have weights of several forms "
+                    f"({', '.join(sorted(form.name for form in forms))}), which Octavo does not "
+                    "support; use a checkpoint with one form, or dequantize it."
+                )
+
+    @property
+    def inner(self) -> int:
+        """Inner size of an expert."""
+        return self.down[0].inputs
+
+    @property
+    def hidden(self) -> int:
+        """Size of the result."""
+        return self.down[0].whole_outputs
+
+    def weights(self, names: Names) -> Iterator[Weight]:
+        """Yield the weights of the router, then those of the experts, then the shared ones."""
+        yield from self.router.weights(names.of("router"))
+        for index in range(*(self.own or (0, len(self.up)))):
+            yield from self._without_bias(self.up[index]).weights(names.of(f"experts.{index}.up"))
+            yield from self._without_bias(self.down[index]).weights(
+                names.of(f"experts.{index}.down")
+            )
+        for name, stack in (("up_bias", self.up), ("down_bias", self.down)):
+            if stack[0].bias:
+                biases = [
+                    w for linear in stack for w in linear.weights(names) if w.kind == "vector"
+                ]
+                sources = tuple(source for bias in biases for source in bias.sources)
+                shape = (len(stack) * biases[0].shape[0],)
+                whole = None if biases[0].whole is None else biases[0].whole
+                yield Weight(f"{names.own}{name}", "vector", shape, sources, whole)
+        if self.shared is not None:
+            yield from self.shared.weights(names.of("shared"))
+        if self.shared_gate is not None:
+            yield from self.shared_gate.weights(names.of("shared_gate"))
+
+    @staticmethod
+    def _without_bias(linear: LinearSpec) -> LinearSpec:
+        """Return the projection without its bias: the biases of all experts are one tensor."""
+        return replace(linear, bias=False) if linear.bias else linear
+
+    def scratch_nbytes(self, backend: AttentionBackend, largest: LargestStep) -> int:
+        """Return the bytes of the rows that each thread gathers and multiplies."""
+        rows = largest.num_tokens * self.router.routing.top_k
+        return largest.num_threads * experts_nbytes(rows, self.hidden, self.inner)
+
+    def split(self, rank: Rank) -> ExpertsSpec:
+        """Return the block that computes a rank's part.
+
+        The rank computes its inner columns of all experts and, from the inner columns of all ranks,
+        some columns of the result. With `Rank.splits_experts`, it computes some experts as a whole.
+        The router is whole.
+        """
+        shared = None if self.shared is None else self.shared.split(replace(rank, reduces=False))
+        if rank.splits_experts:
+            return replace(self, own=rank.share(len(self.up)), shared=shared)
+        part = begin, end = rank.share(self.inner)
+        both = (part, (self.inner + begin, self.inner + end)) if self.activation.gated else (part,)
+        outputs = rank.share(self.hidden)
+        return replace(
+            self,
+            up=tuple(linear.split(*both) for linear in self.up),
+            down=tuple(linear.split(outputs) for linear in self.down),
+            shared=shared,
+        )
+
+    def build(self, parts: Parts, caches: tuple[int, ...]) -> Experts:
+        """Implement `BlockSpec`."""
+        from octavo.layers.experts import Divided, Experts, Router
+        from octavo.models.blocks.norm import build_norm
+
+        ops, router, own = parts.ops, self.router, parts.of("router")
+        first, end = self.own or (0, len(self.up))
+
+        def stack(name: str) -> StackedWeight:
+            weights = [
+                parts.of(f"experts.{i}.{name}").linear("weight") if first <= i < end else None
+                for i in range(len(self.up))
+            ]
+            bias = parts.tensor(f"{name}_bias") if parts.has(f"{name}_bias") else None
+            return ops.stack(weights, None if bias is None else bias.view((len(self.up), -1)))
+
+        top_k, divided = router.routing.top_k, None
+        if self.own is not None:
+            rows = parts.columns("expert_rows", top_k * self.hidden, (0, top_k * self.hidden))
+            divided = Divided(rows=rows)
+        elif self.up[0].parts is not None:
+            assert self.down[0].parts is not None
+            inner = parts.columns("expert_inner", top_k * self.inner, (0, top_k * self.inner))
+            divided = Divided(
+                inner=(inner, self.up[0].parts[0]),
+                result=parts.columns("expert_result", self.hidden, self.down[0].parts[0]),
+            )
+        return Experts(
+            ops,
+            Router(
+                router.proj.build(own.of("proj")),
+                router.routing,
+                own.tensor("choice_bias") if router.choice_bias is not None else None,
+                own.tensor("factors") if router.factors is not None else None,
+                None
+                if router.norm is None
+                else build_norm(router.norm, own.of("norm"), size=self.hidden),
+                router.on_input,
+            ),
+            stack("up"),
+            stack("down"),
+            self.activation,
+            None if self.shared is None else self.shared.build(parts.of("shared"), ()),
+            None if self.shared_gate is None else self.shared_gate.build(parts.of("shared_gate")),
+            divided,
+        )

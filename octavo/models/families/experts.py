@@ -1,0 +1,141 @@
+"""Parts that families with mixtures of experts share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from octavo.checkpoints.config_json import ConfigJson
+from octavo.kernels.routing import ExpertActivation, Routing
+from octavo.models.blocks.experts import ExpertsSpec, RouterSpec
+from octavo.models.blocks.linear import LinearSpec
+from octavo.models.blocks.mlp import MLPSpec
+from octavo.models.families.base import GATED, read_activation
+
+MOST_EXPERTS = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertNames:
+    """Modules of a layer's experts in the checkpoint. The defaults are Qwen's."""
+
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts.{}."
+    """Prefix of expert {}."""
+    up: tuple[str, ...] = ("gate_proj", "up_proj")
+    """Projections up of an expert: gate and up, or one module."""
+    down: str = "down_proj"
+    shared: str = "mlp.shared_expert."
+    shared_gate: str | None = None
+    choice_bias: str | None = None
+    """Tensor of the router's bias for the choice."""
+
+
+def read_num_experts(config: ConfigJson, *names: str) -> int:
+    """Return the number of routed experts: the first field of `names` that the config has."""
+    return config.integer(*names, most=MOST_EXPERTS)
+
+
+def read_top_k(config: ConfigJson, num_experts: int, *names: str) -> int:
+    """Return the number of a token's experts: the first field of `names`.
+
+    Raises:
+        ModelError: a token would use more experts than there are.
+    """
+    top_k = config.integer(*names)
+    if top_k > num_experts:
+        raise config.error(names[0], f"it must be at most {num_experts}, the number of experts")
+    return top_k
+
+
+def experts(
+    config: ConfigJson,
+    routing: Routing,
+    *,
+    num_experts: int,
+    inner: int,
+    names: ExpertNames = ExpertNames(),
+    shared_inner: int = 0,
+    bias: bool = False,
+    router_bias: bool = False,
+    activation: ExpertActivation | None = None,
+    stacked: Literal["none", "rows", "conv1d"] = "none",
+    alternate: bool = False,
+    on_input: bool = False,
+) -> ExpertsSpec:
+    """Return the mixture of experts of a layer.
+
+    Args:
+        config: the model's config.
+        routing: rules of the router.
+        num_experts: number of routed experts.
+        inner: inner size of a routed expert.
+        names: modules in the checkpoint.
+        shared_inner: inner size of the block that all tokens use; 0: there is none.
+        bias: True if the experts' projections have biases.
+        router_bias: True if the router's projection has a bias.
+        activation: activation of the experts; None: gated, by hidden_act.
+        stacked: "rows" or "conv1d" if a tensor has the weights of all experts, see
+            `LinearSpec.expert`.
+        alternate: see `LinearSpec.alternate`.
+        on_input: see `RouterSpec`.
+    """
+    hidden = config.integer("hidden_size")
+    name = read_activation(config, "hidden_act", GATED) if activation is None else None
+    act = activation or ExpertActivation(name)  # type: ignore[arg-type]
+    rows = (2 if act.gated else 1) * inner // len(names.up)
+
+    def linear(
+        index: int, modules: tuple[str, ...], rows: int, inputs: int, *, up: bool
+    ) -> LinearSpec:
+        prefix = names.experts.format(index)
+        return LinearSpec(
+            tuple((f"{prefix}{module}", rows) for module in modules),
+            inputs,
+            bias,
+            "rows" if stacked == "none" else stacked,
+            expert=None if stacked == "none" else (index, num_experts),
+            alternate=alternate and up,
+        )
+
+    shared = None
+    if shared_inner:
+        assert act.gated
+        shared = MLPSpec(
+            LinearSpec(
+                tuple(
+                    (f"{names.shared}{module}", shared_inner) for module in ("gate_proj", "up_proj")
+                ),
+                hidden,
+            ),
+            LinearSpec(((f"{names.shared}down_proj", hidden),), shared_inner),
+            read_activation(config, "hidden_act", GATED),
+            gated=True,
+        )
+    return ExpertsSpec(
+        RouterSpec(
+            LinearSpec(((names.router, num_experts),), hidden, router_bias, exact=True),
+            routing,
+            names.choice_bias,
+            on_input=on_input,
+        ),
+        tuple(linear(i, names.up, rows, hidden, up=True) for i in range(num_experts)),
+        tuple(linear(i, (names.down,), hidden, inner, up=False) for i in range(num_experts)),
+        act,
+        shared,
+        None
+        if names.shared_gate is None
+        else LinearSpec(((names.shared_gate, 1),), hidden, exact=True),
+    )
+
+
+def read_indices(config: ConfigJson, name: str) -> tuple[int, ...]:
+    """Return a field with a list of layers' indices; absent: none.
+
+    Raises:
+        ModelError: the field is no list of integers.
+    """
+    values = config.get(name) or []
+    if not isinstance(values, list) or not all(type(value) is int for value in values):
+        raise config.error(name, "it must be a list of indices of layers")
+    return tuple(values)
