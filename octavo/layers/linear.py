@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.kernels.base import Gate, Ops, PackedWeight, QuantizedWeight
+from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
+from octavo.kernels.routing import Gate
 from octavo.layers.shared import Columns
 from octavo.system.tensor import Tensor
 

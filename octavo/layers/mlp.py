@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from octavo.kernels.base import Gate, Ops
+from octavo.kernels.base import Ops
+from octavo.kernels.routing import Gate
 from octavo.layers.linear import Linear
 from octavo.layers.norm import RMSNorm
 from octavo.layers.shared import Columns

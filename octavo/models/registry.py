@@ -28,8 +28,13 @@ for _module in pkgutil.iter_modules(families.__path__, families.__name__ + "."):
     FAMILIES.update(getattr(importlib.import_module(_module.name), "ARCHITECTURES", {}))
 _CAUSAL = ("PaliGemmaForConditionalGeneration",)
 """Architectures that are run with causal attention, and say so, where the original is not."""
-_EXPERTS = ("JambaForCausalLM", "MixtralForCausalLM", "NemotronHForCausalLM")
-_EXPERTS += ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
+_EXPERTS = (
+    "JambaForCausalLM",
+    "MixtralForCausalLM",
+    "NemotronHForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
 """Architectures whose readers read or refuse the fields of experts themselves."""
 _DEFAULTS = ModelConfig()
 

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.base import Gate, Gelu
+from octavo.kernels.base import Gelu
+from octavo.kernels.routing import Gate
 
 _BLOCK = 1024
 

@@ -14,13 +14,13 @@ from torch.nn import functional as F
 from octavo.errors import ConfigError
 from octavo.kernels.base import (
     Codes,
-    Gate,
     Gelu,
     PackedWeight,
     QuantFormat,
     QuantizedWeight,
 )
 from octavo.kernels.reference import ReferenceOps, into
+from octavo.kernels.routing import Gate
 from octavo.kernels.torch_tensors import torch_dtype
 from octavo.kernels.triton import activation as _activation
 from octavo.kernels.triton import gemm, norm, quantized, sample

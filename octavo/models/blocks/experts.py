@@ -1,4 +1,4 @@
-"""Specification of a mixture of experts: a router, and feed-forward blocks of which a token uses few.
+"""Specification of a mixture of experts: a router, and blocks of which a token uses few.
 
 Shazeer et al., "Outrageously large neural networks", 2017; Fedus et al., "Switch transformers",
 2021.
@@ -122,7 +122,7 @@ class ExpertsSpec(BlockSpec):
                 ]
                 sources = tuple(source for bias in biases for source in bias.sources)
                 shape = (len(stack) * biases[0].shape[0],)
-                whole = None if biases[0].whole is None else biases[0].whole
+                whole = biases[0].whole
                 yield Weight(f"{names.own}{name}", "vector", shape, sources, whole)
         if self.shared is not None:
             yield from self.shared.weights(names.of("shared"))
