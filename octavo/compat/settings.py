@@ -75,9 +75,11 @@ FOREIGN: dict[str, Foreign] = {
             enable_batch_sharded_sampling=False,
         ),
         _group(
-            "mixtures of experts are not supported, so no experts can be divided",
-            enable_expert_parallel=EITHER,
+            "each process reads only its own experts, always; leave it out",
             enable_ep_weight_filter=EITHER,
+        ),
+        _group(
+            "experts are not moved between processes by their load; leave it out",
             enable_eplb=False,
         ),
         _group("a step is one batch, and is never split in two", enable_dbo=False),
@@ -136,7 +138,7 @@ FOREIGN: dict[str, Foreign] = {
             "workers always receive steps through shared memory", enable_shm_tensor_arena=EITHER
         ),
         _group(
-            "it tunes mixtures of experts, which are not supported",
+            "one kernel computes experts, and the first process has the first ones; leave it out",
             all2all_backend=ANY,
             expert_placement_strategy=ANY,
             eplb_config=ANY,
@@ -451,7 +453,7 @@ FOREIGN: dict[str, Foreign] = {
             use_fp64_gumbel=False,
         ),
         _group(
-            "mixtures of experts are not supported, so no token is routed to an expert",
+            "answers do not list the experts of tokens; leave it out",
             enable_return_routed_experts=False,
         ),
         _group(

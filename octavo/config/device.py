@@ -53,6 +53,13 @@ class DeviceConfig(Section, frozen=True):
             " costs one more synchronization for each norm."
         ),
     ] = False
+    enable_expert_parallel: Annotated[
+        bool,
+        Meta(
+            description="Divide the experts of each layer among the tensor_parallel_size processes,"
+            " instead of the columns of each expert; the bits stay the same."
+        ),
+    ] = False
     pipeline_parallel_size: Annotated[
         int,
         Meta(

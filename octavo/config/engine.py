@@ -138,6 +138,11 @@ class EngineConfig(Section, frozen=True):
                 "enable_sequence_parallel divides norms among the processes of "
                 "tensor_parallel_size, and that is 1; set it to 2 or more, or leave the other out."
             )
+        if self.device.enable_expert_parallel and self.device.tensor_parallel_size == 1:
+            raise ConfigError(
+                "enable_expert_parallel divides experts among the processes of "
+                "tensor_parallel_size, and that is 1; set it to 2 or more, or leave the other out."
+            )
         layers, stages = self.device.pipeline_layers, self.device.pipeline_parallel_size
         if layers is not None and layers.count(",") + 1 != stages:
             raise ConfigError(

@@ -89,11 +89,17 @@ class ModelSpec:
                 "leave it out."
             )
         layers = {id(layer): layer.split(rank) for layer in self.distinct_layers}
-        return replace(
+        part = replace(
             self,
             layers=tuple(layers[id(layer)] for layer in self.layers),
             head=self.head.split(rank),
         )
+        return part._without_others(self) if rank.splits_experts else part
+
+    def _without_others(self, whole: ModelSpec) -> ModelSpec:
+        """Return this part of a model; it does not read the names that only other parts need."""
+        names, own = ({s.name for w in m.weights() for s in w.sources} for m in (whole, self))
+        return replace(self, elsewhere=whole.elsewhere | (names - own))
 
     def stage(self, begin: int, end: int) -> ModelSpec:
         """Return the stage that computes the layers from `begin` to `end`.
@@ -128,8 +134,7 @@ class ModelSpec:
             has_embed=has_embed,
             has_head=has_head,
         )
-        names, own = ({s.name for w in m.weights() for s in w.sources} for m in (self, stage))
-        return replace(stage, elsewhere=frozenset(names - own))
+        return stage._without_others(self)
 
     @property
     def hands_residual(self) -> bool:

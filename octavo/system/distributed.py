@@ -64,8 +64,15 @@ class Rank:
         """Return the rank of process `number`; numbers of a stage are successive."""
         size, num_stages = device.tensor_parallel_size, device.pipeline_parallel_size
         reduces = device.tensor_parallel_mode == "reduce" and size > 1
-        splits = device.enable_sequence_parallel
-        return cls(number % size, size, number // size, num_stages, reduces, splits)
+        return cls(
+            number % size,
+            size,
+            number // size,
+            num_stages,
+            reduces,
+            splits_rows=device.enable_sequence_parallel,
+            splits_experts=device.enable_expert_parallel,
+        )
 
     @property
     def number(self) -> int:

@@ -97,6 +97,7 @@ NEMOTRON_H |= {"layers_block_type": ["linear_attention", "mlp", "full_attention"
 NEMOTRON_H |= {"mamba_num_heads": 4, "mamba_head_dim": 10, "n_groups": 2, "ssm_state_size": 12}
 
 HYBRIDS = ("lfm2", "qwen3.5", "mamba2-odd")
+MIXTURES = ("mixtral", "qwen2-moe", "qwen3-moe")
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", WIDE_HEADS),
@@ -479,6 +480,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mpt-clip": (
         "MptForCausalLM",
         MPT | {"attn_config": {"clip_qkv": 1.5, "softmax_scale": 0.25}},
+    ),
+    "mixtral": (
+        "MixtralForCausalLM",
+        SIZES | {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None},
+    ),
+    "qwen2-moe": (
+        "Qwen2MoeForCausalLM",
+        SIZES
+        | {"num_experts": 6, "num_experts_per_tok": 1, "moe_intermediate_size": 40}
+        | {"shared_expert_intermediate_size": 64, "decoder_sparse_step": 2},
+    ),
+    "qwen3-moe": (
+        "Qwen3MoeForCausalLM",
+        WIDE_HEADS
+        | {"num_experts": 9, "num_experts_per_tok": 8, "moe_intermediate_size": 40}
+        | {"norm_topk_prob": True, "mlp_only_layers": [0]},
     ),
 }
 TOWER: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}

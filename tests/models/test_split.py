@@ -23,7 +23,7 @@ from octavo.quantization.int4 import SMALL
 from octavo.system.distributed import GroupMemory, Rank
 from tests.gguf_files import convert
 from tests.models.harness import Runner, load, make_hf, save_config, spec_of
-from tests.models.test_parity import CASES, QWEN3_5, TEXT_PARTS, VOCAB
+from tests.models.test_parity import CASES, MIXTURES, QWEN3_5, TEXT_PARTS, VOCAB
 
 TOKENS = 64
 
@@ -55,12 +55,13 @@ def run_ranks(
     *,
     reduces: bool = False,
     splits_rows: bool = False,
+    splits_experts: bool = False,
 ) -> list[Tensor]:
     """Return rank 0's logits; the ranks are threads."""
     models, nbytes = [], []
     spec = spec_of(folder, quantization=quantization)
     for index in range(size):
-        rank = Rank(index, size, reduces=reduces, splits_rows=splits_rows)
+        rank = Rank(index, size, 0, 1, reduces, splits_rows, splits_experts)
         buffers = SharedBuffers(
             rank, dict.fromkeys(("tokens", "samples", "prompt_logprobs"), TOKENS), dtype
         )
@@ -118,7 +119,21 @@ def test_rows_of_norms_are_divided(case: str, tmp_path: Path) -> None:
     assert all(map(torch.equal, got, sums))
 
 
-@pytest.mark.parametrize("case", ["llama", "gemma3n", "gemma4", "olmo-hybrid"])
+@pytest.mark.parametrize("case", MIXTURES)
+@pytest.mark.parametrize("form", [None, "int8", "int4"])
+def test_experts_are_divided(case: str, form: str | None, tmp_path: Path) -> None:
+    """Expert parallelism: the same bits, also with other numbers of ranks than divide the experts."""
+    architecture, config = CASES[case]
+    make_hf(architecture, **config).save_pretrained(tmp_path)
+    expected = run(load(tmp_path, "bfloat16", quantization=form), lambda: None)
+    for size, splits_rows in ((2, False), (4, True)):
+        got = run_ranks(
+            tmp_path, size, "bfloat16", form, splits_rows=splits_rows, splits_experts=True
+        )
+        assert all(map(torch.equal, got, expected))
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma3n", "gemma4", "olmo-hybrid", "qwen2-moe"])
 def test_sums_of_ranks(case: str, tmp_path: Path) -> None:
     """Ranks that sum their results wait for each other before a buffer is filled again."""
     architecture, config = CASES[case]
