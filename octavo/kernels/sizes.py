@@ -61,16 +61,6 @@ def delta_rule_nbytes(key_size: int, value_size: int) -> int:
     return 4 * (tokens + key_size * -(-value_size // 32) * 32)
 
 
-def experts_nbytes(rows: int, hidden: int, inner: int) -> int:
-    """Return an upper bound of the bytes that `Ops.experts` uses in each thread.
-
-    These are at most 384 rows of an expert, gathered, multiplied by gate and up, and as tiles, and
-    the sums of a product; see csrc/experts.cpp and csrc/gemm_tiles.h.
-    """
-    rows = min(rows, 384)
-    return 4 * rows * (hidden + 2 * inner + max(hidden, inner)) + 2**20
-
-
 def order_nbytes(k: int) -> int:
     """Return the bytes of an order of k inputs, in whole cache lines."""
     return -(-k // 16) * 64

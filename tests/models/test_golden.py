@@ -154,6 +154,9 @@ LATER: dict[str, tuple[int, str]] = {
     "qwen3-next": (2340048, "fb66b269b05f7303"),
     "olmo-hybrid": (1810816, "aa76ac86d728efb0"),
     "olmo-hybrid-rope": (1859056, "74b4e4e66ec61da9"),
+    "mixtral": (4775872, "6495931e2d5d3c22"),
+    "qwen2-moe": (2560352, "e3d7695e7870de65"),
+    "qwen3-moe": (38726912, "0dc25830d9704814"),
 }
 """Digests of the cases that have their own."""
 

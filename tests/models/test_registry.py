@@ -190,7 +190,7 @@ def test_built_in_families_come_first_and_broken_ones_are_named(tmp_path: Path) 
         ("T5ForConditionalGeneration", "encoder-decoder"),
         ("WhisperForConditionalGeneration", "sound"),
         ("Florence2ForConditionalGeneration", "images"),
-        ("MixtralForCausalLM", "mixture of experts"),
+        ("DeepseekV3ForCausalLM", "mixture of experts"),
         ("KimiLinearForCausalLM", "mixture of experts"),
         ("Lfm3ForCausalLM", "recurrent layers"),
         ("Qwen4ForCausalLM", "of this name, the nearest is Qwen"),

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from octavo.checkpoints.base import Source
 from octavo.errors import ModelError
 from octavo.kernels.routing import ExpertActivation, Routing
-from octavo.kernels.sizes import experts_nbytes
 from octavo.models.blocks.base import BlockSpec, LargestStep
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.mlp import MLPSpec
@@ -27,6 +26,9 @@ if TYPE_CHECKING:
     from octavo.kernels.base import StackedWeight
     from octavo.layers.experts import Experts
     from octavo.models.blocks.base import Parts
+
+_MOST_ROWS = 384
+"""kMostRows in csrc/experts.cpp."""
 
 
 @dataclass(frozen=True)
@@ -135,9 +137,16 @@ class ExpertsSpec(BlockSpec):
         return replace(linear, bias=False) if linear.bias else linear
 
     def scratch_nbytes(self, backend: AttentionBackend, largest: LargestStep) -> int:
-        """Return the bytes of the rows that each thread gathers and multiplies."""
-        rows = largest.num_tokens * self.router.routing.top_k
-        return largest.num_threads * experts_nbytes(rows, self.hidden, self.inner)
+        """Return the bytes of the rows of one expert that each thread multiplies.
+
+        These are rows of x, results of gate and up in float32, and the product's own memory; see
+        csrc/experts.cpp.
+        """
+        from octavo import _native
+
+        rows, widest = min(largest.num_tokens, _MOST_ROWS), max(self.hidden, self.inner)
+        numbers = rows * (self.hidden + self.up[0].outputs)
+        return largest.num_threads * (4 * numbers + _native.linear_scratch(rows, widest, 1))
 
     def split(self, rank: Rank) -> ExpertsSpec:
         """Return the block that computes a rank's part.
