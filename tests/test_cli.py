@@ -91,6 +91,9 @@ def example(field):
 ALL_FIELDS = [*config_fields(EngineConfig), *section_fields(ServerConfig, "server")]
 
 
+NEED_RANKS = ("enable_expert_parallel", "enable_sequence_parallel")
+
+
 @pytest.mark.parametrize("field", ALL_FIELDS, ids=lambda f: f.name)
 def test_every_setting_has_a_flag(served, field):
     words, value = example(field)
@@ -98,7 +101,7 @@ def test_every_setting_has_a_flag(served, field):
     if field.type is bool:
         flag = flag.replace("--", "--no-", 1) if words else flag
         words = []
-    needed = ["-tp", "2"] if field.name == "enable_sequence_parallel" else []
+    needed = ["-tp", "2"] if field.name in NEED_RANKS else []
     for spelling in (flag, "--" + flag[2:].replace("-", "_")):
         served.clear()
         assert cli.main(["serve", spelling, *words, *needed]) == 0

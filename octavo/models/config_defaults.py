@@ -11,7 +11,7 @@ _LLAMA: dict[str, Any] = {"hidden_act": "silu", "rms_norm_eps": 1e-6}
 _MISTRAL = _LLAMA | {"num_key_value_heads": 8, "sliding_window": 4096}
 _MISTRAL |= {"max_position_embeddings": 131072}
 _MIXTRAL = _LLAMA | {"rms_norm_eps": 1e-5, "num_key_value_heads": 8}
-_MIXTRAL |= {"max_position_embeddings": 131072, "num_local_experts": 8, "num_experts_per_tok": 2}
+_MIXTRAL |= {"max_position_embeddings": 131072, "num_experts_per_tok": 2}
 _MIXTRAL["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6}
 _QWEN = _LLAMA | {"num_key_value_heads": 32, "max_position_embeddings": 32768}
 _QWEN |= {"sliding_window": 4096}
@@ -66,11 +66,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen2ForCausalLM": {"model_type": "qwen2"} | _QWEN,
     "Qwen2MoeForCausalLM": {"model_type": "qwen2_moe"}
     | _QWEN
-    | {"num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4}
+    | {"num_key_value_heads": 16, "num_experts_per_tok": 4}
     | {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632},
     "Qwen3MoeForCausalLM": {"model_type": "qwen3_moe"}
     | _QWEN
-    | {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8}
+    | {"num_key_value_heads": 4, "num_experts_per_tok": 8}
     | {"moe_intermediate_size": 768},
     "Qwen3ForCausalLM": {"model_type": "qwen3"} | _QWEN | {"head_dim": 128},
     "GemmaForCausalLM": {"model_type": "gemma"}

@@ -119,6 +119,7 @@ BAD = {
     "tensor_parallel_size": [0, -1, 1.5, "2", None],
     "tensor_parallel_mode": ["fast", None, 1],
     "enable_sequence_parallel": ["yes", 1, None],
+    "enable_expert_parallel": ["yes", 1, None],
     "pipeline_parallel_size": [0, -1, 1.5, "2", None],
     "pipeline_layers": ["", "0,3", "1,,2", "a", 3, "2,"],
     "data_parallel_size": [0, -1, 1.5, "2", None],
@@ -172,8 +173,10 @@ def test_profiles_are_of_one_process():
 
 
 def test_rows_of_one_process_are_not_divided():
-    message = refused(enable_sequence_parallel=True)
-    assert "tensor_parallel_size, and that is 1; set it to 2" in message
+    for name in ("enable_sequence_parallel", "enable_expert_parallel"):
+        message = refused(**{name: True})
+        assert name in message
+        assert "tensor_parallel_size, and that is 1; set it to 2" in message
 
 
 def cases(table):

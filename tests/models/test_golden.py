@@ -156,7 +156,7 @@ LATER: dict[str, tuple[int, str]] = {
     "olmo-hybrid-rope": (1859056, "74b4e4e66ec61da9"),
     "mixtral": (4775872, "6495931e2d5d3c22"),
     "qwen2-moe": (2560352, "e3d7695e7870de65"),
-    "qwen3-moe": (38726912, "0dc25830d9704814"),
+    "qwen3-moe": (3947776, "11e803ec0b2a0145"),
 }
 """Digests of the cases that have their own."""
 

@@ -407,6 +407,7 @@ SIZES |= {"num_attention_heads", "d_model", "n_embd", "n_layer", "n_layers", "n_
 SIZES |= {"ffn_dim"}
 # generation_config.json and the tokenizer decide which tokens end an answer.
 NOT_ASSUMED = SIZES | {"architectures", "dtype", "eos_token_id", "bos_token_id"}
+NOT_ASSUMED |= {"num_experts", "num_local_experts"}
 
 
 OTHERWISE = {
