@@ -122,7 +122,7 @@ def test_rows_of_norms_are_divided(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", MIXTURES)
 @pytest.mark.parametrize("form", [None, "int8", "int4"])
 def test_experts_are_divided(case: str, form: str | None, tmp_path: Path) -> None:
-    """Expert parallelism: the same bits, also with other numbers of ranks than divide the experts."""
+    """Expert parallelism: the same bits, also where the ranks have different numbers of experts."""
     architecture, config = CASES[case]
     make_hf(architecture, **config).save_pretrained(tmp_path)
     expected = run(load(tmp_path, "bfloat16", quantization=form), lambda: None)
