@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.checkpoints.base import Source
+from octavo.checkpoints.config_json import ConfigJson
 from octavo.errors import ModelError
-from octavo.quantization.base import IntArray, Part, TensorError
+from octavo.quantization.base import Groups, IntArray, Part, TensorError
 from octavo.quantization.packed import PackedBlocks
 from octavo.system.block_types import BLOCK_TYPES
 
@@ -131,3 +132,46 @@ class FP4(PackedBlocks):
         blocks[..., -16::2] = (first & 15) | (second & 15) << 4
         blocks[..., -15::2] = first >> 4 | (second & 0xF0)
         return blocks.reshape(rows, -1)
+
+
+@dataclass(frozen=True)
+class StackedMXFP4(FP4):
+    """MXFP4 of all experts in one tensor, as in gpt-oss: blocks [rows, blocks, 16 bytes]."""
+
+    block_type: Literal["mxfp4", "nvfp4"] = "mxfp4"
+
+    num_tensors: ClassVar[int] = 2
+
+    def sources(self, module: str, rows: int, inputs: int) -> tuple[Source, ...]:
+        """Return the blocks and their scales.
+
+        Raises:
+            ModelError: blocks do not divide the inputs.
+        """
+        if inputs % _BLOCK:
+            raise ModelError(
+                f"{module}_blocks has {inputs} inputs, which is not a multiple of {_BLOCK}; mxfp4 "
+                "is supported with such only."
+            )
+        return (
+            Source(f"{module}_blocks", (rows, inputs // _BLOCK, 16), dtypes=("uint8",)),
+            Source(f"{module}_scales", (rows, inputs // _BLOCK), dtypes=("uint8",)),
+        )
+
+    def cut(
+        self,
+        tensors: Sequence[HostTensor],
+        rows: Sequence[slice | IntArray],
+        columns: tuple[int, int] | None,
+    ) -> list[Part]:
+        """Implement `WeightForm`; see `FP4`."""
+        from octavo.system.tensor import empty
+
+        blocks, scales = tensors
+        codes = blocks.view((blocks.shape[0], -1))
+        return super().cut((codes, scales, empty(0, dtype="float32")), rows, columns)
+
+
+def read_mxfp4(config: ConfigJson) -> Groups:
+    """Read gpt-oss: the experts are in MXFP4, all else is plain."""
+    return [([r"re:.*\.experts\."], StackedMXFP4())]

@@ -11,6 +11,7 @@ from octavo.quantization.base import Groups, WeightForm
 from octavo.quantization.bitnet import read_bitnet
 from octavo.quantization.bitsandbytes import read_bitsandbytes
 from octavo.quantization.compressed_tensors import read_compressed_tensors
+from octavo.quantization.fp4 import read_mxfp4
 from octavo.quantization.fp8 import OnlineFP8, read_fp8
 from octavo.quantization.gguf import read_gguf
 from octavo.quantization.gptq import read_gptq
@@ -38,6 +39,7 @@ METHODS: dict[str, Reader] = {
     "fp8": read_fp8,
     "fbgemm_fp8": read_fp8,
     "modelopt": read_modelopt,
+    "mxfp4": read_mxfp4,
     "bitnet": read_bitnet,
     "gguf": read_gguf,
 }
