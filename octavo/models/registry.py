@@ -29,11 +29,22 @@ for _module in pkgutil.iter_modules(families.__path__, families.__name__ + "."):
 _CAUSAL = ("PaliGemmaForConditionalGeneration",)
 """Architectures that are run with causal attention, and say so, where the original is not."""
 _EXPERTS = (
+    "Dots1ForCausalLM",
+    "Ernie4_5_MoeForCausalLM",
+    "ExaoneMoeForCausalLM",
+    "Glm4MoeForCausalLM",
+    "GptOssForCausalLM",
+    "GraniteMoeForCausalLM",
+    "GraniteMoeSharedForCausalLM",
+    "HunYuanMoEV1ForCausalLM",
     "JambaForCausalLM",
+    "MiniMaxM2ForCausalLM",
     "MixtralForCausalLM",
     "NemotronHForCausalLM",
+    "OlmoeForCausalLM",
     "Qwen2MoeForCausalLM",
     "Qwen3MoeForCausalLM",
+    "SolarOpenForCausalLM",
 )
 """Architectures whose readers read or refuse the fields of experts themselves."""
 _DEFAULTS = ModelConfig()

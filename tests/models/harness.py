@@ -188,6 +188,8 @@ def make_hf(architecture: str, seed: int = 0, **config: Any) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.uniform_(0.7, 1.2)
+            elif name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.2, 0.2)
     model.tie_weights()
     return model
 

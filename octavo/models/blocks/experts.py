@@ -40,6 +40,8 @@ class RouterSpec:
     routing: Routing
     choice_bias: str | None = None
     """Tensor of the checkpoint that is added to the scores for the choice: [experts]."""
+    choice_bias_is_row: bool = False
+    """True if that tensor is a matrix with one row: [1, experts]."""
     factors: str | None = None
     """Tensor of the checkpoint with a factor of each expert's weight: [experts]."""
     norm: RMSNormSpec | None = None
@@ -55,6 +57,8 @@ class RouterSpec:
         for own, name in (("choice_bias", self.choice_bias), ("factors", self.factors)):
             if name is not None:
                 source = Source(f"{names.checkpoint}{name}", (self.num_experts,))
+                if own == "choice_bias" and self.choice_bias_is_row:
+                    source = replace(source, shape=(1, self.num_experts), index=0)
                 shape = (self.num_experts,)
                 yield Weight(f"{names.own}{own}", "vector", shape, (source,), dtype="float32")
 
@@ -124,7 +128,7 @@ class ExpertsSpec(BlockSpec):
                 ]
                 sources = tuple(source for bias in biases for source in bias.sources)
                 shape = (len(stack) * biases[0].shape[0],)
-                whole = biases[0].whole
+                whole = biases[0].whole_rows  # of one expert: each source has these
                 yield Weight(f"{names.own}{name}", "vector", shape, sources, whole)
         if self.shared is not None:
             yield from self.shared.weights(names.of("shared"))
