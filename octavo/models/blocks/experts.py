@@ -46,6 +46,8 @@ class RouterSpec:
     """Tensor of the checkpoint with a factor of each expert's weight: [experts]."""
     norm: RMSNormSpec | None = None
     """Norm of the router's input."""
+    scale: float = 1.0
+    """Factor of the logits."""
     on_input: bool = False
     """True if weights are factors of the experts' inputs, not of their results (Llama 4)."""
 
@@ -82,6 +84,8 @@ class ExpertsSpec(BlockSpec):
     activation: ExpertActivation
     shared: MLPSpec | None = None
     """Block that all tokens use in addition."""
+    norm: RMSNormSpec | None = None
+    """Norm of the experts' input, which the router reads without it (Gemma 4)."""
     shared_gate: LinearSpec | None = None
     """Projection to one number, whose sigmoid is a factor of the shared block's result."""
     own: tuple[int, int] | None = None
@@ -116,6 +120,8 @@ class ExpertsSpec(BlockSpec):
     def weights(self, names: Names) -> Iterator[Weight]:
         """Yield the weights of the router, then those of the experts, then the shared ones."""
         yield from self.router.weights(names.of("router"))
+        if self.norm is not None:
+            yield from self.norm.weights(names.of("norm"))
         for index in range(*(self.own or (0, len(self.up)))):
             yield from self._without_bias(self.up[index]).weights(names.of(f"experts.{index}.up"))
             yield from self._without_bias(self.down[index]).weights(
@@ -175,7 +181,6 @@ class ExpertsSpec(BlockSpec):
     def build(self, parts: Parts, caches: tuple[int, ...]) -> Experts:
         """Implement `BlockSpec`."""
         from octavo.layers.experts import Divided, Experts, Router
-        from octavo.models.blocks.norm import build_norm
 
         ops, router, own = parts.ops, self.router, parts.of("router")
         first, end = self.own or (0, len(self.up))
@@ -208,8 +213,9 @@ class ExpertsSpec(BlockSpec):
                 own.tensor("factors") if router.factors is not None else None,
                 None
                 if router.norm is None
-                else build_norm(router.norm, own.of("norm"), size=self.hidden),
+                else router.norm.build(own.of("norm")),
                 router.on_input,
+                router.scale,
             ),
             stack("up"),
             stack("down"),
@@ -217,4 +223,5 @@ class ExpertsSpec(BlockSpec):
             None if self.shared is None else self.shared.build(parts.of("shared"), ()),
             None if self.shared_gate is None else self.shared_gate.build(parts.of("shared_gate")),
             divided,
+            None if self.norm is None else self.norm.build(parts.of("norm")),
         )
