@@ -60,6 +60,9 @@ _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_s
 _GPT_OSS_ROPE |= {"truncate": False, "original_max_position_embeddings": 4096}
 _GLM_MOE = _LLAMA | {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "n_routed_experts": 128}
 _GLM_MOE |= {"num_experts_per_tok": 8, "n_shared_experts": 1, "max_position_embeddings": 131072}
+_LLAMA4 = _LLAMA | {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "head_dim": 128}
+_LLAMA4 |= {"intermediate_size_mlp": 16384, "max_position_embeddings": 131072}
+_LLAMA4 |= {"num_local_experts": 16, "num_experts_per_tok": 1, "attention_chunk_size": 8192}
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"model_type": "llama"} | _LLAMA,
@@ -240,6 +243,20 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4}
     | {"first_k_dense_replace": 1, "moe_intermediate_size": 1024, "num_experts": 64}
     | {"num_experts_per_tok": 8, "num_shared_experts": 1, "routed_scaling_factor": 2.5},
+    "AfmoeForCausalLM": {"model_type": "afmoe", "head_dim": 128, "num_experts": 64}
+    | _LLAMA
+    | {"num_experts_per_tok": 6, "num_shared_experts": 2, "moe_intermediate_size": 1408}
+    | {"rms_norm_eps": 1e-5, "sliding_window": 1024, "max_position_embeddings": 16384},
+    "HYV3ForCausalLM": {"model_type": "hy_v3", "num_key_value_heads": 8, "head_dim": 128}
+    | _LLAMA
+    | {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "num_experts": 192}
+    | {"num_experts_per_tok": 8, "num_shared_experts": 1, "moe_intermediate_size": 1536}
+    | {"router_scaling_factor": 2.826},
+    "Llama4ForCausalLM": {"model_type": "llama4_text"} | _LLAMA4,
+    "Llama4ForConditionalGeneration": {"model_type": "llama4"} | _LLAMA4,
+    "Cohere2MoeForCausalLM": {"model_type": "cohere2_moe", "head_dim": 128, "num_experts": 8}
+    | _COHERE
+    | {"num_experts_per_tok": 2},
     "ApertusForCausalLM": {"model_type": "apertus", "hidden_act": "xielu"}
     | {"rms_norm_eps": 1e-5, "max_position_embeddings": 65536},
     "BitNetForCausalLM": {"model_type": "bitnet", "hidden_act": "relu2", "rms_norm_eps": 1e-5}

@@ -29,6 +29,8 @@ for _module in pkgutil.iter_modules(families.__path__, families.__name__ + "."):
 _CAUSAL = ("PaliGemmaForConditionalGeneration",)
 """Architectures that are run with causal attention, and say so, where the original is not."""
 _EXPERTS = (
+    "AfmoeForCausalLM",
+    "Cohere2MoeForCausalLM",
     "Dots1ForCausalLM",
     "Ernie4_5_MoeForCausalLM",
     "ExaoneMoeForCausalLM",
@@ -40,8 +42,11 @@ _EXPERTS = (
     "GptOssForCausalLM",
     "GraniteMoeForCausalLM",
     "GraniteMoeSharedForCausalLM",
+    "HYV3ForCausalLM",
     "HunYuanMoEV1ForCausalLM",
     "JambaForCausalLM",
+    "Llama4ForCausalLM",
+    "Llama4ForConditionalGeneration",
     "MiniMaxM2ForCausalLM",
     "MixtralForCausalLM",
     "NemotronHForCausalLM",

@@ -211,9 +211,7 @@ class ExpertsSpec(BlockSpec):
                 router.routing,
                 own.tensor("choice_bias") if router.choice_bias is not None else None,
                 own.tensor("factors") if router.factors is not None else None,
-                None
-                if router.norm is None
-                else router.norm.build(own.of("norm")),
+                None if router.norm is None else router.norm.build(own.of("norm")),
                 router.on_input,
                 router.scale,
             ),

@@ -1,4 +1,4 @@
-"""Specification of blocks that read the same input, and whose results are added (Falcon-H1, Gemma 4)."""
+"""Specification of the sum of blocks that read the same input (Falcon-H1, Gemma 4)."""
 
 from __future__ import annotations
 

@@ -15,7 +15,6 @@ from octavo.models.families.experts import ExpertNames, experts, read_num_expert
 from octavo.models.families.llama import LlamaLike, read_llama_rope
 from octavo.models.spec import ModelSpec
 
-
 _NAMES = ExpertNames(
     shared="mlp.shared_experts.", choice_bias="mlp.moe_statics.e_score_correction_bias"
 )

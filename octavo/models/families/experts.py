@@ -7,6 +7,7 @@ from typing import Literal
 
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.kernels.routing import ExpertActivation, Routing
+from octavo.models.blocks.base import BlockSpec
 from octavo.models.blocks.experts import ExpertsSpec, RouterSpec
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.mlp import MLPSpec
@@ -138,9 +139,7 @@ def experts(
     )
 
 
-GROUPED = ExpertNames(
-    shared="mlp.shared_experts.", choice_bias="mlp.gate.e_score_correction_bias"
-)
+GROUPED = ExpertNames(shared="mlp.shared_experts.", choice_bias="mlp.gate.e_score_correction_bias")
 """Names of GLM's and dots' experts."""
 
 
@@ -183,9 +182,25 @@ def read_grouped_experts(config: ConfigJson, names: ExpertNames = GROUPED) -> Ex
     )
 
 
+def read_biased_experts(config: ConfigJson, names: ExpertNames, *, scale: float) -> ExpertsSpec:
+    """Return experts that are chosen by sigmoid scores with a bias; `scale` as in `Routing`."""
+    num_experts = read_num_experts(config, "num_experts", "num_local_experts")
+    top_k = read_top_k(config, num_experts, "num_experts_per_tok")
+    inner = config.integer("moe_intermediate_size")
+    shared = config.integer("num_shared_experts", default=0, least=0)
+    return experts(
+        config,
+        Routing(top_k, "sigmoid", renormalize=True, epsilon=1e-20, scale=scale),
+        num_experts=num_experts,
+        inner=inner,
+        names=names,
+        shared_inner=shared * inner,
+    )
+
+
 def read_sparse_layers(
-    config: ConfigJson, block: ExpertsSpec, *, dense: int | None = None
-) -> tuple[ExpertsSpec | None, ...]:
+    config: ConfigJson, block: BlockSpec, *, dense: int | None = None
+) -> tuple[BlockSpec | None, ...]:
     """Return the experts of each layer by mlp_layer_types; None for layers with a dense block.
 
     Args:
