@@ -64,10 +64,8 @@ def read_cohere2(config: ConfigJson) -> ModelSpec:
 
 
 def _read_experts(config: ConfigJson) -> BlockSpec:
-    inner, num_experts = (
-        config.integer("intermediate_size"),
-        read_num_experts(config, "num_experts"),
-    )
+    num_experts = read_num_experts(config, "num_experts")
+    inner = config.integer("intermediate_size")
     top_k = read_top_k(config, num_experts, "num_experts_per_tok")
     kinds = {
         "softmax": Routing(top_k, "none", softmax_chosen=True),

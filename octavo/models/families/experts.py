@@ -216,6 +216,18 @@ def read_sparse_layers(
     return tuple(block if kind == "sparse" else None for kind in types)
 
 
+def read_draft_layers(config: ConfigJson, name: str = "num_nextn_predict_layers") -> str:
+    """Return the pattern of the names of the layers after the last, which predict drafts.
+
+    Args:
+        config: the model's config.
+        name: field with the number of these layers; at least one is assumed.
+    """
+    first, count = read_num_layers(config), config.integer(name, default=1, least=0, most=4096)
+    numbers = "|".join(str(first + i) for i in range(max(count, 1)))
+    return rf"model\.layers\.({numbers})\..*"
+
+
 def read_indices(config: ConfigJson, name: str) -> tuple[int, ...]:
     """Return a field with a list of layers' indices; absent: none.
 

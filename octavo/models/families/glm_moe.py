@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.models.families.base import read_num_layers, read_windows
-from octavo.models.families.experts import read_grouped_experts, read_sparse_layers
+from octavo.models.families.experts import (
+    read_draft_layers,
+    read_grouped_experts,
+    read_sparse_layers,
+)
 from octavo.models.families.llama import LlamaLike, read_llama_rope
 from octavo.models.spec import ModelSpec
 
@@ -18,7 +22,7 @@ def read(config: ConfigJson) -> ModelSpec:
         qkv_bias=config.flag("attention_bias", False),
         qk_norm="head" if config.flag("use_qk_norm", False) else "none",
         feed_forwards=read_sparse_layers(config, block),
-        ignored=(rf"model\.layers\.{num_layers}\..*",),
+        ignored=(read_draft_layers(config),),
     ).read(config)
 
 

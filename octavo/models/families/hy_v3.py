@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.models.families.base import read_num_layers
-from octavo.models.families.experts import ExpertNames, read_biased_experts, read_sparse_layers
+from octavo.models.families.experts import (
+    ExpertNames,
+    read_biased_experts,
+    read_draft_layers,
+    read_sparse_layers,
+)
 from octavo.models.families.llama import LlamaLike, read_llama_rope
 from octavo.models.spec import ModelSpec
 
@@ -25,7 +30,7 @@ def read(config: ConfigJson) -> ModelSpec:
         o_bias=bias,
         qk_norm="head",
         feed_forwards=read_sparse_layers(config, block, dense=1),
-        ignored=(rf"model\.layers\.{num_layers}\..*",),
+        ignored=(read_draft_layers(config),),
     ).read(config)
 
 

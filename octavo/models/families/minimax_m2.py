@@ -7,7 +7,12 @@ from dataclasses import replace
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.kernels.routing import Routing
 from octavo.models.families.base import Heads, read_num_layers
-from octavo.models.families.experts import experts, read_num_experts, read_top_k
+from octavo.models.families.experts import (
+    experts,
+    read_draft_layers,
+    read_num_experts,
+    read_top_k,
+)
 from octavo.models.families.llama import LlamaLike, read_llama_rope
 from octavo.models.families.mixtral import NAMES
 from octavo.models.spec import ModelSpec
@@ -30,6 +35,7 @@ def read(config: ConfigJson) -> ModelSpec:
         ropes=(read_llama_rope(config, theta=5e6, partial=rotated / size),) * num_layers,
         qk_norm="all",
         feed_forwards=(block,) * num_layers,
+        ignored=(read_draft_layers(config, "num_mtp_modules"),),
     ).read(config)
 
 
