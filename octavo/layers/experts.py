@@ -27,10 +27,14 @@ class Router:
     norm: Norm | None = None
     on_input: bool = False
     """True if weights are factors of the experts' inputs."""
+    scale: float = 1.0
+    """Factor of the logits."""
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Map [T, hidden_size] to experts, int32 [T, K], and their weights, float32 [T, K]."""
         logits = self.proj(x if self.norm is None else self.norm(x), "float32")
+        if self.scale != 1.0:
+            self.proj.ops.scale_(logits, self.scale)
         return self.proj.ops.route(logits, self.routing, self.choice_bias, self.factors)
 
 
@@ -64,10 +68,15 @@ class Experts:
     """Projection to one number, whose sigmoid is a factor of the shared block's result."""
     divided: Divided | None = None
     """Buffers of several ranks; None: this one computes the whole block."""
+    norm: Norm | None = None
+    """Norm of the experts' input, which the router reads without it."""
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """Map [T, hidden_size] to [T, hidden_size]."""
-        result = self._mix(x)
+        ids, weights = self.router(x)
+        if self.norm is not None:
+            x = self.norm(x)
+        result = self._mix(x, ids, weights)
         if self.shared is None:
             return result
         shared = self.shared(x, step)
@@ -75,10 +84,9 @@ class Experts:
             shared = self.ops.multiply(shared, self.shared_gate(x), "sigmoid")
         return self.ops.add(result, shared)
 
-    def _mix(self, x: Tensor) -> Tensor:
+    def _mix(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of the experts' results: [T, hidden_size]."""
         ops, divided = self.ops, self.divided
-        ids, weights = self.router(x)
         factors = weights if self.router.on_input else None
         after = None if self.router.on_input else weights
         if divided is None:

@@ -6,17 +6,20 @@ from dataclasses import dataclass
 
 from octavo.kernels.base import Ops
 from octavo.layers.layer import Block
+from octavo.layers.norm import Norm
 from octavo.layers.step import StepContext
 from octavo.system.tensor import Tensor
 
 
 @dataclass(slots=True)
 class LiveTerm:
-    """Live block with factors of its input and its result."""
+    """Live block with factors and norms of its input and its result."""
 
     block: Block
     input_factor: float
     result_factor: float
+    norm: Norm
+    out_norm: Norm
 
 
 @dataclass(slots=True)
@@ -30,8 +33,8 @@ class Sum:
         """Map [T, hidden_size] to [T, hidden_size]."""
         total = None
         for term in self.terms:
-            result = term.block(self._scaled(x, term.input_factor), step)
-            result = self._scaled(result, term.result_factor)
+            result = term.block(term.norm(self._scaled(x, term.input_factor)), step)
+            result = self._scaled(term.out_norm(result), term.result_factor)
             total = result if total is None else self.ops.add(total, result)
         assert total is not None
         return total

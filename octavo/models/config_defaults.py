@@ -56,6 +56,13 @@ _QWEN3_5 = _LLAMA | {"head_dim": 256, "num_key_value_heads": 4}
 _QWEN3_5 |= {"max_position_embeddings": 32768, "linear_conv_kernel_dim": 4}
 _QWEN3_5 |= {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
 _QWEN3_5 |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+_GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
+_GPT_OSS_ROPE |= {"truncate": False, "original_max_position_embeddings": 4096}
+_GLM_MOE = _LLAMA | {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "n_routed_experts": 128}
+_GLM_MOE |= {"num_experts_per_tok": 8, "n_shared_experts": 1, "max_position_embeddings": 131072}
+_LLAMA4 = _LLAMA | {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "head_dim": 128}
+_LLAMA4 |= {"intermediate_size_mlp": 16384, "max_position_embeddings": 131072}
+_LLAMA4 |= {"num_local_experts": 16, "num_experts_per_tok": 1, "attention_chunk_size": 8192}
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"model_type": "llama"} | _LLAMA,
@@ -198,6 +205,58 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | _LLAMA
     | {"num_key_value_heads": 4, "rms_norm_eps": 1e-5, "sliding_window": 128}
     | {"max_position_embeddings": 8192},
+    "OlmoeForCausalLM": {"model_type": "olmoe", "num_experts": 64, "num_experts_per_tok": 8}
+    | {"hidden_act": "silu", "rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+    "GptOssForCausalLM": {"model_type": "gpt_oss", "rms_norm_eps": 1e-5, "head_dim": 64}
+    | {"num_key_value_heads": 8, "num_local_experts": 128, "num_experts_per_tok": 4}
+    | {"sliding_window": 128, "max_position_embeddings": 131072}
+    | {"rope_parameters": _GPT_OSS_ROPE, "hidden_act": "silu"},
+    "GraniteMoeForCausalLM": {"model_type": "granitemoe", "num_local_experts": 8}
+    | _LLAMA
+    | {"num_experts_per_tok": 2},
+    "GraniteMoeSharedForCausalLM": {"model_type": "granitemoeshared", "num_local_experts": 8}
+    | _LLAMA
+    | {"num_experts_per_tok": 2},
+    "Glm4MoeForCausalLM": {"model_type": "glm4_moe", "first_k_dense_replace": 1}
+    | _GLM_MOE
+    | {"moe_intermediate_size": 1408},
+    "SolarOpenForCausalLM": {"model_type": "solar_open", "head_dim": 128}
+    | _GLM_MOE
+    | {"moe_intermediate_size": 1280},
+    "Dots1ForCausalLM": {"model_type": "dots1", "num_key_value_heads": 32}
+    | _LLAMA
+    | {"norm_topk_prob": False, "moe_intermediate_size": 1408, "sliding_window": 4096}
+    | {"max_position_embeddings": 2048},
+    "MiniMaxM2ForCausalLM": {"model_type": "minimax_m2", "num_key_value_heads": 8}
+    | _LLAMA
+    | {"head_dim": 128, "num_local_experts": 256, "num_experts_per_tok": 8}
+    | {"max_position_embeddings": 196608},
+    "Ernie4_5_MoeForCausalLM": {"model_type": "ernie4_5_moe", "num_key_value_heads": 4}
+    | _LLAMA
+    | {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "moe_k": 6}
+    | {"moe_num_experts": 64, "moe_num_shared_experts": 2, "moe_intermediate_size": 1536},
+    "HunYuanMoEV1ForCausalLM": {"model_type": "hunyuan_v1_moe", "num_experts": 1, "moe_topk": 1}
+    | _LLAMA
+    | {"rms_norm_eps": 1e-5},
+    "ExaoneMoeForCausalLM": {"model_type": "exaone_moe", "num_key_value_heads": 32}
+    | _LLAMA
+    | {"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4}
+    | {"first_k_dense_replace": 1, "moe_intermediate_size": 1024, "num_experts": 64}
+    | {"num_experts_per_tok": 8, "num_shared_experts": 1, "routed_scaling_factor": 2.5},
+    "AfmoeForCausalLM": {"model_type": "afmoe", "head_dim": 128, "num_experts": 64}
+    | _LLAMA
+    | {"num_experts_per_tok": 6, "num_shared_experts": 2, "moe_intermediate_size": 1408}
+    | {"rms_norm_eps": 1e-5, "sliding_window": 1024, "max_position_embeddings": 16384},
+    "HYV3ForCausalLM": {"model_type": "hy_v3", "num_key_value_heads": 8, "head_dim": 128}
+    | _LLAMA
+    | {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "num_experts": 192}
+    | {"num_experts_per_tok": 8, "num_shared_experts": 1, "moe_intermediate_size": 1536}
+    | {"router_scaling_factor": 2.826},
+    "Llama4ForCausalLM": {"model_type": "llama4_text"} | _LLAMA4,
+    "Llama4ForConditionalGeneration": {"model_type": "llama4"} | _LLAMA4,
+    "Cohere2MoeForCausalLM": {"model_type": "cohere2_moe", "head_dim": 128, "num_experts": 8}
+    | _COHERE
+    | {"num_experts_per_tok": 2},
     "ApertusForCausalLM": {"model_type": "apertus", "hidden_act": "xielu"}
     | {"rms_norm_eps": 1e-5, "max_position_embeddings": 65536},
     "BitNetForCausalLM": {"model_type": "bitnet", "hidden_act": "relu2", "rms_norm_eps": 1e-5}

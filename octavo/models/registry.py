@@ -29,11 +29,31 @@ for _module in pkgutil.iter_modules(families.__path__, families.__name__ + "."):
 _CAUSAL = ("PaliGemmaForConditionalGeneration",)
 """Architectures that are run with causal attention, and say so, where the original is not."""
 _EXPERTS = (
+    "AfmoeForCausalLM",
+    "Cohere2MoeForCausalLM",
+    "Dots1ForCausalLM",
+    "Ernie4_5_MoeForCausalLM",
+    "ExaoneMoeForCausalLM",
+    "Gemma4ForCausalLM",
+    "Gemma4ForConditionalGeneration",
+    "Gemma4UnifiedForCausalLM",
+    "Gemma4UnifiedForConditionalGeneration",
+    "Glm4MoeForCausalLM",
+    "GptOssForCausalLM",
+    "GraniteMoeForCausalLM",
+    "GraniteMoeSharedForCausalLM",
+    "HYV3ForCausalLM",
+    "HunYuanMoEV1ForCausalLM",
     "JambaForCausalLM",
+    "Llama4ForCausalLM",
+    "Llama4ForConditionalGeneration",
+    "MiniMaxM2ForCausalLM",
     "MixtralForCausalLM",
     "NemotronHForCausalLM",
+    "OlmoeForCausalLM",
     "Qwen2MoeForCausalLM",
     "Qwen3MoeForCausalLM",
+    "SolarOpenForCausalLM",
 )
 """Architectures whose readers read or refuse the fields of experts themselves."""
 _DEFAULTS = ModelConfig()

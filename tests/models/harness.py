@@ -188,6 +188,8 @@ def make_hf(architecture: str, seed: int = 0, **config: Any) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.uniform_(0.7, 1.2)
+            elif name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.2, 0.2)
     model.tie_weights()
     return model
 
@@ -263,7 +265,7 @@ def _config_class(architecture: str) -> Any:
     names |= STAND_INS
     names |= {
         f"{name}ForCausalLM": f"{name}Text"
-        for name in ("Gemma3n", "Gemma4", "Gemma4Unified", "Qwen3_5")
+        for name in ("Gemma3n", "Gemma4", "Gemma4Unified", "Qwen3_5", "Llama4")
     }
     name = names.get(architecture, re.sub("For(CausalLM|ConditionalGeneration)$", "", architecture))
     return getattr(transformers, f"{name}Config")

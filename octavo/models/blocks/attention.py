@@ -42,11 +42,13 @@ class Alibi:
 class QueryScale:
     """Factor of the queries that grows with the position (Llama 4, Ministral 3).
 
-    It is 1 + beta * log(1 + floor(position / length)).
+    It is 1 + beta * log(1 + floor((position + first) / length)).
     """
 
     beta: float
     length: int
+    first: int = 0
+    """Number of the first position: 1 for Llama 4."""
 
     def nbytes(self, max_model_len: int) -> int:
         """Implement `Table`; upper bound for all types."""
@@ -56,7 +58,7 @@ class QueryScale:
         """Return the factor of each position: [max_model_len, 1]."""
         from octavo.system.tensor import dense, from_numpy
 
-        steps = np.arange(max_model_len) // self.length
+        steps = (np.arange(max_model_len) + self.first) // self.length
         return dense(from_numpy(1 + self.beta * np.log1p(steps)[:, None]), dtype)
 
 

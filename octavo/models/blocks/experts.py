@@ -40,10 +40,14 @@ class RouterSpec:
     routing: Routing
     choice_bias: str | None = None
     """Tensor of the checkpoint that is added to the scores for the choice: [experts]."""
+    choice_bias_is_row: bool = False
+    """True if that tensor is a matrix with one row: [1, experts]."""
     factors: str | None = None
     """Tensor of the checkpoint with a factor of each expert's weight: [experts]."""
     norm: RMSNormSpec | None = None
     """Norm of the router's input."""
+    scale: float = 1.0
+    """Factor of the logits."""
     on_input: bool = False
     """True if weights are factors of the experts' inputs, not of their results (Llama 4)."""
 
@@ -55,6 +59,8 @@ class RouterSpec:
         for own, name in (("choice_bias", self.choice_bias), ("factors", self.factors)):
             if name is not None:
                 source = Source(f"{names.checkpoint}{name}", (self.num_experts,))
+                if own == "choice_bias" and self.choice_bias_is_row:
+                    source = replace(source, shape=(1, self.num_experts), index=0)
                 shape = (self.num_experts,)
                 yield Weight(f"{names.own}{own}", "vector", shape, (source,), dtype="float32")
 
@@ -78,6 +84,8 @@ class ExpertsSpec(BlockSpec):
     activation: ExpertActivation
     shared: MLPSpec | None = None
     """Block that all tokens use in addition."""
+    norm: RMSNormSpec | None = None
+    """Norm of the experts' input, which the router reads without it (Gemma 4)."""
     shared_gate: LinearSpec | None = None
     """Projection to one number, whose sigmoid is a factor of the shared block's result."""
     own: tuple[int, int] | None = None
@@ -112,6 +120,8 @@ class ExpertsSpec(BlockSpec):
     def weights(self, names: Names) -> Iterator[Weight]:
         """Yield the weights of the router, then those of the experts, then the shared ones."""
         yield from self.router.weights(names.of("router"))
+        if self.norm is not None:
+            yield from self.norm.weights(names.of("norm"))
         for index in range(*(self.own or (0, len(self.up)))):
             yield from self._without_bias(self.up[index]).weights(names.of(f"experts.{index}.up"))
             yield from self._without_bias(self.down[index]).weights(
@@ -124,7 +134,7 @@ class ExpertsSpec(BlockSpec):
                 ]
                 sources = tuple(source for bias in biases for source in bias.sources)
                 shape = (len(stack) * biases[0].shape[0],)
-                whole = biases[0].whole
+                whole = biases[0].whole_rows  # of one expert: each source has these
                 yield Weight(f"{names.own}{name}", "vector", shape, sources, whole)
         if self.shared is not None:
             yield from self.shared.weights(names.of("shared"))
@@ -171,7 +181,6 @@ class ExpertsSpec(BlockSpec):
     def build(self, parts: Parts, caches: tuple[int, ...]) -> Experts:
         """Implement `BlockSpec`."""
         from octavo.layers.experts import Divided, Experts, Router
-        from octavo.models.blocks.norm import build_norm
 
         ops, router, own = parts.ops, self.router, parts.of("router")
         first, end = self.own or (0, len(self.up))
@@ -202,10 +211,9 @@ class ExpertsSpec(BlockSpec):
                 router.routing,
                 own.tensor("choice_bias") if router.choice_bias is not None else None,
                 own.tensor("factors") if router.factors is not None else None,
-                None
-                if router.norm is None
-                else build_norm(router.norm, own.of("norm"), size=self.hidden),
+                None if router.norm is None else router.norm.build(own.of("norm")),
                 router.on_input,
+                router.scale,
             ),
             stack("up"),
             stack("down"),
@@ -213,4 +221,5 @@ class ExpertsSpec(BlockSpec):
             None if self.shared is None else self.shared.build(parts.of("shared"), ()),
             None if self.shared_gate is None else self.shared_gate.build(parts.of("shared_gate")),
             divided,
+            None if self.norm is None else self.norm.build(parts.of("norm")),
         )

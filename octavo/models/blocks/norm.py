@@ -43,12 +43,14 @@ class RMSNormSpec:
     eps: float
     weight_offset: float = 0.0
     """Term added to the weight (Gemma: 1)."""
+    tensor: str = "weight"
+    """Name of the weight in the module."""
 
     def weights(self, names: Names) -> Iterator[Weight]:
         """Yield the weight, if any; in dummy models it is 1 with its offset."""
         if self.module is None:
             return
-        name, dummy = f"{names.checkpoint}{self.module}.weight", 1.0 - self.weight_offset
+        name, dummy = f"{names.checkpoint}{self.module}.{self.tensor}", 1.0 - self.weight_offset
         source = Source(name, (self.size,), dummy=dummy)
         yield Weight(f"{names.own}weight", "vector", (self.size,), (source,))
 

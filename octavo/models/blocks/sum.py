@@ -1,4 +1,4 @@
-"""Specification of blocks that read the same input, and whose results are added (Falcon-H1)."""
+"""Specification of the sum of blocks that read the same input (Falcon-H1, Gemma 4)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from octavo.layers.step_table import StepArray
 from octavo.models.blocks.base import BlockSpec, LargestStep, Table
+from octavo.models.blocks.norm import NormSpec, build_norm
 from octavo.models.cache import CacheSpec
 from octavo.models.weights import Names, Weight
 from octavo.system.distributed import Rank
@@ -20,13 +21,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Term:
-    """Block with factors of its input and its result."""
+    """Block with factors and norms of its input and its result."""
 
     name: str
     """Name of the block in the names of its weights."""
     block: BlockSpec
     input_factor: float = 1.0
     result_factor: float = 1.0
+    norm: NormSpec | None = None
+    """Norm of the block's input."""
+    out_norm: NormSpec | None = None
+    """Norm of the block's result."""
+
+    def weights(self, names: Names) -> Iterator[Weight]:
+        """Yield the weights of the norm, the block, and the norm of its result."""
+        own = names.of(self.name)
+        if self.norm is not None:
+            yield from self.norm.weights(own.of("norm"))
+        yield from self.block.weights(own)
+        if self.out_norm is not None:
+            yield from self.out_norm.weights(own.of("out_norm"))
 
 
 @dataclass(frozen=True)
@@ -38,7 +52,7 @@ class SumSpec(BlockSpec):
     def weights(self, names: Names) -> Iterator[Weight]:
         """Yield the weights of all terms."""
         for term in self.terms:
-            yield from term.block.weights(names.of(term.name))
+            yield from term.weights(names)
 
     def caches(self) -> tuple[CacheSpec, ...]:
         """Return the caches of all terms."""
@@ -67,7 +81,15 @@ class SumSpec(BlockSpec):
         live, first = [], 0
         for term in self.terms:
             end = first + len(term.block.caches())
-            block = term.block.build(parts.of(term.name), caches[first:end])
-            live.append(LiveTerm(block, term.input_factor, term.result_factor))
+            own = parts.of(term.name)
+            live.append(
+                LiveTerm(
+                    term.block.build(own, caches[first:end]),
+                    term.input_factor,
+                    term.result_factor,
+                    build_norm(term.norm, own.of("norm")),
+                    build_norm(term.out_norm, own.of("out_norm")),
+                )
+            )
             first = end
         return Sum(parts.ops, tuple(live))

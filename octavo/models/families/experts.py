@@ -7,10 +7,16 @@ from typing import Literal
 
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.kernels.routing import ExpertActivation, Routing
+from octavo.models.blocks.base import BlockSpec
 from octavo.models.blocks.experts import ExpertsSpec, RouterSpec
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.mlp import MLPSpec
-from octavo.models.families.base import GATED, read_activation
+from octavo.models.families.base import (
+    GATED,
+    read_activation,
+    read_layer_types,
+    read_num_layers,
+)
 
 MOST_EXPERTS = 4096
 
@@ -26,6 +32,9 @@ class ExpertNames:
     """Projections up of an expert: gate and up, or one module."""
     down: str = "down_proj"
     shared: str = "mlp.shared_expert."
+    """Prefix of the block that all tokens use."""
+    shared_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    shared_down: str = "down_proj"
     shared_gate: str | None = None
     choice_bias: str | None = None
     """Tensor of the router's bias for the choice."""
@@ -104,11 +113,12 @@ def experts(
         shared = MLPSpec(
             LinearSpec(
                 tuple(
-                    (f"{names.shared}{module}", shared_inner) for module in ("gate_proj", "up_proj")
+                    (f"{names.shared}{module}", 2 * shared_inner // len(names.shared_up))
+                    for module in names.shared_up
                 ),
                 hidden,
             ),
-            LinearSpec(((f"{names.shared}down_proj", hidden),), shared_inner),
+            LinearSpec(((f"{names.shared}{names.shared_down}", hidden),), shared_inner),
             read_activation(config, "hidden_act", GATED),
             gated=True,
         )
@@ -127,6 +137,95 @@ def experts(
         if names.shared_gate is None
         else LinearSpec(((names.shared_gate, 1),), hidden, exact=True),
     )
+
+
+GROUPED = ExpertNames(shared="mlp.shared_experts.", choice_bias="mlp.gate.e_score_correction_bias")
+"""Names of GLM's and dots' experts."""
+
+
+def read_grouped_experts(config: ConfigJson, names: ExpertNames = GROUPED) -> ExpertsSpec:
+    """Return experts that are chosen by sigmoid scores with a bias, from the best groups.
+
+    Source: DeepSeek-V3, arXiv 2412.19437, section 2.1.2.
+
+    Raises:
+        ModelError: the groups do not fit the numbers of experts.
+    """
+    num_experts = read_num_experts(config, "n_routed_experts", "num_experts")
+    top_k = read_top_k(config, num_experts, "num_experts_per_tok")
+    groups = config.integer("n_group", default=1)
+    if num_experts % groups or (groups > 1 and num_experts < 2 * groups):
+        raise config.error(
+            "n_group", f"it must divide {num_experts} experts into groups of at least 2"
+        )
+    top_groups = config.integer("topk_group", default=1, most=groups)
+    if top_k > top_groups * (num_experts // groups):
+        raise config.error("topk_group", f"its groups have fewer than {top_k} experts")
+    inner = config.integer("moe_intermediate_size")
+    shared = config.integer("n_shared_experts", "num_shared_experts", default=0, least=0)
+    return experts(
+        config,
+        Routing(
+            top_k,
+            "sigmoid",
+            groups=groups,
+            top_groups=top_groups,
+            group_best=min(2, num_experts // groups),
+            renormalize=config.flag("norm_topk_prob", True),
+            epsilon=1e-20,
+            scale=config.number("routed_scaling_factor", default=1.0),
+        ),
+        num_experts=num_experts,
+        inner=inner,
+        names=names,
+        shared_inner=shared * inner,
+    )
+
+
+def read_biased_experts(config: ConfigJson, names: ExpertNames, *, scale: float) -> ExpertsSpec:
+    """Return experts that are chosen by sigmoid scores with a bias; `scale` as in `Routing`."""
+    num_experts = read_num_experts(config, "num_experts", "num_local_experts")
+    top_k = read_top_k(config, num_experts, "num_experts_per_tok")
+    inner = config.integer("moe_intermediate_size")
+    shared = config.integer("num_shared_experts", default=0, least=0)
+    return experts(
+        config,
+        Routing(top_k, "sigmoid", renormalize=True, epsilon=1e-20, scale=scale),
+        num_experts=num_experts,
+        inner=inner,
+        names=names,
+        shared_inner=shared * inner,
+    )
+
+
+def read_sparse_layers(
+    config: ConfigJson, block: BlockSpec, *, dense: int | None = None
+) -> tuple[BlockSpec | None, ...]:
+    """Return the experts of each layer by mlp_layer_types; None for layers with a dense block.
+
+    Args:
+        config: the model's config.
+        block: the experts.
+        dense: number of first layers with a dense block, for a config without mlp_layer_types;
+            None: the field first_k_dense_replace.
+    """
+    if dense is None:
+        dense = config.integer("first_k_dense_replace", default=0, least=0)
+    default = ["dense" if i < dense else "sparse" for i in range(read_num_layers(config))]
+    types = read_layer_types(config, "mlp_layer_types", ("dense", "sparse"), default)
+    return tuple(block if kind == "sparse" else None for kind in types)
+
+
+def read_draft_layers(config: ConfigJson, name: str = "num_nextn_predict_layers") -> str:
+    """Return the pattern of the names of the layers after the last, which predict drafts.
+
+    Args:
+        config: the model's config.
+        name: field with the number of these layers; at least one is assumed.
+    """
+    first, count = read_num_layers(config), config.integer(name, default=1, least=0, most=4096)
+    numbers = "|".join(str(first + i) for i in range(max(count, 1)))
+    return rf"model\.layers\.({numbers})\..*"
 
 
 def read_indices(config: ConfigJson, name: str) -> tuple[int, ...]:

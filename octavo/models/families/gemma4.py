@@ -14,8 +14,7 @@ from octavo.models.spec import ModelSpec
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """Read Gemma 4 without experts."""
-    config.refuse("enable_moe_block", False, "mixtures of experts are not supported")
+    """Read Gemma 4, with experts if enable_moe_block says so."""
     length, count = read_max_position(config), read_num_layers(config)
     types = ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(count)]
     # The last layer is always full; its type in the config is not used, as in transformers.
@@ -51,7 +50,8 @@ def read(config: ConfigJson) -> ModelSpec:
     is_key = [same and window is None for window in windows]
     spec = parts.with_sources(spec, config, sources, values_are_keys=is_key)
     layers = [replace(layer, scalar="layer_scalar") for layer in spec.layers]
-    return parts.with_layer_inputs(replace(spec, layers=tuple(layers)), config)
+    spec = parts.with_layer_inputs(replace(spec, layers=tuple(layers)), config)
+    return parts.with_experts(spec, config) if config.flag("enable_moe_block", False) else spec
 
 
 ARCHITECTURES = {

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from octavo.checkpoints.config_json import ConfigJson
+from octavo.kernels.routing import ExpertActivation, Routing
 from octavo.models.blocks.altup import AltUpLayerSpec, StreamsSpec
 from octavo.models.blocks.attention import AttentionSpec
 from octavo.models.blocks.base import BlockSpec
@@ -14,6 +15,9 @@ from octavo.models.blocks.layer import LayerSpec, Sublayer
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.mlp import MLPSpec, SparseMLPSpec
 from octavo.models.blocks.norm import RMSNormSpec
+from octavo.models.blocks.sum import SumSpec, Term
+from octavo.models.families.base import GATED, read_activation
+from octavo.models.families.experts import ExpertNames, experts, read_num_experts, read_top_k
 from octavo.models.families.llama import LlamaLike
 from octavo.models.spec import ModelSpec
 
@@ -173,6 +177,42 @@ def with_streams(spec: ModelSpec, config: ConfigJson) -> ModelSpec:
 
     layers = tuple(layer(old) for old in spec.layers)
     return replace(spec, layers=layers, streams=StreamsSpec(*whole))
+
+
+def with_experts(spec: ModelSpec, config: ConfigJson) -> ModelSpec:
+    """Return the model with experts beside the MLP of each layer; each has norms of its own."""
+    num_experts = read_num_experts(config, "num_experts")
+    hidden, eps = spec.hidden_size, config.number("rms_norm_eps")
+    activation = read_activation(config, "hidden_activation", GATED, "gelu_pytorch_tanh")
+    block = experts(
+        config,
+        Routing(read_top_k(config, num_experts, "top_k_experts"), "softmax", renormalize=True),
+        num_experts=num_experts,
+        inner=config.integer("moe_intermediate_size"),
+        names=ExpertNames(router="router.proj", experts="experts.", up=("gate_up_proj",)),
+        activation=ExpertActivation(activation),
+        stacked="rows",
+    )
+    router = replace(
+        block.router,
+        norm=RMSNormSpec("router", hidden, eps, tensor="scale"),
+        scale=hidden**-0.5,
+        factors="router.per_expert_scale",
+    )
+
+    block = replace(
+        block, router=router, norm=RMSNormSpec("pre_feedforward_layernorm_2", hidden, eps)
+    )
+    out_norms = [RMSNormSpec(f"post_feedforward_layernorm_{i}", hidden, eps) for i in (1, 2)]
+    sparse = Term("sparse", block, out_norm=out_norms[1])
+    made: dict[int, LayerSpec] = {}
+    for layer in spec.layers:
+        if id(layer) not in made:
+            mixer, mlp, *others = layer.sublayers
+            dense = Term("dense", mlp.block, norm=mlp.norm, out_norm=out_norms[0])
+            both = replace(mlp, block=SumSpec((dense, sparse)), norm=None)
+            made[id(layer)] = replace(layer, sublayers=(mixer, both, *others))
+    return replace(spec, layers=tuple(made[id(layer)] for layer in spec.layers))
 
 
 def with_layer_inputs(spec: ModelSpec, config: ConfigJson, *, most_without: int = 0) -> ModelSpec:

@@ -9,7 +9,7 @@ from octavo.models.families.experts import ExpertNames, experts, read_num_expert
 from octavo.models.families.llama import LlamaLike
 from octavo.models.spec import ModelSpec
 
-_NAMES = ExpertNames(
+NAMES = ExpertNames(
     router="block_sparse_moe.gate",
     experts="block_sparse_moe.experts.{}.",
     up=("w1", "w3"),
@@ -26,7 +26,7 @@ def read(config: ConfigJson) -> ModelSpec:
         Routing(top_k, "softmax", renormalize=True),
         num_experts=num_experts,
         inner=config.integer("intermediate_size"),
-        names=_NAMES,
+        names=NAMES,
     )
     num_layers = read_num_layers(config)
     window = config.optional_integer("sliding_window", least=1)
