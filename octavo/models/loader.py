@@ -288,6 +288,8 @@ def _read(weight: Weight, tensors: Tensors) -> tuple[list[Part], list[HostTensor
 
 def _with_module(error: TensorError, source: Source) -> ModelError:
     """Return the error with the name of the source's module."""
+    if source.index is not None:
+        return ModelError(f"{source.name}[{source.index}]: {error}")
     return ModelError(f"{source.name.rpartition('.')[0]}.{error}")
 
 
