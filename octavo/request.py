@@ -82,6 +82,7 @@ class Request:
         "max_tokens",
         "num_accepted_tokens",
         "num_cached_tokens",
+        "num_stored_tokens",
         "num_charged",
         "num_computed_tokens",
         "num_draft_tokens",
@@ -141,6 +142,8 @@ class Request:
         next step drafts them."""
         self.num_cached_tokens = 0
         """Number of prompt tokens found in the prefix cache when first scheduled."""
+        self.num_stored_tokens = 0
+        """Number of prompt tokens with cached keys and values then."""
         self.num_preemptions = 0
         self.num_draft_tokens = 0
         """Number of drafts proposed for it."""
