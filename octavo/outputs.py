@@ -201,8 +201,8 @@ class RequestMetrics:
     num_accepted_tokens: int = 0
     """Number of accepted ones."""
     num_stored_tokens: int = 0
-    """Number of prompt tokens with cached keys and values, of the first answer; more than the cached
-    tokens if a recurrent state was missing."""
+    """Number of prompt tokens with cached keys and values; more than `num_cached_tokens` if a
+    recurrent state was missing."""
 
     @property
     def scheduled_ts(self) -> float:
