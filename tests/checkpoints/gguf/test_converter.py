@@ -53,7 +53,10 @@ def convert(model: Any, folder: Path, kind: str) -> Path:
     return out
 
 
-@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind.startswith(("qwen35", "lfm2"))])
+HYBRID = ("qwen35", "lfm2", "mamba2", "granitehybrid", "falcon-h1", "nemotron_h")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind.startswith(HYBRID)])
 def test_logits(kind: str, tmp_path: Path) -> None:
     """Q8_0 rounds weights and activations to 8 bits."""
     name, fields = MODELS[kind]
