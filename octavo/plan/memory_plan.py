@@ -90,8 +90,8 @@ class MemoryPlan:
     def describe_snapshots(self) -> str:
         """Return the size of a snapshot and the room for snapshots as a phrase."""
         return (
-            f"{self.state_nbytes / MIB:,.2f} MiB; room for {self.most_snapshots:,} of them beside "
-            "the state of one request"
+            f"{self.state_nbytes / MIB:,.2f} MiB; room for {self.most_snapshots:,} of them and the "
+            "state of one request"
         )
 
     def report(self) -> str:
