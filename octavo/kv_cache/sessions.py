@@ -135,11 +135,12 @@ def find_hits(
             "answer_tokens."
         )
     left_out, shape = shape.turns - turns, replace(shape, turns=turns)
-    # More blocks and slots than all requests together could use make no difference.
-    requests = shape.sessions * shape.turns
-    longest = -(-(shape.prompt_tokens(turns - 1) + shape.answer_tokens) // config.block_size)
-    num_blocks = 2 + requests * (longest + 1) * max(1, len(config.paged_groups))
-    num_states = requests * (config.states_per_request + _MOST_SNAPSHOTS)
+    # More blocks than the sessions' tokens have, and the running requests again, make no difference;
+    # nor do more slots than all requests together use.
+    longest = -(-(shape.prompt_tokens(turns - 1) + shape.answer_tokens) // config.block_size) + 1
+    used = (shape.sessions + min(shape.sessions, max_num_seqs)) * longest
+    num_blocks = 2 + used * max(1, len(config.paged_groups))
+    num_states = shape.sessions * turns * (config.states_per_request + _MOST_SNAPSHOTS)
     unlimited = replace(config, num_blocks=num_blocks, num_states=num_states)
     limited = replace(
         config,
