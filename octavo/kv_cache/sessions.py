@@ -135,8 +135,8 @@ def find_hits(
             "answer_tokens."
         )
     left_out, shape = shape.turns - turns, replace(shape, turns=turns)
-    # More blocks than the sessions' tokens have, and the running requests again, make no difference;
-    # nor do more slots than all requests together use.
+    # More blocks than the sessions' tokens have, and the running requests again, make no
+    # difference. Nor do more slots than all requests together use.
     longest = -(-(shape.prompt_tokens(turns - 1) + shape.answer_tokens) // config.block_size) + 1
     used = (shape.sessions + min(shape.sessions, max_num_seqs)) * longest
     num_blocks = 2 + used * max(1, len(config.paged_groups))
