@@ -407,6 +407,7 @@ def _state_spaces(config: Any, kind: str) -> dict[str, Any]:
     }
     if kind == "mamba2":
         eps = config.layer_norm_epsilon
+        fields |= {"attention.head_count": 0, "attention.head_count_kv": None}
         return fields | {"context_length": 2**20, "attention.layer_norm_rms_epsilon": eps}
     if kind == "falcon-h1":
         return fields
@@ -549,11 +550,13 @@ def convert(
             x = x[:, None]
         if stored in ("mamba.norm", "mixer.norm"):
             x = x.reshape(metadata[f"{kind}.ssm.group_count"], -1)
-        if stored == "shared_mlp.input_linear" or (kind == "granitehybrid" and ".gate_up" in name):
+        if stored == "shared_mlp.input_linear":
             for part, half in zip(("gate", "up"), np.split(x, 2), strict=True):
                 arrays[f"{layer}ffn_{part}.{suffix}"] = half
         elif suffix == "A_log":
             arrays[f"{layer}ssm_a"] = -np.exp(x)
+        elif stored == "pre_ff_layernorm" and kind == "falcon-h1":
+            arrays[f"{layer}ffn_norm"] = x
         elif suffix == "D":
             arrays[f"{layer}ssm_d"] = x
         elif suffix == "dt_bias":

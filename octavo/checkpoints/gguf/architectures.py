@@ -132,7 +132,7 @@ _FALCON_H1 = {
     **_NAMES,
     **_mixer("mamba"),
     "model.final_layernorm": "output_norm",
-    "pre_ff_layernorm": "ffn_norm",
+    "pre_ff_layernorm.weight": "ffn_norm",
     "feed_forward.gate_proj": "ffn_gate",
     "feed_forward.up_proj": "ffn_up",
     "feed_forward.down_proj": "ffn_down",

@@ -173,9 +173,9 @@ class Description:
         if self.num_predicting:
             config["num_hidden_layers"] = config.get("num_hidden_layers", 0) - self.num_predicting
         heads = config.get("num_attention_heads")
-        if heads == 0:  # a model without attention
-            del config["num_attention_heads"]
         config.setdefault("num_key_value_heads", heads)
+        if heads == 0:  # a model without attention
+            del config["num_attention_heads"], config["num_key_value_heads"]
         if heads:
             config.setdefault("head_dim", max(1, config.get("hidden_size", 0) // heads))
         self._check_value_size("", config.get("head_dim"))

@@ -50,6 +50,9 @@ def name_as_published(folder: Path) -> None:
         letters = {"linear_attention": "M", "full_attention": "*", "mlp": "-"}
         config["hybrid_override_pattern"] = "".join(letters[kind] for kind in kinds)
         config["num_hidden_layers"] = len(kinds)
+        del config["num_experts_per_tok"]  # it stands for a mixture of experts
+    if "BambaForCausalLM" in config["architectures"]:
+        config["attn_rotary_emb"] = config["hidden_size"] // config["num_attention_heads"] // 2
     (folder / "config.json").write_text(json.dumps(config))
 
 

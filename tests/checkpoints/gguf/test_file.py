@@ -235,7 +235,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h": (
         "NemotronHForCausalLM",
         {"layers_block_type": ["mamba", "mlp", "attention", "mamba"], "num_hidden_layers": 4}
-        | {"mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 24}
+        | {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 24}
         | {"conv_kernel": 4, "head_dim": 24},
     ),
     "gpt2": ("GPT2LMHeadModel", {}),
