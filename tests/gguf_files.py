@@ -204,6 +204,12 @@ NAMES = {
     "feed_forward.up_proj": "ffn_up",
     "feed_forward.down_proj": "ffn_down",
     "pre_ff_layernorm": "ffn_norm",
+    # Mixtures of experts
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
 }
 for _mixer in ("mixer", "mamba"):
     NAMES |= {f"{_mixer}.in_proj": "ssm_in", f"{_mixer}.out_proj": "ssm_out"}
@@ -281,6 +287,13 @@ def _fields(config: Any, kind: str, rope: Mapping[str, Any], size: int) -> dict[
         "attn_logit_softcapping": get("attn_logit_softcapping"),
         "final_logit_softcapping": get("final_logit_softcapping"),
     } | rope_fields(rope)
+    if count := get("num_experts", "num_local_experts"):
+        fields |= {"expert_count": count, "expert_used_count": config.num_experts_per_tok}
+        if kind != "llama":
+            size_of = get("moe_intermediate_size", "intermediate_size")
+            fields["expert_feed_forward_length"] = size_of
+        shared = get("shared_expert_intermediate_size")
+        fields["expert_shared_feed_forward_length"] = shared
     if "rope_theta" in rope and kind not in ("phi2", "gptneox", "falcon", "stablelm"):
         fields["rope.freq_base"] = float(rope["rope_theta"])
     if kind not in NO_HEAD_SIZE:
@@ -524,6 +537,8 @@ def convert(
         match = re.fullmatch(r".*?\.(?:layers|h|blocks)\.(\d+)\.(.*)", module)
         layer, stored = (f"blk.{match[1]}.", match[2]) if match else ("", module)
         x = tensor.float().numpy()
+        if stored == "mlp.shared_expert_gate":
+            x = x[0]
         own = {"self_attn.q_proj": heads, "self_attn.k_proj": config.num_key_value_heads}
         if kind in PERMUTED and stored in own:
             halves = x.reshape(own[stored], 2, size // 2, -1)
@@ -553,6 +568,10 @@ def convert(
         if stored == "shared_mlp.input_linear":
             for part, half in zip(("gate", "up"), np.split(x, 2), strict=True):
                 arrays[f"{layer}ffn_{part}.{suffix}"] = half
+        elif stored.endswith("mlp.experts"):  # of gate and up: gate, then up
+            parts = ("gate", "up") if suffix == "gate_up_proj" else ("down",)
+            for part, x in zip(parts, np.split(x, len(parts), 1), strict=True):
+                arrays[f"{layer}ffn_{part}_exps.weight"] = x
         elif suffix == "A_log":
             arrays[f"{layer}ssm_a"] = -np.exp(x)
         elif stored == "pre_ff_layernorm" and kind == "falcon-h1":

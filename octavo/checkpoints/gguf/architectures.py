@@ -5,6 +5,7 @@ Facts of llama.cpp's converter (convert_hf_to_gguf.py).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,25 @@ _NAMES = {
     "post_attention_layernorm": "ffn_norm",
 }
 """Modules of Llama, and their names in GGUF; those of layers without their prefixes."""
+def _experts(router: str, prefix: str, gate: str, up: str, down: str) -> dict[str, str]:
+    """Return the names of a router and of all experts' projections; * is an expert's index."""
+    stored = {gate: "ffn_gate_exps", up: "ffn_up_exps", down: "ffn_down_exps"}
+    return {router: "ffn_gate_inp"} | {f"{prefix}.*.{own}": name for own, name in stored.items()}
+
+
+_EXPERTS = _experts("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj")
+_MIXTRAL = _experts("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2")
+_SHARED_EXPERT = {
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+}
+_EXPERT_FIELDS = {
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+}
 _HEAD_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
 _OUT_NORMS = {
     "post_attention_layernorm": "post_attention_norm",
@@ -207,6 +227,10 @@ class Architecture:
     number; an empty field: 1."""
 
 
+EXPERT = re.compile(r"(?<=experts)\.(\d+)\.")
+"""Index of an expert in the name of a module."""
+
+
 def stored_name(name: str, names: Mapping[str, str], layers: str) -> str | None:
     """Return the name of a tensor in GGUF, or None.
 
@@ -217,6 +241,7 @@ def stored_name(name: str, names: Mapping[str, str], layers: str) -> str | None:
     """
     module, _, kind = name.rpartition(".")
     layer, _, inner = module.removeprefix(layers).partition(".")
+    inner = EXPERT.sub(".*.", inner)
     if not module.startswith(layers) or not layer.isdecimal():
         return f"{names[module]}.{kind}" if module in names else None
     whole = names.get(f"{inner}.{kind}".removeprefix("."))
@@ -237,6 +262,29 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "qwen2vl": Architecture("Qwen2_5_VLForConditionalGeneration"),
     "qwen3": Architecture("Qwen3ForCausalLM", _NAMES | _HEAD_NORMS),
+    "llama with experts": Architecture(
+        "MixtralForCausalLM",
+        _NAMES | _MIXTRAL,
+        {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
+        {"sliding_window": None},
+        permuted=True,
+    ),
+    "qwen2moe": Architecture(
+        "Qwen2MoeForCausalLM",
+        _NAMES | _EXPERTS | _SHARED_EXPERT,
+        _EXPERT_FIELDS | {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"},
+    ),
+    "qwen3moe": Architecture(
+        "Qwen3MoeForCausalLM",
+        _NAMES | _HEAD_NORMS | _EXPERTS,
+        _EXPERT_FIELDS,
+        {"norm_topk_prob": True},
+    ),
+    "olmoe": Architecture(
+        "OlmoeForCausalLM",
+        _NAMES | _HEAD_NORMS | _EXPERTS,
+        _EXPERT_FIELDS,
+    ),
     "qwen3vl": Architecture("Qwen3VLForConditionalGeneration", _NAMES | _HEAD_NORMS),
     "qwen35": Architecture(
         "Qwen3_5ForCausalLM",

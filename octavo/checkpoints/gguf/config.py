@@ -87,6 +87,8 @@ class Description:
         self.file, self.metadata = file, metadata
         self.kind = metadata.get("general.architecture")
         found = ARCHITECTURES.get(self.kind) if isinstance(self.kind, str) else None
+        if metadata.get(f"{self.kind}.expert_count"):
+            found = ARCHITECTURES.get(f"{self.kind} with experts", found)
         if found is None:
             raise self.error(
                 f"general.architecture={self.kind!r} is not supported; supported: "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Set
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +16,13 @@ from numpy.typing import NDArray
 from octavo import _native
 from octavo.checkpoints.base import FLOATS, Expected, LoadFormat, Source, shorten_names
 from octavo.checkpoints.config_json import ConfigJson
-from octavo.checkpoints.gguf.architectures import FUSED, FUSED_MODULES, Architecture, stored_name
+from octavo.checkpoints.gguf.architectures import (
+    EXPERT,
+    FUSED,
+    FUSED_MODULES,
+    Architecture,
+    stored_name,
+)
 from octavo.checkpoints.gguf.config import Description
 from octavo.checkpoints.gguf.header import STORED_BLOCKS, GGUFHeader, GGUFTensor
 from octavo.checkpoints.gguf.kept_texts import kept_texts
@@ -38,6 +45,7 @@ _QUERIES_KEYS_VALUES = ("in_proj_qkv.weight", "conv1d.weight")
 _OUTPUTS = "linear_attn.out_proj"
 """End of the name of a module whose inputs are these heads."""
 _MOST_PARTS = 1000
+_MOST_EXPERTS = 4096
 _MOST_FACTORS = 2**16
 
 
@@ -263,9 +271,14 @@ class GGUFFile:
                 f"{self.path} holds {len(extra)} tensors that {expected.architecture} with this "
                 f"metadata does not have: {shorten_names(extra)}."
             )
+        elsewhere = Counter(map(self._stored_name, expected.elsewhere))
         places: dict[str, Place] = {}
         for stored, parts in sources.items():
-            places |= _places(self._tensors[stored], list(parts.values()))
+            tensor, those = self._tensors[stored], list(parts.values())
+            if EXPERT.search(those[0].name):
+                places |= _expert_places(tensor, those, len(those) + elsewhere[stored])
+            else:
+                places |= _places(tensor, those)
         config, architecture = self.config, self._described.architecture
         queries = config.integer("num_attention_heads", default=1)
         heads = Heads(queries, config.integer("num_key_value_heads", default=queries))
@@ -307,7 +320,8 @@ class GGUFFile:
             own.removesuffix(".weight"): _block_type(tensor)
             for tensor in self._tensors.values()
             if tensor.type in STORED_BLOCKS and tensor.name.endswith(".weight")
-            for own in self._own_names(tensor.name)
+            for name in self._own_names(tensor.name)
+            for own in _names_of_experts(name, tensor)
         }
 
     def _nvfp4_factors(self, names: Set[str]) -> dict[str, float]:
@@ -361,6 +375,13 @@ def _layer_numbers(header: GGUFHeader) -> dict[str, GGUFTensor]:
     return tensors
 
 
+def _names_of_experts(name: str, tensor: GGUFTensor) -> list[str]:
+    """Return the names of all experts' tensors; those of another tensor are its own name."""
+    if "*" not in name:
+        return [name]
+    return [name.replace("*", str(expert)) for expert in range(min(tensor.shape[0], _MOST_EXPERTS))]
+
+
 def _places(tensor: GGUFTensor, sources: list[Source]) -> dict[str, Place]:
     """Return the rows of a stored tensor that belong to each of some tensors, in their order.
 
@@ -374,6 +395,8 @@ def _places(tensor: GGUFTensor, sources: list[Source]) -> dict[str, Place]:
         shape = (shape[0] * shape[1], shape[2])  # matrices, one after the other
     if len(sources[0].shape) == 3 and len(shape) == 2:
         shape = (shape[0], 1, shape[1])  # convolution
+    if len(sources[0].shape) == 2 and len(shape) == 1:
+        shape = (1, *shape)  # projection to one number
     shapes = [s.shape[::-1] if s.transform == "transpose" else s.shape for s in sources]
     rows = [shape[0] for shape in shapes]
     required = (sum(rows), *shapes[0][1:])
@@ -392,6 +415,38 @@ def _places(tensor: GGUFTensor, sources: list[Source]) -> dict[str, Place]:
             )
         places[source.name] = Place(tensor, begin, own[0] * row, own, dtype)
         begin += own[0] * row
+    return places
+
+
+def _expert_places(tensor: GGUFTensor, sources: list[Source], count: int) -> dict[str, Place]:
+    """Return the part of a stored tensor that belongs to each of some experts.
+
+    Args:
+        tensor: the tensor of all experts.
+        sources: tensors of single experts.
+        count: number of all experts.
+
+    Raises:
+        ModelError: the shape or type does not match.
+    """
+    shape, dtype = _stored_form(tensor)
+    required = count, *sources[0].shape
+    if shape != required:
+        raise ModelError(
+            f"{tensor.file}: {tensor.name} has shape {list(shape)}, but the metadata requires "
+            f"{list(required)}."
+        )
+    if dtype not in sources[0].dtypes:
+        raise ModelError(
+            f"{tensor.file}: {tensor.name} has type {tensor.type.upper()}; supported here: "
+            f"{', '.join(sources[0].dtypes)}."
+        )
+    size, places = tensor.nbytes // count, {}
+    for source in sources:
+        found = EXPERT.search(source.name)
+        assert found is not None
+        begin = tensor.begin + int(found[1]) * size
+        places[source.name] = Place(tensor, begin, size, source.shape, dtype)
     return places
 
 

@@ -132,8 +132,8 @@ def experts(
         tuple(linear(i, names.up, rows, hidden, up=True) for i in range(num_experts)),
         tuple(linear(i, (names.down,), hidden, inner, up=False) for i in range(num_experts)),
         act,
-        shared,
-        None
+        shared=shared,
+        shared_gate=None
         if names.shared_gate is None
         else LinearSpec(((names.shared_gate, 1),), hidden, exact=True),
     )

@@ -291,6 +291,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "llama experts": (
+        "MixtralForCausalLM",
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None},
+    ),
+    "qwen2moe": (
+        "Qwen2MoeForCausalLM",
+        {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+        | {"shared_expert_intermediate_size": 64},
+    ),
+    "qwen3moe": (
+        "Qwen3MoeForCausalLM",
+        {"head_dim": 32, "num_experts": 9, "num_experts_per_tok": 8, "moe_intermediate_size": 32}
+        | {"norm_topk_prob": True},
+    ),
+    "olmoe": ("OlmoeForCausalLM", {"num_experts": 4, "num_experts_per_tok": 1}),
 }
 """Models by `general.architecture` and a variant."""
 PROMPT = [5, 9, 33, 2, 77, 40, 41, 42, 8, 101, 64, 3]
