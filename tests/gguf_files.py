@@ -206,6 +206,7 @@ NAMES = {
     "pre_ff_layernorm": "ffn_norm",
     # Mixtures of experts
     "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
@@ -223,6 +224,7 @@ SANDWICH = {
 _SANDWICHES = ("gemma2", "gemma3", "gemma3n", "gemma4", "olmo2", "exaone4", "muse-glimmer")
 OTHER_NAMES = dict.fromkeys(_SANDWICHES, SANDWICH)
 OTHER_NAMES["qwen35"] = {"post_attention_layernorm": "post_attention_norm"}
+OTHER_NAMES["gpt-oss"] = OTHER_NAMES["qwen35"]
 OTHER_NAMES["seed_oss"] = {"post_attention_layernorm": "post_attention_norm"}
 OTHER_NAMES["glm4"] = {
     "post_self_attn_layernorm": "post_attention_norm",
@@ -300,7 +302,7 @@ def _fields(config: Any, kind: str, rope: Mapping[str, Any], size: int) -> dict[
         fields |= {"attention.key_length": size, "attention.value_length": size}
     if kind in ROTATED:
         fields["rope.dimension_count"] = int(size * rope.get("partial_rotary_factor", 1.0))
-    if kind in ("gemma2", "gemma3", "gemma3n", "gemma4", "phi3", "cohere2"):
+    if kind in ("gemma2", "gemma3", "gemma3n", "gemma4", "phi3", "cohere2", "gpt-oss"):
         fields["attention.sliding_window"] = config.sliding_window or 0
     if kind in ("olmo2", "exaone4", "granite_swa") and get("sliding_window"):
         fields["attention.sliding_window"] = config.sliding_window
@@ -568,10 +570,18 @@ def convert(
         if stored == "shared_mlp.input_linear":
             for part, half in zip(("gate", "up"), np.split(x, 2), strict=True):
                 arrays[f"{layer}ffn_{part}.{suffix}"] = half
+        elif kind == "gpt-oss" and stored == "mlp.experts":  # rows of gate and up in turn
+            x = x if suffix.endswith("_bias") else x.swapaxes(1, 2)
+            kind_of = "bias" if suffix.endswith("_bias") else "weight"
+            if suffix.startswith("down"):
+                arrays[f"{layer}ffn_down_exps.{kind_of}"] = x
+            else:
+                arrays[f"{layer}ffn_gate_exps.{kind_of}"] = x[:, ::2]
+                arrays[f"{layer}ffn_up_exps.{kind_of}"] = x[:, 1::2]
         elif stored.endswith("mlp.experts"):  # of gate and up: gate, then up
             parts = ("gate", "up") if suffix == "gate_up_proj" else ("down",)
-            for part, x in zip(parts, np.split(x, len(parts), 1), strict=True):
-                arrays[f"{layer}ffn_{part}_exps.weight"] = x
+            for part, rows in zip(parts, np.split(x, len(parts), 1), strict=True):
+                arrays[f"{layer}ffn_{part}_exps.weight"] = rows
         elif suffix == "A_log":
             arrays[f"{layer}ssm_a"] = -np.exp(x)
         elif stored == "pre_ff_layernorm" and kind == "falcon-h1":

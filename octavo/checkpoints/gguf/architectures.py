@@ -25,6 +25,8 @@ _NAMES = {
     "post_attention_layernorm": "ffn_norm",
 }
 """Modules of Llama, and their names in GGUF; those of layers without their prefixes."""
+
+
 def _experts(router: str, prefix: str, gate: str, up: str, down: str) -> dict[str, str]:
     """Return the names of a router and of all experts' projections; * is an expert's index."""
     stored = {gate: "ffn_gate_exps", up: "ffn_up_exps", down: "ffn_down_exps"}
@@ -284,6 +286,20 @@ ARCHITECTURES: dict[str, Architecture] = {
         "OlmoeForCausalLM",
         _NAMES | _HEAD_NORMS | _EXPERTS,
         _EXPERT_FIELDS,
+    ),
+    "gpt-oss": Architecture(
+        "GptOssForCausalLM",
+        _NAMES
+        | _experts("mlp.router", "mlp.experts", "gate_proj", "up_proj", "down_proj")
+        | {"post_attention_layernorm": "post_attention_norm"}
+        | {"self_attn.sinks": "attn_sinks.weight"},
+        {
+            "num_local_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+            "intermediate_size": "expert_feed_forward_length",
+        },
+        {"split_experts": True},
+        windowed=True,
     ),
     "qwen3vl": Architecture("Qwen3VLForConditionalGeneration", _NAMES | _HEAD_NORMS),
     "qwen35": Architecture(

@@ -377,6 +377,10 @@ class Description:
                 for name, expected in constants.items():
                     if not (np.asarray(self.metadata.get(f"xielu.{name}")) == expected).all():
                         raise self.error(f"xielu.{name} is not {expected}, which is not supported")
+            case "gpt-oss":
+                self.number("feed_forward_length")  # the experts have the same
+                if "rope_parameters" in config:
+                    return {"rope_parameters": config["rope_parameters"] | {"truncate": False}}
             case "muse-glimmer":
                 kinds, theta = config.get("layer_types", []), config.get("rope_theta", 10000.0)
                 # Layers without a window have no positions.

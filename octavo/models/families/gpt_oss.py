@@ -10,11 +10,14 @@ from octavo.models.families.llama import LlamaLike, read_llama_rope
 from octavo.models.spec import ModelSpec
 
 _NAMES = ExpertNames(router="mlp.router", experts="mlp.experts.", up=("gate_up_proj",))
+_SPLIT = ExpertNames(router="mlp.router")
+"""Modules of GGUF files, in which each expert has matrices of its own."""
 
 
 def read(config: ConfigJson) -> ModelSpec:
     """Read gpt-oss."""
     config.refuse("swiglu_alpha", 1.702, "the factor in the sigmoid is 1.702")
+    split = config.flag("split_experts", False)
     num_experts = read_num_experts(config, "num_local_experts", "num_experts")
     top_k = read_top_k(config, num_experts, "num_experts_per_tok", "experts_per_token")
     block = experts(
@@ -22,12 +25,12 @@ def read(config: ConfigJson) -> ModelSpec:
         Routing(top_k, "none", softmax_chosen=True),
         num_experts=num_experts,
         inner=config.integer("intermediate_size"),
-        names=_NAMES,
+        names=_SPLIT if split else _NAMES,
         bias=True,
         router_bias=True,
         activation=ExpertActivation("swigluoai", limit=config.positive("swiglu_limit", 7.0)),
-        stacked="conv1d",
-        alternate=True,
+        stacked="none" if split else "conv1d",
+        alternate=not split,
     )
     num_layers = read_num_layers(config)
     kinds = ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)]

@@ -305,6 +305,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 32, "num_experts": 9, "num_experts_per_tok": 8, "moe_intermediate_size": 32}
         | {"norm_topk_prob": True},
     ),
+    "gpt-oss": (
+        "GptOssForCausalLM",
+        {"head_dim": 32, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 8}
+        | {
+            "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+            | {"original_max_position_embeddings": 64, "truncate": False}
+        },
+    ),
     "olmoe": ("OlmoeForCausalLM", {"num_experts": 4, "num_experts_per_tok": 1}),
 }
 """Models by `general.architecture` and a variant."""
