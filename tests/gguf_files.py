@@ -247,6 +247,7 @@ NO_HEAD_SIZE = (
     "mpt",
     "chatglm",
 )
+MIXTURES = ("llama", "qwen2moe", "qwen3moe", "olmoe", "gpt-oss")
 NO_HEAD_SIZE += ("stablelm", "granite", "granite_swa", "minicpm", "mamba2", "granitehybrid")
 """Facts of llama.cpp's converter, stated again so that a mistake in Octavo's tables is found."""
 
@@ -289,7 +290,8 @@ def _fields(config: Any, kind: str, rope: Mapping[str, Any], size: int) -> dict[
         "attn_logit_softcapping": get("attn_logit_softcapping"),
         "final_logit_softcapping": get("final_logit_softcapping"),
     } | rope_fields(rope)
-    if count := get("num_experts", "num_local_experts"):
+    count = get("num_experts", "num_local_experts")
+    if count and kind in MIXTURES:
         fields |= {"expert_count": count, "expert_used_count": config.num_experts_per_tok}
         if kind != "llama":
             size_of = get("moe_intermediate_size", "intermediate_size")

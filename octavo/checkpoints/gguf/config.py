@@ -87,7 +87,8 @@ class Description:
         self.file, self.metadata = file, metadata
         self.kind = metadata.get("general.architecture")
         found = ARCHITECTURES.get(self.kind) if isinstance(self.kind, str) else None
-        if metadata.get(f"{self.kind}.expert_count"):
+        experts = metadata.get(f"{self.kind}.expert_count")
+        if type(experts) is int and experts > 0:
             found = ARCHITECTURES.get(f"{self.kind} with experts", found)
         if found is None:
             raise self.error(

@@ -702,7 +702,10 @@ def test_damaged_tensors(
             {"llama.attention.key_length": 16, "llama.attention.value_length": 8},
             "value_length=8 differs from key_length=16",
         ),
-        ({"llama.expert_count": 8}, "llama.expert_count=8 is not supported"),
+        (
+            {"general.architecture": "qwen2", "qwen2.expert_count": 8},
+            "qwen2.expert_count=8 is not supported",
+        ),
         ({"llama.new_key": 1}, "keys that are not supported .*: llama.new_key; use the model's"),
         ({"llama.attention.sliding_window": 8}, "attention.sliding_window is not supported"),
         ({"llama.embedding_length": "x"}, "embedding_length='x' is not a finite number"),
