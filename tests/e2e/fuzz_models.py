@@ -39,7 +39,7 @@ _DELTA = ("Qwen3_5", "Qwen3Next", "OlmoHybrid")
 """Families with linear attention."""
 _ROPE = (*_ROPE, *_DELTA)
 _PLAIN = ("OPT", "Bloom", "Mpt", "Falcon", "GPTNeoX", "GPTJ", "CodeGen", "GPTBigCode")
-_STATES = ("Lfm2", "Mamba2", "Bamba", "GraniteMoeHybrid", "FalconH1", "NemotronH")
+_STATES = ("Lfm2", "Mamba2", "Bamba", "GraniteMoeHybrid", "FalconH1", "NemotronH", "RWKV7")
 """Families with recurrent states."""
 _NAMES = {"GPT2": "GPT2LMHeadModel"}
 _NAMES |= {name: f"{name}ForCausalLM" for name in (*_ROPE, *_PLAIN, *_STATES)}
@@ -165,6 +165,10 @@ def _state_model(rng: random.Random, family: str, layers: int, hidden: int) -> d
             config |= {"layers_block_type": [rng.choice((kind, "mlp")) for kind in kinds]}
             config |= {"mamba_num_heads": heads, "mamba_head_dim": 12, "ssm_state_size": rows}
             config |= {"n_groups": min(groups, heads), "conv_kernel": taps}
+        case "RWKV7":
+            config |= {"head_dim": rng.choice((2, 4, hidden)), "norm_bias": rng.random() < 0.7}
+            ranks = ("decay_low_rank_dim", "gate_low_rank_dim", "a_low_rank_dim", "v_low_rank_dim")
+            config |= {name: rng.choice((1, 8, 20, 64)) for name in ranks}
     return config
 
 

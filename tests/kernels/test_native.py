@@ -328,12 +328,13 @@ def test_gated_rounds_as_hugging_face_does(dtype: torch.dtype) -> None:
 
 
 @dtypes
-def test_gelu_relu_xielu_soft_cap(dtype: torch.dtype) -> None:
+def test_gelu_relu_sigmoid_xielu_soft_cap(dtype: torch.dtype) -> None:
     x = 4 * random(3, 333, dtype=dtype)
     gelu = torch.nn.functional.gelu
     assert_near(ops.gelu(x, "none"), gelu(x.double()))
     assert_near(ops.gelu(x, "tanh"), gelu(x.double(), approximate="tanh"))
     assert_same(ops.relu(x), reference.relu(x))
+    assert_near(ops.sigmoid(x), x.double().sigmoid())
     alphas = torch.tensor([-30.0, 1.7]).to(dtype)
     fine = x * torch.logspace(-6, 1, 333).to(dtype)
     for values in (x, fine, torch.tensor([[0.0, -0.0, 90.0, -90.0]], dtype=dtype)):
@@ -640,6 +641,7 @@ def test_results_go_where_they_are_wanted(dtype: torch.dtype, columns: int) -> N
         "act_and_mul": lambda out: ops.act_and_mul(y, "gelu", out),
         "gelu": lambda out: ops.gelu(y[:, :columns].contiguous(), "none", out),
         "relu": lambda out: ops.relu(y[:, :columns].contiguous(), out),
+        "sigmoid": lambda out: ops.sigmoid(y[:, :columns].contiguous(), out),
         "xielu": lambda out: ops.xielu(y[:, :columns].contiguous(), weight[0, :2], out),
         "quantized": lambda out: ops.linear(
             x, ops.quantize_weight([weight[:columns]], "int8", 0), out=out

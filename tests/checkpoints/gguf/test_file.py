@@ -193,6 +193,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_key_value_heads": 1, "layer_types": ["full_attention", "conv"]}
         | {"tie_word_embeddings": False, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False},
     ),
+    "rwkv7": (
+        "RWKV7ForCausalLM",
+        {"head_dim": 32, "decay_low_rank_dim": 32, "a_low_rank_dim": 8, "v_low_rank_dim": 16},
+    ),
     "gpt2": ("GPT2LMHeadModel", {}),
     "starcoder": ("GPTBigCodeForCausalLM", {}),
     "gptneox": ("GPTNeoXForCausalLM", {"rotary_pct": 0.25, "use_parallel_residual": False}),
@@ -398,8 +402,9 @@ def test_decays_that_are_not_below_0(tmp_path: Path) -> None:
         load(tmp_path / "m.gguf")
 
 
-def test_convolutions_do_not_choose_the_type(tmp_path: Path) -> None:
-    make("qwen35", tmp_path / "m.gguf", {"": "f16"})
+@pytest.mark.parametrize("kind", ["qwen35", "rwkv7"])
+def test_matrices_in_float32_do_not_choose_the_type(kind: str, tmp_path: Path) -> None:
+    make(kind, tmp_path / "m.gguf", {"": "f16"})
     assert GGUFFile(tmp_path / "m.gguf").dtype == "float16"
 
 
