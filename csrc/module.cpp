@@ -57,7 +57,7 @@ constexpr int kCodes<CacheType> = 4;
 template <>
 constexpr int kCodes<QuantFormat> = 25;
 template <>
-constexpr int kCodes<Unary> = 10;
+constexpr int kCodes<Unary> = 11;
 template <>
 constexpr int kCodes<Gated> = 6;
 

@@ -37,6 +37,7 @@ class RWKV7Config(PretrainedConfig):
         norm_bias: bool = True,
         hidden_act: str = "sqrelu",
         max_position_embeddings: int = 2048,
+        tie_word_embeddings: bool = False,
         **fields: Any,
     ) -> None:
         self.vocab_size, self.hidden_size = vocab_size, hidden_size
@@ -48,6 +49,7 @@ class RWKV7Config(PretrainedConfig):
         self.a_low_rank_dim, self.v_low_rank_dim = a_low_rank_dim, v_low_rank_dim
         self.norm_eps, self.norm_bias = norm_eps, norm_bias
         self.max_position_embeddings = max_position_embeddings
+        self.tie_word_embeddings = tie_word_embeddings
         super().__init__(**fields)
 
 

@@ -118,7 +118,7 @@ def test_rows_of_norms_are_divided(case: str, tmp_path: Path) -> None:
     assert all(map(torch.equal, got, sums))
 
 
-@pytest.mark.parametrize("case", ["llama", "gemma3n", "gemma4", "olmo-hybrid"])
+@pytest.mark.parametrize("case", ["llama", "gemma3n", "gemma4", "olmo-hybrid", "rwkv7"])
 def test_sums_of_ranks(case: str, tmp_path: Path) -> None:
     """Ranks that sum their results wait for each other before a buffer is filled again."""
     architecture, config = CASES[case]
@@ -206,6 +206,11 @@ def test_more_ranks_than_heads_are_refused(tmp_path: Path) -> None:
     make_hf(architecture, **config).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="tensor_parallel_size=5 is more than the 4 attention"):
         spec_of(tmp_path).split(Rank(0, 5))
+
+
+def test_more_ranks_than_heads_of_rwkv7(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size=5 is more than the 4 heads of"):
+        save_config(tmp_path, *CASES["rwkv7"]).split(Rank(0, 5))
 
 
 def test_ranks_without_any_outputs_are_refused(tmp_path: Path) -> None:

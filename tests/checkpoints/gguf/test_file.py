@@ -328,10 +328,11 @@ def test_blocks_of_other_layouts(kind: str, tmp_path: Path) -> None:
     assert 0 < (found[0] - found[1]).abs().mean() < 0.25
 
 
-@pytest.mark.parametrize("kind", ["qwen35", "qwen35 three", "lfm2"])
+@pytest.mark.parametrize("kind", ["qwen35", "qwen35 three", "lfm2", "rwkv7"])
 def test_blocks_of_hybrid_models(kind: str, tmp_path: Path) -> None:
     """A block may have inputs of several heads, whose order the converter has changed."""
-    floats = make(kind, tmp_path / "m.gguf", {"ssm_out": "q8_0", "shortconv": "q8_0"})
+    parts = ("ssm_out", "shortconv", "time_mix_output", "channel_mix")
+    floats = make(kind, tmp_path / "m.gguf", dict.fromkeys(parts, "q8_0"))
     with torch.no_grad():
         expected = floats(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
     for dequantize in (False, True):
