@@ -355,11 +355,11 @@ BAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2}
         ("Mamba2ForCausalLM", MAMBA2 | {"num_heads": 5}, r"num_heads=5.*5 heads of size 16.*64"),
         ("Mamba2ForCausalLM", MAMBA2 | {"hidden_act": "gelu"}, r"hidden_act='gelu'.*silu"),
         ("Mamba2ForCausalLM", MAMBA2 | {"time_step_limit": [2, 1]}, r"time_step_limit=\[2, 1\]"),
-        ("RWKV7ForCausalLM", {"head_dim": 48, "hidden_act": "sqrelu"}, r"head_dim=48.*divide.* 64"),
+        ("RWKV7ForCausalLM", {"head_dim": 48, "hidden_act": "sqrelu"}, r"head_dim=48.*divide.* 32"),
         ("RWKV7ForCausalLM", {}, r"hidden_act='silu'.*sqrelu"),
         ("RWKV7ForCausalLM", RWKV7 | {"attn": {"layers": [1]}}, r"attn=.*layers with attention"),
         ("RWKV7ForCausalLM", RWKV7 | {"norm_first": False}, r"norm_first=False.*needs a norm"),
-        ("RWKV7ForCausalLM", RWKV7 | {"value_dim": 128}, r"value_dim=128.*supported: 64"),
+        ("RWKV7ForCausalLM", RWKV7 | {"value_dim": 128}, r"value_dim=128.*supported: 32"),
         ("RWKV7ForCausalLM", RWKV7 | {"v_low_rank_dim": 0}, r"v_low_rank_dim=0"),
         (
             "BambaForCausalLM",
