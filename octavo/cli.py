@@ -517,6 +517,8 @@ def _unknown_argument(word: str, flags: list[str]) -> str:
     # Short flags are too similar to each other, and all long ones share the dashes.
     long = [flag[2:] for flag in flags if flag.startswith("--")]
     near = difflib.get_close_matches(name.lstrip("-"), long, n=1, cutoff=0.8)
+    # Two swapped letters change a short word more than the cutoff allows.
+    near = near or [flag for flag in long if sorted(flag) == sorted(name.lstrip("-"))]
     return f"unknown flag {name}" + (f"; did you mean --{near[0]}?" if near else "")
 
 

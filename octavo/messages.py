@@ -350,6 +350,9 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     """Number of drafts proposed for the request so far."""
     num_accepted_tokens: int = 0
     """Number of accepted ones."""
+    num_stored_tokens: int = 0
+    """Prompt tokens with cached keys and values; more than `num_cached_tokens` if a recurrent state
+    was missing."""
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):

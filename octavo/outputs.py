@@ -200,6 +200,9 @@ class RequestMetrics:
     """Number of drafts proposed, of all answers; after an engine's end, since then."""
     num_accepted_tokens: int = 0
     """Number of accepted ones."""
+    num_stored_tokens: int = 0
+    """Number of prompt tokens with cached keys and values; more than `num_cached_tokens` if a
+    recurrent state was missing."""
 
     @property
     def scheduled_ts(self) -> float:

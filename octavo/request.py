@@ -92,6 +92,7 @@ class Request:
         "num_prompt_logprobs",
         "num_prompt_tokens",
         "num_spec_in_flight",
+        "num_stored_tokens",
         "options",
         "prompt_embeds",
         "queue_key",
@@ -141,6 +142,8 @@ class Request:
         next step drafts them."""
         self.num_cached_tokens = 0
         """Number of prompt tokens found in the prefix cache when first scheduled."""
+        self.num_stored_tokens = 0
+        """Number of prompt tokens with cached keys and values then."""
         self.num_preemptions = 0
         self.num_draft_tokens = 0
         """Number of drafts proposed for it."""

@@ -186,7 +186,29 @@ NAMES = {
     "feed_forward.w2": "ffn_down",
     "feed_forward.w3": "ffn_up",
     "ffn_norm": "ffn_norm",
+    # Mamba-2 and Nemotron-H
+    "backbone.embeddings": "token_embd",
+    "backbone.norm_f": "output_norm",
+    "model.embeddings": "token_embd",
+    "model.norm_f": "output_norm",
+    "norm": "attn_norm",
+    "mixer.q_proj": "attn_q",
+    "mixer.k_proj": "attn_k",
+    "mixer.v_proj": "attn_v",
+    "mixer.o_proj": "attn_output",
+    "mixer.up_proj": "ffn_up",
+    "mixer.down_proj": "ffn_down",
+    # Granite 4, Bamba, Falcon-H1
+    "shared_mlp.output_linear": "ffn_down",
+    "feed_forward.gate_proj": "ffn_gate",
+    "feed_forward.up_proj": "ffn_up",
+    "feed_forward.down_proj": "ffn_down",
+    "pre_ff_layernorm": "ffn_norm",
 }
+for _mixer in ("mixer", "mamba"):
+    NAMES |= {f"{_mixer}.in_proj": "ssm_in", f"{_mixer}.out_proj": "ssm_out"}
+    NAMES |= {f"{_mixer}.conv1d": "ssm_conv1d", f"{_mixer}.norm": "ssm_norm"}
+STATE_SPACES = ("mamba2", "granitehybrid", "falcon-h1", "nemotron_h")
 SANDWICH = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
@@ -201,7 +223,7 @@ OTHER_NAMES["glm4"] = {
     "post_mlp_layernorm": "post_ffw_norm",
 }
 PERMUTED = ("llama", "granite", "granite_swa", "minicpm", "smollm3", "mistral3", "internlm2")
-PERMUTED += ("arcee", "olmo", "xverse", "muse-glimmer")
+PERMUTED += ("arcee", "olmo", "xverse", "muse-glimmer", "granitehybrid", "nemotron_h")
 SHIFTED = dict.fromkeys(("gemma", "gemma2", "gemma3", "nemotron"), "norm.weight")
 SHIFTED["muse-glimmer"] = SHIFTED["qwen35"] = "layernorm.weight"
 ROTATED = ("phi2", "gptneox", "chatglm", "glm4", "cohere2", "stablelm", "nemotron")
@@ -217,7 +239,7 @@ NO_HEAD_SIZE = (
     "mpt",
     "chatglm",
 )
-NO_HEAD_SIZE += ("stablelm", "granite", "granite_swa", "minicpm")
+NO_HEAD_SIZE += ("stablelm", "granite", "granite_swa", "minicpm", "mamba2", "granitehybrid")
 """Facts of llama.cpp's converter, stated again so that a mistake in Octavo's tables is found."""
 
 
@@ -247,8 +269,8 @@ def _fields(config: Any, kind: str, rope: Mapping[str, Any], size: int) -> dict[
         "block_count": config.num_hidden_layers,
         "feed_forward_length": 4 * config.hidden_size
         if kind in ("gpt2", "starcoder", "bloom", "falcon", "mpt")
-        else config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
+        else get("intermediate_size") or 0,
+        "attention.head_count": get("num_attention_heads") or 0,
         "attention.head_count_kv": get("num_kv_heads", "num_key_value_heads"),
         "attention.layer_norm_rms_epsilon": config.norm_eps
         if kind == "lfm2"
@@ -305,8 +327,9 @@ def _fields(config: Any, kind: str, rope: Mapping[str, Any], size: int) -> dict[
             fields |= {"rope.scaling.type": "linear", "rope.scaling.factor": 1.0}
         case "qwen35":
             linear = [layer == "linear_attention" for layer in config.layer_types]
-            fields["rope.dimension_sections"] = [11, 11, 10, 0]
-            fields["rope.dimension_count"] = int(size * rope["partial_rotary_factor"])
+            rotated = int(size * rope["partial_rotary_factor"])
+            fields["rope.dimension_sections"] = {8: [2, 1, 1, 0]}[rotated]
+            fields["rope.dimension_count"] = rotated
             fields["ssm.conv_kernel"] = config.linear_conv_kernel_dim
             fields["ssm.state_size"] = config.linear_key_head_dim
             fields["ssm.group_count"] = config.linear_num_key_heads
@@ -314,13 +337,15 @@ def _fields(config: Any, kind: str, rope: Mapping[str, Any], size: int) -> dict[
             heads = config.linear_num_value_heads
             fields["ssm.inner_size"] = heads * config.linear_value_head_dim
             fields["attention.recurrent_layers"] = linear
-            fields["full_attention_interval"] = 4
+            fields["full_attention_interval"] = linear.index(False) + 1
         case "lfm2":
             fields["attention.head_count_kv"] = [
                 0 if layer == "conv" else config.num_key_value_heads for layer in config.layer_types
             ]
             fields["vocab_size"] = config.vocab_size
             fields["shortconv.l_cache"] = config.conv_L_cache
+        case "mamba2" | "granitehybrid" | "falcon-h1" | "nemotron_h":
+            fields |= _state_spaces(config, kind)
         case "starcoder":
             fields["attention.head_count_kv"] = 1
         case "qwen2vl" | "qwen3vl" | "paddleocr":
@@ -362,6 +387,74 @@ def _fields(config: Any, kind: str, rope: Mapping[str, Any], size: int) -> dict[
         case "mistral3" if "llama_4_scaling_beta" in rope:
             fields["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
     return {f"{kind}.{key}": value for key, value in fields.items() if value is not None}
+
+
+def _state_spaces(config: Any, kind: str) -> dict[str, Any]:
+    """Return the metadata of the families with Mamba-2's mixers."""
+
+    def get(*names: str) -> Any:
+        return next(value for name in names if (value := getattr(config, name, None)) is not None)
+
+    heads = get("mamba_n_heads", "mamba_num_heads", "num_heads")
+    size = get("mamba_d_head", "mamba_head_dim", "head_dim")
+    fields: dict[str, Any] = {
+        "ssm.conv_kernel": get("mamba_d_conv", "conv_kernel"),
+        "ssm.state_size": get("mamba_d_state", "ssm_state_size", "state_size"),
+        "ssm.group_count": get("mamba_n_groups", "n_groups"),
+        "ssm.time_step_rank": heads,
+        "ssm.inner_size": heads * size,
+        "vocab_size": config.vocab_size,
+    }
+    if kind == "mamba2":
+        eps = config.layer_norm_epsilon
+        fields |= {"attention.head_count": 0, "attention.head_count_kv": None}
+        return fields | {"context_length": 2**20, "attention.layer_norm_rms_epsilon": eps}
+    if kind == "falcon-h1":
+        return fields
+    is_bamba = type(config).__name__ == "BambaConfig"
+    kinds = list(getattr(config, "layers_block_type", None) or config.layer_types)
+    kv_heads = config.num_key_value_heads
+    fields["attention.head_count_kv"] = [
+        kv_heads * (one in ("attention", "full_attention")) for one in kinds
+    ]
+    fields["rope.scaling.finetuned"] = is_bamba
+    fields["rope.dimension_count"] = config.hidden_size // config.num_attention_heads
+    if kind == "nemotron_h":
+        inner = config.intermediate_size
+        fields["feed_forward_length"] = [inner * (one == "mlp") for one in kinds]
+        fields["rope.dimension_count"] = config.head_dim
+    elif is_bamba:
+        fields["rope.dimension_count"] = config.hidden_size // config.num_attention_heads // 2
+    else:
+        fields["expert_shared_feed_forward_length"] = config.shared_intermediate_size
+        fields["attention.scale"] = config.attention_multiplier
+        fields["embedding_scale"] = config.embedding_multiplier
+        fields["residual_scale"] = config.residual_multiplier
+        fields["logit_scale"] = config.logits_scaling
+    return fields
+
+
+def _multiplied(x: NDArray[np.float32], name: str, config: Any) -> NDArray[np.float32]:
+    """Return a tensor of Falcon-H1 with the factors that belong to it."""
+    inner, state = config.mamba_d_ssm, config.mamba_n_groups * config.mamba_d_state
+    gate, down = config.mlp_multipliers
+    factors = {
+        "down_proj": down,
+        "gate_proj": gate,
+        "k_proj": config.key_multiplier * config.attention_in_multiplier,
+        "q_proj": config.attention_in_multiplier,
+        "v_proj": config.attention_in_multiplier,
+        "o_proj": config.attention_out_multiplier,
+        "out_proj": config.ssm_out_multiplier,
+        "lm_head": config.lm_head_multiplier,
+        "embed_tokens": config.embedding_multiplier,
+    }
+    if ".in_proj." in name:
+        sizes = [inner, inner, state, state, config.mamba_n_heads]
+        rows = np.repeat(np.array(config.ssm_multipliers, np.float32), sizes)
+        x = x * np.float32(config.ssm_in_multiplier)
+        return x * rows.reshape(-1, *[1] * (x.ndim - 1))
+    return x * np.float32(factors.get(name.split(".")[-2], 1.0))
 
 
 def tiled(x: NDArray[np.float32], name: str, config: Any) -> NDArray[np.float32]:
@@ -460,7 +553,7 @@ def convert(
     config, names = model.config.get_text_config(), NAMES | OTHER_NAMES.get(kind, {})
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", 0)
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     metadata = {"general.architecture": kind} | VOCABULARY | _fields(config, kind, rope, size)
     if kind == "lfm2":
@@ -513,8 +606,21 @@ def convert(
                 x = tiled(x, name, config)
         if x.ndim == 3 and "conv" in stored:
             x = x[:, 0]
-        if suffix == "A_log":
+        if kind == "falcon-h1":
+            x = _multiplied(x, name, config)
+        if kind in STATE_SPACES and suffix in ("A_log", "D"):
+            x = x[:, None]
+        if stored in ("mamba.norm", "mixer.norm"):
+            x = x.reshape(metadata[f"{kind}.ssm.group_count"], -1)
+        if stored == "shared_mlp.input_linear":
+            for part, half in zip(("gate", "up"), np.split(x, 2), strict=True):
+                arrays[f"{layer}ffn_{part}.{suffix}"] = half
+        elif suffix == "A_log":
             arrays[f"{layer}ssm_a"] = -np.exp(x)
+        elif stored == "pre_ff_layernorm" and kind == "falcon-h1":
+            arrays[f"{layer}ffn_norm"] = x
+        elif suffix == "D":
+            arrays[f"{layer}ssm_d"] = x
         elif suffix == "dt_bias":
             arrays[f"{layer}ssm_dt.bias"] = x
         elif suffix == "sinks":
@@ -564,7 +670,8 @@ def _write_arrays(
     tensors: dict[str, tuple[int, Sequence[int], bytes]] = {}
     for name, x in arrays.items():
         chosen = next((t for part, t in (types or {"": "f32"}).items() if part in name), "f32")
-        if x.ndim != 2 or re.search(r"position|ssm_conv1d|shortconv\.conv|time_mix_w[12]", name):
+        in_float32 = r"position|ssm_(conv1d|a$|d$|norm)|shortconv\.conv|time_mix_w[12]"
+        if x.ndim != 2 or re.search(in_float32, name):
             chosen = "f32"
         tensors[name] = TYPES[chosen], x.shape, quantize(np.ascontiguousarray(x), chosen)
     write_gguf(path, metadata, tensors)

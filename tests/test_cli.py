@@ -133,6 +133,7 @@ def test_the_model_is_an_argument_or_a_flag(served):
     [
         (["serve", "a", "--model", "b"], "Two models"),
         (["serve", "--max-model-lenn", "5"], "did you mean --max-model-len?"),
+        (["serve", "--prot", "1"], "did you mean --port?"),
         (["serve", "--zzzz"], "unknown flag --zzzz"),
         (["serve", "a", "b"], "unexpected argument 'b'"),
         (["serve", "--port", "x"], "--port"),

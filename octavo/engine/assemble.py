@@ -24,6 +24,7 @@ from octavo.executor.base import Executor
 from octavo.executor.registry import get_executor_class
 from octavo.kv_cache.events import KVEventLog
 from octavo.kv_cache.groups import KVCacheConfig, find_full_attention, make_kv_cache_groups
+from octavo.kv_cache.sessions import SessionShape, find_hits
 from octavo.kv_connector.base import KVConnectorScheduler
 from octavo.kv_connector.inbox import TransferInbox
 from octavo.kv_connector.registry import get_connector
@@ -136,6 +137,7 @@ def make_engine_core(
             limit=memory_limit,
         )
         _log_plan(plan, details)
+        _log_hits(config, plan, kv_cache, budget, details)
         setup = _fit_plan(setup, plan, estimate)
     listeners = [*listeners]
     kv_events = None
@@ -160,6 +162,7 @@ def make_engine_core(
                 states_per_request=setup.states_per_request,
             )
             _log_plan(plan, details)
+            _log_hits(config, plan, kv_cache, budget, details)
         executor.initialize_kv_cache(kv_cache)
         connector, transfers = _connect_workers(setup, executor, wake)
         scheduler = Scheduler(
@@ -332,6 +335,26 @@ def _start_grammar_helper(
         backend, str(folder), spec.vocab_size, list(spec.eos_token_ids), COMPILE_NBYTES
     )
     return GrammarHelper([sys.executable, "-m", "octavo.structured_output.process"], setup)
+
+
+def _log_hits(
+    config: EngineConfig, plan: MemoryPlan, kv_cache: KVCacheConfig, budget: int, details: int
+) -> None:
+    """Log the hit rate that the snapshots of recurrent states buy, if the model has such states."""
+    if not (plan.num_states and config.cache.enable_prefix_caching):
+        return
+    if not logger.isEnabledFor(details):
+        return
+    logger.log(details, "snapshot of a recurrent state: %s", plan.describe_snapshots())
+    with contextlib.suppress(ConfigError):  # the context is too short for these sessions
+        found = find_hits(
+            kv_cache,
+            SessionShape(),
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=plan.max_model_len,
+        )
+        logger.log(details, "prefix cache: %s", found)
 
 
 def _log_plan(plan: MemoryPlan, details: int) -> None:

@@ -428,6 +428,8 @@ class OutputProcessor:
         if output.num_draft_tokens:
             times.num_draft_tokens = output.num_draft_tokens
             times.num_accepted_tokens = output.num_accepted_tokens
+        if output.num_stored_tokens and times.first_token_time is None:
+            times.num_stored_tokens = output.num_stored_tokens
         if output.num_computed_tokens:
             group.num_computed_tokens = output.num_computed_tokens
         # Only the first of n answers counts: the others find its newly computed blocks.

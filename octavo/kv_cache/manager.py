@@ -52,7 +52,9 @@ class KVCacheBlocks:
     snapshot: Snapshot | None = None
     """Recurrent state after these tokens, in models with states."""
     num_parted: int = 0
-    """Number of tokens with known blocks; a snapshot may be missing for the last ones."""
+    """Number of tokens that earlier prompts share; a snapshot may be missing for the last ones."""
+    num_stored: int = 0
+    """Number of tokens with known blocks, or in a model without attention of all whole blocks."""
 
 
 @dataclass(slots=True)
@@ -168,14 +170,17 @@ class KVCacheManager:
             # A shorter hit may be unusable for a group that accepts a longer one (a window's
             # blocks are just before its end), so all groups are queried again until they agree.
         num_blocks = self._longest_hit(request, num_blocks)
-        parted, snapshot = num_blocks * self.block_size, None
+        parted = stored = num_blocks * self.block_size
+        snapshot = None
         if self.states is not None:
+            if not self.managers:
+                parted = self.states.num_remembered(hashes[:num_blocks]) * self.block_size
             num_blocks, snapshot = self._last_snapshot(request, num_blocks)
         end, last_blocks = num_blocks * self.block_size, self._last_prompt_blocks(request)
         if last_blocks is not None and num_blocks == request.num_prompt_tokens // self.block_size:
             end = request.num_prompt_tokens
         num_tokens = min(end, max(0, request.num_tokens - 1))
-        hit = KVCacheBlocks([], num_tokens, snapshot, parted)
+        hit = KVCacheBlocks([], num_tokens, snapshot, parted, stored)
         for group_id, manager in enumerate(self.managers):
             first, known = manager.first_needed_block(num_tokens), self.pool.cached_blocks(group_id)
             blocks = [known[block_hash] for block_hash in hashes[first:num_blocks]]
@@ -414,6 +419,8 @@ class KVCacheManager:
                 self.pool.free_blocks(reversed(blocks))
             if self.states is not None:
                 self.states.free(request)
+                if not self.managers:  # the first blocks are forgotten last, as in the pool
+                    self.states.remember(reversed(request.block_hashes[: held.num_cached_blocks]))
 
     def get_block_ids(self, request: Request) -> list[list[int]]:
         """Return all blocks of a request in order, one list for each group."""
@@ -571,6 +578,8 @@ class KVCacheManager:
         """Make known the blocks that this step fills (rule 2 of the module's docstring)."""
         hashes, done = request.block_hashes, held.num_cached_blocks
         known = min(len(hashes), computed // self.block_size)
+        if self.states is not None and not self.managers:
+            self.states.remember(hashes[done:known])
         for group_id, manager in enumerate(self.managers):
             end = min(known, manager.num_full_blocks(computed))
             new = self.pool.cache_full_blocks(held.blocks[group_id], hashes, done, end, group_id)

@@ -9,7 +9,8 @@ A snapshot is taken where later prompts are likely to part from this one:
 
 - at the ends of the first message and of the last ones. A message ends with a token that ends
   answers, or with the prompt;
-- where a prompt parts from earlier ones: its blocks are known up to there, but no snapshot was;
+- where a prompt parts from earlier ones: its blocks are known up to there, but no snapshot was. A
+  model without attention has no blocks, so the manager remembers the hashes of recent ones;
 - at distances from the end that double, in long prompts;
 - in the answer, at each multiple of `ANSWER_SPACING`; the next one replaces it.
 
@@ -25,7 +26,8 @@ written too early. A snapshot is known from the next step on.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -35,6 +37,8 @@ ANSWER_SPACING = 64
 """Distance of the snapshots in an answer, in tokens."""
 _FIRST_DISTANCE = 1024  # from a long prompt's end, in tokens
 _LAST_MESSAGES = 3
+_MOST_REMEMBERED = 2**15
+"""Number of remembered blocks: 2^19 tokens, 5 MB of hashes."""
 
 
 @dataclass(eq=False, slots=True)
@@ -121,6 +125,8 @@ class StateManager:
         self._heap: list[tuple[int, int, Snapshot]] = []
         self._order = count()
         self._last_value = 0
+        self._remembered: OrderedDict[bytes, None] = OrderedDict()
+        """Hashes of blocks of tokens, the least recently used first."""
         self._loading: set[int] = set()
         """Slots that a KV connector fills."""
         self.log: SnapshotLog | None = None
@@ -177,13 +183,30 @@ class StateManager:
         self.log = SnapshotLog()
         return SnapshotLog(new, dropped)
 
+    def remember(self, block_hashes: Iterable[bytes]) -> None:
+        """Remember blocks of tokens that were computed, in a model without attention."""
+        if not self.enable_caching:
+            return
+        for block_hash in block_hashes:
+            self._remembered[block_hash] = None
+            self._remembered.move_to_end(block_hash)
+        while len(self._remembered) > _MOST_REMEMBERED:
+            self._remembered.popitem(last=False)
+
+    def num_remembered(self, block_hashes: Sequence[bytes]) -> int:
+        """Return the number of blocks at the beginning that were computed recently."""
+        for i, block_hash in enumerate(block_hashes):
+            if block_hash not in self._remembered:
+                return i
+        return len(block_hashes)
+
     def begin(self, request: Request, source: Snapshot | None, parted: int) -> None:
         """Allocate a request's live state; there must be room.
 
         Args:
             request: request without a state.
             source: the snapshot that it starts from.
-            parted: number of its first tokens with known blocks.
+            parted: number of its first tokens that earlier prompts share.
         """
         if source is not None:
             self._pinned.add(source.slot)
@@ -251,6 +274,7 @@ class StateManager:
         """Forget all snapshots."""
         for snapshot in [*self._known.values(), *self._becoming]:
             self._drop(snapshot)
+        self._remembered.clear()
 
     def end_step(self) -> None:
         """End the scheduling of a step: requests of the next one may use its snapshots."""

@@ -11,8 +11,10 @@ from octavo.errors import ConfigError
 from octavo.layers.rope_spec import RopeSpec
 from octavo.models.blocks.altup import AltUpLayerSpec
 from octavo.models.blocks.attention import Alibi, AttentionSpec
+from octavo.models.blocks.gated_delta import GatedDeltaSpec
 from octavo.models.blocks.mlp import MLPSpec, SparseMLPSpec
 from octavo.models.blocks.norm import LayerNormSpec
+from octavo.models.blocks.short_conv import ShortConvSpec
 from octavo.models.spec import ModelSpec
 
 _PATTERNS = ("olmo2", "exaone4", "granite_swa", "gemma3n", "gemma4")
@@ -83,6 +85,12 @@ def attention_blocks(spec: ModelSpec) -> list[AttentionSpec]:
     """Return the attention of each layer."""
     blocks = [block for layer in spec.layers for block in layer.blocks]
     return [block for block in blocks if isinstance(block, AttentionSpec)]
+
+
+def linear_blocks(spec: ModelSpec) -> list[GatedDeltaSpec]:
+    """Return the linear attention of each layer that has it."""
+    blocks = [block for layer in spec.layers for block in layer.blocks]
+    return [block for block in blocks if isinstance(block, GatedDeltaSpec)]
 
 
 def _feed_forward_blocks(spec: ModelSpec) -> list[MLPSpec]:
@@ -159,6 +167,18 @@ def _own_values(
             bias = -math.log2(whole.positions.slopes[0]) * power / first
             clip = {} if whole.clip is None else {"attention.clamp_kqv": float(whole.clip)}
             return {"attention.max_alibi_bias": bias, **clip}
+        case "lfm2":
+            convolutions = [block for layer in spec.layers for block in layer.blocks]
+            taps = {b.conv.taps for b in convolutions if isinstance(b, ShortConvSpec)} or {3}
+            return {
+                "attention.head_count_kv": [
+                    whole.num_kv_heads * any(isinstance(b, AttentionSpec) for b in layer.blocks)
+                    for layer in spec.layers
+                ],
+                "shortconv.l_cache": taps.pop(),
+            }
+        case "qwen35":
+            return _qwen35(spec, whole)
         case "gemma3n" | "gemma4":
             inputs = spec.embed.layer_inputs
             values: dict[str, Any] = {
@@ -167,6 +187,30 @@ def _own_values(
             }
             return values | (_gemma3n(spec) if kind == "gemma3n" else _gemma4(attentions, local))
     return {}
+
+
+def _qwen35(spec: ModelSpec, whole: AttentionSpec) -> dict[str, Any]:
+    linear = [
+        any(isinstance(block, GatedDeltaSpec) for block in layer.blocks) for layer in spec.layers
+    ]
+    values: dict[str, Any] = {"attention.recurrent_layers": linear}
+    every = linear.index(False) + 1
+    if linear == [(i + 1) % every > 0 for i in range(len(linear))]:
+        values["full_attention_interval"] = every
+    if isinstance(whole.positions, RopeSpec):
+        # Texts have the same positions in all sections.
+        pairs = whole.positions.rotary_dim // 2
+        sections = [(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0]
+        values["rope.dimension_sections"] = sections
+    for delta in linear_blocks(spec)[:1]:
+        values |= {
+            "ssm.conv_kernel": delta.taps,
+            "ssm.state_size": delta.key_size,
+            "ssm.group_count": delta.num_key_heads,
+            "ssm.time_step_rank": delta.num_heads,
+            "ssm.inner_size": delta.num_heads * delta.value_size,
+        }
+    return values
 
 
 def _gemma3n(spec: ModelSpec) -> dict[str, Any]:

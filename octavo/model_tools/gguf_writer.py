@@ -19,12 +19,18 @@ from numpy.typing import NDArray
 from octavo.checkpoints.base import Source, Tensors
 from octavo.checkpoints.gguf.architectures import ARCHITECTURES, Architecture, stored_name
 from octavo.checkpoints.gguf.config import NOT_ROTATED, SAMPLING
+from octavo.checkpoints.gguf.file import Heads, tiled_order
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.errors import ConfigError, ModelError
 from octavo.layers.rope_spec import RopeSpec
 from octavo.layers.rotary import build_cos_sin_cache
 from octavo.model_tools.block_quantizers import quantize
-from octavo.model_tools.gguf_metadata import attention_blocks, first_rope, model_metadata
+from octavo.model_tools.gguf_metadata import (
+    attention_blocks,
+    first_rope,
+    linear_blocks,
+    model_metadata,
+)
 from octavo.model_tools.gguf_tokenizer import PROBES, tokenizer_metadata
 from octavo.model_tools.source_tensors import as_bytes, read_rows, require_float16, row_ranges
 from octavo.model_tools.unfinished import Piece, TensorFile
@@ -40,10 +46,10 @@ _NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 30, "q4_0": 2, "q4_1": 3, "q
 _NUMBERS |= {"q8_0": 8, "q4_k": 12, "q5_k": 13, "q6_k": 14}
 """Types of tensors, by ggml's numbers."""
 _NOT_WRITTEN = frozenset({"bitnet", "exaone", "internlm2", "muse-glimmer", "paddleocr", "qwen2vl"})
-_NOT_WRITTEN |= {"lfm2", "qwen35", "qwen3vl", "rwkv7", "xverse"}
-"""Architectures that are read only: llama.cpp computes another activation (bitnet), they have other
-layers than those with attention, they are parts of models, or their models in Hugging Face's form
-have other names than those of Llama."""
+_NOT_WRITTEN |= {"qwen3vl", "xverse", "mamba2", "granitehybrid", "falcon-h1", "nemotron_h", "rwkv7"}
+"""Architectures that are read only: llama.cpp computes another activation (bitnet), they have state
+spaces or the mixers of RWKV, they are parts of models, or their models in Hugging Face's form have
+other names than those of Llama."""
 WRITTEN: tuple[str, ...] = tuple(kind for kind in ARCHITECTURES if kind not in _NOT_WRITTEN)
 """Architectures that are written, by `general.architecture`."""
 _OTHER_KINDS = {
@@ -55,11 +61,11 @@ _OTHER_KINDS = {
 """Kinds of architectures that are not those of their names in `ARCHITECTURES`."""
 _FLOATS = ("altup", "laurel", "per_layer_model_proj")
 """Beginnings of the names of matrices that are not quantized."""
-_FLOATS32 = ("position_embd", "altup_correct_coef", "altup_predict_coef")
+_FLOATS32 = ("position_embd", "altup_correct_coef", "altup_predict_coef", "ssm_conv1d", "conv")
 """Matrices that are in float32."""
 _COMPARED = ("vocab_size", "hidden_size", "max_model_len", "embed", "layers", "head", "streams")
 """Parts of a model that the file must describe."""
-_NOT_COMPARED = ("form", "forms", "scale_given")
+_NOT_COMPARED = ("form", "forms", "scale_given", "tiled")
 """Fields of these parts without effect on answers to tokens."""
 _SMALLER = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 """Types of rows that blocks of 256 numbers do not divide."""
@@ -266,6 +272,10 @@ class _Part:
     """True if the checkpoint has columns in place of rows."""
     shift: float
     """Number that is added."""
+    columns: NDArray[np.int64] | None = None
+    """Column of the checkpoint at each place; None: they keep their order."""
+    decays: bool = False
+    """True if A_log becomes -exp(A_log)."""
 
 
 def _tensors(
@@ -305,7 +315,9 @@ def _part(source: Source, spec: ModelSpec, architecture: Architecture) -> _Part:
     shape = source.shape[::-1] if turned else source.shape
     attention, module = attention_blocks(spec)[0], source.name.split(".")[-2]
     heads = {"q_proj": attention.num_heads, "k_proj": attention.num_kv_heads}
-    inputs = spec.embed.layer_inputs
+    inputs, columns = spec.embed.layer_inputs, None
+    if len(shape) == 3:  # a convolution
+        shape = (shape[0], shape[2])
     if source.transform == "by_group":
         order = source.row_order(shape[0])
     elif architecture.permuted and module in heads:
@@ -316,8 +328,20 @@ def _part(source: Source, spec: ModelSpec, architecture: Architecture) -> _Part:
         order = np.arange(inputs.vocab_size)
         order[inputs.rows :] = 0
         shape = (inputs.vocab_size, *shape[1:])
-    shift = architecture.norm_shift if source.name.endswith("norm.weight") else 0.0
-    return _Part(source, shape, order, turned, shift)
+    elif architecture.tiled and (heads_of_values := _linear_heads(spec)) is not None:
+        orders = tiled_order(source.name, shape, heads_of_values)
+        order, columns = (None if one is None else np.argsort(one) for one in orders)
+    shift = architecture.norm_shift if source.name.endswith(architecture.shifted) else 0.0
+    decays = architecture.decays and source.name.endswith("A_log")
+    return _Part(source, shape, order, turned, shift, columns, decays)
+
+
+def _linear_heads(spec: ModelSpec) -> Heads | None:
+    """Return the heads of linear attention; None: there are as many of keys as of values."""
+    delta = next((b for b in linear_blocks(spec) if b.num_heads > b.num_key_heads), None)
+    if delta is None:
+        return None
+    return Heads(0, 0, delta.num_key_heads, delta.num_heads, delta.value_size)
 
 
 def _unused_tensors(spec: ModelSpec, mix: Mix) -> Iterator[_Tensor]:
@@ -401,7 +425,9 @@ def _converted(
     def make(part: _Part, begin: int, end: int, padding: int) -> bytes:
         source = part.source
         x = read_rows(tensors, source, begin, end, part.order, turned=part.turned)
-        x += np.float32(part.shift)
+        if part.columns is not None:
+            x = x[:, part.columns]
+        x = -np.exp(x) if part.decays else x + np.float32(part.shift)
         if kind in BLOCK_TYPES:
             require_float16(x, source.name)
             return quantize(x, kind).tobytes() + bytes(padding)

@@ -132,6 +132,17 @@ class Sink:
             self.rest = reader.kept()
         return False
 
+    def close_calls(self, end: str, reader: Reader) -> Steps[None]:
+        """Read the end of the calls after a marker, if they have one.
+
+        Separators after the last call become a part of `rest` if no end follows them.
+        """
+        if end:
+            yield from reader.spaces()
+            if (yield from reader.literal(end)):
+                reader.keep()
+        self.rest += reader.kept()
+
     def accepts(self, name: str) -> bool:
         """Return True if a call may have this name."""
         return name in self.schemas or not (self.is_bare or self._only_known)
@@ -339,12 +350,11 @@ class JsonCalls:
             else:
                 if char == "]" and closing:
                     reader.take(1)
+                    reader.keep()
                 break
         if sink.count == before:
             return False
-        if self.end:
-            yield from reader.spaces()
-            yield from reader.literal(self.end)
+        yield from sink.close_calls(self.end, reader)
         return True
 
     def _object(self, reader: Reader, sink: Sink, *, may_nest: bool) -> Steps[bool]:
@@ -845,11 +855,9 @@ class PythonCalls:
                 break
         if sink.count == before:
             return False
-        if bracket:
-            yield from reader.literal("]")
-        if self.end:
-            yield from reader.spaces()
-            yield from reader.literal(self.end)
+        if bracket and (yield from reader.literal("]")):
+            reader.keep()
+        yield from sink.close_calls(self.end, reader)
         return True
 
     def _call(self, reader: Reader, sink: Sink) -> Steps[bool]:

@@ -46,6 +46,8 @@ class MemoryPlan:
     """Most blocks that one request of `max_model_len` tokens needs."""
     num_states: int = 0
     """Number of slots for recurrent states; 0 if the model has none."""
+    states_per_request: int = 1
+    """Number of slots of a live state."""
     warm_spare: bool = False
     """True if a spare process may exist."""
 
@@ -74,6 +76,23 @@ class MemoryPlan:
         if not self.blocks_per_request:  # a model without attention
             return float(self.num_states)
         return (self.num_blocks - 1) / self.blocks_per_request
+
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of a recurrent state, and of its snapshot in the prefix cache."""
+        return self.nbytes("states") // max(1, self.num_states)
+
+    @property
+    def most_snapshots(self) -> int:
+        """Most snapshots in the prefix cache while one request runs."""
+        return self.num_states - self.states_per_request
+
+    def describe_snapshots(self) -> str:
+        """Return the size of a snapshot and the room for snapshots as a phrase."""
+        return (
+            f"{self.state_nbytes / MIB:,.2f} MiB; room for {self.most_snapshots:,} of them and the "
+            "state of one request"
+        )
 
     def report(self) -> str:
         """Return the plan as lines for users."""
@@ -269,6 +288,7 @@ def make_memory_plan(
         block_size=cache.block_size,
         block_nbytes=block_nbytes,
         num_states=num_states,
+        states_per_request=states_per_request,
         max_model_len=max_model_len,
         blocks_per_request=needed,
         warm_spare=warm_spare,

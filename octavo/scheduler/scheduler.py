@@ -628,6 +628,7 @@ class Scheduler:
         if request.first_scheduled_time is None:
             request.first_scheduled_time = now
             request.num_cached_tokens = min(start, request.num_prompt_tokens)
+            request.num_stored_tokens = hit.num_stored
         data = NewRequestData(
             request.all_token_ids.copy(),
             request.num_prompt_tokens,
@@ -804,6 +805,7 @@ class Scheduler:
             repetition=None if request.guard is None else request.guard.found,
             num_draft_tokens=request.num_draft_tokens,
             num_accepted_tokens=request.num_accepted_tokens,
+            num_stored_tokens=request.num_stored_tokens,
         )
 
     def _fail_expired(self, now: float) -> None:

@@ -114,9 +114,10 @@ class CacheMiss(Answer):
     """Reason why at least 256 tokens of the prompt were not in the cache though a recent prompt of
     the same key has them, or was the same but for a part."""
 
-    reason: Literal["changed", "forgotten", "emptied"]
-    """changed: this prompt differs; forgotten: the cache has used the blocks for others; emptied:
-    the cache was emptied, as by the end of an engine."""
+    reason: Literal["changed", "forgotten", "no_state", "emptied"]
+    """changed: this prompt differs; forgotten: the cache has used the blocks for others; no_state:
+    it has the blocks, but no recurrent state; emptied: the cache was emptied, as by the end of an
+    engine."""
     token: int
     """Index of the first token that differs, or that was not in the cache."""
     message: int | None

@@ -672,7 +672,8 @@ class _WatchedPrompt:
         if found is not None:
             engine = await generation.state.get_engine()
             emptied = engine.cache_emptied_at
-            miss = explain(found, prompt, output.num_cached_tokens, emptied)
+            num_stored = output.metrics.num_stored_tokens
+            miss = explain(found, prompt, output.num_cached_tokens, num_stored, emptied)
             if miss is not None and generation.tokenizer is not None and output.prompt is not None:
                 miss["message"] = await offload(
                     len(ids) // 4, self._message_of, output, generation.tokenizer, miss["token"]

@@ -11,7 +11,7 @@ import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from octavo.server import answers
 
@@ -149,7 +149,7 @@ def to_bytes(token_ids: Iterable[int]) -> bytes:
 
 
 def explain(
-    found: Found, prompt: bytes, num_cached: int, emptied: float | None
+    found: Found, prompt: bytes, num_cached: int, num_stored: int, emptied: float | None
 ) -> answers.CacheMiss | None:
     """Return why a prefix was not in the cache; None if less than `LONG` tokens were missed.
 
@@ -157,6 +157,7 @@ def explain(
         found: the recorded prompt that is most like this one.
         prompt: token ids of this one as int32.
         num_cached: number of its tokens that were in the cache.
+        num_stored: number of its tokens with cached keys and values.
         emptied: second of `time.monotonic` at which the cache was emptied last.
     """
     recorded, common = found
@@ -164,10 +165,14 @@ def explain(
     now = time.monotonic()
     in_answer = common * _TOKEN > len(recorded.prompt)
     used = recorded.ended if in_answer else recorded.since
-    if min(common, num_tokens - 1) - num_cached >= LONG:
+    reusable = min(common, num_tokens - 1)
+    if reusable - num_cached >= LONG:
         was_emptied = emptied is not None and emptied >= used
+        lost: Literal["forgotten", "no_state"] = "forgotten"
+        if reusable - num_stored < LONG:
+            lost = "no_state"
         return {
-            "reason": "emptied" if was_emptied else "forgotten",
+            "reason": "emptied" if was_emptied else lost,
             "token": num_cached,
             "message": None,
             "known_tokens": common,

@@ -213,7 +213,10 @@ def run_model(args: argparse.Namespace) -> int:
     params = _sampling(args)
     if prompt == _STDIN or (prompt is None and not sys.stdin.isatty()):
         _check_local(config)  # piped input may take long to arrive
-        prompt = read_all()
+        try:
+            prompt = read_all()
+        except ConfigError as error:
+            raise ConfigError(f"{error}{_hint(args.words, model)}") from None
     if args.raw and args.system_prompt is not None:
         raise ConfigError(
             "--system-prompt is for a chat, and --raw continues texts; leave one of them out."
@@ -224,11 +227,7 @@ def run_model(args: argparse.Namespace) -> int:
     try:
         llm = _load(kwargs, config, show_progress=level is None)
     except HubError as error:
-        if model is None or prompt is not None or "/" in model:
-            raise
-        raise HubError(
-            f"{error} To send it as a message: octavo run {BUILTIN_MODEL} {shlex.quote(model)}"
-        ) from None
+        raise HubError(f"{error}{_hint(args.words, model)}") from None
     try:
         source = LocalModel(llm, config.model.model)
         has_template = bool(llm.get_tokenizer().chat_templates)
@@ -247,6 +246,13 @@ def run_model(args: argparse.Namespace) -> int:
         return 130 if session.ask(prompt) else 0
     finally:
         llm.shutdown()
+
+
+def _hint(words: list[str], model: str | None) -> str:
+    """Return the end of an error if the only word may have been meant as a message."""
+    if len(words) != 1 or model is None or "/" in model or os.path.exists(model):
+        return ""
+    return f" For a message of one word, use: octavo run {BUILTIN_MODEL} {shlex.quote(model)}"
 
 
 def _load(kwargs: dict[str, Any], config: EngineConfig, *, show_progress: bool) -> LLM:

@@ -139,7 +139,10 @@ class _Templates:
         name = self._choose(bool(tools))
         if not request.may_drop_tool_calls:
             self._check_tool_calls(name, messages)
-        plain_messages = [self._adapt(name, _plain_message(m, i)) for i, m in enumerate(messages)]
+        plain_messages = [
+            self._adapt(name, _plain_message(m, i), f"messages[{i}]")
+            for i, m in enumerate(messages)
+        ]
         if request.continue_final_message:
             _mark_end(plain_messages[-1])
         rendered = self._render(
@@ -220,7 +223,7 @@ class _Templates:
             )
         return rendered
 
-    def _adapt(self, name: str, message: Message) -> Message:
+    def _adapt(self, name: str, message: Message, where: str) -> Message:
         """Convert content, thoughts and tool calls to the form that the template supports."""
         content = message["content"]
         role = message["role"]
@@ -233,15 +236,26 @@ class _Templates:
             and self._takes(name, f"parts:{role}")
         ):
             message["content"] = [{"type": "text", "text": content}]
-        if message.get("tool_calls") and not self._takes(name, "objects"):
+        if message.get("tool_calls"):
             for function in _functions(message):
-                if not isinstance(function.get("arguments"), str):
-                    function["arguments"] = json.dumps(
-                        function.get("arguments"), ensure_ascii=False
-                    )
+                self._adapt_arguments(name, function, where)
         if role == "assistant" and message.get("reasoning"):
             self._add_thinking(name, message, message["reasoning"])
         return message
+
+    def _adapt_arguments(self, name: str, function: dict[str, Any], where: str) -> None:
+        """Convert a call's arguments; a text, of a call that was cut, stays as it is."""
+        arguments, takes_objects = function["arguments"], self._takes(name, "objects")
+        if not isinstance(arguments, str):
+            if not takes_objects:
+                function["arguments"] = json.dumps(arguments, ensure_ascii=False)
+        elif takes_objects and not self._takes(name, "cut"):
+            raise RequestError(
+                f"{where}.tool_calls: the arguments of {function.get('name')!r} are not JSON, and "
+                "the model's chat template cannot render them; leave the call out, or complete "
+                "its arguments.",
+                "messages",
+            )
 
     def _add_thinking(self, name: str, message: Message, thought: str) -> None:
         """Add a thought where a template reads it, if that is not in `reasoning`."""
@@ -269,6 +283,9 @@ class _Templates:
         if habit == "calls":
             rendered = self._render_example(name, _call_example({}, _PROBE))
             return rendered is None or _PROBE in rendered
+        if habit == "cut":
+            rendered = self._render_example(name, _call_example(_PROBE))
+            return rendered is not None and _PROBE in rendered
         if habit == "objects":
             rendered = self._render_example(name, _call_example({_PROBE: "1"}))
             if rendered is not None:
@@ -418,7 +435,7 @@ def _plain_message(message: Mapping[str, Any], position: int) -> Message:
     ):
         raise RequestError(f"{where}.tool_calls must be a list of function calls.", "messages")
     for function in _functions(plain):
-        _parse_arguments(function, where)
+        _parse_arguments(function)
     return plain
 
 
@@ -442,17 +459,12 @@ def _functions(message: Message) -> Iterator[dict[str, Any]]:
     return (call["function"] for call in message["tool_calls"])
 
 
-def _parse_arguments(function: dict[str, Any], where: str) -> None:
-    """Parse arguments to an object, which most templates expect."""
+def _parse_arguments(function: dict[str, Any]) -> None:
+    """Parse arguments to an object, which most templates expect; keep a text that is not JSON."""
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
+        with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(arguments) if arguments.strip() else {}
-        except (ValueError, RecursionError):
-            raise RequestError(
-                f"{where}.tool_calls: the arguments of {function.get('name')!r} are not JSON.",
-                "messages",
-            ) from None
     function["arguments"] = {} if arguments is None else arguments
 
 

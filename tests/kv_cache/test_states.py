@@ -1,6 +1,8 @@
 """Slots of recurrent states, with a worker that checks each state it reads."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from octavo.kv_cache.states import Snapshot, StateManager
 from tests.fakes import MESSAGE_ENDS, STATE, FakeEngine, expected_output, pages
@@ -86,6 +88,47 @@ class TestHits:
         engine, system = make_engine(caches=(STATE,)), [*text(600), END]
         hit(engine, "a", [*system, *text(300, 7)])
         assert hit(engine, "b", [*system, *text(300, 11)]) == 600
+
+    def test_prompts_without_attention_that_part(self):
+        """The second one learns from hashes where they part."""
+        engine, shared = make_engine(caches=(STATE,)), text(333)
+        hit(engine, "a", [*shared, *text(30, 7)])
+        assert hit(engine, "b", [*shared, *text(30, 11)]) == 0
+        assert 328 in snapshots(engine)
+        assert hit(engine, "c", [*shared, *text(30, 13)]) == 328
+
+    @settings(max_examples=10, deadline=None)
+    @given(data=st.data())
+    def test_models_without_attention_find_what_hybrid_ones_do(self, data):
+        engines = [
+            make_engine(caches=caches, num_blocks=500, num_states=100)
+            for caches in ((*pages(None), STATE), (STATE,))
+        ]
+        prompts = [text(9)]
+        for i in range(8):
+            before = data.draw(st.sampled_from(prompts))
+            kept = data.draw(st.integers(0, len(before)))
+            length = data.draw(st.integers(1, 60))
+            prompts.append([*before[:kept], *text(length, 31 * i)])
+            found = {hit(engine, f"r{i}", prompts[-1]) for engine in engines}
+            assert len(found) == 1
+
+    def test_the_last_blocks_are_forgotten_first(self, monkeypatch):
+        monkeypatch.setattr("octavo.kv_cache.states._MOST_REMEMBERED", 30)
+        engine, shared = make_engine(caches=(STATE,)), text(333)
+        hit(engine, "a", [*shared, *text(30, 7)])
+        hit(engine, "b", [*shared, *text(30, 11)])
+        assert 240 in snapshots(engine)  # 30 blocks of 8 tokens
+
+    def test_a_missing_state_is_told(self):
+        """The blocks are known, and so is a model's without attention."""
+        for caches in ((*pages(None), STATE), (STATE,)):
+            engine, shared = make_engine(caches=caches), text(333)
+            hit(engine, "a", [*shared, *text(30, 7)])
+            hit(engine, "b", [*shared, *text(30, 11)])
+            output = engine.outputs["b"][0]
+            stored = 328 if len(caches) > 1 else 360
+            assert (output.num_cached_tokens, output.num_stored_tokens) == (0, stored)
 
     def test_answers_to_one_prompt_wait_for_its_end(self):
         """The prompt is computed once, in three steps, except for its last tokens."""

@@ -21,7 +21,7 @@ from octavo.models.hub import local_folder
 from octavo.models.registry import read_spec
 from octavo.text.tokenizer import Tokenizer
 from tests import gguf_files, small_tokenizers
-from tests.checkpoints.gguf.test_file import MODELS
+from tests.checkpoints.gguf.test_file import FALCON_H1, MODELS
 from tests.model_tools.conftest import make_folder
 from tests.models.harness import generate, load, make_prompts
 
@@ -191,8 +191,10 @@ KINDS = {
              | {"factor": 4.0, "original_max_position_embeddings": 64}}),
 }  # fmt: skip
 READ_ONLY = (
-    "qwen35",
-    "lfm2",
+    "mamba2",
+    "granitehybrid",
+    "falcon-h1",
+    "nemotron_h",
     "muse-glimmer",
     "exaone",
     "internlm2",
@@ -210,6 +212,7 @@ KINDS |= {
 KINDS |= {name: MODELS[name] for name in ("mistral3 long", "phi3 longrope", "qwen2 yarn")}
 OTHER_SIZES = {name: {"num_key_value_heads": 4} for name in ("gpt2", "gptneox", "bloom", "mpt")}
 OTHER_SIZES |= {name: {"vocab_size_per_layer_input": 272} for name in ("gemma3n", "gemma4")}
+OTHER_SIZES["lfm2 untied"] = {"num_hidden_layers": 2}
 OTHER_SIZES["mistral3 long"] = {"max_position_embeddings": 128}
 
 
@@ -275,7 +278,10 @@ def test_gguf_of_minicpm(tmp_path):
     assert first.tokens == second.tokens
 
 
-@pytest.mark.parametrize("name", ["gemma3n", "gemma4", "gpt2", "falcon new", "stablelm norms"])
+QUANTIZED = ["gemma3n", "gemma4", "gpt2", "falcon new", "stablelm norms", "lfm2", "qwen35"]
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_quantized_gguf_of_other_layouts(name, tmp_path):
     """Rows of blocks are those of the model: it is a little off."""
     architecture, config = KINDS[name]
@@ -457,9 +463,9 @@ def test_sources_that_are_refused(llama, tmp_path, capsys):
     make_folder(other, "HeliumForCausalLM", head_dim=16)
     assert "cannot be written to GGUF" in refused(capsys, other, out, "gguf:F16")
     hybrid = tmp_path / "hybrid"
-    make_folder(hybrid, "Lfm2ForCausalLM", layer_types=["conv", "full_attention", "conv"])
+    make_folder(hybrid, "FalconH1ForCausalLM", **FALCON_H1)
     said = refused(capsys, hybrid, out, "gguf:F16")
-    assert "Lfm2ForCausalLM cannot be written to GGUF" in said
+    assert "FalconH1ForCausalLM cannot be written to GGUF" in said
     broken = tmp_path / "broken"
     shutil.copytree(folder, broken)
     tensors = safetensors.numpy.load_file(broken / "model.safetensors")

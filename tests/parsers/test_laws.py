@@ -246,6 +246,28 @@ def test_calls_without_a_marker(name):
             [["call", "now", "{}"], ["Text", '; {"weather": 1}']],
         ),
         (
+            "llama3_json",
+            '{"name": "now", "parameters": {}}; and',
+            [["call", "now", "{}"], ["Text", "; and"]],
+        ),
+        (
+            "xlam",
+            '[{"name": "now", "arguments": {}}, ',
+            [["call", "now", "{}"], ["Text", ", "]],
+        ),
+        ("xlam", '[{"name": "now", "arguments": {}},] a', [["call", "now", "{}"], ["Text", "a"]]),
+        (
+            "hermes",
+            '<tool_call>{"name": "now", "arguments": {}}; </tool_call> b',
+            [["call", "now", "{}"], ["Text", "b"]],
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "now", "arguments": {}}; b</tool_call>',
+            [["call", "now", "{}"], ["Text", "; b</tool_call>"]],
+        ),
+        ("pythonic", "[now(), 1]", [["call", "now", "{}"], ["Text", ", 1]"]]),
+        (
             "pythonic",
             "[now(), then it rained (a lot)]",
             [["call", "now", "{}"], ["Text", ", then it rained (a lot)]"]],

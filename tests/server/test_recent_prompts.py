@@ -86,9 +86,9 @@ def test_reasons():
     recorded = prompts.add("a", to_bytes(range(1000)))
     recorded.since = time.monotonic() - 60
 
-    def reason(prompt, cached, emptied=None):
+    def reason(prompt, cached, emptied=None, stored=0):
         data = to_bytes(prompt)
-        miss = explain(prompts.find("a", data, math.inf), data, cached, emptied)
+        miss = explain(prompts.find("a", data, math.inf), data, cached, stored, emptied)
         return None if miss is None else (miss["reason"], miss["token"], round(miss["seconds"]))
 
     more = range(1100)
@@ -98,6 +98,9 @@ def test_reasons():
     assert reason(more, 0, time.monotonic() - 20) == ("emptied", 0, 20)
     assert reason(more, 0, time.monotonic() - 80) == ("forgotten", 0, 60)
     assert reason(range(257), 0) == ("forgotten", 0, 60)
+    assert reason(more, 0, stored=744) == ("forgotten", 0, 60)
+    assert reason(more, 0, stored=745) == ("no_state", 0, 60)
+    assert reason(more, 0, time.monotonic() - 20, stored=992) == ("emptied", 0, 20)
     assert reason(range(256), 0) is None  # the last token is computed in any case
     replaced, left_out = [*range(500), 7, *range(503, 1000)], [*range(300), *range(600, 1000)]
     assert reason(replaced, 496) == ("changed", 500, 60)
@@ -122,9 +125,12 @@ def test_message_at():
 class Engine(FakeAsyncLLM):
     """Fake engine that schedules a request when it arrives."""
 
+    num_stored_tokens = 0
+
     def _step(self, core_id, request, index):
         output = super()._step(core_id, request, index)
         output.first_scheduled_time = request.options.arrival_time
+        output.num_stored_tokens = self.num_stored_tokens
         return output
 
 
@@ -166,6 +172,9 @@ def test_usage(short, stream):
         served.engine.num_cached_tokens = 0
         found = await miss(text, text)
         assert (found["reason"], found["token"]) == ("forgotten", 0)
+        served.engine.num_stored_tokens = 2 * len(text)
+        assert (await miss(text, text))["reason"] == "no_state"
+        served.engine.num_stored_tokens = 0
         served.engine.cache_emptied_at = time.monotonic()
         assert (await miss(text, text))["reason"] == "emptied"
         served.engine.num_cached_tokens = 100

@@ -175,17 +175,22 @@ def test_flags_may_stand_anywhere(llm, argv, model, prompt):
     assert llm().params[0].max_tokens == 4
 
 
-def test_a_word_taken_for_a_model_that_is_none_may_be_a_text(monkeypatch, capsys, typed):
+def test_a_word_taken_for_a_model_that_is_none_may_be_a_text(monkeypatch, capsys, typed, piped):
     def fail(config):
         raise HubError(f"{config.model.model} is no model.")
 
-    typed()
     monkeypatch.setattr(hub, "resolve_folders", fail)
-    assert cli.main(["run", "hello"]) == 1
+    hint = "For a message of one word, use: octavo run octavo/stories hello\n"
+    piped(b"")
+    assert cli.main(["run", "hello"]) == 2
     assert capsys.readouterr().err == (
-        "octavo: error: hello is no model. To send it as a message: octavo run octavo/stories "
-        "hello\n"
+        "octavo: error: Standard input is empty; give the prompt there or as an argument. " + hint
     )
+    assert cli.main(["run", "org/name"]) == 2
+    assert "one word" not in capsys.readouterr().err
+    typed()
+    assert cli.main(["run", "hello"]) == 1
+    assert capsys.readouterr().err == f"octavo: error: hello is no model. {hint}"
     for argv in (["hello", "text"], ["org/name"]):
         assert cli.main(["run", *argv]) == 1
         assert capsys.readouterr().err == f"octavo: error: {argv[0]} is no model.\n"

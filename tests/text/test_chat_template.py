@@ -1,5 +1,6 @@
 """Chat templates: compared with transformers, forms of content, errors."""
 
+import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 
@@ -262,6 +263,29 @@ def test_arguments_of_tool_calls():
         assert wants_objects.render(messages) == "{}"
 
 
+def test_arguments_that_were_cut():
+    """They stay a text, where the template shows one."""
+    start = "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+    end = "{% endfor %}{% endfor %}"
+    cut = '{"city": "Kö'
+    messages = [*USER, {"role": "assistant", "tool_calls": [call(cut)]}]
+    of_text = "{{ '' + c.function.arguments }}"
+    qwen = (
+        "{% if c.function.arguments is string %}{{ c.function.arguments }}"
+        "{% else %}{{ c.function.arguments | tojson }}{% endif %}"
+    )
+    for body in (of_text, qwen):
+        assert simple(start + body + end).render(messages) == cut
+    quoted = simple(start + "{{ c.function.arguments | tojson }}" + end).render(messages)
+    assert json.loads(quoted) == cut
+    each = "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}"
+    keys = "{% for k in c.function.arguments %}{{ k }}={{ c.function.arguments[k] }}{% endfor %}"
+    for body in (each, keys):
+        with pytest.raises(RequestError, match=r"messages\[1\].tool_calls: .*not JSON") as caught:
+            simple(start + body + end).render(messages)
+        assert caught.value.param == "messages"
+
+
 def test_continue_final_message():
     messages = [*USER, {"role": "assistant", "content": "Once upon "}]
 
@@ -304,7 +328,6 @@ def test_continue_final_message():
         [{"role": "user", "content": "hi", "extra": object()}],
         [{"role": "assistant", "tool_calls": "x"}],
         [{"role": "assistant", "tool_calls": [{"id": "x"}]}],
-        [{"role": "assistant", "tool_calls": [call("{bad")]}],
     ],
 )
 def test_malformed_messages(messages):

@@ -134,6 +134,51 @@ for _name in "wavg":  # low-rank projections
     _RWKV7 |= {f"attn.{_name}_lora.lora.{i}": f"time_mix_{_name}{i or 1}" for i in (0, 2)}
     _RWKV7[f"attn.{_name}_lora.lora.2.bias"] = f"time_mix_{_name}0.weight"
 
+
+def _mixer(module: str) -> dict[str, str]:
+    """Return the names of the parts of Mamba-2's mixers."""
+    parts = {"in_proj": "ssm_in", "conv1d": "ssm_conv1d", "out_proj": "ssm_out"}
+    parts |= {"norm": "ssm_norm", "A_log": "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias"}
+    return {f"{module}.{part}": stored for part, stored in parts.items()}
+
+
+_MAMBA2 = {"norm": "attn_norm", "lm_head": "output", **_mixer("mixer")}
+_GRANITE_HYBRID = {
+    **_NAMES,
+    **_mixer("mamba"),
+    "shared_mlp.gate_proj": "ffn_gate",
+    "shared_mlp.up_proj": "ffn_up",
+    "shared_mlp.output_linear": "ffn_down",
+}
+_FALCON_H1 = {
+    **_NAMES,
+    **_mixer("mamba"),
+    "model.final_layernorm": "output_norm",
+    "pre_ff_layernorm.weight": "ffn_norm",
+    "feed_forward.gate_proj": "ffn_gate",
+    "feed_forward.up_proj": "ffn_up",
+    "feed_forward.down_proj": "ffn_down",
+}
+_NEMOTRON_H = {
+    **_MAMBA2,
+    "model.embeddings": "token_embd",
+    "model.norm_f": "output_norm",
+    "mixer.q_proj": "attn_q",
+    "mixer.k_proj": "attn_k",
+    "mixer.v_proj": "attn_v",
+    "mixer.o_proj": "attn_output",
+    "mixer.up_proj": "ffn_up",
+    "mixer.down_proj": "ffn_down",
+}
+_MAMBA_FIELDS = {  # Granite 4, Bamba and Falcon-H1
+    "mamba_n_heads": "ssm.time_step_rank",
+    "mamba_n_groups": "ssm.group_count",
+    "mamba_d_state": "ssm.state_size",
+    "mamba_d_conv": "ssm.conv_kernel",
+}
+_FACTORS = ("embedding", "lm_head", "key", "attention_in", "attention_out", "ssm_in", "ssm_out")
+"""Factors of Falcon-H1, which are parts of the weights in GGUF."""
+
 FUSED = "attn_qkv"
 """Tensor with the rows of queries, keys and values; some files have it in place of the three."""
 FUSED_MODULES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -176,7 +221,9 @@ class Architecture:
     not read."""
     tiled: bool = False
     """True if the converter has reordered the heads of values of linear attention: the first one of
-    each head of keys, then the second ones, and so on. A_log is -exp(A_log), too."""
+    each head of keys, then the second ones, and so on."""
+    decays: bool = False
+    """True if the file has -exp(A_log) in place of A_log."""
     constants: Mapping[str, str] = field(default_factory=dict)
     """Fields of the config that are not in the metadata, and the layers' tensors that repeat their
     number; an empty field: 1."""
@@ -230,6 +277,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         shifted=("layernorm.weight", "q_norm.weight", "k_norm.weight", "model.norm.weight"),
         predicts=True,
         tiled=True,
+        decays=True,
     ),
     "lfm2": Architecture(
         "Lfm2ForCausalLM",
@@ -249,6 +297,52 @@ ARCHITECTURES: dict[str, Architecture] = {
             "gate_low_rank_dim": "attention.gate_lora_rank",
             "norm_eps": "attention.layer_norm_epsilon",
         },
+    ),
+    "mamba2": Architecture(
+        "Mamba2ForCausalLM",
+        _MAMBA2 | {"backbone.embeddings": "token_embd", "backbone.norm_f": "output_norm"},
+        {
+            "layer_norm_epsilon": "attention.layer_norm_rms_epsilon",
+            "num_heads": "ssm.time_step_rank",
+            "n_groups": "ssm.group_count",
+            "state_size": "ssm.state_size",
+            "conv_kernel": "ssm.conv_kernel",
+        },
+        layers="backbone.layers.",
+        decays=True,
+    ),
+    "granitehybrid": Architecture(
+        "GraniteMoeHybridForCausalLM",
+        _GRANITE_HYBRID,
+        _GRANITE
+        | _MAMBA_FIELDS
+        | {"shared_intermediate_size": "expert_shared_feed_forward_length"},
+        {"num_local_experts": 0, "split_shared_mlp": True},
+        varying=("attention.head_count_kv",),
+        permuted=True,
+        decays=True,
+    ),
+    "falcon-h1": Architecture(
+        "FalconH1ForCausalLM",
+        _FALCON_H1,
+        _MAMBA_FIELDS | {"mamba_d_ssm": "ssm.inner_size"},
+        dict.fromkeys((f"{name}_multiplier" for name in _FACTORS), 1.0)
+        | {"mlp_multipliers": [1.0] * 2, "ssm_multipliers": [1.0] * 5}
+        | {"mamba_norm_before_gate": False},
+        decays=True,
+    ),
+    "nemotron_h": Architecture(
+        "NemotronHForCausalLM",
+        _NEMOTRON_H,
+        {
+            "mamba_num_heads": "ssm.time_step_rank",
+            "n_groups": "ssm.group_count",
+            "ssm_state_size": "ssm.state_size",
+            "conv_kernel": "ssm.conv_kernel",
+        },
+        varying=("attention.head_count_kv", "feed_forward_length"),
+        permuted=True,
+        decays=True,
     ),
     "gemma": Architecture("GemmaForCausalLM", norm_shift=1.0),
     "gemma2": Architecture(

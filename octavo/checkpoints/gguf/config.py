@@ -34,7 +34,7 @@ _BIASES = {
     "use_bias": {"attn_q.bias", "attn_qkv.bias"},
     "bias": {"attn_qkv.bias"},
 }
-"""Fields that are true if the first layer has one of these tensors."""
+"""Fields that are true if a layer has one of these tensors."""
 _YARN = {
     "factor": "factor",
     "original_max_position_embeddings": "original_context_length",
@@ -174,6 +174,8 @@ class Description:
             config["num_hidden_layers"] = config.get("num_hidden_layers", 0) - self.num_predicting
         heads = config.get("num_attention_heads")
         config.setdefault("num_key_value_heads", heads)
+        if heads == 0:  # a model without attention
+            del config["num_attention_heads"], config["num_key_value_heads"]
         if heads:
             config.setdefault("head_dim", max(1, config.get("hidden_size", 0) // heads))
         self._check_value_size("", config.get("head_dim"))
@@ -182,15 +184,15 @@ class Description:
             "vocab_size": vocab_size,
             "tie_word_embeddings": tied,
         }
-        first_layer = {name[6:] for name in shapes if name.startswith("blk.0.")}
-        config |= {name: bool(biases & first_layer) for name, biases in _BIASES.items()}
+        in_layers = {name.split(".", 2)[-1] for name in shapes if name.startswith("blk.")}
+        config |= {name: bool(biases & in_layers) for name, biases in _BIASES.items()}
         config |= self._windows()
         config |= self._rope(config, rope_factors)
         if self.kind == "gemma4":
             config |= self._gemma4(config, shapes.keys(), rope_factors.get("rope_freqs", []))
         if self.kind == "gemma3n":
             config |= self._gemma3n(config, shapes.get("blk.0.laurel_l.weight", ()))
-        config |= self._special(config, first_layer)
+        config |= self._special(config, in_layers)
         for name in ("bos", "eos", "pad"):
             if (token := self._token(name)) is not None:
                 config[f"{name}_token_id"] = token
@@ -323,8 +325,13 @@ class Description:
             "original_max_position_embeddings": original or config.get("max_position_embeddings"),
         }
 
-    def _special(self, config: Mapping[str, Any], first_layer: Set[str]) -> dict[str, Any]:
-        """Return the fields that only this architecture has."""
+    def _special(self, config: Mapping[str, Any], in_layers: Set[str]) -> dict[str, Any]:
+        """Return the fields that only this architecture has.
+
+        Args:
+            config: the other fields.
+            in_layers: names of the tensors of all layers, without the layers' prefixes.
+        """
         match self.kind:
             case "gemma2" | "gemma3":
                 default = config.get("head_dim", 256)
@@ -340,6 +347,8 @@ class Description:
                 return {"num_attention_heads": heads, "num_key_value_heads": heads}
             case "lfm2":
                 return self._convolutions(config)
+            case "mamba2" | "granitehybrid" | "falcon-h1" | "nemotron_h":
+                return self._state_spaces(config, in_layers)
             case "granite" | "granite_swa":
                 if not self._flag("rope.scaling.finetuned", True):
                     raise self.error(f"{self.kind}.rope.scaling.finetuned=false is not supported")
@@ -362,9 +371,9 @@ class Description:
             case "stablelm":
                 self._flag("use_parallel_residual", True)  # the norm decides, as in llama.cpp
                 return {
-                    "use_qkv_bias": "attn_q.bias" in first_layer,
-                    "qk_layernorm": "attn_q_norm.weight" in first_layer,
-                    "use_parallel_residual": "ffn_norm.weight" not in first_layer,
+                    "use_qkv_bias": "attn_q.bias" in in_layers,
+                    "qk_layernorm": "attn_q_norm.weight" in in_layers,
+                    "use_parallel_residual": "ffn_norm.weight" not in in_layers,
                 }
             case "apertus":
                 constants = {"beta": np.float32(0.5), "eps": np.float32(-1e-6)}
@@ -383,12 +392,12 @@ class Description:
                 if config.get("num_key_value_heads") != 1:
                     raise self.error("attention.head_count_kv is not 1, which is not supported")
             case "command-r":
-                return {"use_qk_norm": "attn_q_norm.weight" in first_layer}
+                return {"use_qk_norm": "attn_q_norm.weight" in in_layers}
             case "gptneox":
                 parallel = self._flag("use_parallel_residual", True)
                 return {"use_parallel_residual": parallel}
             case "falcon":
-                return {"num_ln_in_parallel_attn": 2 if "attn_norm_2.weight" in first_layer else 1}
+                return {"num_ln_in_parallel_attn": 2 if "attn_norm_2.weight" in in_layers else 1}
             case "mistral3":
                 temperature = self.number("attention.temperature_scale")
                 if temperature:
@@ -437,6 +446,54 @@ class Description:
             "num_key_value_heads": counts[0] if counts else config.get("num_attention_heads"),
             "layer_types": ["full_attention" if count else "conv" for count in heads.tolist()],
         }
+
+    def _state_spaces(self, config: Mapping[str, Any], in_layers: Set[str]) -> dict[str, Any]:
+        """Return the fields of the families with Mamba-2's mixers."""
+        heads, inner = self.number("ssm.time_step_rank"), self.number("ssm.inner_size")
+        hidden, layers = config.get("hidden_size"), config.get("num_hidden_layers", 0)
+        if not heads or not inner or inner % heads or not hidden:
+            raise self.error(f"ssm.inner_size={inner} is no multiple of ssm.time_step_rank={heads}")
+        size = inner // heads
+        # Half a column more, so that the product with the hidden size is never too small.
+        expand = (inner + 0.5) / hidden
+        conv_bias, in_bias = "ssm_conv1d.bias" in in_layers, "ssm_in.bias" in in_layers
+        if self.kind in ("mamba2", "nemotron_h"):
+            fields: dict[str, Any] = {"use_conv_bias": conv_bias, "use_bias": in_bias}
+        else:
+            fields = {"mamba_conv_bias": conv_bias, "mamba_proj_bias": in_bias}
+        match self.kind:
+            case "mamba2":
+                return fields | {"head_dim": size, "expand": expand}
+            case "falcon-h1":
+                fields["projectors_bias"] = "ssm_out.bias" in in_layers
+                fields["mamba_rms_norm"] = "ssm_norm.weight" in in_layers
+                return fields | {"mamba_d_head": size}
+        kv_heads = self._of_layers("attention.head_count_kv", layers)
+        kinds = ["attention" if count else "mamba" for count in kv_heads]
+        counts = {count for count in kv_heads if count} or {config.get("num_attention_heads")}
+        inner_sizes = self._of_layers("feed_forward_length", layers)
+        if self.kind == "nemotron_h":
+            kinds = ["mlp" if n else kind for n, kind in zip(inner_sizes, kinds, strict=True)]
+        sizes = {number for number in inner_sizes if number} or {1}  # 1: there are no MLPs
+        if len(counts) > 1 or len(sizes) > 1:
+            raise self.error(
+                "attention.head_count_kv or feed_forward_length has several numbers other than 0, "
+                "which is not supported"
+            )
+        fields["num_key_value_heads"], fields["intermediate_size"] = counts.pop(), sizes.pop()
+        has_rope = self._flag("rope.scaling.finetuned", True)
+        if self.kind == "nemotron_h":
+            return fields | {"layers_block_type": kinds, "mamba_head_dim": size}
+        head_dim = config.get("head_dim", 1)
+        fields["layer_types"] = kinds
+        fields["position_embedding_type"] = "rope" if has_rope else "nope"
+        fields |= {"mamba_d_head": size, "mamba_expand": expand}
+        # Bamba's files lack these.
+        fields["shared_intermediate_size"] = config.get(
+            "shared_intermediate_size", fields["intermediate_size"]
+        )
+        fields["attention_multiplier"] = config.get("attention_multiplier", head_dim**-0.5)
+        return fields
 
     def _gemma3n(self, config: Mapping[str, Any], laurel: tuple[int, ...]) -> dict[str, Any]:
         """Return the fields of Gemma 3n; `laurel` is the shape of a low-rank projection."""

@@ -29,11 +29,12 @@ from octavo.system.tensor import HostTensor, from_numpy
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf$")
 _ROPE_FACTORS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
 """Tensors of the factors of wavelengths: of all contexts, of long ones, of short ones."""
-_IN_FLOAT32 = (
-    *("ssm_conv1d.weight", "shortconv.conv.weight"),
+_FLOAT32 = (
+    *("ssm_conv1d.weight", "shortconv.conv.weight", "ssm_a", "ssm_d", "ssm_norm.weight"),
     *("time_mix_w1.weight", "time_mix_w2.weight", "time_mix_lerp_fused.weight"),
 )
-"""Ends of the names of matrices that are in float32 in every file."""
+"""Ends of the names of matrices, convolutions and numbers of heads, which are in float32 in every
+file."""
 _VALUES = ("in_proj_z.weight", "in_proj_b.weight", "in_proj_a.weight", "A_log", "dt_bias")
 """Ends of the names of tensors with rows for the heads of values of linear attention."""
 _QUERIES_KEYS_VALUES = ("in_proj_qkv.weight", "conv1d.weight")
@@ -187,12 +188,12 @@ class GGUFFile:
     def dtype(self) -> str:
         """Widest type of the matrices if all have floats; else bfloat16.
 
-        Vectors, such as the weights of norms, and `_IN_FLOAT32` are in float32 in every file.
+        Vectors, such as the weights of norms, and `_FLOAT32` are in float32 in every file.
         """
         kinds = {
             tensor.type
             for tensor in self._tensors.values()
-            if len(tensor.shape) > 1 and not tensor.name.endswith(_IN_FLOAT32)
+            if len(tensor.shape) > 1 and not tensor.name.endswith(_FLOAT32)
         }
         if kinds & STORED_BLOCKS.keys():
             return "bfloat16"
@@ -270,7 +271,7 @@ class GGUFFile:
         for stored, parts in sources.items():
             places |= _places(self._tensors[stored], list(parts.values()))
         config, architecture = self.config, self._described.architecture
-        queries = config.integer("num_attention_heads")
+        queries = config.integer("num_attention_heads", default=1)
         heads = Heads(queries, config.integer("num_key_value_heads", default=queries))
         if architecture.tiled:
             names = ("num_key_heads", "num_value_heads", "value_head_dim")
@@ -444,7 +445,7 @@ class GGUFTensors:
         if architecture.norm_shift and source.name.endswith(architecture.shifted):
             floats = from_numpy(data).view(dtype).numpy().astype(np.float32)
             return from_numpy((floats - architecture.norm_shift).reshape(shape))
-        if architecture.tiled and source.name.endswith("A_log"):
+        if architecture.decays and source.name.endswith("A_log"):
             floats = from_numpy(data).view(dtype).numpy().astype(np.float32)
             if not (floats < 0).all():
                 raise ModelError(f"{stored.file}: {stored.name} has numbers that are not below 0.")
@@ -456,23 +457,11 @@ class GGUFTensors:
         self, name: str, data: NDArray[np.uint8], shape: tuple[int, ...], dtype: str
     ) -> NDArray[np.uint8]:
         """Return the bytes of a tensor with the heads of values of each head of keys in turn."""
-        heads = self._heads
-
-        def order(begin: int, end: int) -> NDArray[np.int64]:
-            groups = heads.linear_values // heads.linear_keys, heads.linear_keys
-            return np.arange(begin, end).reshape(*groups, -1).swapaxes(0, 1).ravel()
-
-        rows = None
-        if name.endswith(_VALUES):
-            rows = order(0, shape[0])
-        elif name.endswith(_QUERIES_KEYS_VALUES):
-            first = shape[0] - heads.linear_values * heads.value_size
-            rows = np.concatenate([np.arange(first), order(first, shape[0])])
+        rows, columns = tiled_order(name, shape, self._heads)
         if rows is not None:
             data = data.reshape(shape[0], -1)[rows].reshape(-1)
-        elif name.endswith(f"{_OUTPUTS}.weight") and not heads.tiled_inputs:
-            columns = data.reshape(*shape, DTYPE_NBYTES[dtype])
-            data = columns[:, order(0, shape[1])].reshape(-1)
+        elif columns is not None and not self._heads.tiled_inputs:
+            data = data.reshape(*shape, DTYPE_NBYTES[dtype])[:, columns].reshape(-1)
         return data
 
     def done(self, tensor: HostTensor) -> None:
@@ -481,6 +470,34 @@ class GGUFTensors:
             whole = np.frombuffer(data, np.uint8)
             if 0 <= tensor.data_ptr() - whole.ctypes.data < whole.nbytes:
                 _native.release_pages(tensor.data_ptr(), tensor.nbytes)
+
+
+def tiled_order(
+    name: str, shape: tuple[int, ...], heads: Heads
+) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]:
+    """Return the file's rows, and its columns, in the order of the model; see `Architecture.tiled`.
+
+    Args:
+        name: the tensor's name in Hugging Face's form.
+        shape: its shape.
+        heads: numbers of heads.
+
+    Returns:
+        Row and column of the file at each place of the model; None: the order is the same.
+    """
+
+    def order(begin: int, end: int) -> NDArray[np.int64]:
+        groups = heads.linear_values // heads.linear_keys, heads.linear_keys
+        return np.arange(begin, end).reshape(*groups, -1).swapaxes(0, 1).ravel()
+
+    if name.endswith(_VALUES):
+        return order(0, shape[0]), None
+    if name.endswith(_QUERIES_KEYS_VALUES):
+        first = shape[0] - heads.linear_values * heads.value_size
+        return np.concatenate([np.arange(first), order(first, shape[0])]), None
+    if name.endswith(f"{_OUTPUTS}.weight"):
+        return None, order(0, shape[1])
+    return None, None
 
 
 def _by_group(rows: NDArray[np.uint8], source: Source) -> NDArray[np.uint8]:

@@ -25,9 +25,11 @@ def read(config: ConfigJson) -> ModelSpec:
     variant = replace(
         granite_like(config),
         mlp_bias=False,
-        gate_up_modules=("shared_mlp.input_linear",),
+        gate_up_modules=("shared_mlp.gate_proj", "shared_mlp.up_proj")
+        if config.flag("split_shared_mlp", False)  # GGUF
+        else ("shared_mlp.input_linear",),
         down_module="shared_mlp.output_linear",
-        ropes=(read_llama_rope(config) if kind else None,) * num_layers,
+        ropes=(read_llama_rope(config, partial=1.0) if kind else None,) * num_layers,
     )
     inner = config.integer("shared_intermediate_size")
     spec = variant.read(config.replaced("intermediate_size", inner))

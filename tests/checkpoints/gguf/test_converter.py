@@ -3,6 +3,7 @@
 OCTAVO_LLAMA_CPP names the folder of llama.cpp's sources.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -38,9 +39,27 @@ def save_tokenizer(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
+def name_as_published(folder: Path) -> None:
+    """Give the layers the names of published configs, which transformers changes."""
+    config = json.loads((folder / "config.json").read_text())
+    if kinds := config.get("layer_types"):
+        names = {"linear_attention": "mamba", "full_attention": "attention"}
+        if "mamba_n_heads" in config:
+            config["layer_types"] = [names.get(kind, kind) for kind in kinds]
+    if kinds := config.pop("layers_block_type", None):
+        letters = {"linear_attention": "M", "full_attention": "*", "mlp": "-"}
+        config["hybrid_override_pattern"] = "".join(letters[kind] for kind in kinds)
+        config["num_hidden_layers"] = len(kinds)
+        del config["num_experts_per_tok"]  # it stands for a mixture of experts
+    if "BambaForCausalLM" in config["architectures"]:
+        config["attn_rotary_emb"] = config["hidden_size"] // config["num_attention_heads"] // 2
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def convert(model: Any, folder: Path, kind: str) -> Path:
     """Return the file of a model of transformers."""
     model.save_pretrained(folder / "hf")
+    name_as_published(folder / "hf")
     save_tokenizer(folder / "hf")
     out, source = folder / f"{kind}.gguf", str(FOLDER)
     command = [sys.executable, "-c", PROGRAM, str(folder / "hf")]
@@ -53,7 +72,10 @@ def convert(model: Any, folder: Path, kind: str) -> Path:
     return out
 
 
-@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind.startswith(("qwen35", "lfm2"))])
+HYBRID = ("qwen35", "lfm2", "mamba2", "granitehybrid", "falcon-h1", "nemotron_h")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind.startswith(HYBRID)])
 def test_logits(kind: str, tmp_path: Path) -> None:
     """Q8_0 rounds weights and activations to 8 bits."""
     name, fields = MODELS[kind]

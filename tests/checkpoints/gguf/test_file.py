@@ -47,6 +47,19 @@ GEMMA4 = {"head_dim": 16, "global_head_dim": 32, "sliding_window": 8}
 QWEN35 = {"head_dim": 32, "num_hidden_layers": 3, "linear_num_key_heads": 2}
 QWEN35 |= {"linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
 QWEN35["layer_types"] = ["linear_attention", "full_attention", "linear_attention"]
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24}
+FALCON_H1 = MAMBA | {"head_dim": 16, "mamba_d_ssm": 128, "mamba_norm_before_gate": False}
+FACTORS = {
+    "embedding_multiplier": 2.0,
+    "lm_head_multiplier": 0.5,
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 0.9,
+    "attention_out_multiplier": 0.8,
+    "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.6,
+    "mlp_multipliers": [0.8, 1.3],
+    "ssm_multipliers": [0.9, 1.1, 0.7, 1.2, 0.8],
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {"attention_bias": True}),
     "qwen2": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
@@ -197,6 +210,38 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "RWKV7ForCausalLM",
         {"head_dim": 32, "decay_low_rank_dim": 32, "a_low_rank_dim": 8, "v_low_rank_dim": 16},
     ),
+    "mamba2": (
+        "Mamba2ForCausalLM",
+        {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 24, "conv_kernel": 4},
+    ),
+    "mamba2 biases": (
+        "Mamba2ForCausalLM",
+        {"num_heads": 4, "head_dim": 32, "n_groups": 1, "state_size": 16, "conv_kernel": 3}
+        | {"use_bias": True, "use_conv_bias": False, "tie_word_embeddings": True},
+    ),
+    "granitehybrid": (
+        "GraniteMoeHybridForCausalLM",
+        MAMBA
+        | {"layer_types": ["mamba", "attention", "mamba"], "num_hidden_layers": 3}
+        | {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 80}
+        | {"logits_scaling": 2.0, "attention_multiplier": 0.3, "embedding_multiplier": 3.0}
+        | {"residual_multiplier": 0.5, "position_embedding_type": "nope"},
+    ),
+    "granitehybrid bamba": (
+        "BambaForCausalLM",
+        MAMBA | {"attn_layer_indices": [1], "num_hidden_layers": 3},
+    ),
+    "falcon-h1": ("FalconH1ForCausalLM", FALCON_H1 | FACTORS | {"mamba_rms_norm": False}),
+    "falcon-h1 norm": (
+        "FalconH1ForCausalLM",
+        FALCON_H1 | {"mamba_rms_norm": True, "projectors_bias": True, "mamba_conv_bias": False},
+    ),
+    "nemotron_h": (
+        "NemotronHForCausalLM",
+        {"layers_block_type": ["mamba", "mlp", "attention", "mamba"], "num_hidden_layers": 4}
+        | {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 24}
+        | {"conv_kernel": 4, "head_dim": 24},
+    ),
     "gpt2": ("GPT2LMHeadModel", {}),
     "starcoder": ("GPTBigCodeForCausalLM", {}),
     "gptneox": ("GPTNeoXForCausalLM", {"rotary_pct": 0.25, "use_parallel_residual": False}),
@@ -328,11 +373,14 @@ def test_blocks_of_other_layouts(kind: str, tmp_path: Path) -> None:
     assert 0 < (found[0] - found[1]).abs().mean() < 0.25
 
 
-@pytest.mark.parametrize("kind", ["qwen35", "qwen35 three", "lfm2", "rwkv7"])
+HYBRID_PARTS = ("ssm_out", "ssm_in", "shortconv", "time_mix_output", "channel_mix")
+
+
+@pytest.mark.parametrize("kind", ["qwen35", "qwen35 three", "lfm2", "mamba2", "falcon-h1", "rwkv7"])
 def test_blocks_of_hybrid_models(kind: str, tmp_path: Path) -> None:
     """A block may have inputs of several heads, whose order the converter has changed."""
-    parts = ("ssm_out", "shortconv", "time_mix_output", "channel_mix")
-    floats = make(kind, tmp_path / "m.gguf", dict.fromkeys(parts, "q8_0"))
+    types = dict.fromkeys(HYBRID_PARTS, "q8_0")
+    floats = make(kind, tmp_path / "m.gguf", types)
     with torch.no_grad():
         expected = floats(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
     for dequantize in (False, True):
@@ -380,6 +428,14 @@ def test_layers_that_predict_several_tokens(tmp_path: Path) -> None:
         ("qwen35", {"ssm.inner_size": 65}, "inner_size=65 is no multiple of ssm.time_step_rank=4"),
         ("lfm2", {"attention.head_count_kv": [0, 2, 1]}, "head_count_kv differs between layers wi"),
         ("lfm2", {"attention.sliding_window": 8}, "attention.sliding_window is not supported"),
+        (
+            "mamba2",
+            {"ssm.inner_size": 100},
+            "inner_size=100 is no multiple of ssm.time_st",
+        ),
+        ("granitehybrid", {"expert_count": 8}, "granitehybrid.expert_count=8 is not supported"),
+        ("granitehybrid", {"attention.head_count_kv": [0, 2]}, "a whole number for each of 3"),
+        ("nemotron_h", {"attention.head_count_kv": [0, 1, 2, 0]}, "has several numbers other"),
     ],
 )
 def test_rejected_hybrid_models(
