@@ -32,7 +32,9 @@ pytestmark = needs_triton
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return folder("llama", tmp_path_factory.mktemp("llama"))
+    """Return a model as small as it can be: interpreted kernels are slow."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    return folder("llama", tmp_path_factory.mktemp("llama"), **sizes)
 
 
 def dequantize(model: str, form: str, group: int, folder: Path) -> str:
