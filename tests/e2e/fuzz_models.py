@@ -166,6 +166,7 @@ def _state_model(rng: random.Random, family: str, layers: int, hidden: int) -> d
             config |= {"layers_block_type": [rng.choice((kind, "mlp")) for kind in kinds]}
             config |= {"mamba_num_heads": heads, "mamba_head_dim": 12, "ssm_state_size": rows}
             config |= {"n_groups": min(groups, heads), "conv_kernel": taps}
+            config |= {"tie_word_embeddings": False}  # transformers does not tie them
     return config
 
 

@@ -17,13 +17,14 @@ from torch import Tensor
 
 from octavo import LLM, SamplingParams
 from octavo.checkpoints.registry import open_checkpoint
-from octavo.errors import ConfigError
+from octavo.errors import OctavoError
 from octavo.kernels.native import NativeOps
 from octavo.kv_cache import states
 from octavo.models.cache import AttentionCache
 from octavo.models.loader import load_model
 from octavo.models.spec import divide_layers
 from octavo.system.distributed import Rank
+from tests.drafts import Drafter
 from tests.e2e.fuzz_models import STATEFUL, draw_model
 from tests.models.harness import (
     Runner,
@@ -39,6 +40,7 @@ from tests.models.test_split import TOKENS, run, run_ranks, script
 
 VOCAB, END = 203, 2
 SIZES = {"vocab_size": VOCAB, "max_position_embeddings": 128, "eos_token_id": END}
+WITHOUT_ATTENTION = {"Mamba2"}
 families = pytest.mark.parametrize("family", STATEFUL)
 
 
@@ -61,16 +63,17 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Any:
             architecture, config = draw_model(rng, family)
             if config.get("hidden_size", 200) > 150:
                 continue
-            spec = save_config(folder, architecture, config | SIZES)
-            has_attention = {isinstance(cache, AttentionCache) for cache in spec.caches}
             try:
+                spec = save_config(folder, architecture, config | SIZES)
                 spec.split(Rank(0, 2))
-            except ConfigError:
+            except OctavoError:
                 continue
-            if len(spec.layers) > 1 and has_attention in ({True, False}, {False}):
+            kinds = {isinstance(cache, AttentionCache) for cache in spec.caches}
+            has_attention = family not in WITHOUT_ATTENTION
+            if len(spec.layers) > 1 and kinds == {False, has_attention}:
                 hf_model = make_hf(architecture, **config | SIZES)
                 hf_model.save_pretrained(folder)
-                made.append(Shape(folder, hf_model, True in has_attention))
+                made.append(Shape(folder, hf_model, has_attention))
         return made
 
     return make
@@ -83,7 +86,7 @@ def test_parity_and_chunks(family: str, number: int, shapes: Any) -> None:
     shape = shapes(family)[number]
     model, prompts = load(shape.folder), make_prompts(VOCAB, (1, 2, 3, 33, 18))
     generated = generate(model, prompts, 24)
-    assert_same_as_hf(shape.hf_model, prompts, generated)
+    assert_same_as_hf(shape.hf_model, prompts, generated, atol=3e-4)
     assert len({token for tokens in generated.tokens for token in tokens}) > 5
     chunked = generate(model, prompts, 8, chunk=2 + number)
     for some, all_ in zip(chunked.logits, generated.logits, strict=True):
@@ -132,27 +135,30 @@ def ask(llm: LLM, prompts: list[list[int]], count: int) -> list[Any]:
 
 
 @families
-def test_preempted_with_drafts(family: str, shapes: Any) -> None:
-    """Drafts are n-grams of prompts that repeat; they are right and wrong."""
+def test_preempted_with_drafts(family: str, shapes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts are n-grams of prompts that repeat, then right ones and wrong ones."""
     shape = shapes(family)[2]
     prompts = [[5 + (3 * i + j) % 7 for j in range(20 + i)] for i in range(4)]
     with engine(shape, enable_prefix_caching=False, max_num_seqs=1) as llm:
         expected, _ = ask(llm, prompts, 40)
     few = {"num_gpu_blocks_override": 20, "long_prefill_token_threshold": 7}
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
-    with engine(shape, speculative_config=drafts, **few) as llm:
-        assert ask(llm, prompts, 40)[0] == expected
-        stats = llm.stats()
-        print(stats.num_preemptions, stats.num_draft_tokens, stats.num_accepted_tokens_per_pos)
-        assert stats.num_preemptions > 0 or not shape.has_attention
-        assert stats.num_draft_tokens > sum(stats.num_accepted_tokens_per_pos) > 0
+    for known in (False, True):
+        if known:
+            drafter = Drafter(monkeypatch, [tokens for tokens, _ in expected])
+        with engine(shape, speculative_config=drafts, **few) as llm:
+            assert ask(llm, prompts, 40)[0] == expected
+            stats = llm.stats()
+            assert stats.num_preemptions > 0 or not shape.has_attention
+            assert stats.num_draft_tokens > 0
+    assert drafter.num_tokens > 1.2 * drafter.num_steps
 
 
 @families
 def test_hits_of_every_kind_of_snapshot(
     family: str, shapes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a first prompt, a second one has a hit; models without attention part unnoticed."""
+    """Models without attention do not note where prompts part: they are nearer to their ends."""
     monkeypatch.setattr(states, "ANSWER_SPACING", 16)
     monkeypatch.setattr(states, "_FIRST_DISTANCE", 32)
     shape = shapes(family)[2]
@@ -169,7 +175,7 @@ def test_hits_of_every_kind_of_snapshot(
             "place where prompts part": (
                 [[*text[10], *text[0]], [*text[10], *text[1]]],
                 [*text[10], *text[2]],
-                16 * shape.has_attention,
+                16 if shape.has_attention else 8,
             ),
             "distance from the end": ([long], [*long[:60], *text[9]], 48),
             "answer": ([], [*whole, *answer, *text[11]], 64),
