@@ -140,14 +140,14 @@ def test_preempted_with_drafts(family: str, shapes: Any, monkeypatch: pytest.Mon
     shape = shapes(family)[2]
     prompts = [[5 + (3 * i + j) % 7 for j in range(20 + i)] for i in range(4)]
     with engine(shape, enable_prefix_caching=False, max_num_seqs=1) as llm:
-        expected, _ = ask(llm, prompts, 40)
+        expected, _ = ask(llm, prompts, 28)
     few = {"num_gpu_blocks_override": 20, "long_prefill_token_threshold": 7}
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
     for known in (False, True):
         if known:
             drafter = Drafter(monkeypatch, [tokens for tokens, _ in expected])
         with engine(shape, speculative_config=drafts, **few) as llm:
-            assert ask(llm, prompts, 40)[0] == expected
+            assert ask(llm, prompts, 28)[0] == expected
             stats = llm.stats()
             assert stats.num_preemptions > 0 or not shape.has_attention
             assert stats.num_draft_tokens > 0
