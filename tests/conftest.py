@@ -2,6 +2,7 @@
 
 import atexit
 import functools
+import gc
 import os
 import shutil
 import signal
@@ -33,6 +34,20 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # A busy machine makes no example wrong.
 hypothesis.settings.register_profile("octavo", deadline=None)
 hypothesis.settings.load_profile("octavo")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_objects_to_search() -> None:
+    """Keep the objects of imported modules out of collections of garbage.
+
+    Each engine starts with a collection, which would take half a second next to transformers.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture

@@ -102,6 +102,22 @@ def check(
     return expected
 
 
+# Layers of every structure, with sums over ranks.
+SUMS = ("llama", "gpt2", "bloom", "falcon-7b", "falcon-40b", "opt", "olmo2", "gemma2", "gemma3n")
+SUMS += (
+    "gemma4",
+    "cohere",
+    "phi",
+    "stablelm-parallel",
+    "glm4",
+    "bitnet",
+    "qwen3.5",
+    "lfm2",
+    "mamba2",
+)
+SUMS += ("falcon-h1", "nemotron-h", "olmo-hybrid")
+
+
 @pytest.mark.parametrize("case", [*CASES, "muse-glimmer"])
 def test_ranks_have_the_bits_of_one(case: str, tmp_path: Path) -> None:
     """With all rows of norms on each rank, or with sequence parallelism, exact or not."""
@@ -111,6 +127,8 @@ def test_ranks_have_the_bits_of_one(case: str, tmp_path: Path) -> None:
         return
     got = run_ranks(tmp_path, 2, dtype, None, splits_rows=True)
     assert all(map(torch.equal, got, expected))
+    if case not in SUMS:
+        return
     sums = run_ranks(tmp_path, 2, dtype, None, reduces=True)
     got = run_ranks(tmp_path, 2, dtype, None, reduces=True, splits_rows=True)
     assert all(map(torch.equal, got, sums))
