@@ -37,13 +37,15 @@ hypothesis.settings.load_profile("octavo")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def few_objects_to_search() -> None:
+def few_objects_to_search() -> Iterator[None]:
     """Keep the objects of imported modules out of collections of garbage.
 
-    Each engine starts with a collection, which would take half a second next to transformers.
+    Each engine starts with a collection, which would take half a second next to transformers. What a
+    module leaves is collected while its filters of warnings apply.
     """
-    gc.collect()
     gc.freeze()
+    yield
+    gc.collect()
 
 
 def pytest_sessionfinish() -> None:
