@@ -31,6 +31,9 @@ atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+# The imports of all tests create permanent objects only.
+gc.disable()
+
 # A busy machine makes no example wrong.
 hypothesis.settings.register_profile("octavo", deadline=None)
 hypothesis.settings.load_profile("octavo")
@@ -40,12 +43,17 @@ hypothesis.settings.load_profile("octavo")
 def few_objects_to_search() -> Iterator[None]:
     """Keep the objects of imported modules out of collections of garbage.
 
-    Each engine starts with a collection, which would take half a second next to transformers. What a
-    module leaves is collected while its filters of warnings apply.
+    Each engine starts with a collection, which would take half a second next to transformers. The
+    objects that a module leaves are collected while its filters of warnings apply.
     """
     gc.freeze()
     yield
     gc.collect()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:
