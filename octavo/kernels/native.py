@@ -845,7 +845,7 @@ class NativeOps:
         assert out.shape == value.shape
         for x in (query, key, value, out):
             assert x.dtype == decay.dtype == beta.dtype
-            assert x.stride(2) == 1
+            assert x.stride(2) == 1 or x.shape[2] == 1
             assert x.stride(1) == x.shape[2] or x.shape[1] == 1, "heads must be dense"
         assert decay.shape == (tokens, heads * (key_size if by_channel else 1))
         assert beta.shape == (tokens, heads)
@@ -904,7 +904,7 @@ class NativeOps:
         assert out.shape == x.shape
         for tensor in (x, b, c, out):
             assert tensor.dtype == x.dtype
-            assert tensor.stride(2) == 1
+            assert tensor.stride(2) == 1 or tensor.shape[2] == 1
             assert tensor.stride(1) == tensor.shape[2] or tensor.shape[1] == 1
         assert dt.dtype == x.dtype
         for parameter in (rates.a_log, rates.dt_bias, rates.skip):

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 import transformers
+import transformers.models.llama.modeling_llama  # early: see `few_objects_to_search`
 from safetensors.torch import save_file
 from torch import Tensor
 

@@ -625,7 +625,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         | {"encoder_hidden_size": 16},
     },
     "LlavaNextVideo": _with_tower(LLAMA_TEXT, CLIP),
-    "Ovis2": _with_tower(QWEN_TEXT, TOWER),
+    "Ovis2": _with_tower(QWEN_TEXT, TOWER | {"vocab_size": 32}, hidden_size=48),
     "VideoLlama3": _with_tower(QWEN_TEXT, TOWER),
     "VideoLlava": _with_tower(LLAMA_TEXT, CLIP),
     "GotOcr2": _with_tower(QWEN_TEXT, SAM),

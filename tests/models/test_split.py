@@ -88,7 +88,9 @@ def run_ranks(
         os.close(descriptor)
 
 
-def check(case: str, tmp_path: Path, size: int, dtype: str, form: str | None, **more: int) -> None:
+def check(
+    case: str, tmp_path: Path, size: int, dtype: str, form: str | None, **more: int
+) -> list[Tensor]:
     architecture, config = (CASES | TEXT_PARTS)[case]
     make_hf(architecture, **config | more).save_pretrained(tmp_path)
     whole = load(tmp_path, dtype, quantization=form)
@@ -97,22 +99,36 @@ def check(case: str, tmp_path: Path, size: int, dtype: str, form: str | None, **
     assert len(got) == len(expected) > 8
     assert all(map(torch.equal, got, expected))
     assert torch.cat(expected).isfinite().all()
+    return expected
+
+
+# Layers of every structure, with sums over ranks.
+SUMS = ("llama", "gpt2", "bloom", "falcon-7b", "falcon-40b", "opt", "olmo2", "gemma2", "gemma3n")
+SUMS += (
+    "gemma4",
+    "cohere",
+    "phi",
+    "stablelm-parallel",
+    "glm4",
+    "bitnet",
+    "qwen3.5",
+    "lfm2",
+    "mamba2",
+)
+SUMS += ("falcon-h1", "nemotron-h", "olmo-hybrid")
 
 
 @pytest.mark.parametrize("case", [*CASES, "muse-glimmer"])
 def test_ranks_have_the_bits_of_one(case: str, tmp_path: Path) -> None:
-    check(case, tmp_path, 2, "bfloat16", None)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_rows_of_norms_are_divided(case: str, tmp_path: Path) -> None:
-    """Sequence parallelism: the same bits, exact or not."""
-    architecture, config = CASES[case]
-    make_hf(architecture, **config).save_pretrained(tmp_path)
+    """With all rows of norms on each rank, or with sequence parallelism, exact or not."""
     dtype = "bfloat16"
-    whole = load(tmp_path, dtype)
+    expected = check(case, tmp_path, 2, dtype, None)
+    if case == "muse-glimmer":
+        return
     got = run_ranks(tmp_path, 2, dtype, None, splits_rows=True)
-    assert all(map(torch.equal, got, run(whole, lambda: None)))
+    assert all(map(torch.equal, got, expected))
+    if case not in SUMS:
+        return
     sums = run_ranks(tmp_path, 2, dtype, None, reduces=True)
     got = run_ranks(tmp_path, 2, dtype, None, reduces=True, splits_rows=True)
     assert all(map(torch.equal, got, sums))
