@@ -23,11 +23,13 @@ struct DeltaTokens {
   int64_t stride;
   float *key, *read_key, *read_query;  // the latter two with the decays of their channels
   float* decays;  // of channels; equals read_key and is unused if a head has one decay
+  float* write;   // see delta_pass
 
   static int64_t stride_of(int64_t key_size) { return ceil_div(key_size, 16) * 16; }
   static int64_t numbers(const DeltaRuleArgs& a) {
     return stride_of(a.key_size) * kStateTokens * (a.by_channel ? 4 : 2);
   }
+  DeltaTokens() = default;
   DeltaTokens(const DeltaRuleArgs& a, float* memory) : stride(stride_of(a.key_size)), key(memory) {
     const int64_t rows = stride * kStateTokens;
     read_query = key + rows;
@@ -84,10 +86,12 @@ struct DeltaSums {
   vf key[kStateVectors], query[kStateVectors];
 };
 
-// One pass over a tile: the update of token t, the products of token `next`, or both.
-template <bool Update, bool Products, bool Channels>
+// One pass over a tile: the update of token t, the products of token `next`, or both. With `Writes`
+// the update also adds write (x) value.
+template <bool Update, bool Products, bool Channels, bool Writes = false>
 INLINE void delta_pass(float* tile, int64_t rows, const DeltaTokens& tokens, int64_t t,
-                       const vf (&u)[kStateVectors], int64_t next, DeltaSums& sums) {
+                       const vf (&u)[kStateVectors], int64_t next, DeltaSums& sums,
+                       const vf* value = nullptr) {
   const float* key = tokens.key + t * tokens.stride;
   const float* decays = tokens.decays + t * tokens.stride;
   const float* read_key = tokens.read_key + next * tokens.stride;
@@ -98,11 +102,13 @@ INLINE void delta_pass(float* tile, int64_t rows, const DeltaTokens& tokens, int
     // Broadcast once: operands in memory would be loaded for each vector.
     const vf k = splat(key[i]), decay = Channels ? splat(decays[i]) : whole;
     const vf next_key = splat(read_key[i]), next_query = splat(read_query[i]);
+    const vf write = Writes ? splat(tokens.write[t * tokens.stride + i]) : vf{};
     UNROLL for (int v = 0; v < kStateVectors; v++) {
       float* at = tile + i * kStateColumns + v * W;
       vf x = load(at);
       if constexpr (Update) {
         x = fma(k, u[v], x * decay);
+        if constexpr (Writes) x = fma(write, value[v], x);
         store(at, x);
       }
       if constexpr (Products) {
@@ -121,14 +127,31 @@ INLINE void delta_pass(float* tile, int64_t rows, const DeltaTokens& tokens, int
     }
 }
 
-// Calls f(number of the tile, number of the state, lanes) for each vector of a tile.
+// Calls f(number of the tile, number of the state [rows, width], lanes) for each vector of a tile.
 template <class F>
-INLINE void for_tile(const DeltaRuleArgs& a, float* tile, float* state, int64_t column, F f) {
-  const int64_t columns = min<int64_t>(kStateColumns, a.value_size - column);
-  for (int64_t i = 0; i < a.key_size; i++)
+INLINE void for_tile(int64_t rows, int64_t width, float* tile, float* state, int64_t column, F f) {
+  const int64_t columns = min<int64_t>(kStateColumns, width - column);
+  for (int64_t i = 0; i < rows; i++)
     for (int64_t v = 0; v < kStateColumns; v += W)
-      f(tile + i * kStateColumns + v, state + i * a.value_size + column + v,
+      f(tile + i * kStateColumns + v, state + i * width + column + v,
         int(max<int64_t>(min<int64_t>(W, columns - v), 0)));
+}
+
+// Begins a tile with the state of a head, or with zeros if it is null.
+INLINE void load_tile(int64_t rows, int64_t width, float* tile, float* state, int64_t column) {
+  if (!state) return void(memset(tile, 0, rows * kStateColumns * sizeof(float)));
+  for_tile(rows, width, tile, state, column, [](float* to, float* from, int n) { store(to, load(from, n)); });
+}
+
+// Stores a tile after a token in the slots that receive it; `number`: index of the head's first
+// number in a slot.
+template <class Args>
+INLINE void keep_tile(const Args& a, int64_t rows, int64_t width, int64_t token, int64_t number, float* tile,
+                      int64_t column) {
+  for_slots(a.slots, a.snapshots, token, [&](int64_t slot) {
+    for_tile(rows, width, tile, a.state + slot * a.state_stride + number, column,
+             [](float* from, float* to, int n) { store(to, load(from), n); });
+  });
 }
 
 // Computes `count` prepared tokens, from token `first` on, in a tile of columns.
@@ -155,10 +178,7 @@ NOINLINE void delta_tile(const DeltaRuleArgs& a, const DeltaTokens& tokens, int6
       delta_pass<true, true, Channels>(tile, a.key_size, tokens, t, u, t + 1, sums);
     else
       delta_pass<true, false, Channels>(tile, a.key_size, tokens, t, u, t, sums);
-    for_slots(a.slots, a.snapshots, token, [&](int64_t slot) {
-      for_tile(a, tile, a.state + slot * a.state_stride + number, column,
-               [](float* from, float* to, int n) { store(to, load(from), n); });
-    });
+    keep_tile(a, a.key_size, a.value_size, token, number, tile, column);
   }
 }
 
@@ -177,7 +197,8 @@ void gated_delta_rule(const DeltaRuleArgs& a) {
         scratch((DeltaTokens::numbers(a) + (last_tile - first_tile) * tile_numbers) * sizeof(float)));
     DeltaTokens prepared(a, memory);
     memory += DeltaTokens::numbers(a);
-    const int32_t source = a.sources[request];
+    const int64_t number = head * a.key_size * a.value_size;
+    float* state = a.sources[request] < 0 ? nullptr : a.state + a.sources[request] * a.state_stride + number;
     for (int64_t first = begin; first < end; first += kStateTokens) {
       const int64_t count = min(kStateTokens, end - first);
       with_type(a.dtype, [&](auto t) {
@@ -186,10 +207,7 @@ void gated_delta_rule(const DeltaRuleArgs& a) {
         for (int64_t i = first_tile; i < last_tile; i++) {
           float* tile = memory + (i - first_tile) * tile_numbers;
           const int64_t column = i * kStateColumns;
-          if (first == begin && source < 0) memset(tile, 0, tile_numbers * sizeof(float));
-          if (first == begin && source >= 0)
-            for_tile(a, tile, a.state + source * a.state_stride + head * a.key_size * a.value_size, column,
-                     [](float* to, float* from, int n) { store(to, load(from, n)); });
+          if (first == begin) load_tile(a.key_size, a.value_size, tile, state, column);
           if (a.by_channel)
             delta_tile<T, true>(a, prepared, first, count, head, column, tile);
           else

@@ -12,6 +12,7 @@
 #include "sample.h"
 #include "state.h"
 #include "tile.h"
+#include "wkv7.h"
 
 #define OCTAVO_TEXT(x) #x
 #define OCTAVO_NAME(x) OCTAVO_TEXT(x)

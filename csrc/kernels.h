@@ -47,7 +47,8 @@ enum class Unary : int {
   relu = 7,
   scale = 8,
   clamp = 9,
-  relu2 = 10
+  relu2 = 10,
+  sigmoid = 11
 };
 
 // Size that a recorded call is set to before it runs.
@@ -710,6 +711,54 @@ struct SumExpertsArgs {
   Work work() const { return {double(size_of(dtype)) * tokens * dim * (top_k + 1), 2.0 * tokens * top_k * dim}; }
 };
 
+// x + (the request's token before - x) * mix, for each of several mixes.
+struct TokenShiftArgs {
+  const void* x;  // [tokens, channels]
+  int64_t x_stride;
+  const float* mix;  // [mixes, channels]
+  void* out;         // [tokens, mixes, channels]
+  int64_t out_stride;
+  float* state;  // [slots, channels]: the last token
+  int64_t state_stride;
+  const int32_t *query_start_loc, *sources, *slots, *snapshots;  // as above
+  int64_t num_reqs, channels, mixes;
+  DType dtype;
+
+  MEMBERS(x, x_stride, mix, out, out_stride, state, state_stride, query_start_loc,
+          sources, slots, snapshots, num_reqs, channels, mixes, dtype)
+  void resize(const StepSize& size) { num_reqs = size.num_reqs; }
+  Work work() const {
+    const double tokens = query_start_loc[num_reqs];
+    return {channels * (tokens * size_of(dtype) * (1 + mixes) + 8.0 * num_reqs), 2.0 * tokens * channels * mixes};
+  }
+};
+
+// See wkv7.h. Rows have heads * size numbers; heads are dense.
+struct Wkv7Args {
+  const void *receptance, *decay, *key, *value, *rate, *gate;  // [tokens, heads, size]
+  const void *first_value, *value_rate;  // the same, or null
+  int64_t receptance_stride, decay_stride, key_stride, value_stride, rate_stride, gate_stride;
+  int64_t first_value_stride, value_rate_stride;
+  const float *removal, *key_rate, *bonus, *weight, *bias;  // [heads, size]
+  float* state;  // [slots, heads, size, size]
+  int64_t state_stride;
+  const int32_t *query_start_loc, *sources, *slots, *snapshots;  // as above
+  void* out;  // [tokens, heads, size]
+  int64_t out_stride, num_reqs, heads, size;
+  float eps;
+  DType dtype;
+
+  MEMBERS(receptance, decay, key, value, rate, gate, first_value, value_rate, receptance_stride,
+          decay_stride, key_stride, value_stride, rate_stride, gate_stride, first_value_stride,
+          value_rate_stride, removal, key_rate, bonus, weight, bias, state, state_stride,
+          query_start_loc, sources, slots, snapshots, out, out_stride, num_reqs, heads, size, eps, dtype)
+  void resize(const StepSize& step) { num_reqs = step.num_reqs; }
+  Work work() const {
+    const double row = double(heads) * size, tokens = query_start_loc[num_reqs];
+    return {8.0 * num_reqs * row * size + 9 * tokens * row * size_of(dtype), 9.0 * tokens * row * size};
+  }
+};
+
 // Every kernel, with its arguments.
 #define OCTAVO_KERNELS(KERNEL)            \
   KERNEL(pack_weight, PackArgs)           \
@@ -744,7 +793,9 @@ struct SumExpertsArgs {
   KERNEL(ssd, SsdArgs)                    \
   KERNEL(route, RouteArgs)                \
   KERNEL(experts, ExpertsArgs)            \
-  KERNEL(sum_experts, SumExpertsArgs)
+  KERNEL(sum_experts, SumExpertsArgs)    \
+  KERNEL(token_shift, TokenShiftArgs)     \
+  KERNEL(wkv7, Wkv7Args)
 
 struct KernelTable {
   const char* isa;

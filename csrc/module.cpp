@@ -57,7 +57,7 @@ constexpr int kCodes<CacheType> = 4;
 template <>
 constexpr int kCodes<QuantFormat> = 25;
 template <>
-constexpr int kCodes<Unary> = 11;
+constexpr int kCodes<Unary> = 12;
 template <>
 constexpr int kCodes<Gated> = 7;
 template <>

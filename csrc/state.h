@@ -72,6 +72,42 @@ void causal_conv(const CausalConvArgs& a) {
   });
 }
 
+// One task is a tile of channels of a request.
+template <class T>
+void shift(const TokenShiftArgs& a, int64_t begin_task, int64_t end_task, T) {
+  alignas(64) float before[kConvTile];
+  for (int64_t task = begin_task; task < end_task; task++) {
+    const int64_t r = task % a.num_reqs, first = task / a.num_reqs * kConvTile;
+    const int64_t count = min<int64_t>(kConvTile, a.channels - first);
+    const float* from = a.state + a.sources[r] * a.state_stride + first;
+    for_lanes(count, [&](int64_t c, int n) {
+      store(before + c, a.sources[r] < 0 ? vf{} : load(from + c, n));
+    });
+    for (int64_t token = a.query_start_loc[r]; token < a.query_start_loc[r + 1]; token++) {
+      const T* x = static_cast<const T*>(a.x) + token * a.x_stride + first;
+      T* out = static_cast<T*>(a.out) + token * a.out_stride + first;
+      for_lanes(count, [&](int64_t c, int n) {
+        const vf v = load(x + c, n), change = load(before + c) - v;
+        for (int64_t m = 0; m < a.mixes; m++)
+          store(out + m * a.channels + c, fma(change, load(a.mix + m * a.channels + first + c, n), v), n);
+        store(before + c, v);
+      });
+      for_slots(a.slots, a.snapshots, token, [&](int64_t slot) {
+        float* to = a.state + slot * a.state_stride + first;
+        for_lanes(count, [&](int64_t c, int n) { store(to + c, load(before + c), n); });
+      });
+    }
+  }
+}
+
+void token_shift(const TokenShiftArgs& a) {
+  const int64_t tiles = ceil_div(a.channels, kConvTile);
+  const int64_t cost = a.query_start_loc[a.num_reqs] * ceil_div(a.channels, W) * (4 + 4 * a.mixes);
+  parallel_ranges(tiles * a.num_reqs, cost, [&](int64_t begin, int64_t end) {
+    with_type(a.dtype, [&](auto t) { shift(a, begin, end, t); });
+  });
+}
+
 // ---- Mamba-2 ----
 
 constexpr int kScanTokens = 32;  // tokens whose numbers are in the cache together

@@ -1,10 +1,13 @@
 """Fixtures for all tests."""
 
 import atexit
+import functools
+import gc
 import os
 import shutil
 import signal
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -28,9 +31,71 @@ atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+# The imports of all tests create permanent objects only.
+gc.disable()
+
 # A busy machine makes no example wrong.
 hypothesis.settings.register_profile("octavo", deadline=None)
 hypothesis.settings.load_profile("octavo")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_objects_to_search() -> Iterator[None]:
+    """Keep the objects of imported modules out of collections of garbage.
+
+    Each engine starts with a collection, which would take half a second next to transformers. The
+    objects that a module leaves are collected while its filters of warnings apply.
+    """
+    gc.freeze()
+    yield
+    gc.collect()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
+
+
+@pytest.fixture
+def isa() -> Iterator[str]:
+    """Run a test on each instruction set of this processor, down to portable code.
+
+    The test is one item, which loops: tests for each would be many thousands. A parameter `isa`
+    receives the name; an error has a note with it.
+    """
+    from octavo.kernels import native
+
+    before = native.isa()
+    yield before
+    native.set_isa(before)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if isinstance(item, pytest.Function) and "isa" in item.fixturenames:
+        callspec = getattr(item, "callspec", None)
+        if callspec is None or "isa" not in callspec.params:
+            item.obj = _on_each_isa(item.obj)
+
+
+def _on_each_isa(test: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(test)
+    def run(**given: object) -> None:
+        from octavo.kernels import native
+
+        for name in native.available_isas():
+            native.set_isa(name)
+            try:
+                test(**given | ({"isa": name} if "isa" in given else {}))
+            except BaseException as error:
+                error.add_note(f"instruction set: {name}")
+                raise
+
+    return run
+
 
 SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
 

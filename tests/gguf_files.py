@@ -487,6 +487,63 @@ def tiled(x: NDArray[np.float32], name: str, config: Any) -> NDArray[np.float32]
     return np.concatenate([heads[:, i] for i in range(values // keys)]).reshape(x.shape)
 
 
+RWKV7 = {
+    "model.embeddings": "token_embd",
+    "lm_head": "output",
+    "model.norm": "output_norm",
+    "attn_norm": "attn_norm",
+    "ffn_norm": "attn_norm_2",
+    "attn.r_proj": "time_mix_receptance",
+    "attn.k_proj": "time_mix_key",
+    "attn.v_proj": "time_mix_value",
+    "attn.o_proj": "time_mix_output",
+    "attn.g_norm": "time_mix_ln",
+    "ffn.key": "channel_mix_key",
+    "ffn.value": "channel_mix_value",
+}
+
+
+def _rwkv7(model: Any) -> tuple[dict[str, Any], dict[str, np.ndarray[Any, Any]]]:
+    """Return the metadata and the tensors of RWKV 7; the first layer has a copy of a as v."""
+    config, arrays = model.config, {}
+    mixes: dict[str, dict[str, np.ndarray[Any, Any]]] = {}
+    for name, tensor in model.state_dict().items():
+        x = tensor.float().numpy()
+        match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)
+        layer, inner = (f"blk.{match[1]}.", match[2]) if match else ("", name)
+        module, _, suffix = inner.rpartition(".")
+        if module == "pre_norm":
+            arrays[f"token_embd_norm.{suffix}"] = x
+        elif module == "attn" and suffix.startswith("x_"):
+            mixes.setdefault(layer, {})[suffix] = x
+        elif module in ("attn", "ffn"):
+            own = {"x_k": "channel_mix_lerp_k"}.get(suffix, f"time_mix_{suffix}")
+            arrays[f"{layer}{own}.weight"] = x.ravel()
+        elif "_lora." in module:
+            number = {"0.weight": 1, "2.weight": 2, "2.bias": 0}[f"{module[-1]}.{suffix}"]
+            kinds = "av" if layer == "blk.0." and module[5] == "a" else module[5]
+            arrays |= {f"{layer}time_mix_{kind}{number}.weight": x for kind in kinds}
+        else:
+            arrays[f"{layer}{RWKV7[module]}.{suffix}"] = x
+    for layer, own in mixes.items():
+        stacked = np.stack([own[f"x_{kind}"] for kind in "rwkvag"])
+        arrays[f"{layer}time_mix_lerp_fused.weight"] = stacked
+    fields = {
+        "context_length": 1048576,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": 0,
+        "attention.layer_norm_epsilon": config.norm_eps,
+        "wkv.head_size": config.head_dim,
+        "attention.decay_lora_rank": config.decay_low_rank_dim,
+        "attention.iclr_lora_rank": config.a_low_rank_dim,
+        "attention.value_residual_mix_lora_rank": config.v_low_rank_dim,
+        "attention.gate_lora_rank": config.gate_low_rank_dim,
+    }
+    return {f"rwkv7.{key}": value for key, value in fields.items()}, arrays
+
+
 def convert(
     model: PreTrainedModel,
     kind: str,
@@ -504,6 +561,11 @@ def convert(
         types: types of tensors by parts of their names; "" for all others; default: f32.
         as_published: write tensors in the forms of published checkpoints, too: fused, or unused.
     """
+    if kind == "rwkv7":
+        fields, arrays = _rwkv7(model)
+        metadata = {"general.architecture": kind} | VOCABULARY | fields
+        _write_arrays(path, metadata, arrays, types)
+        return
     model.config.allow_global_per_layer_attribute_access = True  # Gemma 4
     config, names = model.config.get_text_config(), NAMES | OTHER_NAMES.get(kind, {})
     rope = getattr(config, "rope_parameters", None) or {}
@@ -626,10 +688,21 @@ def convert(
             others = [name.replace("attn_q", other) for other in ("attn_k", "attn_v")]
             fused = [arrays.pop(part) for part in (name, *others)]
             arrays[name.replace("attn_q", "attn_qkv")] = np.concatenate(fused)
+    _write_arrays(path, metadata, arrays, types)
+
+
+def _write_arrays(
+    path: Path,
+    metadata: Mapping[str, Any],
+    arrays: Mapping[str, np.ndarray[Any, Any]],
+    types: Mapping[str, str] | None,
+) -> None:
+    """Write a file; `types` as in `convert`."""
     tensors: dict[str, tuple[int, Sequence[int], bytes]] = {}
     for name, x in arrays.items():
         chosen = next((t for part, t in (types or {"": "f32"}).items() if part in name), "f32")
-        if x.ndim != 2 or re.search(r"position|ssm_(conv1d|a$|d$|norm)|shortconv\.conv", name):
+        in_float32 = r"position|ssm_(conv1d|a$|d$|norm)|shortconv\.conv|time_mix_w[12]"
+        if x.ndim != 2 or re.search(in_float32, name):
             chosen = "f32"
         tensors[name] = TYPES[chosen], x.shape, quantize(np.ascontiguousarray(x), chosen)
     write_gguf(path, metadata, tensors)

@@ -6,14 +6,15 @@ from pathlib import Path
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
-from octavo.text.tokenizer import _BYTE_OF_CHAR, Tokenizer
+from octavo.system.byte_chars import CHAR_OF_BYTE
+from octavo.text.tokenizer import Tokenizer
 
 BOS, EOS = 256, 257
 
 
 def byte_level() -> Tokenizer:
     """Return a tokenizer where token b is the byte b; then <s>, </s>, "hello" and "中"."""
-    of_byte = {b: c for c, b in _BYTE_OF_CHAR.items()}
+    of_byte = CHAR_OF_BYTE
 
     def spell(text: str) -> str:
         return "".join(of_byte[b] for b in text.encode())

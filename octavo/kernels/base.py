@@ -250,6 +250,51 @@ class StateRates:
     dt_max: float = float("inf")
 
 
+@dataclass(frozen=True, slots=True)
+class Wkv7Inputs:
+    """Inputs of `Ops.wkv7`: [T, H, N] each, heads dense, any stride of tokens.
+
+    Attributes:
+        receptance: r, which reads the state.
+        decay: logits of the decay.
+        key: k.
+        value: v.
+        rate: logits of the in-context learning rate.
+        gate: factor of the result.
+        first: the value of the model's first layer, and logits of its share of the value; None: the
+            value is used alone.
+    """
+
+    receptance: Tensor
+    decay: Tensor
+    key: Tensor
+    value: Tensor
+    rate: Tensor
+    gate: Tensor
+    first: tuple[Tensor, Tensor] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Wkv7Parameters:
+    """Parameters of `Ops.wkv7`, float32 [H * N] each.
+
+    Attributes:
+        removal: factor of the key that removes from the state.
+        key_rate: share of the learning rate in the key that adds to it.
+        bonus: factor of the token's own key in the result.
+        weight: weight of the norm of each head.
+        bias: bias of this norm.
+        eps: term of the variance.
+    """
+
+    removal: Tensor
+    key_rate: Tensor
+    bonus: Tensor
+    weight: Tensor
+    bias: Tensor
+    eps: float
+
+
 class Ops(Protocol):
     """Operations on tensors of one device.
 
@@ -452,6 +497,10 @@ class Ops(Protocol):
 
     def relu(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return max(x, 0) of a dense x; `out` as in `linear`."""
+        ...
+
+    def sigmoid(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return 1 / (1 + e ** -x) of a dense x; `out` as in `linear`."""
         ...
 
     def xielu(self, x: Tensor, alphas: Tensor, out: Tensor | None = None) -> Tensor:
@@ -730,6 +779,45 @@ class Ops(Protocol):
             places: int32 [T, K]: rows of x.
             weights: float32 [T, K]; None: 1.
             out: memory for the result.
+        """
+        ...
+
+    def token_shift(self, x: Tensor, mix: Tensor, state: Tensor, slots: StateSlots) -> Tensor:
+        """Mix each token with the one before it in its request, in M ways: [T, M, C].
+
+        Result m of a token is x + (before - x) * mix[m], in float32, rounded once.
+
+        Args:
+            x: [T, C].
+            mix: float32 [M, C].
+            state: float32 [slots, C], the last token of each request; rows may have any stride.
+            slots: the requests of the step, and their slots in `state`.
+        """
+        ...
+
+    def wkv7(
+        self,
+        inputs: Wkv7Inputs,
+        parameters: Wkv7Parameters,
+        state: Tensor,
+        slots: StateSlots,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Compute the recurrence of RWKV 7 (Peng et al., arXiv 2503.14456), token by token.
+
+        The state of a head is a matrix S [N, N] with a row for each key channel. In float32 and in
+        order, with w = exp(-exp(-1/2) sigmoid(decay)), a = sigmoid(rate), and kappa = key * removal
+        divided by its norm (at least 1e-12), and k = key * (1 + (a - 1) * key_rate):
+        S = w S - (kappa * a) (x) (kappa S) + k (x) v. The result is
+        gate * (norm(r S) * weight + bias + (r (bonus * k)) v), rounded once.
+
+        Args:
+            inputs: the vectors of the tokens. With `first`, v is the value plus
+                sigmoid(logits) * (first value - value).
+            parameters: parameters of the heads.
+            state: float32 [slots, H * N * N]; rows may have any stride.
+            slots: the requests of the step, and their slots in `state`.
+            out: memory for the result: [T, H, N] with dense heads; none of the inputs.
         """
         ...
 

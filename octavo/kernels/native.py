@@ -28,6 +28,8 @@ from octavo.kernels.base import (
     StackedWeight,
     StateRates,
     StateSlots,
+    Wkv7Inputs,
+    Wkv7Parameters,
 )
 from octavo.kernels.memory import Arena
 from octavo.kernels.routing import ExpertActivation, Gate, Routing, Score
@@ -53,7 +55,8 @@ _GATES: dict[Gate | None, int] = {
 }
 _SCORES: dict[Score, int] = {"softmax": 0, "sigmoid": 1, "sqrt_softplus": 2, "none": 3}
 _EXP, _LOG, _TANH, _ERF, _GELU, _SOFT_CAP = 0, 1, 2, 3, {"none": 4, "tanh": 5}, 6
-_RELU, _SCALE, _CLAMP, _RELU2 = 7, 8, 9, 10
+_RELU, _SCALE, _CLAMP, _RELU2, _SIGMOID = 7, 8, 9, 10, 11
+_FIRST = "first_value", "value_rate"
 
 # Largest k for which a heap is the fastest way to find the largest.
 _FEW, _LOW_WORD = 64, 0xFFFFFFFF
@@ -625,6 +628,9 @@ class NativeOps:
     def relu(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         return self._unary(_RELU, x, out)
 
+    def sigmoid(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return self._unary(_SIGMOID, x, out)
+
     def xielu(self, x: Tensor, alphas: Tensor, out: Tensor | None = None) -> Tensor:
         assert x.is_contiguous()
         assert alphas.shape == (2,)
@@ -846,7 +852,7 @@ class NativeOps:
         assert out.shape == value.shape
         for x in (query, key, value, out):
             assert x.dtype == decay.dtype == beta.dtype
-            assert x.stride(2) == 1
+            assert x.stride(2) == 1 or x.shape[2] == 1
             assert x.stride(1) == x.shape[2] or x.shape[1] == 1, "heads must be dense"
         assert decay.shape == (tokens, heads * (key_size if by_channel else 1))
         assert beta.shape == (tokens, heads)
@@ -905,7 +911,7 @@ class NativeOps:
         assert out.shape == x.shape
         for tensor in (x, b, c, out):
             assert tensor.dtype == x.dtype
-            assert tensor.stride(2) == 1
+            assert tensor.stride(2) == 1 or tensor.shape[2] == 1
             assert tensor.stride(1) == tensor.shape[2] or tensor.shape[1] == 1
         assert dt.dtype == x.dtype
         for parameter in (rates.a_log, rates.dt_bias, rates.skip):
@@ -939,6 +945,77 @@ class NativeOps:
             dt_min=rates.dt_min,
             dt_max=rates.dt_max,
             dtype=DTYPE_CODES[x.dtype],
+            **_slot_addresses(slots, tokens),
+        )
+        return out
+
+    def token_shift(self, x: Tensor, mix: Tensor, state: Tensor, slots: StateSlots) -> Tensor:
+        """Compute token by token; a request's tiles of channels run in parallel."""
+        _rows(x)
+        _rows(state)
+        (tokens, channels), mixes = x.shape, mix.shape[0]
+        assert mix.shape == (mixes, channels)
+        assert mix.dtype == state.dtype == "float32"
+        assert mix.is_contiguous()
+        assert state.shape[1] == channels
+        out = self._empty(tokens, mixes, channels, dtype=x.dtype)
+        kernels.token_shift(
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            mix=mix.data_ptr(),
+            out=out.data_ptr(),
+            out_stride=out.stride(0),
+            state=state.data_ptr(),
+            state_stride=state.stride(0),
+            channels=channels,
+            mixes=mixes,
+            dtype=DTYPE_CODES[x.dtype],
+            **_slot_addresses(slots, tokens),
+        )
+        return out
+
+    def wkv7(
+        self,
+        inputs: Wkv7Inputs,
+        parameters: Wkv7Parameters,
+        state: Tensor,
+        slots: StateSlots,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Compute token by token; a request's heads run in parallel."""
+        tokens, heads, size = inputs.value.shape
+        if out is None:
+            out = self._empty(tokens, heads, size, dtype=inputs.value.dtype)
+        names = ("receptance", "decay", "key", "value", "rate", "gate")
+        rows = {name: getattr(inputs, name) for name in names} | {"out": out}
+        if inputs.first is not None:
+            rows |= zip(_FIRST, inputs.first, strict=True)
+        for x in rows.values():
+            assert x.shape == (tokens, heads, size)
+            assert x.dtype == inputs.value.dtype
+            assert x.stride(2) == 1
+            assert x.stride(1) == size or heads == 1, "heads must be dense"
+        vectors = {
+            name: getattr(parameters, name)
+            for name in ("removal", "key_rate", "bonus", "weight", "bias")
+        }
+        for vector in vectors.values():
+            assert vector.shape == (heads * size,)
+            assert vector.dtype == "float32"
+            assert vector.is_contiguous()
+        _rows(state)
+        assert state.shape[1] == heads * size * size
+        assert state.dtype == "float32"
+        kernels.wkv7(
+            **{name: x.data_ptr() for name, x in (rows | vectors).items()},
+            **{f"{name}_stride": x.stride(0) for name, x in rows.items()},
+            **{f"{name}{end}": 0 for end in ("", "_stride") for name in _FIRST if name not in rows},
+            state=state.data_ptr(),
+            state_stride=state.stride(0),
+            heads=heads,
+            size=size,
+            eps=parameters.eps,
+            dtype=DTYPE_CODES[inputs.value.dtype],
             **_slot_addresses(slots, tokens),
         )
         return out

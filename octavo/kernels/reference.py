@@ -5,6 +5,7 @@ They favor readability and are not batch-invariant: torch chooses the order of s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
@@ -31,6 +32,8 @@ from octavo.kernels.base import (
     StackedWeight,
     StateRates,
     StateSlots,
+    Wkv7Inputs,
+    Wkv7Parameters,
 )
 from octavo.kernels.dequantize import NF4_LEVELS, dequantize
 from octavo.kernels.routing import ExpertActivation, Gate, Routing, Score
@@ -439,6 +442,9 @@ class ReferenceOps:
     def relu(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         return into(out, torch.relu(x))
 
+    def sigmoid(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return into(out, torch.sigmoid(x))
+
     def xielu(self, x: Tensor, alphas: Tensor, out: Tensor | None = None) -> Tensor:
         wide = x.float()
         positive, negative = F.softplus(alphas.float())
@@ -706,6 +712,52 @@ class ReferenceOps:
         if weights is not None:
             rows = rows * weights[..., None]
         return into(out, rows.sum(1).to(x.dtype))
+
+    def token_shift(self, x: Tensor, mix: Tensor, state: Tensor, slots: StateSlots) -> Tensor:
+        rows, before = x.float(), torch.zeros_like(x, dtype=torch.float32)
+        for source, at in requests_of(slots):
+            before[at][1:] = rows[at][:-1]
+            if source >= 0:
+                before[at.start] = state[source]
+            store_states(state, slots, at, rows[at])
+        rows, change = rows[:, None], (before - rows)[:, None]
+        return (rows + change * mix).to(x.dtype)
+
+    def wkv7(
+        self,
+        inputs: Wkv7Inputs,
+        parameters: Wkv7Parameters,
+        state: Tensor,
+        slots: StateSlots,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        _, heads, size = inputs.value.shape
+        names = ("receptance", "decay", "key", "value", "rate", "gate")
+        r, decay, k, v, rate, gate = (cast(Tensor, getattr(inputs, name)).float() for name in names)
+        names = ("removal", "key_rate", "bonus", "weight", "bias")
+        removal, key_rate, bonus, weight, bias = (
+            cast(Tensor, getattr(parameters, name)).view(heads, size) for name in names
+        )
+        if inputs.first is not None:
+            first, share = (cast(Tensor, x).float() for x in inputs.first)
+            v = v + torch.sigmoid(share) * (first - v)
+        w, a = torch.exp(-math.exp(-0.5) * torch.sigmoid(decay)), torch.sigmoid(rate)
+        kappa = F.normalize(k * removal, dim=-1)
+        k = k * (1 + (a - 1) * key_rate)
+        read = torch.empty_like(v)
+        for source, at in requests_of(slots):
+            s = state.new_zeros(heads, size, size)
+            if source >= 0:
+                s = state[source].view_as(s)
+            for t in range(at.start, at.stop):
+                removed = (kappa[t][..., None] * s).sum(1)
+                s = w[t][..., None] * s - (kappa[t] * a[t])[..., None] * removed[:, None]
+                s = s + k[t][..., None] * v[t][:, None]
+                read[t] = (r[t][..., None] * s).sum(1)
+                store_states(state, slots, slice(t, t + 1), s[None])
+        own = (r * bonus * k).sum(-1, keepdim=True) * v
+        result = gate * (F.layer_norm(read, (size,), eps=parameters.eps) * weight + bias + own)
+        return into(out, result.to(inputs.value.dtype))
 
     def softmax(self, x: Tensor) -> Tensor:
         return torch.softmax(x, dim=-1)

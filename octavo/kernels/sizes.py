@@ -73,3 +73,13 @@ def ssd_nbytes(state_size: int, head_size: int) -> int:
     """
     width, rows = -(-head_size // 32) * 32, -(-state_size // 16) * 16
     return 4 * (state_size * width + 2 * 32 * (width + rows))
+
+
+def wkv7_nbytes(size: int) -> int:
+    """Return an upper bound of the bytes that `Ops.wkv7` uses in each thread.
+
+    These are a head's state, in whole tiles of columns, and seven rows for each of 32 tokens; see
+    csrc/wkv7.h.
+    """
+    width = -(-size // 32) * 32
+    return 4 * (7 * 32 * width + size * width)

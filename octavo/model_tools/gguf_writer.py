@@ -46,10 +46,10 @@ _NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 30, "q4_0": 2, "q4_1": 3, "q
 _NUMBERS |= {"q8_0": 8, "q4_k": 12, "q5_k": 13, "q6_k": 14}
 """Types of tensors, by ggml's numbers."""
 _NOT_WRITTEN = frozenset({"bitnet", "exaone", "internlm2", "muse-glimmer", "paddleocr", "qwen2vl"})
-_NOT_WRITTEN |= {"qwen3vl", "xverse", "mamba2", "granitehybrid", "falcon-h1", "nemotron_h"}
+_NOT_WRITTEN |= {"qwen3vl", "xverse", "mamba2", "granitehybrid", "falcon-h1", "nemotron_h", "rwkv7"}
 """Architectures that are read only: llama.cpp computes another activation (bitnet), they have state
-spaces, they are parts of models, or their models in Hugging Face's form have other names than those
-of Llama."""
+spaces or the mixers of RWKV, they are parts of models, or their models in Hugging Face's form have
+other names than those of Llama."""
 WRITTEN: tuple[str, ...] = tuple(kind for kind in ARCHITECTURES if kind not in _NOT_WRITTEN)
 """Architectures that are written, by `general.architecture`."""
 _OTHER_KINDS = {

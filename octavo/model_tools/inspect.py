@@ -32,6 +32,7 @@ from octavo.models.blocks.attention import AttentionSpec
 from octavo.models.blocks.base import BlockSpec
 from octavo.models.blocks.gated_delta import GatedDeltaSpec
 from octavo.models.blocks.mlp import MLPSpec
+from octavo.models.blocks.rwkv7 import ChannelMixSpec, TimeMixSpec
 from octavo.models.forms import quant_method
 from octavo.models.loader import check_inputs
 from octavo.models.registry import read_spec
@@ -208,6 +209,8 @@ def _weights_by_kind(spec: ModelSpec) -> Iterator[tuple[str, Weight]]:
 _BLOCK_KINDS: dict[type, str] = {
     AttentionSpec: "attention",
     GatedDeltaSpec: "attention",
+    TimeMixSpec: "attention",
+    ChannelMixSpec: "MLP",
     MLPSpec: "MLP",
 }
 
@@ -236,6 +239,8 @@ def _describe_block(block: BlockSpec) -> str:
             f"gated delta rule ({block.num_heads} heads of {block.key_size} x {block.value_size}, "
             f"{block.num_key_heads} of queries and keys)"
         )
+    if isinstance(block, TimeMixSpec):
+        return f"time mix ({block.num_heads} heads of {block.head_size})"
     return type(block).__name__
 
 

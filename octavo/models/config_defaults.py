@@ -159,6 +159,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"block_ffn_dim_multiplier": 1.0, "max_position_embeddings": 128000},
     "Mamba2ForCausalLM": {"model_type": "mamba2", "num_heads": 128, "head_dim": 64}
     | {"state_size": 128, "n_groups": 8, "conv_kernel": 4},
+    "RWKV7ForCausalLM": {"model_type": "rwkv7", "head_dim": 64, "norm_eps": 1e-5}
+    | {"decay_low_rank_dim": 64, "gate_low_rank_dim": 128, "a_low_rank_dim": 64}
+    | {"v_low_rank_dim": 16, "hidden_act": "sqrelu"},
     "BambaForCausalLM": {"model_type": "bamba"}
     | _MAMBA2
     | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 262144},

@@ -147,12 +147,18 @@ class ModelSpec:
         return self.hidden_size * (1 if self.streams is None else 1 + len(self.streams.make))
 
     @property
+    def layer_inputs(self) -> tuple[int, int] | None:
+        """Shape of a token's `StepContext.layer_inputs`: (layers, numbers); None: it has none."""
+        if (inputs := self.embed.layer_inputs) is not None:
+            return inputs.num_layers, inputs.size
+        shapes = (block.layer_inputs() for block in self.layers[0].blocks)
+        return next((shape for shape in shapes if shape is not None), None)
+
+    @property
     def handed_numbers(self) -> int:
         """Numbers that a stage of the whole model hands to the next one for a token."""
-        inputs = self.embed.layer_inputs
         residual = self.hidden_size * self.hands_residual
-        of_layers = 0 if inputs is None else inputs.num_layers * inputs.size
-        return self.stream_size + residual + of_layers
+        return self.stream_size + residual + math.prod(self.layer_inputs or (0,))
 
     @property
     def tied(self) -> bool:

@@ -93,7 +93,14 @@ class WorkerSetup:
     def kv_cache_groups(self) -> list[KVCacheGroup]:
         """Groups of the KV cache, the same for all ranks, with the layers of this rank."""
         groups = make_kv_cache_groups(self.spec.split(self.rank).caches)
-        return groups if self.rank.num_stages == 1 else select_layers(groups, *self.stage_layers)
+        return groups if self.rank.num_stages == 1 else select_layers(groups, *self._stage_caches)
+
+    @cached_property
+    def _stage_caches(self) -> tuple[int, int]:
+        """Caches (begin, end) of this rank; layers may have none or several."""
+        begin, end = self.stage_layers
+        counts = [len(layer.caches()) for layer in self.spec.layers]
+        return sum(counts[:begin]), sum(counts[:end])
 
     @property
     def kv_layout(self) -> KVLayout:
@@ -113,7 +120,7 @@ class WorkerSetup:
             dtype=self.kv_cache_dtype,
             groups=tuple(group for group in self.kv_cache_groups if not group.has_states),
             states=tuple(group for group in self.kv_cache_groups if group.has_states),
-            first_layer=self.stage_layers[0] if self.rank.num_stages > 1 else 0,
+            first_layer=self._stage_caches[0] if self.rank.num_stages > 1 else 0,
             first_head=first_heads.pop(),
             rank=self.rank.number,
             world_size=device.tensor_parallel_size * device.pipeline_parallel_size,

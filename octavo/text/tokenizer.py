@@ -22,6 +22,8 @@ from octavo.errors import (
     UnsupportedError,
     reason_of,
 )
+from octavo.system.byte_chars import BYTE_OF_CHAR, bytes_of
+from octavo.text.longest_match import LongestMatch
 
 _NAMED_TOKENS = (
     "bos_token",
@@ -117,6 +119,8 @@ class Tokenizer:
         self.all_special_ids = frozenset(
             i for i, token in backend.get_added_tokens_decoder().items() if token.special
         )
+        self._bytes_kind, self.strips_leading_space = _bytes_kind(backend)
+        self._longest = self._make_longest_match()
         probe = backend.encode("a").ids
         # The post-processor of tokenizer.json decides; the flags only add missing tokens.
         self._prefix: list[int] = []
@@ -133,7 +137,6 @@ class Tokenizer:
             and probe[-1:] != [self.eos_token_id]
         ):
             self._suffix = [self.eos_token_id]
-        self._bytes_kind, self.strips_leading_space = _bytes_kind(backend)
         self._replacements = _replacements(backend)
         self._context = _context_token(backend) if self._bytes_kind is None else ([], "")
         self._pieces: dict[frozenset[int], _Pieces] = {}
@@ -365,13 +368,18 @@ class Tokenizer:
         return [encoding.ids for encoding in self._encode(texts, False)]
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[tokenizers.Encoding]:
+        options = {"add_special_tokens": add_special_tokens}
         backend = self._backend
+        inputs: Sequence[str] | list[list[str]] = texts
         try:
+            if self._longest is not None:
+                inputs = [self._longest.split(text) for text in texts]
+                options["is_pretokenized"] = True
             if sum(map(len, texts)) > _SHORT_TEXT:
                 # Of the library's calls only those for batches release the lock.
-                return backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-            return [backend.encode(text, add_special_tokens=add_special_tokens) for text in texts]
-        except TypeError:
+                return backend.encode_batch_fast(inputs, **options)
+            return [backend.encode(one, **options) for one in inputs]
+        except (TypeError, UnicodeEncodeError):
             raise RequestError(
                 "The text is not valid Unicode (it holds a lone surrogate); send valid UTF-8.",
                 "prompt",
@@ -456,8 +464,7 @@ class Tokenizer:
                 len(context_text) :
             ]
         if self._bytes_kind == "byte_level":
-            codes = [_BYTE_OF_CHAR.get(char, -1) for char in token]
-            data = token.encode() if -1 in codes else bytes(codes)
+            data = bytes_of(token)
         else:
             for pattern, content in self._replacements:
                 token = token.replace(pattern, content)
@@ -467,6 +474,27 @@ class Tokenizer:
             return data.decode()
         except UnicodeDecodeError:
             return data
+
+    def _make_longest_match(self) -> LongestMatch | None:
+        """Return the division of texts into the longest tokens; None: the library divides them.
+
+        The library's search for the longest token takes a time that grows with the cube of a text's
+        length.
+
+        Raises:
+            ModelError: a single byte is no token.
+        """
+        model = self._backend.model
+        if not isinstance(model, tokenizers.models.WordPiece) or model.continuing_subword_prefix:
+            return None
+        vocab = self._backend.get_vocab(with_added_tokens=False)
+        if self._bytes_kind != "byte_level" or not vocab.keys() >= BYTE_OF_CHAR.keys():
+            raise ModelError(
+                "tokenizer.json: WordPiece without a prefix is supported with all 256 bytes as "
+                "tokens and a decoder of the type ByteLevel."
+            )
+        added = self._backend.get_added_tokens_decoder().values()
+        return LongestMatch(vocab, (token.content for token in added))
 
     def _named_id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
@@ -518,19 +546,6 @@ class _Pieces(dict[int, str | bytes]):
         skip = token_id in self._skipped
         piece = self[token_id] = "" if skip else self._tokenizer.make_piece(token_id)
         return piece
-
-
-def _byte_of_char() -> dict[str, int]:
-    """Return the inverse of GPT-2's map from bytes to printable characters.
-
-    Printable Latin-1 characters stand for themselves, the other 68 bytes for U+0100 and on.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in set(printable)]
-    return {chr(b): b for b in printable} | {chr(0x100 + n): b for n, b in enumerate(others)}
-
-
-_BYTE_OF_CHAR = _byte_of_char()
 
 
 def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:

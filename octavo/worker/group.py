@@ -33,13 +33,12 @@ def make_received(setup: WorkerSetup, dtype: str) -> Handed | None:
     """Return memory for the output of the stage before; None for the first stage."""
     if setup.rank.is_first:
         return None
-    tokens, spec = setup.max_num_batched_tokens, setup.spec
+    tokens, spec, inputs = setup.max_num_batched_tokens, setup.spec, setup.part.layer_inputs
     residual = empty(tokens, spec.hidden_size, dtype=dtype) if spec.hands_residual else None
-    inputs = spec.embed.layer_inputs
     return (
         empty(tokens, spec.stream_size, dtype=dtype),
         residual,
-        None if inputs is None else empty(tokens, inputs.num_layers, inputs.size, dtype=dtype),
+        None if inputs is None else empty(tokens, *inputs, dtype=dtype),
     )
 
 

@@ -126,11 +126,9 @@ def _view(cache: CacheSpec, block_size: int, dtype: str, backend: AttentionBacke
 
 def _received(setup: WorkerSetup, dtype: str) -> Handed:
     tokens, spec = setup.max_num_batched_tokens, setup.spec
-    x, inputs = placeholder(tokens, spec.stream_size, dtype=dtype), spec.embed.layer_inputs
-    if inputs is None:
-        return x, x if spec.hands_residual else None, None
-    shape = tokens, inputs.num_layers, inputs.size
-    return x, x if spec.hands_residual else None, placeholder(*shape, dtype=dtype)
+    x, inputs = placeholder(tokens, spec.stream_size, dtype=dtype), setup.part.layer_inputs
+    of_layers = None if inputs is None else placeholder(tokens, *inputs, dtype=dtype)
+    return x, x if spec.hands_residual else None, of_layers
 
 
 def _weight(weight: Weight, dtype: str) -> Tensor | PackedWeight | QuantizedWeight:

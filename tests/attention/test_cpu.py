@@ -22,7 +22,8 @@ from tests.torch_ops import cpu_attention
 
 backend = cpu_attention()
 BYTES = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]
-dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 byte_caches = pytest.mark.parametrize("cache_dtype", BYTES, ids=str)
 isas = pytest.mark.usefixtures("isa")
 MIXED = ((1, 1), (70, 1), (33, 33), (150, 7), (5, 0), (130, 130), (64, 64), (65, 1), (16, 2))
@@ -117,13 +118,16 @@ FEATURES = [
 
 
 @isas
-@dtypes
 @pytest.mark.parametrize("cache_dtype", [None, *BYTES], ids=str)
 @pytest.mark.parametrize("features", FEATURES, ids=str)
 def test_batch_and_chunks_change_no_bit(
-    features: dict[str, int], cache_dtype: torch.dtype | None, dtype: torch.dtype
+    features: dict[str, int], cache_dtype: torch.dtype | None
 ) -> None:
-    """One request of 200 tokens: whole, in chunks, token by token; alone and among others."""
+    """One request of 200 tokens: whole, in chunks, token by token; alone and among others.
+
+    The types take turns, so that each occurs with each type of the cache and each feature.
+    """
+    dtype = DTYPES[(FEATURES.index(features) + [None, *BYTES].index(cache_dtype)) % 3]
     length = 200
 
     def run(*requests: tuple[int, int], seeds: tuple[int, ...] = (7,)) -> Tensor:
@@ -147,11 +151,14 @@ LARGEST = 5
 
 
 @isas
-@dtypes
 @byte_caches
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
-def test_caches_of_bytes(cache_dtype: torch.dtype, block_size: int, dtype: torch.dtype) -> None:
-    """Attention over exactly the numbers that the format holds, with every feature."""
+def test_caches_of_bytes(cache_dtype: torch.dtype, block_size: int) -> None:
+    """Attention over exactly the numbers that the format holds, with every feature.
+
+    The types take turns, so that each occurs with each type of the cache.
+    """
+    dtype = DTYPES[(BYTES.index(cache_dtype) + BLOCK_SIZES.index(block_size)) % 3]
     base = Case(MIXED, block_size=block_size, dtype=dtype, cache_dtype=cache_dtype)
     for features in (
         {"head_size": 24},

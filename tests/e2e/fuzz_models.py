@@ -39,8 +39,9 @@ _DELTA = ("Qwen3_5", "Qwen3Next", "OlmoHybrid")
 """Families with linear attention."""
 _ROPE = (*_ROPE, *_DELTA)
 _PLAIN = ("OPT", "Bloom", "Mpt", "Falcon", "GPTNeoX", "GPTJ", "CodeGen", "GPTBigCode")
-_STATES = ("Lfm2", "Mamba2", "Bamba", "GraniteMoeHybrid", "FalconH1", "NemotronH")
+_STATES = ("Lfm2", "Mamba2", "Bamba", "GraniteMoeHybrid", "FalconH1", "NemotronH", "RWKV7")
 """Families with recurrent states."""
+STATEFUL = (*_DELTA, *_STATES)
 _NAMES = {"GPT2": "GPT2LMHeadModel"}
 _NAMES |= {name: f"{name}ForCausalLM" for name in (*_ROPE, *_PLAIN, *_STATES)}
 # Families with heads that transformers fits into the hidden size, or that may have any size.
@@ -54,9 +55,9 @@ _SCALED = (*_SCALED, "Gemma", "Gemma2", "Ministral3", "Exaone4", "SeedOss", "Ern
 _SCALED = (*_SCALED, "HunYuanDenseV1", "Arcee", "Olmo")
 
 
-def draw_model(rng: random.Random) -> tuple[str, dict[str, Any]]:
-    """Return an architecture and its config, as transformers accepts it."""
-    family = rng.choice(sorted(_NAMES))
+def draw_model(rng: random.Random, family: str | None = None) -> tuple[str, dict[str, Any]]:
+    """Return an architecture, of any family or the given one, and its config for transformers."""
+    family = family or rng.choice(sorted(_NAMES))
     kv_heads, head = rng.choice((1, 1, 2, 3, 4)), rng.choice((2, 4, 8, 10, 12, 16, 20, 32, 64, 100))
     heads = kv_heads * rng.choice((1, 1, 2, 3, 7))
     positions = rng.choice((16, 50, 128, 600))
@@ -165,6 +166,11 @@ def _state_model(rng: random.Random, family: str, layers: int, hidden: int) -> d
             config |= {"layers_block_type": [rng.choice((kind, "mlp")) for kind in kinds]}
             config |= {"mamba_num_heads": heads, "mamba_head_dim": 12, "ssm_state_size": rows}
             config |= {"n_groups": min(groups, heads), "conv_kernel": taps}
+            config |= {"tie_word_embeddings": False}  # transformers does not tie them
+        case "RWKV7":
+            config |= {"head_dim": rng.choice((2, 4, hidden)), "norm_bias": rng.random() < 0.7}
+            ranks = ("decay_low_rank_dim", "gate_low_rank_dim", "a_low_rank_dim", "v_low_rank_dim")
+            config |= {name: rng.choice((1, 8, 20, 64)) for name in ranks}
     return config
 
 

@@ -97,8 +97,10 @@ def expected() -> list[Answer]:
     return found
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "chunked"),
+    [*((method, True) for method in METHODS), ("none", False), ("ngram", False), ("eagle", False)],
+)
 def test_each_with_every_other(expected: list[Answer], method: str, chunked: bool) -> None:
     settings = {"max_num_batched_tokens": 32, "max_num_seqs": 32} if chunked else {}
     with LLM(max_model_len=256, speculative_config=METHODS[method], **settings) as llm:

@@ -32,7 +32,9 @@ pytestmark = needs_triton
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return folder("llama", tmp_path_factory.mktemp("llama"))
+    """Return a model as small as it can be: interpreted kernels are slow."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    return folder("llama", tmp_path_factory.mktemp("llama"), **sizes)
 
 
 def dequantize(model: str, form: str, group: int, folder: Path) -> str:
@@ -139,12 +141,17 @@ def test_steps_never_wait(llama: str, llm: LLM, gpu: FakeGpu) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "enforce_eager"), [("llama", True), ("gemma2", False), ("gpt2", False)]
+    ("case", "enforce_eager", "sizes"),
+    [
+        ("llama", True, {"hidden_size": 32, "intermediate_size": 32}),
+        ("gemma2", False, {"hidden_size": 32, "intermediate_size": 32}),
+        ("gpt2", False, {"n_embd": 32, "n_inner": 32}),
+    ],
 )
 def test_steps_of_other_kinds_never_wait(
-    case: str, enforce_eager: bool, tmp_path: Path, gpu: FakeGpu
+    case: str, enforce_eager: bool, sizes: dict[str, int], tmp_path: Path, gpu: FakeGpu
 ) -> None:
-    model, params = folder(case, tmp_path), [PLAIN, GREEDY, GREEDY]
+    model, params = folder(case, tmp_path, **sizes), [PLAIN, GREEDY, GREEDY]
     expected, replays = ids(run(model, params, device="cpu")), gpu.replays
     assert ids(run(model, params, gpu, device="cuda", enforce_eager=enforce_eager)) == expected
     assert gpu.waits == []

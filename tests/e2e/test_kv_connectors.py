@@ -76,9 +76,7 @@ def own_key(tmp_path, monkeypatch):
 
 KINDS = [
     {},
-    {"dtype": "float32"},
     {"kv_cache_dtype": "int8"},
-    {"kv_cache_dtype": "fp8"},
     {
         "async_scheduling": False,
         "enforce_eager": True,

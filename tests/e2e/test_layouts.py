@@ -113,7 +113,11 @@ def test_several_ranks_answer_as_one(settings, layouts, folder, in_ranks):
 
 
 @pytest.mark.parametrize(
-    "case", ["llama", "qwen2", "gpt2", "bloom", "opt-350m", "granite", "gemma4", "gemma3n"]
+    "case",
+    [
+        *("llama", "gpt2", "bloom", "opt-350m", "gemma4", "gemma3n"),
+        *("nemotron-h", "rwkv7"),  # layers without a cache, or with several
+    ],
 )
 def test_parts_of_layers_of_other_models(case, tmp_path, in_ranks):
     architecture, config = CASES[case]
@@ -126,8 +130,9 @@ def test_parts_of_layers_of_other_models(case, tmp_path, in_ranks):
         assert answers(llm, count=6) == expected
 
 
-@pytest.mark.parametrize("layout", [(2, 1), (1, 2)])
-@pytest.mark.parametrize("more", [{}, {"speculative_config": {"method": "ngram"}}])
+@pytest.mark.parametrize(
+    ("layout", "more"), [((1, 2), {}), ((2, 2), {"speculative_config": {"method": "ngram"}})]
+)
 def test_structured_outputs_in_ranks(layout, more, in_ranks):
     """Grammars force drafts, which one rank proposes and another one checks."""
     schema = {
@@ -344,8 +349,10 @@ def stories(llm, prompts=TEXTS):
     return [(o.outputs[0].token_ids, str(o.outputs[0].logprobs)) for o in outputs]
 
 
-@pytest.mark.parametrize("acceptance", ["exact", "rejection"])
-@pytest.mark.parametrize("draft", ["draft", "medusa", "eagle"])
+@pytest.mark.parametrize(
+    ("draft", "acceptance"),
+    [("draft", "exact"), ("medusa", "exact"), ("eagle", "exact"), ("draft", "rejection")],
+)
 def test_rank_0_drafts(draft, acceptance, in_ranks, monkeypatch):
     """Rejection sampling keeps a draft by its probability: the drafts are the same ones, too."""
     # The maximum: the best number depends on the drafts' time.
@@ -460,8 +467,15 @@ def undisturbed(folder):
         return [random_life(llm, seed) for seed in range(3)]
 
 
-@pytest.mark.parametrize("more", [{}, {"num_gpu_blocks_override": 28}])
-@pytest.mark.parametrize("layout", [(1, 2), (2, 2), (1, 3)])
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [
+        ((1, 2), {"num_gpu_blocks_override": 28}),
+        ((2, 2), {}),
+        ((2, 2), {"num_gpu_blocks_override": 28}),
+        ((1, 3), {}),
+    ],
+)
 def test_requests_that_come_and_go(layout, more, folder, undisturbed, in_ranks):
     """A row may be reused while the tokens of its former request are in transit."""
     in_ranks(*layout)

@@ -21,7 +21,8 @@ def test_a_logits_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """The number of blocks is too small, so requests are preempted and start again."""
     install(tmp_path, monkeypatch, NO_REPEAT, "NoRepeat", "no_repeat")
     (tmp_path / "model").mkdir()
-    model = folder("llama", tmp_path / "model")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    model = folder("llama", tmp_path / "model", **sizes)
     asking = [
         msgspec.structs.replace(each, max_tokens=8, extra_args={"no_repeat": count})
         for each, count in ((PLAIN, 1), (GREEDY, 5))

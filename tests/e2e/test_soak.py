@@ -91,10 +91,10 @@ async def until_idle(server: Server) -> None:
 
 
 def test_random_requests_with_aborts_and_disconnects(server):
-    result = asyncio.run(run_round(server, 300, seed=1))
-    assert sum(result.values()) == 300
-    assert result["answered"] > 150
-    assert result["left"] > 30
+    result = asyncio.run(run_round(server, 160, seed=1))
+    assert sum(result.values()) == 160
+    assert result["answered"] > 80
+    assert result["left"] > 16
     asyncio.run(until_idle(server))
     assert server.metric("octavo:kv_cache_usage_perc") == 0
     assert server.get("/health").status_code == 200

@@ -14,11 +14,11 @@ pytestmark = needs_triton
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 
-def folder(case: str, tmp_path: Path) -> str:
-    """Return a model of two layers, of two kinds if the family has two."""
+def folder(case: str, tmp_path: Path, **sizes: int) -> str:
+    """Return a model of two layers, of two kinds if the family has two, or of other `sizes`."""
     architecture, config = CASES[case]
     name = next(key for key in ("num_hidden_layers", "n_layer", "n_layers") if key in config)
-    make_hf(architecture, **config | {name: 2}).save_pretrained(tmp_path)
+    make_hf(architecture, **config | {name: 2} | sizes).save_pretrained(tmp_path)
     return str(tmp_path)
 
 

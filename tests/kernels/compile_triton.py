@@ -55,19 +55,23 @@ JITFunction.run = compile_instead  # type: ignore[method-assign]
 
 
 def kernels(dtype: torch.dtype) -> None:
-    """Launch all kernels that depend on the type of the activations."""
+    """Launch all kernels that depend on the type of the activations.
+
+    Each variant is compiled at least once, for one of the GPUs and types, and the largest products
+    for all: everything for all would take a minute.
+    """
+    old, half = target.arch < 90, dtype == torch.bfloat16
     x, weight = zeros(4, 4096, dtype=dtype), zeros(4096, dtype=dtype)
     norm.rms_norm(x, weight, 1e-5, 0.0, None)
     norm.rms_norm(x, weight, 1e-5, 1.0, None)
     norm.fused_add_rms_norm(x, x, weight, 1e-5, 0.0)
-    for gate in ("silu", "gelu", "gelu_tanh", "sigmoid", "relu2"):
+    for gate in ("silu", "gelu_tanh") if old else ("gelu", "relu2") if half else ("sigmoid",):
         activation.act_and_mul(x, gate)
     activation.gelu(x, "none")
-    for rows in (1, 64, 4096):
+    for rows in (64 if half and not old else 1, 4096):
         wide = zeros(rows, 4096, dtype=dtype)
         gemm.linear(wide, zeros(4096, 4096, dtype=dtype), None, dtype, upcast=False)
-        if rows != 64:
-            products(wide)
+        products(wide)
     x, long = zeros(1, 8192, dtype=dtype), zeros(1024, 8192, dtype=dtype)
     gemm.linear(x, long, weight[:1024], torch.float32, upcast=False)
 
@@ -77,9 +81,7 @@ def kernels(dtype: torch.dtype) -> None:
         (80, 1, {"alibi_slopes": zeros(heads)}),
         (256, 2, {}),
     ]
-    # Each is compiled for at least one GPU: all for all would take a minute.
-    some = cases[:2] if target.arch < 90 else cases[::2] if dtype == torch.bfloat16 else cases[2:]
-    for head_size, format, features in some:
+    for head_size, format, features in cases[:2] if old else cases[2:] if half else cases[:1]:
         qkv = zeros(4, heads + 2 * kv_heads, head_size, dtype=dtype)
         query, key, value = qkv.split_with_sizes([heads, kv_heads, kv_heads], dim=1)
         cache_dtype = torch.uint8 if format else dtype

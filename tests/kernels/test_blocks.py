@@ -1,5 +1,7 @@
 """Block types of GGUF: dequantization, packing, products and rows of a table."""
 
+import functools
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -15,7 +17,8 @@ from tests.torch_ops import native_ops, reference_ops
 ops, reference = native_ops(), reference_ops()
 pytestmark = pytest.mark.usefixtures("isa")
 types = pytest.mark.parametrize("block_type", BLOCK_TYPES)
-dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 HALVES = {"q2_k": (80, 82), "q3_k": (108,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,)}
 """Positions of the float16 numbers of a block; others have them at 0, and minima at 2."""
@@ -93,17 +96,34 @@ def test_rows_of_a_table(block_type: str, dtype: torch.dtype):
     assert rows[~known].isnan().all()
 
 
+SHAPES = [
+    (0, 8, 768),
+    (1, 1, 768),
+    (2, 130, 768),
+    (5, 64, 768),
+    (7, 65, 768),
+    (100, 96, 768),
+    (400, 33, 256),
+]
+
+
+@functools.lru_cache(len(SHAPES))  # for all instruction sets
+def linear_case(block_type: str, m: int, n: int, k: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return blocks, x, a bias and the reference's product."""
+    blocks = random_blocks(n, k, block_type, seed=m)
+    x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(dtype)
+    bias = torch.linspace(-1, 1, n).to(dtype)
+    weight = reference.pack_blocks([blocks], block_type, k)
+    return [blocks, x, bias, reference.linear(x, weight, bias, "float32")]
+
+
 @types
-@dtypes
-def test_linear(block_type: str, dtype: torch.dtype):
-    k = 768
-    for m, n in ((0, 8), (1, 1), (2, 130), (5, 64), (7, 65), (100, 96), (400, 33)):
-        blocks = random_blocks(n, k, block_type, seed=m)
-        x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(dtype)
-        bias = torch.linspace(-1, 1, n).to(dtype)
-        expected = reference.linear(
-            x, reference.pack_blocks([blocks], block_type, k), bias, "float32"
-        )
+def test_linear(block_type: str):
+    """The types of x take turns, so that each occurs with each shape."""
+    turn = list(BLOCK_TYPES).index(block_type)
+    for i, (m, n, k) in enumerate(SHAPES):
+        dtype = DTYPES[(turn + i) % 3]
+        blocks, x, bias, expected = linear_case(block_type, m, n, k, dtype)
         found = ops.linear(x, pack(blocks, block_type, k), bias, "float32")
         most = max(1.0, float(expected.abs().max())) if m else 1.0
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * most)

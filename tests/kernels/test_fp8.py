@@ -90,7 +90,7 @@ def test_every_code(dtype: torch.dtype):
 
 @groups
 @dtypes
-@pytest.mark.parametrize(("n", "k"), [(64, 64), (130, 389)])
+@pytest.mark.parametrize(("n", "k"), [(64, 64), (130, 165)])
 def test_linear_is_batch_invariant(n: int, k: int, dtype: torch.dtype, group: int):
     x, bias, weight = random(100, k, dtype=dtype), random(n, dtype=dtype), packed(n, k, group)
     alone = torch.cat([ops.linear(x[i : i + 1], weight, bias) for i in range(100)])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo import _native
-from octavo.kernels.base import SAMPLING_ROW, Ops, StateRates
+from octavo.kernels.base import SAMPLING_ROW, Ops, StateRates, Wkv7Inputs, Wkv7Parameters
 from octavo.kernels.memory import Arena
 from octavo.kernels.native import NativeOps
 from octavo.models.state_cache import StateMetadata
@@ -89,6 +89,18 @@ def scanned(x: Tensor) -> Tensor:
     )
 
 
+def shifted(x: Tensor) -> Tensor:
+    return ops.token_shift(x, bias.view(2, DIM), states[:, :DIM], slots(len(x))).flatten(1)
+
+
+def mixed(x: Tensor) -> Tensor:
+    rows = [x[:, i : i + 32].view(-1, 2, 16) for i in range(8)]
+    vectors = [bias[i : i + 32] for i in range(5)]
+    inputs = Wkv7Inputs(*rows[:6], (rows[6], rows[7]))
+    parameters = Wkv7Parameters(*vectors, eps=1e-3)
+    return ops.wkv7(inputs, parameters, matrices[:, :512], slots(len(x))).flatten(1)
+
+
 NOT_IN_STEPS = {"pack_weight", "quantize_weight", "pack_blocks", "pack_quantized", "empty"}
 NOT_IN_STEPS |= {"to_device", "to_host", "copy_to_host", "copy_", "copy_blocks"}
 NOT_IN_STEPS |= {"gather", "ranks", "set_at_", "add_at_", "penalize_", "change_rows"}
@@ -105,6 +117,7 @@ CASES: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
     "act_and_mul": lambda x: ops.act_and_mul(x, "gelu"),
     "gelu": lambda x: ops.gelu(x, "tanh"),
     "relu": ops.relu,
+    "sigmoid": ops.sigmoid,
     "xielu": lambda x: ops.xielu(x, vector[:2]),
     "multiply": lambda x: ops.multiply(x, residual[: len(x)], "sigmoid"),
     "add": lambda x: ops.add(x, residual[: len(x)]),
@@ -122,6 +135,8 @@ CASES: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
     "causal_conv": convolved,
     "gated_delta_rule": remembered,
     "ssd": scanned,
+    "token_shift": shifted,
+    "wkv7": mixed,
     "softmax": ops.softmax,
     "log_softmax": ops.log_softmax,
     "argmax": ops.argmax,

@@ -80,9 +80,9 @@ def test_same_tokens_as_the_reference(data: st.DataObject) -> None:
     ids=str,
 )
 def test_a_whole_vocabulary(isa: str, given: dict[str, float]) -> None:
-    x = torch.randn(12, 50_257, generator=torch.Generator().manual_seed(0)) * 4
+    x = torch.randn(6, 50_257, generator=torch.Generator().manual_seed(0)) * 4
     assert torch.equal(
-        native_ops().sample(x, params(12, **given)), Ranking().sample(x, params(12, **given))
+        native_ops().sample(x, params(6, **given)), Ranking().sample(x, params(6, **given))
     )
 
 

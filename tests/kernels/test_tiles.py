@@ -70,7 +70,7 @@ def test_bfloat16_has_the_same_bits_in_any_company(
     x, bias = random(300, k), random(n, seed=2)
     packed = ops.pack_weight(random(n, k, seed=1))
     alone = {i: ops.linear(x[i : i + 1], packed, bias) for i in (0, 1, 14, 16, 31, 64, 256, 299)}
-    for m in ROWS:
+    for m in ROWS if k < 2000 else (2, 17, 65, 257):
         y = ops.linear(x[300 - m :], packed, bias)
         for i, want in alone.items():
             if i >= 300 - m:
@@ -89,21 +89,20 @@ def test_what_is_written_past_the_caches(out_dtype: torch.dtype, tiles: str) -> 
         assert torch.equal(y, torch.cat(parts))
 
 
-@pytest.mark.parametrize("rows", [3, 33, 300])
-@pytest.mark.parametrize("k", [96, 2450])
+@pytest.mark.parametrize(("rows", "k"), [(3, 96), (33, 2450), (260, 2450), (300, 96)])
 def test_gate_and_up_in_one_go(rows: int, k: int, tiles: str) -> None:
-    x, w, bias = random(rows, k), random(256, k, seed=1), random(256, seed=2)
+    x, w, bias = random(rows, k), random(128, k, seed=1), random(128, seed=2)
     codes = Codes(torch.randint(0, 120, (128, k), dtype=torch.uint8), torch.rand(128, -(-k // 128)))
     for weight in (
         ops.pack_weight(w),
         ops.quantize_weight([w], "int8", 0),
-        ops.quantize_weight([w[:128]], "fp8", 0),
+        ops.quantize_weight([w], "fp8", 0),
         ops.pack_quantized(128, k, "fp8", 128, [codes]),
     ):
-        b = bias[: weight.n]
-        y = ops.linear(x, weight, b)
-        assert torch.equal(ops.linear(x[2:3], weight, b), y[2:3])
-        assert torch.equal(ops.linear_act_and_mul(x, weight, b, "silu"), ops.act_and_mul(y, "silu"))
+        y = ops.linear(x, weight, bias)
+        assert torch.equal(ops.linear(x[2:3], weight, bias), y[2:3])
+        fused = ops.linear_act_and_mul(x, weight, bias, "silu")
+        assert torch.equal(fused, ops.act_and_mul(y, "silu"))
 
 
 @pytest.mark.parametrize(("n", "k"), [(70, 33), (130, 515), (64, 64), (128, 5000)])

@@ -265,10 +265,10 @@ def params(rows: int, **given: float) -> NDArray[np.void]:
 )
 @pytest.mark.parametrize("vocab_size", [1, 5000])
 def test_same_tokens_as_the_reference(vocab_size: int, given: dict[str, float]) -> None:
-    x = 3 * random(8, vocab_size)
-    x[4:] = x[4:].round()  # ties
+    x = 3 * random(5, vocab_size)
+    x[4] = x[4].round()  # ties
     x[3, ::2] = -math.inf
-    chosen = params(8, **given)
+    chosen = params(5, **given)
     assert torch.equal(ops.sample(x, chosen), Ranking().sample(x, chosen))
 
 

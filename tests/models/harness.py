@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 import transformers
+import transformers.models.llama.modeling_llama  # early: see `few_objects_to_search`
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from octavo.models.spec import ModelSpec
 from octavo.models.state_cache import StateCache, StateMetadata
 from octavo.system.tensor import HostTensor, full
 from tests.attention.backends import make_backend
+from tests.models.rwkv7 import RWKV7Config, RWKV7ForCausalLM
 
 
 class Runner:
@@ -199,9 +201,11 @@ def _model_class(architecture: str) -> Any:
         base: Any = getattr(transformers, f"{STAND_INS[architecture]}ForCausalLM")
         own = {"save_pretrained": _save_renamed} if architecture in _RENAMED else {}
         return type(architecture, (base,), own)
-    return getattr(transformers, architecture)
+    return OWN[architecture][1] if architecture in OWN else getattr(transformers, architecture)
 
 
+OWN = {"RWKV7ForCausalLM": (RWKV7Config, RWKV7ForCausalLM)}
+"""Config and model of architectures that transformers does not have."""
 STAND_INS = {"InternLM2ForCausalLM": "Llama", "InternLM3ForCausalLM": "Llama"}
 STAND_INS |= {"MiniCPMForCausalLM": "Granite", "ExaoneForCausalLM": "Llama"}
 """Models of transformers that compute what architectures without a class there do."""
@@ -261,6 +265,8 @@ def _fuse_by_group(config: Any, state: dict[str, Tensor]) -> None:
 
 
 def _config_class(architecture: str) -> Any:
+    if architecture in OWN:
+        return OWN[architecture][0]
     names = {"GPT2LMHeadModel": "GPT2", "Gemma3ForCausalLM": "Gemma3Text"}
     names |= STAND_INS
     names |= {

@@ -85,6 +85,9 @@ LFM2 = {"block_multiple_of": 10, "block_ffn_dim_multiplier": 1.3}
 MAMBA2 = {"vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 3, "num_heads": 6}
 MAMBA2 |= {"head_dim": 16, "n_groups": 1, "state_size": 16, "bos_token_id": 1, "eos_token_id": 2}
 MAMBA2 |= {"pad_token_id": 0}
+RWKV7 = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 3, "head_dim": 16}
+RWKV7 |= {"decay_low_rank_dim": 8, "gate_low_rank_dim": 12, "a_low_rank_dim": 6}
+RWKV7 |= {"v_low_rank_dim": 5, "intermediate_size": 96, "bos_token_id": 1, "eos_token_id": 2}
 HYBRID = {"mamba_n_heads": 6, "mamba_d_state": 12}
 GRANITE4 = {"num_local_experts": 0, "shared_intermediate_size": 40, "logits_scaling": 2.5}
 GRANITE4 |= {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2}
@@ -96,7 +99,7 @@ NEMOTRON_H = {k: v for k, v in SIZES.items() if k != "num_hidden_layers"} | {"he
 NEMOTRON_H |= {"layers_block_type": ["linear_attention", "mlp", "full_attention"] * 2}
 NEMOTRON_H |= {"mamba_num_heads": 4, "mamba_head_dim": 10, "n_groups": 2, "ssm_state_size": 12}
 
-HYBRIDS = ("lfm2", "qwen3.5", "mamba2-odd")
+HYBRIDS = ("lfm2", "qwen3.5", "mamba2-odd", "rwkv7")
 MIXTURES = ("mixtral", "qwen2-moe", "qwen3-moe")
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -420,6 +423,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"hidden_size": 35, "num_heads": 5, "head_dim": 7, "expand": 1, "state_size": 11}
         | {"use_conv_bias": False, "chunk_size": 16},
     ),
+    "rwkv7": ("RWKV7ForCausalLM", RWKV7),
+    "rwkv7-ratio": (
+        "RWKV7ForCausalLM",
+        RWKV7
+        | {"hidden_size": 36, "head_dim": None, "num_heads": 4, "hidden_ratio": 2.5}
+        | {"intermediate_size": None, "norm_bias": False, "tie_word_embeddings": True},
+    ),
+    "rwkv7-odd": (
+        "RWKV7ForCausalLM",
+        RWKV7
+        | {"hidden_size": 74, "head_dim": 37, "intermediate_size": 41, "num_hidden_layers": 4}
+        | {"a_low_rank_dim": 1, "norm_eps": 1e-3},
+    ),
     "bamba": (
         "BambaForCausalLM",
         SIZES | HYBRID | {"attn_layer_indices": [1], "mamba_n_groups": 3},
@@ -626,7 +642,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         | {"encoder_hidden_size": 16},
     },
     "LlavaNextVideo": _with_tower(LLAMA_TEXT, CLIP),
-    "Ovis2": _with_tower(QWEN_TEXT, TOWER),
+    "Ovis2": _with_tower(QWEN_TEXT, TOWER | {"vocab_size": 32}, hidden_size=48),
     "VideoLlama3": _with_tower(QWEN_TEXT, TOWER),
     "VideoLlava": _with_tower(LLAMA_TEXT, CLIP),
     "GotOcr2": _with_tower(QWEN_TEXT, SAM),

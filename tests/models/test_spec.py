@@ -20,7 +20,7 @@ from octavo.models.config_defaults import DEFAULTS
 from octavo.models.registry import FAMILIES
 from octavo.models.spec import ModelSpec
 from octavo.system.tensor import HostTensor
-from tests.models.harness import STAND_INS, load, save_config, spec_of
+from tests.models.harness import OWN, STAND_INS, load, save_config, spec_of
 from tests.models.test_parity import CASES, TEXT_PARTS, WRAPPERS
 
 LLAMA: dict[str, Any] = {
@@ -193,6 +193,7 @@ def test_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
 
 MAMBA2 = {"num_heads": 4, "head_dim": 16, "n_groups": 1}
 UNSHARED = {"num_kv_shared_layers": 0}
+RWKV7 = {"head_dim": 16, "hidden_act": "sqrelu"}
 BAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2}
 
 
@@ -354,6 +355,12 @@ BAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2}
         ("Mamba2ForCausalLM", MAMBA2 | {"num_heads": 5}, r"num_heads=5.*5 heads of size 16.*64"),
         ("Mamba2ForCausalLM", MAMBA2 | {"hidden_act": "gelu"}, r"hidden_act='gelu'.*silu"),
         ("Mamba2ForCausalLM", MAMBA2 | {"time_step_limit": [2, 1]}, r"time_step_limit=\[2, 1\]"),
+        ("RWKV7ForCausalLM", {"head_dim": 48, "hidden_act": "sqrelu"}, r"head_dim=48.*divide.* 32"),
+        ("RWKV7ForCausalLM", {}, r"hidden_act='silu'.*sqrelu"),
+        ("RWKV7ForCausalLM", RWKV7 | {"attn": {"layers": [1]}}, r"attn=.*layers with attention"),
+        ("RWKV7ForCausalLM", RWKV7 | {"norm_first": False}, r"norm_first=False.*needs a norm"),
+        ("RWKV7ForCausalLM", RWKV7 | {"value_dim": 128}, r"value_dim=128.*supported: 32"),
+        ("RWKV7ForCausalLM", RWKV7 | {"v_low_rank_dim": 0}, r"v_low_rank_dim=0"),
         (
             "BambaForCausalLM",
             BAMBA | {"attn_layer_indices": [2]},
@@ -441,7 +448,8 @@ def test_the_architecture_by_the_kind_of_model(tmp_path: Path) -> None:
     """config.json may lack the architecture."""
     assert set(DEFAULTS) == FAMILIES.keys() - {"MPTForCausalLM"}
     for name, defaults in DEFAULTS.items():
-        if name in (*STAND_INS, "MptForCausalLM", "InternVLChatModel") or "Conditional" in name:
+        missing = *STAND_INS, *OWN, "MptForCausalLM", "InternVLChatModel"
+        if name in missing or "Conditional" in name:
             continue  # transformers has no class for it, or another name, or another mapping
         assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[defaults["model_type"]] == name
     named = read(tmp_path, LLAMA)

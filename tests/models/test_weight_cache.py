@@ -2,7 +2,6 @@
 
 import errno
 import logging
-import multiprocessing
 import os
 import stat
 import subprocess
@@ -11,7 +10,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -23,9 +21,10 @@ from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig, cache_folder
 from octavo.kernels.native import NativeOps
 from octavo.models import weight_cache
-from octavo.models.weight_cache import Bytes, WeightCache, read_ahead, weights_key
+from octavo.models.weight_cache import WeightCache, read_ahead, weights_key
 from tests.models.harness import generate, load, make_hf, make_prompts, spec_of
 from tests.models.test_parity import CASES, VOCAB
+from tests.models.weight_cache_race import keep, memory, read
 
 KEY = b"made of this"
 
@@ -56,21 +55,6 @@ def packs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(NativeOps, name, counted)
     return calls
-
-
-def memory(nbytes: int, seed: int = 0) -> Bytes:
-    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
-
-
-def keep(cache: WeightCache, key: bytes, data: Bytes) -> None:
-    cache.keep(key, data, lambda: True)
-    assert cache.writer is not None
-    cache.writer.join()
-
-
-def read(cache: WeightCache, key: bytes, nbytes: int) -> Bytes | None:
-    data = np.zeros(nbytes, dtype=np.uint8)
-    return data if cache.read(key, data, 2) else None
 
 
 def logits(folder: Path, cache: WeightCache, **options: Any) -> Tensor:
@@ -225,30 +209,11 @@ WeightCache(__import__("pathlib").Path({str(folder)!r}), 2**30).keep(
     assert {file.name for file in folder.iterdir()} == {"lock", cache.file(KEY).name}
 
 
-def _race(folder: Path, seed: int, failed: Any) -> None:
-    """Write and read two keys over and over where only one fits."""
-    cache = WeightCache(folder, 5000)
-    os.fsync = lambda _: None  # type: ignore[assignment]  # no waits for the disk
-    for i in range(60):
-        key = (seed + i) % 2
-        keep(cache, bytes([key]), memory(4096, key))
-        found = read(cache, bytes([key]), 4096)
-        if found is not None and not (found == memory(4096, key)).all():
-            failed.set()
-
-
-def test_processes_that_evict_each_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    context = multiprocessing.get_context("spawn")
-    failed = context.Event()
-    processes = [
-        context.Process(target=_race, args=(tmp_path / "cache", seed, failed)) for seed in (0, 1)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-    assert [process.exitcode for process in processes] == [0, 0]
-    assert not failed.is_set()
+def test_processes_that_evict_each_other(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.models.weight_cache_race", str(tmp_path / "cache")]
+    root = Path(__file__).parents[2]
+    processes = [subprocess.Popen([*command, seed], cwd=root) for seed in "01"]
+    assert [process.wait(60) for process in processes] == [0, 0]
     files = list((tmp_path / "cache").iterdir())
     assert len(files) == 2, "the lock and the last one"
 

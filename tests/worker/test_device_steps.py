@@ -58,7 +58,8 @@ class Replayed:
 
 def make_steps(folder: Path) -> tuple[DeviceSteps, InputBatch]:
     architecture, config = CASES["llama"]
-    make_hf(architecture, **config | {"num_hidden_layers": 2}).save_pretrained(folder)
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}
+    make_hf(architecture, **config | sizes).save_pretrained(folder)
     checkpoint, ops = open_checkpoint(folder), TritonOps(upcast=True)
     spec = read_spec(checkpoint)
     model = load_model(spec, checkpoint, dtype="float32", max_model_len=MAX_LEN, ops=ops)

@@ -111,8 +111,15 @@ STEPS: list[dict[str, int]] = [
 ]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("case", list(CASES))
+# Blocks of every kind, once in float32.
+IN_FLOAT32 = ("llama", "gemma3n", "gemma4", "falcon-40b", "gpt2", "bloom", "opt-350m", "bitnet")
+IN_FLOAT32 += ("qwen3.5", "lfm2", "mamba2-groups", "falcon-h1")
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [*((case, "bfloat16") for case in CASES), *((case, "float32") for case in IN_FLOAT32)],
+)
 def test_captured_equals_eager(case: str, dtype: str, tmp_path: Path) -> None:
     """The inputs are ids, and rows of the embedding's table in place of most of them."""
     spec = save_config(tmp_path, *CASES[case])

@@ -49,6 +49,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def folder_of(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that returns the model of a kind: one layer if it is interpreted."""
+    architecture, config = CASES["llama"]
+    shallow = tmp_path_factory.mktemp("shallow")
+    make_hf(architecture, **config | {"num_hidden_layers": 1}).save_pretrained(shallow)
+    return lambda kind: shallow if kind == "triton" else folder
+
+
 class GivenDrafts(Proposer):
     """Proposer of the test's drafts."""
 
@@ -413,10 +422,10 @@ WRONG += [pytest.param("triton", 0.3, marks=needs_triton)]
 
 @pytest.mark.parametrize(("kind", "wrong"), WRONG)
 def test_drafts_change_nothing_but_the_number_of_steps(
-    folder: Path, kind: str, wrong: float
+    folder_of: Callable[[str], Path], kind: str, wrong: float
 ) -> None:
     """Bit for bit, except the reference, which adds in another order for more tokens."""
-    num_tokens = 7 if kind == "triton" else 12
+    num_tokens, folder = 7 if kind == "triton" else 12, folder_of(kind)
     expected, many = answer_three(Runner(folder, **KINDS[kind]), num_tokens=num_tokens)
     assert len({tuple(answer.tokens) for answer in expected.values()}) == 3
     rng = np.random.default_rng(3)
@@ -454,8 +463,10 @@ def test_what_fails_behind_a_draft_fails_in_a_step_of_its_own(folder: Path) -> N
 
 @KIND
 @pytest.mark.parametrize("penalty", [1.0, 1.2])
-def test_a_grammar_holds_for_each_position(folder: Path, kind: str, penalty: float) -> None:
-    runner = Runner(folder, **KINDS[kind])
+def test_a_grammar_holds_for_each_position(
+    folder_of: Callable[[str], Path], kind: str, penalty: float
+) -> None:
+    runner = Runner(folder_of(kind), **KINDS[kind])
     params = core_params(VOCAB, temperature=0.0, repetition_penalty=penalty)
     wanted = [41, 7, 33, 9, 60, 2]
 

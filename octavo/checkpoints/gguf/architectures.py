@@ -134,6 +134,28 @@ _LFM2 = {
     "feed_forward.w3": "ffn_up",
 }
 
+_RWKV7 = {
+    "model.embeddings": "token_embd",
+    "model.pre_norm": "token_embd_norm",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "attn_norm": "attn_norm",
+    "ffn_norm": "attn_norm_2",
+    "attn.r_proj": "time_mix_receptance",
+    "attn.k_proj": "time_mix_key",
+    "attn.v_proj": "time_mix_value",
+    "attn.o_proj": "time_mix_output",
+    "attn.g_norm": "time_mix_ln",
+    "ffn.x_k": "channel_mix_lerp_k.weight",
+    "ffn.key": "channel_mix_key",
+    "ffn.value": "channel_mix_value",
+}
+_RWKV7 |= {f"attn.x_{name}": "time_mix_lerp_fused.weight" for name in "rwkvag"}
+_RWKV7 |= {f"attn.{name}": f"time_mix_{name}.weight" for name in ("k_k", "k_a", "r_k")}
+for _name in "wavg":  # low-rank projections
+    _RWKV7 |= {f"attn.{_name}_lora.lora.{i}": f"time_mix_{_name}{i or 1}" for i in (0, 2)}
+    _RWKV7[f"attn.{_name}_lora.lora.2.bias"] = f"time_mix_{_name}0.weight"
+
 
 def _mixer(module: str) -> dict[str, str]:
     """Return the names of the parts of Mamba-2's mixers."""
@@ -327,6 +349,18 @@ ARCHITECTURES: dict[str, Architecture] = {
         {"norm_eps": "attention.layer_norm_rms_epsilon", "conv_L_cache": "shortconv.l_cache"},
         {"block_auto_adjust_ff_dim": False},
         varying=("attention.head_count_kv",),
+    ),
+    "rwkv7": Architecture(
+        "RWKV7ForCausalLM",
+        _RWKV7,
+        {
+            "head_dim": "wkv.head_size",
+            "decay_low_rank_dim": "attention.decay_lora_rank",
+            "a_low_rank_dim": "attention.iclr_lora_rank",
+            "v_low_rank_dim": "attention.value_residual_mix_lora_rank",
+            "gate_low_rank_dim": "attention.gate_lora_rank",
+            "norm_eps": "attention.layer_norm_epsilon",
+        },
     ),
     "mamba2": Architecture(
         "Mamba2ForCausalLM",

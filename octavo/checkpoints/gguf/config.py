@@ -343,6 +343,11 @@ class Description:
                 return {"query_pre_attn_scalar": scalar}
             case "qwen35":
                 return self._linear_attention(config)
+            case "rwkv7":
+                # The file says 0 heads.
+                hidden, size = config.get("hidden_size", 0), config.get("head_dim")
+                heads = max(1, hidden // size) if size else 1
+                return {"num_attention_heads": heads, "num_key_value_heads": heads}
             case "lfm2":
                 return self._convolutions(config)
             case "mamba2" | "granitehybrid" | "falcon-h1" | "nemotron_h":

@@ -36,8 +36,12 @@ from octavo.system.tensor import HostTensor, from_numpy
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf$")
 _ROPE_FACTORS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
 """Tensors of the factors of wavelengths: of all contexts, of long ones, of short ones."""
-_FLOAT32 = ("ssm_conv1d.weight", "shortconv.conv.weight", "ssm_a", "ssm_d", "ssm_norm.weight")
-"""Ends of the names of convolutions and numbers of heads, which are in float32 in every file."""
+_FLOAT32 = (
+    *("ssm_conv1d.weight", "shortconv.conv.weight", "ssm_a", "ssm_d", "ssm_norm.weight"),
+    *("time_mix_w1.weight", "time_mix_w2.weight", "time_mix_lerp_fused.weight"),
+)
+"""Ends of the names of matrices, convolutions and numbers of heads, which are in float32 in every
+file."""
 _VALUES = ("in_proj_z.weight", "in_proj_b.weight", "in_proj_a.weight", "A_log", "dt_bias")
 """Ends of the names of tensors with rows for the heads of values of linear attention."""
 _QUERIES_KEYS_VALUES = ("in_proj_qkv.weight", "conv1d.weight")
@@ -192,7 +196,7 @@ class GGUFFile:
     def dtype(self) -> str:
         """Widest type of the matrices if all have floats; else bfloat16.
 
-        Vectors, such as the weights of norms, and convolutions are in float32 in every file.
+        Vectors, such as the weights of norms, and `_FLOAT32` are in float32 in every file.
         """
         kinds = {
             tensor.type
@@ -312,7 +316,8 @@ class GGUFFile:
         if match is not None:
             prefix = f"{self._described.architecture.layers}{match[1]}."
             stored = match[2]
-        return [f"{prefix}{module}.{kind}" for module in self._modules.get(stored, [])]
+        own = [f"{module}.{kind}" for module in self._modules.get(stored, [])]
+        return [prefix + name for name in own + self._modules.get(f"{stored}.{kind}", [])]
 
     def _block_types(self) -> dict[str, str]:
         """Return the block types of modules by their names in Hugging Face's form."""
@@ -389,17 +394,11 @@ def _places(tensor: GGUFTensor, sources: list[Source]) -> dict[str, Place]:
         ModelError: the shape or type does not match.
     """
     shape, dtype = _stored_form(tensor)
-    if len(sources[0].shape) == 1:
-        shape = (math.prod(shape),)  # norms of heads, one after the other
-    if len(shape) == 3:
-        shape = (shape[0] * shape[1], shape[2])  # matrices, one after the other
-    if len(sources[0].shape) == 3 and len(shape) == 2:
-        shape = (shape[0], 1, shape[1])  # convolution
-    if len(sources[0].shape) == 2 and len(shape) == 1:
-        shape = (1, *shape)  # projection to one number
     shapes = [s.shape[::-1] if s.transform == "transpose" else s.shape for s in sources]
     rows = [shape[0] for shape in shapes]
     required = (sum(rows), *shapes[0][1:])
+    if len(shape) != len(required) and math.prod(shape) == math.prod(required):
+        shape = required  # several tensors, one after the other, or other dimensions of size 1
     if shape != required:
         raise ModelError(
             f"{tensor.file}: {tensor.name} has shape {list(shape)}, but the metadata requires "

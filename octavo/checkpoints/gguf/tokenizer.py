@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -25,6 +26,7 @@ from octavo.checkpoints.gguf.pre_tokenizers import (
     PRE_TOKENIZERS,
 )
 from octavo.errors import ModelError
+from octavo.system.byte_chars import CHAR_OF_BYTE
 
 _KEY = "tokenizer.ggml."
 _CHAT_TEMPLATE = "tokenizer.chat_template"
@@ -502,12 +504,54 @@ def _unigram(vocabulary: _Vocabulary) -> _Steps:
     )
 
 
+def _world(vocabulary: _Vocabulary) -> _Steps:
+    """Return the steps of RWKV: the longest token that a text begins with, then the next one.
+
+    The file writes bytes that are not printable as Python does: \\n, \\xff.
+    """
+    added = {i for i, kind in enumerate(vocabulary.types) if kind in _ADDED}
+    vocabulary.tokens = [
+        token if i in added else "".join(CHAR_OF_BYTE[byte] for byte in _unescape(token))
+        for i, token in enumerate(vocabulary.tokens)
+    ]
+    vocab = {token: i for i, token in enumerate(vocabulary.tokens)}
+    if len(vocab) < len(vocabulary.tokens):
+        raise _wrong("tokens", "contains the same bytes twice")
+    if not vocab.keys() >= set(CHAR_OF_BYTE):
+        raise _wrong("tokens", "lacks some of the 256 single bytes")
+    return _Steps(
+        model={
+            "type": "WordPiece",
+            "unk_token": vocabulary.tokens[0],
+            "continuing_subword_prefix": "",
+            "max_input_chars_per_word": _MOST_TOKEN_CHARS,
+            "vocab": vocab,
+        },
+        decoder={"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+        | {"use_regex": False},
+        begin=vocabulary.added_id("add_bos_token", "bos_token_id", False),
+        end=vocabulary.added_id("add_eos_token", "eos_token_id", False),
+    )
+
+
+_ESCAPE = re.compile(rb"\\(?:x([0-9a-fA-F]{2})|(.))", re.DOTALL)
+_CONTROL = {b"t": b"\t", b"n": b"\n", b"r": b"\r"}
+
+
+def _unescape(token: str) -> bytes:
+    """Return the bytes of a token of RWKV, as llama.cpp does."""
+    return _ESCAPE.sub(
+        lambda m: bytes.fromhex(m[1].decode()) if m[1] else _CONTROL.get(m[2], m[2]), token.encode()
+    )
+
+
 _MODELS = {
     "llama": _sentencepiece,
     "gpt2": _byte_level,
     "gemma4": _lines,
     "bert": _word_piece,
     "t5": _unigram,
+    "rwkv": _world,
 }
 """Steps by `tokenizer.ggml.model`."""
 

@@ -80,6 +80,13 @@ class BlockSpec(ABC):
         """Return the block in a stage of which `begin` is the first layer."""
         return self
 
+    def layer_inputs(self) -> tuple[int, int] | None:
+        """Return the shape of a token's `StepContext.layer_inputs` if the block makes or reads it.
+
+        It is (layers, numbers of a layer).
+        """
+        return None
+
     def arrays(self) -> tuple[StepArray, ...]:
         """Return the arrays of a step that the block needs in addition to those of all models."""
         return ()

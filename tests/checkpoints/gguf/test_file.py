@@ -206,6 +206,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_key_value_heads": 1, "layer_types": ["full_attention", "conv"]}
         | {"tie_word_embeddings": False, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False},
     ),
+    "rwkv7": (
+        "RWKV7ForCausalLM",
+        {"head_dim": 32, "decay_low_rank_dim": 32, "a_low_rank_dim": 8, "v_low_rank_dim": 16},
+    ),
     "mamba2": (
         "Mamba2ForCausalLM",
         {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 24, "conv_kernel": 4},
@@ -392,10 +396,13 @@ def test_blocks_of_other_layouts(kind: str, tmp_path: Path) -> None:
     assert 0 < (found[0] - found[1]).abs().mean() < 0.25
 
 
-@pytest.mark.parametrize("kind", ["qwen35", "qwen35 three", "lfm2", "mamba2", "falcon-h1"])
+HYBRID_PARTS = ("ssm_out", "ssm_in", "shortconv", "time_mix_output", "channel_mix")
+
+
+@pytest.mark.parametrize("kind", ["qwen35", "qwen35 three", "lfm2", "mamba2", "falcon-h1", "rwkv7"])
 def test_blocks_of_hybrid_models(kind: str, tmp_path: Path) -> None:
     """A block may have inputs of several heads, whose order the converter has changed."""
-    types = dict.fromkeys(("ssm_out", "ssm_in", "shortconv"), "q8_0")
+    types = dict.fromkeys(HYBRID_PARTS, "q8_0")
     floats = make(kind, tmp_path / "m.gguf", types)
     with torch.no_grad():
         expected = floats(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
@@ -475,8 +482,9 @@ def test_decays_that_are_not_below_0(tmp_path: Path) -> None:
         load(tmp_path / "m.gguf")
 
 
-def test_convolutions_do_not_choose_the_type(tmp_path: Path) -> None:
-    make("qwen35", tmp_path / "m.gguf", {"": "f16"})
+@pytest.mark.parametrize("kind", ["qwen35", "rwkv7"])
+def test_matrices_in_float32_do_not_choose_the_type(kind: str, tmp_path: Path) -> None:
+    make(kind, tmp_path / "m.gguf", {"": "f16"})
     assert GGUFFile(tmp_path / "m.gguf").dtype == "float16"
 
 

@@ -9,10 +9,9 @@ import tokenizers
 from octavo.checkpoints.gguf.charsmap import check_charsmap
 from octavo.checkpoints.gguf.pre_tokenizers import LINES_NAMES, PRE_TOKENIZERS
 from octavo.checkpoints.gguf.tokenizer import tokenizer_texts
-from octavo.errors import ModelError
-from octavo.text.tokenizer import _BYTE_OF_CHAR, Tokenizer
-
-BYTES = [char for char, _ in sorted(_BYTE_OF_CHAR.items(), key=lambda item: item[1])]
+from octavo.errors import ModelError, RequestError
+from octavo.system.byte_chars import CHAR_OF_BYTE
+from octavo.text.tokenizer import Tokenizer
 
 
 def ggml(model, tokens, types=None, **changes):
@@ -31,7 +30,7 @@ def llama(**changes):
 
 
 def byte_level(**changes):
-    tokens = [*BYTES, "he", "hel", "<|im_start|>", "<|im_end|>"]
+    tokens = [*CHAR_OF_BYTE, "he", "hel", "<|im_start|>", "<|im_end|>"]
     types = [*[1] * 258, 3, 4]
     values = {"pre": "gpt-2", "merges": ["h e", "he l", "h e"], "eos_token_id": 258}
     return ggml("gpt2", tokens, types, **{**values, **changes})
@@ -132,6 +131,40 @@ def test_word_piece(tmp_path):
     assert tokenizer.decode([4, 5]) == "playing"
 
 
+def world(**changes):
+    data = [*(bytes([b]) for b in range(256)), b"ab", b"abcd", b" <", b"\n\n", b"'\\", b" \xe4\xbd"]
+    data += ["é".encode(), "aé".encode()]
+    tokens = ["<s>", *(repr(b)[2:-1] for b in data), "[PAD265]"]
+    types = [3, *[1] * len(data), 5]
+    return ggml("rwkv", tokens, types, **{"bos_token_id": 0, "eot_token_id": 260, **changes})
+
+
+def test_longest_tokens(tmp_path):
+    """Tokens may be parts of characters."""
+    tokenizer = load(world(), tmp_path)
+    cases = {
+        "abcdab": [258, 257],
+        "abc": [257, 1 + ord("c")],
+        "xaéé": [1 + ord("x"), 264, 263],
+        "\n\n\n": [260, 1 + 10],
+        "'\\'": [261, 1 + ord("'")],
+        " 你": [262, 1 + 0xA0],
+        " <s>a <": [1 + ord(" "), 0, 1 + ord("a"), 259],  # special ones come first
+        "": [],
+    }
+    for text, ids in cases.items():
+        assert tokenizer.encode(text) == ids
+        assert tokenizer.decode(ids) == text
+    assert tokenizer.token_bytes(262) == b" \xe4\xbd"
+    assert tokenizer.encode_all(["ab", "é"]) == [[257], [263]]
+    assert tokenizer.all_special_ids == {0}
+    long = "abcd <é" * 20_000
+    assert tokenizer.encode(long) == [258, 259, 263] * 20_000
+    assert load(world(add_bos_token=True), tmp_path).encode("ab") == [0, 257]
+    with pytest.raises(RequestError, match="not valid Unicode"):
+        tokenizer.encode("a\ud800")
+
+
 def test_unigram(tmp_path):
     tokens = ["<pad>", "</s>", "<unk>", "▁", "a", "▁a", "b", "▁ab"]
     scores = [0.0, 0.0, 0.0, -2.0, -3.0, -4.0, -3.0, -6.0]
@@ -156,7 +189,9 @@ def test_templates_and_names(tmp_path):
     ("metadata", "message"),
     [
         ({}, "model is missing"),
-        (ggml("rwkv", ["a"]), "'rwkv'; supported: llama"),
+        (ggml("plamo2", ["a"]), "'plamo2'; supported: llama"),
+        (ggml("rwkv", ["a"]), "tokens lacks some of the 256 single bytes"),
+        (ggml("rwkv", ["a", r"\x61"]), "tokens contains the same bytes twice"),
         (byte_level(pre="new"), "pre is 'new'.*known: .*gemma4"),
         (byte_level(pre=None), "pre is missing"),
         (byte_level(pre=3), "pre is 3, not a text"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from types import SimpleNamespace
@@ -57,7 +58,7 @@ def eagle(base, tmp_path_factory):
             ids = torch.cat((ids, drafts[-1].argmax().view(1, 1)), 1)
             given = torch.cat((given, out[:, -1:]), 1)
 
-    return SimpleNamespace(folder=folder, guess=guess)
+    return SimpleNamespace(folder=folder, guess=kept(guess))
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +119,14 @@ def eagle3(base, tmp_path_factory):
             ids = torch.cat((ids, logits.argmax().view(1, 1)), 1)
             given = torch.cat((given, out[:, -1:]), 1)
 
-    return SimpleNamespace(folder=folder, guess=guess)
+    return SimpleNamespace(folder=folder, guess=kept(guess))
+
+
+def kept(guess):
+    """Return a function of a tuple of tokens that keeps the first guesses."""
+    return functools.cache(
+        torch.no_grad()(lambda tokens: list(itertools.islice(guess(list(tokens)), 3)))
+    )
 
 
 def hidden_states(base, tokens):
@@ -172,13 +180,14 @@ def test_drafts_are_those_of_the_head_over_all_tokens(head, settings, monkeypatc
         for _ in range(2):
             llm.generate([*TEXTS, whole], GREEDY, use_tqdm=False)
     assert len(proposals) > 10
-    for tokens, drafts in proposals[::3]:
+    for tokens, drafts in proposals:
         assert 0 < len(drafts) <= 3
-        with torch.no_grad():
-            for logits, draft in zip(head.guess(tokens), drafts, strict=False):
-                assert logits[draft] >= logits.max() - 1e-4 * logits.max().abs()
-                if logits.argmax() != draft:
-                    break
+        if len(tokens) % 3:  # one in three, the same with all settings
+            continue
+        for logits, draft in zip(head.guess(tuple(tokens)), drafts, strict=False):
+            assert logits[draft] >= logits.max() - 1e-4 * logits.max().abs()
+            if logits.argmax() != draft:
+                break
 
 
 def test_drafts_after_a_pause_may_be_worse_and_answers_are_not(eagle, expected, monkeypatch):
