@@ -1,6 +1,7 @@
 """Grammars, drafts, parallel answers, prefix hits and chunked prompts, each with every other one.
 
-The answer is always the plain one, bit for bit, and fits its grammar.
+The answer is always the plain one, bit for bit, and fits its grammar. In chunks, a model with
+recurrent states takes the place of the built-in one where drafting needs no draft model.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import jsonschema
 import pytest
 
 from octavo import LLM, SamplingParams
+from octavo.config import BUILTIN_MODEL
 from octavo.sampling_params import StructuredOutputsParams
+from tests.hybrid import save_hybrid
 
 PROMPT = (
     "Lily had a red ball. She put the red ball in a box. Tom had a blue ball. He put the blue ball"
@@ -48,6 +51,10 @@ METHODS = {
     "medusa": {"method": "medusa", "model": "octavo/stories-medusa"},
     "eagle": {"method": "eagle", "model": "octavo/stories-eagle"},
 }
+RUNS = [(BUILTIN_MODEL, method, False) for method in METHODS]
+RUNS += [(BUILTIN_MODEL, method, True) for method in ("draft_model", "medusa", "eagle")]
+RUNS += [("hybrid", method, True) for method in ("none", "ngram", "suffix")]
+"""Model, method of drafting, and whether prompts are computed in chunks."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +92,17 @@ def check(answer: Answer) -> None:
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[Answer]:
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    if request.param == "hybrid":
+        return save_hybrid(tmp_path_factory.mktemp("hybrid"))
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def expected(model: str) -> list[Answer]:
     """Return the answers of one request after the other, without reuse."""
     settings = {"enable_prefix_caching": False, "async_scheduling": False, "max_num_seqs": 4}
-    with LLM(max_model_len=256, **settings) as llm:
+    with LLM(model, max_model_len=256, **settings) as llm:
         found = answers(llm)
     for answer in found:
         check(answer)
@@ -97,11 +111,12 @@ def expected() -> list[Answer]:
     return found
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize("method", METHODS)
-def test_each_with_every_other(expected: list[Answer], method: str, chunked: bool) -> None:
+@pytest.mark.parametrize(("model", "method", "chunked"), RUNS, indirect=["model"])
+def test_each_with_every_other(
+    model: str, expected: list[Answer], method: str, chunked: bool
+) -> None:
     settings = {"max_num_batched_tokens": 32, "max_num_seqs": 32} if chunked else {}
-    with LLM(max_model_len=256, speculative_config=METHODS[method], **settings) as llm:
+    with LLM(model, max_model_len=256, speculative_config=METHODS[method], **settings) as llm:
         assert answers(llm) == expected
         hits = llm.stats().prefix_cache_hits
         assert answers(llm) == expected
