@@ -181,8 +181,13 @@ class _Pages:
             return self
         for address in self.sums[bad]:
             ctypes.memset(int(address), 0, SUM_NBYTES)
-        names = ("here", "there", "sums", "seeds")
-        return replace(self, **{name: _addresses(getattr(self, name)[~bad]) for name in names})
+        return replace(
+            self,
+            here=_addresses(self.here[~bad]),
+            there=_addresses(self.there[~bad]),
+            sums=_addresses(self.sums[~bad]),
+            seeds=_addresses(self.seeds[~bad]),
+        )
 
     def of_sides(self, begin: int, end: int) -> _Pages:
         """Return a range of the pages of each block."""

@@ -97,10 +97,8 @@ class WorkerSetup:
 
     @cached_property
     def stage_caches(self) -> tuple[int, int]:
-        """Caches (begin, end) of this rank's layers; a layer may have none, or several."""
-        begin, end = self.stage_layers
-        counts = [len(layer.caches()) for layer in self.spec.layers]
-        return sum(counts[:begin]), sum(counts[:end])
+        """Caches (begin, end) of this rank's layers."""
+        return self.spec.cache_range(*self.stage_layers)
 
     @property
     def kv_layout(self) -> KVLayout:

@@ -133,10 +133,10 @@ class EagerSteps:
             max_query_len: most tokens of a request in the step.
             max_seq_len: longest context.
         """
-        metadata = [
-            kind.metadata(table, group, max_query_len, max_seq_len)
-            for group, kind in enumerate(self._kinds)
-        ]
+        metadata = {
+            group: self._kinds[group].metadata(table, group, max_query_len, max_seq_len)
+            for group in set(self._groups)  # a stage may have no layer of a group
+        }
         received = self._received
         if received is not None:
             rows, (x, *others) = len(table.input_ids), received

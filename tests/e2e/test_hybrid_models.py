@@ -1,6 +1,7 @@
 """Models with recurrent states in several processes, with connectors, and with states of NaN."""
 
 import contextlib
+import time
 
 import msgspec
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError
 from octavo.kv_connector.copy_file import CopyFile, read_records
+from octavo.layers.shared import Columns
 from tests.models.harness import make_hf
 from tests.models.test_parity import CASES
 from tests.ranks import use_ranks
@@ -197,3 +199,25 @@ def test_the_least_memory(model):
         assert len(bits(generate(llm))) == len(PROMPTS)
     with pytest.raises(ConfigError, match="no room for the recurrent state"):
         LLM(model("mamba2"), kv_cache_memory_bytes=int(least) - 1, **settings)
+
+
+def test_a_stage_of_one_block(model, monkeypatch):
+    """Its next step does not fill the buffer that a slower rank still reads."""
+    use_ranks(monkeypatch, 2, 2, "4,2", "reduce")
+    settings = SETTINGS | {"enforce_eager": True, "dtype": "float32"}
+    join = Columns.join
+
+    def join_slowly(self):
+        join(self)
+        if self.buffers.rank.index == 1:
+            time.sleep(0.003)
+
+    monkeypatch.setitem(CASES, "one-block", CASES["nemotron-h"])
+    kinds = ["full_attention", "mlp", "mlp", "full_attention", "linear_attention", "mlp"]
+    monkeypatch.setitem(LAYERS, "one-block", {"layers_block_type": kinds})
+    found = []
+    for function in (join, join_slowly):
+        monkeypatch.setattr(Columns, "join", function)
+        with LLM(model("one-block"), **settings) as llm:
+            found.append(bits(generate(llm)))
+    assert found[0] == found[1]
