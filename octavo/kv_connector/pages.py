@@ -175,8 +175,8 @@ class _Pages:
         The others get the checksum 0, which no copy has, so that loading them fails.
         """
         count = self.chunk_nbytes // 4
-        numbers = [(ctypes.c_float * count).from_address(int(start)) for start in self.here]
-        bad = np.array([np.isnan(np.frombuffer(it, np.float32).min()) for it in numbers])
+        places = [(ctypes.c_float * count).from_address(int(start)) for start in self.here]
+        bad = np.array([np.isnan(np.ctypeslib.as_array(place).min()) for place in places])
         if not bad.any():
             return self
         for address in self.sums[bad]:
