@@ -142,20 +142,22 @@ class TestStates:
         one, two, prompt = self.make(layers), self.make(layers), list(range(40, 40 + length))
         handed = prefill(one, prompt=prompt)
         assert handed["remote_state_blocks"] == (length - 1) // 8
-        assert len(half(one)._memory._pins) == len(half(one)._kept["a"].keys)
+        num_copies = sum(map(len, handed["remote_block_ids"])) + len(handed["remote_state_ids"])
+        if 11 not in layers:  # a window has left the first blocks
+            assert len(half(one)._memory._pins) == num_copies
         assert self.hand_over(one, two, handed, prompt) == (length - 1) // 8 * 8
         one.scheduler.update_connector_output(KVConnectorOutput(finished_sending=["a"]))
         assert not half(one)._memory._pins
 
     def test_of_the_prefix_cache(self):
         """The connector has forgotten the copies, and the prompt begins with a known state."""
-        one = self.make()
-        prefill(one)
+        one, prompt = self.make(), list(range(40, 70))
+        prefill(one, prompt=prompt)
         half(one)._release("a")
         half(one)._memory.clear()
-        handed = prefill(one, "b")
+        handed = prefill(one, "b", prompt)
         assert handed["remote_state_blocks"] == 3
-        assert self.hand_over(one, self.make(), handed) == 24
+        assert self.hand_over(one, self.make(), handed, prompt) == 24
 
     def test_of_a_prompt_that_is_longer_here(self):
         """A state at the prompt's end is of no use: its last token must be computed."""
