@@ -66,13 +66,13 @@ def main() -> None:
         "max_model_len": longest + 64,
         "max_num_seqs": 16,
         "max_num_batched_tokens": 2048,
-        "kv_cache_memory_bytes": args.memory,
     }
     with tempfile.TemporaryDirectory() as folder:
         for length in args.lengths:
             settings["max_model_len"] = length + 64
             tiers(settings, length, args.repeat, args.memory, folder)
         if args.prompts:
+            settings["kv_cache_memory_bytes"] = args.memory
             saving(settings, args.repeat, args.memory, folder, args.prompts)
 
 
@@ -86,7 +86,7 @@ def connector(name: str, memory: int, folder: str | None = None, **config: objec
 def tiers(settings: dict, length: int, repeat: int, memory: int, folder: str) -> None:
     times: dict[str, float] = {}
     # Room for two prompts, so that pages of memory are touched before the timed part.
-    settings = settings | {"num_gpu_blocks_override": 2 * (length // 16) + 20}
+    settings = settings | {"num_gpu_blocks_override": 2 * (length // 16) + 20, "max_num_seqs": 2}
     folder = str(Path(folder) / str(length))
     config = connector("OffloadingConnector", memory, folder)
     llm = LLM(**settings, kv_transfer_config=config)

@@ -18,11 +18,18 @@ from tests.ranks import use_ranks
 
 SETTINGS = {"skip_tokenizer_init": True, "max_model_len": 128, "max_num_seqs": 8}
 SETTINGS |= {"num_threads": 1, "dtype": "bfloat16"}
-PARAMS = SamplingParams(max_tokens=12, temperature=0.8, seed=3, ignore_eos=True, logprobs=2)
+NAN_TOKEN = 7
+PARAMS = SamplingParams(
+    max_tokens=12,
+    temperature=0.8,
+    seed=3,
+    ignore_eos=True,
+    logprobs=2,
+    logit_bias={NAN_TOKEN: -100.0},
+)
 PREFILL = msgspec.structs.replace(
     PARAMS, max_tokens=1, extra_args={"kv_transfer_params": {"do_remote_decode": True}}
 )
-NAN_TOKEN = 7
 PROMPTS = [[10 + (7 * i + j * (1 + i)) % 80 for j in range(33 + 20 * i)] for i in range(3)]
 ONE_MIXER = ["linear_attention", "mlp", "mlp", "full_attention", "full_attention"]
 LAYERS = {
