@@ -116,7 +116,6 @@ def test_stages_of_layers_with_any_number_of_caches(case, model, plain, monkeypa
     [
         ("qwen3.5", {"pipeline_parallel_size": 2}),
         ("falcon-h1", {"tensor_parallel_size": 2}),
-        ("mamba2", {"pipeline_parallel_size": 2, "pipeline_layers": "1,2"}),
     ],
     ids=str,
 )
@@ -148,11 +147,6 @@ def test_each_rank_hands_its_part_over(case, ranks, model, plain, tmp_path, monk
         ]
         check_loaded(generate(two, params=params), plain(case))
         assert two.stats().num_failed_loads == 0
-        two.llm_engine.shutdown()
-        three = stack.enter_context(LLM(model(case), **settings))  # divides states otherwise
-        outputs = generate(three, params=params)
-        assert bits(outputs) == plain(case)
-        assert [output.num_cached_tokens for output in outputs] == [0] * len(PROMPTS)
 
 
 def states(llm):

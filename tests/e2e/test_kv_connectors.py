@@ -373,15 +373,3 @@ def test_what_it_takes(tmp_path):
     assert "attention_backend=cpu" in refused(
         kv_transfer_config=offloading(), attention_backend="reference"
     )
-
-
-def test_stages_of_different_sizes(plain):
-    """The copies of the first stage are smaller, and all stages use the same slots."""
-    config = offloading(cpu_bytes_to_use=2**20)
-    stages = {"pipeline_parallel_size": 2, "pipeline_layers": "1,5"}
-    llm = LLM(**SIZE, **stages, kv_transfer_config=config)
-    for _ in range(2):
-        assert bits(generate(llm)) == plain()
-        llm.reset_prefix_cache()
-    assert llm.llm_engine.stats().external_prefix_cache_hits >= 64
-    llm.llm_engine.shutdown()
