@@ -99,8 +99,9 @@ def _read_mtp(config: EngineConfig, checkpoint: Checkpoint) -> MTPSpec:
     spec = read_mtp_spec(checkpoint, config.model)
     if spec is None:
         raise ConfigError(
-            f"speculative_config: method=mtp needs an MTP layer, and {config.model.model} has none "
-            f"that Octavo reads ({', '.join(MTP_LAYERS)}, not as GGUF); use another method."
+            f"speculative_config: method=mtp needs an MTP layer, and Octavo finds none in "
+            f"{config.model.model}. Use another method, or a checkpoint with such a layer "
+            f"({', '.join(MTP_LAYERS)}; not a GGUF file)."
         )
     try:
         checkpoint.open(spec.expected)

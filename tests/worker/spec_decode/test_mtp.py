@@ -31,11 +31,9 @@ SAMPLED = SamplingParams(
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
 SETTINGS = [
     {},
-    {"async_scheduling": False, "enforce_eager": True},
     {"max_num_batched_tokens": 16, "max_num_seqs": 8},
-    {"num_gpu_blocks_override": 18, "max_num_seqs": 8},
+    {"num_gpu_blocks_override": 18, "max_num_seqs": 8, "enforce_eager": True},
     {"distributed_executor_backend": "mp"},
-    {"load_format": "dummy"},
     {"quantization": "int8", "kv_cache_dtype": "int8"},
 ]
 """Prompts in chunks, and preempted requests, among others."""
@@ -76,12 +74,10 @@ def expected(models):
     found = {}
 
     def get(**settings):
-        settings = {k: v for k, v in settings.items() if k in ("load_format", "quantization")}
+        settings = settings if "quantization" in settings else {}
         if (key := str(settings)) not in found:
-            if "quantization" in settings:
-                settings["kv_cache_dtype"] = "int8"
             with LLM(str(models["qwen3.5"].folder), max_model_len=128, skip_tokenizer_init=True,
-                     enable_prefix_caching=False, max_num_seqs=1, **settings) as llm:  # fmt: skip
+                     enable_prefix_caching=False, max_num_seqs=4, **settings) as llm:  # fmt: skip
                 found[key] = answers(llm)
         return found[key]
 
@@ -96,14 +92,15 @@ def test_the_answer_is_the_same(engine, expected, settings, monkeypatch):
         stats = llm.stats()
         assert stats.prefix_cache_hits > 0
         llm._client.core.check_integrity()
-    if "load_format" not in settings:  # random layers are hardly ever right
-        assert 0 < sum(stats.num_accepted_tokens_per_pos) < stats.num_draft_tokens
-    assert stats.num_draft_tokens > 0
+    assert 0 < sum(stats.num_accepted_tokens_per_pos) < stats.num_draft_tokens
     assert stats.num_preemptions > 0 or "num_gpu_blocks_override" not in settings
 
 
-@pytest.mark.parametrize("name", FIELDS)
-@pytest.mark.parametrize("settings", [*SETTINGS[:4], {"block_size": 8}, {"idle": True}], ids=str)
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("qwen3-next", {}), *(("qwen3.5", settings) for settings in [*SETTINGS[:3], {"idle": True}])],
+    ids=str,
+)
 def test_drafts_are_those_of_the_layer_over_all_tokens(models, engine, name, settings, monkeypatch):
     """Its state after earlier steps, chunks and drafts equals one pass over them."""
     settings = dict(settings)
@@ -116,14 +113,14 @@ def test_drafts_are_those_of_the_layer_over_all_tokens(models, engine, name, set
             llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert len(proposals) > 100
     agreed = 0
-    for tokens, drafts in proposals[::4]:
+    for tokens, drafts in proposals[::6]:
         assert 0 < len(drafts) <= 3
         for logits, draft in zip(models[name].guess(tokens), drafts, strict=False):
             assert logits[draft] >= logits.max() - 1e-4 * logits.max().abs()
             if logits.argmax() != draft:
                 break
             agreed += 1
-    assert agreed > 60
+    assert agreed > 30
 
 
 @pytest.mark.parametrize("splits_rows", [False, True])
@@ -157,7 +154,7 @@ def test_models_without_an_mtp_layer_are_refused(models, tmp_path):
             LLM(str(tmp_path), max_model_len=128, **settings)
 
     make_hf(*CASES["llama"][:1], **CASES["llama"][1]).save_pretrained(tmp_path)
-    refuse(r"method=mtp needs an MTP layer, and .* has none that Octavo reads \(Qwen3_5ForCausalLM")
+    refuse(r"method=mtp needs an MTP layer, and Octavo finds none in .*\(Qwen3_5ForCausalLM, ")
 
     source = models["qwen3.5"].folder
     fields = json.loads((source / "config.json").read_text())
