@@ -76,7 +76,7 @@ def make_worker_setup(
 def _with_draft(setup: WorkerSetup) -> WorkerSetup:
     """Return the setup with its draft model, if any, and the method of this model."""
     config = setup.config
-    found = find_draft(config, setup.spec)
+    found = find_draft(config, setup.spec, setup.model_path)
     if found is None:
         return setup
     if found.spec.caches and find_full_attention(make_kv_cache_groups(setup.spec.caches)) is None:

@@ -17,7 +17,10 @@ import pytest
 from octavo import LLM, SamplingParams
 from octavo.config import BUILTIN_MODEL
 from octavo.sampling_params import StructuredOutputsParams
+from octavo.scheduler.speculation import DraftLengths
+from tests import small_tokenizers
 from tests.hybrid import save_hybrid
+from tests.worker.spec_decode import mtp_model
 
 PROMPT = (
     "Lily had a red ball. She put the red ball in a box. Tom had a blue ball. He put the blue ball"
@@ -124,3 +127,20 @@ def test_each_with_every_other(model: str, hybrid: str, method: str, chunked: bo
         if METHODS[method] is not None:
             assert 0 < sum(stats.num_accepted_tokens_per_pos) < stats.num_draft_tokens
         llm._client.core.check_integrity()
+
+
+def test_a_hybrid_model_with_its_mtp_layer(tmp_path, monkeypatch) -> None:
+    mtp_model.make("qwen3.5", tmp_path)
+    model = str(small_tokenizers.save(small_tokenizers.byte_level(), tmp_path))
+    with LLM(model, enable_prefix_caching=False, async_scheduling=False, max_num_seqs=4) as llm:
+        expected = answers(llm)
+    monkeypatch.setattr(DraftLengths, "choose", lambda self, num_reqs: self.most)
+    speculative = {"method": "mtp", "num_speculative_tokens": 3}
+    for settings in ({}, {"max_num_batched_tokens": 32, "max_num_seqs": 32}):
+        with LLM(model, speculative_config=speculative, **settings) as llm:
+            assert answers(llm) == expected
+            assert answers(llm) == expected
+            stats = llm.stats()
+            assert stats.prefix_cache_hits > 0
+            assert 0 < sum(stats.num_accepted_tokens_per_pos) < stats.num_draft_tokens
+            llm._client.core.check_integrity()
