@@ -574,6 +574,17 @@ SPECULATIVE = {
 OFFLOADING = ("kv_offloading_size", "kv_offloading_backend")
 """Short form of kv_transfer_config: GiB of memory for the OffloadingConnector."""
 
+MTP_METHODS = tuple(
+    f"{family}_mtp"
+    for family in (
+        *("bailing_hybrid", "bailing_hybrid_v3", "deepseek", "dots3_note", "ernie", "exaone4_5"),
+        *("exaone_moe", "gemma4", "glm4_moe", "glm4_moe_lite", "glm5_next", "glm_ocr", "hy_v3"),
+        *("hy_v4", "inkling", "kimi_k3", "longcat_flash", "mimo", "mimo_v2", "minimax_m3"),
+        *("nemotron_h", "pangu_ultra_moe", "qwen3_5", "qwen3_next", "qwen4_exp", "step3p5"),
+    )
+)
+"""Older names of vLLM's method mtp, one for each family of models."""
+
 DRAFT = {
     setting.name: setting
     for setting in [
@@ -701,7 +712,9 @@ def translate(kwargs: Mapping[str, Any]) -> dict[str, Any]:
         for name in draft.keys() & DRAFT.keys():
             _refuse_unless_harmless(DRAFT[name], f"speculative_config.{name}", draft[name])
         settings["speculative_config"] = {
-            name: value for name, value in draft.items() if name not in DRAFT
+            name: "mtp" if name == "method" and value in MTP_METHODS else value
+            for name, value in draft.items()
+            if name not in DRAFT
         }
     for name, (key, target, ignored) in SECTIONS.items():
         section = _typed(settings.pop(name, None))

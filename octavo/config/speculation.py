@@ -14,8 +14,8 @@ from octavo.errors import ConfigError
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Drafting and verification of tokens. Names are vLLM's."""
 
-    method: Literal["ngram", "suffix", "draft_model", "eagle", "medusa"] | None = None
-    """Method: ngram, suffix, draft_model, eagle or medusa; default: the kind of `model`."""
+    method: Literal["ngram", "suffix", "draft_model", "eagle", "medusa", "mtp"] | None = None
+    """Method: ngram, suffix, draft_model, eagle, medusa or mtp; default: the kind of `model`."""
     model: Annotated[str, Meta(min_length=1)] | None = None
     """Folder or hub id of the draft model or of the heads."""
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=32)] | None = None
@@ -32,6 +32,11 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     def num_drafts(self) -> int:
         """Maximum number of drafts of a request in a step."""
         return self.num_speculative_tokens or 5
+
+    @property
+    def has_weights(self) -> bool:
+        """True if a draft model, heads or an MTP layer draft."""
+        return self.model is not None or self.method == "mtp"
 
     @property
     def lookup_lengths(self) -> tuple[int, int]:
@@ -52,9 +57,9 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 "speculative_config has neither a method nor a model; give "
                 '{"method": "ngram"}, or {"model": "..."} for a draft model.'
             )
-        if self.method in ("ngram", "suffix") and self.model is not None:
+        if self.method in ("ngram", "suffix", "mtp") and self.model is not None:
             raise ConfigError(
-                f"speculative_config: method={self.method} drafts without a model; leave out "
+                f"speculative_config: method={self.method} drafts without another model; leave out "
                 f"model={self.model!r}."
             )
         if self.method in ("draft_model", "eagle", "medusa") and self.model is None:
@@ -62,9 +67,10 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 f"speculative_config: method={self.method} needs a model; name its folder or hub "
                 'id: {"method": "' + self.method + '", "model": "..."}.'
             )
-        if self.model is not None and (self.prompt_lookup_max or self.prompt_lookup_min):
+        if self.has_weights and (self.prompt_lookup_max or self.prompt_lookup_min):
+            drafter = "method=mtp" if self.model is None else f"model={self.model!r}"
             raise ConfigError(
-                f"speculative_config: with model={self.model!r} nothing is looked up in prompts; "
+                f"speculative_config: with {drafter} nothing is looked up in prompts; "
                 "leave out prompt_lookup_max and prompt_lookup_min."
             )
 
@@ -77,6 +83,7 @@ class SpeculationConfig(Section, frozen=True):
         Meta(
             description='Method that drafts tokens, as JSON: {"method": "ngram",'
             ' "num_speculative_tokens": 5, "prompt_lookup_max": 5, "prompt_lookup_min": 3}, or'
-            ' {"model": "..."} with a draft model, EAGLE or Medusa heads.'
+            ' {"model": "..."} with a draft model, EAGLE or Medusa heads, or {"method": "mtp"} with'
+            " the model's own MTP layer."
         ),
     ] = None

@@ -34,7 +34,7 @@ def _is_native(config: EngineConfig, platform: Platform) -> bool:
 
 def _has_draft(config: EngineConfig) -> bool:
     speculative = config.speculation.speculative_config
-    return speculative is not None and speculative.model is not None
+    return speculative is not None and speculative.has_weights
 
 
 REQUIREMENTS = (
@@ -49,11 +49,11 @@ REQUIREMENTS = (
         "end the process to free its memory.",
     ),
     Requirement(
-        "`speculative_config` with a `model`",
+        "`speculative_config` with a `model`, or with method `mtp`",
         _NATIVE,
         lambda config, platform: _has_draft(config) and not _is_native(config, platform),
-        "speculative_config: draft models run only on device=cpu and without Triton; use method "
-        "ngram or suffix.",
+        "speculative_config: draft models, heads and MTP layers run only on device=cpu and without "
+        "Triton; use method ngram or suffix.",
     ),
     Requirement(
         "`enable_prompt_embeds`",
@@ -84,10 +84,10 @@ REQUIREMENTS = (
     ),
     Requirement(
         "`pipeline_parallel_size` > 1",
-        "`speculative_config` without a `model`",
+        "`speculative_config` without a `model`, and not with method `mtp`",
         lambda config, platform: config.device.pipeline_parallel_size > 1 and _has_draft(config),
-        "pipeline_parallel_size={config.device.pipeline_parallel_size} needs no draft model or "
-        "heads (use the methods ngram or suffix); change one of the two.",
+        "pipeline_parallel_size={config.device.pipeline_parallel_size} needs no draft model, "
+        "heads or MTP layer (use the methods ngram or suffix); change one of the two.",
     ),
     Requirement(
         "`pipeline_parallel_size` > 1",

@@ -76,7 +76,7 @@ def make_worker_setup(
 def _with_draft(setup: WorkerSetup) -> WorkerSetup:
     """Return the setup with its draft model, if any, and the method of this model."""
     config = setup.config
-    found = find_draft(config, setup.spec)
+    found = find_draft(config, setup.spec, setup.model_path)
     if found is None:
         return setup
     if found.spec.caches and find_full_attention(make_kv_cache_groups(setup.spec.caches)) is None:
@@ -123,11 +123,6 @@ def _with_connector(setup: WorkerSetup, engine_index: int) -> WorkerSetup:
     assert transfer is not None
     if setup.has_states:
         get_connector(transfer).check_states(transfer)
-        if setup.rank.num_stages > 1:
-            raise ConfigError(
-                f"kv_transfer_config with pipeline_parallel_size={setup.rank.num_stages} is not "
-                "supported with models that have recurrent states; leave one of the two out."
-            )
     if transfer.engine_id is None:
         number = str(config.parallel.first_engine + engine_index)
         transfer = msgspec.structs.replace(transfer, engine_id=number)

@@ -84,7 +84,8 @@ class SetupMessage(msgspec.Struct):
             speculation = msgspec.structs.replace(
                 config.speculation, speculative_config=speculative
             )
-            found = find_draft(msgspec.structs.replace(config, speculation=speculation), spec)
+            config = msgspec.structs.replace(config, speculation=speculation)
+            found = find_draft(config, spec, Path(self.model_path))
             assert found is not None
             setup = replace(setup, draft=self.draft._with(found.spec))
         return replace(setup, rank=rank, group=group)

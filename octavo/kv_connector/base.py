@@ -290,7 +290,7 @@ def refuse_states(config: KVTransferConfig) -> None:
     """Raise ConfigError: the connector does not support recurrent states."""
     raise ConfigError(
         f"kv_transfer_config: kv_connector={config.kv_connector} is not supported with models that "
-        "have recurrent states; use OffloadingConnector, or leave kv_transfer_config out."
+        "have recurrent states; use a built-in connector, or leave kv_transfer_config out."
     )
 
 

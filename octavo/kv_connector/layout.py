@@ -20,7 +20,7 @@ from octavo.models.cache import Pages
 SUM_NBYTES = 8
 _LINE = 64
 _VERSION = 1
-# Bytes of a state in a copy, and the number of its layers, if the model has no blocks.
+# Bytes of a state in a copy, and the number of its layers, if a rank has no pages of blocks.
 _PIECE_NBYTES, _PIECE_SLICES = 2**16, 64
 
 
@@ -73,7 +73,9 @@ class KVLayout:
     the order of the layers, then the checksums.
 
     A recurrent state may be much larger than a block, so its copy consists of pieces. A piece has
-    the size of a block's copy and contains slices of the state, then a checksum of each.
+    the size of a block's copy and contains slices of the state, then a checksum of each. The states
+    of pipeline stages differ in size. All ranks have the same number of pieces, so that they use
+    the same keys; the last pieces of a small state are empty.
     """
 
     model: str
@@ -94,6 +96,10 @@ class KVLayout:
     """Number of processes that have a part of each block."""
     sums_in_parts: bool = False
     """True if ranks sum up parts of a number (tensor_parallel_mode=reduce)."""
+    largest_copy_nbytes: int = 0
+    """Bytes of the largest copy on any rank; 0: this rank's."""
+    most_pieces: int = 0
+    """Most pieces of a state on any rank; 0: this rank's."""
 
     @cached_property
     def identity(self) -> bytes:
@@ -162,14 +168,14 @@ class KVLayout:
     @cached_property
     def sums_offset(self) -> int:
         """Offset of the checksums in a copy: after the pages of the largest group."""
-        if not self.groups:
+        if not any(self.num_pages):
             return min(_PIECE_NBYTES, state_nbytes(self.states))
         return max(self.num_pages) * self.page_nbytes
 
     @cached_property
     def num_sums(self) -> int:
         """Number of checksums for which a copy has room."""
-        if not self.groups:
+        if not any(self.num_pages):
             return _PIECE_SLICES
         return max(n * chunks for n, chunks in zip(self.num_pages, self.num_chunks, strict=True))
 
@@ -178,9 +184,19 @@ class KVLayout:
         """Bytes of a copy: the same for blocks of all groups, and whole cache lines."""
         return -(-(self.sums_offset + self.num_sums * SUM_NBYTES) // _LINE) * _LINE
 
+    @property
+    def slot_nbytes(self) -> int:
+        """Bytes of memory for a copy on any rank."""
+        return max(self.copy_nbytes, self.largest_copy_nbytes)
+
     @cached_property
     def pieces(self) -> list[list[StateSlice]]:
         """Pieces of a state's copy: the layers one after another, cut where a copy is full."""
+        return self._own_pieces + [[]] * (self.num_pieces - len(self._own_pieces))
+
+    @cached_property
+    def _own_pieces(self) -> list[list[StateSlice]]:
+        """The pieces that are not empty."""
         tensors = count(max((len(group.layer_indices) for group in self.groups), default=0))
         rows = sorted(
             (layer, next(tensors), group.cache.block_nbytes(self.block_size, self.dtype))
@@ -210,12 +226,28 @@ class KVLayout:
         for number in range(len(self.groups), self.num_kinds):
             yield number, block_hash
 
+    @cached_property
+    def state_division(self) -> str:
+        """Digest of the part of a state in this rank's pieces; "" without states.
+
+        Engines can exchange pieces if it is equal for all ranks.
+        """
+        if not self.states:
+            return ""
+        text = str((self.first_layer, self.pieces))
+        return hashlib.sha256(b"octavo-kv-states:" + text.encode()).hexdigest()[:16]
+
+    @property
+    def num_pieces(self) -> int:
+        """Number of pieces of a state, the same on all ranks."""
+        return max(len(self._own_pieces), self.most_pieces)
+
     @property
     def num_kinds(self) -> int:
         """Number of kinds of copies: of each group's blocks, and each piece of a state."""
-        return len(self.groups) + len(self.pieces)
+        return len(self.groups) + self.num_pieces
 
     @property
     def least_copies(self) -> int:
         """Number of copies of the smallest content that can be loaded: a block, and a state."""
-        return len(self.pieces) + bool(self.groups)
+        return self.num_pieces + bool(self.groups)

@@ -80,7 +80,7 @@ class OffloadingSettings(KVConnectorSettings, frozen=True, kw_only=True):
         Raises:
             ConfigError: a block does not fit.
         """
-        nbytes = layout.copy_nbytes * layout.world_size
+        nbytes = layout.slot_nbytes * layout.world_size
         content = "a block and a recurrent state" if layout.states else "a block"
         sizes = {"cpu_bytes_to_use": self.cpu_bytes_to_use}
         if self.file_path is not None:
@@ -226,9 +226,11 @@ class OffloadingScheduler(KVConnectorScheduler):
             for block in self._tracker.full_blocks(scheduler_output, self._saves_all)
             if block.request.cache_scope is None
         ]
-        states, self._states = self._states, []
-        for state in states:
-            wanted += [(key, state.state_id) for key in self.layout.state_keys(state.block_hash)]
+        states = [(state.state_id, state.block_hash) for state in self._states]
+        states += self._tracker.sources(scheduler_output, self._saves_all)
+        self._states = []
+        for state_id, block_hash in states:
+            wanted += [(key, state_id) for key in self.layout.state_keys(block_hash)]
         saves: list[Save] = []
         for key, block_id in wanted if self.transfer_config.saves else []:
             save = self._save(key, block_id)
@@ -241,7 +243,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         return OffloadingMetadata(self._epoch, saves, loads) if saves or loads else None
 
     def _saves_all(self, request: Request) -> bool:
-        """Return True if a request's blocks from the prefix cache are saved, too."""
+        """Return True if a request's blocks and state from the prefix cache are saved, too."""
         return False
 
     def _save(self, key: Key, block_id: int) -> Save | None:

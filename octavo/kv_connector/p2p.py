@@ -4,7 +4,8 @@ The first engine keeps the prompt's blocks in memory (as `OffloadingConnector` d
 second one has fetched them, or until a timeout. Its answer contains their addresses
 (`kv_transfer_params`, as in vLLM), signed with the cluster's key; an engine that receives these
 with a request fetches the blocks: on the same host from the first engine's memory, otherwise over
-TCP, encrypted (CurveZMQ). The engine computes blocks that do not arrive or are damaged.
+TCP, encrypted (CurveZMQ). The engine computes blocks that do not arrive or are damaged. Models with
+recurrent states hand over the last state of the prompt that the first engine has kept, too.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Annotated, Any
@@ -25,8 +26,12 @@ from msgspec import Meta
 
 from octavo.config import EngineConfig
 from octavo.errors import RequestError
-from octavo.kv_cache.block_pool import NULL_BLOCK_ID
-from octavo.kv_connector.base import KVConnector, KVConnectorMetadata, transfer_config_of
+from octavo.kv_connector.base import (
+    KVConnector,
+    KVConnectorMetadata,
+    accept_states,
+    transfer_config_of,
+)
 from octavo.kv_connector.cluster_secret import cluster_secret
 from octavo.kv_connector.copy_cache import Key
 from octavo.kv_connector.layout import KVLayout
@@ -38,6 +43,7 @@ from octavo.kv_connector.offload import (
 )
 from octavo.kv_connector.pages import KVCaches
 from octavo.kv_connector.peer import PeerAddress, PeerClient, PeerServer, SharedCopies
+from octavo.kv_connector.tracking import find_match, keys_to_load
 from octavo.messages import KVConnectorOutput, SchedulerOutput
 from octavo.request import Request
 
@@ -89,7 +95,7 @@ class P2PMetadata(OffloadingMetadata):
 
 
 class _KeptPrompt(msgspec.Struct):
-    """Blocks of a prompt that wait for a peer."""
+    """Copies of a prompt's blocks and state that wait for a peer."""
 
     keys: list[Key]
     until: float
@@ -106,11 +112,28 @@ class _Offer(msgspec.Struct, forbid_unknown_fields=True):
     remote_port: int | None = None
     remote_block_ids: list[list[int]] = []
     """Slots of the prompt's blocks, for each KV-cache group; -1: the block is missing."""
+    remote_state_blocks: int = 0
+    """Number of blocks of tokens that precede the recurrent state; 0: there is no state."""
+    remote_state_ids: list[int] = []
+    """Slots of the state's pieces."""
     remote_layout: str = ""
     """`KVLayout.identity` in hex."""
     remote_peers: list[PeerAddress] = []
     signature: str = ""
     tp_size: int | None = None
+
+    def slots(self, layout: KVLayout, block_hashes: Sequence[bytes]) -> dict[Key, int]:
+        """Return the slots of the copies that the peer has, by their keys."""
+        found = {
+            (group_id, block_hash): slot
+            for group_id, slots in enumerate(self.remote_block_ids[: len(layout.groups)])
+            for block_hash, slot in zip(block_hashes, slots, strict=False)
+            if slot != _NO_SLOT
+        }
+        for block_hash in block_hashes[: self.remote_state_blocks][-1:]:
+            keys = layout.state_keys(block_hash)
+            found.update(zip(keys, self.remote_state_ids, strict=False))
+        return found
 
     def sign(self, secret: bytes) -> str:
         """Return the correct `signature`."""
@@ -153,8 +176,8 @@ class P2PScheduler(OffloadingScheduler):
         """Fetches for the next metadata."""
         self._fetching: dict[str, Fetch] = {}
         self._fetched: list[Fetch] = []
-        self._offers: dict[str, _Offer] = {}
-        """Offers of requests that are being looked up or loaded."""
+        self._offers: dict[str, tuple[_Offer, dict[Key, int]]] = {}
+        """Offers of requests that are being looked up or loaded, and the slots of their copies."""
 
     @property
     def num_expired(self) -> int:
@@ -185,7 +208,7 @@ class P2PScheduler(OffloadingScheduler):
         return params is not None and bool(params.get("do_remote_decode"))
 
     def request_finished(self, request: Request) -> dict[str, Any] | None:
-        """Implement `KVConnectorScheduler`: keep the prompt's blocks for a peer."""
+        """Implement `KVConnectorScheduler`: keep the prompt's blocks and state for a peer."""
         if not self._saves_all(request) or not self.transfer_config.saves:
             return None
         size = self.layout.block_size
@@ -200,6 +223,8 @@ class P2PScheduler(OffloadingScheduler):
             for h, slot in zip(hashes, slots, strict=True)
             if slot != _NO_SLOT
         ]
+        state_blocks, state = self._last_state(hashes[: (request.num_prompt_tokens - 1) // size])
+        keys += state
         for key in keys:
             self._memory.pin(key)
         self._expire()
@@ -213,6 +238,8 @@ class P2PScheduler(OffloadingScheduler):
             remote_host=self._settings.host,
             remote_port=self._peers[0].port,
             remote_block_ids=places,
+            remote_state_blocks=state_blocks,
+            remote_state_ids=[self._memory.slot(key) for key in state],
             remote_layout=self.layout.identity.hex(),
             remote_peers=self._peers,
         )
@@ -221,7 +248,16 @@ class P2PScheduler(OffloadingScheduler):
         return found
 
     def _place(self, key: Key) -> int:
-        return self._memory.slot(key) if key in self._memory and key not in self._unsure else -1
+        known = key in self._memory and key not in self._unsure
+        return self._memory.slot(key) if known else _NO_SLOT
+
+    def _last_state(self, hashes: Sequence[bytes]) -> tuple[int, list[Key]]:
+        """Return the number of blocks before the last state in memory, and the state's keys."""
+        for count in range(len(hashes) if self.layout.states else 0, 0, -1):
+            keys = self.layout.state_keys(hashes[count - 1])
+            if all(self._place(key) != _NO_SLOT for key in keys):
+                return count, list(self.layout.state_keys(hashes[count - 1]))
+        return 0, []
 
     def _release(self, request_id: str) -> None:
         kept = self._kept.pop(request_id, None)
@@ -244,52 +280,40 @@ class P2PScheduler(OffloadingScheduler):
         offer = read_offer(request)
         if offer is None or not offer.do_remote_prefill or not self.transfer_config.loads:
             return here, True
-        there = self._match_offer(request, offer, num_computed_tokens)
+        slots = self._slots_of(offer, request)
+        there = find_match(self, request, num_computed_tokens, slots.__contains__)
         if there <= here:
             return here, True
-        self._offers[request.request_id] = offer
+        self._offers[request.request_id] = offer, slots
         return there, True
 
-    def _match_offer(self, request: Request, offer: _Offer, num_computed_tokens: int) -> int:
-        layout = self.layout
-        if offer.remote_layout != layout.identity.hex():
-            logger.warning(
-                "engine %s has another model or other settings: its KV blocks are computed again",
-                offer.remote_engine_id,
-            )
-            return 0
-        size, places = layout.block_size, offer.remote_block_ids
-        begin = num_computed_tokens // size
-        end = min([len(request.block_hashes), *map(len, places)], default=0)
-        while end > begin:
-            position = min(end * size, request.num_tokens - 1)
-            missing = [
-                i
-                for manager, slots in zip(layout.managers, places, strict=True)
-                for i in range(max(begin, manager.first_needed_block(position)), end)
-                if slots[i] < 0
-            ]
-            if not missing:
-                return (end - begin) * size
-            end = max(missing)
-        return 0
+    def _slots_of(self, offer: _Offer, request: Request) -> dict[Key, int]:
+        """Return the slots of the copies that a peer offers and this engine can use."""
+        divisions = [[peer.states for peer in of] for of in (offer.remote_peers, self._peers)]
+        if offer.remote_layout != self.layout.identity.hex():
+            reason = "has another model or other settings"
+        elif self.layout.states and divisions[0] != divisions[1]:
+            reason = "divides recurrent states among its processes in another way"
+        else:
+            return offer.slots(self.layout, request.block_hashes)
+        logger.warning(
+            "engine %s %s: its KV blocks are computed again", offer.remote_engine_id, reason
+        )
+        return {}
 
     def update_state_after_alloc(
         self, request: Request, block_ids: list[list[int]], num_external_tokens: int
     ) -> None:
         """Implement `KVConnectorScheduler`."""
-        offer = self._offers.pop(request.request_id, None)
+        found = self._offers.pop(request.request_id, None)
         if num_external_tokens == 0 and request.num_external_tokens is None:
             self._decline(request)
-        if offer is None or num_external_tokens == 0:
+        if found is None or num_external_tokens == 0:
             super().update_state_after_alloc(request, block_ids, num_external_tokens)
             return
-        blocks = [
-            (group_id, ids[i], offer.remote_block_ids[group_id][i], request.block_hashes[i])
-            for group_id, ids in enumerate(block_ids)
-            for i in range(len(ids) - num_external_tokens // self.layout.block_size, len(ids))
-            if ids[i] != NULL_BLOCK_ID
-        ]
+        offer, slots = found
+        wanted = keys_to_load(self.layout, request, block_ids, num_external_tokens)
+        blocks = [(key[0], block_id, slots[key], key[1]) for key, block_id in wanted]
         fetch = Fetch(offer.remote_request_id, offer.remote_peers, blocks)
         self._loads[request.request_id] = []
         self._fetches[request.request_id] = self._fetching[request.request_id] = fetch
@@ -405,4 +429,4 @@ class P2PWorker(OffloadingWorker):
         self._shared.close()
 
 
-P2PConnector = KVConnector(P2PScheduler, P2PWorker, P2PWorker.host_nbytes)
+P2PConnector = KVConnector(P2PScheduler, P2PWorker, P2PWorker.host_nbytes, accept_states)

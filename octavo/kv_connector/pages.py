@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -69,7 +70,7 @@ class KVCaches:
             for i, layer in enumerate(self.layout.groups[group_id].layer_indices):
                 by_layer[layer].append(pages.of_sides(2 * i, 2 * i + 2))
         for layer, pages, _ in self._state_pages(pieces):
-            by_layer[layer].append(pages)
+            by_layer[layer].append(replace(pages, is_state=True))
         return LayerSaves(by_layer)
 
     def load(self, copies: Sequence[BlockCopy], part: KVPart | None = None) -> set[int]:
@@ -165,6 +166,28 @@ class _Pages:
     seeds: Addresses
     chunks: int
     chunk_nbytes: int
+    is_state: bool = False
+    """True if they are float32 numbers of states, [pages]."""
+
+    def without_nan(self) -> _Pages:
+        """Return the pages of states without those that contain NaN.
+
+        The others get the checksum 0, which no copy has, so that loading them fails.
+        """
+        count = self.chunk_nbytes // 4
+        places = [(ctypes.c_float * count).from_address(int(start)) for start in self.here]
+        bad = np.array([np.isnan(np.ctypeslib.as_array(place).min()) for place in places])
+        if not bad.any():
+            return self
+        for address in self.sums[bad]:
+            ctypes.memset(int(address), 0, SUM_NBYTES)
+        return replace(
+            self,
+            here=_addresses(self.here[~bad]),
+            there=_addresses(self.there[~bad]),
+            sums=_addresses(self.sums[~bad]),
+            seeds=_addresses(self.seeds[~bad]),
+        )
 
     def of_sides(self, begin: int, end: int) -> _Pages:
         """Return a range of the pages of each block."""
@@ -210,8 +233,10 @@ class LayerSaves:
         return max(self._by_layer, default=-1) + 1
 
     def save_layer(self, layer: int) -> None:
-        """Copy the pages of a layer of the rank, with checksums."""
+        """Copy the pages of a layer of the rank, with checksums; no state with NaN."""
         for pages in self._by_layer.get(layer, ()):
+            if pages.is_state:
+                pages = pages.without_nan()
             _native.save_pages(
                 from_=pages.here.ctypes.data, to=pages.there.ctypes.data, **pages.others()
             )

@@ -64,6 +64,8 @@ class PeerAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """First bytes of the memory, in hex."""
     part: KVPart
     """Part of a block that is in the copies."""
+    states: str = ""
+    """`KVLayout.state_division`."""
 
 
 class SharedCopies:
@@ -148,6 +150,7 @@ class PeerServer:
             descriptor=shared.descriptor,
             nonce=shared.nonce.hex(),
             part=layout.part,
+            states=layout.state_division,
         )
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="octavo-kv-peers", daemon=True)
@@ -205,7 +208,7 @@ class PeerClient:
     def __init__(self, secret: bytes, kv_caches: KVCaches, timeout: float) -> None:
         self._context: zmq.Context[Any] = zmq.Context()
         self._secret, self._kv_caches, self._timeout = secret, kv_caches, timeout
-        self._own = kv_caches.layout.part
+        self._layout = kv_caches.layout
 
     def fetch(
         self, peers: Sequence[PeerAddress], blocks: Sequence[Block], since: float
@@ -214,22 +217,26 @@ class PeerClient:
 
         Args:
             peers: ranks that have the blocks; their division of the model may differ from this
-                engine's.
-            blocks: blocks to fetch.
+                engine's if it has no recurrent states.
+            blocks: blocks, and pieces of states, to fetch.
             since: time of the request, by `time.monotonic`; the timeout starts there.
 
         Raises:
             OSError: a peer is unreachable or too slow, or the peers lack a part of the blocks.
         """
-        missing = self._own.cells()
+        missing, end = self._layout.part.cells(), since + self._timeout
+        pieces = [block for block in blocks if block[0] >= len(self._layout.groups)]
+        blocks = [block for block in blocks if block[0] < len(self._layout.groups)]
         damaged: set[int] = set()
         for peer in peers:
             found = peer.part.cells() & missing
             if found:
-                damaged |= self._fetch_part(peer, blocks, since + self._timeout)
+                damaged |= self._fetch_part(peer, blocks, end)
                 missing -= found
         if missing:
             raise OSError("the peers do not have all layers and heads")
+        if pieces:
+            damaged |= self._fetch_part(peers[self._layout.rank], pieces, end)
         return damaged
 
     def _fetch_part(self, peer: PeerAddress, blocks: Sequence[Block], end: float) -> set[int]:

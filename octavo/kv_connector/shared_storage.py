@@ -67,7 +67,7 @@ class SharedStorageSettings(KVConnectorSettings, frozen=True, kw_only=True):
         Raises:
             ConfigError: a block does not fit.
         """
-        nbytes = layout.copy_nbytes * layout.world_size
+        nbytes = layout.slot_nbytes * layout.world_size
         content = "a block and a recurrent state" if layout.states else "a block"
         needs = {"max_bytes": nbytes * layout.least_copies, "write_buffer_bytes": nbytes}
         for name, need in needs.items():

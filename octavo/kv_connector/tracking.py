@@ -8,6 +8,7 @@ from functools import partial
 from typing import NamedTuple
 
 from octavo.kv_cache.block_pool import NULL_BLOCK_ID
+from octavo.kv_cache.states import id_of_state
 from octavo.kv_connector.base import KVConnectorScheduler
 from octavo.kv_connector.copy_cache import Key
 from octavo.kv_connector.layout import KVLayout
@@ -85,6 +86,19 @@ class BlockTracker:
                     if block_id != NULL_BLOCK_ID:
                         yield FullBlock(request, group_id, block_id, request.block_hashes[i])
             live.num_seen = end
+
+    def sources(
+        self, step: SchedulerOutput, whole: Callable[[Request], bool]
+    ) -> Iterator[tuple[int, bytes]]:
+        """Yield the id of each state that new requests start from, and its last block's hash.
+
+        The arguments are those of `full_blocks`, which is called first.
+        """
+        for scheduled in step.scheduled_reqs:
+            new, request = scheduled.new, self._live[scheduled.req_id].request
+            if new is not None and new.state_source >= 0 and whole(request):
+                last = new.num_computed_tokens // self._layout.block_size - 1
+                yield id_of_state(new.state_source), request.block_hashes[last]
 
 
 class Known:

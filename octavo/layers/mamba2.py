@@ -41,6 +41,8 @@ class Mamba2:
     """Columns of these heads in the result of all heads, if other ranks have the others."""
     own_inputs: slice | None = None
     """Columns of all heads that `out_proj` reads, if it does not read all."""
+    gated: Columns | None = None
+    """Columns of these heads in the gated result of all, if that differs from `columns`."""
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """Map [T, hidden_size] to [T, hidden_size]; store the states of this step."""
@@ -77,6 +79,11 @@ class Mamba2:
             whole = self.norm(whole)
             if self.own_inputs is not None:
                 whole = whole[:, self.own_inputs]
-        if self.norm_before_gate:
+        if self.gated is not None:
+            normed = whole[:, self.gated.begin : self.gated.end]
+            whole, own = self.gated.empty(tokens, x.dtype)
+            ops.multiply(normed, gate, "silu", own)
+            self.gated.join()
+        elif self.norm_before_gate:
             ops.multiply(whole, gate, "silu", whole)
         return self.out_proj(whole)

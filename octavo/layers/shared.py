@@ -23,7 +23,8 @@ class Columns:
     """Columns of one rank in one of the buffers.
 
     All ranks fill their columns, wait at a barrier, then read. The barrier before reading a buffer
-    must differ from the one before filling it again, so successive blocks have different buffers.
+    must differ from the one before filling it again, so successive blocks have different buffers
+    (`SharedBuffers.columns`).
     """
 
     buffers: SharedBuffers
@@ -80,6 +81,8 @@ class SharedBuffers:
         self._rows_of_kind = most_rows
         self._most_rows: dict[str, int] = {}
         self._row_nbytes: dict[str, int] = {}
+        self._last = ""
+        """Name of the buffer that the last block with columns uses."""
         self._memory: GroupMemory | None = None
         self._begin = 0
 
@@ -91,8 +94,16 @@ class SharedBuffers:
         dtype: str,
         rows: BufferRows = "tokens",
     ) -> Columns:
-        """Reserve a buffer, or make it large enough; see `Parts.columns`."""
+        """Reserve a buffer, or make it large enough; see `Parts.columns`.
+
+        Blocks are built in the order of their use. If two with the same name follow each other
+        (single-mixer layers), the second one has another buffer.
+        """
         assert self._memory is None, "buffers are reserved before they are attached"
+        if part != (0, size):  # not split rows
+            if name == self._last:
+                name += "2"
+            self._last = name
         self._most_rows[name] = self._rows_of_kind[rows]
         nbytes = size * itemsize(dtype)
         self._row_nbytes[name] = max(self._row_nbytes.get(name, 0), nbytes)

@@ -41,7 +41,7 @@ class DecoderModel:
             first += len(own)
             used.append(own if layer.cache_layer is None else used[layer.cache_layer])
             self.layers.append(layer.build(parts.of(f"layers.{i}"), used[i]))
-        self._add = parts.ops.add
+        self._add, self._join_ranks = parts.ops.add, parts.join_ranks
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Embed input_ids [T] int64 -> [T, embed_size], for `StepContext.embeds`."""
@@ -67,6 +67,7 @@ class DecoderModel:
         if self.spec.has_head:
             return self.finish(x, residual)
         step.handed = x, residual, step.layer_inputs
+        self._join_ranks()  # the next step may begin with the buffer that this one ends with
         return x
 
     def begin(self, input_ids: Tensor, step: StepContext) -> Tensor:

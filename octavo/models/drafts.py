@@ -7,13 +7,14 @@ from pathlib import Path
 
 import msgspec
 
+from octavo.checkpoints.base import Checkpoint
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig, SpeculativeConfig
-from octavo.errors import ConfigError
-from octavo.models.heads import MedusaSpec, read_eagle, read_eagle3, read_medusa
+from octavo.errors import ConfigError, ModelError
+from octavo.models.heads import MedusaSpec, MTPSpec, read_eagle, read_eagle3, read_medusa
 from octavo.models.hub import resolve_model
-from octavo.models.registry import complete_spec, read_spec
+from octavo.models.registry import MTP_LAYERS, complete_spec, read_mtp_spec, read_spec
 from octavo.models.spec import ModelSpec
 from octavo.models.state_cache import StateCache
 
@@ -33,12 +34,13 @@ class Draft:
     """Number of Medusa's heads; None for other methods."""
 
 
-def find_draft(config: EngineConfig, target: ModelSpec) -> Draft | None:
+def find_draft(config: EngineConfig, target: ModelSpec, target_path: Path) -> Draft | None:
     """Return the draft model of the settings, or None if they name none.
 
     Args:
         config: the settings.
         target: the model that needs drafts.
+        target_path: its folder.
 
     Raises:
         ConfigError: the two models do not match.
@@ -52,9 +54,12 @@ def find_draft(config: EngineConfig, target: ModelSpec) -> Draft | None:
             f"speculative_config is not supported with {target.architecture}: its layers keep a "
             "state from which rejected drafts cannot be removed; leave it out."
         )
+    load = config.load
+    if speculative.method == "mtp":
+        own = open_checkpoint(target_path, load.load_format, config.model.seed)
+        return Draft("mtp", _read_mtp(config, own), target_path)
     if speculative.model is None:
         return None
-    load = config.load
     path = resolve_model(
         speculative.model, download_dir=load.download_dir, load_format=load.load_format
     )
@@ -83,6 +88,29 @@ def find_draft(config: EngineConfig, target: ModelSpec) -> Draft | None:
             "the same tokenizer."
         )
     return Draft("draft_model", spec, path)
+
+
+def _read_mtp(config: EngineConfig, checkpoint: Checkpoint) -> MTPSpec:
+    """Return the MTP layer of the target's checkpoint, which has its tensors.
+
+    Raises:
+        ConfigError: the checkpoint has none.
+    """
+    spec = read_mtp_spec(checkpoint, config.model)
+    if spec is None:
+        raise ConfigError(
+            f"speculative_config: method=mtp needs an MTP layer, and Octavo finds none in "
+            f"{config.model.model}. Use another method, or a checkpoint with such a layer "
+            f"({', '.join(MTP_LAYERS)}; not a GGUF file)."
+        )
+    try:
+        checkpoint.open(spec.expected)
+    except ModelError as error:
+        raise ConfigError(
+            f"speculative_config: method=mtp needs the MTP layer of {config.model.model}, which "
+            f"cannot be read: {error} Use a checkpoint with this layer, or another method."
+        ) from None
+    return spec
 
 
 def _architecture(config: ConfigJson) -> str | None:

@@ -1,4 +1,4 @@
-"""EAGLE heads, ready to run: EAGLE (Li et al., 2024) and EAGLE-3 (Li et al., 2025)."""
+"""EAGLE heads, ready to run: EAGLE (Li et al., 2024), EAGLE-3 (Li et al., 2025), MTP layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from octavo.layers.step import StepContext
 from octavo.models.base import Model
 from octavo.models.blocks.base import Parts
 from octavo.models.blocks.norm import build_norm
-from octavo.models.heads import EagleSpec, LMHeadSpec
+from octavo.models.heads import EagleSpec, LMHeadSpec, MTPSpec
 from octavo.models.spec import ModelSpec
 from octavo.system.tensor import HostTensor, Tensor, full
 
@@ -84,6 +84,35 @@ class EagleModel:
         `target` is the model with the head that computes them.
         """
         return target.head(hidden)
+
+
+class MTPModel(EagleModel):
+    """MTP layer: an EAGLE head with norms before its projection and after its layer.
+
+    Args:
+        spec: the layer.
+        parts: the loaded weights and operations.
+    """
+
+    def __init__(self, spec: MTPSpec, parts: Parts) -> None:
+        super().__init__(spec, parts)
+        assert spec.embed_norm is not None
+        assert spec.hidden_norm is not None
+        self._embed_norm = spec.embed_norm.build(parts.of("embed_norm"))
+        self._hidden_norm = spec.hidden_norm.build(parts.of("hidden_norm"))
+        self._norm = build_norm(spec.head.norm, parts.of("norm"))
+
+    def fill(self, embedding: Tensor, hidden: Tensor) -> None:
+        """Implement `EagleModel`."""
+        tokens, size = hidden.shape
+        self._embed_norm(embedding, self.inputs[:tokens, :size])
+        self._hidden_norm(hidden, self.inputs[:tokens, size:])
+
+    def forward(self, input_ids: Tensor, step: StepContext) -> Tensor:
+        """Implement `EagleModel`."""
+        x, residual = self._layer(self._fc(self.inputs[: len(input_ids)]), None, step)
+        assert residual is not None
+        return self._norm.add(x, residual)[0]
 
 
 class LMHead:

@@ -1,11 +1,12 @@
 """Specifications of heads that draft from another model's hidden states.
 
 Names and shapes are those of vLLM's `MedusaModel`, `EagleLlamaForCausalLM` and
-`LlamaForCausalLMEagle3`.
+`LlamaForCausalLMEagle3`. MTP layers have the names of their model's checkpoint.
 """
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
@@ -101,20 +102,19 @@ class EagleSpec(HeadsSpec):
     kept_layers: tuple[int, ...] = ()
     """EAGLE-3: layers of the target that provide the hidden states."""
     embed_norm: RMSNormSpec | None = None
-    """EAGLE-3: norm of the embedding before the layer."""
+    """EAGLE-3 and MTP: norm of the embedding before the layer."""
     hidden_norm: RMSNormSpec | None = None
-    """EAGLE-3: norm of the hidden state before the layer."""
+    """EAGLE-3 and MTP: norm of the hidden state before the layer."""
     num_draft_tokens: int = 0
     """EAGLE-3: size of the head's vocabulary."""
 
     def weights(self) -> list[Weight]:
         """Implement `ModelSpec`."""
         weights = list(self.fc.weights(Names("fc.")))
-        layer = Names("layers.0.", self.layer_names.format(0))
         for name, norm in (("embed_norm.", self.embed_norm), ("hidden_norm.", self.hidden_norm)):
             if norm is not None:
-                weights += norm.weights(Names(name, layer.checkpoint))
-        weights += self.layers[0].weights(layer)
+                weights += norm.weights(Names(name))
+        weights += self.layers[0].weights(Names("layers.0.", self.layer_names.format(0)))
         if self.num_draft_tokens:
             weights += self.head.weights(Names())
         return weights
@@ -179,10 +179,66 @@ def read_eagle3(config: ConfigJson, target: ModelSpec) -> EagleSpec:
         fc=LinearSpec((("model.fc", size),), 3 * size),
         # The numbers are those of the layers that read the states; layer i - 1 outputs them.
         kept_layers=tuple(i - 1 for i in seen),
-        embed_norm=RMSNormSpec("input_layernorm", size, eps),
-        hidden_norm=RMSNormSpec("hidden_norm", size, eps),
+        embed_norm=RMSNormSpec("midlayer.input_layernorm", size, eps),
+        hidden_norm=RMSNormSpec("midlayer.hidden_norm", size, eps),
         num_draft_tokens=num_tokens,
     )
+
+
+@dataclass(frozen=True)
+class MTPSpec(EagleSpec):
+    """MTP layer of a model: an EAGLE head that the model's own checkpoint contains.
+
+    It has norms before its projection and after its layer (DeepSeek-V3, section 2.2). The LM head
+    and further drafts use its normed output.
+    """
+
+    @classmethod
+    def of(
+        cls,
+        spec: ModelSpec,
+        *,
+        architecture: str,
+        prefix: str,
+        layer: str,
+        fc: str,
+        embed_norm: str,
+        hidden_norm: str,
+        norm: str,
+    ) -> MTPSpec:
+        """Return the MTP layer of a model.
+
+        Args:
+            spec: the model, with the MTP layer as its first layer. The norms are like its last one.
+            architecture: name of the MTP layer, for messages.
+            prefix: prefix of the names of all tensors of the MTP layer.
+            layer: prefix of the names of the layer's tensors, after `prefix`.
+            fc: module of the projection, after `prefix`.
+            embed_norm: module of the norm of embeddings, after `prefix`.
+            hidden_norm: module of the norm of hidden states, after `prefix`.
+            norm: module of the norm after the layer, after `prefix`.
+        """
+        size, like = spec.hidden_size, spec.head.norm
+        assert isinstance(like, RMSNormSpec)
+        return cls(
+            **_fields(spec)
+            | {
+                "architecture": architecture,
+                "layers": spec.layers[:1],
+                "layer_names": prefix + layer,
+                "head": replace(spec.head, norm=replace(like, module=prefix + norm)),
+                "ignored": (rf"(?!{re.escape(prefix)}).*",),
+                "model_class": "octavo.models.eagle:MTPModel",
+            },
+            fc=LinearSpec(((prefix + fc, size),), 2 * size),
+            embed_norm=replace(like, module=prefix + embed_norm),
+            hidden_norm=replace(like, module=prefix + hidden_norm),
+        )
+
+    def weights(self) -> list[Weight]:
+        """Implement `ModelSpec`."""
+        assert self.head.norm is not None
+        return [*super().weights(), *self.head.norm.weights(Names("norm."))]
 
 
 @dataclass(frozen=True)
@@ -197,8 +253,9 @@ class LMHeadSpec(ModelSpec):
 def read_lm_head(target: ModelSpec, draft: ModelSpec, rank: Rank) -> LMHeadSpec | None:
     """Return the target's LM head if `draft` must load it, else None.
 
-    EAGLE (not EAGLE-3) guesses with the target's LM head. If several ranks share the target, each
-    has only a part of the head, and ranks that do not draft cannot compute their parts for it.
+    EAGLE (not EAGLE-3) and MTP layers guess with the target's LM head. If several ranks share the
+    target, each has only a part of the head, and ranks that do not draft cannot compute their parts
+    for it.
     """
     if rank.size == 1 or not isinstance(draft, EagleSpec) or draft.num_draft_tokens:
         return None

@@ -6,6 +6,7 @@ import difflib
 import importlib
 import pkgutil
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 from octavo.checkpoints.base import Checkpoint
@@ -16,6 +17,7 @@ from octavo.models import families
 from octavo.models.config_defaults import ARCHITECTURES, DEFAULTS
 from octavo.models.families.base import OUTER_FIELDS, Family
 from octavo.models.forms import assign
+from octavo.models.heads import MTPSpec
 from octavo.models.spec import ModelSpec
 
 ENTRY_POINTS = "octavo.models"
@@ -24,8 +26,12 @@ ENTRY_POINTS = "octavo.models"
 
 FAMILIES: dict[str, Family] = {}
 """Built-in families, by names in config.json's `architectures`."""
+MTP_LAYERS: dict[str, Callable[[ConfigJson], MTPSpec | None]] = {}
+"""Readers of the families' MTP layers, by the same names; None: the model has none."""
 for _module in pkgutil.iter_modules(families.__path__, families.__name__ + "."):
-    FAMILIES.update(getattr(importlib.import_module(_module.name), "ARCHITECTURES", {}))
+    _family = importlib.import_module(_module.name)
+    FAMILIES.update(getattr(_family, "ARCHITECTURES", {}))
+    MTP_LAYERS.update(getattr(_family, "MTP_LAYERS", {}))
 _CAUSAL = ("PaliGemmaForConditionalGeneration",)
 """Architectures that are run with causal attention, and say so, where the original is not."""
 _EXPERTS = (
@@ -73,6 +79,51 @@ def read_spec(checkpoint: Checkpoint, settings: ModelConfig = _DEFAULTS) -> Mode
         ConfigError: `quantization` is set for a quantized model.
         ModelError: a field has an unsupported value.
     """
+    architecture, config = _read_architecture(checkpoint, settings)
+    read = FAMILIES.get(architecture) or _installed(architecture)
+    if read is None:
+        raise config.error(
+            "architectures",
+            f"{_kind_of(architecture)}; README.md lists the models that are",
+        )
+    config = _complete_config(architecture, config)
+    if config.has("auto_map") and not settings.trust_remote_code:
+        raise config.error(
+            "auto_map",
+            "the model needs custom code, which Octavo never runs; with trust_remote_code it "
+            f"is run as {architecture} by Octavo's own decoder",
+        )
+    experts = ("num_local_experts", "num_experts", "n_routed_experts")
+    for name in () if architecture in _EXPERTS else experts:
+        config.refuse(name, 0, f"mixtures of experts are not supported with {architecture}")
+    causal = architecture in _CAUSAL or config.get("use_bidirectional_attention") == "vision"
+    if not causal:
+        config.refuse("use_bidirectional_attention", False, "only causal attention is supported")
+    try:
+        spec = read(config)
+    except ArithmeticError as error:
+        raise ModelError(
+            f"{config.where}: its numbers do not fit together ({error}); download the file again."
+        ) from None
+    return complete_spec(spec, config, checkpoint, settings)
+
+
+def read_mtp_spec(checkpoint: Checkpoint, settings: ModelConfig) -> MTPSpec | None:
+    """Return the spec of the MTP layer of a checkpoint's model; None: Octavo knows of none.
+
+    Args and Raises: as for `read_spec`, which accepts the checkpoint.
+    """
+    architecture, config = _read_architecture(checkpoint, settings)
+    read = MTP_LAYERS.get(architecture)
+    if read is None:
+        return None
+    config = _complete_config(architecture, config)
+    spec = read(config)
+    return None if spec is None else complete_spec(spec, config, checkpoint, settings)
+
+
+def _read_architecture(checkpoint: Checkpoint, settings: ModelConfig) -> tuple[str, ConfigJson]:
+    """Return the architecture and the config with `hf_overrides`."""
     config = checkpoint.config
     if settings.hf_overrides:
         config = config.override(settings.hf_overrides)
@@ -83,35 +134,15 @@ def read_spec(checkpoint: Checkpoint, settings: ModelConfig = _DEFAULTS) -> Mode
         config = config.replaced("architectures", architectures)
     if not isinstance(architectures, list) or [type(name) for name in architectures] != [str]:
         raise config.error("architectures", "it must name one, such as LlamaForCausalLM")
-    read = FAMILIES.get(architectures[0]) or _installed(architectures[0])
-    if read is None:
-        raise config.error(
-            "architectures",
-            f"{_kind_of(architectures[0])}; README.md lists the models that are",
-        )
+    return architectures[0], config
+
+
+def _complete_config(architecture: str, config: ConfigJson) -> ConfigJson:
+    """Return the config with the fields of its text part, and defaults."""
     for section in ("text_config", "llm_config"):
         if config.has(section):
             config = config.merged(section, OUTER_FIELDS)
-    config = config.filled(DEFAULTS.get(architectures[0], {}))
-    if config.has("auto_map") and not settings.trust_remote_code:
-        raise config.error(
-            "auto_map",
-            "the model needs custom code, which Octavo never runs; with trust_remote_code it "
-            f"is run as {architectures[0]} by Octavo's own decoder",
-        )
-    experts = ("num_local_experts", "num_experts", "n_routed_experts")
-    for name in () if architectures[0] in _EXPERTS else experts:
-        config.refuse(name, 0, f"mixtures of experts are not supported with {architectures[0]}")
-    causal = architectures[0] in _CAUSAL or config.get("use_bidirectional_attention") == "vision"
-    if not causal:
-        config.refuse("use_bidirectional_attention", False, "only causal attention is supported")
-    try:
-        spec = read(config)
-    except ArithmeticError as error:
-        raise ModelError(
-            f"{config.where}: its numbers do not fit together ({error}); download the file again."
-        ) from None
-    return complete_spec(spec, config, checkpoint, settings)
+    return config.filled(DEFAULTS.get(architecture, {}))
 
 
 def complete_spec(

@@ -170,6 +170,11 @@ class ModelSpec:
         """Caches of all blocks, in the order of the layers."""
         return tuple(cache for layer in self.layers for cache in layer.caches())
 
+    def cache_range(self, begin: int, end: int) -> tuple[int, int]:
+        """Return the caches (begin, end) of layers; a layer may have none, or several."""
+        counts = [len(layer.caches()) for layer in self.layers]
+        return sum(counts[:begin]), sum(counts[:end])
+
     @property
     def step_arrays(self) -> tuple[StepArray, ...]:
         """Arrays of a step that blocks declare, without duplicates."""

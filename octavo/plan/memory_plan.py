@@ -209,14 +209,17 @@ def make_memory_plan(
     cache = config.cache
     cache_dtype = resolve_kv_cache_dtype(config, resolve_dtype(config, spec))
     device = config.device
-    stages = divide_layers(spec, device.pipeline_parallel_size, device.pipeline_layers)
+    stages = [
+        spec.cache_range(*layers)
+        for layers in divide_layers(spec, device.pipeline_parallel_size, device.pipeline_layers)
+    ]
     ranks = [Rank.of(i, device) for i in range(device.tensor_parallel_size)]
     layouts = [make_kv_cache_groups(spec.split(rank).caches) for rank in ranks]
     groups = layouts[0]  # all ranks have the same number of blocks
     block_nbytes = sum(
-        bytes_per_block(select_layers(layout, *layers), cache.block_size, cache_dtype)
+        bytes_per_block(select_layers(layout, *caches), cache.block_size, cache_dtype)
         for layout in layouts
-        for layers in stages
+        for caches in stages
     )
     if draft is not None:
         block_nbytes += sum(c.block_nbytes(cache.block_size, cache_dtype) for c in draft.caches)
@@ -257,14 +260,19 @@ def make_memory_plan(
     useful = config.scheduler.max_num_seqs * blocks_for(max_model_len) + 1
     most = min(budget.most_kv_cache // engines, left)
     state = sum(
-        state_nbytes(select_layers(layout, *layers)) for layout in layouts for layers in stages
+        state_nbytes(select_layers(layout, *caches)) for layout in layouts for caches in stages
     )
+    useful_states = config.scheduler.max_num_seqs * (states_per_request + SNAPSHOTS_PER_REQUEST)
     num_states = 0
     if state:
-        num_states = _num_states(config, state, states_per_request, block_nbytes, left, most)
+        num_states = _num_states(
+            config, state, states_per_request, block_nbytes, left, most, useful_states
+        )
         left, most = left - num_states * state, most - num_states * state
     num_blocks = _num_blocks(cache, block_nbytes, left, most, useful, num_states * state)
-    max_model_len = _fit_context(config, blocks_for, num_blocks, block_nbytes, max_model_len)
+    max_model_len = _fit_context(
+        config, blocks_for, num_blocks, block_nbytes, max_model_len, useful_states * state
+    )
     if warm_spare is None:
         warm_spare = num_blocks * block_nbytes <= left - spare.nbytes
         others += [spare] if warm_spare else []
@@ -297,12 +305,18 @@ def make_memory_plan(
 
 
 def _num_states(
-    config: EngineConfig, nbytes: int, per_request: int, block_nbytes: int, left: int, most: int
+    config: EngineConfig,
+    nbytes: int,
+    per_request: int,
+    block_nbytes: int,
+    left: int,
+    most: int,
+    useful: int,
 ) -> int:
-    """Return the number of slots for recurrent states.
+    """Return the number of slots for recurrent states, at most `useful`.
 
-    They may use half of the cache's memory, or all of it in a model without attention. No more are
-    made than a request's live state and `SNAPSHOTS_PER_REQUEST` snapshots for each seat.
+    They may use half of the cache's memory, or all of it in a model without attention. Useful are
+    a request's live state and `SNAPSHOTS_PER_REQUEST` snapshots for each seat.
 
     Raises:
         ConfigError: there is no room for one request.
@@ -310,7 +324,6 @@ def _num_states(
     memory = config.cache.kv_cache_memory_bytes
     if memory is None:
         memory = most
-    useful = config.scheduler.max_num_seqs * (per_request + SNAPSHOTS_PER_REQUEST)
     num_states = min(memory // (2 if block_nbytes else 1) // nbytes, useful)
     if num_states < per_request or num_states * nbytes > left:
         least = per_request * nbytes * (2 if block_nbytes else 1)
@@ -358,8 +371,12 @@ def _fit_context(
     num_blocks: int,
     block_nbytes: int,
     max_model_len: int,
+    most_states: int,
 ) -> int:
-    """Return `max_model_len`, or the longest context that fits if the settings allow less."""
+    """Return `max_model_len`, or the longest context that fits if the settings allow less.
+
+    `most_states` is the number of bytes that recurrent states use if half of the cache has room.
+    """
     needed = blocks_for(max_model_len)
     if needed <= num_blocks - 1:
         return max_model_len
@@ -370,11 +387,12 @@ def _fit_context(
             "request. Raise kv_cache_memory_bytes or num_gpu_blocks_override."
         )
     if config.model.max_model_len != -1:
+        blocks = (needed + 1) * block_nbytes
         raise ConfigError(
             f"The KV cache has {num_blocks} blocks, but a single request of max_model_len="
             f"{max_model_len} needs {needed}, and one is kept free. Set max_model_len={fits} (the "
             "largest that fits) or less, or increase the cache to "
-            f"{(needed + 1) * block_nbytes / 2**20:,.1f} MiB."
+            f"{(blocks + min(blocks, most_states)) / 2**20:,.1f} MiB."
         )
     return fits
 

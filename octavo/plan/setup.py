@@ -93,18 +93,29 @@ class WorkerSetup:
     def kv_cache_groups(self) -> list[KVCacheGroup]:
         """Groups of the KV cache, the same for all ranks, with the layers of this rank."""
         groups = make_kv_cache_groups(self.spec.split(self.rank).caches)
-        return groups if self.rank.num_stages == 1 else select_layers(groups, *self._stage_caches)
+        return groups if self.rank.num_stages == 1 else select_layers(groups, *self.stage_caches)
 
     @cached_property
-    def _stage_caches(self) -> tuple[int, int]:
-        """Caches (begin, end) of this rank; layers may have none or several."""
-        begin, end = self.stage_layers
-        counts = [len(layer.caches()) for layer in self.spec.layers]
-        return sum(counts[:begin]), sum(counts[:end])
+    def stage_caches(self) -> tuple[int, int]:
+        """Caches (begin, end) of this rank's layers."""
+        return self.spec.cache_range(*self.stage_layers)
 
     @property
     def kv_layout(self) -> KVLayout:
         """Layout of this rank's part of a block of the KV cache."""
+        device = self.config.device
+        size = device.tensor_parallel_size * device.pipeline_parallel_size
+        ranks = [replace(self, rank=Rank.of(number, device)) for number in range(size)]
+        layouts = [rank._own_kv_layout for rank in ranks]
+        return replace(
+            layouts[self.rank.number],
+            largest_copy_nbytes=max(layout.copy_nbytes for layout in layouts),
+            most_pieces=max(layout.num_pieces for layout in layouts),
+        )
+
+    @property
+    def _own_kv_layout(self) -> KVLayout:
+        """The layout of this rank alone, without the sizes on other ranks."""
         device, part = self.config.device, self.spec.split(self.rank)
         paged = [cache for cache in part.caches if not isinstance(cache, StateCache)]
         first_heads = {getattr(cache, "first_kv_head", 0) for cache in paged} or {0}
@@ -120,7 +131,7 @@ class WorkerSetup:
             dtype=self.kv_cache_dtype,
             groups=tuple(group for group in self.kv_cache_groups if not group.has_states),
             states=tuple(group for group in self.kv_cache_groups if group.has_states),
-            first_layer=self._stage_caches[0] if self.rank.num_stages > 1 else 0,
+            first_layer=self.stage_caches[0] if self.rank.num_stages > 1 else 0,
             first_head=first_heads.pop(),
             rank=self.rank.number,
             world_size=device.tensor_parallel_size * device.pipeline_parallel_size,

@@ -133,9 +133,9 @@ class EagerSteps:
             max_query_len: most tokens of a request in the step.
             max_seq_len: longest context.
         """
-        metadata = {  # a stage may have no layer of a group
+        metadata = {
             group: self._kinds[group].metadata(table, group, max_query_len, max_seq_len)
-            for group in set(self._groups)
+            for group in set(self._groups)  # a stage may have no layer of a group
         }
         received = self._received
         if received is not None:

@@ -7,6 +7,8 @@ import chaos
 import pytest
 from chaos import Answer
 
+from tests.hybrid import save_hybrid
+
 
 def test_answers_are_the_same_however_they_are_cut():
     def event(text, ids, **more):
@@ -86,9 +88,13 @@ def test_what_processes_are():
         assert chaos._role(words) == role
 
 
-def test_nine_deaths_of_replicas_workers_and_a_node_under_32_streams(capsys):
-    """One server with everything: an engine here and one on a node, each with two workers."""
+def test_nine_deaths_of_replicas_workers_and_a_node_under_32_streams(capsys, tmp_path):
+    """One server with everything: an engine here and one on a node, each with two workers.
+
+    The model has attention and recurrent states.
+    """
     flags = ["--kills", "9", "--at-once", "5", "--pause", "0.2", "--max-tokens", "24"]
+    flags += ["--model", save_hybrid(tmp_path)]
     flags += ["--roles", "core", "worker", "node"]
     # Each stopped process is found after a second.
     flags += ["--kinds", "SIGKILL", "SIGKILL", "SIGKILL", "SIGSTOP", "--layout", "nodes-tp2"]

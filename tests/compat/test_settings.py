@@ -46,6 +46,13 @@ def test_parts_of_speculative_config_that_ask_for_nothing_are_dropped():
         config_of(speculative_config={**theirs, "draft_tensor_parallel_size": 2})
 
 
+@pytest.mark.parametrize("name", ["mtp", "qwen3_next_mtp", "qwen3_5_mtp", "deepseek_mtp"])
+def test_older_names_of_the_method_mtp(name):
+    config = config_of(speculative_config={"method": name, "num_speculative_tokens": 2})
+    assert config.speculation.speculative_config.method == "mtp"
+    assert config_of(spec_method=name, spec_tokens=2) == config
+
+
 @pytest.mark.parametrize(
     ("name", "value", "advice"),
     [

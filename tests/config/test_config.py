@@ -162,6 +162,9 @@ BAD = {
         {"method": "ngram", "acceptance": "maybe"},
         *({"method": method} for method in ("eagle", "medusa", "draft_model")),
         {"model": "m", "prompt_lookup_max": 3},
+        {"method": "mtp", "model": "m"},
+        {"method": "mtp", "prompt_lookup_max": 3},
+        {"method": "toy_mtp"},
     ],
 }
 
@@ -540,7 +543,7 @@ def test_levels_of_the_log_in_the_environment(monkeypatch, text, level):
     [
         ({"methd": "ngram"}, " has no key 'methd'; did you mean method?"),
         ({"method": "ngram", "zzz": 1}, " has no key 'zzz'; its keys are method, model, "),
-        ({"method": "mtp"}, ": method='mtp' is not allowed; choose one of ngram, suffix, "),
+        ({"method": "moe"}, ": method='moe' is not allowed; choose one of ngram, suffix, "),
         ({"method": "ngram", "acceptance": []}, ": acceptance=[] is not allowed; choose one of"),
     ],
 )

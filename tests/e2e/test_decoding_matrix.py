@@ -1,6 +1,7 @@
 """Grammars, drafts, parallel answers, prefix hits and chunked prompts, each with every other one.
 
-The answer is always the plain one, bit for bit, and fits its grammar.
+The answer is always the plain one, bit for bit, and fits its grammar. In chunks, a model with
+recurrent states takes the place of the built-in one where drafting needs no draft model.
 """
 
 from __future__ import annotations
@@ -8,12 +9,18 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from functools import cache
 
 import jsonschema
 import pytest
 
 from octavo import LLM, SamplingParams
+from octavo.config import BUILTIN_MODEL
 from octavo.sampling_params import StructuredOutputsParams
+from octavo.scheduler.speculation import DraftLengths
+from tests import small_tokenizers
+from tests.hybrid import save_hybrid
+from tests.worker.spec_decode import mtp_model
 
 PROMPT = (
     "Lily had a red ball. She put the red ball in a box. Tom had a blue ball. He put the blue ball"
@@ -48,6 +55,10 @@ METHODS = {
     "medusa": {"method": "medusa", "model": "octavo/stories-medusa"},
     "eagle": {"method": "eagle", "model": "octavo/stories-eagle"},
 }
+RUNS = [(BUILTIN_MODEL, method, False) for method in ("none", "ngram", "eagle")]
+RUNS += [(BUILTIN_MODEL, method, True) for method in ("draft_model", "medusa", "eagle")]
+RUNS += [("hybrid", method, True) for method in ("none", "ngram", "suffix")]
+"""Model, method of drafting, and whether prompts are computed in chunks."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +96,15 @@ def check(answer: Answer) -> None:
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[Answer]:
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_hybrid(tmp_path_factory.mktemp("hybrid"))
+
+
+@cache
+def expected_of(model: str) -> list[Answer]:
     """Return the answers of one request after the other, without reuse."""
     settings = {"enable_prefix_caching": False, "async_scheduling": False, "max_num_seqs": 4}
-    with LLM(max_model_len=256, **settings) as llm:
+    with LLM(model, max_model_len=256, **settings) as llm:
         found = answers(llm)
     for answer in found:
         check(answer)
@@ -97,13 +113,12 @@ def expected() -> list[Answer]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("method", "chunked"),
-    [*((method, True) for method in METHODS), ("none", False), ("ngram", False), ("eagle", False)],
-)
-def test_each_with_every_other(expected: list[Answer], method: str, chunked: bool) -> None:
+@pytest.mark.parametrize(("model", "method", "chunked"), RUNS)
+def test_each_with_every_other(model: str, hybrid: str, method: str, chunked: bool) -> None:
+    model = hybrid if model == "hybrid" else model
+    expected = expected_of(model)
     settings = {"max_num_batched_tokens": 32, "max_num_seqs": 32} if chunked else {}
-    with LLM(max_model_len=256, speculative_config=METHODS[method], **settings) as llm:
+    with LLM(model, max_model_len=256, speculative_config=METHODS[method], **settings) as llm:
         assert answers(llm) == expected
         hits = llm.stats().prefix_cache_hits
         assert answers(llm) == expected
@@ -112,3 +127,20 @@ def test_each_with_every_other(expected: list[Answer], method: str, chunked: boo
         if METHODS[method] is not None:
             assert 0 < sum(stats.num_accepted_tokens_per_pos) < stats.num_draft_tokens
         llm._client.core.check_integrity()
+
+
+def test_a_hybrid_model_with_its_mtp_layer(tmp_path, monkeypatch) -> None:
+    mtp_model.make("qwen3.5", tmp_path)
+    model = str(small_tokenizers.save(small_tokenizers.byte_level(), tmp_path))
+    with LLM(model, enable_prefix_caching=False, async_scheduling=False, max_num_seqs=4) as llm:
+        expected = answers(llm)
+    monkeypatch.setattr(DraftLengths, "choose", lambda self, num_reqs: self.most)
+    speculative = {"method": "mtp", "num_speculative_tokens": 3}
+    for settings in ({}, {"max_num_batched_tokens": 32, "max_num_seqs": 32}):
+        with LLM(model, speculative_config=speculative, **settings) as llm:
+            assert answers(llm) == expected
+            assert answers(llm) == expected
+            stats = llm.stats()
+            assert stats.prefix_cache_hits > 0
+            assert 0 < sum(stats.num_accepted_tokens_per_pos) < stats.num_draft_tokens
+            llm._client.core.check_integrity()

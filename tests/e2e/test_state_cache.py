@@ -3,10 +3,12 @@
 import json
 
 import httpx
+import msgspec
 import pytest
 
 from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError
+from octavo.kv_connector import peer
 from tests import small_tokenizers
 from tests.e2e import harness
 from tests.state_model import ARCHITECTURE
@@ -131,6 +133,7 @@ def check_loads(llm, expected):
         {},
         {"max_num_batched_tokens": 8, "distributed_executor_backend": "mp"},
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        {"pipeline_parallel_size": 2, "pipeline_layers": "1,3"},
     ],
     ids=str,
 )
@@ -201,18 +204,39 @@ def test_swapped_requests_begin_at_an_offloaded_state(model, expected):
         assert llm.stats().external_prefix_cache_hits > 0
 
 
+def p2p(**extra):
+    return offloading(**extra) | {"kv_connector": "P2PConnector"}
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+def test_states_of_a_peer(model, expected, tcp, monkeypatch):
+    if tcp:
+        monkeypatch.setattr(peer, "_open", lambda peer: None)
+    prefill = {"max_tokens": 1, "extra_args": {"kv_transfer_params": {"do_remote_decode": True}}}
+    prefill = [msgspec.structs.replace(params, **prefill) for params in PARAMS]
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    with (
+        LLM(model, kv_transfer_config=p2p(), **SETTINGS) as one,
+        LLM(model, kv_transfer_config=p2p(), **SETTINGS) as two,
+    ):
+        for _ in range(2):  # the second time with states of the prefix cache
+            handed = [o.kv_transfer_params for o in one.generate(prompts, prefill, use_tqdm=False)]
+            params = [
+                msgspec.structs.replace(params, extra_args={"kv_transfer_params": found})
+                for params, found in zip(PARAMS, handed, strict=True)
+            ]
+            outputs = two.generate(prompts, params, use_tqdm=False)
+            assert bits(outputs) == expected
+            found = [output.num_cached_tokens for output in outputs]
+            assert found == [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]
+            assert two.stats().num_failed_loads == 0
+            two.reset_prefix_cache()
+            one.llm_engine.client.core.scheduler._connector._memory.clear()
+
+
 def test_what_a_state_cannot_do_is_refused(model, tmp_path):
-    inner = [offloading(), offloading() | {"kv_connector": "P2PConnector"}]
-    several = {"kv_connector_extra_config": {"connectors": inner}}
-    extra = {"kv_connector_extra_config": {"cpu_bytes_to_use": 2**22}}
-    for transfer in [
-        {"kv_connector": "MultiConnector"} | several,
-        {"kv_connector": "P2PConnector"} | extra,
-    ]:
-        with pytest.raises(ConfigError, match=r"P2PConnector is not .* recurrent states"):
-            LLM(model, kv_transfer_config=transfer, **SETTINGS)
-    with pytest.raises(ConfigError, match=r"pipeline_parallel_size=2 is not .* recurrent states"):
-        LLM(model, kv_transfer_config=offloading(), pipeline_parallel_size=2, **SETTINGS)
+    with pytest.raises(ConfigError, match="at least 1,536 "):
+        LLM(model, kv_cache_memory_bytes=1535, **SETTINGS)
     with pytest.raises(ConfigError, match="no room for a block and a recurrent state"):
         LLM(model, kv_transfer_config=offloading(cpu_bytes_to_use=4200), **SETTINGS)
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 .* StateSpec"):

@@ -15,7 +15,10 @@ STAGES = {"pipeline_parallel_size": 2}
 CONNECTOR = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
 CASES = [
     (TRITON | {"enable_sleep_mode": True}, "enable_sleep_mode works with device=cpu"),
-    (TRITON | DRAFT, "speculative_config: draft models run only on device=cpu"),
+    (
+        TRITON | DRAFT,
+        "speculative_config: draft models, heads and MTP layers run only on",
+    ),
     (TRITON | {"enable_prompt_embeds": True}, "enable_prompt_embeds: embeddings as prompts"),
     (TRITON | {"tensor_parallel_size": 2}, "tensor_parallel_size=2 needs device=cpu"),
     (TRITON | STAGES, "pipeline_parallel_size=2 needs device=cpu"),
@@ -27,6 +30,13 @@ CASES = [
     ),
     ({"data_parallel_size": 2}, "data_parallel_size=2 is not supported on device=cuda"),
 ]
+
+
+def test_an_mtp_layer_is_like_a_draft_model():
+    mtp = {"speculative_config": {"method": "mtp"}}
+    for settings, message in ((TRITON, "MTP layers run only"), (STAGES, "heads or MTP layer")):
+        with pytest.raises(ConfigError, match=message):
+            check_requirements(EngineConfig.from_kwargs(**settings, **mtp), CPUPlatform())
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Scheduler's half of a `P2PConnector`: the blocks it offers, and the peers it trusts."""
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
@@ -8,8 +10,9 @@ from octavo.errors import ConfigError, RequestError
 from octavo.kv_connector import p2p
 from octavo.kv_connector.p2p import P2PScheduler
 from octavo.messages import KVConnectorOutput
+from octavo.models.state_cache import StateCache
 from octavo.request import RequestStatus
-from tests.fakes import FakeEngine, expected_output, pages
+from tests.fakes import STATE, FakeEngine, expected_output, pages
 from tests.params import set_options
 from tests.transfers import FakeTransfers, make_layout
 
@@ -29,9 +32,9 @@ def clock(monkeypatch):
     return now
 
 
-def connector(kv, slots=50, *, key=None, model="model", role="kv_both", **extra):
-    layout = make_layout(kv)
-    layout = type(layout)(model, layout.block_size, layout.dtype, layout.groups)
+def connector(kv, slots=50, *, key=None, model="model", role="kv_both", ranks=1, **extra):
+    layout = replace(make_layout(kv), model=model)
+    slots += layout.num_pieces
     extra |= {"cpu_bytes_to_use": slots * layout.copy_nbytes}
     transfer = KVTransferConfig(
         kv_connector="P2PConnector", engine_id="0", kv_role=role, kv_connector_extra_config=extra
@@ -51,14 +54,17 @@ def connector(kv, slots=50, *, key=None, model="model", role="kv_both", **extra)
         "descriptor": 3,
         "nonce": "00" * 16,
         "part": msgspec.to_builtins(layout.part),
+        "states": layout.state_division,
     }
-    made.set_xfer_handshake_metadata([address])
+    made.set_xfer_handshake_metadata([address] * ranks)
     return made
 
 
-def make_engine(caches=None, **options):
+def make_engine(caches=None, num_states=0, **options):
     engine = FakeEngine(
-        caches=caches or pages(None), make_connector=lambda kv: connector(kv, **options)
+        caches=caches or pages(None),
+        num_states=num_states,
+        make_connector=lambda kv: connector(kv, **options),
     )
     engine.transfers = FakeTransfers(engine.executor)
     engine.on_step = engine.transfers.step
@@ -105,6 +111,72 @@ def test_a_prompt_is_handed_over_signed():
     assert half(two)._fetching == {}
 
 
+class TestStates:
+    """The last state of the prompt is handed over with the blocks."""
+
+    def make(self, layers=(None,), **options):
+        caches = (*pages(*layers), STATE, StateCache(((33,),)))
+        return make_engine(caches, num_states=8, **options)
+
+    def hand_over(self, one, two, handed, prompt=PROMPT):
+        """Let the second engine answer; return the number of tokens that it has loaded."""
+        request = two.add("x", prompt)
+        set_options(request, kv_transfer_params=handed)
+        two.step()
+        for fetch in half(two)._fetching.values():
+            for _, block_id, slot, block_hash in fetch.blocks:
+                found, content = one.transfers.slots[slot]
+                assert found == block_hash
+                two.transfers._write(block_id, content)
+            output = KVConnectorOutput(finished_recving=["x"], invalid_block_ids=[])
+            two.scheduler.update_connector_output(output)
+            break
+        two.run()
+        assert two.tokens("x") == expected_output(request.sampling_params, prompt, 128)
+        assert half(two)._fetching == {}
+        return request.num_cached_tokens
+
+    @pytest.mark.parametrize("layers", [(), (None,), (11, None)], ids=str)
+    @pytest.mark.parametrize("length", [7, 30, 32])
+    def test_with_the_blocks(self, layers, length):
+        one, two, prompt = self.make(layers), self.make(layers), list(range(40, 40 + length))
+        handed = prefill(one, prompt=prompt)
+        assert handed["remote_state_blocks"] == (length - 1) // 8
+        num_copies = sum(map(len, handed["remote_block_ids"])) + len(handed["remote_state_ids"])
+        if 11 not in layers:  # a window has left the first blocks
+            assert len(half(one)._memory._pins) == num_copies
+        assert self.hand_over(one, two, handed, prompt) == (length - 1) // 8 * 8
+        one.scheduler.update_connector_output(KVConnectorOutput(finished_sending=["a"]))
+        assert not half(one)._memory._pins
+
+    def test_of_the_prefix_cache(self):
+        """The connector has forgotten the copies, and the prompt begins with a known state."""
+        one, prompt = self.make(), list(range(40, 70))
+        prefill(one, prompt=prompt)
+        half(one)._release("a")
+        half(one)._memory.clear()
+        handed = prefill(one, "b", prompt)
+        assert handed["remote_state_blocks"] == 3
+        assert self.hand_over(one, self.make(), handed, prompt) == 24
+
+    def test_of_a_prompt_that_is_longer_here(self):
+        """A state at the prompt's end is of no use: its last token must be computed."""
+        one, two = self.make(), self.make()
+        prefill(one, prompt=list(range(40, 79)))
+        handed = prefill(one, "b", list(range(40, 72)))
+        assert handed["remote_state_blocks"] == 3
+        assert self.hand_over(one, two, handed, list(range(40, 72))) == 24
+
+    def test_not_without_all_of_its_pieces(self):
+        one = self.make(slots=2)
+        assert prefill(one)["remote_state_blocks"] == 0
+
+    def test_of_another_division(self, caplog):
+        handed = prefill(self.make(ranks=2))
+        assert self.hand_over(None, self.make(), handed) == 0
+        assert "divides recurrent states among its processes in another way" in caplog.text
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -116,6 +188,8 @@ def test_a_prompt_is_handed_over_signed():
         {"remote_port": 2},
         {"remote_peers": []},
         {"remote_host": "10.0.0.1"},
+        {"remote_state_blocks": 1},
+        {"remote_state_ids": [1]},
     ],
     ids=str,
 )

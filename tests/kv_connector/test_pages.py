@@ -1,5 +1,7 @@
 """Copies of blocks of a KV cache in plain arrays."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -172,10 +174,10 @@ STATES = [StateCache(((5, 7), (3,))), StateCache(((300,),)), StateCache(((5, 7),
 """States of 256 and 1216 bytes."""
 
 
-def make_state_layout(*layers):
+def make_state_layout(*layers, **more):
     groups = make_kv_cache_groups([*layers, *STATES])
     paged = tuple(group for group in groups if not group.has_states)
-    return KVLayout("model", 16, "float32", paged, tuple(groups[len(paged) :]))
+    return KVLayout("model", 16, "float32", paged, tuple(groups[len(paged) :]), **more)
 
 
 @pytest.mark.parametrize("layers", [(), pages(None), pages(None, 9), pages(None) * 9], ids=len)
@@ -207,7 +209,8 @@ class StateMemory:
         rng = np.random.default_rng(seed)
         self.layout = layout
         self.blocks, _ = make_cache(layout) if layout.groups else ([], None)
-        self.states = [rng.integers(0, 256, (4, size), np.uint8) for size in (256, 256, 1216)]
+        sizes = (256, 256, 1216)
+        self.states = [rng.random((4, size // 4), np.float32).view(np.uint8) for size in sizes]
         addresses = [tensor.ctypes.data for tensor in [*self.blocks, *self.states]]
         self.caches = KVCaches(layout, addresses, BLOCKS)
 
@@ -254,6 +257,51 @@ def test_damaged_states():
         assert memory.caches.load(memory.copies(buffer, 2)) == {id_of_state(2)}
         pieces[[first, first + 1]] = pieces[[first + 1, first]]
     assert memory.caches.load(memory.copies(buffer, 2)) == set()
+
+
+@pytest.mark.parametrize("tensor", range(3))
+def test_a_state_with_nan_is_not_copied(tensor):
+    layout = make_state_layout(*pages(None))
+    memory = StateMemory(layout)
+    buffer = np.zeros(2 * len(layout.pieces) * layout.copy_nbytes, np.uint8)
+    first, second = np.split(buffer, 2)
+    memory.states[tensor].view(np.float32)[1, 47] = np.nan
+    good, bad = memory.copies(first, 2, b"i" * 32), memory.copies(second, 1)
+    memory.caches.save([*good, *bad])
+    assert not np.isnan(buffer.view(np.float32)).any()
+    assert memory.caches.load([*good, *bad]) == {id_of_state(1)}
+    memory.states[tensor].view(np.float32)[1, 47] = np.inf
+    memory.caches.save(bad)
+    assert memory.caches.load([*good, *bad]) == set()
+
+
+def test_a_stage_with_a_smaller_state():
+    """It has the same keys as the others, and the last pieces are empty."""
+    layout = make_state_layout(*pages(None), most_pieces=20, largest_copy_nbytes=10**6)
+    assert len(layout.pieces) == layout.num_pieces == len(list(layout.state_keys(b"h"))) == 20
+    assert layout.pieces[-1] == []
+    assert layout.slot_nbytes == 10**6
+    memory, other = StateMemory(layout), StateMemory(layout, 1)
+    buffer = np.zeros(20 * layout.copy_nbytes, np.uint8)
+    memory.caches.save(memory.copies(buffer, 1))
+    assert other.caches.load(other.copies(buffer, 2)) == set()
+    assert all((a[1] == b[2]).all() for a, b in zip(memory.states, other.states, strict=True))
+
+
+def test_a_stage_without_attention():
+    """Its copies of blocks are empty, and its states have pieces nevertheless."""
+    (group,) = make_kv_cache_groups(pages(None))
+    groups = make_kv_cache_groups(STATES)
+    layout = KVLayout(
+        "model", 16, "float32", (replace(group, layer_indices=()),), tuple(groups), first_layer=1
+    )
+    memory, other = StateMemory(layout), StateMemory(layout, 1)
+    buffer = np.zeros(4 * layout.copy_nbytes, np.uint8)
+    block = copy_of(layout, buffer, 3)
+    copies = [block, *memory.copies(buffer, 1)]
+    memory.caches.save(copies)
+    assert other.caches.load([block, *other.copies(buffer, 2)]) == set()
+    assert all((a[1] == b[2]).all() for a, b in zip(memory.states, other.states, strict=True))
 
 
 def test_memory_of_states_is_not_touched():

@@ -2,6 +2,7 @@
 
 import math
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import combinations, pairwise
@@ -39,6 +40,12 @@ def script() -> list[dict[int, list[int]]]:
     ]
 
 
+class SlowOps(NativeOps):
+    def sum_parts(self, *args, **kwargs):
+        time.sleep(0.002)
+        return super().sum_parts(*args, **kwargs)
+
+
 def run(model, join) -> list[Tensor]:
     runner, results = Runner(model, 2, TOKENS), []
     for scheduled in script():
@@ -56,8 +63,9 @@ def run_ranks(
     reduces: bool = False,
     splits_rows: bool = False,
     splits_experts: bool = False,
+    slow: int | None = None,
 ) -> list[Tensor]:
-    """Return rank 0's logits; the ranks are threads."""
+    """Return rank 0's logits; the ranks are threads, and the sums of one of them may be slow."""
     models, nbytes = [], []
     spec = spec_of(folder, quantization=quantization)
     for index in range(size):
@@ -69,7 +77,7 @@ def run_ranks(
             spec.split(rank),
             open_checkpoint(folder),
             dtype=dtype,
-            ops=NativeOps(),
+            ops=SlowOps() if index == slow else NativeOps(),
             shared=buffers,
         )
         models.append((model, buffers))
@@ -158,6 +166,29 @@ def test_sums_of_ranks(case: str, tmp_path: Path) -> None:
     make_hf(architecture, **config).save_pretrained(tmp_path)
     sums = run_ranks(tmp_path, 2, "float32", None, reduces=True)
     torch.testing.assert_close(sums, run(load(tmp_path), lambda: None), atol=1e-3, rtol=1e-3)
+
+
+def test_successive_blocks_of_one_kind(tmp_path: Path) -> None:
+    """A rank does not fill a buffer that a slower one still reads."""
+    architecture, config = CASES["nemotron-h"]
+    kinds = ["full_attention"] * 3 + ["mlp"] * 3 + ["linear_attention"] * 3
+    make_hf(architecture, **config | {"layers_block_type": kinds}).save_pretrained(tmp_path)
+    sums = run_ranks(tmp_path, 2, "float32", None, reduces=True)
+    torch.testing.assert_close(sums, run(load(tmp_path), lambda: None), atol=1e-3, rtol=1e-3)
+    for rank in range(2):
+        slow = run_ranks(tmp_path, 2, "float32", None, reduces=True, slow=rank)
+        assert all(map(torch.equal, slow, sums))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_norm_before_the_gate(size: int, tmp_path: Path) -> None:
+    architecture, config = CASES["falcon-h1-norm"]
+    config = config | {"mamba_norm_before_gate": True}
+    make_hf(architecture, **config).save_pretrained(tmp_path)
+    whole = run(load(tmp_path), lambda: None)
+    assert all(map(torch.equal, run_ranks(tmp_path, size, "float32", None), whole))
+    sums = run_ranks(tmp_path, size, "float32", None, reduces=True)
+    torch.testing.assert_close(sums, whole, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -194,6 +194,11 @@ class Parts:
         assert self._shared is not None, "a rank's part needs the others"
         return self._shared.columns(name, size, part, dtype or self._shared.dtype, rows)
 
+    def join_ranks(self) -> None:
+        """Wait until all ranks have come here, if several compute the model."""
+        if self._shared is not None:
+            self._shared.barrier()
+
     @property
     def splits_rows(self) -> bool:
         """True if ranks split the rows of norms; see `Rank`."""

@@ -88,17 +88,12 @@ class Mamba2Spec(BlockSpec):
         Several ranks may compute the same group.
 
         Raises:
-            ConfigError: the model has fewer heads than ranks, or a norm before the gate.
+            ConfigError: the model has fewer heads than ranks.
         """
         if rank.size > self.num_heads:
             raise ConfigError(
                 f"tensor_parallel_size={rank.size} is more than the {self.num_heads} heads of the "
                 "model's state space; lower it to at most that number."
-            )
-        if self.norm_before_gate:
-            raise ConfigError(
-                f"tensor_parallel_size={rank.size} is not supported with models that have a norm "
-                "before the gate (mamba_norm_before_gate); leave it out."
             )
         own = replace(self, part=share_heads(self.num_heads, self.num_groups, rank))
         (begin, end), inner = own._part[0], self.num_heads * self.head_size
@@ -161,10 +156,12 @@ class Mamba2Spec(BlockSpec):
         from octavo.kernels.base import StateRates
         from octavo.layers.mamba2 import Mamba2
 
-        columns, factors = None, None
+        columns, gated, factors = None, None, None
         if self.part is not None and (self.out_proj.parts is not None or self.norm is not None):
             inner = self.num_heads * self.head_size
             columns = parts.columns("heads", inner, self._columns)
+            if self.norm_before_gate and self.out_proj.parts is not None:
+                gated = parts.columns("gated_heads", inner, self._columns)
         if self.factors is not None:
             table = self._factors(self.factors)
             factors = parts.table(table, lambda: table.compute(parts.dtype))
@@ -174,8 +171,8 @@ class Mamba2Spec(BlockSpec):
             cache=caches[0],
             in_proj=self.in_proj.build(parts.of("in_proj")),
             conv=self.conv.build(parts.of("conv")),
-            # Successive mixers have different buffers.
-            out_proj=self.out_proj.build(parts.of("out_proj"), f"state_mixer{caches[0] % 2}"),
+            # Attention of the same input (Falcon-H1) uses the buffer "mixer".
+            out_proj=self.out_proj.build(parts.of("out_proj"), "state_mixer"),
             rates=StateRates(
                 parts.tensor("a_log"), parts.tensor("dt_bias"), parts.tensor("d"), *self.dt_range
             ),
@@ -188,4 +185,5 @@ class Mamba2Spec(BlockSpec):
             factors=factors,
             columns=columns,
             own_inputs=None if self.out_proj.columns is None else slice(*self._columns),
+            gated=gated,
         )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from octavo.checkpoints.config_json import ConfigJson
-from octavo.kernels.routing import ExpertActivation, Routing
+from octavo.kernels.routing import ExpertActivation, Gate, Routing
 from octavo.models.blocks.base import BlockSpec
 from octavo.models.blocks.experts import ExpertsSpec, RouterSpec
 from octavo.models.blocks.linear import LinearSpec
@@ -19,6 +19,12 @@ from octavo.models.families.base import (
 )
 
 MOST_EXPERTS = 4096
+GATES: dict[str, Gate] = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_tanh",
+    "relu2": "relu2",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +44,11 @@ class ExpertNames:
     shared_gate: str | None = None
     choice_bias: str | None = None
     """Tensor of the router's bias for the choice."""
+
+
+def read_gate(config: ConfigJson, field: str, default: str | None = None) -> Gate:
+    """Return the activation of experts with a gate: the field's."""
+    return GATES[read_activation(config, field, GATED, default)]
 
 
 def read_num_experts(config: ConfigJson, *names: str) -> int:
@@ -90,8 +101,7 @@ def experts(
         on_input: see `RouterSpec`.
     """
     hidden = config.integer("hidden_size")
-    name = read_activation(config, "hidden_act", GATED) if activation is None else None
-    act = activation or ExpertActivation(name)  # type: ignore[arg-type]
+    act = activation or ExpertActivation(read_gate(config, "hidden_act"))
     rows = (2 if act.gated else 1) * inner // len(names.up)
 
     def linear(

@@ -14,10 +14,11 @@ from octavo.models.blocks.norm import RMSNormSpec
 from octavo.models.families.base import read_num_heads, read_num_layers, text_part
 from octavo.models.families.llama import LlamaLike, read_llama_rope
 from octavo.models.families.olmo2 import olmo2_like
+from octavo.models.heads import MTPSpec
 from octavo.models.spec import ModelSpec
 
 _NOT_RUN = (r"(model\.)?(mtp|visual)\..*",)
-"""Names of the weights that predict several tokens at once, or process pictures."""
+"""Names of the weights of the MTP layer, or that process pictures."""
 _QWEN = LlamaLike(norm_offset=1.0, qk_norm="head", queries_with_gates=True, ignored=_NOT_RUN)
 
 
@@ -88,12 +89,54 @@ def read_olmo_hybrid(config: ConfigJson) -> ModelSpec:
     return replace(spec, prefixes=renamed)
 
 
+def read_qwen3_5_mtp(config: ConfigJson) -> MTPSpec | None:
+    """Read the MTP layer of Qwen3.5; None: the model has none."""
+    config.refuse("mtp_use_dedicated_embeddings", False, "the MTP layer must share the embedding")
+    return _read_qwen_mtp(config, "Qwen3_5MTP", "mtp_num_hidden_layers", 0)
+
+
+def read_qwen3_next_mtp(config: ConfigJson) -> MTPSpec | None:
+    """Read the MTP layer of Qwen3-Next; None: the model has none. Configs do not mention it."""
+    return _read_qwen_mtp(config, "Qwen3NextMTP", "num_nextn_predict_layers", 1)
+
+
+def _read_qwen_mtp(
+    config: ConfigJson, architecture: str, field: str, default: int
+) -> MTPSpec | None:
+    """Return the MTP layer, as vLLM computes it; None: the model has none.
+
+    Args:
+        config: config.json.
+        architecture: vLLM's name of the layer.
+        field: field with the number of MTP layers.
+        default: number for a config without the field.
+    """
+    if config.integer(field, default=default, least=0) == 0:
+        return None
+    config.refuse(field, 1, "one MTP layer is supported")
+    return MTPSpec.of(
+        _read_attention(config),
+        architecture=architecture,
+        prefix="mtp.",
+        layer="layers.0.",
+        fc="fc",
+        embed_norm="pre_fc_norm_embedding",
+        hidden_norm="pre_fc_norm_hidden",
+        norm="norm",
+    )
+
+
 def _read_qwen(config: ConfigJson, delta: GatedDeltaSpec) -> ModelSpec:
+    spec = _read_attention(config)
+    return _with_delta(config, spec, lambda layer: layer.with_blocks([delta, layer.blocks[1]]))
+
+
+def _read_attention(config: ConfigJson) -> ModelSpec:
+    """Return the model with attention in every layer."""
     bias = config.flag("attention_bias", False)
     rope = read_llama_rope(config, aliases={"mrope": "default"}, partial=0.25)
     ropes = (rope,) * read_num_layers(config)
-    spec = replace(_QWEN, ropes=ropes, qkv_bias=bias, o_bias=bias).read(config)
-    return _with_delta(config, spec, lambda layer: layer.with_blocks([delta, layer.blocks[1]]))
+    return replace(_QWEN, ropes=ropes, qkv_bias=bias, o_bias=bias).read(config)
 
 
 def _with_delta(
@@ -188,4 +231,9 @@ ARCHITECTURES = {
     "Qwen3_5ForConditionalGeneration": text_part(read_qwen3_5),
     "Qwen3NextForCausalLM": read_qwen3_next,
     "OlmoHybridForCausalLM": read_olmo_hybrid,
+}
+MTP_LAYERS = {
+    "Qwen3_5ForCausalLM": read_qwen3_5_mtp,
+    "Qwen3_5ForConditionalGeneration": read_qwen3_5_mtp,
+    "Qwen3NextForCausalLM": read_qwen3_next_mtp,
 }

@@ -16,8 +16,13 @@ from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.mlp import MLPSpec, SparseMLPSpec
 from octavo.models.blocks.norm import RMSNormSpec
 from octavo.models.blocks.sum import SumSpec, Term
-from octavo.models.families.base import GATED, read_activation
-from octavo.models.families.experts import ExpertNames, experts, read_num_experts, read_top_k
+from octavo.models.families.experts import (
+    ExpertNames,
+    experts,
+    read_gate,
+    read_num_experts,
+    read_top_k,
+)
 from octavo.models.families.llama import LlamaLike
 from octavo.models.spec import ModelSpec
 
@@ -183,14 +188,13 @@ def with_experts(spec: ModelSpec, config: ConfigJson) -> ModelSpec:
     """Return the model with experts beside the MLP of each layer; each has norms of its own."""
     num_experts = read_num_experts(config, "num_experts")
     hidden, eps = spec.hidden_size, config.number("rms_norm_eps")
-    activation = read_activation(config, "hidden_activation", GATED, "gelu_pytorch_tanh")
     block = experts(
         config,
         Routing(read_top_k(config, num_experts, "top_k_experts"), "softmax", renormalize=True),
         num_experts=num_experts,
         inner=config.integer("moe_intermediate_size"),
         names=ExpertNames(router="router.proj", experts="experts.", up=("gate_up_proj",)),
-        activation=ExpertActivation(activation),
+        activation=ExpertActivation(read_gate(config, "hidden_activation", "gelu_pytorch_tanh")),
         stacked="rows",
     )
     router = replace(

@@ -1,4 +1,4 @@
-"""Drafts from a head that guesses the target's next hidden states: EAGLE and EAGLE-3.
+"""Drafts from a head that guesses the target's next hidden states: EAGLE, EAGLE-3, MTP layers.
 
 The head's single layer attends to all earlier tokens, so it must compute every token that the
 target computes. Its input at a position is the target's hidden state and the embedding of the next
@@ -39,7 +39,7 @@ _IDLE_AFTER = 8
 
 
 class EagleProposer(Proposer):
-    """Proposer with an EAGLE or EAGLE-3 head."""
+    """Proposer with an EAGLE or EAGLE-3 head, or the target's MTP layer."""
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)

@@ -15,6 +15,7 @@ _METHODS: dict[str, type[Proposer]] = {
     "draft_model": DraftModelProposer,
     "medusa": MedusaProposer,
     "eagle": EagleProposer,
+    "mtp": EagleProposer,
 }
 
 

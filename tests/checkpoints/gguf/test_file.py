@@ -19,7 +19,7 @@ from octavo.config import ModelConfig
 from octavo.errors import ConfigError, ModelError, OctavoError
 from octavo.kernels.native import NativeOps
 from octavo.models.loader import load_model
-from octavo.models.registry import read_spec
+from octavo.models.registry import read_mtp_spec, read_spec
 from tests.gguf_files import VOCABULARY, convert, write_gguf
 from tests.models.harness import Runner, load, make_hf
 
@@ -438,6 +438,7 @@ def test_layers_that_predict_several_tokens(tmp_path: Path) -> None:
         for name in ("m", "mtp")
     ]
     assert torch.equal(*logits)
+    assert read_mtp_spec(open_checkpoint(tmp_path / "mtp.gguf"), ModelConfig()) is None
     for count in (2**31, True, 0.5, "x"):
         wrong = metadata | {"qwen35.nextn_predict_layers": count}
         write_gguf(tmp_path / "m.gguf", wrong, tensors)
