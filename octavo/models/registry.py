@@ -8,6 +8,7 @@ import pkgutil
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 from octavo.checkpoints.base import Checkpoint
 from octavo.checkpoints.config_json import ConfigJson
@@ -63,6 +64,7 @@ _EXPERTS = (
 )
 """Architectures whose readers read or refuse the fields of experts themselves."""
 _DEFAULTS = ModelConfig()
+_Spec = TypeVar("_Spec", bound=ModelSpec)
 
 
 def read_spec(checkpoint: Checkpoint, settings: ModelConfig = _DEFAULTS) -> ModelSpec:
@@ -146,8 +148,8 @@ def _complete_config(architecture: str, config: ConfigJson) -> ConfigJson:
 
 
 def complete_spec(
-    spec: ModelSpec, config: ConfigJson, checkpoint: Checkpoint, settings: ModelConfig
-) -> ModelSpec:
+    spec: _Spec, config: ConfigJson, checkpoint: Checkpoint, settings: ModelConfig
+) -> _Spec:
     """Return a spec with the fields that families do not read.
 
     These are the forms of the weights; the default sampling parameters and additional ids of
