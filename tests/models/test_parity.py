@@ -562,7 +562,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_hidden_layers": 3, "enable_moe_block": True, "top_k_experts": 2}
         | {"hidden_size_per_layer_input": 0},
     ),
-    "llama4": ("Llama4ForCausalLM", LLAMA4 | {"moe_layers": [0, 1, 3], "attention_bias": True}),
+    "llama4": (
+        "Llama4ForCausalLM",
+        LLAMA4
+        | {"moe_layers": [0, 1, 3], "attention_bias": True}
+        | {"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}},
+    ),
     "llama4-plain": (
         "Llama4ForCausalLM",
         LLAMA4
