@@ -190,7 +190,7 @@ def with_experts(spec: ModelSpec, config: ConfigJson) -> ModelSpec:
         num_experts=num_experts,
         inner=config.integer("moe_intermediate_size"),
         names=ExpertNames(router="router.proj", experts="experts.", up=("gate_up_proj",)),
-        activation=ExpertActivation(activation),
+        activation=ExpertActivation(activation),  # type: ignore[arg-type]
         stacked="rows",
     )
     router = replace(
