@@ -23,6 +23,7 @@ from octavo.kv_cache import states
 from octavo.models.cache import AttentionCache
 from octavo.models.loader import load_model
 from octavo.models.spec import divide_layers
+from octavo.scheduler.speculation import DraftLengths
 from octavo.system.distributed import Rank
 from tests.drafts import Drafter
 from tests.e2e.fuzz_models import STATEFUL, draw_model
@@ -136,9 +137,9 @@ def ask(llm: LLM, prompts: list[list[int]], count: int) -> list[Any]:
 
 @families
 def test_preempted_with_drafts(family: str, shapes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts are n-grams of prompts that repeat, then right ones and wrong ones."""
-    shape = shapes(family)[2]
-    prompts = [[5 + (3 * i + j) % 7 for j in range(20 + i)] for i in range(4)]
+    """Drafts are n-grams of the prompts, then right ones and wrong ones."""
+    monkeypatch.setattr(DraftLengths, "choose", lambda lengths, num_reqs: lengths.most)
+    shape, prompts = shapes(family)[2], make_prompts(VOCAB, (40, 41, 42, 43))
     with engine(shape, enable_prefix_caching=False, max_num_seqs=1) as llm:
         expected, _ = ask(llm, prompts, 28)
     few = {"num_gpu_blocks_override": 20, "long_prefill_token_threshold": 7}
