@@ -7,6 +7,9 @@
 // invisible to a row has probability zero, which adds a zero if its value is finite. This can only
 // change the sign of a sum that is zero, so writing removes the sign. If a value is not finite and
 // not visible to all rows, each row is multiplied alone with its visible positions.
+//
+// Latents are rows. Their scores are computed transposed, rows times queries, since the left factor
+// needs no pairs.
 #pragma once
 #include "norm.h"
 #include "tile.h"
@@ -174,6 +177,60 @@ struct OnTiles<bf16> {
       };
       tile_product<G, V, false>(q, width, width / 32, tile, 2 * stride, scores + v * 16,
                                 kPositions);
+    }
+  }
+
+  // Rearranges queries [rows][width], of whole groups of 16 rows, as right factors for row_scores:
+  // [rows / 16][width / 32][16 pairs of dimensions][16 rows][2].
+  static NOINLINE void pair_queries(bf16* queries, int rows, int64_t width) {
+    alignas(64) bf16 group[16 * kMaxHeadSize];
+    for (int at = 0; at < rows; at += 16, queries += 16 * width) {
+      memcpy(group, queries, 16 * width * sizeof(bf16));
+      for (int64_t d = 0; d < width; d += 32) {
+        vu v[16];
+        UNROLL for (int i = 0; i < 16; i++) v[i] = load_raw<vu>(group + i * width + d);
+        transpose(v);
+        memcpy(queries + d * 16, v, sizeof v);
+      }
+    }
+  }
+
+  // Copies rows [first, last) of latents: to[kPositions][width], zeros after `size` numbers.
+  static void copy_rows(const bf16* const* rows, int first, int last, int64_t size, int64_t width,
+                        bf16* to) {
+    for (int i = first; i < last; i++) {
+      memcpy(to + i * width, rows[i], size * sizeof(bf16));
+      memset(to + i * width + size, 0, (width - size) * sizeof(bf16));
+    }
+  }
+
+  // As scores, for queries of pair_queries and for rows of latents, 16 at each address and `stride`
+  // apart. `next`: the following rows, whose numbers [from, size) are prefetched meanwhile, or null.
+  template <int G>
+  static NOINLINE void row_scores(const bf16* q, const bf16* const* rows, const bf16* const* next,
+                                  int64_t stride, int64_t from, int64_t size, int first, int last,
+                                  int64_t width, float* scores) {
+    for (int i = first / 16; i * 16 < last; i++) {
+      for_each_index<G>([](auto g) { tile_zero<decltype(g)::value>(); });
+      for (int64_t d = 0; d < width; d += 32) {
+        tile_load<4>(rows[i] + d, stride * sizeof(bf16));
+        for_each_index<G>([&](auto g) {
+          constexpr int G0 = decltype(g)::value;
+          tile_load<5 + G0>(q + G0 * 16 * width + d * 16, kTileBytes);
+          tile_dot_bf16<G0, 4, 5 + G0>();
+        });
+      }
+      for (int j = 0; next && j < 16; j++)
+        for (int64_t d = from; d < size; d += 32)
+          __builtin_prefetch(next[i * 16 + j] + d, 0, kFetchTo);
+      for_each_index<G>([&](auto g) {
+        constexpr int G0 = decltype(g)::value;
+        alignas(64) vu v[16];
+        tile_store<G0>(v, kTileBytes);
+        transpose(v);
+        UNROLL for (int j = 0; j < 16; j++)
+          memcpy(scores + (G0 * 16 + j) * kPositions + i * 16, &v[j], sizeof v[j]);
+      });
     }
   }
 

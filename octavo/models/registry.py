@@ -28,7 +28,12 @@ for _module in pkgutil.iter_modules(families.__path__, families.__name__ + "."):
     FAMILIES.update(getattr(importlib.import_module(_module.name), "ARCHITECTURES", {}))
 _CAUSAL = ("PaliGemmaForConditionalGeneration",)
 """Architectures that are run with causal attention, and say so, where the original is not."""
-_SOME_EXPERTS = ("JambaForCausalLM", "NemotronHForCausalLM")
+_SOME_EXPERTS = (
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "JambaForCausalLM",
+    "NemotronHForCausalLM",
+)
 """Architectures with a number of experts also where no layer has them; their readers check that."""
 _DEFAULTS = ModelConfig()
 

@@ -118,7 +118,7 @@ def test_rows_of_norms_are_divided(case: str, tmp_path: Path) -> None:
     assert all(map(torch.equal, got, sums))
 
 
-@pytest.mark.parametrize("case", ["llama", "gemma3n", "gemma4", "olmo-hybrid"])
+@pytest.mark.parametrize("case", ["llama", "gemma3n", "gemma4", "olmo-hybrid", "deepseek-v3"])
 def test_sums_of_ranks(case: str, tmp_path: Path) -> None:
     """Ranks that sum their results wait for each other before a buffer is filled again."""
     architecture, config = CASES[case]
@@ -140,7 +140,7 @@ def test_heads_in_the_order_of_a_gguf_file(size: int, tmp_path: Path) -> None:
         spec_of(file).split(Rank(0, size, reduces=True))
 
 
-@pytest.mark.parametrize("case", ["llama", "gemma2", "bloom", "qwen3-next"])
+@pytest.mark.parametrize("case", ["llama", "gemma2", "bloom", "qwen3-next", "minicpm3"])
 @pytest.mark.parametrize("form", [None, "int8", "int4", "fp8"])
 def test_types_and_forms(case: str, form: str | None, tmp_path: Path) -> None:
     check(case, tmp_path, 2, "float32", form)

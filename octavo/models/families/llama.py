@@ -9,6 +9,7 @@ from typing import Literal
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.layers.rope_spec import RopeSpec
 from octavo.models.blocks.attention import AttentionSpec, QueryScale, Sinks
+from octavo.models.blocks.base import BlockSpec
 from octavo.models.blocks.embedding import EmbedSpec
 from octavo.models.blocks.head import HeadSpec
 from octavo.models.blocks.layer import LayerSpec
@@ -118,8 +119,13 @@ class LlamaLike:
     ignored: tuple[str, ...] = ()
     """Patterns of names that are not weights, in addition to those of rotary tables."""
 
-    def read(self, config: ConfigJson) -> ModelSpec:
-        """Read the remaining fields, and return the model."""
+    def read(self, config: ConfigJson, mixer: BlockSpec | None = None) -> ModelSpec:
+        """Read the remaining fields, and return the model.
+
+        Args:
+            config: config.json.
+            mixer: the block in place of attention; None: attention.
+        """
         heads = Heads.read(config)
         hidden, inner = heads.hidden_size, config.integer("intermediate_size")
         num_layers = read_num_layers(config)
@@ -195,7 +201,7 @@ class LlamaLike:
                 else RMSNormSpec(self.out_norm, heads.num_heads * heads.head_size, eps),
             )
             return LayerSpec.of(
-                attention,
+                mixer or attention,
                 mlp,
                 norm(self.input_norm),
                 norm(self.feed_forward_norm),
