@@ -113,7 +113,11 @@ def test_several_ranks_answer_as_one(settings, layouts, folder, in_ranks):
 
 
 @pytest.mark.parametrize(
-    "case", ["llama", "qwen2", "gpt2", "bloom", "opt-350m", "granite", "gemma4", "gemma3n"]
+    "case",
+    [
+        *("llama", "qwen2", "gpt2", "bloom", "opt-350m", "granite", "gemma4", "gemma3n"),
+        "deepseek-v3",
+    ],
 )
 def test_parts_of_layers_of_other_models(case, tmp_path, in_ranks):
     architecture, config = CASES[case]

@@ -256,7 +256,8 @@ def test_stages_have_every_weight_once_but_for_a_tied_table(case: str, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("case", "num_stages"), [("llama", 3), ("opt-350m", 2), ("gemma4", 3), ("gemma3n", 2)]
+    ("case", "num_stages"),
+    [("llama", 3), ("opt-350m", 2), ("gemma4", 3), ("gemma3n", 2), ("deepseek-v2", 2)],
 )
 def test_stages_have_the_bits_of_one(case: str, num_stages: int, tmp_path: Path) -> None:
     """Also with several residual streams, inputs of layers, and layers that read others' caches."""
