@@ -36,7 +36,8 @@ def _to_cache(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _from_cache(x: Tensor, dtype: torch.dtype, wide: torch.dtype) -> Tensor:
     if dtype == torch.int8:
-        return x[..., :-4].to(wide) * x[..., -4:].contiguous().view(torch.float32).to(wide)
+        scales = x[..., -4:].clone(memory_format=torch.contiguous_format)  # aligned
+        return x[..., :-4].to(wide) * scales.view(torch.float32).to(wide)
     return (x.view(dtype) if dtype.itemsize == 1 else x).to(wide)
 
 

@@ -212,7 +212,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "DeepseekV3ForCausalLM": {"model_type": "deepseek_v3", "first_k_dense_replace": 3}
     | _LLAMA
     | _LATENT
-    | {"max_position_embeddings": 4096},
+    | {"max_position_embeddings": 4096, "num_nextn_predict_layers": 1},
     "InternLM2ForCausalLM": {"model_type": "internlm2"} | _LLAMA,
     "SmolLM3ForCausalLM": {"model_type": "smollm3"}
     | _LLAMA

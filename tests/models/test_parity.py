@@ -97,11 +97,13 @@ NEMOTRON_H |= {"layers_block_type": ["linear_attention", "mlp", "full_attention"
 NEMOTRON_H |= {"mamba_num_heads": 4, "mamba_head_dim": 10, "n_groups": 2, "ssm_state_size": 12}
 
 # Heads have odd sizes; the latent is the input of an odd number of them.
-LATENT = {k: v for k, v in SIZES.items() if k != "num_key_value_heads"}
-LATENT |= {"num_attention_heads": 3, "q_lora_rank": 20, "kv_lora_rank": 25}
+LATENT = SIZES | {"num_attention_heads": 3, "num_key_value_heads": 3}
+LATENT |= {"q_lora_rank": 20, "kv_lora_rank": 25}
 LATENT |= {"qk_nope_head_dim": 11, "qk_rope_head_dim": 6, "v_head_dim": 13}
 LATENT_MQ = LATENT | {"q_lora_rank": None, "kv_lora_rank": 32, "qk_rope_head_dim": 32}
-DENSE: dict[str, Any] = {"first_k_dense_replace": 3, "num_key_value_heads": 3}
+DENSE: dict[str, Any] = {"first_k_dense_replace": 3}
+# transformers views parts of queries and keys as complex numbers.
+EVEN = DENSE | {"qk_nope_head_dim": 12, "kv_lora_rank": 26}
 MSCALE = YARN | {"mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 16.0}
 
 HYBRIDS = ("lfm2", "qwen3.5", "mamba2-odd")
@@ -382,17 +384,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"qk_rope_head_dim": 12, "rope_parameters": LONGROPE, "scale_emb": 2.0}
         | {"original_max_position_embeddings": 128, "tie_word_embeddings": False},
     ),
-    "deepseek-v2": ("DeepseekV2ForCausalLM", LATENT | DENSE | {"mlp_bias": True}),
+    "deepseek-v2": ("DeepseekV2ForCausalLM", LATENT | EVEN | {"mlp_bias": True}),
     "deepseek-v2-queries": (
         "DeepseekV2ForCausalLM",
         LATENT_MQ
-        | DENSE
+        | EVEN
         | {"tie_word_embeddings": True, "num_attention_heads": 4}
         | {"num_key_value_heads": 4},
     ),
     "deepseek-v2-yarn": (
         "DeepseekV2ForCausalLM",
-        LATENT | DENSE | {"rope_parameters": MSCALE, "attention_bias": True},
+        LATENT | EVEN | {"rope_parameters": MSCALE, "attention_bias": True},
     ),
     "deepseek-v3": ("DeepseekV3ForCausalLM", LATENT | DENSE | {"rope_parameters": MSCALE}),
     "deepseek-v3-queries": ("DeepseekV3ForCausalLM", LATENT_MQ | DENSE),
