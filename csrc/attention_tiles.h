@@ -204,33 +204,53 @@ struct OnTiles<bf16> {
     }
   }
 
+  // c[32][G * 16] = 16 rows at `a` and 16 at `b`, times queries; query(k, g): address of step k of
+  // the g-th 16 queries.
+  template <int G, class F>
+  static INLINE void two_row_product(const bf16* a, const bf16* b, int64_t stride, int64_t steps,
+                                     F query, float* c) {
+    for_each_index<G>([](auto g) {
+      constexpr int G0 = decltype(g)::value;
+      tile_zero<G0>(), tile_zero<2 + G0>();
+    });
+    for (int64_t k = 0; k < steps; k++) {
+      tile_load<4>(a + k * 32, stride * sizeof(bf16));
+      tile_load<5>(b + k * 32, stride * sizeof(bf16));
+      for_each_index<G>([&](auto g) {
+        constexpr int G0 = decltype(g)::value;
+        tile_load<6 + G0>(query(k, G0), kTileBytes);
+        tile_dot_bf16<G0, 4, 6 + G0>();
+        tile_dot_bf16<2 + G0, 5, 6 + G0>();
+      });
+    }
+    for_each_index<G>([&](auto g) {
+      constexpr int G0 = decltype(g)::value;
+      tile_store<G0>(c + G0 * 16, G * 64);
+      tile_store<2 + G0>(c + 16 * G * 16 + G0 * 16, G * 64);
+    });
+  }
+
   // As scores, for queries of pair_queries and for rows of latents, 16 at each address and `stride`
   // apart. `next`: the following rows, whose numbers [from, size) are prefetched meanwhile, or null.
   template <int G>
   static NOINLINE void row_scores(const bf16* q, const bf16* const* rows, const bf16* const* next,
                                   int64_t stride, int64_t from, int64_t size, int first, int last,
                                   int64_t width, float* scores) {
-    for (int i = first / 16; i * 16 < last; i++) {
-      for_each_index<G>([](auto g) { tile_zero<decltype(g)::value>(); });
-      for (int64_t d = 0; d < width; d += 32) {
-        tile_load<4>(rows[i] + d, stride * sizeof(bf16));
-        for_each_index<G>([&](auto g) {
-          constexpr int G0 = decltype(g)::value;
-          tile_load<5 + G0>(q + G0 * 16 * width + d * 16, kTileBytes);
-          tile_dot_bf16<G0, 4, 5 + G0>();
-        });
-      }
-      for (int j = 0; next && j < 16; j++)
+    for (int i = first / 32 * 2; i * 16 < last; i += 2) {
+      auto query = [=](int64_t k, int g) { return q + g * 16 * width + k * 512; };
+      alignas(64) float c[32][G * 16];
+      two_row_product<G>(rows[i], rows[i + 1], stride, width / 32, query, c[0]);
+      for (int j = 0; next && j < 32; j++)
         for (int64_t d = from; d < size; d += 32)
           __builtin_prefetch(next[i * 16 + j] + d, 0, kFetchTo);
-      for_each_index<G>([&](auto g) {
-        constexpr int G0 = decltype(g)::value;
-        alignas(64) vu v[16];
-        tile_store<G0>(v, kTileBytes);
-        transpose(v);
-        UNROLL for (int j = 0; j < 16; j++)
-          memcpy(scores + (G0 * 16 + j) * kPositions + i * 16, &v[j], sizeof v[j]);
-      });
+      for (int v = 0; v < 2; v++)
+        for (int g = 0; g < G; g++) {
+          vu block[16];
+          UNROLL for (int j = 0; j < 16; j++) block[j] = load_raw<vu>(c[v * 16 + j] + g * 16);
+          transpose(block);
+          UNROLL for (int j = 0; j < 16; j++)
+            memcpy(scores + (g * 16 + j) * kPositions + (i + v) * 16, &block[j], sizeof block[j]);
+        }
     }
   }
 

@@ -147,7 +147,13 @@ class LatentCache:
     rolls_back = True
 
     def block_nbytes(self, block_size: int, dtype: str) -> int:
-        """Implement `CacheSpec`. In int8 each latent has a float32 scale."""
+        """Implement `CacheSpec`. In int8 each latent has a float32 scale.
+
+        Blocks are whole numbers of 16 bytes, so that their halves are of 8.
+        """
+        return -(-self._numbers_nbytes(block_size, dtype) // 16) * 16
+
+    def _numbers_nbytes(self, block_size: int, dtype: str) -> int:
         scale = DTYPE_NBYTES["float32"] if dtype == "int8" else 0
         return block_size * (self.size * DTYPE_NBYTES[dtype] + scale)
 
@@ -159,7 +165,7 @@ class LatentCache:
 
         kind = KV_CACHE_DTYPES.get(dtype, dtype)
         shape = backend.latent_cache_shape(len(memory), block_size, self.size, kind)
-        nbytes = self.block_nbytes(block_size, dtype)
+        nbytes = self._numbers_nbytes(block_size, dtype)
         tensor: Tensor = backend.typed(memory[:, :nbytes], kind).view(shape)
         return tensor
 

@@ -21,6 +21,7 @@ def test_a_block_of_attention(dtype, head_nbytes):
     assert AttentionCache(3, 64).block_nbytes(16, dtype) == 2 * 16 * 3 * head_nbytes
     assert AttentionCache(3, 64, 100).block_nbytes(16, dtype) == 2 * 16 * 3 * head_nbytes
     assert LatentCache(64).block_nbytes(16, dtype) == 16 * head_nbytes  # keys and values in one
+    assert LatentCache(31).block_nbytes(8, "fp8_e4m3") == 8 * 31 + 8  # halves of 8 bytes
 
 
 def test_equal_specs_are_one_key():
