@@ -7,6 +7,11 @@
 // pairs of dimensions, [head_size / 2][block_size][2], for the dot product of AVX-512. The last one
 // of an odd number is stored alone, [block_size].
 //
+// A cache of latents (multi-head latent attention, DeepSeek-V2, arXiv:2405.04434) has one row for
+// each token, [num_blocks][block_size * head_size]: the key of all heads, whose first numbers are
+// the value. Tile registers read the rows as the left factor; otherwise each tile's keys are
+// transposed first.
+//
 // A row is one query head of one token. It iterates over its visible positions in tiles of kTile,
 // cut at absolute positions, with the online softmax of Milakov and Gimelshein (arXiv:1805.02867).
 // Every kSegment positions it starts anew. The segments are then folded together in order (Dao et
@@ -36,6 +41,8 @@ struct Extent {
   // Rows up to which reading the cache takes longer than computing.
   static constexpr int kFewRows = kOnTiles<T> ? kStepRowsOnTiles : 12;
 };
+constexpr int64_t kPartsNbytes = 64 << 20;  // of shared segments at a time, if one task needs less
+constexpr int kFoldedRows = 8;  // rows whose shared segments a thread folds at a time
 constexpr int kSegment = 512;  // positions with separate sums, so that threads can share them
 constexpr int kSharedRows = 36;  // maximum number of rows for sharing segments
 constexpr int kFetchedEarly = 32;  // positions of a tile whose values are fetched during the softmax
@@ -320,6 +327,34 @@ struct Values<bf16> {
 };
 #endif
 
+// Transposes rows [first, last) of `size` numbers: to[size / dims][positions][dims], the last
+// dimension of an odd number alone.
+template <class T>
+NOINLINE void transpose_rows(const T* const* rows, int first, int last, int64_t size,
+                             int64_t positions, T* to) {
+  constexpr int dims = Keys<T>::kDims;
+  const int64_t steps = size / dims;
+  for (int at = first / W * W; at < last; at += W) {
+    auto seen = [=](int i) { return at + i >= first && at + i < last; };
+    if constexpr (dims * sizeof(T) == sizeof(float)) {
+      for (int64_t d = 0; d < steps; d += W) {
+        const int64_t some = min<int64_t>(W, steps - d);
+        vu v[W] = {};
+        UNROLL for (int i = 0; i < W; i++)
+          if (seen(i)) memcpy(&v[i], rows[at + i] + d * dims, some * sizeof(float));
+        transpose(v);
+        for (int i = 0; i < some; i++) memcpy(to + ((d + i) * positions + at) * dims, &v[i], sizeof v[i]);
+      }
+    } else {
+      for (int i = 0; i < W; i++)
+        if (seen(i))
+          for (int64_t d = 0; d < size; d++) to[d * positions + at + i] = rows[at + i][d];
+    }
+    for (int i = 0; dims == 2 && size % 2 && i < W; i++)
+      to[(size - 1) * positions + at + i] = seen(i) ? rows[at + i][size - 1] : T{};
+  }
+}
+
 struct Row {
   int64_t token;
   int first, last;  // visible positions of the current tile
@@ -357,21 +392,21 @@ struct Attention {
   static constexpr bool kBytes = !std::is_same_v<T, C>, kScales = kScaleBytes<C> > 0;
   const AttentionArgs& a;
   const int64_t group, acc_stride, kv_head_size, kv_block;
-  const int64_t query_stride;  // for tile registers padded like acc_stride
+  const int64_t query_stride;  // for tile registers padded to whole steps
   const int64_t span;  // adjacent positions of a tile
   const int64_t key_stride;  // distance of the keys of successive steps of dimensions, in steps
 
   explicit Attention(const AttentionArgs& args)
       : a(args),
         group(a.heads / a.kv_heads),
-        acc_stride(ceil_div(a.head_size, 2 * W) * 2 * W),
+        acc_stride(ceil_div(a.value_size, 2 * W) * 2 * W),
         kv_head_size(a.block_size * (a.head_size + kScaleBytes<C>)),
         kv_block(a.kv_block_stride),
-        query_stride(kOnTiles<T> ? acc_stride : a.head_size),
+        query_stride(kOnTiles<T> ? ceil_div(a.head_size, 2 * W) * 2 * W : a.head_size),
         span(min<int64_t>(kTile, a.block_size)),
-        key_stride(kBytes ? span : a.block_size) {}
+        key_stride(a.latent ? kTile : kBytes ? span : a.block_size) {}
 
-  // Pointers to the keys and values of a tile.
+  // Pointers to the keys and values of a tile; of latents to the rows, as values.
   struct Tile {
     const T* keys[kTile / 4];
     const T* values[kTile];
@@ -383,7 +418,7 @@ struct Attention {
   using Place = std::conditional_t<kBytes, Blocks, Tile>;
 
   // A tile of bytes as numbers of type T: keys [kTile / span], each stored like a block of span
-  // positions; values [kTile][head_size].
+  // positions; values or latents [kTile][head_size].
   struct Widened {
     T* keys;
     T* values;
@@ -404,6 +439,7 @@ struct Attention {
     alignas(64) float scores[kStepRows * kTile];
     alignas(64) P probs[kStepRows * kTile];
     alignas(64) float acc[kTileRows * kMaxHeadSize];
+    T* keys;  // buffer for transposed latents, for vectors
     std::conditional_t<kBytes, Widened, Nothing> wide;
     std::conditional_t<kOnTiles<T>, OnTiles<T>, Nothing> on_tiles;
   };
@@ -427,11 +463,14 @@ struct Attention {
         for_lanes(a.head_size,
                   [&](int64_t d, int n) { store(t.query + i * query_stride + d, load(q + d, n), n); });
     }
+    if constexpr (kOnTiles<T>)
+      if (a.latent) OnTiles<T>::pair_queries(t.query, padded(count), query_stride);
     t.begin = a.window ? max<int64_t>(0, t.rows[0].position - a.window + 1) : 0;
     t.end = t.rows[count - 1].position + 1;
-    const int64_t widened = kBytes ? 2 * kTile * a.head_size : 0;
-    const int64_t on_tiles = kOnTiles<T> ? 2 * kTile * acc_stride : 0;
-    [[maybe_unused]] T* buffer = static_cast<T*>(scratch((widened + on_tiles) * sizeof(T), 2));
+    const int64_t widened = kBytes || (a.latent && !kOnTiles<T>) ? 2 * kTile * a.head_size : 0;
+    const int64_t on_tiles = kOnTiles<T> ? kTile * (query_stride + acc_stride) : 0;
+    T* buffer = static_cast<T*>(scratch((widened + on_tiles) * sizeof(T), 2));
+    t.keys = buffer;
     if constexpr (kBytes) {
       t.wide.keys = buffer;
       t.wide.values = buffer + kTile * a.head_size;
@@ -443,7 +482,7 @@ struct Attention {
     }
     if constexpr (kOnTiles<T>) {
       t.on_tiles.keys = buffer + widened;
-      t.on_tiles.values = t.on_tiles.keys + kTile * acc_stride;
+      t.on_tiles.values = t.on_tiles.keys + kTile * query_stride;
       memset(t.probs, 0, sizeof t.probs);
     }
   }
@@ -467,8 +506,9 @@ struct Attention {
       const T* block = static_cast<const T*>(a.kv_cache) +
                        blocks[position / a.block_size] * kv_block + kv_head * kv_head_size;
       to.keys[i / lanes_of_keys] = block + offset * Keys<T>::kDims;
+      const int64_t values = a.latent ? 0 : a.kv_heads * kv_head_size;
       for (int64_t j = 0; j < lanes_of_keys; j++)
-        to.values[i + j] = block + a.kv_heads * kv_head_size + (offset + j) * a.head_size;
+        to.values[i + j] = block + values + (offset + j) * a.head_size;
     }
   }
 
@@ -486,7 +526,8 @@ struct Attention {
   void widen_tile(Widened& to, const Blocks& here, const Blocks* next, int64_t tile, int64_t begin,
                   int64_t end) const {
     constexpr int dims = Keys<T>::kDims;
-    const int64_t values = a.kv_heads * kv_head_size, numbers = a.block_size * a.head_size;
+    const int64_t values = a.latent ? 0 : a.kv_heads * kv_head_size;
+    const int64_t numbers = a.block_size * a.head_size;
     for (int64_t i = 0; i < kTile; i += span) {
       if (tile + i >= end || tile + i + span <= begin) continue;
       const int64_t offset = (tile + i) % a.block_size;
@@ -495,9 +536,9 @@ struct Attention {
         widen_all(widened, from + at, next ? next->heads[i / span] + at : nullptr, n);
       };
       T* keys = to.keys + i * a.head_size;
-      if (span == a.block_size)
+      if (!a.latent && span == a.block_size)
         widen_at(keys, 0, span * a.head_size);
-      else
+      else if (!a.latent)
         for (int64_t d = 0; d < a.head_size; d += dims) {
           const int64_t some = min<int64_t>(dims, a.head_size - d);
           widen_at(keys + d * span, d * a.block_size + offset * some, span * some);
@@ -537,7 +578,7 @@ struct Attention {
     for (int64_t tile = begin / kTile * kTile; tile < end; tile += kTile) {
       locate(here, t.request, t.kv_head, tile, max(begin, tile), min(end, tile + kTile));
       // Few rows finish a tile before the next one has arrived: prefetch it meanwhile.
-      const bool ahead = t.count <= kFewRows && locate_next(next, t, tile);
+      const bool ahead = (t.count <= kFewRows || a.latent) && locate_next(next, t, tile);
       const int64_t from = max(begin, tile), to = min(end, tile + kTile);
       if constexpr (kBytes) {
         widen_tile(t.wide, here, ahead ? &next : nullptr, tile, from, to);
@@ -566,19 +607,27 @@ struct Attention {
   void walk_by_vectors(Task& t, const Tile& here, const Tile* next, int64_t tile, int64_t begin,
                        int64_t end) const {
     const int lanes_of_keys = int(min<int64_t>(W, a.block_size));
+    const T* const* all_keys = here.keys;
+    const T* transposed[kTile / 4];
+    if (a.latent) {
+      transpose_rows(here.values, int(begin - tile), int(end - tile), a.head_size, kTile, t.keys);
+      for (int v = 0; v < kTile / lanes_of_keys; v++)
+        transposed[v] = t.keys + v * lanes_of_keys * Keys<T>::kDims;
+      all_keys = transposed;
+    }
     for (int v = 0; v < kTile / lanes_of_keys; v += kScoreVectors) {
       const int64_t at = tile + v * lanes_of_keys;
       if (at >= end || at + kScoreVectors * lanes_of_keys <= begin) continue;
-      const T* const* ahead = next ? next->keys + v : nullptr;
+      const T* const* ahead = next && !a.latent ? next->keys + v : nullptr;
       for (int i = 0; i < t.count; i += kScoreRows, ahead = nullptr) {
         const Q* q = t.query + i * query_stride;
         float* s = t.scores + i * kTile + v * lanes_of_keys;
         const int n = min(kScoreRows, t.count - i);
         if (W <= 8 || lanes_of_keys == W)
-          score_kernels<T, W, kScoreRows>(n, q, query_stride, here.keys + v, ahead, at, key_stride,
+          score_kernels<T, W, kScoreRows>(n, q, query_stride, all_keys + v, ahead, at, key_stride,
                                           a.head_size, s);
         else if constexpr (W > 8)
-          score_kernels<T, W / 2, kScoreRows>(n, q, query_stride, here.keys + v, ahead, at,
+          score_kernels<T, W / 2, kScoreRows>(n, q, query_stride, all_keys + v, ahead, at,
                                               key_stride, a.head_size, s);
       }
     }
@@ -595,18 +644,25 @@ struct Attention {
     const T* const* next_keys = next ? next->keys : nullptr;
     const T* keys[kTile / 16];
     int64_t stride = key_stride;
-    if (a.block_size >= 16 && a.head_size % 32 == 0) {
+    const bool as_stored = a.block_size >= 16 && a.head_size % 32 == 0;
+    if (a.latent) {
+      stride = as_stored ? a.head_size : query_stride;
+      if (!as_stored)
+        Kernels::copy_rows(here.values, begin, end, a.head_size, query_stride, t.on_tiles.keys);
+      for (int i = 0; i < kTile / 16; i++)
+        keys[i] = as_stored ? here.values[i * 16] : t.on_tiles.keys + i * 16 * query_stride;
+    } else if (as_stored) {
       memcpy(keys, here.keys, sizeof keys);
     } else {
       auto copy = a.block_size >= 16 ? Kernels::template copy_keys<16> : Kernels::template copy_keys<8>;
-      copy(here.keys, next_keys, stride, begin, end, a.head_size, acc_stride, t.on_tiles.keys);
-      for (int i = 0; i < kTile / 16; i++) keys[i] = t.on_tiles.keys + i * 16 * acc_stride;
+      copy(here.keys, next_keys, stride, begin, end, a.head_size, query_stride, t.on_tiles.keys);
+      for (int i = 0; i < kTile / 16; i++) keys[i] = t.on_tiles.keys + i * 16 * query_stride;
       stride = 16, next_keys = nullptr;
     }
     const bool alike = t.rows[0].last == end && t.rows[t.count - 1].first == begin;
-    const bool alone = !alike && !Kernels::all_finite(here.values, begin, end, a.head_size);
+    const bool alone = !alike && !Kernels::all_finite(here.values, begin, end, a.value_size);
     auto pair_values = [&](const T* const* ahead, int first, int last) {
-      Kernels::pair_values(here.values, ahead, first, last, a.head_size, acc_stride,
+      Kernels::pair_values(here.values, ahead, first, last, a.value_size, acc_stride,
                            t.on_tiles.values);
     };
     if (!alone) pair_values(next ? next->values : nullptr, begin, end);
@@ -618,7 +674,13 @@ struct Attention {
       float* acc = t.acc + at * acc_stride;
       auto with_groups = [&](auto groups) {
         constexpr int G = decltype(groups)::value;
-        Kernels::template scores<G>(q, keys, next_keys, stride, first, last, acc_stride, t.scores);
+        if (a.latent)
+          Kernels::template row_scores<G>(q, keys, at == 0 && next ? next->values : nullptr, stride,
+                                          a.value_size, a.head_size, first, last, query_stride,
+                                          t.scores);
+        else
+          Kernels::template scores<G>(q, keys, next_keys, stride, first, last, query_stride,
+                                      t.scores);
         softmax_rows(t, at, rows, nullptr, tile);
         if (!alone)
           Kernels::template add_values<G>(t.probs, kTile, t.on_tiles.values, first, last,
@@ -735,7 +797,7 @@ struct Attention {
     for (int i = 0; i < R; i++) first = max(first, row[i].first), last = min(last, row[i].last);
     first = (first + step - 1) / step * step, last = last / step * step;
     auto alone = [&](int i, int from, int to) {
-      Values<T>::add_row(p + i * kTile, values, from, to, a.head_size, acc + i * acc_stride,
+      Values<T>::add_row(p + i * kTile, values, from, to, a.value_size, acc + i * acc_stride,
                          acc_stride);
     };
     if (first >= last) {
@@ -743,7 +805,7 @@ struct Attention {
       return;
     }
     for (int i = 0; i < R; i++) alone(i, row[i].first, first);
-    Values<T>::template add<R>(p, values, next, first, last, a.head_size, acc, acc_stride);
+    Values<T>::template add<R>(p, values, next, first, last, a.value_size, acc, acc_stride);
     for (int i = 0; i < R; i++) alone(i, last, row[i].last);
   }
 
@@ -753,7 +815,7 @@ struct Attention {
         static_cast<T*>(a.out) + t.rows[row].token * a.out_stride + head * a.out_head_stride;
     float sum = total.sum;
     if (a.sinks) sum += exp(load(static_cast<const T*>(a.sinks) + head, 1) - total.max)[0];
-    Sums::write(acc, sum, out, a.head_size);
+    Sums::write(acc, sum, out, a.value_size);
   }
 
   // Computes rows completely.
@@ -788,11 +850,11 @@ struct Attention {
     }
   }
 
-  // Folds and writes the rows with segments in `parts`, `stride` floats apart.
-  void write_folded(int64_t request, int64_t kv_head, int count, const float* parts,
-                    int64_t stride) const {
+  // Folds and writes rows first_row ... with segments in `parts`, `stride` floats apart.
+  NOINLINE void write_folded(int64_t request, int64_t kv_head, int64_t first_row, int count,
+                             const float* parts, int64_t stride) const {
     Task t;
-    start(t, request, kv_head, 0, count);
+    start(t, request, kv_head, first_row, count);
     for (int i = 0; i < count; i++) {
       Partial total = {-INFINITY, 0.0f};
       memset(t.acc, 0, acc_stride * sizeof(float));
@@ -833,27 +895,32 @@ struct Tasks {
   }
 };
 
-// For few rows over long contexts: a task is a segment of them. `parts`: see run_segment.
+// For few rows over long contexts: threads share the segments of some tasks at a time. `rows`: the
+// most rows of a task. `parts`: see run_segment.
 template <class T, class C>
-void attend_by_segment(const AttentionArgs& a, const Tasks& tasks, int64_t longest) {
+void attend_by_segment(const AttentionArgs& a, const Tasks& tasks, int64_t longest, int64_t rows) {
   const Attention<T, C> attention(a);
-  const int64_t segments = ceil_div(longest, kSegment), stride = attention.acc_stride + 2;
-  int64_t num_tasks = tasks.first[a.num_reqs];
-  float* parts = static_cast<float*>(
-      scratch(num_tasks * segments * kSharedRows * stride * sizeof(float), 1));
-  auto part = [&](int64_t task, int64_t s) {
-    return parts + (task * segments + s) * kSharedRows * stride;
-  };
-  parallel_for(num_tasks * segments, int64_t(tasks.cost), [&](int64_t i) {
-    const int64_t task = i % num_tasks, s = i / num_tasks, r = tasks.request_of(task);
-    if (s * kSegment < a.seq_lens[r])
-      attention.run_segment(r, task - tasks.first[r], int(tasks.rows_of(r)), s * kSegment,
-                            part(task, s));
-  });
-  for (int64_t task = 0; task < num_tasks; task++) {
-    const int64_t r = tasks.request_of(task);
-    attention.write_folded(r, task - tasks.first[r], int(tasks.rows_of(r)), part(task, 0),
-                           kSharedRows * stride);
+  const int64_t stride = rows * (attention.acc_stride + 2), groups = ceil_div(rows, kFoldedRows);
+  const int64_t segments = ceil_div(longest, kSegment), num_tasks = tasks.first[a.num_reqs];
+  const int64_t nbytes = segments * stride * sizeof(float);  // of a task
+  const int64_t some = min(num_tasks, max<int64_t>(1, kPartsNbytes / nbytes));
+  float* parts = static_cast<float*>(scratch(some * nbytes, 1));
+  for (int64_t first = 0; first < num_tasks; first += some) {
+    const int64_t count = min(some, num_tasks - first), cost = int64_t(tasks.cost) * count / num_tasks;
+    parallel_for(count * segments, cost, [&](int64_t i) {
+      const int64_t task = first + i % count, s = i / count, r = tasks.request_of(task);
+      if (s * kSegment < a.seq_lens[r])
+        attention.run_segment(r, task - tasks.first[r], int(tasks.rows_of(r)), s * kSegment,
+                              parts + (i % count * segments + s) * stride);
+    });
+    parallel_for(count * groups, count * segments * stride / W, [&](int64_t i) {
+      const int64_t task = first + i / groups, r = tasks.request_of(task);
+      const int64_t row = i % groups * kFoldedRows, end = min<int64_t>(row + kFoldedRows, tasks.rows_of(r));
+      if (row < end)
+        attention.write_folded(r, task - tasks.first[r], row, int(end - row),
+                               parts + i / groups * segments * stride + row * (attention.acc_stride + 2),
+                               stride);
+    });
   }
 }
 
@@ -867,8 +934,9 @@ INLINE void attention_typed(const AttentionArgs& a, T, C) {
     longest = max<int64_t>(longest, a.seq_lens[r]);
     most_rows = max(most_rows, tasks.rows_of(r));
   }
-  if (num_tasks < 4 * num_threads() && most_rows <= kSharedRows && longest > kSegment)
-    return attend_by_segment<T, C>(a, tasks, longest);
+  const int64_t shared_rows = a.latent ? kTileRows : kSharedRows;
+  if (num_tasks < 4 * num_threads() && most_rows <= shared_rows && longest > kSegment)
+    return attend_by_segment<T, C>(a, tasks, longest, most_rows);
   const Attention<T, C> attention(a);
   parallel_for(num_tasks, int64_t(tasks.cost), [&](int64_t i) {
     const int64_t at = num_tasks - 1 - i;  // the last tiles of a prompt take longest: start with them
@@ -925,6 +993,10 @@ INLINE void write_kv_typed(const WriteKvArgs& a, T, C) {
       C* keys = block + h * head_size;
       const C* key = prepare(
           static_cast<const T*>(a.key) + token * a.key_stride + h * a.key_head_stride, keys);
+      if (!a.value) {
+        memcpy(keys + offset * a.head_size, key, a.head_size * sizeof(C));
+        continue;
+      }
       int64_t d = 0;
       for (; d + dims <= a.head_size; d += dims)
         memcpy(keys + d * a.block_size + offset * dims, key + d, dims * sizeof(C));

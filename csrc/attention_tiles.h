@@ -7,6 +7,9 @@
 // invisible to a row has probability zero, which adds a zero if its value is finite. This can only
 // change the sign of a sum that is zero, so writing removes the sign. If a value is not finite and
 // not visible to all rows, each row is multiplied alone with its visible positions.
+//
+// Latents are rows. Their scores are computed transposed, rows times queries, since the left factor
+// needs no pairs.
 #pragma once
 #include "norm.h"
 #include "tile.h"
@@ -174,6 +177,80 @@ struct OnTiles<bf16> {
       };
       tile_product<G, V, false>(q, width, width / 32, tile, 2 * stride, scores + v * 16,
                                 kPositions);
+    }
+  }
+
+  // Rearranges queries [rows][width], of whole groups of 16 rows, as right factors for row_scores:
+  // [rows / 16][width / 32][16 pairs of dimensions][16 rows][2].
+  static NOINLINE void pair_queries(bf16* queries, int rows, int64_t width) {
+    alignas(64) bf16 group[16 * kMaxHeadSize];
+    for (int at = 0; at < rows; at += 16, queries += 16 * width) {
+      memcpy(group, queries, 16 * width * sizeof(bf16));
+      for (int64_t d = 0; d < width; d += 32) {
+        vu v[16];
+        UNROLL for (int i = 0; i < 16; i++) v[i] = load_raw<vu>(group + i * width + d);
+        transpose(v);
+        memcpy(queries + d * 16, v, sizeof v);
+      }
+    }
+  }
+
+  // Copies rows [first, last) of latents: to[kPositions][width], zeros after `size` numbers.
+  static void copy_rows(const bf16* const* rows, int first, int last, int64_t size, int64_t width,
+                        bf16* to) {
+    for (int i = first; i < last; i++) {
+      memcpy(to + i * width, rows[i], size * sizeof(bf16));
+      memset(to + i * width + size, 0, (width - size) * sizeof(bf16));
+    }
+  }
+
+  // c[32][G * 16] = 16 rows at `a` and 16 at `b`, times queries; query(k, g): address of step k of
+  // the g-th 16 queries.
+  template <int G, class F>
+  static INLINE void two_row_product(const bf16* a, const bf16* b, int64_t stride, int64_t steps,
+                                     F query, float* c) {
+    for_each_index<G>([](auto g) {
+      constexpr int G0 = decltype(g)::value;
+      tile_zero<G0>(), tile_zero<2 + G0>();
+    });
+    for (int64_t k = 0; k < steps; k++) {
+      tile_load<4>(a + k * 32, stride * sizeof(bf16));
+      tile_load<5>(b + k * 32, stride * sizeof(bf16));
+      for_each_index<G>([&](auto g) {
+        constexpr int G0 = decltype(g)::value;
+        tile_load<6 + G0>(query(k, G0), kTileBytes);
+        tile_dot_bf16<G0, 4, 6 + G0>();
+        tile_dot_bf16<2 + G0, 5, 6 + G0>();
+      });
+    }
+    for_each_index<G>([&](auto g) {
+      constexpr int G0 = decltype(g)::value;
+      tile_store<G0>(c + G0 * 16, G * 64);
+      tile_store<2 + G0>(c + 16 * G * 16 + G0 * 16, G * 64);
+    });
+  }
+
+  // As scores, for queries of pair_queries and for rows of latents, 16 at each address and `stride`
+  // apart. `next`: the following rows, whose numbers [from, size) are prefetched meanwhile, or null.
+  template <int G>
+  static NOINLINE void row_scores(const bf16* q, const bf16* const* rows, const bf16* const* next,
+                                  int64_t stride, int64_t from, int64_t size, int first, int last,
+                                  int64_t width, float* scores) {
+    for (int i = first / 32 * 2; i * 16 < last; i += 2) {
+      auto query = [=](int64_t k, int g) { return q + g * 16 * width + k * 512; };
+      alignas(64) float c[32][G * 16];
+      two_row_product<G>(rows[i], rows[i + 1], stride, width / 32, query, c[0]);
+      for (int j = 0; next && j < 32; j++)
+        for (int64_t d = from; d < size; d += 32)
+          __builtin_prefetch(next[i * 16 + j] + d, 0, kFetchTo);
+      for (int v = 0; v < 2; v++)
+        for (int g = 0; g < G; g++) {
+          vu block[16];
+          UNROLL for (int j = 0; j < 16; j++) block[j] = load_raw<vu>(c[v * 16 + j] + g * 16);
+          transpose(block);
+          UNROLL for (int j = 0; j < 16; j++)
+            memcpy(scores + (g * 16 + j) * kPositions + (i + v) * 16, &block[j], sizeof block[j]);
+        }
     }
   }
 

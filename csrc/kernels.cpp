@@ -5,7 +5,7 @@
 #include "activation.h"
 #include "attention.h"
 #include "delta_rule.h"
-#include "linear.h"
+#include "head_linear.h"
 #include "norm.h"
 #include "rotary.h"
 #include "routing.h"

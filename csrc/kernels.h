@@ -114,6 +114,23 @@ struct LinearArgs {
   }
 };
 
+// A product for each head: out[i][h] = x[i][h] * weight[h]^T.
+struct HeadLinearArgs {
+  const void* x;  // [rows, heads, k]
+  int64_t x_stride, x_head_stride;
+  const void* weight;  // [heads * n, k], packed, of x's dtype
+  void* out;  // [rows, heads, n]
+  int64_t out_stride, out_head_stride;
+  int64_t rows, heads, n, k;
+  DType dtype;
+
+  MEMBERS(x, x_stride, x_head_stride, weight, out, out_stride, out_head_stride, rows, heads, n, k, dtype)
+  void resize(const StepSize& size) { rows = size.rows; }
+  Work work() const {
+    return {double(size_of(dtype)) * heads * (n * k + rows * (n + k)), 2.0 * rows * heads * n * k};
+  }
+};
+
 // Encoding of a quantized weight, see quant.h; from q4_0 on: block types of GGUF, and nvfp4, see
 // blocks.h; fp8: see fp8.h.
 enum class QuantFormat : int {
@@ -489,7 +506,7 @@ struct SumPartsArgs {
 struct WriteKvArgs {
   const void* key;  // [tokens, kv_heads, head_size]
   int64_t key_stride, key_head_stride;
-  const void* value;
+  const void* value;  // null: latents, which are keys and values (attention.h); kv_heads is 1
   int64_t value_stride, value_head_stride;
   void* kv_cache;
   int64_t kv_block_stride;  // from a block to the next, in elements
@@ -503,14 +520,14 @@ struct WriteKvArgs {
   void resize(const StepSize& size) { tokens = size.rows; }
   Work work() const {
     const int64_t head = head_size * size_of(dtype) + cached_size(cache, dtype, head_size);
-    return {2.0 * tokens * kv_heads * head, 0.0};
+    return {(value ? 2.0 : 1.0) * tokens * kv_heads * head, 0.0};
   }
 };
 
 struct AttentionArgs {
   const void* query;  // [tokens, heads, head_size]
   int64_t query_stride, query_head_stride;
-  void* out;  // the same shape
+  void* out;  // [tokens, heads, value_size]
   int64_t out_stride, out_head_stride;
   const void* kv_cache;
   int64_t kv_block_stride;  // from a block to the next, in elements
@@ -518,7 +535,8 @@ struct AttentionArgs {
   const int32_t* seq_lens;  // [num_reqs]
   const int32_t* block_table;  // [num_reqs, *]
   int64_t block_table_stride;
-  int64_t num_reqs, heads, kv_heads, head_size, block_size;
+  int64_t num_reqs, heads, kv_heads, head_size, value_size, block_size;
+  bool latent;  // a value is the first value_size numbers of its key; else the sizes are equal
   int64_t window;  // positions visible, the query's own included; 0: all
   float scale, soft_cap;  // soft_cap 0: none
   const float* alibi_slopes;  // [heads] or null
@@ -528,7 +546,7 @@ struct AttentionArgs {
 
   MEMBERS(query, query_stride, query_head_stride, out, out_stride, out_head_stride, kv_cache,
           kv_block_stride, query_start_loc, seq_lens, block_table, block_table_stride, num_reqs, heads, kv_heads,
-          head_size, block_size, window, scale, soft_cap, alibi_slopes, sinks, dtype, cache)
+          head_size, value_size, block_size, latent, window, scale, soft_cap, alibi_slopes, sinks, dtype, cache)
   void resize(const StepSize& size) { num_reqs = size.num_reqs; }
   Work work() const {
     double keys = 0, pairs = 0;  // positions read; visible (query, position) pairs
@@ -538,9 +556,10 @@ struct AttentionArgs {
       keys += seen;
       pairs += query * (seen - query / 2);
     }
-    const double rows = double(size_of(dtype)) * head_size * query_start_loc[num_reqs] * heads;
-    return {2 * keys * kv_heads * cached_size(cache, dtype, head_size) + 2 * rows,
-            4.0 * pairs * heads * head_size};
+    const double sizes = double(head_size + value_size);
+    const double rows = double(size_of(dtype)) * sizes * query_start_loc[num_reqs] * heads;
+    return {(latent ? 1 : 2) * keys * kv_heads * cached_size(cache, dtype, head_size) + rows,
+            2.0 * pairs * heads * sizes};
   }
 };
 
@@ -763,6 +782,7 @@ struct Wkv7Args {
 #define OCTAVO_KERNELS(KERNEL)            \
   KERNEL(pack_weight, PackArgs)           \
   KERNEL(linear, LinearArgs)              \
+  KERNEL(head_linear, HeadLinearArgs)     \
   KERNEL(quantize_weight, QuantizeArgs)   \
   KERNEL(pack_quant, PackQuantArgs)       \
   KERNEL(linear_q, LinearQArgs)           \
@@ -807,7 +827,7 @@ struct KernelTable {
 #undef KERNEL
 };
 
-constexpr int kMaxHeadSize = 512;
+constexpr int kMaxHeadSize = 576;  // a multiple of 2 * W
 
 // Shared by the variants, compiled once for the baseline processor (dispatch.cpp).
 

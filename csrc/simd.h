@@ -127,6 +127,19 @@ INLINE bool any(vi a) {
 #endif
 }
 
+// Returns lanes of a, and, from index W on, of b.
+INLINE vu shuffle(vu a, vu b, vu index) {
+#if defined(__AVX512F__)
+  return (vu)_mm512_permutex2var_epi32((__m512i)a, (__m512i)index, (__m512i)b);
+#elif defined(__clang__)
+  vu v;
+  for (int i = 0; i < W; i++) v[i] = index[i] < uint32_t(W) ? a[index[i]] : b[index[i] - W];
+  return v;
+#else
+  return __builtin_shuffle(a, b, index);
+#endif
+}
+
 INLINE vi iota() {
   vi v;
   for (int i = 0; i < W; i++) v[i] = i;
@@ -283,6 +296,22 @@ INLINE vf round_to(vf v, float) { return v; }
 template <class T>
 INLINE vf round_to(vf v, T) {
   return widen(narrow(v, T{}), T{});
+}
+
+// Transposes W vectors of W lanes.
+INLINE void transpose(vu (&v)[W]) {
+  UNROLL for (int step = 1; step < W; step *= 2) {
+    vu low, high;  // lanes of a pair of vectors, the second one's from W on
+    UNROLL for (int i = 0; i < W; i++) {
+      low[i] = uint32_t(i & step ? W + i - step : i);
+      high[i] = uint32_t(i & step ? W + i : i + step);
+    }
+    UNROLL for (int i = 0; i < W; i++)
+      if (!(i & step)) {
+        const vu a = v[i], b = v[i + step];
+        v[i] = shuffle(a, b, low), v[i + step] = shuffle(a, b, high);
+      }
+  }
 }
 
 // Calls f with a value of the C++ type of a dtype.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
+from octavo.errors import ConfigError
 from octavo.system.tensor import Tensor
 
 KV_CACHE_DTYPES = {
@@ -79,9 +80,10 @@ class LargestAttention:
         num_tokens: tokens of the step.
         max_model_len: longest context.
         num_heads: query heads.
-        num_kv_heads: heads of keys and values.
+        num_kv_heads: heads of keys and values; 1 for latents.
         head_size: elements of a head.
         num_threads: number of computing threads.
+        latent: True if a step attends to latents.
     """
 
     num_tokens: int
@@ -90,6 +92,7 @@ class LargestAttention:
     num_kv_heads: int
     head_size: int
     num_threads: int
+    latent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +144,9 @@ class AttentionParams:
 class AttentionBackend(Protocol):
     """Causal attention over a paged KV cache.
 
-    The cache of a layer is one dense tensor of `kv_cache_shape`, of the model's dtype or one of
-    `KV_CACHE_DTYPES`. Its first dimension counts blocks; the layout of a block is private to the
-    backend.
+    The cache of a layer is one dense tensor of `kv_cache_shape` or `latent_cache_shape`, of the
+    model's dtype or one of `KV_CACHE_DTYPES`. Its first dimension counts blocks; the layout of a
+    block is private to the backend.
 
     An 8-bit cache stores each number x of a key or value as follows. float8_e4m3fn or float8_e5m2:
     rounded to nearest, clamped to the largest finite number, NaN kept. int8: round(x / s) with the
@@ -218,3 +221,65 @@ class AttentionBackend(Protocol):
             params: the layer's parameters.
         """
         ...
+
+    def latent_cache_shape(
+        self, num_blocks: int, block_size: int, latent_size: int, dtype: str | None = None
+    ) -> tuple[int, ...]:
+        """Return the shape of one layer's cache of latents.
+
+        Args:
+            num_blocks: number of blocks.
+            block_size: tokens in a block.
+            latent_size: numbers of a token's latent.
+            dtype: dtype of the cache if it is one of `KV_CACHE_DTYPES`.
+
+        Raises:
+            ConfigError: the backend does not support latents, or not of this size.
+        """
+        ...
+
+    def write_latents(self, latents: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+        """Store latents [T, D] (any stride of tokens) in their slots."""
+        ...
+
+    def attend_latents(
+        self, query: Tensor, cache: Tensor, metadata: AttentionMetadata, out: Tensor, scale: float
+    ) -> None:
+        """Compute attention of all heads over the same latents.
+
+        A latent is the key of all heads; its first V numbers are their value (the absorbed form of
+        multi-head latent attention, DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+        Args:
+            query: [T, H, D].
+            cache: the layer's cache; the step's latents must be in it.
+            metadata: the step.
+            out: [T, H, V], written. Query and out may have any strides of tokens and heads.
+            scale: factor of the logits.
+        """
+        ...
+
+
+class NoLatents:
+    """Part of an `AttentionBackend` that does not support latents."""
+
+    name: str
+
+    def latent_cache_shape(
+        self, num_blocks: int, block_size: int, latent_size: int, dtype: str | None = None
+    ) -> tuple[int, ...]:
+        """Raise ConfigError."""
+        raise ConfigError(
+            f"attention_backend={self.name} does not support multi-head latent attention yet; use "
+            "attention_backend=cpu or reference."
+        )
+
+    def write_latents(self, latents: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+        """Fail: no cache of latents exists."""
+        raise AssertionError("latents without a cache")
+
+    def attend_latents(
+        self, query: Tensor, cache: Tensor, metadata: AttentionMetadata, out: Tensor, scale: float
+    ) -> None:
+        """Fail: no cache of latents exists."""
+        raise AssertionError("latents without a cache")

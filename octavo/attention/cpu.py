@@ -17,11 +17,11 @@ from octavo.system.tensor import Tensor
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 """Block sizes that the kernel supports: they fit its tiles of 64 positions."""
 
-MAX_HEAD_SIZE = 512
+MAX_HEAD_SIZE = 576
 """Largest head size: kMaxHeadSize in csrc/kernels.h."""
 
-# kSegment and kSharedRows in csrc/attention.h, and the widest 2 * W.
-_SEGMENT, _SHARED_ROWS, _LANES = 512, 36, 32
+# kSegment, kSharedRows and kPartsNbytes in csrc/attention.h, and the widest 2 * W.
+_SEGMENT, _SHARED_ROWS, _PARTS_NBYTES, _LANES = 512, 36, 64 << 20, 32
 
 # Largest kTileRows, kStepRows and kTile of csrc/attention.h.
 _TILE_ROWS, _STEP_ROWS, _TILE = 128, 32, 128
@@ -63,18 +63,8 @@ class CPUAttention:
 
         In int8 each head has 4 more bytes: the scales follow the numbers of a block.
         """
-        if block_size not in BLOCK_SIZES:
-            raise ConfigError(
-                f"block_size={block_size}: attention on the CPU supports {BLOCK_SIZES}."
-            )
-        if not 0 < head_size <= MAX_HEAD_SIZE:
-            raise ConfigError(
-                f"head_size={head_size}: attention on the CPU supports up to {MAX_HEAD_SIZE}; use "
-                "attention_backend=reference."
-            )
-        if dtype is not None:
-            head_size = cached_head_size(head_size, dtype)
-        return (num_blocks, 2, num_kv_heads, block_size, head_size)
+        size = _cached_size(block_size, "head_size", head_size, dtype)
+        return (num_blocks, 2, num_kv_heads, block_size, size)
 
     def typed(self, memory: Tensor, dtype: str) -> Tensor:
         """Implement `AttentionBackend`."""
@@ -92,7 +82,10 @@ class CPUAttention:
         step = _STEP_ROWS * _TILE * (4 + 2)  # scores and probabilities
         tasks = min(4 * largest.num_threads, largest.num_tokens * largest.num_kv_heads)
         segments = -(-largest.max_model_len // _SEGMENT)
-        parts = 4 * tasks * segments * _SHARED_ROWS * (width + 2) if segments > 1 else 0
+        shared = _TILE_ROWS if largest.latent else _SHARED_ROWS
+        shared = min(shared, largest.num_tokens * largest.num_heads // largest.num_kv_heads)
+        part = 4 * segments * shared * (width + 2) if segments > 1 else 0  # of a task
+        parts = max(part, min(tasks * part, _PARTS_NBYTES))
         return largest.num_threads * (rows + tiles + step) + parts
 
     def write_kv(
@@ -162,30 +155,111 @@ class CPUAttention:
             assert params.sinks.dtype == query.dtype
             assert params.sinks.shape == (heads,)
             sinks = params.sinks.data_ptr()
-        query_start_loc, seq_lens, block_table, block_table_stride = metadata.addresses
         kernels.attention(
-            query=query.data_ptr(),
-            query_stride=query.stride(0),
-            query_head_stride=query.stride(1),
-            out=out.data_ptr(),
-            out_stride=out.stride(0),
-            out_head_stride=out.stride(1),
-            kv_cache=kv_cache.data_ptr(),
-            kv_block_stride=kv_cache.stride(0),
-            query_start_loc=query_start_loc,
-            seq_lens=seq_lens,
-            block_table=block_table,
-            block_table_stride=block_table_stride,
-            num_reqs=metadata.num_reqs,
-            heads=heads,
+            **_addresses(query, kv_cache, metadata, out),
             kv_heads=kv_heads,
-            head_size=head_size,
             block_size=block_size,
+            latent=False,
             window=params.sliding_window or 0,
             scale=params.scale,
             soft_cap=params.logits_soft_cap or 0.0,
             alibi_slopes=slopes,
             sinks=sinks,
-            dtype=DTYPE_CODES[query.dtype],
-            cache=_cache_code(kv_cache, query.dtype),
         )
+
+    def latent_cache_shape(
+        self, num_blocks: int, block_size: int, latent_size: int, dtype: str | None = None
+    ) -> tuple[int, ...]:
+        """Return [num_blocks, block_size, latent_size].
+
+        In int8 each latent has 4 more bytes: the scales follow the numbers of a block.
+        """
+        return (num_blocks, block_size, _cached_size(block_size, "latent_size", latent_size, dtype))
+
+    def write_latents(self, latents: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+        """Store each latent unchanged."""
+        tokens, size = latents.shape
+        assert latents.stride(1) == 1
+        assert slot_mapping.shape == (tokens,)
+        assert slot_mapping.is_contiguous()
+        assert slot_mapping.dtype == "int64"
+        assert cache.shape[2] == cached_head_size(size, cache.dtype)
+        assert (cache.stride(1), cache.stride(2)) == (cache.shape[2], 1)
+        kernels.write_kv(
+            key=latents.data_ptr(),
+            key_stride=latents.stride(0),
+            key_head_stride=0,
+            value=0,
+            value_stride=0,
+            value_head_stride=0,
+            kv_cache=cache.data_ptr(),
+            kv_block_stride=cache.stride(0),
+            slot_mapping=slot_mapping.data_ptr(),
+            tokens=tokens,
+            kv_heads=1,
+            head_size=size,
+            block_size=cache.shape[1],
+            dtype=DTYPE_CODES[latents.dtype],
+            cache=_cache_code(cache, latents.dtype),
+        )
+
+    def attend_latents(
+        self, query: Tensor, cache: Tensor, metadata: AttentionMetadata, out: Tensor, scale: float
+    ) -> None:
+        """Run one kernel call, which reads each latent once for its key and its value."""
+        assert query.shape[:2] == out.shape[:2]
+        assert 0 < out.shape[2] <= query.shape[2]
+        assert query.stride(2) == out.stride(2) == 1
+        assert query.dtype == out.dtype
+        assert cache.shape[2] == cached_head_size(query.shape[2], cache.dtype)
+        assert (cache.stride(1), cache.stride(2)) == (cache.shape[2], 1)
+        kernels.attention(
+            **_addresses(query, cache, metadata, out),
+            kv_heads=1,
+            block_size=cache.shape[1],
+            latent=True,
+            window=0,
+            scale=scale,
+            soft_cap=0.0,
+            alibi_slopes=0,
+            sinks=0,
+        )
+
+
+def _cached_size(block_size: int, name: str, size: int, dtype: str | None) -> int:
+    """Return the number of elements that a cache stores for `size` numbers of a token."""
+    if block_size not in BLOCK_SIZES:
+        raise ConfigError(f"block_size={block_size}: attention on the CPU supports {BLOCK_SIZES}.")
+    if not 0 < size <= MAX_HEAD_SIZE:
+        raise ConfigError(
+            f"{name}={size}: attention on the CPU supports up to {MAX_HEAD_SIZE}; use "
+            "attention_backend=reference."
+        )
+    return size if dtype is None else cached_head_size(size, dtype)
+
+
+def _addresses(
+    query: Tensor, cache: Tensor, metadata: AttentionMetadata, out: Tensor
+) -> dict[str, int]:
+    """Return the arguments of the kernel that both kinds of caches have."""
+    query_start_loc, seq_lens, block_table, block_table_stride = metadata.addresses
+    return {
+        "query": query.data_ptr(),
+        "query_stride": query.stride(0),
+        "query_head_stride": query.stride(1),
+        "out": out.data_ptr(),
+        "out_stride": out.stride(0),
+        "out_head_stride": out.stride(1),
+        "kv_cache": cache.data_ptr(),
+        "kv_block_stride": cache.stride(0),
+        "query_start_loc": query_start_loc,
+        "seq_lens": seq_lens,
+        "block_table": block_table,
+        "block_table_stride": block_table_stride,
+        "num_reqs": metadata.num_reqs,
+        "heads": query.shape[1],
+        "head_size": query.shape[2],
+        "value_size": out.shape[2],
+        "dtype": DTYPE_CODES[query.dtype],
+        "cache": _cache_code(cache, query.dtype),
+    }

@@ -11,7 +11,13 @@ import flashinfer
 import torch
 from torch import Tensor
 
-from octavo.attention.base import AttentionMetadata, AttentionParams, LargestAttention, Rotary
+from octavo.attention.base import (
+    AttentionMetadata,
+    AttentionParams,
+    LargestAttention,
+    NoLatents,
+    Rotary,
+)
 from octavo.attention.triton import write_rotated_kv
 from octavo.errors import ConfigError
 from octavo.kernels.torch_tensors import torch_dtype
@@ -19,7 +25,7 @@ from octavo.kernels.torch_tensors import torch_dtype
 _WORKSPACE_NBYTES = 128 * 2**20
 
 
-class FlashInferAttention:
+class FlashInferAttention(NoLatents):
     """Implementation of `AttentionBackend` by FlashInfer.
 
     Args:

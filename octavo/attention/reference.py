@@ -36,13 +36,24 @@ def _to_cache(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _from_cache(x: Tensor, dtype: torch.dtype, wide: torch.dtype) -> Tensor:
     if dtype == torch.int8:
-        return x[..., :-4].to(wide) * x[..., -4:].contiguous().view(torch.float32).to(wide)
+        scales = x[..., -4:].clone(memory_format=torch.contiguous_format)  # aligned
+        return x[..., :-4].to(wide) * scales.view(torch.float32).to(wide)
     return (x.view(dtype) if dtype.itemsize == 1 else x).to(wide)
 
 
 def _cells(kv_cache: Tensor) -> Tensor:
     """View the cache as a type that torch can index."""
     return kv_cache.view(torch.int8) if kv_cache.dtype.itemsize == 1 else kv_cache
+
+
+def _store(cache: Tensor, slot_mapping: Tensor, *parts: Tensor) -> None:
+    """Write keys and values, or latents, [T, KVH, D] to a cache [blocks, parts, slots, ...]."""
+    block_size = cache.shape[2]
+    wanted = slot_mapping >= 0
+    slots = slot_mapping[wanted]
+    cells = _cells(cache)
+    for i, x in enumerate(parts):
+        cells[slots // block_size, i, slots % block_size] = _to_cache(x[wanted], cache.dtype)
 
 
 class ReferenceAttention:
@@ -79,6 +90,23 @@ class ReferenceAttention:
         heads = 4 * largest.num_kv_heads + 4 * largest.num_heads
         return logits + 4 * length * largest.head_size * heads
 
+    def latent_cache_shape(
+        self, num_blocks: int, block_size: int, latent_size: int, dtype: str | None = None
+    ) -> tuple[int, ...]:
+        """Return the shape of one head's keys."""
+        shape = self.kv_cache_shape(num_blocks, block_size, 1, latent_size, dtype)
+        return (num_blocks, 1, *shape[2:])
+
+    def write_latents(self, latents: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+        """Store by indexing."""
+        _store(cache, slot_mapping, latents[:, None])
+
+    def attend_latents(
+        self, query: Tensor, cache: Tensor, metadata: AttentionMetadata, out: Tensor, scale: float
+    ) -> None:
+        """Compute like `forward`."""
+        self.forward(query, cache, metadata, out, AttentionParams(scale))
+
     def write_kv(
         self,
         key: Tensor,
@@ -90,12 +118,7 @@ class ReferenceAttention:
         """Store by indexing."""
         if rotary is not None:
             rotary(key)
-        block_size = kv_cache.shape[2]
-        wanted = slot_mapping >= 0
-        slots = slot_mapping[wanted]
-        cells = _cells(kv_cache)
-        for i, x in enumerate((key, value)):
-            cells[slots // block_size, i, slots % block_size] = _to_cache(x[wanted], kv_cache.dtype)
+        _store(kv_cache, slot_mapping, key, value)
 
     def forward(
         self,
@@ -121,7 +144,8 @@ class ReferenceAttention:
             blocks = metadata.block_table[r][keys_at // block_size].long()
             kv = _cells(kv_cache)[blocks, :, keys_at % block_size]
             kv = _from_cache(kv, kv_cache.dtype, wide)
-            key, value = kv.repeat_interleave(group, dim=2).unbind(1)  # [positions, H, D]
+            key, *values = kv.repeat_interleave(group, dim=2).unbind(1)  # [positions, H, D]
+            value = values[0] if values else key[..., : out.shape[2]]
             logits = torch.einsum("qhd,khd->hqk", query[tokens].to(wide), key) * params.scale
             if params.logits_soft_cap is not None:
                 logits = params.logits_soft_cap * torch.tanh(logits / params.logits_soft_cap)

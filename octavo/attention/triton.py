@@ -8,7 +8,13 @@ import torch
 import triton
 from torch import Tensor
 
-from octavo.attention.base import AttentionMetadata, AttentionParams, LargestAttention, Rotary
+from octavo.attention.base import (
+    AttentionMetadata,
+    AttentionParams,
+    LargestAttention,
+    NoLatents,
+    Rotary,
+)
 from octavo.errors import ConfigError
 from octavo.kernels.torch_tensors import torch_dtype
 from octavo.kernels.triton.attention import MOST_SPLITS, attention, prefill, splits_floats
@@ -52,7 +58,7 @@ def write_rotated_kv(
         )
 
 
-class TritonAttention:
+class TritonAttention(NoLatents):
     """Implementation of `AttentionBackend` for CUDA.
 
     A row's result does not depend on the other rows of a step. With `batch_invariant` it does not

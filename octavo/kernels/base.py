@@ -369,6 +369,19 @@ class Ops(Protocol):
         """
         ...
 
+    def head_linear(
+        self, x: Tensor, weight: PackedWeight, num_heads: int, out: Tensor | None = None
+    ) -> Tensor:
+        """Multiply each head of x [T, H, K] by its own transposed weight [N, K]: [T, H, N].
+
+        Args:
+            x: any strides of tokens and heads.
+            weight: plain weight [H * N, K]: the rows of each head in turn.
+            num_heads: H.
+            out: memory for the result, with any strides of tokens and heads; not x itself.
+        """
+        ...
+
     def quantize_weight(
         self,
         weight: Sequence[HostTensor],

@@ -321,6 +321,35 @@ class NativeOps:
         )
         return out
 
+    def head_linear(
+        self, x: Tensor, weight: PackedWeight, num_heads: int, out: Tensor | None = None
+    ) -> Tensor:
+        """Accumulate along K in the order of `linear`."""
+        tokens, heads, k = x.shape
+        n = weight.n // num_heads
+        if out is None:
+            out = self._empty(tokens, heads, n, dtype=x.dtype)
+        assert (heads, k, weight.n) == (num_heads, weight.k, heads * n)
+        assert out.shape == (tokens, heads, n)
+        assert x.dtype == out.dtype == weight.dtype
+        assert x.stride(2) == out.stride(2) == 1
+        assert weight.panel == _native.panel(), "weight was packed for another instruction set"
+        kernels.head_linear(
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            x_head_stride=x.stride(1),
+            weight=weight.data.data_ptr(),
+            out=out.data_ptr(),
+            out_stride=out.stride(0),
+            out_head_stride=out.stride(1),
+            rows=tokens,
+            heads=heads,
+            n=n,
+            k=k,
+            dtype=DTYPE_CODES[x.dtype],
+        )
+        return out
+
     def quantize_weight(
         self,
         weight: Sequence[HostTensor],

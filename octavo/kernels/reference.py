@@ -270,6 +270,14 @@ class ReferenceOps:
         )
         return into(out, y.to(_either(out_dtype, x)))
 
+    def head_linear(
+        self, x: Tensor, weight: PackedWeight, num_heads: int, out: Tensor | None = None
+    ) -> Tensor:
+        """Compute in float32 for every dtype."""
+        assert weight.panel == 0, "weight was packed by another table"
+        rows = cast(Tensor, weight.data).float().view(num_heads, -1, weight.k)
+        return into(out, torch.einsum("thk,hnk->thn", x.float(), rows).to(x.dtype))
+
     def _linear_q(
         self,
         x: Tensor,

@@ -61,6 +61,14 @@ def delta_rule_nbytes(key_size: int, value_size: int) -> int:
     return 4 * (tokens + key_size * -(-value_size // 32) * 32)
 
 
+def head_linear_nbytes(k: int) -> int:
+    """Return an upper bound of the bytes that `Ops.head_linear` uses in each thread.
+
+    These are 256 rows of x, and their sums with a panel; see csrc/head_linear.h.
+    """
+    return 256 * (2 * (-(-k // 32) * 32) + 4 * PANEL)
+
+
 def order_nbytes(k: int) -> int:
     """Return the bytes of an order of k inputs, in whole cache lines."""
     return -(-k // 16) * 64

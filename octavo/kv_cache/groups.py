@@ -20,7 +20,7 @@ from typing import Any
 from octavo.kv_cache.kinds.base import SingleTypeKVCacheManager
 from octavo.kv_cache.kinds.full_attention import FullAttentionManager
 from octavo.kv_cache.kinds.sliding_window import SlidingWindowManager
-from octavo.models.cache import AttentionCache, CacheSpec
+from octavo.models.cache import AttentionCache, CacheSpec, LatentCache
 from octavo.models.state_cache import StateCache
 
 
@@ -35,6 +35,7 @@ _ALIGNMENT = 64  # a cache line
 # Factories of managers by kind of cache spec; the arguments are the spec and the block size.
 MANAGERS: dict[type[Any], Callable[[Any, int], SingleTypeKVCacheManager]] = {
     AttentionCache: _attention_manager,
+    LatentCache: lambda cache, block_size: FullAttentionManager(block_size),
 }
 
 
@@ -192,7 +193,10 @@ def state_nbytes(groups: Sequence[KVCacheGroup]) -> int:
 def find_full_attention(groups: Sequence[KVCacheGroup]) -> int | None:
     """Return the first group with full attention, or None."""
     for index, group in enumerate(groups):
-        if isinstance(group.cache, AttentionCache) and group.cache.sliding_window is None:
+        cache = group.cache
+        if isinstance(cache, LatentCache):
+            return index
+        if isinstance(cache, AttentionCache) and cache.sliding_window is None:
             return index
     return None
 

@@ -31,6 +31,7 @@ from octavo.model_tools.opened import MODEL_HELP, OpenedModel, model_kwargs
 from octavo.models.blocks.attention import AttentionSpec
 from octavo.models.blocks.base import BlockSpec
 from octavo.models.blocks.gated_delta import GatedDeltaSpec
+from octavo.models.blocks.latent_attention import LatentAttentionSpec
 from octavo.models.blocks.mlp import MLPSpec
 from octavo.models.blocks.rwkv7 import ChannelMixSpec, TimeMixSpec
 from octavo.models.forms import quant_method
@@ -169,16 +170,17 @@ def _describe_weights(spec: ModelSpec, dtype: str) -> dict[str, WeightKind]:
     embedding and LM head have it in different forms.
     """
     found: dict[str, WeightKind] = {}
-    counted: set[tuple[str, ...]] = set()
+    counted: set[tuple[object, ...]] = set()
     for kind, weight in _weights_by_kind(spec):
         entry = found.setdefault(kind, WeightKind())
         entry.nbytes += weight.nbytes(dtype)
         size = math.prod(weight.shape)
-        if weight.form == PLAIN:  # with rows that are stored and never used (OPT)
+        whole = all(source.parts is None for source in weight.sources)
+        if weight.form == PLAIN and whole:  # with rows that are stored and never used (OPT)
             size = sum(math.prod(source.shape) for source in weight.sources)
         form = weight.dtype or dtype if weight.form == PLAIN else weight.form.name
         entry.forms[form] = entry.forms.get(form, 0) + size
-        key = tuple(source.name for source in weight.sources)
+        key = tuple((source.name, source.parts) for source in weight.sources)
         if key not in counted:
             counted.add(key)
             entry.parameters += size
@@ -211,6 +213,7 @@ _BLOCK_KINDS: dict[type, str] = {
     GatedDeltaSpec: "attention",
     TimeMixSpec: "attention",
     ChannelMixSpec: "MLP",
+    LatentAttentionSpec: "attention",
     MLPSpec: "MLP",
 }
 
@@ -230,6 +233,12 @@ def _describe_block(block: BlockSpec) -> str:
         return (
             f"attention ({block.num_heads} heads of {block.head_size}, {block.num_kv_heads} of "
             f"keys and values{window})"
+        )
+    if isinstance(block, LatentAttentionSpec):
+        rotated = f"{block.rope_size} rotated" if block.positions else f"{block.rope_size} shared"
+        return (
+            f"latent attention ({block.num_heads} heads of {block.key_size} + {rotated} and "
+            f"{block.value_size} of values, latents of {block.latent_size})"
         )
     if isinstance(block, MLPSpec):
         gated = "gated " if block.gated else ""

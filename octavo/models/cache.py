@@ -126,19 +126,72 @@ class AttentionCache:
         self, table: StepTable[Tensor], group: int, max_query_len: int, max_seq_len: int
     ) -> AttentionMetadata:
         """Implement `CacheSpec`."""
-        from octavo.attention.base import AttentionMetadata
-
-        return AttentionMetadata(
-            num_reqs=len(table.seq_lens),
-            num_tokens=len(table.input_ids),
-            max_query_len=max_query_len,
-            max_seq_len=max_seq_len,
-            query_start_loc=table.query_start_loc,
-            seq_lens=table.seq_lens,
-            block_table=table.block_tables[group],
-            slot_mapping=table.slot_mappings[group],
-        )
+        return _attention_metadata(table, group, max_query_len, max_seq_len)
 
     def pages(self) -> Pages:
         """Return a page of keys and one of values, each with a chunk for each head."""
         return Pages(2, self.num_kv_heads)
+
+
+@dataclass(frozen=True)
+class LatentCache:
+    """Latent of each token, in pages: one vector for the keys and values of all heads.
+
+    It is that of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434). Ranks with different
+    heads have equal caches.
+    """
+
+    size: int
+    """Number of elements of a latent, with those of the rotated key."""
+
+    rolls_back = True
+
+    def block_nbytes(self, block_size: int, dtype: str) -> int:
+        """Implement `CacheSpec`. In int8 each latent has a float32 scale.
+
+        Blocks are whole numbers of 16 bytes, so that their halves are of 8.
+        """
+        return -(-self._numbers_nbytes(block_size, dtype) // 16) * 16
+
+    def _numbers_nbytes(self, block_size: int, dtype: str) -> int:
+        scale = DTYPE_NBYTES["float32"] if dtype == "int8" else 0
+        return block_size * (self.size * DTYPE_NBYTES[dtype] + scale)
+
+    def view(
+        self, memory: Tensor, block_size: int, dtype: str, backend: AttentionBackend
+    ) -> Tensor:
+        """Return the backend's tensor of latents; see `AttentionBackend`."""
+        from octavo.attention.base import KV_CACHE_DTYPES
+
+        kind = KV_CACHE_DTYPES.get(dtype, dtype)
+        shape = backend.latent_cache_shape(len(memory), block_size, self.size, kind)
+        nbytes = self._numbers_nbytes(block_size, dtype)
+        tensor: Tensor = backend.typed(memory[:, :nbytes], kind).view(shape)
+        return tensor
+
+    def metadata(
+        self, table: StepTable[Tensor], group: int, max_query_len: int, max_seq_len: int
+    ) -> AttentionMetadata:
+        """Implement `CacheSpec`."""
+        return _attention_metadata(table, group, max_query_len, max_seq_len)
+
+    def pages(self) -> Pages:
+        """Return the two halves of a block; connectors copy bytes and know no latents."""
+        return Pages(2, 1)
+
+
+def _attention_metadata(
+    table: StepTable[Tensor], group: int, max_query_len: int, max_seq_len: int
+) -> AttentionMetadata:
+    from octavo.attention.base import AttentionMetadata
+
+    return AttentionMetadata(
+        num_reqs=len(table.seq_lens),
+        num_tokens=len(table.input_ids),
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
+        query_start_loc=table.query_start_loc,
+        seq_lens=table.seq_lens,
+        block_table=table.block_tables[group],
+        slot_mapping=table.slot_mappings[group],
+    )

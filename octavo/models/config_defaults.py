@@ -64,6 +64,9 @@ _LLAMA4 = _LLAMA | {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "head_dim": 
 _LLAMA4 |= {"intermediate_size_mlp": 16384, "max_position_embeddings": 131072}
 _LLAMA4 |= {"num_local_experts": 16, "num_experts_per_tok": 1, "attention_chunk_size": 8192}
 
+_LATENT = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128}
+_LATENT |= {"qk_rope_head_dim": 64, "v_head_dim": 128}
+
 DEFAULTS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"model_type": "llama"} | _LLAMA,
     "InternLM3ForCausalLM": {"model_type": "internlm3"} | _LLAMA,
@@ -273,6 +276,17 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"num_key_value_heads": 8, "head_dim": 128, "sliding_window": 8192}
     | {"max_position_embeddings": 131072},
     "MiniCPMForCausalLM": {"model_type": "minicpm"} | _LLAMA,
+    "MiniCPM3ForCausalLM": {"model_type": "minicpm3", "hidden_act": "silu", "rms_norm_eps": 1e-5}
+    | {"q_lora_rank": 768, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32}
+    | {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256}
+    | {"max_position_embeddings": 32768},
+    "DeepseekV2ForCausalLM": {"model_type": "deepseek_v2", "first_k_dense_replace": 0}
+    | _LLAMA
+    | _LATENT,
+    "DeepseekV3ForCausalLM": {"model_type": "deepseek_v3", "first_k_dense_replace": 3}
+    | _LLAMA
+    | _LATENT
+    | {"max_position_embeddings": 4096, "num_nextn_predict_layers": 1},
     "InternLM2ForCausalLM": {"model_type": "internlm2"} | _LLAMA,
     "SmolLM3ForCausalLM": {"model_type": "smollm3"}
     | _LLAMA

@@ -123,9 +123,9 @@ def _complete(spec: RopeSpec, params: ConfigJson, factor: float) -> RopeSpec:
                 mscale = params.optional_number("mscale")
                 all_dim = params.optional_number("mscale_all_dim")
                 attention_factor = (
-                    _yarn_mscale(factor, mscale) / _yarn_mscale(factor, all_dim)
+                    yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim)
                     if mscale and all_dim
-                    else _yarn_mscale(factor, 1.0)
+                    else yarn_mscale(factor, 1.0)
                 )
             fast = params.optional_number("beta_fast") or 32.0
             slow = params.optional_number("beta_slow") or 1.0
@@ -154,7 +154,7 @@ def _complete(spec: RopeSpec, params: ConfigJson, factor: float) -> RopeSpec:
     return spec
 
 
-def _yarn_mscale(factor: float, mscale: float) -> float:
+def yarn_mscale(factor: float, mscale: float) -> float:
     """Return the attention temperature of YaRN (arXiv 2309.00071, section 3.4)."""
     return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
 

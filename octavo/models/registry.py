@@ -38,6 +38,8 @@ _CAUSAL = ("PaliGemmaForConditionalGeneration",)
 _EXPERTS = (
     "AfmoeForCausalLM",
     "Cohere2MoeForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
     "Dots1ForCausalLM",
     "Ernie4_5_MoeForCausalLM",
     "ExaoneMoeForCausalLM",

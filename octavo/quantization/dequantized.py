@@ -61,7 +61,11 @@ class Dequantized:
     def pack(
         self, ops: Ops, parts: Sequence[Part], shape: PackedShape, out: HostTensor | None = None
     ) -> PackedWeight:
-        """Implement `WeightForm`.
+        """Implement `WeightForm`."""
+        return ops.pack_weight([self.numbers(parts, shape)], shape.dtype, out)
+
+    def numbers(self, parts: Sequence[Part], shape: PackedShape) -> HostTensor:
+        """Return the weight [n, k] in the model's type.
 
         The CPU's kernels multiply the stored weight by the unit matrix, whose rows 8 bits represent
         exactly. Rounding changes a float32 number by a factor of at most 1 + 2**-22.
@@ -76,7 +80,7 @@ class Dequantized:
             count = min(_COLUMNS, shape.k - begin)
             unit = from_numpy(np.eye(count, shape.k, begin, numpy_dtype(shape.dtype)))
             weight.numpy()[:, begin : begin + count] = native.to_host(native.linear(unit, packed)).T
-        return ops.pack_weight([weight], shape.dtype, out)
+        return weight
 
     def wrap(self, data: HostTensor, shape: PackedShape) -> PackedWeight:
         """Implement `WeightForm`."""

@@ -162,10 +162,10 @@ async def _described(state: ServerState) -> _Model:
 
 def _describe(config: EngineConfig, spec: ModelSpec) -> _Model:
     dtype = resolve_dtype(config, spec)
-    sizes: dict[tuple[str, ...], int] = {}
+    sizes: dict[tuple[object, ...], int] = {}
     forms: Counter[str] = Counter()
     for weight in spec.weights():
-        key = tuple(source.name for source in weight.sources)
+        key = tuple((source.name, source.parts) for source in weight.sources)
         size = sizes[key] = math.prod(weight.shape)
         forms[dtype if weight.form == PLAIN else weight.form.name] += size
     family = spec.architecture.removesuffix("ForCausalLM").lower()

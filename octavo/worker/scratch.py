@@ -46,6 +46,12 @@ class _RecordedAttention(CPUAttention):
         """Implement `CPUAttention`."""
         return (num_blocks, 2, num_kv_heads, block_size, head_size)
 
+    def latent_cache_shape(
+        self, num_blocks: int, block_size: int, latent_size: int, dtype: str | None = None
+    ) -> tuple[int, ...]:
+        """Implement `CPUAttention`."""
+        return (num_blocks, block_size, latent_size)
+
 
 def measure_scratch(setup: WorkerSetup, asked: AttentionBackend) -> Scratch:
     """Return the exact memory that steps on a CPU will reserve, before anything is loaded.

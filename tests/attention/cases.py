@@ -54,6 +54,7 @@ class Case:
     sinks: bool = False
     seeds: tuple[int, ...] = ()  # of each request; its place if not given
     history: AttentionBackend | None = None  # writes the cache in its layout; None: the tested one
+    value_size: int | None = None  # of latents, which are one head of keys; None: keys and values
 
     def params(self) -> AttentionParams:
         slopes = 2.0 ** -torch.arange(1, self.heads + 1) if self.alibi else None
@@ -70,7 +71,7 @@ class Case:
         qkv = random(seed, self.heads + 2 * self.kv_heads, self.head_size)
         qkv = qkv[: self.requests[request][0]].to(self.dtype)
         query, key, value = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
-        return 2 * query, key, value
+        return 2 * query, key, key if self.value_size else value
 
     @cache  # noqa: B019
     def truth(self) -> Tensor:
@@ -83,6 +84,7 @@ class Case:
                 cached(x, self.cache_dtype).repeat_interleave(group, 1).transpose(0, 1)
                 for x in (key, value)
             )
+            value = value[..., : self.value_size]
             logits = query[context - new :].transpose(0, 1) @ key.mT * self.scale
             if self.soft_cap is not None:
                 logits = self.soft_cap * torch.tanh(logits / self.soft_cap)
@@ -109,8 +111,11 @@ class Case:
         order = 1 + torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(1))
         free = order.int().tolist()
         cache_dtype = self.cache_dtype or self.dtype
-        shape = backend.kv_cache_shape(
-            num_blocks, self.block_size, self.kv_heads, self.head_size, dtype_name(cache_dtype)
+        kind = self.head_size, dtype_name(cache_dtype)
+        shape = (
+            backend.latent_cache_shape(num_blocks, self.block_size, *kind)
+            if self.value_size
+            else backend.kv_cache_shape(num_blocks, self.block_size, self.kv_heads, *kind)
         )
         kv_cache = new_cache(shape, cache_dtype)
         table = torch.full((len(blocks_of), max([1, *blocks_of]) + 1), NOWHERE, dtype=torch.int32)
@@ -127,10 +132,14 @@ class Case:
                 table[r, : needed // self.block_size] = NOWHERE
             # The history as one chunk, this step's tokens as views of a fused tensor
             old = context - new
-            (self.history or backend).write_kv(
-                key[:old].contiguous(), value[:old].contiguous(), kv_cache, slots[:old]
-            )
-            backend.write_kv(key[old:], value[old:], kv_cache, slots[old:])
+            if self.value_size:
+                backend.write_latents(key[:old, 0].contiguous(), kv_cache, slots[:old])
+                backend.write_latents(key[old:, 0], kv_cache, slots[old:])
+            else:
+                (self.history or backend).write_kv(
+                    key[:old].contiguous(), value[:old].contiguous(), kv_cache, slots[:old]
+                )
+                backend.write_kv(key[old:], value[old:], kv_cache, slots[old:])
             starts.append(starts[-1] + new)
             slot_mapping.append(slots[old:])
             queries.append(query[old:])
@@ -145,16 +154,19 @@ class Case:
             slot_mapping=torch.cat([torch.empty(0, dtype=torch.int64), *slot_mapping]),
         )
         query = torch.cat([torch.empty(0, self.heads, self.head_size, dtype=self.dtype), *queries])
-        out = torch.full_like(query, torch.nan)
+        size = self.value_size or self.head_size
+        out = torch.full((*query.shape[:2], size), torch.nan, dtype=self.dtype)
         if views:
             extra = torch.full((starts[-1], 3, self.head_size), torch.nan, dtype=self.dtype)
             query = torch.cat([query, extra], dim=1)[:, : self.heads]
-            out = torch.full((starts[-1], self.heads + 1, self.head_size), 5.0, dtype=self.dtype)
-            backend.forward(query, kv_cache, metadata, out[:, : self.heads], self.params())
-            assert (out[:, self.heads] == 5).all()
-            return out[:, : self.heads]
-        backend.forward(query, kv_cache, metadata, out, self.params())
-        return out
+            out = torch.full((starts[-1], self.heads + 1, size), 5.0, dtype=self.dtype)
+        results = out[:, : self.heads]
+        if self.value_size:
+            backend.attend_latents(query, kv_cache, metadata, results, self.scale)
+        else:
+            backend.forward(query, kv_cache, metadata, results, self.params())
+        assert (out[:, self.heads :] == 5).all()
+        return results
 
 
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}

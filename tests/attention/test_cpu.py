@@ -381,9 +381,13 @@ def test_shapes_it_cannot_do() -> None:
     assert backend.kv_cache_shape(3, 16, 2, 64, "int8") == (3, 2, 2, 16, 68)
     with pytest.raises(ConfigError, match="block_size=24"):
         backend.kv_cache_shape(3, 24, 2, 64)
-    for head_size in (0, 513):
+    assert backend.latent_cache_shape(3, 16, 576) == (3, 16, 576)
+    assert backend.latent_cache_shape(3, 16, 40, "int8") == (3, 16, 44)
+    for size in (0, 577):
         with pytest.raises(ConfigError, match="head_size="):
-            backend.kv_cache_shape(3, 16, 2, head_size)
+            backend.kv_cache_shape(3, 16, 2, size)
+        with pytest.raises(ConfigError, match="latent_size="):
+            backend.latent_cache_shape(3, 16, size)
 
 
 def test_what_each_thread_takes_is_planned() -> None:

@@ -47,8 +47,10 @@ _MIXED = (*_MIXED, "Glm4Moe", "SolarOpen", "Dots1", "MiniMaxM2", "Ernie4_5_Moe",
 _MIXED = (*_MIXED, "ExaoneMoe", "Llama4", "Afmoe", "HYV3", "Cohere2Moe")
 """Families with mixtures of experts."""
 _ROPE = (*_ROPE, *_MIXED)
+_LATENT = ("MiniCPM3", "DeepseekV2", "DeepseekV3")
+"""Families with latent attention."""
 _NAMES = {"GPT2": "GPT2LMHeadModel"}
-_NAMES |= {name: f"{name}ForCausalLM" for name in (*_ROPE, *_PLAIN, *_STATES)}
+_NAMES |= {name: f"{name}ForCausalLM" for name in (*_ROPE, *_PLAIN, *_STATES, *_LATENT)}
 # Families with heads that transformers fits into the hidden size, or that may have any size.
 _FITTED = ("Phi3", "Phi", "Olmo2", "Granite", "SmolLM3", "Starcoder2", "Cohere", "Cohere2")
 _FITTED = (*_FITTED, "Olmo3", "Exaone4", "Olmo", "StableLm", "Apertus", "GraniteSWA", "BitNet")
@@ -86,6 +88,10 @@ def draw_model(rng: random.Random, family: str | None = None) -> tuple[str, dict
         config = _state_model(rng, family, layers, head * heads)
         config |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
         config |= {"max_position_embeddings": positions, "intermediate_size": inner}
+    elif family in _LATENT:
+        config = _latent_model(rng, family, heads, layers)
+        config |= {"hidden_size": hidden, "intermediate_size": inner}
+        config |= {"max_position_embeddings": positions}
     elif family == "GPT2":
         config = {"n_positions": positions, "n_embd": hidden, "n_layer": layers, "n_head": heads}
         config |= {"n_inner": rng.choice((None, inner))}
@@ -201,6 +207,22 @@ def _experts(rng: random.Random, family: str, window: int) -> dict[str, Any]:
     config |= {"shared_expert_combination_strategy": rng.choice(("sum", "average"))}
     if family in ("Mixtral", "MiniMaxM2", "SolarOpen", "HYV3"):
         del config["sliding_window"]
+    return config
+
+
+def _latent_model(rng: random.Random, family: str, heads: int, layers: int) -> dict[str, Any]:
+    """Return the config of a family with latent attention, without the sizes that all have."""
+    config: dict[str, Any] = {"num_hidden_layers": layers, "num_attention_heads": heads}
+    config |= {"q_lora_rank": rng.choice((None, rng.randint(1, 90)))}
+    config |= {"kv_lora_rank": rng.choice((32, 128, 256, rng.randint(1, 150)))}
+    config |= {"qk_nope_head_dim": rng.randint(1, 80), "v_head_dim": rng.randint(1, 80)}
+    config |= {"qk_rope_head_dim": rng.choice((2, 6, 32, 64))}
+    config |= {"attention_bias": config["q_lora_rank"] is not None and rng.random() < 0.3}
+    config |= {"num_key_value_heads": heads, "mlp_bias": rng.random() < 0.3}
+    if family != "MiniCPM3":
+        config |= {"first_k_dense_replace": layers}
+    if family == "DeepseekV3":
+        config |= {"rope_interleave": rng.random() < 0.5, "mlp_bias": False}
     return config
 
 

@@ -182,8 +182,8 @@ def test_a_prompt_cached_to_its_last_token(dtype):
         assert llm.stats().prefix_cache_hits == 63
 
 
-@pytest.mark.parametrize("case", ["lfm2", "falcon-h1", "rwkv7"])
-def test_layers_with_states(case, dtype, tmp_path):
+@pytest.mark.parametrize("case", ["lfm2", "falcon-h1", "rwkv7", "deepseek-v2"])
+def test_states_and_latents(case, dtype, tmp_path):
     """Alone, among others, in chunks, after a prefix hit."""
     architecture, config = CASES[case]
     make_hf(architecture, **config | {"max_position_embeddings": 256}).save_pretrained(tmp_path)

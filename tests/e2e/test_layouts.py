@@ -117,6 +117,7 @@ def test_several_ranks_answer_as_one(settings, layouts, folder, in_ranks):
     [
         *("llama", "gpt2", "bloom", "opt-350m", "gemma4", "gemma3n"),
         *("nemotron-h", "rwkv7"),  # layers without a cache, or with several
+        "deepseek-v3",
     ],
 )
 def test_parts_of_layers_of_other_models(case, tmp_path, in_ranks):

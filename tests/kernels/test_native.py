@@ -156,6 +156,29 @@ def test_linear_does_not_depend_on_threads(
     assert_same(*results)
 
 
+@dtypes
+@pytest.mark.parametrize(
+    ("rows", "heads", "n", "k"), [(0, 2, 8, 8), (3, 5, 33, 11), (17, 3, 64, 70), (300, 2, 13, 40)]
+)
+def test_head_linear(rows: int, heads: int, n: int, k: int, dtype: torch.dtype) -> None:
+    x = strided(random(rows, heads, k, dtype=dtype))
+    weight = random(heads * n, k, dtype=dtype, seed=1)
+    wide = torch.full((rows, heads, n + 9), 7.0, dtype=dtype)
+    out = ops.head_linear(x, ops.pack_weight(weight), heads, wide[..., 3 : n + 3])
+    truth = torch.einsum("thk,hnk->thn", x.double(), weight.double().view(heads, n, k))
+    assert_near(out, truth, 2.0**-16)
+    assert (wide[..., :3] == 7).all()
+    assert (wide[..., n + 3 :] == 7).all()
+    plain = reference.head_linear(x, reference.pack_weight(weight), heads)
+    assert_near(plain, truth, 2.0**-16)
+    for row in range(0, rows, 7):  # as alone, and as a product of one head
+        alone = ops.head_linear(x[row : row + 1], ops.pack_weight(weight), heads)
+        assert_same(alone, out[row : row + 1])
+    for head in range(heads):
+        one = ops.linear(x[:, head], ops.pack_weight(weight.view(heads, n, k)[head].contiguous()))
+        assert_same(one, out[:, head])
+
+
 def test_linear_refuses_foreign_weights() -> None:
     plain = reference.pack_weight(random(8, 8))
     with pytest.raises(AssertionError):

@@ -27,6 +27,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 weight, bias = random(128, DIM, seed=1), random(128, seed=2)
+heads = ops.pack_weight(weight[:, :16].contiguous())
 packed, quantized = ops.pack_weight(weight), ops.quantize_weight([weight], "int8", 0)
 cos_sin, positions = random(ROWS, 8, seed=3), torch.arange(ROWS)
 residual, vector = random(ROWS, DIM, seed=4), bias[:DIM].contiguous()
@@ -108,6 +109,7 @@ NOT_IN_STEPS |= {"gather", "ranks", "set_at_", "add_at_", "penalize_", "change_r
 
 CASES: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
     "linear": lambda x: (ops.linear(x, packed, bias), ops.linear(x, quantized, bias)),
+    "head_linear": lambda x: ops.head_linear(x.view(-1, 4, 16), heads, 4).flatten(1),
     "linear_act_and_mul": lambda x: ops.linear_act_and_mul(x, packed, bias, "silu"),
     "rms_norm": lambda x: ops.rms_norm(x, vector, 1e-5),
     "fused_add_rms_norm": lambda x: ops.fused_add_rms_norm(x, residual[: len(x)], vector, 1e-5),

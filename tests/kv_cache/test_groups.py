@@ -5,12 +5,13 @@ from octavo.kv_cache.groups import (
     KVCacheConfig,
     KVCacheGroup,
     bytes_per_block,
+    find_full_attention,
     make_kv_cache_groups,
     max_blocks_per_request,
     slot_nbytes,
     state_nbytes,
 )
-from octavo.models.cache import AttentionCache
+from octavo.models.cache import AttentionCache, LatentCache
 from octavo.models.state_cache import StateCache
 
 
@@ -71,6 +72,12 @@ def test_blocks_of_different_sizes_share_a_tensor():
     same = make_kv_cache_groups([AttentionCache(2, 64), AttentionCache(4, 32, 8)])
     assert bytes_per_block(same, 16, "float32") == 16 * 2 * 64 * 2 * 4
     assert slot_nbytes(same, 128, "int8") == [36864]  # more scales in the second layer
+
+
+def test_latents_are_full_attention():
+    groups = make_kv_cache_groups([AttentionCache(2, 64, 8), LatentCache(36)])
+    assert find_full_attention(groups) == 1
+    assert max_blocks_per_request(groups[1:], 16, 100, 64) == 7
 
 
 def test_max_blocks_per_request():

@@ -20,6 +20,7 @@ from octavo.kernels.native import NativeOps
 from octavo.kernels.torch_tensors import ForHost, as_torch, from_torch
 from octavo.layers.step import Handed, StepContext
 from octavo.models.base import Model
+from octavo.models.cache import AttentionCache, CacheSpec, LatentCache
 from octavo.models.loader import load_model
 from octavo.models.registry import read_spec
 from octavo.models.spec import ModelSpec
@@ -52,11 +53,7 @@ class Runner:
             from_torch(torch.full((num_reqs, cache.nbytes // 4), torch.nan))
             if isinstance(cache, StateCache)
             else full(
-                self.backend.kv_cache_shape(
-                    num_reqs * per_req + 1, block_size, cache.num_kv_heads, cache.head_size
-                ),
-                torch.nan,
-                model.dtype,
+                self._shape(cache, num_reqs * per_req + 1, block_size), torch.nan, model.dtype
             )
             for cache in model.spec.caches
         ]
@@ -77,6 +74,13 @@ class Runner:
         self.received: Handed | None = None
         self.handed: Handed | None = None
         """Input and output of a stage."""
+
+    def _shape(self, cache: CacheSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        if isinstance(cache, LatentCache):
+            return self.backend.latent_cache_shape(num_blocks, block_size, cache.size)
+        assert isinstance(cache, AttentionCache)
+        heads = cache.num_kv_heads, cache.head_size
+        return self.backend.kv_cache_shape(num_blocks, block_size, *heads)
 
     def step(self, scheduled: dict[int, list[int]]) -> dict[int, Tensor]:
         """Compute tokens for some requests; return their logits [tokens, vocab_size]."""

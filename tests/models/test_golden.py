@@ -178,6 +178,15 @@ LATER: dict[str, tuple[int, str]] = {
     "hy-v3": (1659316, "0eb6bd39c620df09"),
     "command-moe": (2396704, "11badb18e4096cd8"),
     "command-moe-sum": (2499104, "413bbcef46c9bcda"),
+    "minicpm3": (1814476, "a967c04ad9ba3787"),
+    "minicpm3-yarn": (2309908, "4dc9056d5b1d6153"),
+    "minicpm3-longrope": (1975828, "25177489065e0111"),
+    "deepseek-v2": (1879396, "e2a9dbbf99e13074"),
+    "deepseek-v2-queries": (2233876, "83d47111ebd08ddd"),
+    "deepseek-v2-yarn": (1874068, "091fd266a80c1714"),
+    "deepseek-v3": (1866796, "cd2b3ab3dbaeaedf"),
+    "deepseek-v3-queries": (2297380, "00567af8c18c99f2"),
+    "deepseek-v3-halves": (2176516, "d237408dbd4cf853"),
 }
 """Digests of the cases that have their own."""
 

@@ -108,8 +108,19 @@ LLAMA4 |= {"intermediate_size_mlp": 72, "num_hidden_layers": 4}
 COMMAND_MOE = WIDE_MOE | {"num_hidden_layers": 3, "intermediate_size": 20, "sliding_window": 9}
 COMMAND_MOE |= {"first_k_dense_replace": 1, "prefix_dense_intermediate_size": 72}
 
+# Heads have odd sizes; the latent is the input of an odd number of them.
+LATENT = SIZES | {"num_attention_heads": 3, "num_key_value_heads": 3}
+LATENT |= {"q_lora_rank": 20, "kv_lora_rank": 25}
+LATENT |= {"qk_nope_head_dim": 11, "qk_rope_head_dim": 6, "v_head_dim": 13}
+LATENT_MQ = LATENT | {"q_lora_rank": None, "kv_lora_rank": 32, "qk_rope_head_dim": 32}
+DENSE: dict[str, Any] = {"first_k_dense_replace": 3}
+# transformers views parts of queries and keys as complex numbers.
+EVEN = DENSE | {"qk_nope_head_dim": 12, "kv_lora_rank": 26}
+MSCALE = YARN | {"mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 16.0}
+
 HYBRIDS = ("lfm2", "qwen3.5", "mamba2-odd", "rwkv7")
 MIXTURES = ("mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "gemma4-moe")
+LATENTS = ("minicpm3-yarn", "deepseek-v3", "deepseek-v3-queries")
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", WIDE_HEADS),
@@ -373,6 +384,36 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"scale_emb": 3.0, "scale_depth": 1.4, "dim_model_base": 20}
         | {"embedding_multiplier": 3.0, "residual_multiplier": 1.4 / 3**0.5}
         | {"attention_multiplier": 0.25, "logits_scaling": 2.4, "tie_word_embeddings": False},
+    ),
+    "minicpm3": ("MiniCPM3ForCausalLM", LATENT | {"v_head_dim": None, "scale_emb": 3.0}),
+    "minicpm3-yarn": (
+        "MiniCPM3ForCausalLM",
+        LATENT_MQ | {"rope_parameters": MSCALE, "tie_word_embeddings": False, "mlp_bias": True},
+    ),
+    "minicpm3-longrope": (
+        "MiniCPM3ForCausalLM",
+        LATENT
+        | {"attention_bias": True, "scale_depth": None, "dim_model_base": None}
+        | {"qk_rope_head_dim": 12, "rope_parameters": LONGROPE, "scale_emb": 2.0}
+        | {"original_max_position_embeddings": 128, "tie_word_embeddings": False},
+    ),
+    "deepseek-v2": ("DeepseekV2ForCausalLM", LATENT | EVEN | {"mlp_bias": True}),
+    "deepseek-v2-queries": (
+        "DeepseekV2ForCausalLM",
+        LATENT_MQ
+        | EVEN
+        | {"tie_word_embeddings": True, "num_attention_heads": 4}
+        | {"num_key_value_heads": 4},
+    ),
+    "deepseek-v2-yarn": (
+        "DeepseekV2ForCausalLM",
+        LATENT | EVEN | {"rope_parameters": MSCALE, "attention_bias": True},
+    ),
+    "deepseek-v3": ("DeepseekV3ForCausalLM", LATENT | DENSE | {"rope_parameters": MSCALE}),
+    "deepseek-v3-queries": ("DeepseekV3ForCausalLM", LATENT_MQ | DENSE),
+    "deepseek-v3-halves": (
+        "DeepseekV3ForCausalLM",
+        LATENT | DENSE | {"rope_interleave": False, "attention_bias": True, "v_head_dim": 33},
     ),
     "internlm2": ("InternLM2ForCausalLM", SIZES | {"bias": False}),  # compared with Llama
     "internlm2-tied": (
@@ -835,7 +876,18 @@ def test_hidden_states_behind_layers(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    ["llama", "gemma2", "gemma3n", "gemma4", "bloom", "olmo2", "cohere2", "falcon-40b", *HYBRIDS],
+    [
+        "llama",
+        "gemma2",
+        "gemma3n",
+        "gemma4",
+        "bloom",
+        "olmo2",
+        "cohere2",
+        "falcon-40b",
+        *HYBRIDS,
+        *LATENTS,
+    ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_chunked_prefill_changes_no_bit(case: str, dtype: str, tmp_path: Path) -> None:
@@ -853,7 +905,19 @@ def test_chunked_prefill_changes_no_bit(case: str, dtype: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "case", ["qwen2", "gemma3", "gemma3n", "gemma4", "opt", "olmo2", "granite", "cohere", "qwen3.5"]
+    "case",
+    [
+        "qwen2",
+        "gemma3",
+        "gemma3n",
+        "gemma4",
+        "opt",
+        "olmo2",
+        "granite",
+        "cohere",
+        "qwen3.5",
+        "deepseek-v3",
+    ],
 )
 def test_low_precision_is_near_float32(case: str, tmp_path: Path) -> None:
     architecture, config = CASES[case]

@@ -373,6 +373,27 @@ BAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2}
         ("NemotronHForCausalLM", {}, r"hybrid_override_pattern='ME\*-'.*mixtures of experts"),
         ("Qwen3VLForConditionalGeneration", {"text_config": [1]}, r"text_config=\[1\].*object"),
         ("Qwen3NextForCausalLM", {}, r"num_experts=512.*mixtures of experts"),
+        ("DeepseekV2ForCausalLM", {}, r"first_k_dense_replace=0.*layers with experts.*least 2"),
+        (
+            "DeepseekV3ForCausalLM",
+            {"first_k_dense_replace": 1},
+            r"first_k_dense_replace=1.*layers with experts",
+        ),
+        (
+            "DeepseekV3ForCausalLM",
+            {"first_k_dense_replace": 2},
+            r"num_key_value_heads=2.*share one latent",
+        ),
+        (
+            "MiniCPM3ForCausalLM",
+            {"num_key_value_heads": 4, "q_lora_rank": None, "attention_bias": True},
+            r"attention_bias=True.*q_lora_rank",
+        ),
+        (
+            "MiniCPM3ForCausalLM",
+            {"num_key_value_heads": 4, "qk_rope_head_dim": 7},
+            r"rotary positions over 7 of 7",
+        ),
         ("Qwen3_5ForCausalLM", {"linear_num_value_heads": 24}, r"_value_heads=24.*multiple of 16"),
         ("Qwen3_5ForCausalLM", {"linear_conv_kernel_dim": 9}, r"linear_conv_kernel_dim=9.*<= 8"),
         ("Qwen3_5ForCausalLM", {"hidden_act": "gelu"}, r"hidden_act='gelu'.*needs silu"),

@@ -158,7 +158,7 @@ def test_experts_are_divided(case: str, form: str | None, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "case", ["llama", "gemma3n", "gemma4", "olmo-hybrid", "rwkv7", "qwen2-moe"]
+    "case", ["llama", "gemma3n", "gemma4", "olmo-hybrid", "rwkv7", "qwen2-moe", "deepseek-v3"]
 )
 def test_sums_of_ranks(case: str, tmp_path: Path) -> None:
     """Ranks that sum their results wait for each other before a buffer is filled again."""
@@ -204,7 +204,7 @@ def test_heads_in_the_order_of_a_gguf_file(size: int, tmp_path: Path) -> None:
         spec_of(file).split(Rank(0, size, reduces=True))
 
 
-@pytest.mark.parametrize("case", ["llama", "gemma2", "bloom", "qwen3-next"])
+@pytest.mark.parametrize("case", ["llama", "gemma2", "bloom", "qwen3-next", "minicpm3"])
 @pytest.mark.parametrize("form", [None, "int8", "int4", "fp8"])
 def test_types_and_forms(case: str, form: str | None, tmp_path: Path) -> None:
     check(case, tmp_path, 2, "float32", form)
@@ -326,7 +326,10 @@ def test_stages_have_every_weight_once_but_for_a_tied_table(case: str, tmp_path:
 
 @pytest.mark.parametrize(
     ("case", "num_stages"),
-    [("llama", 3), ("opt-350m", 2), ("gemma4", 3), ("gemma3n", 2), ("rwkv7", 3)],
+    [
+        *[("llama", 3), ("opt-350m", 2), ("gemma4", 3), ("gemma3n", 2), ("rwkv7", 3)],
+        ("deepseek-v2", 2),
+    ],
 )
 def test_stages_have_the_bits_of_one(case: str, num_stages: int, tmp_path: Path) -> None:
     """Also with several residual streams, inputs of layers, and layers that read others' caches."""

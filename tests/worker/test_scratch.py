@@ -130,9 +130,9 @@ def test_quantized_weights_change_nothing(quantization: str | None, tmp_path: Pa
 
 
 def test_heads_that_attention_cannot_do_are_refused_before_loading(tmp_path: Path) -> None:
-    config = CASES["llama"][1] | {"head_dim": 520}
+    config = CASES["llama"][1] | {"head_dim": 600}
     spec = save_config(tmp_path, "LlamaForCausalLM", config)
-    with pytest.raises(ConfigError, match="head_size=520"):
+    with pytest.raises(ConfigError, match="head_size=600"):
         measure(spec, "float32", 8, 2)
     assert measure(spec, "float32", 8, 2, attention_backend="reference").activations > 0
 

@@ -121,8 +121,13 @@ class LlamaLike:
     ignored: tuple[str, ...] = ()
     """Patterns of names that are not weights, in addition to those of rotary tables."""
 
-    def read(self, config: ConfigJson) -> ModelSpec:
-        """Read the remaining fields, and return the model."""
+    def read(self, config: ConfigJson, mixer: BlockSpec | None = None) -> ModelSpec:
+        """Read the remaining fields, and return the model.
+
+        Args:
+            config: config.json.
+            mixer: the block in place of attention; None: attention.
+        """
         heads = Heads.read(config)
         hidden, inner = heads.hidden_size, config.integer("intermediate_size")
         num_layers = read_num_layers(config)
@@ -200,7 +205,7 @@ class LlamaLike:
                 else RMSNormSpec(self.out_norm, heads.num_heads * heads.head_size, eps),
             )
             return LayerSpec.of(
-                attention,
+                mixer or attention,
                 feed_forward or mlp,
                 norm(self.input_norm),
                 norm(self.feed_forward_norm),
