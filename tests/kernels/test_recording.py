@@ -89,6 +89,14 @@ def scanned(x: Tensor) -> Tensor:
     )
 
 
+def selected(x: Tensor) -> Tensor:
+    half = DIM // 2
+    numbers = StateRates(residual[:3, :half].contiguous(), bias[:half], bias[half:DIM])
+    few, state = x[:, :3], states[:, : 3 * half]
+    ranges = x[:, :half], x[:, half:], few, few, x[:, half:]
+    return ops.selective_scan(*ranges, numbers, state, slots(len(x)))
+
+
 NOT_IN_STEPS = {"pack_weight", "quantize_weight", "pack_blocks", "pack_quantized", "empty"}
 NOT_IN_STEPS |= {"to_device", "to_host", "copy_to_host", "copy_", "copy_blocks"}
 NOT_IN_STEPS |= {"gather", "ranks", "set_at_", "add_at_", "penalize_", "change_rows"}
@@ -122,6 +130,7 @@ CASES: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
     "causal_conv": convolved,
     "gated_delta_rule": remembered,
     "ssd": scanned,
+    "selective_scan": selected,
     "softmax": ops.softmax,
     "log_softmax": ops.log_softmax,
     "argmax": ops.argmax,
