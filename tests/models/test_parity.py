@@ -85,6 +85,9 @@ LFM2 = {"block_multiple_of": 10, "block_ffn_dim_multiplier": 1.3}
 MAMBA2 = {"vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 3, "num_heads": 6}
 MAMBA2 |= {"head_dim": 16, "n_groups": 1, "state_size": 16, "bos_token_id": 1, "eos_token_id": 2}
 MAMBA2 |= {"pad_token_id": 0}
+MAMBA = {"vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 2, "pad_token_id": 0}
+MAMBA |= {"bos_token_id": 1, "eos_token_id": 2}
+JAMBA = SIZES | {"num_experts": 1, "attn_layer_period": 3, "attn_layer_offset": 1}
 HYBRID = {"mamba_n_heads": 6, "mamba_d_state": 12}
 GRANITE4 = {"num_local_experts": 0, "shared_intermediate_size": 40, "logits_scaling": 2.5}
 GRANITE4 |= {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2}
@@ -96,7 +99,7 @@ NEMOTRON_H = {k: v for k, v in SIZES.items() if k != "num_hidden_layers"} | {"he
 NEMOTRON_H |= {"layers_block_type": ["linear_attention", "mlp", "full_attention"] * 2}
 NEMOTRON_H |= {"mamba_num_heads": 4, "mamba_head_dim": 10, "n_groups": 2, "ssm_state_size": 12}
 
-HYBRIDS = ("lfm2", "qwen3.5", "mamba2-odd")
+HYBRIDS = ("lfm2", "qwen3.5", "mamba2-odd", "mamba-odd")
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", WIDE_HEADS),
@@ -418,6 +421,41 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         MAMBA2
         | {"hidden_size": 35, "num_heads": 5, "head_dim": 7, "expand": 1, "state_size": 11}
         | {"use_conv_bias": False, "chunk_size": 16},
+    ),
+    "mamba": ("MambaForCausalLM", MAMBA),
+    "mamba-bias": (
+        "MambaForCausalLM",
+        MAMBA
+        | {"expand": 16, "intermediate_size": 70, "use_bias": True, "use_conv_bias": False}
+        | {"conv_kernel": 3, "time_step_rank": 7, "tie_word_embeddings": False},
+    ),
+    "mamba-odd": (
+        "MambaForCausalLM",
+        MAMBA | {"hidden_size": 35, "expand": 1, "state_size": 11, "conv_kernel": 2},
+    ),
+    "falcon-mamba": ("FalconMambaForCausalLM", MAMBA),
+    "falcon-mamba-bias": (
+        "FalconMambaForCausalLM",
+        MAMBA
+        | {"expand": 3, "use_bias": True, "time_step_rank": 1, "mixer_rms_eps": 0.1}
+        | {"tie_word_embeddings": False},
+    ),
+    "falcon-mamba-odd": (
+        "FalconMambaForCausalLM",
+        MAMBA | {"hidden_size": 21, "state_size": 5, "use_conv_bias": False, "conv_kernel": 3},
+    ),
+    "jamba": ("JambaForCausalLM", JAMBA),
+    "jamba-bias": (
+        "JambaForCausalLM",
+        JAMBA
+        | {"mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_dt_rank": 5}
+        | {"num_key_value_heads": 1, "tie_word_embeddings": True},
+    ),
+    "jamba-no-expert-layer": (
+        "JambaForCausalLM",
+        JAMBA
+        | {"num_experts": 4, "expert_layer_period": 9, "expert_layer_offset": 8}
+        | {"mamba_d_state": 6, "mamba_d_conv": 2, "mamba_expand": 1, "attn_layer_offset": 0},
     ),
     "bamba": (
         "BambaForCausalLM",
