@@ -35,6 +35,7 @@ ids = torch.arange(ROWS) * 7 % IDS
 bitmask = torch.arange(ROWS * 2, dtype=torch.int32).view(ROWS, 2) * 77_777_777
 others = torch.arange(ROWS).flip(0).contiguous()
 states = torch.zeros(1, 3 * DIM)
+decays = residual[:3, : DIM // 2].contiguous()
 rates, matrices = torch.full((4,), 0.5), torch.zeros(1, 4 * 16 * 12)
 params = np.zeros(ROWS, SAMPLING_ROW)
 params["temperature"], params["top_p"] = np.arange(ROWS) % 3, 0.9
@@ -91,7 +92,7 @@ def scanned(x: Tensor) -> Tensor:
 
 def selected(x: Tensor) -> Tensor:
     half = DIM // 2
-    numbers = StateRates(residual[:3, :half].contiguous(), bias[:half], bias[half:DIM])
+    numbers = StateRates(decays, bias[:half], bias[half:DIM])
     few, state = x[:, :3], states[:, : 3 * half]
     ranges = x[:, :half], x[:, half:], few, few, x[:, half:]
     return ops.selective_scan(*ranges, numbers, state, slots(len(x)))
