@@ -186,7 +186,21 @@ NAMES = {
     "feed_forward.w2": "ffn_down",
     "feed_forward.w3": "ffn_up",
     "ffn_norm": "ffn_norm",
+    # Mamba, Jamba
+    "backbone.embeddings": "token_embd",
+    "backbone.norm_f": "output_norm",
+    "norm": "attn_norm",
+    "feed_forward.gate_proj": "ffn_gate",
+    "feed_forward.up_proj": "ffn_up",
+    "feed_forward.down_proj": "ffn_down",
+    "pre_ff_layernorm": "ffn_norm",
+    "mamba.dt_layernorm": "ssm_dt_norm",
+    "mamba.b_layernorm": "ssm_b_norm",
+    "mamba.c_layernorm": "ssm_c_norm",
 }
+for _mixer in ("mixer", "mamba"):
+    NAMES |= {f"{_mixer}.{part}_proj": f"ssm_{part}" for part in ("in", "x", "dt", "out")}
+    NAMES[f"{_mixer}.conv1d"] = "ssm_conv1d"
 SANDWICH = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
@@ -217,7 +231,7 @@ NO_HEAD_SIZE = (
     "mpt",
     "chatglm",
 )
-NO_HEAD_SIZE += ("stablelm", "granite", "granite_swa", "minicpm")
+NO_HEAD_SIZE += ("mamba", "jamba", "stablelm", "granite", "granite_swa", "minicpm")
 """Facts of llama.cpp's converter, stated again so that a mistake in Octavo's tables is found."""
 
 
@@ -248,7 +262,7 @@ def _fields(config: Any, kind: str, rope: Mapping[str, Any], size: int) -> dict[
         "feed_forward_length": 4 * config.hidden_size
         if kind in ("gpt2", "starcoder", "bloom", "falcon", "mpt")
         else config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
+        "attention.head_count": get("num_attention_heads"),
         "attention.head_count_kv": get("num_kv_heads", "num_key_value_heads"),
         "attention.layer_norm_rms_epsilon": config.norm_eps
         if kind == "lfm2"
@@ -321,6 +335,26 @@ def _fields(config: Any, kind: str, rope: Mapping[str, Any], size: int) -> dict[
             ]
             fields["vocab_size"] = config.vocab_size
             fields["shortconv.l_cache"] = config.conv_L_cache
+        case "mamba":
+            fields |= {"attention.head_count": 0, "attention.head_count_kv": None}
+            fields |= {"context_length": 2**20, "feed_forward_length": 0}
+            fields["attention.layer_norm_epsilon"] = None
+            fields["attention.layer_norm_rms_epsilon"] = config.layer_norm_epsilon
+            fields["ssm.inner_size"] = config.intermediate_size
+            fields["ssm.state_size"] = config.state_size
+            fields["ssm.conv_kernel"] = config.conv_kernel
+            fields["ssm.time_step_rank"] = config.time_step_rank
+            fields["ssm.dt_b_c_rms"] = config.model_type == "falcon_mamba"
+        case "jamba":
+            fields["attention.head_count_kv"] = [
+                config.num_key_value_heads if kind == "attention" else 0
+                for kind in config.layers_block_type
+            ]
+            fields["ssm.inner_size"] = config.mamba_expand * config.hidden_size
+            fields["ssm.state_size"] = config.mamba_d_state
+            fields["ssm.conv_kernel"] = config.mamba_d_conv
+            fields["ssm.time_step_rank"] = config.mamba_dt_rank
+            fields |= {"expert_count": config.num_experts, "expert_used_count": 2}
         case "starcoder":
             fields["attention.head_count_kv"] = 1
         case "qwen2vl" | "qwen3vl" | "paddleocr":
@@ -398,7 +432,7 @@ def convert(
     config, names = model.config.get_text_config(), NAMES | OTHER_NAMES.get(kind, {})
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", 1)
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     metadata = {"general.architecture": kind} | VOCABULARY | _fields(config, kind, rope, size)
     if kind == "lfm2":
@@ -431,7 +465,10 @@ def convert(
         match = re.fullmatch(r".*?\.(?:layers|h|blocks)\.(\d+)\.(.*)", module)
         layer, stored = (f"blk.{match[1]}.", match[2]) if match else ("", module)
         x = tensor.float().numpy()
-        own = {"self_attn.q_proj": heads, "self_attn.k_proj": config.num_key_value_heads}
+        own = {
+            "self_attn.q_proj": heads,
+            "self_attn.k_proj": getattr(config, "num_key_value_heads", 1),
+        }
         if kind in PERMUTED and stored in own:
             halves = x.reshape(own[stored], 2, size // 2, -1)
             x = halves.swapaxes(1, 2).reshape(x.shape)
@@ -453,6 +490,8 @@ def convert(
             x = x[:, 0]
         if suffix == "A_log":
             arrays[f"{layer}ssm_a"] = -np.exp(x)
+        elif suffix == "D":
+            arrays[f"{layer}ssm_d"] = x
         elif suffix == "dt_bias":
             arrays[f"{layer}ssm_dt.bias"] = x
         elif suffix == "sinks":
@@ -492,7 +531,7 @@ def convert(
     tensors: dict[str, tuple[int, Sequence[int], bytes]] = {}
     for name, x in arrays.items():
         chosen = next((t for part, t in (types or {"": "f32"}).items() if part in name), "f32")
-        if x.ndim != 2 or re.search(r"position|ssm_conv1d|shortconv\.conv", name):
+        if x.ndim != 2 or re.search(r"position|ssm_conv1d|ssm_a$|shortconv\.conv", name):
             chosen = "f32"
         tensors[name] = TYPES[chosen], x.shape, quantize(np.ascontiguousarray(x), chosen)
     write_gguf(path, metadata, tensors)

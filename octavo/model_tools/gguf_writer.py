@@ -40,7 +40,7 @@ _NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 30, "q4_0": 2, "q4_1": 3, "q
 _NUMBERS |= {"q8_0": 8, "q4_k": 12, "q5_k": 13, "q6_k": 14}
 """Types of tensors, by ggml's numbers."""
 _NOT_WRITTEN = frozenset({"bitnet", "exaone", "internlm2", "muse-glimmer", "paddleocr", "qwen2vl"})
-_NOT_WRITTEN |= {"lfm2", "qwen35", "qwen3vl", "xverse"}
+_NOT_WRITTEN |= {"jamba", "lfm2", "mamba", "qwen35", "qwen3vl", "xverse"}
 """Architectures that are read only: llama.cpp computes another activation (bitnet), they have other
 layers than those with attention, they are parts of models, or their models in Hugging Face's form
 have other names than those of Llama."""

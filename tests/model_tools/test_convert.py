@@ -201,6 +201,8 @@ READ_ONLY = (
     "qwen2vl",
     "qwen3vl",
     "paddleocr",
+    "mamba",
+    "jamba",
 )
 KINDS |= {
     name: model

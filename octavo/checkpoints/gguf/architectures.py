@@ -112,6 +112,19 @@ _LFM2 = {
     "feed_forward.w3": "ffn_up",
 }
 
+_STATE_SPACE = {  # modules within the mixer
+    "in_proj": "ssm_in",
+    "conv1d": "ssm_conv1d",
+    "x_proj": "ssm_x",
+    "dt_layernorm": "ssm_dt_norm",
+    "b_layernorm": "ssm_b_norm",
+    "c_layernorm": "ssm_c_norm",
+    "dt_proj": "ssm_dt",
+    "A_log": "ssm_a",
+    "D": "ssm_d",
+    "out_proj": "ssm_out",
+}
+
 FUSED = "attn_qkv"
 """Tensor with the rows of queries, keys and values; some files have it in place of the three."""
 FUSED_MODULES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -154,7 +167,7 @@ class Architecture:
     not read."""
     tiled: bool = False
     """True if the converter has reordered the heads of values of linear attention: the first one of
-    each head of keys, then the second ones, and so on. A_log is -exp(A_log), too."""
+    each head of keys, then the second ones, and so on."""
     constants: Mapping[str, str] = field(default_factory=dict)
     """Fields of the config that are not in the metadata, and the layers' tensors that repeat their
     number; an empty field: 1."""
@@ -214,6 +227,43 @@ ARCHITECTURES: dict[str, Architecture] = {
         _LFM2,
         {"norm_eps": "attention.layer_norm_rms_epsilon", "conv_L_cache": "shortconv.l_cache"},
         {"block_auto_adjust_ff_dim": False},
+        varying=("attention.head_count_kv",),
+    ),
+    "mamba": Architecture(
+        "MambaForCausalLM",
+        {
+            "backbone.embeddings": "token_embd",
+            "lm_head": "output",
+            "backbone.norm_f": "output_norm",
+            "norm": "attn_norm",
+        }
+        | {f"mixer.{module}": stored for module, stored in _STATE_SPACE.items()},
+        {
+            "intermediate_size": "ssm.inner_size",
+            "layer_norm_epsilon": "attention.layer_norm_rms_epsilon",
+            "state_size": "ssm.state_size",
+            "conv_kernel": "ssm.conv_kernel",
+            "time_step_rank": "ssm.time_step_rank",
+        },
+        layers="backbone.layers.",
+    ),
+    "jamba": Architecture(
+        "JambaForCausalLM",
+        _NAMES
+        | {
+            "model.final_layernorm": "output_norm",
+            "feed_forward.gate_proj": "ffn_gate",
+            "feed_forward.up_proj": "ffn_up",
+            "feed_forward.down_proj": "ffn_down",
+            "pre_ff_layernorm": "ffn_norm",
+        }
+        | {f"mamba.{module}": stored for module, stored in _STATE_SPACE.items()},
+        {
+            "num_experts": "expert_count",
+            "mamba_d_state": "ssm.state_size",
+            "mamba_d_conv": "ssm.conv_kernel",
+            "mamba_dt_rank": "ssm.time_step_rank",
+        },
         varying=("attention.head_count_kv",),
     ),
     "gemma": Architecture("GemmaForCausalLM", norm_shift=1.0),

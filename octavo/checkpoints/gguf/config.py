@@ -190,6 +190,8 @@ class Description:
             config |= self._gemma4(config, shapes.keys(), rope_factors.get("rope_freqs", []))
         if self.kind == "gemma3n":
             config |= self._gemma3n(config, shapes.get("blk.0.laurel_l.weight", ()))
+        if self.kind in ("mamba", "jamba"):
+            config |= self._state_space(config, {name.split(".", 2)[-1] for name in shapes})
         config |= self._special(config, first_layer)
         for name in ("bos", "eos", "pad"):
             if (token := self._token(name)) is not None:
@@ -334,7 +336,7 @@ class Description:
             case "qwen35":
                 return self._linear_attention(config)
             case "lfm2":
-                return self._convolutions(config)
+                return self._heads_by_layer(config, "conv")
             case "granite" | "granite_swa":
                 if not self._flag("rope.scaling.finetuned", True):
                     raise self.error(f"{self.kind}.rope.scaling.finetuned=false is not supported")
@@ -415,8 +417,50 @@ class Description:
             fields["layer_types"] = [kinds[linear] for linear in own]
         return fields
 
-    def _convolutions(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields of LFM2's layers: convolutions have no heads of keys and values."""
+    def _state_space(self, config: Mapping[str, Any], tensors: Set[str]) -> dict[str, Any]:
+        """Return the fields of Mamba and Jamba.
+
+        Args:
+            config: the other fields.
+            tensors: names of the layers' tensors.
+        """
+        conv_bias, bias = "ssm_conv1d.bias" in tensors, "ssm_in.bias" in tensors
+        if self.kind == "mamba":
+            self._known.add("feed_forward_length")
+            normed = self._flag("ssm.dt_b_c_rms", False)
+            name = "FalconMambaForCausalLM" if normed else "MambaForCausalLM"
+            return {"architectures": [name], "use_bias": bias, "use_conv_bias": conv_bias}
+        self._known.add("expert_used_count")
+        fields = self._heads_by_layer(config, "mamba")
+        kinds = fields.pop("layer_types", [])
+        # Each n-th layer has attention.
+        chosen = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+        first = chosen[0] if chosen else len(kinds)
+        period = chosen[1] - first if len(chosen) > 1 else len(kinds) + 1
+        repeated = [i for i in range(len(kinds)) if i % period == first]
+        if chosen != repeated or len(kinds) != config.get("num_hidden_layers"):
+            raise self.error(
+                f"{self.kind}.attention.head_count_kv does not choose each n-th of "
+                f"{config.get('num_hidden_layers')} layers"
+            )
+        inner, hidden = self.number("ssm.inner_size"), config.get("hidden_size")
+        if not inner or not hidden:
+            raise self.error("the metadata lacks ssm.inner_size or embedding_length")
+        return fields | {
+            "attn_layer_period": period,
+            "attn_layer_offset": first,
+            "mamba_expand": (inner + 0.5) / hidden,  # the product is rounded down
+            "mamba_proj_bias": bias,
+            "mamba_conv_bias": conv_bias,
+        }
+
+    def _heads_by_layer(self, config: Mapping[str, Any], other: str) -> dict[str, Any]:
+        """Return the fields of layers of which some have no attention, and no heads of keys.
+
+        Args:
+            config: the other fields.
+            other: type of these layers.
+        """
         heads = self._value("attention.head_count_kv")
         if not isinstance(heads, np.ndarray):
             return {}  # all layers have attention
@@ -430,7 +474,7 @@ class Description:
             )
         return {
             "num_key_value_heads": counts[0] if counts else config.get("num_attention_heads"),
-            "layer_types": ["full_attention" if count else "conv" for count in heads.tolist()],
+            "layer_types": ["full_attention" if count else other for count in heads.tolist()],
         }
 
     def _gemma3n(self, config: Mapping[str, Any], laurel: tuple[int, ...]) -> dict[str, Any]:

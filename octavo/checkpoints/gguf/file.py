@@ -29,7 +29,7 @@ from octavo.system.tensor import HostTensor, from_numpy
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf$")
 _ROPE_FACTORS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
 """Tensors of the factors of wavelengths: of all contexts, of long ones, of short ones."""
-_CONVOLUTIONS = ("ssm_conv1d.weight", "shortconv.conv.weight")
+_FLOATS = ("ssm_conv1d.weight", "shortconv.conv.weight", "ssm_a")
 """Ends of the names of matrices that are in float32 in every file."""
 _VALUES = ("in_proj_z.weight", "in_proj_b.weight", "in_proj_a.weight", "A_log", "dt_bias")
 """Ends of the names of tensors with rows for the heads of values of linear attention."""
@@ -184,12 +184,12 @@ class GGUFFile:
     def dtype(self) -> str:
         """Widest type of the matrices if all have floats; else bfloat16.
 
-        Vectors, such as the weights of norms, and convolutions are in float32 in every file.
+        Vectors, such as the weights of norms, convolutions and decays are in float32 in every file.
         """
         kinds = {
             tensor.type
             for tensor in self._tensors.values()
-            if len(tensor.shape) > 1 and not tensor.name.endswith(_CONVOLUTIONS)
+            if len(tensor.shape) > 1 and not tensor.name.endswith(_FLOATS)
         }
         if kinds & STORED_BLOCKS.keys():
             return "bfloat16"
@@ -267,8 +267,8 @@ class GGUFFile:
         for stored, parts in sources.items():
             places |= _places(self._tensors[stored], list(parts.values()))
         config, architecture = self.config, self._described.architecture
-        queries = config.integer("num_attention_heads")
-        heads = Heads(queries, config.integer("num_key_value_heads", default=queries))
+        queries = config.integer("num_attention_heads", least=0)
+        heads = Heads(queries, config.integer("num_key_value_heads", default=queries, least=0))
         if architecture.tiled:
             names = ("num_key_heads", "num_value_heads", "value_head_dim")
             keys, values, size = (config.integer(f"linear_{name}") for name in names)
@@ -444,7 +444,7 @@ class GGUFTensors:
         if architecture.norm_shift and source.name.endswith(architecture.shifted):
             floats = from_numpy(data).view(dtype).numpy().astype(np.float32)
             return from_numpy((floats - architecture.norm_shift).reshape(shape))
-        if architecture.tiled and source.name.endswith("A_log"):
+        if source.name.endswith("A_log"):  # the file has -exp(A_log)
             floats = from_numpy(data).view(dtype).numpy().astype(np.float32)
             if not (floats < 0).all():
                 raise ModelError(f"{stored.file}: {stored.name} has numbers that are not below 0.")

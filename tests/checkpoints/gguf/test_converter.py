@@ -20,6 +20,7 @@ from tests.models.harness import Runner, load, make_hf
 FOLDER = os.environ.get("OCTAVO_LLAMA_CPP")
 pytestmark = pytest.mark.skipif(FOLDER is None, reason="OCTAVO_LLAMA_CPP names no folder")
 
+HYBRIDS = ("qwen35", "lfm2", "mamba", "jamba")
 # The converter identifies pre-tokenizers by hashes of published tokenizers.
 PROGRAM = """
 import sys
@@ -53,7 +54,7 @@ def convert(model: Any, folder: Path, kind: str) -> Path:
     return out
 
 
-@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind.startswith(("qwen35", "lfm2"))])
+@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind.startswith(HYBRIDS)])
 def test_logits(kind: str, tmp_path: Path) -> None:
     """Q8_0 rounds weights and activations to 8 bits."""
     name, fields = MODELS[kind]

@@ -193,6 +193,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_key_value_heads": 1, "layer_types": ["full_attention", "conv"]}
         | {"tie_word_embeddings": False, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False},
     ),
+    "mamba": ("MambaForCausalLM", {"intermediate_size": 128, "conv_kernel": 3}),
+    "mamba falcon": (
+        "FalconMambaForCausalLM",
+        {"intermediate_size": 128, "use_conv_bias": False, "tie_word_embeddings": False}
+        | {"time_step_rank": 7, "state_size": 5, "use_bias": True},
+    ),
+    "jamba": (
+        "JambaForCausalLM",
+        {"num_hidden_layers": 5, "num_experts": 1, "mamba_expand": 3}
+        | {"attn_layer_period": 2, "attn_layer_offset": 1},
+    ),
+    "jamba one": (
+        "JambaForCausalLM",
+        {"num_experts": 1, "attn_layer_offset": 1, "mamba_conv_bias": False},
+    ),
     "gpt2": ("GPT2LMHeadModel", {}),
     "starcoder": ("GPTBigCodeForCausalLM", {}),
     "gptneox": ("GPTNeoXForCausalLM", {"rotary_pct": 0.25, "use_parallel_residual": False}),
@@ -324,7 +339,7 @@ def test_blocks_of_other_layouts(kind: str, tmp_path: Path) -> None:
     assert 0 < (found[0] - found[1]).abs().mean() < 0.25
 
 
-@pytest.mark.parametrize("kind", ["qwen35", "qwen35 three", "lfm2"])
+@pytest.mark.parametrize("kind", ["qwen35", "qwen35 three", "lfm2", "mamba"])
 def test_blocks_of_hybrid_models(kind: str, tmp_path: Path) -> None:
     """A block may have inputs of several heads, whose order the converter has changed."""
     floats = make(kind, tmp_path / "m.gguf", {"ssm_out": "q8_0", "shortconv": "q8_0"})
@@ -374,6 +389,13 @@ def test_layers_that_predict_several_tokens(tmp_path: Path) -> None:
     [
         ("qwen35", {"ssm.inner_size": 65}, "inner_size=65 is no multiple of ssm.time_step_rank=4"),
         ("lfm2", {"attention.head_count_kv": [0, 2, 1]}, "head_count_kv differs between layers wi"),
+        (
+            "jamba",
+            {"attention.head_count_kv": [0, 2, 2, 0, 2]},
+            "head_count_kv does not choose each n-th of 5 layers",
+        ),
+        ("jamba", {"block_count": 6}, "head_count_kv does not choose each n-th of 6 layers"),
+        ("jamba", {"ssm.inner_size": 0}, "lacks ssm.inner_size"),
         ("lfm2", {"attention.sliding_window": 8}, "attention.sliding_window is not supported"),
     ],
 )
@@ -398,8 +420,9 @@ def test_decays_that_are_not_below_0(tmp_path: Path) -> None:
         load(tmp_path / "m.gguf")
 
 
-def test_convolutions_do_not_choose_the_type(tmp_path: Path) -> None:
-    make("qwen35", tmp_path / "m.gguf", {"": "f16"})
+@pytest.mark.parametrize("kind", ["qwen35", "mamba"])
+def test_convolutions_and_decays_do_not_choose_the_type(kind: str, tmp_path: Path) -> None:
+    make(kind, tmp_path / "m.gguf", {"": "f16"})
     assert GGUFFile(tmp_path / "m.gguf").dtype == "float16"
 
 
@@ -611,8 +634,8 @@ def test_damaged_tensors(
     ("metadata", "message"),
     [
         (
-            {"general.architecture": "mamba"},
-            "architecture='mamba' is not supported; .*llama",
+            {"general.architecture": "mamba2"},
+            "architecture='mamba2' is not supported; .*llama",
         ),
         ({"llama.rope.scaling.type": "own"}, "rope.scaling.type='own' is not supported"),
         ({"llama.rope.scaling.attn_factor": 1.2}, "rope.scaling.attn_factor=1.2 is not supported"),
