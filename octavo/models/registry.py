@@ -200,7 +200,8 @@ _KINDS = {
     "Octavo's models process text",
     r"Moe|MoE|Mixtral|DeepseekV|Dbrx|GptOss|KimiLinear": "it is a mixture of experts, and "
     "Octavo's models are dense",
-    r"Mamba|Jamba|RWKV|Rwkv|Zamba|Bamba|RecurrentGemma|FalconH1|Lfm[23]|Hybrid|Next": "it has "
+    r"Zamba": "its layers share blocks, which Octavo does not compute",
+    r"Mamba|Jamba|RWKV|Rwkv|Bamba|RecurrentGemma|FalconH1|Lfm[23]|Hybrid|Next": "it has "
     "recurrent layers of a kind that Octavo does not compute",
 }
 """Kinds of architectures that are not text decoders, by patterns of their names."""
