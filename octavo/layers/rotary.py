@@ -95,7 +95,8 @@ def _llama3(rope: RopeSpec, inverse: Floats) -> Floats:
     wavelengths = np.float32(1) / inverse * np.float32(2 * math.pi)
     turns = np.float32(1) / wavelengths * np.float32(rope.original_max_position)
     low, high = np.float32(rope.low_freq_factor), np.float32(rope.high_freq_factor)
-    smooth = np.clip((turns - low) / (high - low), np.float32(0), np.float32(1))
+    width = np.maximum(high - low, np.float32(1e-30))  # equal bounds (Llama 4): no blend
+    smooth = np.clip((turns - low) / width, np.float32(0), np.float32(1))
     result: Floats = (1 - smooth) * inverse / np.float32(rope.factor) + smooth * inverse
     return result
 

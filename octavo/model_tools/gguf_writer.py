@@ -483,7 +483,8 @@ def _llama3_factors(rope: RopeSpec) -> NDArray[np.float32]:
     half = rope.rotary_dim // 2
     wavelengths = 2 * np.pi * np.float64(rope.theta) ** (np.arange(half) / half)
     low, high = rope.low_freq_factor, rope.high_freq_factor
-    smooth = np.clip((rope.original_max_position / wavelengths - low) / (high - low), 0, 1)
+    width = max(high - low, 1e-30)
+    smooth = np.clip((rope.original_max_position / wavelengths - low) / width, 0, 1)
     factors: NDArray[np.float32] = (1 / ((1 - smooth) / rope.factor + smooth)).astype("<f4")
     return factors
 

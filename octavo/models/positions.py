@@ -115,8 +115,8 @@ def _complete(spec: RopeSpec, params: ConfigJson, factor: float) -> RopeSpec:
     match spec.rope_type:
         case "llama3":
             low, high = params.number("low_freq_factor"), params.number("high_freq_factor")
-            if not 0 < low < high:
-                raise params.error("low_freq_factor", "it must be > 0 and < high_freq_factor")
+            if not 0 < low <= high:
+                raise params.error("low_freq_factor", "it must be > 0 and <= high_freq_factor")
             return replace(spec, low_freq_factor=low, high_freq_factor=high)
         case "yarn":
             if attention_factor is None:

@@ -198,8 +198,8 @@ _KINDS = {
     "encoder-decoder, and Octavo's models are decoders",
     r"ForConditionalGeneration|Vision|VL|Llava|Image": "it processes images or other media, and "
     "Octavo's models process text",
-    r"Moe|MoE|Mixtral|DeepseekV|Dbrx|GptOss|KimiLinear": "it is a mixture of experts, and "
-    "Octavo's models are dense",
+    r"[Mm]oe|MoE|DeepseekV|Dbrx|KimiLinear|MiMoV2|Laguna": "it is a mixture of experts of a kind "
+    "that Octavo does not compute",
     r"Zamba": "its layers share blocks, which Octavo does not compute",
     r"Mamba|Jamba|RWKV|Rwkv|Bamba|RecurrentGemma|FalconH1|Lfm[23]|Hybrid|Next": "it has "
     "recurrent layers of a kind that Octavo does not compute",

@@ -43,12 +43,17 @@ _STATES = ("Lfm2", "Mamba2", "Bamba", "GraniteMoeHybrid", "FalconH1", "NemotronH
 _STATES = (*_STATES, "Mamba", "FalconMamba", "Jamba")
 """Families with recurrent states."""
 STATEFUL = (*_DELTA, *_STATES)
+_MIXED = ("Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "GptOss", "GraniteMoe", "GraniteMoeShared")
+_MIXED = (*_MIXED, "Glm4Moe", "SolarOpen", "Dots1", "MiniMaxM2", "Ernie4_5_Moe", "HunYuanMoEV1")
+_MIXED = (*_MIXED, "ExaoneMoe", "Llama4", "Afmoe", "HYV3", "Cohere2Moe")
+"""Families with mixtures of experts."""
+_ROPE = (*_ROPE, *_MIXED)
 _NAMES = {"GPT2": "GPT2LMHeadModel"}
 _NAMES |= {name: f"{name}ForCausalLM" for name in (*_ROPE, *_PLAIN, *_STATES)}
 # Families with heads that transformers fits into the hidden size, or that may have any size.
 _FITTED = ("Phi3", "Phi", "Olmo2", "Granite", "SmolLM3", "Starcoder2", "Cohere", "Cohere2")
 _FITTED = (*_FITTED, "Olmo3", "Exaone4", "Olmo", "StableLm", "Apertus", "GraniteSWA", "BitNet")
-_FITTED = (*_FITTED, "OlmoHybrid")
+_FITTED = (*_FITTED, "OlmoHybrid", "Olmoe", "GraniteMoe", "GraniteMoeShared")
 _EITHER = ("Llama", "Qwen2", "InternLM3")
 # Families whose context transformers can scale.
 _SCALED = ("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "Granite", "InternLM3", "Olmo2")
@@ -67,7 +72,7 @@ def draw_model(rng: random.Random, family: str | None = None) -> tuple[str, dict
     inner = rng.choice((*_SIZES, 2000, rng.randint(1, 500)))
     ids = {"vocab_size": vocab_size, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     tied = {"tie_word_embeddings": rng.random() < 0.5}
-    if family in ("Glm", "Glm4", "Phi", "Nemotron", "StableLm"):
+    if family in ("Glm", "Glm4", "Phi", "Nemotron", "StableLm", "Glm4Moe"):
         head = max(8, head // 8 * 8)  # a half or a quarter of it is rotated, in pairs
     if family == "CodeGen":
         heads = 4 * kv_heads  # of four parts
@@ -183,6 +188,31 @@ def _state_model(rng: random.Random, family: str, layers: int, hidden: int) -> d
     return config
 
 
+def _experts(rng: random.Random, family: str, window: int) -> dict[str, Any]:
+    """Return the fields of a family with experts; each family reads those that it knows."""
+    groups, size = rng.choice((1, 1, 2, 3)), rng.randint(2, 6)
+    kept, inner = rng.randint(1, groups), rng.choice((8, 20, 64, 97))
+    fields = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    config: dict[str, Any] = dict.fromkeys(fields, groups * size)
+    top_k = rng.randint(1, min(8, kept * size))
+    config |= dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), top_k)
+    config |= {"n_group": groups, "topk_group": kept, "moe_intermediate_size": inner}
+    config |= {"shared_expert_intermediate_size": 2 * inner, "shared_intermediate_size": inner}
+    fields = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+    config |= dict.fromkeys(fields, rng.randint(1, 2))
+    config |= {"norm_topk_prob": rng.random() < 0.5, "first_k_dense_replace": rng.randint(0, 2)}
+    config |= {"mlp_only_layers": [1], "decoder_sparse_step": rng.randint(1, 2)}
+    config |= {"sliding_window": window, "use_qk_norm": rng.random() < 0.5}
+    config |= {"swiglu_limit": rng.choice((0.5, 7.0)), "intermediate_size_mlp": 40}
+    config |= {"floor_scale": 20, "interleave_moe_layer_step": rng.randint(1, 2)}
+    config |= {"num_dense_layers": rng.randint(0, 1), "mup_enabled": rng.random() < 0.5}
+    config |= {"expert_selection_fn": rng.choice(("softmax", "sigmoid"))}
+    config |= {"shared_expert_combination_strategy": rng.choice(("sum", "average"))}
+    if family in ("Mixtral", "MiniMaxM2", "SolarOpen", "HYV3"):
+        del config["sliding_window"]
+    return config
+
+
 def _rope_model(
     rng: random.Random, family: str, head: int, heads: int, positions: int
 ) -> dict[str, Any]:
@@ -202,6 +232,8 @@ def _rope_model(
         config |= {"linear_key_head_dim": key_size, "linear_value_head_dim": size}
         config |= {"linear_conv_kernel_dim": rng.randint(2, 5)}
         config |= {"attention_bias": rng.random() < 0.3, "num_experts": 0}
+    if family in _MIXED:
+        config |= _experts(rng, family, window)
     if family in ("Mistral", "Ministral3", "Phi3", "Starcoder2"):
         config["sliding_window"] = rng.choice((None, window))
     if family == "Ministral":
@@ -252,7 +284,8 @@ def _rope_model(
         config["attn_logit_softcapping"] = rng.choice((None, 50.0))
     if family == "Gemma3":
         config["sliding_window_pattern"] = rng.randint(1, 3)
-    if family in ("Gemma3", "Glm", "Glm4", "Phi", "Olmo3", "Nemotron", "StableLm", "Apertus"):
+    separate = ("Gemma3", "Glm", "Glm4", "Phi", "Olmo3", "Nemotron", "StableLm", "Apertus")
+    if family in (*separate, "Glm4Moe", "GptOss"):
         return config  # their positions have separate defaults
     kinds = (
         ("default", "longrope")
@@ -321,7 +354,8 @@ def check_model(seed: int, folder: Path) -> str:
         hf_model = make_hf(architecture, seed=seed, **config)
         with torch.no_grad():  # otherwise large models would amplify each rounding
             for weight in hf_model.parameters():
-                weight.mul_(min(1.0, 48 / max(weight.shape)) ** 0.5 if weight.dim() == 2 else 1.0)
+                if weight.dim() > 1:
+                    weight.mul_(min(1.0, 48 / max(weight.shape[-2:])) ** 0.5)
         hf_model.save_pretrained(folder)
     else:
         settings["load_format"] = "dummy"

@@ -204,7 +204,8 @@ def test_configs_with_odd_values(folder: Path, data: st.DataObject) -> None:
         make_memory_plan(engine, spec, budget, max_num_batched_tokens=1)
     except (ModelError, ConfigError):
         return
-    assert len(spec.caches) <= len(spec.layers) <= 4096  # layers may share a cache
+    # Layers may share a cache; those of Falcon-H1 have two.
+    assert len(spec.caches) <= 2 * len(spec.layers) <= 8192
     assert spec.max_model_len < 2**31
 
 

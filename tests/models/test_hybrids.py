@@ -23,6 +23,7 @@ from octavo.kv_cache import states
 from octavo.models.cache import AttentionCache
 from octavo.models.loader import load_model
 from octavo.models.spec import divide_layers
+from octavo.scheduler.speculation import DraftLengths
 from octavo.system.distributed import Rank
 from tests.drafts import Drafter
 from tests.e2e.fuzz_models import STATEFUL, draw_model
@@ -40,7 +41,6 @@ from tests.models.test_split import TOKENS, run, run_ranks, script
 
 VOCAB, END = 203, 2
 SIZES = {"vocab_size": VOCAB, "max_position_embeddings": 128, "eos_token_id": END}
-WITHOUT_ATTENTION = {"Mamba2"}
 families = pytest.mark.parametrize("family", STATEFUL)
 
 
@@ -57,7 +57,7 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     @cache
     def make(family: str) -> list[Shape]:
-        rng, made = random.Random(family), list[Shape]()
+        rng, made, without_attention = random.Random(family), list[Shape](), 0
         while len(made) < 3:
             folder = tmp_path_factory.mktemp(family)
             architecture, config = draw_model(rng, family)
@@ -69,11 +69,13 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Any:
             except OctavoError:
                 continue
             kinds = {isinstance(cache, AttentionCache) for cache in spec.caches}
-            has_attention = family not in WITHOUT_ATTENTION
-            if len(spec.layers) > 1 and kinds == {False, has_attention}:
+            if len(spec.layers) < 2 or False not in kinds:
+                continue
+            without_attention += True not in kinds
+            if True in kinds or without_attention > 20:  # no shape of some families has attention
                 hf_model = make_hf(architecture, **config | SIZES)
                 hf_model.save_pretrained(folder)
-                made.append(Shape(folder, hf_model, has_attention))
+                made.append(Shape(folder, hf_model, True in kinds))
         return made
 
     return make
@@ -136,9 +138,9 @@ def ask(llm: LLM, prompts: list[list[int]], count: int) -> list[Any]:
 
 @families
 def test_preempted_with_drafts(family: str, shapes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts are n-grams of prompts that repeat, then right ones and wrong ones."""
-    shape = shapes(family)[2]
-    prompts = [[5 + (3 * i + j) % 7 for j in range(20 + i)] for i in range(4)]
+    """Drafts are n-grams of the prompts, then right ones and wrong ones."""
+    monkeypatch.setattr(DraftLengths, "choose", lambda lengths, num_reqs: lengths.most)
+    shape, prompts = shapes(family)[2], make_prompts(VOCAB, (40, 41, 42, 43))
     with engine(shape, enable_prefix_caching=False, max_num_seqs=1) as llm:
         expected, _ = ask(llm, prompts, 28)
     few = {"num_gpu_blocks_override": 20, "long_prefill_token_threshold": 7}

@@ -102,8 +102,17 @@ NEMOTRON_H = {k: v for k, v in SIZES.items() if k != "num_hidden_layers"} | {"he
 NEMOTRON_H |= {"layers_block_type": ["linear_attention", "mlp", "full_attention"] * 2}
 NEMOTRON_H |= {"mamba_num_heads": 4, "mamba_head_dim": 10, "n_groups": 2, "ssm_state_size": 12}
 
+FEW = {"num_hidden_layers": 2, "num_experts": 5, "num_experts_per_tok": 2}
+FEW |= {"moe_intermediate_size": 20}
+MOE = SIZES | FEW
+WIDE_MOE = WIDE_HEADS | FEW
+LLAMA4 = WIDE_HEADS | {"num_local_experts": 5, "floor_scale": 20, "intermediate_size": 20}
+LLAMA4 |= {"intermediate_size_mlp": 72, "num_hidden_layers": 4}
+COMMAND_MOE = WIDE_MOE | {"num_hidden_layers": 3, "intermediate_size": 20, "sliding_window": 9}
+COMMAND_MOE |= {"first_k_dense_replace": 1, "prefix_dense_intermediate_size": 72}
+
 HYBRIDS = ("lfm2", "qwen3.5", "mamba-odd", "mamba2-odd", "rwkv7")
-MIXTURES = ("mixtral", "qwen2-moe", "qwen3-moe")
+MIXTURES = ("mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "gemma4-moe")
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", WIDE_HEADS),
@@ -551,6 +560,91 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_experts": 9, "num_experts_per_tok": 8, "moe_intermediate_size": 40}
         | {"norm_topk_prob": True, "mlp_only_layers": [0]},
     ),
+    "olmoe": ("OlmoeForCausalLM", MOE | {"num_experts": 3, "num_experts_per_tok": 1}),
+    "gpt-oss": (
+        "GptOssForCausalLM",
+        WIDE_HEADS
+        | {"num_hidden_layers": 2, "num_local_experts": 5, "num_experts_per_tok": 2}
+        | {"rope_parameters": YARN | {"truncate": False}, "swiglu_limit": 1.5}
+        | {"sliding_window": 9},
+    ),
+    "granite-moe": (
+        "GraniteMoeForCausalLM",
+        SIZES | {"num_hidden_layers": 2} | GRANITE4 | {"num_local_experts": 3},
+    ),
+    "granite-moe-shared": (
+        "GraniteMoeSharedForCausalLM",
+        MOE | GRANITE4 | {"num_local_experts": 9, "num_experts_per_tok": 8},
+    ),
+    "glm4-moe": (
+        "Glm4MoeForCausalLM",
+        WIDE_MOE
+        | {"n_routed_experts": 12, "n_group": 3, "topk_group": 2, "num_experts_per_tok": 4}
+        | {"n_shared_experts": 2, "routed_scaling_factor": 1.7, "use_qk_norm": True}
+        | {"attention_bias": True},
+    ),
+    "solar-open": (
+        "SolarOpenForCausalLM",
+        {name: value for name, value in WIDE_MOE.items() if name != "intermediate_size"}
+        | {"n_routed_experts": 6, "moe_intermediate_size": 23},
+    ),
+    "dots1": (
+        "Dots1ForCausalLM",
+        MOE
+        | {"n_routed_experts": 7, "n_shared_experts": 1, "first_k_dense_replace": 1}
+        | {"max_window_layers": 1, "sliding_window": 9},
+    ),
+    "minimax-m2": (
+        "MiniMaxM2ForCausalLM",
+        WIDE_HEADS
+        | {"num_hidden_layers": 2, "num_local_experts": 7, "num_experts_per_tok": 3}
+        | {"rotary_dim": 8},
+    ),
+    "ernie-moe": (
+        "Ernie4_5_MoeForCausalLM",
+        MOE | {"num_hidden_layers": 3, "moe_num_experts": 7, "moe_k": 3, "moe_layer_end_index": 1},
+    ),
+    "hunyuan-moe": ("HunYuanMoEV1ForCausalLM", WIDE_MOE | {"moe_topk": [3, 1]}),
+    "exaone-moe": (
+        "ExaoneMoeForCausalLM",
+        MOE | {"num_experts": 6, "n_group": 2, "sliding_window": 9},
+    ),
+    "gemma4-moe": (
+        "Gemma4ForCausalLM",
+        GEMMA4_VALUES
+        | FEW
+        | {"num_hidden_layers": 3, "enable_moe_block": True, "top_k_experts": 2}
+        | {"hidden_size_per_layer_input": 0},
+    ),
+    "llama4": (
+        "Llama4ForCausalLM",
+        LLAMA4
+        | {"moe_layers": [0, 1, 3], "attention_bias": True}
+        | {"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}},
+    ),
+    "llama4-plain": (
+        "Llama4ForCausalLM",
+        LLAMA4
+        | {"interleave_moe_layer_step": 2, "num_experts_per_tok": 2, "use_qk_norm": False}
+        | {"no_rope_layers": [0, 1, 1, 1], "attn_temperature_tuning": False},
+    ),
+    "afmoe": (
+        "AfmoeForCausalLM",
+        WIDE_MOE
+        | {"sliding_window": 9, "global_attn_every_n_layers": 2, "mup_enabled": True}
+        | {"route_scale": 1.3},
+    ),
+    "hy-v3": ("HYV3ForCausalLM", WIDE_MOE),
+    "command-moe": (
+        "Cohere2MoeForCausalLM",
+        COMMAND_MOE | {"sliding_window_pattern": 2, "num_shared_experts": 1},
+    ),
+    "command-moe-sum": (
+        "Cohere2MoeForCausalLM",
+        COMMAND_MOE
+        | {"prefix_dense_sliding_window_pattern": 2, "num_shared_experts": 2, "rms_norm_eps": 1e-5}
+        | {"shared_expert_combination_strategy": "sum", "expert_selection_fn": "sigmoid"},
+    ),
 }
 TOWER: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
 TOWER |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
@@ -958,6 +1052,18 @@ def test_internvl_chat(tied: bool, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(outer | {"llm_config": text}))
     with pytest.raises(ModelError, match=r"llm_config: model_type='qwen2_moe'.*supported: llama"):
         spec_of(tmp_path, trust_remote_code=True)
+
+
+def test_llama4_with_a_tower(tmp_path: Path) -> None:
+    """The whole model of transformers fails without pictures: its text model is compared."""
+    tower = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    tower |= {"intermediate_size": 64, "vision_output_dim": 16, "projector_input_dim": 16}
+    tower |= {"projector_output_dim": 16, "image_size": 28, "patch_size": 14}
+    hf_model = make_hf("Llama4ForConditionalGeneration", **_with_tower(LLAMA4, tower))
+    model = save_and_load(hf_model, tmp_path)
+    assert model.spec.left_out == "pictures and sound"
+    prompts = make_prompts(VOCAB, (20, 3))
+    assert_same_as_hf(hf_model.language_model, prompts, generate(model, prompts, 5))
 
 
 def test_gemma3n_with_towers(tmp_path: Path) -> None:

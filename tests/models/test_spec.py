@@ -229,8 +229,11 @@ BAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2}
             r"_input=1 .*each token needs a row",
         ),
         ("Gemma4ForCausalLM", {"use_bidirectional_attention": "all"}, r"only causal"),
-        ("Gemma4ForCausalLM", {"num_experts": 128}, r"num_experts=128.*mixtures of experts"),
-        ("Gemma4ForCausalLM", {"enable_moe_block": True}, r"enable_moe_block=True.*experts"),
+        (
+            "Gemma4ForCausalLM",
+            {"enable_moe_block": True, "num_experts": 3, "top_k_experts": 4},
+            r"top_k_experts=4.*at most 3",
+        ),
         ("Gemma4ForCausalLM", {"num_kv_shared_layers": 2}, r"num_kv_shared_layers=2.*remain"),
         ("Gemma4ForCausalLM", {"num_kv_shared_layers": 1}, r"num_kv_shared_layers=1.*remain"),
         ("Gemma4ForCausalLM", {"vocab_size_per_layer_input": 9}, r"=9 .*each token needs a row"),
@@ -386,6 +389,32 @@ BAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2}
         ("Qwen3_5ForCausalLM", {"hidden_act": "gelu"}, r"hidden_act='gelu'.*needs silu"),
         ("Qwen3_5ForCausalLM", {"layer_types": ["full_attention"]}, r"layer_types=.*each layer"),
         ("Qwen3_5ForCausalLM", {"layer_types": ["a", "b"]}, r"layer_types=.*linear_attention"),
+        ("OlmoeForCausalLM", {"clip_qkv": 8.0}, r"clip_qkv=8.0"),
+        ("OlmoeForCausalLM", {"num_experts": 7}, r"num_experts_per_tok=8.*at most 7"),
+        ("OlmoeForCausalLM", {"num_experts": 5000}, r"num_experts=5000.*<= 4096"),
+        ("GptOssForCausalLM", {"swiglu_alpha": 1.5}, r"swiglu_alpha=1.5"),
+        ("GptOssForCausalLM", {"swiglu_limit": 0}, r"swiglu_limit=0.*more than 0"),
+        ("Glm4MoeForCausalLM", {"n_group": 3}, r"n_group=3.*divide 128 experts"),
+        ("Glm4MoeForCausalLM", {"n_group": 128}, r"n_group=128.*at least 2"),
+        ("Glm4MoeForCausalLM", {"n_group": 4, "topk_group": 5}, r"topk_group=5.*<= 4"),
+        ("Glm4MoeForCausalLM", {"n_group": 32, "topk_group": 1}, r"topk_group=1.*fewer than 8"),
+        ("Glm4MoeForCausalLM", {"mlp_layer_types": ["dense"]}, r"mlp_layer_types=.*2 layers"),
+        ("MiniMaxM2ForCausalLM", {"rotary_dim": 256}, r"rotary_dim=256.*<= 128"),
+        ("Ernie4_5_MoeForCausalLM", {"use_bias": True}, r"use_bias=True"),
+        ("HunYuanMoEV1ForCausalLM", {"moe_topk": [1]}, r"moe_topk=\[1\].*2 layers"),
+        ("HunYuanMoEV1ForCausalLM", {"moe_topk": [1, 2]}, r"moe_topk=2.*at most 1"),
+        ("HYV3ForCausalLM", {"mlp_bias": True}, r"mlp_bias=True"),
+        (
+            "Llama4ForCausalLM",
+            {"attn_temperature_tuning": "no"},
+            r"attn_temperature_tuning='no'.*true or false",
+        ),
+        ("Llama4ForCausalLM", {"moe_layers": 1}, r"moe_layers=1.*list"),
+        (
+            "Cohere2MoeForCausalLM",
+            {"expert_selection_fn": "topk"},
+            r"expert_selection_fn='topk'.*softmax, sigmoid",
+        ),
         ("OlmoHybridForCausalLM", {"linear_allow_neg_eigval": 1}, r"linear_allow_neg_eigval=1"),
     ],
 )
@@ -480,6 +509,26 @@ def test_a_type_with_its_module(name: str, tmp_path: Path) -> None:
 def test_heads_that_do_not_fill_the_hidden_size(tmp_path: Path) -> None:
     config = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "hidden_size": 50}
     assert read(tmp_path, config).caches[0] == AttentionCache(2, 12)
+
+
+def test_llama4_computes_the_first_chunk(tmp_path: Path) -> None:
+    """Some configs write a number for true."""
+    config = LLAMA | {"architectures": ["Llama4ForCausalLM"], "attention_chunk_size": 64}
+    assert read(tmp_path, config).max_model_len == 64
+    full = {"layer_types": ["full_attention"] * 2}
+    assert read(tmp_path, config | full).max_model_len == 512
+    tuned = [read(tmp_path, config | {"attn_temperature_tuning": value}) for value in (4, True)]
+    assert tuned[0] == tuned[1]
+
+
+def test_layers_that_predict_drafts_are_left_out(tmp_path: Path) -> None:
+    for case in ("glm4-moe", "minimax-m2", "hy-v3", "ernie-moe", "exaone-moe"):
+        spec = save_config(tmp_path, *CASES[case])
+        name = f"model.layers.{len(spec.layers)}.self_attn.q_proj.weight"
+        own = {"ernie-moe": "model.mtp_block.0.norm.weight", "exaone-moe": "mtp.norm.weight"}
+        assert any(re.fullmatch(pattern, own.get(case, name)) for pattern in spec.ignored)
+        first = "model.layers.0.self_attn.q_proj.weight"
+        assert not any(re.fullmatch(pattern, first) for pattern in spec.ignored)
 
 
 def test_the_context_that_command_r_was_trained_for(tmp_path: Path) -> None:

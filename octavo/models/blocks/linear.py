@@ -155,7 +155,8 @@ class LinearSpec:
             else:
                 form = self.forms[index] if self.forms else PLAIN
                 stored = form.sources(name, rows, inputs)
-                stored = tuple(replace(source, columns=self.columns) for source in stored)
+                if self.columns is not None:
+                    stored = tuple(replace(source, columns=self.columns) for source in stored)
             for source in stored:
                 if self.alternate:
                     source = replace(source, alternate=True)
@@ -174,7 +175,7 @@ class LinearSpec:
                     stacked = source.name.removesuffix(".weight").replace(".bias", "_bias")
                     shape = (count, *source.shape)
                     source = replace(source, name=stacked, shape=shape, index=index)
-                sources.append(replace(source, parts=parts))
+                sources.append(source if parts is None else replace(source, parts=parts))
         return tuple(sources)
 
     def _parts_of(self, begin: int, rows: int) -> tuple[tuple[int, int], ...] | None:

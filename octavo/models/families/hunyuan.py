@@ -40,18 +40,21 @@ def read_experts(config: ConfigJson) -> ModelSpec:
     if len(counts) != num_layers:
         raise config.error("moe_topk", f"it must have one number for each of {num_layers} layers")
 
-    def block(count: object) -> ExpertsSpec:
-        top_k = read_top_k(config.replaced("moe_topk", count), num_experts, "moe_topk")
-        return experts(
-            config,
-            Routing(top_k, "softmax", renormalize=True),
-            num_experts=num_experts,
-            inner=inner,
-            names=_NAMES,
-            shared_inner=inner,
-        )
+    block = experts(
+        config,
+        Routing(1, "softmax", renormalize=True),
+        num_experts=num_experts,
+        inner=inner,
+        names=_NAMES,
+        shared_inner=inner,
+    )
 
-    blocks = {repr(count): block(count) for count in counts}
+    def with_count(count: object) -> ExpertsSpec:
+        top_k = read_top_k(config.replaced("moe_topk", count), num_experts, "moe_topk")
+        routing = replace(block.router.routing, top_k=top_k)
+        return replace(block, router=replace(block.router, routing=routing))
+
+    blocks = {repr(count): with_count(count) for count in counts}
     feed_forwards = tuple(blocks[repr(count)] for count in counts)
     return replace(_hunyuan_like(config), feed_forwards=feed_forwards).read(config)
 

@@ -222,11 +222,13 @@ class LlamaLike:
         )
         none = (None,) * num_layers
         kinds = list(zip(ropes, self.windows or none, self.feed_forwards or none, strict=True))
-        layers = {kind: layer(*kind) for kind in set(kinds)}
+        # A mixture of experts is large, and its hash slow.
+        keys = [(rope, window, id(block)) for rope, window, block in kinds]
+        layers = {key: layer(*kind) for key, kind in dict(zip(keys, kinds, strict=True)).items()}
         return model_spec(
             config,
             embed=embed,
-            layers=[layers[kind] for kind in kinds],
+            layers=[layers[key] for key in keys],
             head=HeadSpec(
                 final_norm,
                 read_lm_head(config, embed, tied=self.tied, module=self.head_module),
