@@ -651,6 +651,33 @@ struct SsdArgs {
   }
 };
 
+// Recurrence of Mamba-1, for each channel and row of its state: state = e^(dt * A) * state + B * dt * x,
+// and out = (sum over rows of C * state + skip * x) * silu(gate), with A = -e^a_log and
+// dt = softplus(dt + dt_bias).
+struct SelectiveScanArgs {
+  const void *x, *dt, *gate;  // [tokens, channels]
+  const void *b, *c;  // [tokens, state_size]
+  void* out;  // [tokens, channels]
+  int64_t x_stride, dt_stride, gate_stride, b_stride, c_stride, out_stride;
+  const float* a_log;  // [state_size, channels]
+  const float *dt_bias, *skip;  // [channels]
+  float* state;  // [slots, state_size, channels]
+  int64_t state_stride;  // from a slot to the next
+  const int32_t *query_start_loc, *sources, *slots, *snapshots;  // as above
+  int64_t num_reqs, channels, state_size;
+  DType dtype;
+
+  MEMBERS(x, dt, gate, b, c, out, x_stride, dt_stride, gate_stride, b_stride, c_stride, out_stride,
+          a_log, dt_bias, skip, state, state_stride, query_start_loc, sources, slots, snapshots, num_reqs,
+          channels, state_size, dtype)
+  void resize(const StepSize& size) { num_reqs = size.num_reqs; }
+  Work work() const {
+    const double tokens = query_start_loc[num_reqs], numbers = double(channels) * state_size;
+    return {tokens * size_of(dtype) * (4.0 * channels + 2.0 * state_size) + (8.0 * num_reqs + 4) * numbers,
+            7 * tokens * numbers};
+  }
+};
+
 // Choice of experts for each token, in float32. A token's experts are those with the largest scores
 // plus bias; of equal ones the first. NaN is never chosen if there are other numbers.
 enum class Score : int { softmax = 0, sigmoid = 1, sqrt_softplus = 2, none = 3 };
@@ -815,7 +842,8 @@ struct Wkv7Args {
   KERNEL(experts, ExpertsArgs)            \
   KERNEL(sum_experts, SumExpertsArgs)    \
   KERNEL(token_shift, TokenShiftArgs)     \
-  KERNEL(wkv7, Wkv7Args)
+  KERNEL(wkv7, Wkv7Args)                  \
+  KERNEL(selective_scan, SelectiveScanArgs)
 
 struct KernelTable {
   const char* isa;

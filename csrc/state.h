@@ -240,4 +240,96 @@ void ssd(const SsdArgs& a) {
   });
 }
 
+// ---- Mamba-1 ----
+
+// Vectors of channels are the columns of their states; each sum runs over the rows in order.
+struct ChannelScratch {
+  float *rate, *state;  // of each vector of channels in turn, [rows] vectors
+  float *b, *c;         // [kScanTokens, width]
+  int64_t width;
+
+  explicit ChannelScratch(int64_t rows) {
+    width = ceil_div(rows, W) * W;
+    rate = static_cast<float*>(scratch((2 * rows * kConvTile + 2 * kScanTokens * width) * sizeof(float)));
+    state = rate + rows * kConvTile;
+    b = state + rows * kConvTile;
+    c = b + kScanTokens * width;
+  }
+};
+
+// Advances n <= W channels, from channel `at` on, by the tokens [begin, end).
+template <class T>
+INLINE void scan_vector(const SelectiveScanArgs& a, const ChannelScratch& own, const float* rate,
+                        float* state, int64_t at, int n, int64_t begin, int64_t end) {
+  const vf bias = load(a.dt_bias + at, n), skip = load(a.skip + at, n);
+  const float *b = own.b, *c = own.c;
+  for (int64_t token = begin; token < end; token++, b += own.width, c += own.width) {
+    const vf x = load(static_cast<const T*>(a.x) + token * a.x_stride + at, n);
+    const vf dt = softplus(load(static_cast<const T*>(a.dt) + token * a.dt_stride + at, n) + bias);
+    const vf in = dt * x;
+    vf sum = skip * x;
+    for (int64_t row = 0; row < a.state_size; row++) {
+      const vf decay = exp_or_zero(dt * load(rate + row * W));
+      const vf s = fma(decay, load(state + row * W), b[row] * in);
+      store(state + row * W, s);
+      sum = fma(c[row], s, sum);
+    }
+    const vf gate = load(static_cast<const T*>(a.gate) + token * a.gate_stride + at, n);
+    store(static_cast<T*>(a.out) + token * a.out_stride + at, sum * silu(gate), n);
+  }
+}
+
+// One task is a tile of channels of a request.
+template <class T>
+void scan_channels(const SelectiveScanArgs& a, int64_t begin_task, int64_t end_task, T) {
+  const int64_t rows = a.state_size;
+  const ChannelScratch own(rows);
+  int64_t loaded = -1;
+  for (int64_t task = begin_task; task < end_task; task++) {
+    const int64_t tile = task / a.num_reqs, r = task % a.num_reqs, first = tile * kConvTile;
+    const int64_t count = min<int64_t>(kConvTile, a.channels - first);
+    // Calls f(vector of the tile, number of a state, lanes).
+    const auto for_tile = [&](auto f) {
+      for_lanes(count, [&](int64_t i, int n) {
+        for (int64_t row = 0; row < rows; row++)
+          f(i * rows + row * W, row * a.channels + first + i, n);
+      });
+    };
+    if (tile != loaded)
+      for_tile([&](int64_t i, int64_t at, int n) { store(own.rate + i, -exp(load(a.a_log + at, n))); });
+    loaded = tile;
+    const int64_t source = a.sources[r];
+    for_tile([&](int64_t i, int64_t at, int n) {
+      store(own.state + i, source < 0 ? vf{} : load(a.state + source * a.state_stride + at, n));
+    });
+    for_pieces(a.slots, a.snapshots, a.query_start_loc[r], a.query_start_loc[r + 1], [&](int64_t begin,
+                                                                                      int64_t end) {
+      for (int64_t token = begin; token < end; token++) {
+        const T* b = static_cast<const T*>(a.b) + token * a.b_stride;
+        const T* c = static_cast<const T*>(a.c) + token * a.c_stride;
+        const int64_t at = (token - begin) * own.width;
+        for_lanes(rows, [&](int64_t i, int n) {
+          store(own.b + at + i, load(b + i, n)), store(own.c + at + i, load(c + i, n));
+        });
+      }
+      for_lanes(count, [&](int64_t i, int n) {
+        scan_vector<T>(a, own, own.rate + i * rows, own.state + i * rows, first + i, n, begin, end);
+      });
+      for_slots(a.slots, a.snapshots, end - 1, [&](int64_t slot) {
+        for_tile([&](int64_t i, int64_t at, int n) {
+          store(a.state + slot * a.state_stride + at, load(own.state + i), n);
+        });
+      });
+    });
+  }
+}
+
+void selective_scan(const SelectiveScanArgs& a) {
+  const int64_t tiles = ceil_div(a.channels, kConvTile);
+  const int64_t cost = a.query_start_loc[a.num_reqs] * ceil_div(a.channels, W) * a.state_size * 20;
+  parallel_ranges(tiles * a.num_reqs, cost, [&](int64_t begin, int64_t end) {
+    with_type(a.dtype, [&](auto t) { scan_channels(a, begin, end, t); });
+  });
+}
+
 OCTAVO_END

@@ -186,7 +186,7 @@ NAMES = {
     "feed_forward.w2": "ffn_down",
     "feed_forward.w3": "ffn_up",
     "ffn_norm": "ffn_norm",
-    # Mamba-2 and Nemotron-H
+    # Mamba, Mamba-2 and Nemotron-H
     "backbone.embeddings": "token_embd",
     "backbone.norm_f": "output_norm",
     "model.embeddings": "token_embd",
@@ -198,7 +198,7 @@ NAMES = {
     "mixer.o_proj": "attn_output",
     "mixer.up_proj": "ffn_up",
     "mixer.down_proj": "ffn_down",
-    # Granite 4, Bamba, Falcon-H1
+    # Granite 4, Bamba, Falcon-H1, Jamba
     "shared_mlp.output_linear": "ffn_down",
     "feed_forward.gate_proj": "ffn_gate",
     "feed_forward.up_proj": "ffn_up",
@@ -213,8 +213,9 @@ NAMES = {
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
 }
 for _mixer in ("mixer", "mamba"):
-    NAMES |= {f"{_mixer}.in_proj": "ssm_in", f"{_mixer}.out_proj": "ssm_out"}
+    NAMES |= {f"{_mixer}.{part}_proj": f"ssm_{part}" for part in ("in", "x", "dt", "out")}
     NAMES |= {f"{_mixer}.conv1d": "ssm_conv1d", f"{_mixer}.norm": "ssm_norm"}
+    NAMES |= {f"{_mixer}.{part}_layernorm": f"ssm_{part}_norm" for part in ("dt", "b", "c")}
 STATE_SPACES = ("mamba2", "granitehybrid", "falcon-h1", "nemotron_h")
 SANDWICH = {
     "post_attention_layernorm": "post_attention_norm",
@@ -249,6 +250,7 @@ NO_HEAD_SIZE = (
 )
 MIXTURES = ("llama", "qwen2moe", "qwen3moe", "olmoe", "gpt-oss")
 NO_HEAD_SIZE += ("stablelm", "granite", "granite_swa", "minicpm", "mamba2", "granitehybrid")
+NO_HEAD_SIZE += ("mamba", "jamba")
 """Facts of llama.cpp's converter, stated again so that a mistake in Octavo's tables is found."""
 
 
@@ -361,6 +363,26 @@ def _fields(config: Any, kind: str, rope: Mapping[str, Any], size: int) -> dict[
             ]
             fields["vocab_size"] = config.vocab_size
             fields["shortconv.l_cache"] = config.conv_L_cache
+        case "mamba":
+            fields |= {"attention.head_count": 0, "attention.head_count_kv": None}
+            fields |= {"context_length": 2**20, "feed_forward_length": 0}
+            fields["attention.layer_norm_epsilon"] = None
+            fields["attention.layer_norm_rms_epsilon"] = config.layer_norm_epsilon
+            fields["ssm.inner_size"] = config.intermediate_size
+            fields["ssm.state_size"] = config.state_size
+            fields["ssm.conv_kernel"] = config.conv_kernel
+            fields["ssm.time_step_rank"] = config.time_step_rank
+            fields["ssm.dt_b_c_rms"] = config.model_type == "falcon_mamba"
+        case "jamba":
+            fields["attention.head_count_kv"] = [
+                config.num_key_value_heads if kind == "attention" else 0
+                for kind in config.layers_block_type
+            ]
+            fields["ssm.inner_size"] = config.mamba_expand * config.hidden_size
+            fields["ssm.state_size"] = config.mamba_d_state
+            fields["ssm.conv_kernel"] = config.mamba_d_conv
+            fields["ssm.time_step_rank"] = config.mamba_dt_rank
+            fields |= {"expert_count": config.num_experts, "expert_used_count": 2}
         case "mamba2" | "granitehybrid" | "falcon-h1" | "nemotron_h":
             fields |= _state_spaces(config, kind)
         case "starcoder":
@@ -570,7 +592,7 @@ def convert(
     config, names = model.config.get_text_config(), NAMES | OTHER_NAMES.get(kind, {})
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
-    heads = getattr(config, "num_attention_heads", 0)
+    heads = getattr(config, "num_attention_heads", 1)
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     metadata = {"general.architecture": kind} | VOCABULARY | _fields(config, kind, rope, size)
     if kind == "lfm2":
@@ -605,7 +627,8 @@ def convert(
         x = tensor.float().numpy()
         if stored == "mlp.shared_expert_gate":
             x = x[0]
-        own = {"self_attn.q_proj": heads, "self_attn.k_proj": config.num_key_value_heads}
+        kv_heads = getattr(config, "num_key_value_heads", heads)
+        own = {"self_attn.q_proj": heads, "self_attn.k_proj": kv_heads}
         if kind in PERMUTED and stored in own:
             halves = x.reshape(own[stored], 2, size // 2, -1)
             x = halves.swapaxes(1, 2).reshape(x.shape)

@@ -233,7 +233,7 @@ class StateSlots(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StateRates:
-    """Parameters of `Ops.ssd`, float32 [H] each.
+    """Parameters of `Ops.ssd`, float32 [H] each, or of `Ops.selective_scan`.
 
     Attributes:
         a_log: logarithm of the decay's rate.
@@ -717,6 +717,37 @@ class Ops(Protocol):
             state: float32 [slots, H * N * P]; rows may have any stride.
             slots: the requests of the step, and their slots in `state`.
             out: the result, of the shape of x, with dense heads; not x itself.
+        """
+        ...
+
+    def selective_scan(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        b: Tensor,
+        c: Tensor,
+        gate: Tensor,
+        rates: StateRates,
+        state: Tensor,
+        slots: StateSlots,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Compute the recurrence of Mamba-1 (Gu and Dao, arXiv 2312.00752), token by token: [T, C].
+
+        The state of a channel has N numbers: s = exp(-exp(a_log) dt) s + b dt x with
+        dt = softplus(dt + dt_bias), not clamped. The result is (c s + skip x) silu(gate) in
+        float32, rounded.
+
+        Args:
+            x: [T, C].
+            dt: [T, C].
+            b: [T, N], of all channels.
+            c: as b.
+            gate: [T, C].
+            rates: parameters of the channels; a_log is float32 [N, C], the others [C].
+            state: float32 [slots, N * C]; rows may have any stride.
+            slots: the requests of the step, and their slots in `state`.
+            out: as in `linear`.
         """
         ...
 

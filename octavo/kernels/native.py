@@ -978,6 +978,59 @@ class NativeOps:
         )
         return out
 
+    def selective_scan(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        b: Tensor,
+        c: Tensor,
+        gate: Tensor,
+        rates: StateRates,
+        state: Tensor,
+        slots: StateSlots,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Compute token by token; a request's tiles of channels run in parallel."""
+        (tokens, channels), rows = x.shape, b.shape[1]
+        out = self._result(out, tokens, channels, dtype=x.dtype)
+        assert dt.shape == gate.shape == x.shape
+        assert b.shape == c.shape == (tokens, rows)
+        for tensor in (x, dt, b, c, gate):
+            _rows(tensor)
+            assert tensor.dtype == x.dtype
+        assert rates.a_log.shape == (rows, channels)
+        assert rates.dt_bias.shape == rates.skip.shape == (channels,)
+        for parameter in (rates.a_log, rates.dt_bias, rates.skip):
+            assert parameter.dtype == "float32"
+            assert parameter.is_contiguous()
+        _rows(state)
+        assert state.shape[1] == rows * channels
+        assert state.dtype == "float32"
+        kernels.selective_scan(
+            x=x.data_ptr(),
+            dt=dt.data_ptr(),
+            gate=gate.data_ptr(),
+            b=b.data_ptr(),
+            c=c.data_ptr(),
+            out=out.data_ptr(),
+            x_stride=x.stride(0),
+            dt_stride=dt.stride(0),
+            gate_stride=gate.stride(0),
+            b_stride=b.stride(0),
+            c_stride=c.stride(0),
+            out_stride=out.stride(0),
+            a_log=rates.a_log.data_ptr(),
+            dt_bias=rates.dt_bias.data_ptr(),
+            skip=rates.skip.data_ptr(),
+            state=state.data_ptr(),
+            state_stride=state.stride(0),
+            channels=channels,
+            state_size=rows,
+            dtype=DTYPE_CODES[x.dtype],
+            **_slot_addresses(slots, tokens),
+        )
+        return out
+
     def token_shift(self, x: Tensor, mix: Tensor, state: Tensor, slots: StateSlots) -> Tensor:
         """Compute token by token; a request's tiles of channels run in parallel."""
         _rows(x)

@@ -614,6 +614,36 @@ class ReferenceOps:
                 store_states(state, slots, tokens, torch.stack(states))
         return into(out, result.to(x.dtype))
 
+    def selective_scan(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        b: Tensor,
+        c: Tensor,
+        gate: Tensor,
+        rates: StateRates,
+        state: Tensor,
+        slots: StateSlots,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        a_log, bias, skip = (
+            cast(Tensor, parameter) for parameter in (rates.a_log, rates.dt_bias, rates.skip)
+        )
+        step = F.softplus(dt.float() + bias)
+        decay = torch.exp(-torch.exp(a_log) * step[:, None])  # [T, N, C]
+        added = b.float()[..., None] * (step * x.float())[:, None]
+        result = skip * x.float()
+        for source, tokens in requests_of(slots):
+            last = torch.zeros_like(a_log) if source < 0 else state[source].view_as(a_log)
+            states = []
+            for t in range(tokens.start, tokens.stop):
+                last = decay[t] * last + added[t]
+                result[t] += (c[t].float()[:, None] * last).sum(0)
+                states.append(last)
+            if states:
+                store_states(state, slots, tokens, torch.stack(states))
+        return into(out, (result * F.silu(gate.float())).to(x.dtype))
+
     def stack(
         self,
         weights: Sequence[PackedWeight | QuantizedWeight | None],

@@ -83,6 +83,14 @@ def ssd_nbytes(state_size: int, head_size: int) -> int:
     return 4 * (state_size * width + 2 * 32 * (width + rows))
 
 
+def selective_scan_nbytes(state_size: int) -> int:
+    """Return an upper bound of the bytes that `Ops.selective_scan` uses in each thread.
+
+    These are states and rates of 128 channels, and B and C of 32 tokens; see csrc/state.h.
+    """
+    return 4 * (2 * 128 * state_size + 2 * 32 * -(-state_size // 16) * 16)
+
+
 def wkv7_nbytes(size: int) -> int:
     """Return an upper bound of the bytes that `Ops.wkv7` uses in each thread.
 

@@ -19,6 +19,9 @@ class Conv:
     """Bias [channels]."""
     activation: ConvActivation
 
-    def apply_(self, x: Tensor, state: Tensor, slots: StateSlots) -> None:
-        """Convolve x [T, channels] in place; read and write the states in `slots`."""
-        self.ops.causal_conv(x, self.weight, self.bias, state, slots, self.activation, x)
+    def apply_(
+        self, x: Tensor, state: Tensor, slots: StateSlots, out: Tensor | None = None
+    ) -> None:
+        """Convolve x [T, channels] into `out`, or in place; read and write states in `slots`."""
+        out = x if out is None else out
+        self.ops.causal_conv(x, self.weight, self.bias, state, slots, self.activation, out)

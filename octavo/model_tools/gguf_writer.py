@@ -46,7 +46,8 @@ _NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 30, "q4_0": 2, "q4_1": 3, "q
 _NUMBERS |= {"q8_0": 8, "q4_k": 12, "q5_k": 13, "q6_k": 14}
 """Types of tensors, by ggml's numbers."""
 _NOT_WRITTEN = frozenset({"bitnet", "exaone", "internlm2", "muse-glimmer", "paddleocr", "qwen2vl"})
-_NOT_WRITTEN |= {"qwen3vl", "xverse", "mamba2", "granitehybrid", "falcon-h1", "nemotron_h", "rwkv7"}
+_NOT_WRITTEN |= {"qwen3vl", "xverse", "mamba", "mamba2", "jamba", "granitehybrid", "falcon-h1"}
+_NOT_WRITTEN |= {"nemotron_h", "rwkv7"}
 """Architectures that are read only: llama.cpp computes another activation (bitnet), they have state
 spaces or the mixers of RWKV, they are parts of models, or their models in Hugging Face's form have
 other names than those of Llama."""
@@ -332,7 +333,7 @@ def _part(source: Source, spec: ModelSpec, architecture: Architecture) -> _Part:
         orders = tiled_order(source.name, shape, heads_of_values)
         order, columns = (None if one is None else np.argsort(one) for one in orders)
     shift = architecture.norm_shift if source.name.endswith(architecture.shifted) else 0.0
-    decays = architecture.decays and source.name.endswith("A_log")
+    decays = source.name.endswith("A_log")
     return _Part(source, shape, order, turned, shift, columns, decays)
 
 

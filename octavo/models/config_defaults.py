@@ -16,6 +16,7 @@ _MIXTRAL["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6}
 _QWEN = _LLAMA | {"num_key_value_heads": 32, "max_position_embeddings": 32768}
 _QWEN |= {"sliding_window": 4096}
 _GEMMA = _LLAMA | {"hidden_act": "gelu_pytorch_tanh", "head_dim": 256, "num_key_value_heads": 4}
+_MAMBA = {"hidden_act": "silu", "state_size": 16, "conv_kernel": 4, "time_step_rank": "auto"}
 _MAMBA2 = _LLAMA | {"mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_n_groups": 1}
 _MAMBA2 |= {"mamba_d_state": 256, "mamba_d_conv": 4}
 _GLM = _LLAMA | {"head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7}
@@ -160,6 +161,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"max_position_embeddings": 65536, "linear_conv_kernel_dim": 4},
     "Lfm2ForCausalLM": {"model_type": "lfm2", "num_key_value_heads": 8, "conv_L_cache": 3}
     | {"block_ffn_dim_multiplier": 1.0, "max_position_embeddings": 128000},
+    "MambaForCausalLM": {"model_type": "mamba"} | _MAMBA,
+    "FalconMambaForCausalLM": {"model_type": "falcon_mamba"} | _MAMBA,
+    "JambaForCausalLM": {"model_type": "jamba", "num_key_value_heads": 8, "num_experts": 16}
+    | _LLAMA
+    | {"max_position_embeddings": 262144, "mamba_d_state": 16, "mamba_d_conv": 4}
+    | {"mamba_dt_rank": "auto", "attn_layer_period": 8, "attn_layer_offset": 4}
+    | {"expert_layer_period": 2, "expert_layer_offset": 1},
     "Mamba2ForCausalLM": {"model_type": "mamba2", "num_heads": 128, "head_dim": 64}
     | {"state_size": 128, "n_groups": 8, "conv_kernel": 4},
     "RWKV7ForCausalLM": {"model_type": "rwkv7", "head_dim": 64, "norm_eps": 1e-5}

@@ -276,7 +276,7 @@ def _read(weight: Weight, tensors: Tensors) -> tuple[list[Part], list[HostTensor
         read = [tensors.read(source) for source in sources]
         whole += read
         turned = [
-            tensor.T if source.transform == "transpose" else tensor
+            tensor.T if source.transform in ("transpose", "swap") else tensor
             for tensor, source in zip(read, sources, strict=True)
         ]
         try:

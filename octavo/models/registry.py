@@ -202,7 +202,8 @@ _KINDS = {
     "Octavo's models process text",
     r"[Mm]oe|MoE|DeepseekV|Dbrx|KimiLinear|MiMoV2|Laguna": "it is a mixture of experts of a kind "
     "that Octavo does not compute",
-    r"Mamba|Jamba|RWKV|Rwkv|Zamba|Bamba|RecurrentGemma|FalconH1|Lfm[23]|Hybrid|Next": "it has "
+    r"Zamba": "its layers share blocks, which Octavo does not compute",
+    r"Mamba|Jamba|RWKV|Rwkv|Bamba|RecurrentGemma|FalconH1|Lfm[23]|Hybrid|Next": "it has "
     "recurrent layers of a kind that Octavo does not compute",
 }
 """Kinds of architectures that are not text decoders, by patterns of their names."""

@@ -40,6 +40,7 @@ _DELTA = ("Qwen3_5", "Qwen3Next", "OlmoHybrid")
 _ROPE = (*_ROPE, *_DELTA)
 _PLAIN = ("OPT", "Bloom", "Mpt", "Falcon", "GPTNeoX", "GPTJ", "CodeGen", "GPTBigCode")
 _STATES = ("Lfm2", "Mamba2", "Bamba", "GraniteMoeHybrid", "FalconH1", "NemotronH", "RWKV7")
+_STATES = (*_STATES, "Mamba", "FalconMamba", "Jamba")
 """Families with recurrent states."""
 STATEFUL = (*_DELTA, *_STATES)
 _MIXED = ("Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "GptOss", "GraniteMoe", "GraniteMoeShared")
@@ -160,6 +161,14 @@ def _state_model(rng: random.Random, family: str, layers: int, hidden: int) -> d
         case "Lfm2":
             config |= {"full_attn_idxs": attention, "conv_L_cache": taps, "block_multiple_of": 8}
             config |= {"conv_bias": rng.random() < 0.3}
+        case "Mamba" | "FalconMamba":
+            config |= {"state_size": rows, "conv_kernel": taps, "expand": rng.choice((1, 2, 3))}
+            config |= {"use_bias": rng.random() < 0.3, "use_conv_bias": rng.random() < 0.7}
+            config["time_step_rank"] = rng.choice(("auto", 1, 7, 40))
+        case "Jamba":
+            period = rng.randint(1, 4)
+            config |= sizes | {"num_experts": 1, "mamba_dt_rank": rng.choice(("auto", 1, 7, 40))}
+            config |= {"attn_layer_period": period, "attn_layer_offset": rng.randrange(period)}
         case "Mamba2":
             config |= {"num_heads": heads, "head_dim": 2 * hidden // heads, "conv_kernel": taps}
             config |= {"n_groups": min(groups, heads), "state_size": rows}

@@ -14,6 +14,7 @@ from octavo import _native
 from octavo.kernels.base import SAMPLING_ROW, Ops, StateRates, Wkv7Inputs, Wkv7Parameters
 from octavo.kernels.memory import Arena
 from octavo.kernels.native import NativeOps
+from octavo.kernels.routing import ExpertActivation, Routing
 from octavo.models.state_cache import StateMetadata
 from octavo.system.tensor import full
 from tests.torch_ops import native_ops
@@ -36,7 +37,10 @@ ids = torch.arange(ROWS) * 7 % IDS
 bitmask = torch.arange(ROWS * 2, dtype=torch.int32).view(ROWS, 2) * 77_777_777
 others = torch.arange(ROWS).flip(0).contiguous()
 states = torch.zeros(1, 3 * DIM)
+decays = residual[:3, : DIM // 2].contiguous()
 rates, matrices = torch.full((4,), 0.5), torch.zeros(1, 4 * 16 * 12)
+ups = ops.stack([ops.pack_weight(random(2 * 16, DIM, seed=i)) for i in range(3)])
+downs = ops.stack([ops.pack_weight(random(DIM, 16, seed=i)) for i in range(3)])
 params = np.zeros(ROWS, SAMPLING_ROW)
 params["temperature"], params["top_p"] = np.arange(ROWS) % 3, 0.9
 params["seed"] = np.arange(ROWS)
@@ -102,7 +106,29 @@ def mixed(x: Tensor) -> Tensor:
     return ops.wkv7(inputs, parameters, matrices[:, :512], slots(len(x))).flatten(1)
 
 
-NOT_IN_STEPS = {"pack_weight", "quantize_weight", "pack_blocks", "pack_quantized", "empty"}
+def selected(x: Tensor) -> Tensor:
+    half = DIM // 2
+    numbers = StateRates(decays, bias[:half], bias[half:DIM])
+    few, state = x[:, :3], states[:, : 3 * half]
+    ranges = x[:, :half], x[:, half:], few, few, x[:, half:]
+    return ops.selective_scan(*ranges, numbers, state, slots(len(x)))
+
+
+def routed(x: Tensor) -> tuple[Tensor, Tensor]:
+    return ops.route(x[:, :3], Routing(2, "softmax"))
+
+
+def expert_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    rows, places = ops.experts(x, routed(x)[0], ups, downs, ExpertActivation("silu"))
+    return rows.view(len(x), 2 * DIM), places
+
+
+def summed(x: Tensor) -> Tensor:
+    rows, places = expert_rows(x)
+    return ops.sum_experts(rows.view(-1, DIM), places, routed(x)[1])
+
+
+NOT_IN_STEPS = {"stack", "pack_weight", "quantize_weight", "pack_blocks", "pack_quantized", "empty"}
 NOT_IN_STEPS |= {"to_device", "to_host", "copy_to_host", "copy_", "copy_blocks"}
 NOT_IN_STEPS |= {"gather", "ranks", "set_at_", "add_at_", "penalize_", "change_rows"}
 """Operations that a recorded step does not have."""
@@ -139,6 +165,10 @@ CASES: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
     "ssd": scanned,
     "token_shift": shifted,
     "wkv7": mixed,
+    "selective_scan": selected,
+    "route": routed,
+    "experts": expert_rows,
+    "sum_experts": summed,
     "softmax": ops.softmax,
     "log_softmax": ops.log_softmax,
     "argmax": ops.argmax,

@@ -164,6 +164,34 @@ def test_ssd_in_steps_of_any_size(head_size: int, state_size: int) -> None:
     check_bits(run, 4 * head_size * state_size, 70)
 
 
+def selective(
+    channels: int, state_size: int, dtype: torch.dtype, tokens: int = TOKENS
+) -> Operation:
+    x, dt, gate = (random(tokens, channels, dtype=dtype, seed=i) for i in range(3))
+    b, c = (random(tokens, state_size, dtype=dtype, seed=i) for i in (3, 4))
+    numbers = [
+        random(*shape, channels, seed=5 + i) for i, shape in enumerate([(state_size,), (), ()])
+    ]
+
+    def run(table: Any, at: slice, state: Tensor, slots: StateMetadata) -> Tensor:
+        out = strided(torch.empty_like(x[at]))
+        inputs = [strided(z[at]) for z in (x, dt * 4, b, c, gate)]
+        return table.selective_scan(*inputs, StateRates(*numbers), state, slots, out)
+
+    return run
+
+
+@dtypes
+@pytest.mark.parametrize(("channels", "state_size"), [(300, 16), (7, 3), (128, 1), (33, 21)])
+def test_selective_scan(channels: int, state_size: int, dtype: torch.dtype) -> None:
+    state = random(SLOTS, state_size * channels, seed=9)
+    check_step(selective(channels, state_size, dtype), state, dtype)
+
+
+def test_selective_scan_in_steps_of_any_size() -> None:
+    check_bits(selective(150, 11, torch.bfloat16, 70), 11 * 150, 70)
+
+
 def test_small_and_large_steps_of_time() -> None:
     """Softplus keeps its relative precision."""
     dt = torch.linspace(-60, 30, 181)[:, None]

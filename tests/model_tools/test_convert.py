@@ -195,6 +195,7 @@ READ_ONLY = (
     "granitehybrid",
     "falcon-h1",
     "nemotron_h",
+    "rwkv7",
     "muse-glimmer",
     "exaone",
     "internlm2",
@@ -203,6 +204,8 @@ READ_ONLY = (
     "qwen2vl",
     "qwen3vl",
     "paddleocr",
+    "mamba",
+    "jamba",
 )
 KINDS |= {
     name: model

@@ -88,6 +88,9 @@ MAMBA2 |= {"pad_token_id": 0}
 RWKV7 = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 3, "head_dim": 16}
 RWKV7 |= {"decay_low_rank_dim": 8, "gate_low_rank_dim": 12, "a_low_rank_dim": 6}
 RWKV7 |= {"v_low_rank_dim": 5, "intermediate_size": 96, "bos_token_id": 1, "eos_token_id": 2}
+MAMBA = {"vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 2, "pad_token_id": 0}
+MAMBA |= {"bos_token_id": 1, "eos_token_id": 2}
+JAMBA = SIZES | {"num_experts": 1, "attn_layer_period": 3, "attn_layer_offset": 1}
 HYBRID = {"mamba_n_heads": 6, "mamba_d_state": 12}
 GRANITE4 = {"num_local_experts": 0, "shared_intermediate_size": 40, "logits_scaling": 2.5}
 GRANITE4 |= {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2}
@@ -118,7 +121,7 @@ DENSE: dict[str, Any] = {"first_k_dense_replace": 3}
 EVEN = DENSE | {"qk_nope_head_dim": 12, "kv_lora_rank": 26}
 MSCALE = YARN | {"mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 16.0}
 
-HYBRIDS = ("lfm2", "qwen3.5", "mamba2-odd", "rwkv7")
+HYBRIDS = ("lfm2", "qwen3.5", "mamba-odd", "mamba2-odd", "rwkv7")
 MIXTURES = ("mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "gemma4-moe")
 LATENTS = ("minicpm3-yarn", "deepseek-v3", "deepseek-v3-queries")
 
@@ -485,6 +488,41 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         RWKV7
         | {"hidden_size": 74, "head_dim": 37, "intermediate_size": 41, "num_hidden_layers": 4}
         | {"a_low_rank_dim": 1, "norm_eps": 1e-3},
+    ),
+    "mamba": ("MambaForCausalLM", MAMBA),
+    "mamba-bias": (
+        "MambaForCausalLM",
+        MAMBA
+        | {"expand": 16, "intermediate_size": 70, "use_bias": True, "use_conv_bias": False}
+        | {"conv_kernel": 3, "time_step_rank": 7, "tie_word_embeddings": False},
+    ),
+    "mamba-odd": (
+        "MambaForCausalLM",
+        MAMBA | {"hidden_size": 35, "expand": 1, "state_size": 11, "conv_kernel": 2},
+    ),
+    "falcon-mamba": ("FalconMambaForCausalLM", MAMBA),
+    "falcon-mamba-bias": (
+        "FalconMambaForCausalLM",
+        MAMBA
+        | {"expand": 3, "use_bias": True, "time_step_rank": 1, "mixer_rms_eps": 0.1}
+        | {"tie_word_embeddings": False},
+    ),
+    "falcon-mamba-odd": (
+        "FalconMambaForCausalLM",
+        MAMBA | {"hidden_size": 21, "state_size": 5, "use_conv_bias": False, "conv_kernel": 3},
+    ),
+    "jamba": ("JambaForCausalLM", JAMBA),
+    "jamba-bias": (
+        "JambaForCausalLM",
+        JAMBA
+        | {"mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_dt_rank": 5}
+        | {"num_key_value_heads": 1, "tie_word_embeddings": True},
+    ),
+    "jamba-no-expert-layer": (
+        "JambaForCausalLM",
+        JAMBA
+        | {"num_experts": 4, "expert_layer_period": 9, "expert_layer_offset": 8}
+        | {"mamba_d_state": 6, "mamba_d_conv": 2, "mamba_expand": 1, "attn_layer_offset": 0},
     ),
     "bamba": (
         "BambaForCausalLM",

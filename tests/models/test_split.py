@@ -158,7 +158,11 @@ def test_experts_are_divided(case: str, form: str | None, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "case", ["llama", "gemma3n", "gemma4", "olmo-hybrid", "rwkv7", "qwen2-moe", "deepseek-v3"]
+    "case",
+    [
+        *("llama", "gemma3n", "gemma4", "olmo-hybrid", "mamba", "rwkv7", "qwen2-moe"),
+        "deepseek-v3",
+    ],
 )
 def test_sums_of_ranks(case: str, tmp_path: Path) -> None:
     """Ranks that sum their results wait for each other before a buffer is filled again."""
@@ -327,7 +331,7 @@ def test_stages_have_every_weight_once_but_for_a_tied_table(case: str, tmp_path:
 @pytest.mark.parametrize(
     ("case", "num_stages"),
     [
-        *[("llama", 3), ("opt-350m", 2), ("gemma4", 3), ("gemma3n", 2), ("rwkv7", 3)],
+        *[("llama", 3), ("opt-350m", 2), ("gemma4", 3), ("gemma3n", 2), ("mamba", 2), ("rwkv7", 3)],
         ("deepseek-v2", 2),
     ],
 )

@@ -158,13 +158,16 @@ for _name in "wavg":  # low-rank projections
 
 
 def _mixer(module: str) -> dict[str, str]:
-    """Return the names of the parts of Mamba-2's mixers."""
+    """Return the names of the parts of Mamba's mixers, of both versions."""
     parts = {"in_proj": "ssm_in", "conv1d": "ssm_conv1d", "out_proj": "ssm_out"}
     parts |= {"norm": "ssm_norm", "A_log": "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias"}
+    parts |= {"x_proj": "ssm_x", "dt_proj": "ssm_dt"}
+    parts |= {f"{name}_layernorm": f"ssm_{name}_norm" for name in ("dt", "b", "c")}
     return {f"{module}.{part}": stored for part, stored in parts.items()}
 
 
-_MAMBA2 = {"norm": "attn_norm", "lm_head": "output", **_mixer("mixer")}
+_MIXERS = {"norm": "attn_norm", "lm_head": "output", **_mixer("mixer")}
+_MAMBA = {**_MIXERS, "backbone.embeddings": "token_embd", "backbone.norm_f": "output_norm"}
 _GRANITE_HYBRID = {
     **_NAMES,
     **_mixer("mamba"),
@@ -172,17 +175,18 @@ _GRANITE_HYBRID = {
     "shared_mlp.up_proj": "ffn_up",
     "shared_mlp.output_linear": "ffn_down",
 }
-_FALCON_H1 = {
+_JAMBA = {
     **_NAMES,
     **_mixer("mamba"),
     "model.final_layernorm": "output_norm",
-    "pre_ff_layernorm.weight": "ffn_norm",
+    "pre_ff_layernorm": "ffn_norm",
     "feed_forward.gate_proj": "ffn_gate",
     "feed_forward.up_proj": "ffn_up",
     "feed_forward.down_proj": "ffn_down",
 }
+_FALCON_H1 = _JAMBA | {"pre_ff_layernorm.weight": "ffn_norm"}
 _NEMOTRON_H = {
-    **_MAMBA2,
+    **_MIXERS,
     "model.embeddings": "token_embd",
     "model.norm_f": "output_norm",
     "mixer.q_proj": "attn_q",
@@ -192,7 +196,7 @@ _NEMOTRON_H = {
     "mixer.up_proj": "ffn_up",
     "mixer.down_proj": "ffn_down",
 }
-_MAMBA_FIELDS = {  # Granite 4, Bamba and Falcon-H1
+_MAMBA2_FIELDS = {  # Granite 4, Bamba and Falcon-H1
     "mamba_n_heads": "ssm.time_step_rank",
     "mamba_n_groups": "ssm.group_count",
     "mamba_d_state": "ssm.state_size",
@@ -244,8 +248,6 @@ class Architecture:
     tiled: bool = False
     """True if the converter has reordered the heads of values of linear attention: the first one of
     each head of keys, then the second ones, and so on."""
-    decays: bool = False
-    """True if the file has -exp(A_log) in place of A_log."""
     constants: Mapping[str, str] = field(default_factory=dict)
     """Fields of the config that are not in the metadata, and the layers' tensors that repeat their
     number; an empty field: 1."""
@@ -341,7 +343,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         shifted=("layernorm.weight", "q_norm.weight", "k_norm.weight", "model.norm.weight"),
         predicts=True,
         tiled=True,
-        decays=True,
     ),
     "lfm2": Architecture(
         "Lfm2ForCausalLM",
@@ -362,9 +363,32 @@ ARCHITECTURES: dict[str, Architecture] = {
             "norm_eps": "attention.layer_norm_epsilon",
         },
     ),
+    "mamba": Architecture(
+        "MambaForCausalLM",
+        _MAMBA,
+        {
+            "intermediate_size": "ssm.inner_size",
+            "layer_norm_epsilon": "attention.layer_norm_rms_epsilon",
+            "state_size": "ssm.state_size",
+            "conv_kernel": "ssm.conv_kernel",
+            "time_step_rank": "ssm.time_step_rank",
+        },
+        layers="backbone.layers.",
+    ),
+    "jamba": Architecture(
+        "JambaForCausalLM",
+        _JAMBA,
+        {
+            "num_experts": "expert_count",
+            "mamba_d_state": "ssm.state_size",
+            "mamba_d_conv": "ssm.conv_kernel",
+            "mamba_dt_rank": "ssm.time_step_rank",
+        },
+        varying=("attention.head_count_kv",),
+    ),
     "mamba2": Architecture(
         "Mamba2ForCausalLM",
-        _MAMBA2 | {"backbone.embeddings": "token_embd", "backbone.norm_f": "output_norm"},
+        _MAMBA,
         {
             "layer_norm_epsilon": "attention.layer_norm_rms_epsilon",
             "num_heads": "ssm.time_step_rank",
@@ -373,27 +397,24 @@ ARCHITECTURES: dict[str, Architecture] = {
             "conv_kernel": "ssm.conv_kernel",
         },
         layers="backbone.layers.",
-        decays=True,
     ),
     "granitehybrid": Architecture(
         "GraniteMoeHybridForCausalLM",
         _GRANITE_HYBRID,
         _GRANITE
-        | _MAMBA_FIELDS
+        | _MAMBA2_FIELDS
         | {"shared_intermediate_size": "expert_shared_feed_forward_length"},
         {"num_local_experts": 0, "split_shared_mlp": True},
         varying=("attention.head_count_kv",),
         permuted=True,
-        decays=True,
     ),
     "falcon-h1": Architecture(
         "FalconH1ForCausalLM",
         _FALCON_H1,
-        _MAMBA_FIELDS | {"mamba_d_ssm": "ssm.inner_size"},
+        _MAMBA2_FIELDS | {"mamba_d_ssm": "ssm.inner_size"},
         dict.fromkeys((f"{name}_multiplier" for name in _FACTORS), 1.0)
         | {"mlp_multipliers": [1.0] * 2, "ssm_multipliers": [1.0] * 5}
         | {"mamba_norm_before_gate": False},
-        decays=True,
     ),
     "nemotron_h": Architecture(
         "NemotronHForCausalLM",
@@ -406,7 +427,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         varying=("attention.head_count_kv", "feed_forward_length"),
         permuted=True,
-        decays=True,
     ),
     "gemma": Architecture("GemmaForCausalLM", norm_shift=1.0),
     "gemma2": Architecture(

@@ -68,7 +68,7 @@ _IGNORED: tuple[str, ...] = (
 )
 _IGNORED += ("mm.", "vision.")
 """Keys, or beginnings of keys, that do not change the text model's numbers."""
-_MOST = 1e30
+_MOST, _MOST_LAYERS = 1e30, 4096
 NOT_ROTATED = float(np.float32(1e30))
 """Factor of the wavelengths of pairs that Gemma 4 does not rotate."""
 _LARGE_GEMMAS: dict[tuple[str, Any], float] = {("gemma2", 46): 144.0, ("gemma3", 62): 168.0}
@@ -349,7 +349,13 @@ class Description:
                 heads = max(1, hidden // size) if size else 1
                 return {"num_attention_heads": heads, "num_key_value_heads": heads}
             case "lfm2":
-                return self._convolutions(config)
+                heads, count = self._heads_by_layer(config)
+                kinds = ["full_attention" if number else "conv" for number in heads]
+                return {"num_key_value_heads": count, "layer_types": kinds}
+            case "mamba":
+                return self._mamba(in_layers)
+            case "jamba":
+                return self._jamba(config, in_layers)
             case "mamba2" | "granitehybrid" | "falcon-h1" | "nemotron_h":
                 return self._state_spaces(config, in_layers)
             case "granite" | "granite_swa":
@@ -436,33 +442,48 @@ class Description:
             fields["layer_types"] = [kinds[linear] for linear in own]
         return fields
 
-    def _convolutions(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields of LFM2's layers: convolutions have no heads of keys and values."""
-        heads = self._value("attention.head_count_kv")
-        if not isinstance(heads, np.ndarray):
-            return {}  # all layers have attention
-        if heads.dtype.kind not in "iu":
-            raise self.error(f"{self.kind}.attention.head_count_kv has numbers that are not whole")
-        counts = sorted(set(heads[heads != 0].tolist()))
-        if len(counts) > 1:
-            raise self.error(
-                f"{self.kind}.attention.head_count_kv differs between layers with attention, which "
-                "is not supported"
-            )
+    def _mamba(self, in_layers: Set[str]) -> dict[str, Any]:
+        """Return the fields of Mamba and Falcon Mamba; `in_layers` as in `_special`."""
+        self._known.add("feed_forward_length")
+        normed = self._flag("ssm.dt_b_c_rms", False)
         return {
-            "num_key_value_heads": counts[0] if counts else config.get("num_attention_heads"),
-            "layer_types": ["full_attention" if count else "conv" for count in heads.tolist()],
+            "architectures": ["FalconMambaForCausalLM" if normed else "MambaForCausalLM"],
+            "use_bias": "ssm_in.bias" in in_layers,
+            "use_conv_bias": "ssm_conv1d.bias" in in_layers,
+        }
+
+    def _jamba(self, config: Mapping[str, Any], in_layers: Set[str]) -> dict[str, Any]:
+        """Return the fields of Jamba, where each n-th layer has attention."""
+        self._known.add("expert_used_count")
+        heads, count = self._heads_by_layer(config)
+        chosen = [i for i, number in enumerate(heads) if number]
+        first = chosen[0] if chosen else len(heads)
+        period = chosen[1] - first if len(chosen) > 1 else len(heads) + 1
+        if chosen != [i for i in range(len(heads)) if i % period == first]:
+            raise self.error(
+                f"{self.kind}.attention.head_count_kv does not choose each n-th of {len(heads)} "
+                "layers"
+            )
+        inner, hidden = self.number("ssm.inner_size"), config.get("hidden_size")
+        if not inner or not hidden:
+            raise self.error("the metadata lacks ssm.inner_size or embedding_length")
+        return {
+            "num_key_value_heads": count,
+            "attn_layer_period": period,
+            "attn_layer_offset": first,
+            "mamba_expand": _expansion(inner, hidden),
+            "mamba_proj_bias": "ssm_in.bias" in in_layers,
+            "mamba_conv_bias": "ssm_conv1d.bias" in in_layers,
         }
 
     def _state_spaces(self, config: Mapping[str, Any], in_layers: Set[str]) -> dict[str, Any]:
         """Return the fields of the families with Mamba-2's mixers."""
         heads, inner = self.number("ssm.time_step_rank"), self.number("ssm.inner_size")
-        hidden, layers = config.get("hidden_size"), config.get("num_hidden_layers", 0)
+        hidden = config.get("hidden_size")
         if not heads or not inner or inner % heads or not hidden:
             raise self.error(f"ssm.inner_size={inner} is no multiple of ssm.time_step_rank={heads}")
         size = inner // heads
-        # Half a column more, so that the product with the hidden size is never too small.
-        expand = (inner + 0.5) / hidden
+        expand = _expansion(inner, hidden)
         conv_bias, in_bias = "ssm_conv1d.bias" in in_layers, "ssm_in.bias" in in_layers
         if self.kind in ("mamba2", "nemotron_h"):
             fields: dict[str, Any] = {"use_conv_bias": conv_bias, "use_bias": in_bias}
@@ -475,19 +496,12 @@ class Description:
                 fields["projectors_bias"] = "ssm_out.bias" in in_layers
                 fields["mamba_rms_norm"] = "ssm_norm.weight" in in_layers
                 return fields | {"mamba_d_head": size}
-        kv_heads = self._of_layers("attention.head_count_kv", layers)
+        kv_heads, num_kv_heads = self._heads_by_layer(config)
+        sizes, size_of_mlps = self._by_layer("feed_forward_length", config, 1)
         kinds = ["attention" if count else "mamba" for count in kv_heads]
-        counts = {count for count in kv_heads if count} or {config.get("num_attention_heads")}
-        inner_sizes = self._of_layers("feed_forward_length", layers)
         if self.kind == "nemotron_h":
-            kinds = ["mlp" if n else kind for n, kind in zip(inner_sizes, kinds, strict=True)]
-        sizes = {number for number in inner_sizes if number} or {1}  # 1: there are no MLPs
-        if len(counts) > 1 or len(sizes) > 1:
-            raise self.error(
-                "attention.head_count_kv or feed_forward_length has several numbers other than 0, "
-                "which is not supported"
-            )
-        fields["num_key_value_heads"], fields["intermediate_size"] = counts.pop(), sizes.pop()
+            kinds = ["mlp" if n else kind for n, kind in zip(sizes, kinds, strict=True)]
+        fields["num_key_value_heads"], fields["intermediate_size"] = num_kv_heads, size_of_mlps
         has_rope = self._flag("rope.scaling.finetuned", True)
         if self.kind == "nemotron_h":
             return fields | {"layers_block_type": kinds, "mamba_head_dim": size}
@@ -573,11 +587,39 @@ class Description:
 
     def _of_layers(self, key: str, count: int) -> list[Any]:
         """Return the number of each layer."""
+        if type(count) is not int or count > _MOST_LAYERS:
+            raise self.error(f"{self.kind}.block_count={count} is not supported")
         value = self._value(key)
         numbers = value.tolist() if isinstance(value, np.ndarray) else [value] * count
         if len(numbers) != count or any(type(number) is not int for number in numbers):
             raise self.error(f"{self.kind}.{key} is not a whole number for each of {count} layers")
         return numbers
+
+    def _heads_by_layer(self, config: Mapping[str, Any]) -> tuple[list[int], int | None]:
+        """Return the number of heads of keys of each layer, and the one of those with attention."""
+        key, heads = "attention.head_count_kv", config.get("num_attention_heads")
+        return self._by_layer(key, config, heads)
+
+    def _by_layer(
+        self, key: str, config: Mapping[str, Any], default: int | None
+    ) -> tuple[list[int], int | None]:
+        """Return the number of each layer, and the one that is not 0.
+
+        Args:
+            key: the key.
+            config: the other fields.
+            default: the second result if all numbers are 0.
+
+        Raises:
+            ModelError: layers have different numbers other than 0.
+        """
+        numbers = self._of_layers(key, config.get("num_hidden_layers", 0))
+        others = {number for number in numbers if number}
+        if len(others) > 1:
+            raise self.error(
+                f"{self.kind}.{key} has several numbers other than 0, which is not supported"
+            )
+        return numbers, others.pop() if others else default
 
     def _token(self, name: str) -> int | None:
         """Return the id of a special token; None: the file has none, which -1 can say, too."""
@@ -604,3 +646,11 @@ class Description:
                 raise self.error(f"general.sampling.{key}={str(value)[:100]!r} is not a number")
             found[name] = float(str(np.float32(value))) if type(value) is float else value
         return found
+
+
+def _expansion(inner: float, hidden: float) -> float:
+    """Return a factor whose product with the hidden size is the inner size, rounded down.
+
+    It has half a column more, so that the product is never too small.
+    """
+    return (inner + 0.5) / hidden

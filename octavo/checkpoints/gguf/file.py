@@ -40,8 +40,8 @@ _FLOAT32 = (
     *("ssm_conv1d.weight", "shortconv.conv.weight", "ssm_a", "ssm_d", "ssm_norm.weight"),
     *("time_mix_w1.weight", "time_mix_w2.weight", "time_mix_lerp_fused.weight"),
 )
-"""Ends of the names of matrices, convolutions and numbers of heads, which are in float32 in every
-file."""
+"""Ends of the names of matrices, convolutions and numbers of heads or channels, which are in
+float32 in every file."""
 _VALUES = ("in_proj_z.weight", "in_proj_b.weight", "in_proj_a.weight", "A_log", "dt_bias")
 """Ends of the names of tensors with rows for the heads of values of linear attention."""
 _QUERIES_KEYS_VALUES = ("in_proj_qkv.weight", "conv1d.weight")
@@ -498,7 +498,7 @@ class GGUFTensors:
         if architecture.norm_shift and source.name.endswith(architecture.shifted):
             floats = from_numpy(data).view(dtype).numpy().astype(np.float32)
             return from_numpy((floats - architecture.norm_shift).reshape(shape))
-        if architecture.decays and source.name.endswith("A_log"):
+        if source.name.endswith("A_log"):  # the file has -exp(A_log)
             floats = from_numpy(data).view(dtype).numpy().astype(np.float32)
             if not (floats < 0).all():
                 raise ModelError(f"{stored.file}: {stored.name} has numbers that are not below 0.")

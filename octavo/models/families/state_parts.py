@@ -8,8 +8,9 @@ from octavo.checkpoints.config_json import ConfigJson
 from octavo.kernels.sizes import MAX_TAPS
 from octavo.models.blocks.conv import ConvSpec
 from octavo.models.blocks.linear import LinearSpec
+from octavo.models.blocks.mamba import MambaSpec
 from octavo.models.blocks.mamba2 import Mamba2Spec
-from octavo.models.blocks.norm import GroupNormSpec
+from octavo.models.blocks.norm import GroupNormSpec, RMSNormSpec
 from octavo.models.families.base import MOST_HEADS
 
 MIXERS = {
@@ -98,6 +99,65 @@ class Mamba2Fields:
             state_size=rows,
             dt_range=dt_range,
             norm=GroupNormSpec(f"{module}.norm", inner, groups, eps) if norm else None,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaFields:
+    """Names of the fields of a mixer of Mamba-1 in a config."""
+
+    state_size: str
+    taps: str
+    rank: str
+    conv_bias: str
+    bias: str
+
+    def read(
+        self,
+        config: ConfigJson,
+        module: str,
+        *,
+        inner_size: int,
+        norms: tuple[str | None, str | None, str | None] | None,
+        eps: float,
+    ) -> MambaSpec:
+        """Return the mixer.
+
+        Args:
+            config: config.json.
+            module: module of the mixer in the checkpoint.
+            inner_size: number of channels.
+            norms: modules of the norms of a token's step, B and C, within `module`; None: a norm
+                without a weight, or no norms.
+            eps: term of the norms.
+
+        Raises:
+            ModelError: a size is not a whole number, or the activation is not silu.
+        """
+        config.refuse("hidden_act", "silu", "state spaces need silu")
+        hidden, rows = config.integer("hidden_size"), config.integer(self.state_size)
+        if config.get(self.rank) == "auto":
+            config = config.replaced(self.rank, -(-hidden // 16))
+        rank, bias = config.integer(self.rank), config.flag(self.bias, False)
+        own = None
+        if norms is not None:
+            dt, b, c = (name and f"{module}.{name}" for name in norms)
+            own = RMSNormSpec(dt, rank, eps), RMSNormSpec(b, rows, eps), RMSNormSpec(c, rows, eps)
+        return MambaSpec(
+            in_proj=LinearSpec(((f"{module}.in_proj", 2 * inner_size),), hidden, bias),
+            conv=ConvSpec(
+                f"{module}.conv1d",
+                inner_size,
+                config.integer(self.taps, least=2, most=MAX_TAPS),
+                config.flag(self.conv_bias, True),
+                "silu",
+            ),
+            x_proj=LinearSpec(((f"{module}.x_proj", rank + 2 * rows),), inner_size),
+            dt_proj=LinearSpec(((f"{module}.dt_proj", inner_size),), rank),
+            out_proj=LinearSpec(((f"{module}.out_proj", hidden),), inner_size, bias),
+            module=module,
+            state_size=rows,
+            norms=own,
         )
 
 

@@ -72,7 +72,7 @@ def convert(model: Any, folder: Path, kind: str) -> Path:
     return out
 
 
-HYBRID = ("qwen35", "lfm2", "mamba2", "granitehybrid", "falcon-h1", "nemotron_h")
+HYBRID = ("qwen35", "lfm2", "mamba", "jamba", "granitehybrid", "falcon-h1", "nemotron_h")
 
 
 @pytest.mark.parametrize("kind", [kind for kind in MODELS if kind.startswith(HYBRID)])

@@ -242,6 +242,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 24}
         | {"conv_kernel": 4, "head_dim": 24},
     ),
+    "mamba": ("MambaForCausalLM", {"intermediate_size": 128, "conv_kernel": 3}),
+    "mamba falcon": (
+        "FalconMambaForCausalLM",
+        {"intermediate_size": 128, "use_conv_bias": False, "tie_word_embeddings": False}
+        | {"time_step_rank": 7, "state_size": 5, "use_bias": True},
+    ),
+    "jamba": (
+        "JambaForCausalLM",
+        {"num_hidden_layers": 5, "num_experts": 1, "mamba_expand": 3}
+        | {"attn_layer_period": 2, "attn_layer_offset": 1},
+    ),
+    "jamba one": (
+        "JambaForCausalLM",
+        {"num_experts": 1, "attn_layer_offset": 1, "mamba_conv_bias": False},
+    ),
     "gpt2": ("GPT2LMHeadModel", {}),
     "starcoder": ("GPTBigCodeForCausalLM", {}),
     "gptneox": ("GPTNeoXForCausalLM", {"rotary_pct": 0.25, "use_parallel_residual": False}),
@@ -399,7 +414,9 @@ def test_blocks_of_other_layouts(kind: str, tmp_path: Path) -> None:
 HYBRID_PARTS = ("ssm_out", "ssm_in", "shortconv", "time_mix_output", "channel_mix")
 
 
-@pytest.mark.parametrize("kind", ["qwen35", "qwen35 three", "lfm2", "mamba2", "falcon-h1", "rwkv7"])
+@pytest.mark.parametrize(
+    "kind", ["qwen35", "qwen35 three", "lfm2", "mamba", "mamba2", "falcon-h1", "rwkv7"]
+)
 def test_blocks_of_hybrid_models(kind: str, tmp_path: Path) -> None:
     """A block may have inputs of several heads, whose order the converter has changed."""
     types = dict.fromkeys(HYBRID_PARTS, "q8_0")
@@ -450,7 +467,19 @@ def test_layers_that_predict_several_tokens(tmp_path: Path) -> None:
     ("kind", "change", "message"),
     [
         ("qwen35", {"ssm.inner_size": 65}, "inner_size=65 is no multiple of ssm.time_step_rank=4"),
-        ("lfm2", {"attention.head_count_kv": [0, 2, 1]}, "head_count_kv differs between layers wi"),
+        ("lfm2", {"attention.head_count_kv": [0, 2, 1]}, "head_count_kv has several numbers other"),
+        (
+            "jamba",
+            {"attention.head_count_kv": [0, 2, 2, 0, 2]},
+            "head_count_kv does not choose each n-th of 5 layers",
+        ),
+        ("jamba", {"block_count": 6}, "not a whole number for each of 6 layers"),
+        (
+            "jamba",
+            {"block_count": 2**31, "attention.head_count_kv": 2},
+            "block_count=2147483648 is not supported",
+        ),
+        ("jamba", {"ssm.inner_size": 0}, "lacks ssm.inner_size"),
         ("lfm2", {"attention.sliding_window": 8}, "attention.sliding_window is not supported"),
         (
             "mamba2",
@@ -483,7 +512,7 @@ def test_decays_that_are_not_below_0(tmp_path: Path) -> None:
         load(tmp_path / "m.gguf")
 
 
-@pytest.mark.parametrize("kind", ["qwen35", "rwkv7"])
+@pytest.mark.parametrize("kind", ["qwen35", "mamba", "rwkv7"])
 def test_matrices_in_float32_do_not_choose_the_type(kind: str, tmp_path: Path) -> None:
     make(kind, tmp_path / "m.gguf", {"": "f16"})
     assert GGUFFile(tmp_path / "m.gguf").dtype == "float16"
@@ -697,8 +726,8 @@ def test_damaged_tensors(
     ("metadata", "message"),
     [
         (
-            {"general.architecture": "mamba"},
-            "architecture='mamba' is not supported; .*llama",
+            {"general.architecture": "bert"},
+            "architecture='bert' is not supported; .*llama",
         ),
         ({"llama.rope.scaling.type": "own"}, "rope.scaling.type='own' is not supported"),
         ({"llama.rope.scaling.attn_factor": 1.2}, "rope.scaling.attn_factor=1.2 is not supported"),

@@ -1,0 +1,58 @@
+"""Jamba: Llama without positions, with state spaces in place of attention in most layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from octavo.checkpoints.config_json import ConfigJson
+from octavo.models.families.base import read_num_layers
+from octavo.models.families.llama import LlamaLike
+from octavo.models.families.state_parts import MambaFields, read_expanded
+from octavo.models.spec import ModelSpec
+
+_FIELDS = MambaFields(
+    state_size="mamba_d_state",
+    taps="mamba_d_conv",
+    rank="mamba_dt_rank",
+    conv_bias="mamba_conv_bias",
+    bias="mamba_proj_bias",
+)
+
+
+def read(config: ConfigJson) -> ModelSpec:
+    """Read Jamba without experts."""
+    num_layers = read_num_layers(config)
+    name = "num_local_experts" if config.has("num_local_experts") else "num_experts"
+    if config.integer(name, least=0) > 1 and any(_chosen(config, "expert", num_layers)):
+        raise config.error(name, "layers with experts come later; supported now: 1")
+    variant = LlamaLike(
+        gate_up_modules=("feed_forward.gate_proj", "feed_forward.up_proj"),
+        down_module="feed_forward.down_proj",
+        feed_forward_norm="pre_ff_layernorm",
+        final_norm="model.final_layernorm",
+        ropes=(None,) * num_layers,
+    )
+    spec = variant.read(config)
+    mixer = _FIELDS.read(
+        config,
+        "mamba",
+        inner_size=read_expanded(config, "mamba_expand"),
+        norms=("dt_layernorm", "b_layernorm", "c_layernorm"),
+        eps=config.number("rms_norm_eps"),
+    )
+    attention = spec.layers[0]
+    mamba = attention.with_blocks([mixer, attention.blocks[1]])
+    chosen = _chosen(config, "attn", num_layers)
+    return replace(spec, layers=tuple(attention if one else mamba for one in chosen))
+
+
+def _chosen(config: ConfigJson, kind: str, num_layers: int) -> list[bool]:
+    """Return True for each layer that the fields `kind`_layer_period and _offset choose."""
+    period = config.integer(f"{kind}_layer_period")
+    offset = config.integer(f"{kind}_layer_offset", least=0)
+    if offset >= period:
+        raise config.error(f"{kind}_layer_offset", f"it must be less than the period {period}")
+    return [i % period == offset for i in range(num_layers)]
+
+
+ARCHITECTURES = {"JambaForCausalLM": read}
