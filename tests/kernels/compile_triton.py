@@ -62,16 +62,20 @@ def kernels(dtype: torch.dtype) -> None:
     """
     old, half = target.arch < 90, dtype == torch.bfloat16
     x, weight = zeros(4, 4096, dtype=dtype), zeros(4096, dtype=dtype)
-    norm.rms_norm(x, weight, 1e-5, 0.0, None)
-    norm.rms_norm(x, weight, 1e-5, 1.0, None)
-    norm.fused_add_rms_norm(x, x, weight, 1e-5, 0.0)
+    if old or not half:
+        norm.rms_norm(x, weight, 1e-5, 0.0, None)
+    if old:
+        norm.rms_norm(x, weight, 1e-5, 1.0, None)
+    if old or half:
+        norm.fused_add_rms_norm(x, x, weight, 1e-5, 0.0)
     for gate in ("silu", "gelu_tanh") if old else ("gelu", "relu2") if half else ("sigmoid",):
         activation.act_and_mul(x, gate)
     activation.gelu(x, "none")
     for rows in (64 if half and not old else 1, 4096):
         wide = zeros(rows, 4096, dtype=dtype)
         gemm.linear(wide, zeros(4096, 4096, dtype=dtype), None, dtype, upcast=False)
-        products(wide)
+        if rows != 64:
+            products(wide)
     x, long = zeros(1, 8192, dtype=dtype), zeros(1024, 8192, dtype=dtype)
     gemm.linear(x, long, weight[:1024], torch.float32, upcast=False)
 
