@@ -196,6 +196,7 @@ READ_ONLY = (
     "falcon-h1",
     "nemotron_h",
     "rwkv7",
+    *("qwen2moe", "qwen3moe", "olmoe", "gpt-oss"),
     "muse-glimmer",
     "exaone",
     "internlm2",

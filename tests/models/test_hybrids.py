@@ -177,7 +177,7 @@ def test_hits_of_every_kind_of_snapshot(
             "place where prompts part": (
                 [[*text[10], *text[0]], [*text[10], *text[1]]],
                 [*text[10], *text[2]],
-                16 if shape.has_attention else 8,
+                16,
             ),
             "distance from the end": ([long], [*long[:60], *text[9]], 48),
             "answer": ([], [*whole, *answer, *text[11]], 64),
