@@ -113,7 +113,9 @@ def test_a_refused_call_leaves_the_pool_as_it_was():
     with pytest.raises(TypeError):
         _native.kernels.linear(x="x")
     with pytest.raises(ValueError, match="dtype"):
-        _native.kernels.gated(x=0, x_stride=0, out=0, out_stride=0, rows=0, dim=0, kind=0, dtype=9)
+        _native.kernels.gated(
+            x=0, x_stride=0, out=0, out_stride=0, rows=0, dim=0, kind=0, limit=0, dtype=9
+        )
     assert correct()
 
 
