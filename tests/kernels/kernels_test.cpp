@@ -812,7 +812,7 @@ struct Requests {
     const int64_t width = s.heads * s.head_size;
     kernels().attention({q.data(), width, s.head_size, out.data(), width, s.head_size, kv.data, block_stride(),
                          start.data(), seq.data(), table.data(), int64_t(wide), count, s.heads, s.kv_heads, s.head_size,
-                         s.block_size, s.window, scale(), s.soft_cap, s.alibi ? slopes.data() : nullptr,
+                         s.head_size, s.block_size, false, s.window, scale(), s.soft_cap, s.alibi ? slopes.data() : nullptr,
                          s.sinks ? sinks.data() : nullptr, Type<T>::dtype, cache});
     return out;
   }
