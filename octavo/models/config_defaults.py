@@ -65,6 +65,8 @@ _LLAMA4 = _LLAMA | {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "head_dim": 
 _LLAMA4 |= {"intermediate_size_mlp": 16384, "max_position_embeddings": 131072}
 _LLAMA4 |= {"num_local_experts": 16, "num_experts_per_tok": 1, "attention_chunk_size": 8192}
 
+_QWEN3_5_MOE = {"num_key_value_heads": 2, "num_experts_per_tok": 8}
+_QWEN3_5_MOE |= {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
 _LATENT = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128}
 _LATENT |= {"qk_rope_head_dim": 64, "v_head_dim": 128}
 
@@ -153,21 +155,27 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "MuseGlimmerForConditionalGeneration": {"model_type": "muse_glimmer"} | _MUSE,
     "Qwen3_5ForCausalLM": {"model_type": "qwen3_5_text"} | _QWEN3_5,
     "Qwen3_5ForConditionalGeneration": {"model_type": "qwen3_5"} | _QWEN3_5,
+    "Qwen3_5MoeForCausalLM": {"model_type": "qwen3_5_moe_text"} | _QWEN3_5 | _QWEN3_5_MOE,
+    "Qwen3_5MoeForConditionalGeneration": {"model_type": "qwen3_5_moe"} | _QWEN3_5 | _QWEN3_5_MOE,
     "Qwen3NextForCausalLM": {"model_type": "qwen3_next"}
     | _QWEN3_5
-    | {"num_key_value_heads": 2, "num_experts": 512},
+    | {"num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10}
+    | {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512},
     "OlmoHybridForCausalLM": {"model_type": "olmo_hybrid"}
     | _LLAMA
     | {"max_position_embeddings": 65536, "linear_conv_kernel_dim": 4},
     "Lfm2ForCausalLM": {"model_type": "lfm2", "num_key_value_heads": 8, "conv_L_cache": 3}
     | {"block_ffn_dim_multiplier": 1.0, "max_position_embeddings": 128000},
+    "Lfm2MoeForCausalLM": {"model_type": "lfm2_moe", "num_key_value_heads": 8, "conv_L_cache": 3}
+    | {"max_position_embeddings": 128000, "num_experts_per_tok": 4, "moe_intermediate_size": 1792}
+    | {"num_dense_layers": 2},
     "MambaForCausalLM": {"model_type": "mamba"} | _MAMBA,
     "FalconMambaForCausalLM": {"model_type": "falcon_mamba"} | _MAMBA,
     "JambaForCausalLM": {"model_type": "jamba", "num_key_value_heads": 8, "num_experts": 16}
     | _LLAMA
     | {"max_position_embeddings": 262144, "mamba_d_state": 16, "mamba_d_conv": 4}
     | {"mamba_dt_rank": "auto", "attn_layer_period": 8, "attn_layer_offset": 4}
-    | {"expert_layer_period": 2, "expert_layer_offset": 1},
+    | {"expert_layer_period": 2, "expert_layer_offset": 1, "num_experts_per_tok": 2},
     "Mamba2ForCausalLM": {"model_type": "mamba2", "num_heads": 128, "head_dim": 64}
     | {"state_size": 128, "n_groups": 8, "conv_kernel": 4},
     "RWKV7ForCausalLM": {"model_type": "rwkv7", "head_dim": 64, "norm_eps": 1e-5}
@@ -178,7 +186,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 262144},
     "GraniteMoeHybridForCausalLM": {"model_type": "granitemoehybrid", "num_local_experts": 8}
     | _MAMBA2
-    | {"shared_intermediate_size": 1024},
+    | {"shared_intermediate_size": 1024, "num_experts_per_tok": 2},
     "FalconH1ForCausalLM": {"model_type": "falcon_h1"}
     | _MAMBA2
     | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192}
@@ -186,7 +194,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "NemotronHForCausalLM": {"model_type": "nemotron_h", "num_key_value_heads": 8}
     | {"head_dim": 128, "max_position_embeddings": 4096, "ssm_state_size": 128}
     | {"mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "conv_kernel": 4}
-    | {"hybrid_override_pattern": "ME*-"},
+    | {"hybrid_override_pattern": "ME*-", "num_experts_per_tok": 2}
+    | {"moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688},
     "GlmForCausalLM": {"model_type": "glm"} | _GLM,
     "Glm4ForCausalLM": {"model_type": "glm4"} | _GLM,
     "Phi3ForCausalLM": {"model_type": "phi3"}
@@ -234,6 +243,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "Glm4MoeForCausalLM": {"model_type": "glm4_moe", "first_k_dense_replace": 1}
     | _GLM_MOE
     | {"moe_intermediate_size": 1408},
+    "Glm4MoeLiteForCausalLM": {"model_type": "glm4_moe_lite", "q_lora_rank": 768}
+    | _LLAMA
+    | {"kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256}
+    | {"rms_norm_eps": 1e-5, "max_position_embeddings": 202752, "num_experts_per_tok": 4}
+    | {"moe_intermediate_size": 1536, "routed_scaling_factor": 1.8, "n_shared_experts": 1},
     "SolarOpenForCausalLM": {"model_type": "solar_open", "head_dim": 128}
     | _GLM_MOE
     | {"moe_intermediate_size": 1280},
@@ -290,11 +304,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"max_position_embeddings": 32768},
     "DeepseekV2ForCausalLM": {"model_type": "deepseek_v2", "first_k_dense_replace": 0}
     | _LLAMA
-    | _LATENT,
+    | _LATENT
+    | {"moe_intermediate_size": 1407, "n_shared_experts": 2},
     "DeepseekV3ForCausalLM": {"model_type": "deepseek_v3", "first_k_dense_replace": 3}
     | _LLAMA
     | _LATENT
-    | {"max_position_embeddings": 4096, "num_nextn_predict_layers": 1},
+    | {"max_position_embeddings": 4096, "num_nextn_predict_layers": 1, "n_shared_experts": 1}
+    | {"moe_intermediate_size": 2048, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8}
+    | {"routed_scaling_factor": 2.5},
     "InternLM2ForCausalLM": {"model_type": "internlm2"} | _LLAMA,
     "SmolLM3ForCausalLM": {"model_type": "smollm3"}
     | _LLAMA

@@ -277,7 +277,7 @@ def _config_class(architecture: str) -> Any:
     names |= STAND_INS
     names |= {
         f"{name}ForCausalLM": f"{name}Text"
-        for name in ("Gemma3n", "Gemma4", "Gemma4Unified", "Qwen3_5", "Llama4")
+        for name in ("Gemma3n", "Gemma4", "Gemma4Unified", "Qwen3_5", "Qwen3_5Moe", "Llama4")
     }
     name = names.get(architecture, re.sub("For(CausalLM|ConditionalGeneration)$", "", architecture))
     return getattr(transformers, f"{name}Config")

@@ -196,6 +196,16 @@ LATER: dict[str, tuple[int, str]] = {
     "deepseek-v3": (1866796, "cd2b3ab3dbaeaedf"),
     "deepseek-v3-queries": (2297380, "00567af8c18c99f2"),
     "deepseek-v3-halves": (2176516, "d237408dbd4cf853"),
+    "deepseek-v3-moe": (4133844, "8e9dd3444b63ee7f"),
+    "deepseek-v2-moe": (3465332, "1d3ca2b7fd9f36d4"),
+    "deepseek-v2-greedy": (3134068, "26056ea5fa64a760"),
+    "glm-lite": (2712028, "93fd476b3d67e990"),
+    "qwen3.5-moe": (4109344, "27027d72c58b52af"),
+    "qwen3-next-moe": (2849488, "77cfec6db10a6652"),
+    "lfm2-moe": (2301608, "082cac624143f98d"),
+    "granite-hybrid-moe": (6906488, "c5460cc7af7a77d8"),
+    "jamba-moe": (3231056, "191ee9a15e4c8a8e"),
+    "nemotron-h-moe": (2450496, "1179d33e8db1b1e7"),
 }
 """Digests of the cases that have their own."""
 

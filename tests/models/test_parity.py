@@ -562,6 +562,75 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layers_block_type": ["mlp", "full_attention", "linear_attention"]}
         | {"use_bias": True, "mlp_bias": True, "n_groups": 1},
     ),
+    "deepseek-v3-moe": (
+        "DeepseekV3ForCausalLM",
+        LATENT
+        | EVEN
+        | {"first_k_dense_replace": 1, "n_routed_experts": 12, "num_experts_per_tok": 3}
+        | {"n_group": 3, "topk_group": 2, "moe_intermediate_size": 20, "n_shared_experts": 2},
+    ),
+    "deepseek-v2-moe": (
+        "DeepseekV2ForCausalLM",
+        LATENT
+        | EVEN
+        | {"first_k_dense_replace": 1, "n_routed_experts": 9, "num_experts_per_tok": 2}
+        | {"n_group": 3, "topk_group": 2, "topk_method": "group_limited_greedy"}
+        | {"moe_intermediate_size": 20, "n_shared_experts": 1, "routed_scaling_factor": 1.7},
+    ),
+    "deepseek-v2-greedy": (
+        "DeepseekV2ForCausalLM",
+        LATENT
+        | EVEN
+        | {"first_k_dense_replace": 0, "n_routed_experts": 5, "num_experts_per_tok": 4}
+        | {"moe_intermediate_size": 20, "n_shared_experts": 1},
+    ),
+    "glm-lite": (
+        "Glm4MoeLiteForCausalLM",
+        LATENT
+        | EVEN
+        | {"n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20},
+    ),
+    "qwen3.5-moe": (
+        "Qwen3_5MoeForCausalLM",
+        QWEN3_5
+        | FEW
+        | {"num_hidden_layers": 3, "shared_expert_intermediate_size": 24, "num_experts": 7},
+    ),
+    "qwen3-next-moe": (
+        "Qwen3NextForCausalLM",
+        WIDE_HEADS
+        | DELTA
+        | FEW
+        | {"linear_num_value_heads": 6, "head_dim": 32, "linear_key_head_dim": 16}
+        | {"num_hidden_layers": 3, "shared_expert_intermediate_size": 24, "mlp_only_layers": [0, 1]}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    ),
+    "lfm2-moe": (
+        "Lfm2MoeForCausalLM",
+        SIZES
+        | FEW
+        | {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
+        | {"num_dense_layers": 1, "routed_scaling_factor": 1.5},
+    ),
+    "granite-hybrid-moe": (
+        "GraniteMoeHybridForCausalLM",
+        SIZES
+        | HYBRID
+        | GRANITE4
+        | {"layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 7}
+        | {"num_experts_per_tok": 3},
+    ),
+    "jamba-moe": (
+        "JambaForCausalLM",
+        JAMBA | {"num_experts": 5, "num_experts_per_tok": 2},
+    ),
+    "nemotron-h-moe": (
+        "NemotronHForCausalLM",
+        NEMOTRON_H
+        | {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "mlp"]}
+        | {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+        | {"moe_shared_expert_intermediate_size": 28, "n_group": 2, "routed_scaling_factor": 2.5},
+    ),
     "opt": ("OPTForCausalLM", OPT),
     "opt-350m": (
         "OPTForCausalLM",
@@ -813,6 +882,10 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         | {"num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16}
         | {"encoder_hidden_size": 16},
     },
+    "Qwen3_5Moe": _with_tower(
+        QWEN3_5 | FEW | {"num_hidden_layers": 3, "shared_expert_intermediate_size": 24},
+        QWEN_TOWER | {"num_position_embeddings": 16},
+    ),
     "LlavaNextVideo": _with_tower(LLAMA_TEXT, CLIP),
     "Ovis2": _with_tower(QWEN_TEXT, TOWER | {"vocab_size": 32}, hidden_size=48),
     "VideoLlama3": _with_tower(QWEN_TEXT, TOWER),

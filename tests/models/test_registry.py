@@ -190,7 +190,7 @@ def test_built_in_families_come_first_and_broken_ones_are_named(tmp_path: Path) 
         ("T5ForConditionalGeneration", "encoder-decoder"),
         ("WhisperForConditionalGeneration", "sound"),
         ("Florence2ForConditionalGeneration", "images"),
-        ("Lfm2MoeForCausalLM", "mixture of experts"),
+        ("PhimoeForCausalLM", "mixture of experts"),
         ("KimiLinearForCausalLM", "mixture of experts"),
         ("PhimoeForCausalLM", "mixture of experts"),
         ("MiMoV2FlashForCausalLM", "mixture of experts"),

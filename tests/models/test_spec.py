@@ -357,8 +357,11 @@ BAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2}
         ("MambaForCausalLM", {"hidden_act": "gelu"}, r"hidden_act='gelu'.*silu"),
         ("MambaForCausalLM", {"time_step_rank": "all"}, r"time_step_rank='all'.*whole number"),
         ("FalconMambaForCausalLM", {"conv_kernel": 9}, r"conv_kernel=9.*<= 8"),
-        ("JambaForCausalLM", {}, r"num_experts=16.*come later; supported now: 1"),
-        ("JambaForCausalLM", {"num_local_experts": 2}, r"num_local_experts=2.*come later"),
+        (
+            "JambaForCausalLM",
+            {"num_local_experts": 2, "num_experts_per_tok": 3},
+            r"num_experts_per_tok=3.*at most 2, the number of experts",
+        ),
         (
             "JambaForCausalLM",
             {"num_experts": 1, "attn_layer_period": 2, "attn_layer_offset": 2},
@@ -380,15 +383,26 @@ BAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2}
             BAMBA | {"attn_layer_indices": [2]},
             r"attn_layer_indices=\[2\].*2 layers",
         ),
-        ("GraniteMoeHybridForCausalLM", {}, r"num_local_experts=8.*mixtures of experts"),
-        ("NemotronHForCausalLM", {}, r"hybrid_override_pattern='ME\*-'.*mixtures of experts"),
+        (
+            "NemotronHForCausalLM",
+            {"n_routed_experts": 4, "moe_latent_size": 8},
+            r"moe_latent_size=8.*hidden state itself",
+        ),
         ("Qwen3VLForConditionalGeneration", {"text_config": [1]}, r"text_config=\[1\].*object"),
-        ("Qwen3NextForCausalLM", {}, r"num_experts=512.*mixtures of experts"),
-        ("DeepseekV2ForCausalLM", {}, r"first_k_dense_replace=0.*layers with experts.*least 2"),
+        (
+            "DeepseekV2ForCausalLM",
+            {"n_routed_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True},
+            r"norm_topk_prob=True.*do not renormalize",
+        ),
         (
             "DeepseekV3ForCausalLM",
-            {"first_k_dense_replace": 1},
-            r"first_k_dense_replace=1.*layers with experts",
+            {"first_k_dense_replace": 1, "n_routed_experts": 20},
+            r"n_group=8.*divide 20 experts into groups of at least 2",
+        ),
+        (
+            "DeepseekV3ForCausalLM",
+            {"first_k_dense_replace": 1, "n_routed_experts": 16, "topk_group": 3},
+            r"topk_group=3.*fewer than 8 experts",
         ),
         (
             "DeepseekV3ForCausalLM",
@@ -475,7 +489,7 @@ SIZES |= {"num_attention_heads", "d_model", "n_embd", "n_layer", "n_layers", "n_
 SIZES |= {"ffn_dim"}
 # generation_config.json and the tokenizer decide which tokens end an answer.
 NOT_ASSUMED = SIZES | {"architectures", "dtype", "eos_token_id", "bos_token_id"}
-NOT_ASSUMED |= {"num_experts", "num_local_experts"}
+NOT_ASSUMED |= {"num_experts", "num_local_experts", "n_routed_experts"}
 
 
 OTHERWISE = {

@@ -149,12 +149,41 @@ def experts(
     )
 
 
+def read_groups(config: ConfigJson, num_experts: int, top_k: int, *, least: int) -> tuple[int, int]:
+    """Return the number of groups of experts, and of groups that a token uses.
+
+    Args:
+        config: the model's config.
+        num_experts: number of experts.
+        top_k: number of a token's experts.
+        least: least number of experts of a group, if there are several.
+
+    Raises:
+        ModelError: the groups do not fit the numbers of experts.
+    """
+    groups = config.integer("n_group", default=1)
+    if num_experts % groups or (groups > 1 and num_experts < least * groups):
+        raise config.error(
+            "n_group", f"it must divide {num_experts} experts into groups of at least {least}"
+        )
+    top_groups = config.integer("topk_group", default=1, most=groups)
+    if top_k > top_groups * (num_experts // groups):
+        raise config.error("topk_group", f"its groups have fewer than {top_k} experts")
+    return groups, top_groups
+
+
 GROUPED = ExpertNames(shared="mlp.shared_experts.", choice_bias="mlp.gate.e_score_correction_bias")
 """Names of GLM's and dots' experts."""
 
 
-def read_grouped_experts(config: ConfigJson, names: ExpertNames = GROUPED) -> ExpertsSpec:
+def read_grouped_experts(
+    config: ConfigJson,
+    names: ExpertNames = GROUPED,
+    activation: ExpertActivation | None = None,
+) -> ExpertsSpec:
     """Return experts that are chosen by sigmoid scores with a bias, from the best groups.
+
+    Only experts with the usual activation may have a shared block.
 
     Source: DeepSeek-V3, arXiv 2412.19437, section 2.1.2.
 
@@ -163,14 +192,7 @@ def read_grouped_experts(config: ConfigJson, names: ExpertNames = GROUPED) -> Ex
     """
     num_experts = read_num_experts(config, "n_routed_experts", "num_experts")
     top_k = read_top_k(config, num_experts, "num_experts_per_tok")
-    groups = config.integer("n_group", default=1)
-    if num_experts % groups or (groups > 1 and num_experts < 2 * groups):
-        raise config.error(
-            "n_group", f"it must divide {num_experts} experts into groups of at least 2"
-        )
-    top_groups = config.integer("topk_group", default=1, most=groups)
-    if top_k > top_groups * (num_experts // groups):
-        raise config.error("topk_group", f"its groups have fewer than {top_k} experts")
+    groups, top_groups = read_groups(config, num_experts, top_k, least=2)
     inner = config.integer("moe_intermediate_size")
     shared = config.integer("n_shared_experts", "num_shared_experts", default=0, least=0)
     return experts(
@@ -188,7 +210,8 @@ def read_grouped_experts(config: ConfigJson, names: ExpertNames = GROUPED) -> Ex
         num_experts=num_experts,
         inner=inner,
         names=names,
-        shared_inner=shared * inner,
+        shared_inner=shared * inner if activation is None else 0,
+        activation=activation,
     )
 
 

@@ -1,19 +1,23 @@
-"""Qwen3.5, dense Qwen3-Next and OLMo Hybrid: linear attention with the gated delta rule."""
+"""Qwen3.5, Qwen3-Next and OLMo Hybrid: linear attention with the gated delta rule."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from octavo.checkpoints.config_json import ConfigJson
+from octavo.kernels.routing import Routing
 from octavo.kernels.sizes import MAX_TAPS
+from octavo.models.blocks.experts import ExpertsSpec
 from octavo.models.blocks.gated_delta import GatedDeltaSpec
 from octavo.models.blocks.layer import LayerSpec
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.norm import RMSNormSpec
 from octavo.models.families.base import read_num_heads, read_num_layers, text_part
+from octavo.models.families.experts import ExpertNames, experts, read_num_experts, read_top_k
 from octavo.models.families.llama import LlamaLike, read_llama_rope
 from octavo.models.families.olmo2 import olmo2_like
+from octavo.models.families.qwen_moe import read_feed_forwards, read_routing
 from octavo.models.heads import MTPSpec
 from octavo.models.spec import ModelSpec
 
@@ -31,8 +35,37 @@ def read_qwen3_5(config: ConfigJson) -> ModelSpec:
     return replace(spec, prefixes=(("model.", "model.language_model."),))
 
 
+def read_qwen3_5_moe(config: ConfigJson) -> ModelSpec:
+    """Read the text part of Qwen3.5 with experts in all layers."""
+    num_experts = read_num_experts(config, "num_experts", "num_local_experts")
+    block = experts(
+        config,
+        Routing(
+            read_top_k(config, num_experts, "num_experts_per_tok"), "softmax", renormalize=True
+        ),
+        num_experts=num_experts,
+        inner=config.integer("moe_intermediate_size"),
+        names=ExpertNames(shared_gate="mlp.shared_expert_gate"),
+        shared_inner=config.integer("shared_expert_intermediate_size"),
+    )
+    config = config.filled({"intermediate_size": config.get("moe_intermediate_size")})
+    return _with_experts(read_qwen3_5(config), (block,) * read_num_layers(config))
+
+
+def _with_experts(spec: ModelSpec, blocks: Sequence[ExpertsSpec | None]) -> ModelSpec:
+    """Return the model with these feed-forward blocks; None: the layer's own."""
+    made: dict[tuple[int, int], LayerSpec] = {}
+    layers = []
+    for layer, block in zip(spec.layers, blocks, strict=True):
+        if block is not None:
+            key = id(layer), id(block)
+            layer = made.setdefault(key, layer.with_blocks([layer.blocks[0], block]))
+        layers.append(layer)
+    return replace(spec, layers=tuple(layers))
+
+
 def read_qwen3_next(config: ConfigJson) -> ModelSpec:
-    """Read Qwen3-Next without experts.
+    """Read Qwen3-Next, with or without experts.
 
     Its projections store the parts of each head of keys together.
     """
@@ -40,7 +73,7 @@ def read_qwen3_next(config: ConfigJson) -> ModelSpec:
     group = delta.num_heads // delta.num_key_heads
     values = group * delta.value_size
     parts = (delta.key_size, delta.key_size, values, values)
-    return _read_qwen(
+    spec = _read_qwen(
         config,
         replace(
             delta,
@@ -48,6 +81,18 @@ def read_qwen3_next(config: ConfigJson) -> ModelSpec:
             rates_proj=_by_group(delta.rates_proj, delta.num_key_heads, (group, group)),
         ),
     )
+    if config.integer("num_experts", "num_local_experts", default=0, least=0) == 0:
+        return spec
+    num_experts = read_num_experts(config, "num_experts", "num_local_experts")
+    block = experts(
+        config,
+        read_routing(config, num_experts, renormalize=True),
+        num_experts=num_experts,
+        inner=config.integer("moe_intermediate_size"),
+        names=ExpertNames(shared_gate="mlp.shared_expert_gate"),
+        shared_inner=config.integer("shared_expert_intermediate_size"),
+    )
+    return _with_experts(spec, read_feed_forwards(config, block))
 
 
 def read_olmo_hybrid(config: ConfigJson) -> ModelSpec:
@@ -229,6 +274,8 @@ def _by_group(linear: LinearSpec, groups: int, parts: tuple[int, ...]) -> Linear
 ARCHITECTURES = {
     "Qwen3_5ForCausalLM": read_qwen3_5,
     "Qwen3_5ForConditionalGeneration": text_part(read_qwen3_5),
+    "Qwen3_5MoeForCausalLM": read_qwen3_5_moe,
+    "Qwen3_5MoeForConditionalGeneration": text_part(read_qwen3_5_moe),
     "Qwen3NextForCausalLM": read_qwen3_next,
     "OlmoHybridForCausalLM": read_olmo_hybrid,
 }

@@ -7,6 +7,7 @@ from dataclasses import replace
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.models.families.base import read_layer_types, read_num_layers
 from octavo.models.families.granite import granite_like
+from octavo.models.families.granite_moe import granite_experts
 from octavo.models.families.llama import read_llama_rope
 from octavo.models.families.state_parts import (
     MIXERS,
@@ -18,7 +19,7 @@ from octavo.models.spec import ModelSpec
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """Read Granite 4 without experts."""
+    """Read Granite 4, with or without experts."""
     num_layers = read_num_layers(config)
     positions = {"rope": "rope", "nope": ""}
     kind = config.choice("position_embedding_type", positions, "nope")
@@ -33,6 +34,9 @@ def read(config: ConfigJson) -> ModelSpec:
     )
     inner = config.integer("shared_intermediate_size")
     spec = variant.read(config.replaced("intermediate_size", inner))
+    if config.integer("num_local_experts", default=0, least=0):
+        block = granite_experts(config, inner)
+        spec = replace(spec, layers=tuple(x.with_blocks([x.blocks[0], block]) for x in spec.layers))
     mixer = Mamba2Fields().read(
         config,
         "mamba",

@@ -1,11 +1,14 @@
-"""Jamba: Llama without positions, with state spaces in place of attention in most layers."""
+"""Jamba: Llama without positions, with state spaces in most layers, and experts in some."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from octavo.checkpoints.config_json import ConfigJson
+from octavo.kernels.routing import Routing
+from octavo.models.blocks.experts import ExpertsSpec
 from octavo.models.families.base import read_num_layers
+from octavo.models.families.experts import ExpertNames, experts, read_num_experts, read_top_k
 from octavo.models.families.llama import LlamaLike
 from octavo.models.families.state_parts import MambaFields, read_expanded
 from octavo.models.spec import ModelSpec
@@ -20,12 +23,15 @@ _FIELDS = MambaFields(
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """Read Jamba without experts."""
+    """Read Jamba."""
     num_layers = read_num_layers(config)
     name = "num_local_experts" if config.has("num_local_experts") else "num_experts"
-    if config.integer(name, least=0) > 1 and any(_chosen(config, "expert", num_layers)):
-        raise config.error(name, "layers with experts come later; supported now: 1")
+    mixed = [False] * num_layers
+    if config.integer(name, least=0) > 1:
+        mixed = _chosen(config, "expert", num_layers)
+    block = _read_experts(config, name) if any(mixed) else None
     variant = LlamaLike(
+        feed_forwards=tuple(block if one else None for one in mixed),
         gate_up_modules=("feed_forward.gate_proj", "feed_forward.up_proj"),
         down_module="feed_forward.down_proj",
         feed_forward_norm="pre_ff_layernorm",
@@ -40,10 +46,20 @@ def read(config: ConfigJson) -> ModelSpec:
         norms=("dt_layernorm", "b_layernorm", "c_layernorm"),
         eps=config.number("rms_norm_eps"),
     )
-    attention = spec.layers[0]
-    mamba = attention.with_blocks([mixer, attention.blocks[1]])
-    chosen = _chosen(config, "attn", num_layers)
-    return replace(spec, layers=tuple(attention if one else mamba for one in chosen))
+    made = {id(layer): layer.with_blocks([mixer, layer.blocks[1]]) for layer in spec.layers}
+    chosen = zip(_chosen(config, "attn", num_layers), spec.layers, strict=True)
+    return replace(spec, layers=tuple(x if one else made[id(x)] for one, x in chosen))
+
+
+def _read_experts(config: ConfigJson, name: str) -> ExpertsSpec:
+    num_experts = read_num_experts(config, name)
+    return experts(
+        config,
+        Routing(read_top_k(config, num_experts, "num_experts_per_tok"), "softmax"),
+        num_experts=num_experts,
+        inner=config.integer("intermediate_size"),
+        names=ExpertNames(router="feed_forward.router", experts="feed_forward.experts.{}."),
+    )
 
 
 def _chosen(config: ConfigJson, kind: str, num_layers: int) -> list[bool]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from octavo.checkpoints.config_json import ConfigJson
+from octavo.kernels.routing import Routing
 from octavo.kernels.sizes import MAX_TAPS
 from octavo.models.blocks.conv import ConvSpec
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.short_conv import ShortConvSpec
 from octavo.models.families.base import read_layer_types, read_num_layers
+from octavo.models.families.experts import ExpertNames, experts, read_num_experts, read_top_k
 from octavo.models.families.llama import LlamaLike, read_llama_rope
 from octavo.models.spec import ModelSpec
 
@@ -68,4 +70,35 @@ def _inner_size(config: ConfigJson) -> int:
     return -(-size // multiple) * multiple
 
 
-ARCHITECTURES = {"Lfm2ForCausalLM": read}
+def read_moe(config: ConfigJson) -> ModelSpec:
+    """Read LFM2 with experts in all layers but the first."""
+    num_experts = read_num_experts(config, "num_experts", "num_local_experts")
+    config = config.filled({"hidden_act": "silu", "block_auto_adjust_ff_dim": False})
+    block = experts(
+        config,
+        Routing(
+            read_top_k(config, num_experts, "num_experts_per_tok"),
+            "sigmoid",
+            renormalize=config.flag("norm_topk_prob", True),
+            epsilon=1e-6,
+            scale=config.number("routed_scaling_factor", default=1.0),
+        ),
+        num_experts=num_experts,
+        inner=config.integer("moe_intermediate_size"),
+        names=ExpertNames(
+            router="feed_forward.gate",
+            experts="feed_forward.experts.{}.",
+            up=("w1", "w3"),
+            down="w2",
+            choice_bias="feed_forward.expert_bias"
+            if config.flag("use_expert_bias", True)
+            else None,
+        ),
+    )
+    dense, spec = config.integer("num_dense_layers", default=2, least=0), read(config)
+    made = {id(layer): layer.with_blocks([layer.blocks[0], block]) for layer in spec.layers}
+    layers = (x if i < dense else made[id(x)] for i, x in enumerate(spec.layers))
+    return replace(spec, layers=tuple(layers))
+
+
+ARCHITECTURES = {"Lfm2ForCausalLM": read, "Lfm2MoeForCausalLM": read_moe}

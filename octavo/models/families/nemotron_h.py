@@ -1,13 +1,16 @@
-"""Nemotron-H: each layer is a state space, attention without positions, or an MLP."""
+"""Nemotron-H: each layer is a state space, attention without positions, an MLP or experts."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from octavo.checkpoints.config_json import ConfigJson
+from octavo.kernels.routing import ExpertActivation
 from octavo.models.blocks.attention import AttentionSpec
 from octavo.models.blocks.base import BlockSpec
+from octavo.models.blocks.experts import ExpertsSpec
 from octavo.models.families.base import PLAIN, Heads, plain_mlp, read_activation
+from octavo.models.families.experts import ExpertNames, read_grouped_experts
 from octavo.models.families.mamba2 import mixers_spec
 from octavo.models.families.state_parts import MIXERS, Mamba2Fields
 from octavo.models.spec import ModelSpec
@@ -22,6 +25,12 @@ _FIELDS = Mamba2Fields(
     bias="use_bias",
     out_bias="use_bias",
     activation="mamba_hidden_act",
+)
+_NAMES = ExpertNames(
+    router="mixer.gate",
+    experts="mixer.experts.{}.",
+    up=("up_proj",),
+    choice_bias="mixer.gate.e_score_correction_bias",
 )
 _LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 _MOST_LAYERS = 4096
@@ -38,13 +47,11 @@ def _read_kinds(config: ConfigJson) -> list[str]:
         raise config.error(name, "it must name the type of each layer")
     if not all(isinstance(kind, str) and kind in known for kind in kinds):
         raise config.error(name, f"supported: {', '.join(known)}")
-    if "moe" in kinds:
-        raise config.error(name, "mixtures of experts (moe) are not supported")
     return [known[kind] for kind in kinds]
 
 
 def read(config: ConfigJson) -> ModelSpec:
-    """Read Nemotron-H without experts."""
+    """Read Nemotron-H."""
     heads, eps = Heads.read(config), config.number("layer_norm_epsilon", default=1e-5)
     kinds = _read_kinds(config)
     blocks: dict[str, BlockSpec] = {
@@ -73,6 +80,8 @@ def read(config: ConfigJson) -> ModelSpec:
             bias=config.flag("mlp_bias", False),
         ),
     }
+    if "moe" in kinds:
+        blocks["moe"] = _read_experts(config)
     mixers = [blocks[kind] for kind in kinds]
     spec = mixers_spec(config, mixers, prefix="model.", eps=eps, tied=False)
     return replace(
@@ -80,6 +89,18 @@ def read(config: ConfigJson) -> ModelSpec:
         prefixes=(*spec.prefixes, ("model.", "backbone.")),
         ignored=(*spec.ignored, r"(.*\.)?mtp\..*"),
     )
+
+
+def _read_experts(config: ConfigJson) -> ExpertsSpec:
+    """Return experts without gates, and a block that all tokens use."""
+    config.refuse("moe_latent_size", None, "experts read the hidden state itself")
+    config.refuse("mlp_bias", False, "experts have no biases")
+    config.refuse("mlp_hidden_act", "relu2", "experts need relu2")
+    block = read_grouped_experts(config, _NAMES, ExpertActivation("relu2", gated=False))
+    inner = config.integer("moe_shared_expert_intermediate_size")
+    prefix, hidden = "mixer.shared_experts.", config.integer("hidden_size")
+    shared = plain_mlp(f"{prefix}up_proj", f"{prefix}down_proj", hidden, inner, "relu2", bias=False)
+    return replace(block, shared=shared)
 
 
 ARCHITECTURES = {"NemotronHForCausalLM": read}
