@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
@@ -15,7 +17,7 @@ from octavo.checkpoints.mapped_file import MappedFile, MappedTensors, StoredTens
 from octavo.checkpoints.model_files import refuse_lfs_pointer, without_weights
 from octavo.checkpoints.safetensors_header import read_header
 from octavo.errors import ModelError, reason_of
-from octavo.system.tensor import HostTensor
+from octavo.system.tensor import HostTensor, itemsize
 
 
 class Folder:
@@ -98,6 +100,7 @@ class MappedFolder(Folder, ABC):
         if not files:
             raise without_weights(self.path, self.pattern)
         stored = {name: found for file in files for name, found in self.read_header(file).items()}
+        stored = _split_experts(stored, expected)
         return MappedTensors(stored, match_names(self.path, stored, expected))
 
     def read_tensor(self, name: str) -> HostTensor:
@@ -138,6 +141,46 @@ def list_files(folder: Path, index: str, pattern: str) -> list[Path]:
             "Download the model again."
         )
     return [folder / name for name in names]
+
+
+_MOST_EXPERTS = 4096
+_STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Parts of the rows of tensors that may have the weights of all experts."""
+
+
+def _split_experts(
+    stored: Mapping[str, StoredTensor], expected: Expected
+) -> dict[str, StoredTensor]:
+    """Return the tensors, in which those of all experts are divided into those of each.
+
+    Some checkpoints have one tensor [experts, outputs, inputs] where others of the same
+    architecture have a tensor for each expert. It is divided unless the model expects it whole.
+    """
+    wanted = {name for source in expected.sources for name in expected.stored_names(source.name)}
+    tensors: dict[str, StoredTensor] = {}
+    for name, tensor in stored.items():
+        prefix, _, last = name.rpartition(".")
+        parts = _STACKED.get(last, ())
+        divides = parts and prefix.endswith(".experts") and name not in wanted
+        if not divides or not _is_stacked(tensor, len(parts)):
+            tensors[name] = tensor
+            continue
+        count, rows, columns = tensor.shape
+        shape = rows // len(parts), columns
+        size = math.prod(shape) * itemsize(tensor.dtype)
+        for index in range(count * len(parts)):
+            expert, part = divmod(index, len(parts))
+            begin = tensor.begin + index * size
+            own = f"{prefix}.{expert}.{parts[part]}.weight"
+            tensors[own] = replace(tensor, shape=shape, begin=begin)
+    return tensors
+
+
+def _is_stacked(tensor: StoredTensor, parts: int) -> bool:
+    """Return True if the shape may be [experts, outputs, inputs], with outputs of equal parts."""
+    if len(tensor.shape) != 3 or tensor.strides is not None:
+        return False
+    return tensor.shape[0] <= _MOST_EXPERTS and tensor.shape[1] % parts == 0
 
 
 def match_names(
