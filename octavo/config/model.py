@@ -58,6 +58,7 @@ class ModelConfig(Section, frozen=True):
             "auto-round",
             "compressed-tensors",
             "modelopt",
+            "mxfp4",
             "fbgemm_fp8",
             "bitsandbytes",
             "bitnet",

@@ -130,6 +130,8 @@ class Sink:
         if first < before == self.count:
             yield from reader.spaces()
             self.rest = reader.kept()
+        elif self.count > before:
+            reader.kept()  # the parts have the text of a call that is not whole
         return False
 
     def close_calls(self, end: str, reader: Reader) -> Steps[None]:
@@ -350,7 +352,8 @@ class JsonCalls:
             else:
                 if char == "]" and closing:
                     reader.take(1)
-                    reader.keep()
+                    if sink.count > before:
+                        reader.keep()
                 break
         if sink.count == before:
             return False

@@ -128,7 +128,7 @@ def test_memory_of_shared_segments_is_planned() -> None:
         )
 
     segment = 4 * (576 + 2)
-    assert planned(64) - planned(64, length=512) == 8 * 16 * 64 * segment
+    assert planned(64) - planned(64, length=512) == 8 * 16 * 128 * segment
     assert planned(64, 64) - planned(64, 64, 512) == 64 << 20
     longest = 202_752
     assert planned(128, 1, longest) - planned(128, 1, 512) == longest // 512 * 128 * segment
