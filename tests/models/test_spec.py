@@ -358,6 +358,17 @@ BAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2}
         ("MambaForCausalLM", {"time_step_rank": "all"}, r"time_step_rank='all'.*whole number"),
         ("FalconMambaForCausalLM", {"conv_kernel": 9}, r"conv_kernel=9.*<= 8"),
         (
+            "Qwen3MoeForCausalLM",
+            {"num_hidden_layers": 4096, "num_experts": 4096},
+            r"num_experts=4096.*4096 layers may have 65536 experts together",
+        ),
+        (
+            "NemotronHForCausalLM",
+            {"num_hidden_layers": None, "hybrid_override_pattern": "E" * 4096}
+            | {"n_routed_experts": 4096},
+            r"n_routed_experts=4096.*4096 layers may have 65536 experts together",
+        ),
+        (
             "JambaForCausalLM",
             {"num_local_experts": 2, "num_experts_per_tok": 3},
             r"num_experts_per_tok=3.*at most 2, the number of experts",

@@ -19,6 +19,8 @@ from octavo.models.families.base import (
 )
 
 MOST_EXPERTS = 4096
+_MOST_IN_ALL = 2**16
+"""Limit of the experts of all layers, since each is described before a weight is read."""
 GATES: dict[str, Gate] = {
     "silu": "silu",
     "gelu": "gelu",
@@ -52,8 +54,20 @@ def read_gate(config: ConfigJson, field: str, default: str | None = None) -> Gat
 
 
 def read_num_experts(config: ConfigJson, *names: str) -> int:
-    """Return the number of routed experts: the first field of `names` that the config has."""
-    return config.integer(*names, most=MOST_EXPERTS)
+    """Return the number of routed experts: the first field of `names` that the config has.
+
+    Raises:
+        ModelError: all layers together would have too many experts.
+    """
+    count, layers = config.integer(*names, most=MOST_EXPERTS), config.get("num_hidden_layers")
+    if layers is None:  # Nemotron-H
+        layers = len(config.get("layers_block_type", "hybrid_override_pattern") or ())
+    if type(layers) is int and layers * count > _MOST_IN_ALL:
+        raise config.error(
+            next(name for name in names if config.has(name)),
+            f"{layers} layers may have {_MOST_IN_ALL} experts together",
+        )
+    return count
 
 
 def read_top_k(config: ConfigJson, num_experts: int, *names: str) -> int:
@@ -91,7 +105,7 @@ def experts(
         num_experts: number of routed experts.
         inner: inner size of a routed expert.
         names: modules in the checkpoint.
-        shared_inner: inner size of the block that all tokens use; 0: there is none.
+        shared_inner: inner size of the block that all tokens use; 0: no such block.
         bias: True if the experts' projections have biases.
         router_bias: True if the router's projection has a bias.
         activation: activation of the experts; None: gated, by hidden_act.
