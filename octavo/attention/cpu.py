@@ -11,7 +11,7 @@ from octavo.attention.base import (
     cached_head_size,
 )
 from octavo.errors import ConfigError
-from octavo.kernels.native import DTYPE_CODES
+from octavo.kernels.native_base import DTYPE_CODES
 from octavo.system.tensor import Tensor
 
 BLOCK_SIZES = (8, 16, 32, 64, 128)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +15,6 @@ from octavo.kernels.base import (
     SAMPLING_ROW,
     Arrived,
     Codes,
-    ConvActivation,
     Gelu,
     HostCopy,
     LongArray,
@@ -25,38 +23,24 @@ from octavo.kernels.base import (
     PackedWeight,
     QuantFormat,
     QuantizedWeight,
-    StackedWeight,
-    StateRates,
-    StateSlots,
-    Wkv7Inputs,
-    Wkv7Parameters,
 )
 from octavo.kernels.memory import Arena
-from octavo.kernels.routing import ExpertActivation, Gate, Routing, Score
-from octavo.kernels.sizes import MAX_TAPS, order_nbytes, packed_nbytes, quantized_nbytes
+from octavo.kernels.native_base import (
+    DTYPE_CODES,
+    GATES,
+    QUANT_FORMATS,
+    check_logits,
+    check_rows,
+)
+from octavo.kernels.native_experts import NativeExpertOps
+from octavo.kernels.native_states import NativeStateOps
+from octavo.kernels.routing import Gate
+from octavo.kernels.sizes import order_nbytes, packed_nbytes, quantized_nbytes
 from octavo.system.block_types import BLOCK_TYPES
 from octavo.system.tensor import HostTensor, Tensor, empty, from_numpy
 
-DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
-"""Codes of DType in csrc/kernels.h."""
-
-_QUANT_FORMATS = {name: code for code, name in enumerate(get_args(QuantFormat))}
-"""Codes of QuantFormat in csrc/kernels.h."""
-
-# Gated and Unary in csrc/kernels.h
-_GATES: dict[Gate | None, int] = {
-    None: -1,
-    "silu": 0,
-    "gelu": 1,
-    "gelu_tanh": 2,
-    "sigmoid": 3,
-    "relu2": 4,
-    "swigluoai": 5,
-}
-_SCORES: dict[Score, int] = {"softmax": 0, "sigmoid": 1, "sqrt_softplus": 2, "none": 3}
 _EXP, _LOG, _TANH, _ERF, _GELU, _SOFT_CAP = 0, 1, 2, 3, {"none": 4, "tanh": 5}, 6
-_RELU, _SCALE, _CLAMP, _RELU2, _SIGMOID = 7, 8, 9, 10, 11
-_FIRST = "first_value", "value_rate"
+_RELU, _SCALE, _CLAMP, _SIGMOID = 7, 8, 9, 11
 
 # Largest k for which a heap is the fastest way to find the largest.
 _FEW, _LOW_WORD = 64, 0xFFFFFFFF
@@ -78,43 +62,6 @@ def set_isa(name: str) -> None:
         ValueError: this processor does not support the instruction set.
     """
     _native.set_isa(name)
-
-
-def _rows(x: Tensor) -> None:
-    assert x.dim() == 2
-    assert x.stride(1) == 1 or x.shape[1] == 1, "rows must be dense"
-
-
-def _logits(x: Tensor) -> tuple[int, ...]:
-    """Assert that x has float32 rows, and return its shape."""
-    _rows(x)
-    assert x.dtype == "float32"
-    return x.shape
-
-
-def _slot_addresses(slots: StateSlots, tokens: int) -> dict[str, int]:
-    """Return the arguments of kernels that read and write states in slots."""
-    requests = len(slots.sources)
-    for array, size in (
-        (slots.query_start_loc, requests + 1),
-        (slots.sources, requests),
-        (slots.slots, tokens),
-        (slots.snapshots, tokens),
-    ):
-        assert array.dtype == "int32"
-        assert array.shape == (size,)
-        assert array.is_contiguous()
-    return {
-        "query_start_loc": slots.query_start_loc.data_ptr(),
-        "sources": slots.sources.data_ptr(),
-        "slots": slots.slots.data_ptr(),
-        "snapshots": slots.snapshots.data_ptr(),
-        "num_reqs": requests,
-    }
-
-
-class _Recording(threading.local):
-    arena: Arena | None = None
 
 
 def _new_quantized(
@@ -147,7 +94,7 @@ def order_of(data: Tensor, k: int) -> Tensor:
     return order
 
 
-class NativeOps:
+class NativeOps(NativeStateOps, NativeExpertOps):
     """Implementation of `Ops` by the native kernels; see `Ops` for shapes and meaning.
 
     The bits of a row's result depend neither on the other rows of the call nor on the number of
@@ -156,9 +103,6 @@ class NativeOps:
 
     name = "native"
     packs_weights = True
-
-    def __init__(self) -> None:
-        self._recording = _Recording()
 
     @contextmanager
     def record(self, plan: _native.Plan, arena: Arena) -> Iterator[None]:
@@ -216,19 +160,6 @@ class NativeOps:
         else:
             _native.record_call(function)
 
-    def _empty(self, *shape: int, dtype: str) -> Tensor:
-        arena = self._recording.arena
-        return empty(*shape, dtype=dtype) if arena is None else arena.empty(*shape, dtype=dtype)
-
-    def _result(self, out: Tensor | None, *shape: int, dtype: str) -> Tensor:
-        """Return `out` if that is given, or else new memory."""
-        if out is None:
-            return self._empty(*shape, dtype=dtype)
-        _rows(out)
-        assert out.shape == shape
-        assert out.dtype == dtype
-        return out
-
     def pack_weight(
         self,
         weight: HostTensor | Sequence[HostTensor],
@@ -245,7 +176,7 @@ class NativeOps:
         assert data.data_ptr() % 64 == 0
         row = 0
         for part in parts:
-            _rows(part)
+            check_rows(part)
             assert part.shape[1] == k
             kernels.pack_weight(
                 src=part.data_ptr(),
@@ -281,7 +212,7 @@ class NativeOps:
         gate: Gate | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        _rows(x)
+        check_rows(x)
         assert x.shape[1] == weight.k
         assert weight.panel == _native.panel(), "weight was packed for another instruction set"
         if bias is not None:
@@ -296,7 +227,7 @@ class NativeOps:
             kernel = kernels.linear_q
             encoding = {
                 "group": weight.group_size,
-                "format": _QUANT_FORMATS[weight.format],
+                "format": QUANT_FORMATS[weight.format],
                 "order": 0 if weight.order is None else weight.order.data_ptr(),
             }
         else:
@@ -313,7 +244,7 @@ class NativeOps:
             k=weight.k,
             first_panel=0,
             num_panels=0,
-            gated=_GATES[gate],
+            gated=GATES[gate],
             limit=0.0,
             dtype=DTYPE_CODES[x.dtype],
             out_dtype=DTYPE_CODES[out_dtype],
@@ -365,7 +296,7 @@ class NativeOps:
         packed = _new_quantized(n, k, format, group_size, out)
         row = 0
         for part in weight:
-            _rows(part)
+            check_rows(part)
             assert part.shape[1] == k
             kernels.quantize_weight(
                 src=part.data_ptr(),
@@ -376,7 +307,7 @@ class NativeOps:
                 n=n,
                 k=k,
                 group=group_size,
-                format=_QUANT_FORMATS[format],
+                format=QUANT_FORMATS[format],
                 dtype=DTYPE_CODES[part.dtype],
             )
             row += part.shape[0]
@@ -420,7 +351,7 @@ class NativeOps:
                 n=n,
                 k=k,
                 group=group_size,
-                format=_QUANT_FORMATS[format],
+                format=QUANT_FORMATS[format],
             )
             row += rows
         assert row == n
@@ -449,7 +380,7 @@ class NativeOps:
                 rows=part.shape[0],
                 n=n,
                 k=k,
-                format=_QUANT_FORMATS[block_type],
+                format=QUANT_FORMATS[block_type],
             )
             row += part.shape[0]
         return packed
@@ -502,8 +433,8 @@ class NativeOps:
         weight_offset: float = 0.0,
         out: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        _rows(x)
-        _rows(residual)
+        check_rows(x)
+        check_rows(residual)
         rows, dim = x.shape
         assert residual.shape == x.shape
         assert weight.is_contiguous()
@@ -542,7 +473,7 @@ class NativeOps:
         weight_offset: float = 0.0,
         out: Tensor | None = None,
     ) -> Tensor:
-        _rows(x)
+        check_rows(x)
         rows, dim = x.shape
         assert weight.shape == (dim,)
         assert weight.is_contiguous()
@@ -588,7 +519,7 @@ class NativeOps:
         )
 
     def rms(self, x: Tensor, least: float = 0.0, *, inverse: bool = False) -> Tensor:
-        _rows(x)
+        check_rows(x)
         rows, dim = x.shape
         out = self._empty(rows, 1, dtype=x.dtype)
         kernels.rms(
@@ -604,7 +535,7 @@ class NativeOps:
         return out
 
     def cutoff(self, x: Tensor, multiplier: float) -> Tensor:
-        _rows(x)
+        check_rows(x)
         rows, dim = x.shape
         out = self._empty(rows, dim, dtype=x.dtype)
         kernels.cutoff(
@@ -621,12 +552,12 @@ class NativeOps:
 
     def act_and_mul(self, gate_up: Tensor, activation: Gate, out: Tensor | None = None) -> Tensor:
         """Round act(gate) to the dtype before the product, as Hugging Face does."""
-        _rows(gate_up)
+        check_rows(gate_up)
         rows, dim = gate_up.shape[0], gate_up.shape[1] // 2
         assert gate_up.shape[1] == 2 * dim
         out = self._result(out, rows, dim, dtype=gate_up.dtype)
         kernels.gated(
-            kind=_GATES[activation],
+            kind=GATES[activation],
             limit=0.0,
             x=gate_up.data_ptr(),
             x_stride=gate_up.stride(0),
@@ -677,8 +608,8 @@ class NativeOps:
         return out
 
     def add(self, x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
-        _rows(x)
-        _rows(y)
+        check_rows(x)
+        check_rows(y)
         rows, dim = x.shape
         assert x.shape == y.shape
         assert x.dtype == y.dtype
@@ -725,7 +656,7 @@ class NativeOps:
             rows=x.shape[0],
             heads=x.shape[1] if x.dim() == 3 else 1,
             dim=dim,
-            kind=_GATES[activation],
+            kind=GATES[activation],
             dtype=DTYPE_CODES[x.dtype],
         )
         return out
@@ -738,7 +669,7 @@ class NativeOps:
         out_dtype: str,
         out: Tensor | None = None,
     ) -> Tensor:
-        _rows(x)
+        check_rows(x)
         assert x.dtype == "float32"
         rows, dim = x.shape[0], x.shape[1] // parts
         assert bias is None or (bias.dtype == out_dtype and bias.shape == (dim,))
@@ -814,448 +745,11 @@ class NativeOps:
             dtype=DTYPE_CODES[query.dtype],
         )
 
-    def causal_conv(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        state: Tensor,
-        slots: StateSlots,
-        activation: ConvActivation,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Compute token by token; a request's tiles of channels run in parallel."""
-        _rows(x)
-        _rows(state)
-        (tokens, channels), taps = x.shape, weight.shape[1]
-        out = self._result(out, tokens, channels, dtype=x.dtype)
-        assert 2 <= taps <= MAX_TAPS
-        assert weight.shape == (channels, taps)
-        assert weight.is_contiguous()
-        assert x.dtype == weight.dtype
-        assert bias is None or (bias.shape == (channels,) and bias.dtype == x.dtype)
-        assert state.shape[1] == (taps - 1) * channels
-        assert state.dtype == "float32"
-        kernels.causal_conv(
-            x=x.data_ptr(),
-            x_stride=x.stride(0),
-            weight=weight.data_ptr(),
-            bias=0 if bias is None else bias.data_ptr(),
-            out=out.data_ptr(),
-            out_stride=out.stride(0),
-            state=state.data_ptr(),
-            state_stride=state.stride(0),
-            channels=channels,
-            taps=taps,
-            silu=activation == "silu",
-            dtype=DTYPE_CODES[x.dtype],
-            **_slot_addresses(slots, tokens),
-        )
-        return out
-
-    def gated_delta_rule(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        decay: Tensor,
-        beta: Tensor,
-        a_log: Tensor,
-        dt_bias: Tensor,
-        state: Tensor,
-        slots: StateSlots,
-        beta_scale: float = 1.0,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Compute token by token; heads and, if these are few, their columns run in parallel."""
-        tokens, heads, value_size = value.shape
-        key_heads, key_size = query.shape[1:]
-        by_channel = decay.shape[1] != heads
-        if out is None:
-            out = self._empty(tokens, heads, value_size, dtype=value.dtype)
-        _rows(decay)
-        _rows(beta)
-        _rows(state)
-        assert heads % key_heads == 0
-        assert query.shape == key.shape == (tokens, key_heads, key_size)
-        assert out.shape == value.shape
-        for x in (query, key, value, out):
-            assert x.dtype == decay.dtype == beta.dtype
-            assert x.stride(2) == 1 or x.shape[2] == 1
-            assert x.stride(1) == x.shape[2] or x.shape[1] == 1, "heads must be dense"
-        assert decay.shape == (tokens, heads * (key_size if by_channel else 1))
-        assert beta.shape == (tokens, heads)
-        assert a_log.shape == (heads,)
-        assert dt_bias.shape == decay.shape[1:]
-        assert a_log.dtype == dt_bias.dtype == state.dtype == "float32"
-        assert a_log.is_contiguous()
-        assert dt_bias.is_contiguous()
-        assert state.shape[1] == heads * key_size * value_size
-        kernels.gated_delta_rule(
-            query=query.data_ptr(),
-            query_stride=query.stride(0),
-            key=key.data_ptr(),
-            key_stride=key.stride(0),
-            value=value.data_ptr(),
-            value_stride=value.stride(0),
-            decay=decay.data_ptr(),
-            decay_stride=decay.stride(0),
-            beta=beta.data_ptr(),
-            beta_stride=beta.stride(0),
-            a_log=a_log.data_ptr(),
-            dt_bias=dt_bias.data_ptr(),
-            state=state.data_ptr(),
-            state_stride=state.stride(0),
-            out=out.data_ptr(),
-            out_stride=out.stride(0),
-            key_heads=key_heads,
-            heads=heads,
-            key_size=key_size,
-            value_size=value_size,
-            beta_scale=beta_scale,
-            by_channel=by_channel,
-            dtype=DTYPE_CODES[value.dtype],
-            **_slot_addresses(slots, tokens),
-        )
-        return out
-
-    def ssd(
-        self,
-        x: Tensor,
-        dt: Tensor,
-        b: Tensor,
-        c: Tensor,
-        rates: StateRates,
-        state: Tensor,
-        slots: StateSlots,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Compute token by token; a request's heads run in parallel."""
-        (tokens, heads, size), (_, groups, rows) = x.shape, b.shape
-        if out is None:
-            out = self._empty(*x.shape, dtype=x.dtype)
-        assert b.shape == c.shape
-        assert heads % groups == 0
-        assert dt.shape == (tokens, heads)
-        assert out.shape == x.shape
-        for tensor in (x, b, c, out):
-            assert tensor.dtype == x.dtype
-            assert tensor.stride(2) == 1 or tensor.shape[2] == 1
-            assert tensor.stride(1) == tensor.shape[2] or tensor.shape[1] == 1
-        assert dt.dtype == x.dtype
-        for parameter in (rates.a_log, rates.dt_bias, rates.skip):
-            assert parameter.shape == (heads,)
-            assert parameter.dtype == "float32"
-            assert parameter.is_contiguous()
-        _rows(dt)
-        _rows(state)
-        assert state.shape[1] == heads * rows * size
-        assert state.dtype == "float32"
-        kernels.ssd(
-            x=x.data_ptr(),
-            dt=dt.data_ptr(),
-            b=b.data_ptr(),
-            c=c.data_ptr(),
-            out=out.data_ptr(),
-            x_stride=x.stride(0),
-            dt_stride=dt.stride(0),
-            b_stride=b.stride(0),
-            c_stride=c.stride(0),
-            out_stride=out.stride(0),
-            a_log=rates.a_log.data_ptr(),
-            dt_bias=rates.dt_bias.data_ptr(),
-            skip=rates.skip.data_ptr(),
-            state=state.data_ptr(),
-            state_stride=state.stride(0),
-            heads=heads,
-            groups=groups,
-            head_size=size,
-            state_size=rows,
-            dt_min=rates.dt_min,
-            dt_max=rates.dt_max,
-            dtype=DTYPE_CODES[x.dtype],
-            **_slot_addresses(slots, tokens),
-        )
-        return out
-
-    def selective_scan(
-        self,
-        x: Tensor,
-        dt: Tensor,
-        b: Tensor,
-        c: Tensor,
-        gate: Tensor,
-        rates: StateRates,
-        state: Tensor,
-        slots: StateSlots,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Compute token by token; a request's tiles of channels run in parallel."""
-        (tokens, channels), rows = x.shape, b.shape[1]
-        out = self._result(out, tokens, channels, dtype=x.dtype)
-        assert dt.shape == gate.shape == x.shape
-        assert b.shape == c.shape == (tokens, rows)
-        for tensor in (x, dt, b, c, gate):
-            _rows(tensor)
-            assert tensor.dtype == x.dtype
-        assert rates.a_log.shape == (rows, channels)
-        assert rates.dt_bias.shape == rates.skip.shape == (channels,)
-        for parameter in (rates.a_log, rates.dt_bias, rates.skip):
-            assert parameter.dtype == "float32"
-            assert parameter.is_contiguous()
-        _rows(state)
-        assert state.shape[1] == rows * channels
-        assert state.dtype == "float32"
-        kernels.selective_scan(
-            x=x.data_ptr(),
-            dt=dt.data_ptr(),
-            gate=gate.data_ptr(),
-            b=b.data_ptr(),
-            c=c.data_ptr(),
-            out=out.data_ptr(),
-            x_stride=x.stride(0),
-            dt_stride=dt.stride(0),
-            gate_stride=gate.stride(0),
-            b_stride=b.stride(0),
-            c_stride=c.stride(0),
-            out_stride=out.stride(0),
-            a_log=rates.a_log.data_ptr(),
-            dt_bias=rates.dt_bias.data_ptr(),
-            skip=rates.skip.data_ptr(),
-            state=state.data_ptr(),
-            state_stride=state.stride(0),
-            channels=channels,
-            state_size=rows,
-            dtype=DTYPE_CODES[x.dtype],
-            **_slot_addresses(slots, tokens),
-        )
-        return out
-
-    def token_shift(self, x: Tensor, mix: Tensor, state: Tensor, slots: StateSlots) -> Tensor:
-        """Compute token by token; a request's tiles of channels run in parallel."""
-        _rows(x)
-        _rows(state)
-        (tokens, channels), mixes = x.shape, mix.shape[0]
-        assert mix.shape == (mixes, channels)
-        assert mix.dtype == state.dtype == "float32"
-        assert mix.is_contiguous()
-        assert state.shape[1] == channels
-        out = self._empty(tokens, mixes, channels, dtype=x.dtype)
-        kernels.token_shift(
-            x=x.data_ptr(),
-            x_stride=x.stride(0),
-            mix=mix.data_ptr(),
-            out=out.data_ptr(),
-            out_stride=out.stride(0),
-            state=state.data_ptr(),
-            state_stride=state.stride(0),
-            channels=channels,
-            mixes=mixes,
-            dtype=DTYPE_CODES[x.dtype],
-            **_slot_addresses(slots, tokens),
-        )
-        return out
-
-    def wkv7(
-        self,
-        inputs: Wkv7Inputs,
-        parameters: Wkv7Parameters,
-        state: Tensor,
-        slots: StateSlots,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Compute token by token; a request's heads run in parallel."""
-        tokens, heads, size = inputs.value.shape
-        if out is None:
-            out = self._empty(tokens, heads, size, dtype=inputs.value.dtype)
-        names = ("receptance", "decay", "key", "value", "rate", "gate")
-        rows = {name: getattr(inputs, name) for name in names} | {"out": out}
-        if inputs.first is not None:
-            rows |= zip(_FIRST, inputs.first, strict=True)
-        for x in rows.values():
-            assert x.shape == (tokens, heads, size)
-            assert x.dtype == inputs.value.dtype
-            assert x.stride(2) == 1
-            assert x.stride(1) == size or heads == 1, "heads must be dense"
-        vectors = {
-            name: getattr(parameters, name)
-            for name in ("removal", "key_rate", "bonus", "weight", "bias")
-        }
-        for vector in vectors.values():
-            assert vector.shape == (heads * size,)
-            assert vector.dtype == "float32"
-            assert vector.is_contiguous()
-        _rows(state)
-        assert state.shape[1] == heads * size * size
-        assert state.dtype == "float32"
-        kernels.wkv7(
-            **{name: x.data_ptr() for name, x in (rows | vectors).items()},
-            **{f"{name}_stride": x.stride(0) for name, x in rows.items()},
-            **{f"{name}{end}": 0 for end in ("", "_stride") for name in _FIRST if name not in rows},
-            state=state.data_ptr(),
-            state_stride=state.stride(0),
-            heads=heads,
-            size=size,
-            eps=parameters.eps,
-            dtype=DTYPE_CODES[inputs.value.dtype],
-            **_slot_addresses(slots, tokens),
-        )
-        return out
-
     def _softmax(self, x: Tensor, log: bool) -> Tensor:
-        rows, dim = _logits(x)
+        rows, dim = check_logits(x)
         out = self._empty(rows, dim, dtype=x.dtype)
         kernels.softmax(
             x=x.data_ptr(), x_stride=x.stride(0), out=out.data_ptr(), rows=rows, dim=dim, log=log
-        )
-        return out
-
-    def stack(
-        self,
-        weights: Sequence[PackedWeight | QuantizedWeight | None],
-        bias: Tensor | None = None,
-    ) -> StackedWeight:
-        addresses = [0 if weight is None else weight.data.data_ptr() for weight in weights]
-        return StackedWeight(tuple(weights), bias, from_numpy(np.array(addresses, np.int64)))
-
-    def route(
-        self,
-        logits: Tensor,
-        routing: Routing,
-        bias: Tensor | None = None,
-        factors: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        tokens, experts = _logits(logits)
-        assert routing.top_k <= experts
-        assert experts % routing.groups == 0
-        for of_experts in (bias, factors):
-            assert of_experts is None or of_experts.shape == (experts,)
-            assert of_experts is None or of_experts.dtype == "float32"
-        ids = self._empty(tokens, routing.top_k, dtype="int32")
-        weights = self._empty(tokens, routing.top_k, dtype="float32")
-        kernels.route(
-            logits=logits.data_ptr(),
-            logits_stride=logits.stride(0),
-            bias=0 if bias is None else bias.data_ptr(),
-            factors=0 if factors is None else factors.data_ptr(),
-            ids=ids.data_ptr(),
-            weights=weights.data_ptr(),
-            tokens=tokens,
-            experts=experts,
-            top_k=routing.top_k,
-            groups=routing.groups,
-            top_groups=routing.top_groups,
-            group_best=routing.group_best,
-            score=_SCORES[routing.score],
-            softmax_chosen=routing.softmax_chosen,
-            renormalize=routing.renormalize,
-            epsilon=routing.epsilon,
-            least=routing.least,
-            scale=routing.scale,
-        )
-        return ids, weights
-
-    def experts(
-        self,
-        x: Tensor,
-        ids: Tensor,
-        up: StackedWeight | None,
-        down: StackedWeight | None,
-        activation: ExpertActivation,
-        factors: Tensor | None = None,
-        inner: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Compute all as one set of tasks, see csrc/experts.cpp."""
-        _rows(x)
-        (tokens, top_k), stacked = ids.shape, up or down
-        assert stacked is not None
-        assert ids.dtype == "int32"
-        assert ids.is_contiguous()
-        assert factors is None or (factors.shape == ids.shape and factors.is_contiguous())
-        assert activation.gated or activation.name == "relu2"
-        if up is not None:
-            width = up.first.n // (2 if activation.gated else 1)
-            inner = self._result(inner, tokens * top_k, width, dtype=x.dtype)
-        assert inner is not None
-        if down is not None:
-            out = self._result(out, tokens * top_k, down.first.n, dtype=x.dtype)
-        places = self._empty(tokens, top_k, dtype="int32")
-        kernels.experts(
-            x=x.data_ptr(),
-            x_stride=x.stride(0),
-            ids=ids.data_ptr(),
-            factors=0 if factors is None else factors.data_ptr(),
-            places=places.data_ptr(),
-            inner=inner.data_ptr(),
-            inner_stride=inner.stride(0),
-            out=0 if out is None else out.data_ptr(),
-            out_stride=0 if out is None else out.stride(0),
-            tokens=tokens,
-            top_k=top_k,
-            experts=len(stacked.weights),
-            hidden=x.shape[1],
-            up_outputs=0 if up is None else up.first.n,
-            down_inputs=inner.shape[1],
-            down_outputs=0 if down is None else down.first.n,
-            gated=_GATES[activation.name if activation.gated else None],
-            activation=_RELU2,
-            limit=activation.limit,
-            dtype=DTYPE_CODES[x.dtype],
-            **self._stacked("up", up, x.shape[1], x.dtype),
-            **self._stacked("down", down, inner.shape[1], x.dtype),
-        )
-        result = inner if down is None else out
-        assert result is not None
-        return result, places
-
-    @staticmethod
-    def _stacked(
-        name: str, stacked: StackedWeight | None, inputs: int, dtype: str
-    ) -> dict[str, int]:
-        """Return the arguments of `kernels.experts` for one of the products."""
-        data = bias = group = order = form = 0
-        plain = True
-        if stacked is not None:
-            weight, data = stacked.first, stacked.addresses.data_ptr()
-            assert weight.k == inputs
-            assert weight.panel == _native.panel(), (
-                "weights were packed for another instruction set"
-            )
-            if stacked.bias is not None:
-                assert stacked.bias.shape == (len(stacked.weights), weight.n)
-                assert stacked.bias.dtype == dtype
-                assert stacked.bias.is_contiguous()
-                bias = stacked.bias.data_ptr()
-            if isinstance(weight, QuantizedWeight):
-                plain, group, form = False, weight.group_size, _QUANT_FORMATS[weight.format]
-                if weight.order is not None:
-                    order = weight.order.data_ptr() - weight.data.data_ptr()
-            else:
-                assert weight.dtype == dtype
-        values = {"": data, "_bias": bias, "_group": group, "_order": order, "_format": form}
-        return {f"{name}{key}": value for key, value in values.items()} | {f"{name}_plain": plain}
-
-    def sum_experts(
-        self, x: Tensor, places: Tensor, weights: Tensor | None, out: Tensor | None = None
-    ) -> Tensor:
-        _rows(x)
-        tokens, top_k = places.shape
-        assert x.shape[0] == tokens * top_k
-        assert places.dtype == "int32"
-        assert weights is None or weights.shape == places.shape
-        out = self._result(out, tokens, x.shape[1], dtype=x.dtype)
-        kernels.sum_experts(
-            x=x.data_ptr(),
-            places=places.data_ptr(),
-            weights=0 if weights is None else weights.data_ptr(),
-            out=out.data_ptr(),
-            x_stride=x.stride(0),
-            out_stride=out.stride(0),
-            tokens=tokens,
-            top_k=top_k,
-            dim=x.shape[1],
-            dtype=DTYPE_CODES[x.dtype],
         )
         return out
 
@@ -1268,13 +762,13 @@ class NativeOps:
         return self._softmax(x, log=True)
 
     def argmax(self, x: Tensor) -> Tensor:
-        rows, dim = _logits(x)
+        rows, dim = check_logits(x)
         out = self._empty(rows, dtype="int64")
         kernels.argmax(x=x.data_ptr(), x_stride=x.stride(0), out=out.data_ptr(), rows=rows, dim=dim)
         return out
 
     def row_max(self, x: Tensor) -> Tensor:
-        rows, dim = _logits(x)
+        rows, dim = check_logits(x)
         out = self._empty(rows, dtype=x.dtype)
         kernels.row_max(
             x=x.data_ptr(), x_stride=x.stride(0), out=out.data_ptr(), rows=rows, dim=dim
@@ -1283,7 +777,7 @@ class NativeOps:
 
     def sample(self, x: Tensor, params: NDArray[np.void]) -> Tensor:
         """Sample without sorting the vocabulary; see csrc/sample.h."""
-        rows, dim = _logits(x)
+        rows, dim = check_logits(x)
         assert params.dtype == SAMPLING_ROW
         assert params.shape == (rows,)
         assert params.flags.c_contiguous
@@ -1300,7 +794,7 @@ class NativeOps:
 
     def apply_bitmask_(self, x: Tensor, bitmask: Tensor, rows: Tensor) -> None:
         """Mask rows of x; ignore indices beyond x. In a plan, `rows` has the length of a step."""
-        x_rows, dim = _logits(x)
+        x_rows, dim = check_logits(x)
         assert bitmask.shape == (len(rows), -(-dim // 32))
         assert bitmask.dtype == "int32"
         assert bitmask.stride(1) == 1 or bitmask.shape[1] == 1
@@ -1319,7 +813,7 @@ class NativeOps:
 
     def top_k(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Compute in one pass with a heap of size k, or by sorting."""
-        rows, dim = _logits(x)
+        rows, dim = check_logits(x)
         assert 0 <= k <= dim
         if k > _FEW:
             return self._sort(x, k)
@@ -1417,7 +911,7 @@ class NativeOps:
             assert weight.panel == _native.panel(), "weight was packed for another instruction set"
             table, n, dim, stride = weight.data, weight.n, weight.k, 0
         else:
-            _rows(weight)
+            check_rows(weight)
             table, (n, dim), stride = weight, weight.shape, weight.stride(0)
         if isinstance(weight, QuantizedWeight):
             assert weight.format in BLOCK_TYPES
@@ -1430,7 +924,7 @@ class NativeOps:
                 out=out.data_ptr(),
                 rows=len(ids),
                 dim=dim,
-                format=_QUANT_FORMATS[weight.format],
+                format=QUANT_FORMATS[weight.format],
                 dtype=DTYPE_CODES[dtype],
             )
             return out

@@ -1,0 +1,179 @@
+"""The native operations of mixtures of experts, see csrc/routing.h and csrc/experts.cpp."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from octavo import _native
+from octavo._native import kernels
+from octavo.kernels.base import PackedWeight, QuantizedWeight, StackedWeight
+from octavo.kernels.native_base import (
+    DTYPE_CODES,
+    GATES,
+    QUANT_FORMATS,
+    NativeMemory,
+    check_logits,
+    check_rows,
+)
+from octavo.kernels.routing import ExpertActivation, Routing, Score
+from octavo.system.tensor import Tensor, from_numpy
+
+_RELU2 = 10
+"""Code of Unary::relu2 in csrc/kernels.h."""
+
+_SCORES: dict[Score, int] = {"softmax": 0, "sigmoid": 1, "sqrt_softplus": 2, "none": 3}
+
+
+class NativeExpertOps(NativeMemory):
+    """The operations of `Ops` for mixtures of experts."""
+
+    def stack(
+        self,
+        weights: Sequence[PackedWeight | QuantizedWeight | None],
+        bias: Tensor | None = None,
+    ) -> StackedWeight:
+        addresses = [0 if weight is None else weight.data.data_ptr() for weight in weights]
+        return StackedWeight(tuple(weights), bias, from_numpy(np.array(addresses, np.int64)))
+
+    def route(
+        self,
+        logits: Tensor,
+        routing: Routing,
+        bias: Tensor | None = None,
+        factors: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        tokens, experts = check_logits(logits)
+        assert routing.top_k <= experts
+        assert experts % routing.groups == 0
+        for of_experts in (bias, factors):
+            assert of_experts is None or of_experts.shape == (experts,)
+            assert of_experts is None or of_experts.dtype == "float32"
+        ids = self._empty(tokens, routing.top_k, dtype="int32")
+        weights = self._empty(tokens, routing.top_k, dtype="float32")
+        kernels.route(
+            logits=logits.data_ptr(),
+            logits_stride=logits.stride(0),
+            bias=0 if bias is None else bias.data_ptr(),
+            factors=0 if factors is None else factors.data_ptr(),
+            ids=ids.data_ptr(),
+            weights=weights.data_ptr(),
+            tokens=tokens,
+            experts=experts,
+            top_k=routing.top_k,
+            groups=routing.groups,
+            top_groups=routing.top_groups,
+            group_best=routing.group_best,
+            score=_SCORES[routing.score],
+            softmax_chosen=routing.softmax_chosen,
+            renormalize=routing.renormalize,
+            epsilon=routing.epsilon,
+            least=routing.least,
+            scale=routing.scale,
+        )
+        return ids, weights
+
+    def experts(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        up: StackedWeight | None,
+        down: StackedWeight | None,
+        activation: ExpertActivation,
+        factors: Tensor | None = None,
+        inner: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute all as one set of tasks, see csrc/experts.cpp."""
+        check_rows(x)
+        (tokens, top_k), stacked = ids.shape, up or down
+        assert stacked is not None
+        assert ids.dtype == "int32"
+        assert ids.is_contiguous()
+        assert factors is None or (factors.shape == ids.shape and factors.is_contiguous())
+        assert activation.gated or activation.name == "relu2"
+        if up is not None:
+            width = up.first.n // (2 if activation.gated else 1)
+            inner = self._result(inner, tokens * top_k, width, dtype=x.dtype)
+        assert inner is not None
+        if down is not None:
+            out = self._result(out, tokens * top_k, down.first.n, dtype=x.dtype)
+        places = self._empty(tokens, top_k, dtype="int32")
+        kernels.experts(
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            ids=ids.data_ptr(),
+            factors=0 if factors is None else factors.data_ptr(),
+            places=places.data_ptr(),
+            inner=inner.data_ptr(),
+            inner_stride=inner.stride(0),
+            out=0 if out is None else out.data_ptr(),
+            out_stride=0 if out is None else out.stride(0),
+            tokens=tokens,
+            top_k=top_k,
+            experts=len(stacked.weights),
+            hidden=x.shape[1],
+            up_outputs=0 if up is None else up.first.n,
+            down_inputs=inner.shape[1],
+            down_outputs=0 if down is None else down.first.n,
+            gated=GATES[activation.name if activation.gated else None],
+            activation=_RELU2,
+            limit=activation.limit,
+            dtype=DTYPE_CODES[x.dtype],
+            **self._stacked("up", up, x.shape[1], x.dtype),
+            **self._stacked("down", down, inner.shape[1], x.dtype),
+        )
+        result = inner if down is None else out
+        assert result is not None
+        return result, places
+
+    @staticmethod
+    def _stacked(
+        name: str, stacked: StackedWeight | None, inputs: int, dtype: str
+    ) -> dict[str, int]:
+        """Return the arguments of `kernels.experts` for one of the products."""
+        data = bias = group = order = form = 0
+        plain = True
+        if stacked is not None:
+            weight, data = stacked.first, stacked.addresses.data_ptr()
+            assert weight.k == inputs
+            assert weight.panel == _native.panel(), (
+                "weights were packed for another instruction set"
+            )
+            if stacked.bias is not None:
+                assert stacked.bias.shape == (len(stacked.weights), weight.n)
+                assert stacked.bias.dtype == dtype
+                assert stacked.bias.is_contiguous()
+                bias = stacked.bias.data_ptr()
+            if isinstance(weight, QuantizedWeight):
+                plain, group, form = False, weight.group_size, QUANT_FORMATS[weight.format]
+                if weight.order is not None:
+                    order = weight.order.data_ptr() - weight.data.data_ptr()
+            else:
+                assert weight.dtype == dtype
+        values = {"": data, "_bias": bias, "_group": group, "_order": order, "_format": form}
+        return {f"{name}{key}": value for key, value in values.items()} | {f"{name}_plain": plain}
+
+    def sum_experts(
+        self, x: Tensor, places: Tensor, weights: Tensor | None, out: Tensor | None = None
+    ) -> Tensor:
+        check_rows(x)
+        tokens, top_k = places.shape
+        assert x.shape[0] == tokens * top_k
+        assert places.dtype == "int32"
+        assert weights is None or weights.shape == places.shape
+        out = self._result(out, tokens, x.shape[1], dtype=x.dtype)
+        kernels.sum_experts(
+            x=x.data_ptr(),
+            places=places.data_ptr(),
+            weights=0 if weights is None else weights.data_ptr(),
+            out=out.data_ptr(),
+            x_stride=x.stride(0),
+            out_stride=out.stride(0),
+            tokens=tokens,
+            top_k=top_k,
+            dim=x.shape[1],
+            dtype=DTYPE_CODES[x.dtype],
+        )
+        return out
