@@ -336,10 +336,12 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     error_kind: str | None = None
     """Name of the error class in `octavo.errors` for `error`."""
     num_cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache."""
+    """Prompt tokens found in the prefix cache; with statistics only."""
     first_scheduled_time: float | None = None
-    """Time of the request's first step."""
+    """Time of the request's first step; None: the output has no statistics. It has some up to the
+    first token, after a change, and at the end."""
     num_preemptions: int = 0
+    """With statistics only."""
     kv_transfer_params: dict[str, Any] | None = None
     """With the last token: the KV connector's parameters for continuing on another engine."""
     repetition: Repetition | None = None
@@ -347,12 +349,12 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     num_computed_tokens: int = 0
     """Number of prompt tokens computed so far; only before the first token, and on request."""
     num_draft_tokens: int = 0
-    """Number of drafts proposed for the request so far."""
+    """Number of drafts proposed for the request so far; with statistics only."""
     num_accepted_tokens: int = 0
-    """Number of accepted ones."""
+    """Number of accepted ones; with statistics only."""
     num_stored_tokens: int = 0
-    """Prompt tokens with cached keys and values; more than `num_cached_tokens` if a recurrent state
-    was missing."""
+    """Prompt tokens with cached keys and values, with statistics only; more than
+    `num_cached_tokens` if a recurrent state was missing."""
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):

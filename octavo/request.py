@@ -78,6 +78,7 @@ class Request:
         "error_kind",
         "first_scheduled_time",
         "guard",
+        "has_news",
         "leader",
         "max_tokens",
         "num_accepted_tokens",
@@ -153,6 +154,8 @@ class Request:
         """Number of tokens that a KV connector has loaded since the last preemption; None: the
         connector may be queried."""
         self.first_scheduled_time: float | None = None
+        self.has_news = True
+        """True if its statistics have changed since the last output with a token."""
         self.num_charged = self.num_prompt_tokens if core_request.output_token_ids else 0
         """Prompt tokens charged to its tenant so far; a resumed request was charged before."""
         self.competes = False

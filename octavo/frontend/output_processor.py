@@ -421,19 +421,10 @@ class OutputProcessor:
     ) -> int:
         """Process one output without an error and return the number of tokens that it added."""
         group, times, detokenizer = state.group, state.times, state.detokenizer
-        if times.first_scheduled_time is None and output.first_scheduled_time is not None:
-            times.first_scheduled_time = clock.to_monotonic(output.first_scheduled_time)
-        if output.num_preemptions:
-            times.num_preemptions = output.num_preemptions
-        if output.num_draft_tokens:
-            times.num_draft_tokens = output.num_draft_tokens
-            times.num_accepted_tokens = output.num_accepted_tokens
-        if output.num_stored_tokens and times.first_token_time is None:
-            times.num_stored_tokens = output.num_stored_tokens
+        if output.first_scheduled_time is not None:
+            _take_statistics(state, output)
         if output.num_computed_tokens:
             group.num_computed_tokens = output.num_computed_tokens
-        # Only the first of n answers counts: the others find its newly computed blocks.
-        if state.index == 0 and output.num_cached_tokens and times.first_token_time is None:
             group.num_cached_tokens = output.num_cached_tokens
         if output.new_prompt_logprobs is not None and state.prompt_logprobs is not None:
             rows = output.new_prompt_logprobs
@@ -455,6 +446,8 @@ class OutputProcessor:
             else:
                 times.first_token_time = timestamp
                 state.num_cached_tokens = output.num_cached_tokens
+                if state.index == 0:  # the other answers find its newly computed blocks
+                    group.num_cached_tokens = output.num_cached_tokens
                 state.hand_over_prompt_logprobs()
                 if self._metrics is not None:
                     self._metrics.for_engine(state.engine_index).record_first_token(
@@ -551,6 +544,21 @@ class OutputProcessor:
             group.queue.put(output)
         else:
             request_outputs.append(output)
+
+
+def _take_statistics(state: _RequestState, output: EngineCoreOutput) -> None:
+    times = state.times
+    assert output.first_scheduled_time is not None
+    if times.first_scheduled_time is None:
+        times.first_scheduled_time = clock.to_monotonic(output.first_scheduled_time)
+    # Another engine, which continues the answer, counts from zero.
+    if output.num_preemptions:
+        times.num_preemptions = output.num_preemptions
+    if output.num_draft_tokens:
+        times.num_draft_tokens = output.num_draft_tokens
+        times.num_accepted_tokens = output.num_accepted_tokens
+    if times.first_token_time is None:
+        times.num_stored_tokens = output.num_stored_tokens
 
 
 def _merge_completions(held: CompletionOutput, new: CompletionOutput) -> None:

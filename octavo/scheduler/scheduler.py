@@ -719,6 +719,7 @@ class Scheduler:
         if self._loads is not None:
             request.num_external_tokens = None if self._loads.replace_computing else 0
         request.num_preemptions += 1
+        request.has_news = True
         self._num_preemptions += 1
         self._finished_req_ids.append(request.request_id)
         self.waiting.push(request)
@@ -762,7 +763,7 @@ class Scheduler:
         """
         req_id = request.request_id
         tokens: list[int] = []
-        logprobs = prompt_logprobs = finished = transfer_params = None
+        logprobs = prompt_logprobs = finished = None
         if num_sampled:
             tokens = sampled[req_id]
             assert 0 < len(tokens) <= num_sampled, f"{req_id} got {len(tokens)} tokens"
@@ -776,6 +777,7 @@ class Scheduler:
                 self.drafting.count(num_drafts, len(tokens) - 1)
                 request.num_draft_tokens += num_drafts
                 request.num_accepted_tokens += len(tokens) - 1
+                request.has_news = True
             finished, count = check_stop(request, tokens)
             logprobs = result.logprobs.get(req_id) if result.logprobs else None
             if count < len(tokens):
@@ -787,26 +789,19 @@ class Scheduler:
             prompt_logprobs = take_prompt_logprobs(request, start, result.prompt_logprobs[req_id])
         if not tokens and prompt_logprobs is None:
             return None
+        output = EngineCoreOutput(req_id, tokens, logprobs, prompt_logprobs)
         if finished is not None:
             if self._connector is not None:
-                transfer_params = self._connector.request_finished(request)
+                output.kv_transfer_params = self._connector.request_finished(request)
             self._finish(request, finished)
-        return EngineCoreOutput(
-            request_id=req_id,
-            new_token_ids=tokens,
-            new_logprobs=logprobs,
-            new_prompt_logprobs=prompt_logprobs,
-            finish_reason=None if finished is None else finished.finish_reason,
-            stop_reason=request.stop_reason,
-            num_cached_tokens=request.num_cached_tokens,
-            first_scheduled_time=request.first_scheduled_time,
-            num_preemptions=request.num_preemptions,
-            kv_transfer_params=transfer_params,
-            repetition=None if request.guard is None else request.guard.found,
-            num_draft_tokens=request.num_draft_tokens,
-            num_accepted_tokens=request.num_accepted_tokens,
-            num_stored_tokens=request.num_stored_tokens,
-        )
+            output.finish_reason = finished.finish_reason
+            output.stop_reason = request.stop_reason
+        if request.guard is not None:
+            output.repetition = request.guard.found
+        if request.has_news or finished is not None:
+            request.has_news = not tokens
+            _add_statistics(output, request)
+        return output
 
     def _fail_expired(self, now: float) -> None:
         """Fail the requests that are past a deadline."""
@@ -856,17 +851,23 @@ def _is_first_prefill(request: Request) -> bool:
     return not request.num_output_tokens and request.leader is None
 
 
+def _add_statistics(output: EngineCoreOutput, request: Request) -> None:
+    output.num_cached_tokens = request.num_cached_tokens
+    output.first_scheduled_time = request.first_scheduled_time
+    output.num_preemptions = request.num_preemptions
+    output.num_draft_tokens = request.num_draft_tokens
+    output.num_accepted_tokens = request.num_accepted_tokens
+    output.num_stored_tokens = request.num_stored_tokens
+
+
 def _progress(step: ScheduledStep, request: Request, start: int) -> EngineCoreOutput:
     """Return the output of a step that computed a part of a request's prompt, from `start`."""
     scheduled = next(s for s in step.output.scheduled_reqs if s.req_id == request.request_id)
-    return EngineCoreOutput(
-        request_id=request.request_id,
-        new_token_ids=[],
-        num_cached_tokens=request.num_cached_tokens,
-        first_scheduled_time=request.first_scheduled_time,
-        num_preemptions=request.num_preemptions,
-        num_computed_tokens=start + scheduled.num_tokens,
+    output = EngineCoreOutput(
+        request.request_id, [], num_computed_tokens=start + scheduled.num_tokens
     )
+    _add_statistics(output, request)
+    return output
 
 
 def _queue_key(request: Request) -> QueueKey:

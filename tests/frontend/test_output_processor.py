@@ -110,7 +110,9 @@ def test_progress_of_the_prompt():
     """It is delivered like an answer without tokens; the next output may replace it."""
     bench = Bench()
     bench.add(output_kind=DELTA)
-    part = EngineCoreOutput("r", [], num_cached_tokens=1, num_computed_tokens=2)
+    part = EngineCoreOutput(
+        "r", [], first_scheduled_time=100.5, num_cached_tokens=1, num_computed_tokens=2
+    )
     told = only(bench.step(part))
     assert (told.outputs, told.num_computed_tokens, told.num_cached_tokens) == ([], 2, 1)
     assert not told.finished
@@ -137,7 +139,7 @@ def test_drafts_of_a_request():
     bench = Bench()
     bench.add()
     bench.step(("r", "he"))
-    drafts = {"num_draft_tokens": 5, "num_accepted_tokens": 3}
+    drafts = {"first_scheduled_time": 100.5, "num_draft_tokens": 5, "num_accepted_tokens": 3}
     times = only(bench.step(end("r", "y", **drafts))).metrics
     assert (times.num_draft_tokens, times.num_accepted_tokens) == (5, 3)
 
@@ -475,7 +477,7 @@ def test_times_and_cached_tokens():
     first = EngineCoreOutput("r", [65], num_cached_tokens=1, first_scheduled_time=100.5)
     bench.step(first)
     bench.step(("r", "B"))
-    output = only(bench.step(end("r", "C", num_preemptions=2)))
+    output = only(bench.step(end("r", "C", first_scheduled_time=100.5, num_preemptions=2)))
     times = output.metrics
     assert output.num_cached_tokens == 1
     assert (times.arrival_time, times.first_scheduled_time) == (100.0, 100.5)
@@ -658,8 +660,16 @@ def test_all_of_what_two_answers_bring(kind):
         )
     )
     step(
-        EngineCoreOutput("0_r", [66], row(66, -0.5, (66, -0.5)), num_preemptions=1),
-        EngineCoreOutput("1_r", [67], row(67, -0.25, (67, -0.25)), num_cached_tokens=2),
+        EngineCoreOutput(
+            "0_r", [66], row(66, -0.5, (66, -0.5)), first_scheduled_time=100.5, num_preemptions=1
+        ),
+        EngineCoreOutput(
+            "1_r",
+            [67],
+            row(67, -0.25, (67, -0.25)),
+            first_scheduled_time=100.5,
+            num_cached_tokens=2,
+        ),
     )
     step(end("1_r", [5], FinishReason.STOP, new_logprobs=row(5, -1.0, (5, -1.0)), stop_reason=5))
     step(end("0_r", [68], new_logprobs=row(68, -3.0, (5, -1.0))))
