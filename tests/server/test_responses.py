@@ -679,13 +679,15 @@ def test_an_engine_that_dies(way):
 
 def test_a_deadline_fails_a_response():
     async def scenario(served):
-        served.http.headers["x-deadline-ms"] = "500"
+        await create(served)  # starts the process that renders prompts
+        served.engine.step_time = 0.05
+        served.http.headers["x-deadline-ms"] = "300"
         begun = await create(served, background=True)
         found = await until_done(served, begun["id"])
         assert (found["status"], found["error"]["code"]) == ("failed", "server_error")
         assert "deadline" in found["error"]["message"]
 
-    serve(scenario, step_time=0.1)
+    serve(scenario)
 
 
 def test_the_end_of_the_server_waits_for_background_responses():
