@@ -12,7 +12,7 @@ from octavo.layers.step import StepContext
 from octavo.models.base import Model
 from octavo.models.blocks.base import Parts
 from octavo.models.blocks.norm import build_norm
-from octavo.models.heads import EagleSpec, LMHeadSpec, MTPSpec
+from octavo.models.heads import EagleSpec, LMHeadSpec
 from octavo.models.spec import ModelSpec
 from octavo.system.tensor import HostTensor, Tensor, full
 
@@ -86,21 +86,25 @@ class EagleModel:
         return target.head(hidden)
 
 
-class MTPModel(EagleModel):
-    """MTP layer: an EAGLE head with norms before its projection and after its layer.
+class _NormedModel(EagleModel):
+    """Head with norms of both inputs and of its result."""
 
-    Args:
-        spec: the layer.
-        parts: the loaded weights and operations.
-    """
-
-    def __init__(self, spec: MTPSpec, parts: Parts) -> None:
+    def __init__(self, spec: EagleSpec, parts: Parts) -> None:
         super().__init__(spec, parts)
         assert spec.embed_norm is not None
         assert spec.hidden_norm is not None
         self._embed_norm = spec.embed_norm.build(parts.of("embed_norm"))
         self._hidden_norm = spec.hidden_norm.build(parts.of("hidden_norm"))
         self._norm = build_norm(spec.head.norm, parts.of("norm"))
+
+
+class MTPModel(_NormedModel):
+    """MTP layer: an EAGLE head with norms before its projection and after its layer.
+
+    Args:
+        spec: the layer.
+        parts: the loaded weights and operations.
+    """
 
     def fill(self, embedding: Tensor, hidden: Tensor) -> None:
         """Implement `EagleModel`."""
@@ -127,7 +131,7 @@ class LMHead:
         self.head = spec.head.build(parts)
 
 
-class Eagle3Model(EagleModel):
+class Eagle3Model(_NormedModel):
     """EAGLE-3: uses hidden states of three layers of the target, and has its own norms and LM head.
 
     Args:
@@ -137,11 +141,6 @@ class Eagle3Model(EagleModel):
 
     def __init__(self, spec: EagleSpec, parts: Parts) -> None:
         super().__init__(spec, parts)
-        assert spec.embed_norm is not None
-        assert spec.hidden_norm is not None
-        self._embed_norm = spec.embed_norm.build(parts.of("embed_norm"))
-        self._hidden_norm = spec.hidden_norm.build(parts.of("hidden_norm"))
-        self._norm = build_norm(spec.head.norm, parts.of("norm"))
         self._lm_head = spec.head.build(parts)
         self._token_ids = np.arange(spec.num_draft_tokens)
 

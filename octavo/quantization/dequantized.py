@@ -21,20 +21,11 @@ _COLUMNS = 256
 
 
 @dataclass(frozen=True)
-class Dequantized:
-    """Weights that a checkpoint stores in another form."""
+class StoredOtherwise:
+    """Weights that are plain in memory, but have another form in a checkpoint."""
 
     stored: WeightForm
-
-    @property
-    def name(self) -> str:
-        """Implement `WeightForm`."""
-        return f"dequantized {self.stored.name}"
-
-    @property
-    def max_inputs(self) -> int | None:
-        """Implement `WeightForm`."""
-        return self.stored.max_inputs
+    """Form of the weight in the checkpoint."""
 
     @property
     def num_tensors(self) -> int:
@@ -57,6 +48,25 @@ class Dequantized:
     def nbytes(self, shape: PackedShape) -> int:
         """Implement `WeightForm`."""
         return PLAIN.nbytes(shape)
+
+    def wrap(self, data: HostTensor, shape: PackedShape) -> PackedWeight:
+        """Implement `WeightForm`."""
+        return PLAIN.wrap(data, shape)
+
+
+@dataclass(frozen=True)
+class Dequantized(StoredOtherwise):
+    """Weights that a checkpoint quantizes."""
+
+    @property
+    def name(self) -> str:
+        """Implement `WeightForm`."""
+        return f"dequantized {self.stored.name}"
+
+    @property
+    def max_inputs(self) -> int | None:
+        """Implement `WeightForm`."""
+        return self.stored.max_inputs
 
     def pack(
         self, ops: Ops, parts: Sequence[Part], shape: PackedShape, out: HostTensor | None = None
@@ -81,7 +91,3 @@ class Dequantized:
             unit = from_numpy(np.eye(count, shape.k, begin, numpy_dtype(shape.dtype)))
             weight.numpy()[:, begin : begin + count] = native.to_host(native.linear(unit, packed)).T
         return weight
-
-    def wrap(self, data: HostTensor, shape: PackedShape) -> PackedWeight:
-        """Implement `WeightForm`."""
-        return PLAIN.wrap(data, shape)

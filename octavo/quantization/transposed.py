@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.checkpoints.base import Source
-from octavo.quantization.base import IntArray, PackedShape, Part
-from octavo.quantization.dequantized import Dequantized
-from octavo.quantization.plain import PLAIN, Plain, floats
+from octavo.quantization.base import PackedShape, Part
+from octavo.quantization.dequantized import Dequantized, StoredOtherwise
+from octavo.quantization.plain import Plain, floats
 
 if TYPE_CHECKING:
     from octavo.kernels.base import Ops, PackedWeight
@@ -20,11 +19,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class TransposedHeads:
+class TransposedHeads(StoredOtherwise):
     """Plain weight [H * K, N] of a stored one [H * N, K]: the transposed rows of each head."""
 
     stored: Plain | Dequantized
-    """Form of the weight in the checkpoint."""
     num_heads: int
 
     @property
@@ -36,28 +34,6 @@ class TransposedHeads:
     def max_inputs(self) -> int | None:
         """Implement `WeightForm`: the stored inputs are outputs, whose number has no limit."""
         return None
-
-    @property
-    def num_tensors(self) -> int:
-        """Implement `WeightForm`."""
-        return self.stored.num_tensors
-
-    def sources(self, module: str, rows: int, inputs: int) -> tuple[Source, ...]:
-        """Implement `WeightForm`."""
-        return self.stored.sources(module, rows, inputs)
-
-    def cut(
-        self,
-        tensors: Sequence[HostTensor],
-        rows: Sequence[slice | IntArray],
-        columns: tuple[int, int] | None,
-    ) -> list[Part]:
-        """Implement `WeightForm`."""
-        return self.stored.cut(tensors, rows, columns)
-
-    def nbytes(self, shape: PackedShape) -> int:
-        """Implement `WeightForm`."""
-        return PLAIN.nbytes(shape)
 
     def pack(
         self, ops: Ops, parts: Sequence[Part], shape: PackedShape, out: HostTensor | None = None
@@ -74,7 +50,3 @@ class TransposedHeads:
             stored = self.stored.numbers(parts, whole).numpy()
         turned = stored.reshape(heads, shape.k, inputs).swapaxes(1, 2).reshape(shape.n, shape.k)
         return ops.pack_weight([dense(from_numpy(turned))], shape.dtype, out)
-
-    def wrap(self, data: HostTensor, shape: PackedShape) -> PackedWeight:
-        """Implement `WeightForm`."""
-        return PLAIN.wrap(data, shape)
