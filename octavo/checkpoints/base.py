@@ -29,12 +29,14 @@ class Source:
     name: str
     shape: tuple[int, ...]
     """Shape; -1: any size."""
-    transform: Literal["none", "transpose", "swap", "by_group", "by_shard", "skip_rows"] = "none"
+    transform: Literal["none", "transpose", "swap", "flat", "by_group", "by_shard", "skip_rows"] = (
+        "none"
+    )
     """Change of the stored tensor before a part is selected. transpose: from [inputs, outputs] to
     [outputs, inputs] (Conv1D); GGUF files store the result. swap: exchange rows and columns, also
-    of GGUF files. by_group: reorder rows from queries, keys and values of each group
-    of heads in turn to all queries, all keys, all values (BLOOM, Falcon); a group may have other
-    parts. by_shard: the same from
+    of GGUF files. flat: one dimension with all numbers (Kimi Linear). by_group: reorder rows from
+    queries, keys and values of each group of heads in turn to all queries, all keys, all values
+    (BLOOM, Falcon); a group may have other parts. by_shard: the same from
     queries, values and keys of each of several equal parts of the heads (CodeGen). skip_rows: drop
     the first rows (OPT's positions)."""
     groups: int = 1

@@ -51,13 +51,13 @@ def quantized_nbytes(n: int, k: int, format: str, group_size: int, *, ordered: b
     return outputs * -(-k // group_size) * (group_size // 2 + 2 + (format == "int4_zeros"))
 
 
-def delta_rule_nbytes(key_size: int, value_size: int) -> int:
+def delta_rule_nbytes(key_size: int, value_size: int, *, by_channel: bool) -> int:
     """Return an upper bound of the bytes that `Ops.gated_delta_rule` uses in each thread.
 
-    These are a head's state, in whole tiles of columns, and keys and queries of 32 tokens; see
-    csrc/delta_rule.h.
+    These are a head's state, in whole tiles of columns, and keys and queries of 32 tokens; with a
+    decay for each channel, also the decays, and keys times them. See csrc/delta_rule.h.
     """
-    tokens = 2 * 32 * (-(-key_size // 16) * 16)
+    tokens = (4 if by_channel else 2) * 32 * (-(-key_size // 16) * 16)
     return 4 * (tokens + key_size * -(-value_size // 32) * 32)
 
 

@@ -1,11 +1,16 @@
-"""Gated DeltaNet block: projections, causal convolution, gated delta rule, gated norm, output."""
+"""Gated DeltaNet and Kimi Delta Attention.
+
+The blocks are projections, causal convolution, gated delta rule, gated norm, and output projection.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from octavo.kernels.base import Ops
+from octavo.kernels.routing import Gate
 from octavo.layers.linear import Linear
+from octavo.layers.low_rank import LowRank
 from octavo.layers.norm import RMSNorm
 from octavo.layers.shared import Columns
 from octavo.layers.step import StepContext
@@ -20,9 +25,13 @@ class GatedDelta:
     cache: int
     """Index of the layer's states in `StepContext.caches`."""
     in_proj: Linear
-    """Projection to queries, keys, values and gates, stacked."""
+    """Projection to queries, keys and values, and to gates without `gate`, stacked."""
     rates_proj: Linear
-    """Projection to a beta and a decay of each head, stacked."""
+    """Projection to a beta of each head, and to a decay of each without `decay`, stacked."""
+    decay: LowRank | None
+    """Projection to a decay of each channel of each key: [T, num_heads * key_size]."""
+    gate: LowRank | None
+    """Projection to gates, whose sigmoids are factors; those of `in_proj` are SiLUs."""
     out_proj: Linear
     """Projection from the heads' results to the hidden size."""
     conv_weight: Tensor
@@ -30,7 +39,7 @@ class GatedDelta:
     a_log: Tensor
     """Logarithm of the decay's rate of each head: float32 [num_heads]."""
     dt_bias: Tensor
-    """Bias of the decay of each head: float32 [num_heads]."""
+    """Bias of each decay: float32 [num_heads], or [num_heads * key_size]."""
     norm: RMSNorm
     """Norm of the result of each head."""
     num_key_heads: int
@@ -56,10 +65,19 @@ class GatedDelta:
         conv_state, state = step.caches[self.cache]
         slots = step.metadata[self.cache]
         keys, values = self.num_key_heads * self.key_size, self.num_heads * self.value_size
-        mixed, gate = self.in_proj(x).split_with_sizes((2 * keys + values, values), dim=1)
+        mixed = self.in_proj(x)
+        if self.gate is None:
+            gate_name: Gate = "silu"
+            mixed, gate = mixed.split_with_sizes((2 * keys + values, values), dim=1)
+        else:
+            gate_name, gate = "sigmoid", self.gate(x)
         mixed = ops.causal_conv(mixed, self.conv_weight, None, conv_state, slots, "silu", out=mixed)
         query, key, value = mixed.split_with_sizes((keys, keys, values), dim=1)
-        beta, decay = self.rates_proj(x).split_with_sizes((self.num_heads,) * 2, dim=1)
+        beta = self.rates_proj(x)
+        if self.decay is None:
+            beta, decay = beta.split_with_sizes((self.num_heads,) * 2, dim=1)
+        else:
+            decay = self.decay(x)
         if self.columns is None:
             whole = own = ops.empty(tokens, values, like=x)
         else:
@@ -85,7 +103,7 @@ class GatedDelta:
         self.norm.heads_(out)
         gate = gate.view(tokens, self.num_heads, self.value_size)
         if self.tiled_from is None:
-            ops.multiply(out, gate, "silu", out)
+            ops.multiply(out, gate, gate_name, out)
         else:
             self._multiply_tiled(out, gate, whole, self.tiled_from)
         if self.columns is not None:

@@ -1,12 +1,13 @@
-"""Mixers of RWKV 7: token shift, low-rank projections, recurrence, and the feed-forward block."""
+"""Mixers of RWKV 7: token shift, recurrence, and the feed-forward block."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from octavo.kernels.base import Ops, Wkv7Inputs, Wkv7Parameters
 from octavo.layers.linear import Linear
+from octavo.layers.low_rank import LowRank
 from octavo.layers.mlp import MLP
 from octavo.layers.shared import Columns
 from octavo.layers.step import StepContext
@@ -28,23 +29,6 @@ class TokenShift:
         state, slots = step.caches[self.cache][0], step.metadata[self.cache]
         mixes: Sequence[Tensor] = self.ops.token_shift(x, self.mix, state, slots).unbind(1)
         return mixes
-
-
-@dataclass(slots=True)
-class LowRank:
-    """Projection to a low rank, an activation, and a projection from it."""
-
-    down: Linear
-    activation: Callable[[Tensor], object] | None
-    """Function that changes [T, rank] in place."""
-    up: Linear
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Map [T, hidden_size] to [T, outputs]."""
-        inner = self.down(x)
-        if self.activation is not None:
-            self.activation(inner)
-        return self.up(inner)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -244,8 +244,9 @@ def _describe_block(block: BlockSpec) -> str:
         gated = "gated " if block.gated else ""
         return f"MLP ({gated}{block.activation}, {block.down.inputs:,} inner columns)"
     if isinstance(block, GatedDeltaSpec):
+        kind = "gated delta rule" if block.decay is None else "Kimi delta attention"
         return (
-            f"gated delta rule ({block.num_heads} heads of {block.key_size} x {block.value_size}, "
+            f"{kind} ({block.num_heads} heads of {block.key_size} x {block.value_size}, "
             f"{block.num_key_heads} of queries and keys)"
         )
     if isinstance(block, TimeMixSpec):

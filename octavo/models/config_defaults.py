@@ -312,6 +312,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"max_position_embeddings": 4096, "num_nextn_predict_layers": 1, "n_shared_experts": 1}
     | {"moe_intermediate_size": 2048, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8}
     | {"routed_scaling_factor": 2.5},
+    "KimiLinearForCausalLM": {"model_type": "kimi_linear", "num_key_value_heads": 32}
+    | _LLAMA
+    | _LATENT
+    | {"q_lora_rank": None, "rms_norm_eps": 1e-5, "model_max_length": 1048576}
+    | {"moe_intermediate_size": 1024, "num_experts": 256, "num_experts_per_token": 8}
+    | {"num_shared_experts": 1, "routed_scaling_factor": 2.446, "first_k_dense_replace": 1}
+    | {"linear_head_dim": 128, "linear_num_heads": 32, "linear_conv_kernel_dim": 4},
     "InternLM2ForCausalLM": {"model_type": "internlm2"} | _LLAMA,
     "SmolLM3ForCausalLM": {"model_type": "smollm3"}
     | _LLAMA

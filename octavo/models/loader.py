@@ -276,7 +276,11 @@ def _read(weight: Weight, tensors: Tensors) -> tuple[list[Part], list[HostTensor
         read = [tensors.read(source) for source in sources]
         whole += read
         turned = [
-            tensor.T if source.transform in ("transpose", "swap") else tensor
+            tensor.T
+            if source.transform in ("transpose", "swap")
+            else tensor.view(-1)
+            if source.transform == "flat"
+            else tensor
             for tensor, source in zip(read, sources, strict=True)
         ]
         try:

@@ -56,6 +56,7 @@ _EXPERTS = (
     "HYV3ForCausalLM",
     "HunYuanMoEV1ForCausalLM",
     "JambaForCausalLM",
+    "KimiLinearForCausalLM",
     "Lfm2MoeForCausalLM",
     "Llama4ForCausalLM",
     "Llama4ForConditionalGeneration",
@@ -206,7 +207,7 @@ _KINDS = {
     "encoder-decoder, and Octavo's models are decoders",
     r"ForConditionalGeneration|Vision|VL|Llava|Image": "it processes images or other media, and "
     "Octavo's models process text",
-    r"[Mm]oe|MoE|DeepseekV|Dbrx|KimiLinear|MiMoV2|Laguna": "it is a mixture of experts of a kind "
+    r"[Mm]oe|MoE|DeepseekV|Dbrx|MiMoV2|Laguna": "it is a mixture of experts of a kind "
     "that Octavo does not compute",
     r"Zamba": "its layers share blocks, which Octavo does not compute",
     r"Mamba|Jamba|RWKV|Rwkv|Bamba|RecurrentGemma|FalconH1|Lfm[23]|Hybrid|Next": "it has "

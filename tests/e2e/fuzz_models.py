@@ -42,13 +42,13 @@ _PLAIN = ("OPT", "Bloom", "Mpt", "Falcon", "GPTNeoX", "GPTJ", "CodeGen", "GPTBig
 _STATES = ("Lfm2", "Mamba2", "Bamba", "GraniteMoeHybrid", "FalconH1", "NemotronH", "RWKV7")
 _STATES = (*_STATES, "Mamba", "FalconMamba", "Jamba")
 """Families with recurrent states."""
-STATEFUL = (*_DELTA, *_STATES)
+STATEFUL = (*_DELTA, *_STATES, "KimiLinear")
 _MIXED = ("Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "GptOss", "GraniteMoe", "GraniteMoeShared")
 _MIXED = (*_MIXED, "Glm4Moe", "SolarOpen", "Dots1", "MiniMaxM2", "Ernie4_5_Moe", "HunYuanMoEV1")
 _MIXED = (*_MIXED, "ExaoneMoe", "Llama4", "Afmoe", "HYV3", "Cohere2Moe")
 """Families with mixtures of experts."""
 _ROPE = (*_ROPE, *_MIXED)
-_LATENT = ("MiniCPM3", "DeepseekV2", "DeepseekV3")
+_LATENT = ("MiniCPM3", "DeepseekV2", "DeepseekV3", "KimiLinear")
 """Families with latent attention."""
 _NAMES = {"GPT2": "GPT2LMHeadModel"}
 _NAMES |= {name: f"{name}ForCausalLM" for name in (*_ROPE, *_PLAIN, *_STATES, *_LATENT)}
@@ -232,6 +232,14 @@ def _latent_model(rng: random.Random, family: str, heads: int, layers: int) -> d
         config |= {"first_k_dense_replace": layers}
     if family == "DeepseekV3":
         config |= {"rope_interleave": rng.random() < 0.5, "mlp_bias": False}
+    if family == "KimiLinear":
+        kinds = "linear_attention", "full_attention"
+        config |= {"layer_types": [rng.choice(kinds) for _ in range(layers)]}
+        config |= {"mlp_layer_types": [rng.choice(("dense", "sparse")) for _ in range(layers)]}
+        config |= {"linear_head_dim": rng.randint(1, 40), "linear_num_heads": rng.randint(1, 4)}
+        config |= {"linear_conv_kernel_dim": rng.randint(2, 5), "num_experts": 5}
+        config |= {"num_experts_per_tok": rng.randint(1, 5), "moe_intermediate_size": 20}
+        config |= {"tie_word_embeddings": False}  # transformers does not tie them
     return config
 
 

@@ -182,7 +182,9 @@ def test_a_prompt_cached_to_its_last_token(dtype):
         assert llm.stats().prefix_cache_hits == 63
 
 
-@pytest.mark.parametrize("case", ["lfm2", "falcon-h1", "jamba", "rwkv7", "deepseek-v2"])
+@pytest.mark.parametrize(
+    "case", ["lfm2", "falcon-h1", "jamba", "rwkv7", "deepseek-v2", "kimi-linear"]
+)
 def test_states_and_latents(case, dtype, tmp_path):
     """Alone, among others, in chunks, after a prefix hit."""
     architecture, config = CASES[case]

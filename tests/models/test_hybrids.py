@@ -20,9 +20,9 @@ from octavo.checkpoints.registry import open_checkpoint
 from octavo.errors import OctavoError
 from octavo.kernels.native import NativeOps
 from octavo.kv_cache import states
-from octavo.models.cache import AttentionCache
 from octavo.models.loader import load_model
 from octavo.models.spec import divide_layers
+from octavo.models.state_cache import StateCache
 from octavo.scheduler.speculation import DraftLengths
 from octavo.system.distributed import Rank
 from tests.drafts import Drafter
@@ -68,14 +68,14 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Any:
                 spec.split(Rank(0, 2))
             except OctavoError:
                 continue
-            kinds = {isinstance(cache, AttentionCache) for cache in spec.caches}
-            if len(spec.layers) < 2 or False not in kinds:
+            kinds = {isinstance(cache, StateCache) for cache in spec.caches}
+            if len(spec.layers) < 2 or True not in kinds:
                 continue
-            without_attention += True not in kinds
-            if True in kinds or without_attention > 20:  # no shape of some families has attention
+            without_attention += False not in kinds
+            if False in kinds or without_attention > 20:  # no shape of some families has attention
                 hf_model = make_hf(architecture, **config | SIZES)
                 hf_model.save_pretrained(folder)
-                made.append(Shape(folder, hf_model, True in kinds))
+                made.append(Shape(folder, hf_model, False in kinds))
         return made
 
     return make

@@ -116,11 +116,14 @@ LATENT |= {"q_lora_rank": 20, "kv_lora_rank": 25}
 LATENT |= {"qk_nope_head_dim": 11, "qk_rope_head_dim": 6, "v_head_dim": 13}
 LATENT_MQ = LATENT | {"q_lora_rank": None, "kv_lora_rank": 32, "qk_rope_head_dim": 32}
 DENSE: dict[str, Any] = {"first_k_dense_replace": 3}
+KIMI = LATENT | {"q_lora_rank": None, "num_experts": 6, "num_experts_per_tok": 2}
+KIMI |= {"moe_intermediate_size": 20, "linear_num_heads": 2, "linear_head_dim": 16}
+KIMI |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 # transformers views parts of queries and keys as complex numbers.
 EVEN = DENSE | {"qk_nope_head_dim": 12, "kv_lora_rank": 26}
 MSCALE = YARN | {"mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 16.0}
 
-HYBRIDS = ("lfm2", "qwen3.5", "mamba-odd", "mamba2-odd", "rwkv7")
+HYBRIDS = ("lfm2", "qwen3.5", "kimi-linear", "mamba-odd", "mamba2-odd", "rwkv7")
 MIXTURES = ("mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "gemma4-moe")
 LATENTS = ("minicpm3-yarn", "deepseek-v3", "deepseek-v3-queries")
 
@@ -630,6 +633,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "mlp"]}
         | {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
         | {"moe_shared_expert_intermediate_size": 28, "n_group": 2, "routed_scaling_factor": 2.5},
+    ),
+    "kimi-linear": ("KimiLinearForCausalLM", KIMI),
+    "kimi-linear-groups": (
+        "KimiLinearForCausalLM",
+        KIMI
+        | {"q_lora_rank": 20, "attention_bias": True, "n_group": 3, "topk_group": 2}
+        | {"linear_num_heads": 3, "linear_head_dim": 10, "linear_conv_kernel_dim": 3}
+        | {"norm_topk_prob": False, "mlp_layer_types": ["sparse", "dense", "sparse"]},
     ),
     "opt": ("OPTForCausalLM", OPT),
     "opt-350m": (

@@ -191,7 +191,6 @@ def test_built_in_families_come_first_and_broken_ones_are_named(tmp_path: Path) 
         ("WhisperForConditionalGeneration", "sound"),
         ("Florence2ForConditionalGeneration", "images"),
         ("PhimoeForCausalLM", "mixture of experts"),
-        ("KimiLinearForCausalLM", "mixture of experts"),
         ("MiMoV2FlashForCausalLM", "mixture of experts"),
         ("LagunaForCausalLM", "mixture of experts"),
         ("Lfm3ForCausalLM", "recurrent layers"),

@@ -435,6 +435,12 @@ BAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2}
         ("Qwen3_5ForCausalLM", {"hidden_act": "gelu"}, r"hidden_act='gelu'.*needs silu"),
         ("Qwen3_5ForCausalLM", {"layer_types": ["full_attention"]}, r"layer_types=.*each layer"),
         ("Qwen3_5ForCausalLM", {"layer_types": ["a", "b"]}, r"layer_types=.*linear_attention"),
+        (
+            "KimiLinearForCausalLM",
+            {"linear_attn_config": {"kda_layers": [1], "full_attn_layers": [1, 2]}},
+            r"linear_attn_config: full_attn_layers=\[1, 2\].*each of the layers 1 to 2 once",
+        ),
+        ("KimiLinearForCausalLM", {"mla_use_nope": False}, r"mla_use_nope=False.*positions"),
         ("OlmoeForCausalLM", {"clip_qkv": 8.0}, r"clip_qkv=8.0"),
         ("OlmoeForCausalLM", {"num_experts": 7}, r"num_experts_per_tok=8.*at most 7"),
         ("OlmoeForCausalLM", {"num_experts": 5000}, r"num_experts=5000.*<= 4096"),
@@ -482,6 +488,22 @@ def test_gemma4_with_more_than_ten_layers(tmp_path: Path) -> None:
     ]
     assert [block.source for block in attentions] == [None] * 8 + [7, 7, 7, 5]
     assert len(spec.caches) == 8
+
+
+def test_kimi_linear_as_published(tmp_path: Path) -> None:
+    """The layers' numbers, which begin with 1, and the sizes are in an object."""
+    spec = save_config(tmp_path, *CASES["kimi-linear"])
+    file = tmp_path / "config.json"
+    fields = json.loads(file.read_text())
+    lists = {"kda_layers": [1, 3], "full_attn_layers": [2], "short_conv_kernel_size": 4}
+    names = {"linear_head_dim": "head_dim", "linear_num_heads": "num_heads"}
+    lists |= {name: fields.pop(field) for field, name in names.items()}
+    for name in ("layer_types", "mlp_layer_types", "linear_conv_kernel_dim"):
+        del fields[name]
+    more = {"linear_attn_config": lists, "first_k_dense_replace": 1, "moe_layer_freq": 1}
+    more |= {"mla_use_nope": True, "moe_router_activation_func": "sigmoid", "rope_theta": 1e4}
+    file.write_text(json.dumps(fields | more))
+    assert spec_of(tmp_path) == spec
 
 
 def test_loading_a_large_table(tmp_path: Path) -> None:

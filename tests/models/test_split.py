@@ -162,6 +162,7 @@ def test_experts_are_divided(case: str, form: str | None, tmp_path: Path) -> Non
     [
         *("llama", "gemma3n", "gemma4", "olmo-hybrid", "mamba", "rwkv7", "qwen2-moe"),
         "deepseek-v3",
+        "kimi-linear",
     ],
 )
 def test_sums_of_ranks(case: str, tmp_path: Path) -> None:

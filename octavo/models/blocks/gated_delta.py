@@ -1,4 +1,7 @@
-"""Specification of Gated DeltaNet: linear attention with a matrix as the state of each head."""
+"""Specification of Gated DeltaNet and of Kimi Delta Attention.
+
+Both are linear attention with a matrix as the state of each head.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from octavo.layers.state_table import STATE_ARRAYS
 from octavo.layers.step_table import StepArray
 from octavo.models.blocks.base import BlockSpec, LargestStep
 from octavo.models.blocks.linear import LinearSpec
+from octavo.models.blocks.low_rank import LowRankSpec
 from octavo.models.blocks.norm import RMSNormSpec
 from octavo.models.cache import CacheSpec
 from octavo.models.state_cache import StateCache
@@ -26,12 +30,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class GatedDeltaSpec(BlockSpec):
-    """Gated DeltaNet (Yang, Kautz, Hatamizadeh, arXiv 2412.06464)."""
+    """Gated DeltaNet (Yang, Kautz, Hatamizadeh, arXiv 2412.06464).
+
+    With `decay` and `gate` it is Kimi Delta Attention (arXiv 2510.26692).
+    """
 
     in_proj: LinearSpec
     """Projection to all queries, all keys, all values, and all gates of the result."""
     rates_proj: LinearSpec
     """Projection to all betas and all decays."""
+    decay: LowRankSpec | None = None
+    """Projection to a decay of each channel of each key; None: `rates_proj` computes one of each
+    head."""
+    gate: LowRankSpec | None = None
+    """Projection to the gates, which are sigmoids; None: `in_proj` computes them, and they are
+    SiLUs."""
     out_proj: LinearSpec
     norm: RMSNormSpec
     """Norm of the result of each head."""
@@ -87,6 +100,13 @@ class GatedDeltaSpec(BlockSpec):
         )
 
     @property
+    def _decays(self) -> tuple[int, int]:
+        """Decays [begin, end) of the rank among those of all ranks."""
+        size = self._group * (1 if self.decay is None else self.key_size)
+        begin, end = self._part
+        return begin * size, end * size
+
+    @property
     def _num_channels(self) -> int:
         return sum(end - begin for begin, end in self._channels)
 
@@ -110,14 +130,16 @@ class GatedDeltaSpec(BlockSpec):
         begin, end = part = rank.share(self.num_key_heads)
         own, heads, group = replace(self, part=part), self.num_heads, self._group
         values = begin * group * self.value_size, end * group * self.value_size
-        gates = 2 * self.num_key_heads * self.key_size + heads * self.value_size
+        first = 2 * self.num_key_heads * self.key_size + heads * self.value_size
+        gates = () if self.gate else ((first + values[0], first + values[1]),)
+        decays = () if self.decay else ((heads + begin * group, heads + end * group),)
         out_proj = self.out_proj
         return replace(
             own,
-            in_proj=self.in_proj.split(*own._channels, (gates + values[0], gates + values[1])),
-            rates_proj=self.rates_proj.split(
-                (begin * group, end * group), (heads + begin * group, heads + end * group)
-            ),
+            in_proj=self.in_proj.split(*own._channels, *gates),
+            rates_proj=self.rates_proj.split((begin * group, end * group), *decays),
+            decay=self.decay and self.decay.split(own._decays),
+            gate=self.gate and self.gate.split(values),
             out_proj=out_proj.split_inputs(values, rank)
             if rank.reduces
             else out_proj.split(rank.share(out_proj.outputs)),
@@ -127,16 +149,28 @@ class GatedDeltaSpec(BlockSpec):
         """Yield the projections, the weights of convolution and decay, and the norm."""
         yield from self.in_proj.weights(names.of("in_proj"))
         yield from self.rates_proj.weights(names.of("rates_proj"))
+        for part, low_rank in (("decay", self.decay), ("gate", self.gate)):
+            if low_rank is not None:
+                yield from low_rank.weights(names.of(part))
         prefix, own = f"{names.checkpoint}{self.module}.", names.own
         shape = self._num_channels, 1, self.taps
         yield Weight(f"{own}conv", "vector", shape, self._conv_sources(prefix))
-        begin, end = self._part
-        heads = begin * self._group, end * self._group
-        for name, dummy in (("A_log", 0.0), ("dt_bias", 1.0)):
-            source = Source(prefix + name, (self.num_heads,), parts=(heads,), dummy=dummy)
-            yield Weight(
-                f"{own}{name.lower()}", "vector", (self._own_heads,), (source,), dtype="float32"
-            )
+        (begin, end), decays = self._part, self._decays
+        heads, count = (begin * self._group, end * self._group), self.num_heads
+        rates = Source(f"{prefix}A_log", (count,), parts=(heads,), dummy=0.0)
+        if self.decay is not None:
+            rates = replace(rates, shape=(1, 1, count, 1), transform="flat")
+        biases = Source(
+            f"{prefix}dt_bias",
+            (count * (1 if self.decay is None else self.key_size),),
+            parts=(decays,),
+            dummy=1.0,
+        )
+        for name, source, size in (
+            ("a_log", rates, self._own_heads),
+            ("dt_bias", biases, decays[1] - decays[0]),
+        ):
+            yield Weight(f"{own}{name}", "vector", (size,), (source,), dtype="float32")
         yield from self.norm.weights(names.of("norm"))
         yield from self.out_proj.weights(names.of("out_proj"))
 
@@ -164,7 +198,9 @@ class GatedDeltaSpec(BlockSpec):
         """Return the bytes of a head's state and its next tokens, in each thread."""
         from octavo.kernels.sizes import delta_rule_nbytes
 
-        return largest.num_threads * delta_rule_nbytes(self.key_size, self.value_size)
+        return largest.num_threads * delta_rule_nbytes(
+            self.key_size, self.value_size, by_channel=self.decay is not None
+        )
 
     def build(self, parts: Parts, caches: tuple[int, ...]) -> GatedDelta:
         """Implement `BlockSpec`."""
@@ -179,6 +215,8 @@ class GatedDeltaSpec(BlockSpec):
             cache=caches[0],
             in_proj=self.in_proj.build(parts.of("in_proj")),
             rates_proj=self.rates_proj.build(parts.of("rates_proj")),
+            decay=self.decay and self.decay.build(parts.of("decay")),
+            gate=self.gate and self.gate.build(parts.of("gate")),
             out_proj=self.out_proj.build(parts.of("out_proj"), "mixer"),
             conv_weight=parts.tensor("conv").view(self._num_channels, self.taps),
             a_log=parts.tensor("a_log"),

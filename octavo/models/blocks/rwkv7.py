@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from octavo.checkpoints.base import Source
 from octavo.errors import ConfigError
@@ -12,6 +12,7 @@ from octavo.layers.state_table import STATE_ARRAYS
 from octavo.layers.step_table import StepArray
 from octavo.models.blocks.base import BlockSpec, LargestStep
 from octavo.models.blocks.linear import LinearSpec
+from octavo.models.blocks.low_rank import LowRankSpec
 from octavo.models.blocks.mlp import MLPSpec
 from octavo.models.cache import CacheSpec
 from octavo.models.state_cache import StateCache
@@ -20,7 +21,7 @@ from octavo.system.distributed import Rank
 
 if TYPE_CHECKING:
     from octavo.attention.base import AttentionBackend
-    from octavo.layers.rwkv7 import ChannelMix, LowRank, TimeMix, TokenShift
+    from octavo.layers.rwkv7 import ChannelMix, TimeMix, TokenShift
     from octavo.models.blocks.base import Parts
 
 
@@ -44,39 +45,6 @@ class TokenShiftSpec:
         from octavo.layers.rwkv7 import TokenShift
 
         return TokenShift(parts.ops, cache, parts.tensor("mix").view(len(self.names), -1))
-
-
-@dataclass(frozen=True)
-class LowRankSpec:
-    """Projection to a low rank, an activation, and a projection from it."""
-
-    down: LinearSpec
-    up: LinearSpec
-    activation: Literal["none", "tanh", "sigmoid"] = "none"
-
-    def split(self, part: tuple[int, int]) -> LowRankSpec:
-        """Return the projection to some outputs (begin, end)."""
-        return replace(self, up=self.up.split(part))
-
-    def weights(self, names: Names) -> Iterator[Weight]:
-        """Yield the weights of both projections."""
-        yield from self.down.weights(names.of("down"))
-        yield from self.up.weights(names.of("up"))
-
-    def build(self, parts: Parts) -> LowRank:
-        """Return the live projection."""
-        from octavo.layers.rwkv7 import LowRank
-
-        ops = parts.ops
-        functions: dict[str, Any] = {
-            "none": None,
-            "tanh": lambda x: ops.soft_cap_(x, 1.0),
-            "sigmoid": lambda x: ops.sigmoid(x, x),
-        }
-        down, up = (
-            linear.build(parts.of(n)) for n, linear in (("down", self.down), ("up", self.up))
-        )
-        return LowRank(down, functions[self.activation], up)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,10 +49,10 @@ def read_qwen3_5_moe(config: ConfigJson) -> ModelSpec:
         shared_inner=config.integer("shared_expert_intermediate_size"),
     )
     config = config.filled({"intermediate_size": config.get("moe_intermediate_size")})
-    return _with_experts(read_qwen3_5(config), (block,) * read_num_layers(config))
+    return with_experts(read_qwen3_5(config), (block,) * read_num_layers(config))
 
 
-def _with_experts(spec: ModelSpec, blocks: Sequence[ExpertsSpec | None]) -> ModelSpec:
+def with_experts(spec: ModelSpec, blocks: Sequence[ExpertsSpec | None]) -> ModelSpec:
     """Return the model with these feed-forward blocks; None: the layer's own."""
     made: dict[tuple[int, int], LayerSpec] = {}
     layers = []
@@ -92,7 +92,7 @@ def read_qwen3_next(config: ConfigJson) -> ModelSpec:
         names=ExpertNames(shared_gate="mlp.shared_expert_gate"),
         shared_inner=config.integer("shared_expert_intermediate_size"),
     )
-    return _with_experts(spec, read_feed_forwards(config, block))
+    return with_experts(spec, read_feed_forwards(config, block))
 
 
 def read_olmo_hybrid(config: ConfigJson) -> ModelSpec:
@@ -120,7 +120,7 @@ def read_olmo_hybrid(config: ConfigJson) -> ModelSpec:
     norm, feed_forward_norm = (
         RMSNormSpec(f"{name}_layer_norm", hidden, eps) for name in ("attention", "feedforward")
     )
-    spec = _with_delta(
+    spec = with_delta(
         config,
         variant.read(config),
         lambda layer: LayerSpec.of(delta, layer.blocks[1], norm, feed_forward_norm),
@@ -173,7 +173,7 @@ def _read_qwen_mtp(
 
 def _read_qwen(config: ConfigJson, delta: GatedDeltaSpec) -> ModelSpec:
     spec = _read_attention(config)
-    return _with_delta(config, spec, lambda layer: layer.with_blocks([delta, layer.blocks[1]]))
+    return with_delta(config, spec, lambda layer: layer.with_blocks([delta, layer.blocks[1]]))
 
 
 def _read_attention(config: ConfigJson) -> ModelSpec:
@@ -184,7 +184,7 @@ def _read_attention(config: ConfigJson) -> ModelSpec:
     return replace(_QWEN, ropes=ropes, qkv_bias=bias, o_bias=bias).read(config)
 
 
-def _with_delta(
+def with_delta(
     config: ConfigJson,
     spec: ModelSpec,
     make: Callable[[LayerSpec], LayerSpec],

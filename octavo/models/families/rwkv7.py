@@ -10,8 +10,9 @@ from octavo.models.blocks.embedding import EmbedSpec
 from octavo.models.blocks.head import HeadSpec
 from octavo.models.blocks.layer import LayerSpec
 from octavo.models.blocks.linear import LinearSpec
+from octavo.models.blocks.low_rank import LowRankSpec
 from octavo.models.blocks.norm import LayerNormSpec
-from octavo.models.blocks.rwkv7 import ChannelMixSpec, LowRankSpec, TimeMixSpec, TokenShiftSpec
+from octavo.models.blocks.rwkv7 import ChannelMixSpec, TimeMixSpec, TokenShiftSpec
 from octavo.models.families.base import model_spec, read_lm_head, read_num_layers
 from octavo.models.families.llama import read_max_position
 from octavo.models.spec import ModelSpec
