@@ -48,6 +48,8 @@ class LatentAttention:
     """Table of `octavo.layers.rotary`; None without rotary positions."""
     is_neox: bool
     """Layout of the rotated pairs: see `Ops.rotary_embedding`."""
+    query_factors: Tensor | None
+    """Factor of the queries at each position: [positions, 1]."""
     columns: Columns | None
     """Columns of these heads in the result of all heads, if other ranks have the others."""
 
@@ -61,6 +63,9 @@ class LatentAttention:
         if self.q_b_proj is not None:
             assert self.q_norm is not None
             queries = self.q_b_proj(self.q_norm(queries))
+        if self.query_factors is not None:
+            factors = ops.embedding(self.query_factors, step.positions)
+            ops.multiply(queries, factors, out=queries)
         # [T, heads, ...]; the latent is one head.
         split = self.key_size, self.rope_size
         whole = queries.view(tokens, heads, sum(split))

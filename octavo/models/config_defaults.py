@@ -33,6 +33,8 @@ _MINISTRAL3["rope_parameters"] = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
+_MISTRAL4_ROPE = _MINISTRAL3["rope_parameters"] | {"rope_theta": 1e4, "factor": 128.0}
+_MISTRAL4_ROPE |= {"original_max_position_embeddings": 8192}
 _GEMMA4: dict[str, Any] = {"rms_norm_eps": 1e-6, "head_dim": 256, "num_key_value_heads": 4}
 _GEMMA4 |= {"max_position_embeddings": 131072, "sliding_window": 512, "global_head_dim": 512}
 _GEMMA4["rope_parameters"] = {
@@ -69,6 +71,10 @@ _QWEN3_5_MOE = {"num_key_value_heads": 2, "num_experts_per_tok": 8}
 _QWEN3_5_MOE |= {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
 _LATENT = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128}
 _LATENT |= {"qk_rope_head_dim": 64, "v_head_dim": 128}
+_DEEPSEEK_V3 = _LLAMA | _LATENT | {"first_k_dense_replace": 3, "n_shared_experts": 1}
+_DEEPSEEK_V3 |= {"max_position_embeddings": 4096, "num_nextn_predict_layers": 1}
+_DEEPSEEK_V3 |= {"moe_intermediate_size": 2048, "n_group": 8, "topk_group": 4}
+_DEEPSEEK_V3 |= {"num_experts_per_tok": 8, "routed_scaling_factor": 2.5}
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"model_type": "llama"} | _LLAMA,
@@ -111,6 +117,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "Gemma4UnifiedForConditionalGeneration": {"model_type": "gemma4_unified"} | _GEMMA4_UNIFIED,
     "Ministral3ForCausalLM": {"model_type": "ministral3"} | _MINISTRAL3,
     "Mistral3ForConditionalGeneration": {"model_type": "mistral3"},
+    "Mistral4ForCausalLM": {"model_type": "mistral4", "num_key_value_heads": 32}
+    | _LLAMA
+    | _LATENT
+    | {"q_lora_rank": 1024, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "n_routed_experts": 128}
+    | {"n_shared_experts": 1, "moe_intermediate_size": 2048, "num_experts_per_tok": 4}
+    | {"max_position_embeddings": 1048576, "rope_parameters": _MISTRAL4_ROPE},
     "Qwen2_5_VLForConditionalGeneration": {"model_type": "qwen2_5_vl"}
     | _QWEN
     | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80},
@@ -306,12 +318,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | _LLAMA
     | _LATENT
     | {"moe_intermediate_size": 1407, "n_shared_experts": 2},
-    "DeepseekV3ForCausalLM": {"model_type": "deepseek_v3", "first_k_dense_replace": 3}
-    | _LLAMA
-    | _LATENT
-    | {"max_position_embeddings": 4096, "num_nextn_predict_layers": 1, "n_shared_experts": 1}
-    | {"moe_intermediate_size": 2048, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8}
-    | {"routed_scaling_factor": 2.5},
+    "DeepseekV3ForCausalLM": {"model_type": "deepseek_v3"} | _DEEPSEEK_V3,
+    "KimiK25ForConditionalGeneration": {"model_type": "kimi_k25"} | _DEEPSEEK_V3,
+    "Kimi_K25ForConditionalGeneration": {"model_type": "kimi_k25"} | _DEEPSEEK_V3,
     "KimiLinearForCausalLM": {"model_type": "kimi_linear", "num_key_value_heads": 32}
     | _LLAMA
     | _LATENT

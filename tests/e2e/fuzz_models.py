@@ -48,7 +48,7 @@ _MIXED = (*_MIXED, "Glm4Moe", "SolarOpen", "Dots1", "MiniMaxM2", "Ernie4_5_Moe",
 _MIXED = (*_MIXED, "ExaoneMoe", "Llama4", "Afmoe", "HYV3", "Cohere2Moe")
 """Families with mixtures of experts."""
 _ROPE = (*_ROPE, *_MIXED)
-_LATENT = ("MiniCPM3", "DeepseekV2", "DeepseekV3", "KimiLinear")
+_LATENT = ("MiniCPM3", "DeepseekV2", "DeepseekV3", "Mistral4", "KimiLinear")
 """Families with latent attention."""
 _NAMES = {"GPT2": "GPT2LMHeadModel"}
 _NAMES |= {name: f"{name}ForCausalLM" for name in (*_ROPE, *_PLAIN, *_STATES, *_LATENT)}
@@ -230,7 +230,7 @@ def _latent_model(rng: random.Random, family: str, heads: int, layers: int) -> d
     config |= {"num_key_value_heads": heads, "mlp_bias": rng.random() < 0.3}
     if family != "MiniCPM3":
         config |= {"first_k_dense_replace": layers}
-    if family == "DeepseekV3":
+    if family in ("DeepseekV3", "Mistral4"):
         config |= {"rope_interleave": rng.random() < 0.5, "mlp_bias": False}
     if family == "KimiLinear":
         kinds = "linear_attention", "full_attention"

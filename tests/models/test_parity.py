@@ -572,6 +572,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"first_k_dense_replace": 1, "n_routed_experts": 12, "num_experts_per_tok": 3}
         | {"n_group": 3, "topk_group": 2, "moe_intermediate_size": 20, "n_shared_experts": 2},
     ),
+    "mistral4": (
+        "Mistral4ForCausalLM",
+        LATENT
+        | EVEN
+        | {"first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 3}
+        | {"n_group": 2, "moe_intermediate_size": 20, "routed_scaling_factor": 1.7}
+        | {"rope_parameters": MSCALE | {"llama_4_scaling_beta": 0.3}},
+    ),
     "deepseek-v2-moe": (
         "DeepseekV2ForCausalLM",
         LATENT
@@ -893,6 +901,13 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         | {"num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16}
         | {"encoder_hidden_size": 16},
     },
+    "Mistral3": _with_tower(
+        LATENT
+        | {"model_type": "mistral4", "n_routed_experts": 6, "moe_intermediate_size": 20}
+        | {"qk_rope_head_dim": 12, "tie_word_embeddings": False},
+        TOWER | {"model_type": "pixtral"},
+        tie_word_embeddings=False,
+    ),
     "Qwen3_5Moe": _with_tower(
         QWEN3_5 | FEW | {"num_hidden_layers": 3, "shared_expert_intermediate_size": 24},
         QWEN_TOWER | {"num_position_embeddings": 16},
@@ -1209,6 +1224,26 @@ def test_llama4_with_a_tower(tmp_path: Path) -> None:
     assert model.spec.left_out == "pictures and sound"
     prompts = make_prompts(VOCAB, (20, 3))
     assert_same_as_hf(hf_model.language_model, prompts, generate(model, prompts, 5))
+
+
+def test_kimi_k25(tmp_path: Path) -> None:
+    """transformers renames its layers when it saves a model; published ones keep their names."""
+    text = LATENT | {"first_k_dense_replace": 1, "n_routed_experts": 6, "num_experts_per_tok": 2}
+    text |= {"n_group": 1, "topk_group": 1, "moe_intermediate_size": 20}
+    config = _with_tower(text, MUSE_TOWER, projection_hidden_size=16, tie_word_embeddings=False)
+    hf_model = make_hf("Kimi_K25ForConditionalGeneration", **config)
+    hf_model.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    state = {name.replace("model.blocks", "model.layers"): state[name] for name in state}
+    save_file(state, tmp_path / "model.safetensors")
+    fields = json.loads((tmp_path / "config.json").read_text())
+    fields["architectures"] = ["KimiK25ForConditionalGeneration"]
+    fields["text_config"]["model_type"] = "kimi_k2"
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    model = load(tmp_path)
+    assert model.spec.left_out == "pictures and sound"
+    prompts = make_prompts(VOCAB, (20, 3))
+    assert_same_as_hf(hf_model, prompts, generate(model, prompts, 5))
 
 
 def test_gemma3n_with_towers(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Parsing of config.json and generation_config.json, and the sizes for the memory plan."""
 
 import json
+import math
 import re
 import struct
 import subprocess
@@ -19,6 +20,7 @@ from octavo.models.cache import AttentionCache
 from octavo.models.config_defaults import DEFAULTS
 from octavo.models.registry import FAMILIES
 from octavo.models.spec import ModelSpec
+from octavo.models.weights import Names
 from octavo.system.tensor import HostTensor
 from tests.models.harness import OWN, STAND_INS, load, save_config, spec_of
 from tests.models.test_parity import CASES, TEXT_PARTS, WRAPPERS
@@ -417,6 +419,11 @@ BAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2}
         ),
         (
             "DeepseekV3ForCausalLM",
+            {"first_k_dense_replace": 2, "scoring_func": "softmax"},
+            r"scoring_func='softmax'.*sigmoid",
+        ),
+        (
+            "DeepseekV3ForCausalLM",
             {"first_k_dense_replace": 2},
             r"num_key_value_heads=2.*share one latent",
         ),
@@ -490,6 +497,62 @@ def test_gemma4_with_more_than_ten_layers(tmp_path: Path) -> None:
     assert len(spec.caches) == 8
 
 
+DEEPSEEK: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "auto_map": {"AutoModelForCausalLM": "modeling.Model"},
+    "model_type": "deepseek_v3",
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 5,  # of 61
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "first_k_dense_replace": 3,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "moe_layer_freq": 1,
+    "num_nextn_predict_layers": 1,
+    "max_position_embeddings": 163840,
+    "rope_theta": 10000,
+    "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+    | {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    | {"weight_block_size": [128, 128], "scale_fmt": "ue8m0"},
+}
+KIMI: dict[str, Any] = DEEPSEEK | {"model_type": "kimi_k2", "vocab_size": 163840}
+KIMI |= {"n_routed_experts": 384, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+KIMI |= {"num_attention_heads": 64, "num_key_value_heads": 64, "num_nextn_predict_layers": 0}
+KIMI |= {"rope_theta": 50000.0, "max_position_embeddings": 131072}
+KIMI["rope_scaling"] = DEEPSEEK["rope_scaling"] | {"beta_fast": 1.0, "factor": 32.0}
+
+
+@pytest.mark.parametrize(
+    ("config", "length", "most", "least"),
+    [(DEEPSEEK, 163840, 672e9, 671e9), (KIMI, 131072, 1027e9, 1026e9)],
+)
+def test_deepseek_v3_and_kimi_k2_as_published(
+    config: dict[str, Any], length: int, most: float, least: float, tmp_path: Path
+) -> None:
+    """DeepSeek V3.1 (R1 has the same fields but scale_fmt) and Kimi K2, by their parameters."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = spec_of(tmp_path, trust_remote_code=True)
+    assert spec.max_model_len == length
+    names = {w.name: w for w in spec.stage(0, 4).weights()}
+    assert "layers.3.experts.255.down.weight" in names
+    (layers,) = {id(layer): layer for layer in spec.layers[-2:]}.values()
+    own = [math.prod(w.shape) for w in layers.weights(Names())]
+    first = [math.prod(w.shape) for w in spec.layers[0].weights(Names())]
+    dense = config["first_k_dense_replace"]
+    tables = 2 * config["vocab_size"] * 7168
+    assert least < (61 - dense) * sum(own) + dense * sum(first) + tables < most
+
+
 def test_kimi_linear_as_published(tmp_path: Path) -> None:
     """The layers' numbers, which begin with 1, and the sizes are in an object."""
     spec = save_config(tmp_path, *CASES["kimi-linear"])
@@ -557,6 +620,7 @@ def test_the_architecture_by_the_kind_of_model(tmp_path: Path) -> None:
     assert set(DEFAULTS) == FAMILIES.keys() - {"MPTForCausalLM"}
     for name, defaults in DEFAULTS.items():
         missing = *STAND_INS, *OWN, "MptForCausalLM", "InternVLChatModel"
+        missing += ("Mistral4ForCausalLM",)
         if name in missing or "Conditional" in name:
             continue  # transformers has no class for it, or another name, or another mapping
         assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[defaults["model_type"]] == name
@@ -683,6 +747,7 @@ def test_every_family_has_a_parity_case() -> None:
     elsewhere = {"MPTForCausalLM", "Gemma3nForConditionalGeneration"}
     elsewhere |= {"PaliGemmaForConditionalGeneration", "InternVLChatModel"}
     elsewhere |= {"Llama4ForConditionalGeneration"}  # with separate tests
+    elsewhere |= {"KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"}
     tested = {architecture for architecture, _ in (CASES | TEXT_PARTS).values()}
     tested |= {f"{name}ForConditionalGeneration" for name in WRAPPERS}
     assert tested | elsewhere == set(FAMILIES)

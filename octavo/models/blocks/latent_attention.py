@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from octavo.errors import ConfigError
 from octavo.layers.rope_spec import RopeSpec
+from octavo.models.blocks.attention import QueryScale
 from octavo.models.blocks.base import BlockSpec, LargestStep, Table
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.norm import Ones, RMSNormSpec, ones
@@ -59,6 +60,7 @@ class LatentAttentionSpec(BlockSpec):
     """Factor on the attention scores."""
     positions: RopeSpec | None
     """Rotary positions of the rotated part; None: nothing is rotated (Kimi Linear)."""
+    query_scale: QueryScale | None = None
     heads: tuple[int, int] | None = None
     """Heads (begin, end) that a rank computes; None: all."""
 
@@ -141,8 +143,9 @@ class LatentAttentionSpec(BlockSpec):
         return (LatentCache(self.latent_size + self.rope_size),)
 
     def tables(self) -> tuple[Table, ...]:
-        """Return the tables of cosines and sines, and of the factor that copies queries."""
-        return (Ones(1),) if self.positions is None else (Ones(1), self.positions)
+        """Return the tables of cosines and sines, and of factors of queries."""
+        tables = Ones(1), self.positions, self.query_scale
+        return tuple(table for table in tables if table is not None)
 
     def scratch_nbytes(self, backend: AttentionBackend, largest: LargestStep) -> int:
         """Return the bytes that attention and the products of heads allocate."""
@@ -165,7 +168,7 @@ class LatentAttentionSpec(BlockSpec):
         from octavo.layers.latent_attention import LatentAttention
         from octavo.layers.rotary import build_cos_sin_cache
 
-        rope, columns = self.positions, None
+        rope, scale, columns = self.positions, self.query_scale, None
         if self.o_proj.parts is not None:
             begin, end = (head * self.value_size for head in self._heads)
             columns = parts.columns("heads", self.o_proj.inputs, (begin, end))
@@ -194,5 +197,8 @@ class LatentAttentionSpec(BlockSpec):
             if rope is None
             else parts.table(rope, lambda: build_cos_sin_cache(rope, parts.max_model_len)),
             is_neox=rope is None or rope.is_neox,
+            query_factors=None
+            if scale is None
+            else parts.table(scale, lambda: scale.compute(parts.max_model_len, parts.dtype)),
             columns=columns,
         )

@@ -37,7 +37,7 @@ OUTER_FIELDS += ("quantization_config", "compression_config", "eos_token_id", "b
 """Fields of a model with towers that its text_config does not replace."""
 _TOWERS = (
     r"(model\.)?(vision|visual|video|audio|image|multi_modal|connector|embed_vision|embed_audio|"
-    r"encoder|projector|aligner|mlp1|mlp_AR)[^.]*(\..*)?"
+    r"encoder|projector|mm_projector|aligner|mlp1|mlp_AR)[^.]*(\..*)?"
 )
 """Names of weights that process pictures or sound."""
 PLAIN: dict[str, Activation] = {

@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3, Kimi K2's text, and GLM-4.7-Flash: latent attention and experts."""
+"""DeepSeek V2, V3 and R1, Kimi K2, and GLM-4.7-Flash: latent attention and experts."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.kernels.routing import Routing
+from octavo.models.blocks.attention import QueryScale
 from octavo.models.blocks.experts import ExpertsSpec
-from octavo.models.families.base import read_num_layers
+from octavo.models.families.base import read_num_layers, text_part
 from octavo.models.families.experts import (
     GROUPED,
     experts,
@@ -22,15 +23,25 @@ from octavo.models.families.llama import LlamaLike
 from octavo.models.spec import ModelSpec
 
 
-def _read(
+def read_latent(
     config: ConfigJson,
     block: ExpertsSpec | None,
     *,
     is_neox: bool,
     mlp_bias: bool = False,
     dense: int | None = None,
+    query_scale: QueryScale | None = None,
 ) -> ModelSpec:
-    """Return the model; `block` may be None if all layers are dense."""
+    """Return a model with latent attention.
+
+    Args:
+        config: config.json.
+        block: the experts; None: all layers are dense.
+        is_neox: as in `RopeSpec`.
+        mlp_bias: True if dense feed-forward blocks have biases.
+        dense: as for `read_sparse_layers`.
+        query_scale: factor of the queries.
+    """
     layers = read_num_layers(config)
     rope = read_latent_rope(config, is_neox=is_neox)
     # Layers after the last one predict several tokens at once.
@@ -40,7 +51,8 @@ def _read(
     variant = LlamaLike(
         ropes=(rope,) * layers, mlp_bias=mlp_bias, ignored=ignored, feed_forwards=blocks
     )
-    return variant.read(config, read_latent_attention(config, rope))
+    attention = replace(read_latent_attention(config, rope), query_scale=query_scale)
+    return variant.read(config, attention)
 
 
 def _has_experts(config: ConfigJson) -> bool:
@@ -76,23 +88,28 @@ def _read_v2_experts(config: ConfigJson) -> ExpertsSpec:
 def read_v2(config: ConfigJson) -> ModelSpec:
     """Read DeepSeek V2."""
     block = _read_v2_experts(config) if _has_experts(config) else None
-    return _read(config, block, is_neox=False, mlp_bias=config.flag("mlp_bias", False))
+    return read_latent(config, block, is_neox=False, mlp_bias=config.flag("mlp_bias", False))
 
 
 def read_v3(config: ConfigJson) -> ModelSpec:
     """Read DeepSeek V3."""
+    config.refuse("scoring_func", "sigmoid", "experts are chosen by sigmoid scores")
+    config.refuse("topk_method", "noaux_tc", "experts are chosen with a bias, from the best groups")
+    config.refuse("moe_layer_freq", 1, "all layers after the first, dense ones have experts")
     block = read_grouped_experts(config) if _has_experts(config) else None
-    return _read(config, block, is_neox=not config.flag("rope_interleave", True))
+    return read_latent(config, block, is_neox=not config.flag("rope_interleave", True))
 
 
 def read_glm_lite(config: ConfigJson) -> ModelSpec:
     """Read GLM-4.7-Flash; the first layer is dense."""
     is_neox = not config.flag("rope_interleave", True)
-    return _read(config, read_grouped_experts(config), is_neox=is_neox, dense=1)
+    return read_latent(config, read_grouped_experts(config), is_neox=is_neox, dense=1)
 
 
 ARCHITECTURES = {
     "DeepseekV2ForCausalLM": read_v2,
     "DeepseekV3ForCausalLM": read_v3,
     "Glm4MoeLiteForCausalLM": read_glm_lite,
+    "KimiK25ForConditionalGeneration": text_part(read_v3),
+    "Kimi_K25ForConditionalGeneration": text_part(read_v3),
 }

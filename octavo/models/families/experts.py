@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from octavo.checkpoints.config_json import ConfigJson
-from octavo.kernels.routing import ExpertActivation, Gate, Routing
+from octavo.kernels.routing import ExpertActivation, Gate, Routing, Score
 from octavo.models.blocks.base import BlockSpec
 from octavo.models.blocks.experts import ExpertsSpec, RouterSpec
 from octavo.models.blocks.linear import LinearSpec
@@ -194,8 +194,10 @@ def read_grouped_experts(
     config: ConfigJson,
     names: ExpertNames = GROUPED,
     activation: ExpertActivation | None = None,
+    *,
+    score: Score = "sigmoid",
 ) -> ExpertsSpec:
-    """Return experts that are chosen by sigmoid scores with a bias, from the best groups.
+    """Return experts that are chosen by scores, with or without a bias, from the best groups.
 
     Only experts with the usual activation may have a shared block.
 
@@ -213,7 +215,7 @@ def read_grouped_experts(
         config,
         Routing(
             top_k,
-            "sigmoid",
+            score,
             groups=groups,
             top_groups=top_groups,
             group_best=min(2, num_experts // groups),

@@ -8,7 +8,7 @@ from dataclasses import replace
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.kernels.routing import Routing
 from octavo.kernels.sizes import MAX_TAPS
-from octavo.models.blocks.experts import ExpertsSpec
+from octavo.models.blocks.base import BlockSpec
 from octavo.models.blocks.gated_delta import GatedDeltaSpec
 from octavo.models.blocks.layer import LayerSpec
 from octavo.models.blocks.linear import LinearSpec
@@ -52,7 +52,7 @@ def read_qwen3_5_moe(config: ConfigJson) -> ModelSpec:
     return with_experts(read_qwen3_5(config), (block,) * read_num_layers(config))
 
 
-def with_experts(spec: ModelSpec, blocks: Sequence[ExpertsSpec | None]) -> ModelSpec:
+def with_experts(spec: ModelSpec, blocks: Sequence[BlockSpec | None]) -> ModelSpec:
     """Return the model with these feed-forward blocks; None: the layer's own."""
     made: dict[tuple[int, int], LayerSpec] = {}
     layers = []
