@@ -70,13 +70,19 @@ class Experts:
     """Buffers of several ranks; None: this one computes the whole block."""
     norm: Norm | None = None
     """Norm of the experts' input, which the router reads without it."""
+    latent: tuple[Linear, Linear] | None = None
+    """Projections to the experts' input, and from the sum of their results."""
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """Map [T, hidden_size] to [T, hidden_size]."""
         ids, weights = self.router(x)
         if self.norm is not None:
             x = self.norm(x)
-        result = self._mix(x, ids, weights)
+        if self.latent is None:
+            result = self._mix(x, ids, weights)
+        else:
+            to_latent, from_latent = self.latent
+            result = from_latent(self._mix(to_latent(x), ids, weights))
         if self.shared is None:
             return result
         shared = self.shared(x, step)
@@ -85,7 +91,7 @@ class Experts:
         return self.ops.add(result, shared)
 
     def _mix(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted sum of the experts' results: [T, hidden_size]."""
+        """Return the weighted sum of the experts' results; it has the shape of x."""
         ops, divided = self.ops, self.divided
         factors = weights if self.router.on_input else None
         after = None if self.router.on_input else weights

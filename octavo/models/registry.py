@@ -209,6 +209,10 @@ _KINDS = {
     r"Whisper|Speech|Audio|CTC$|Voice": "it processes sound, and Octavo's models process text",
     r"^(T5|MT5|UMT5|Bart|MBart|Pegasus|Marian|M2M|BlenderBot|Led|LED|ProphetNet)": "it is an "
     "encoder-decoder, and Octavo's models are decoders",
+    r"^(DeepseekV32|GlmMoeDsa|Glm5Next|Qwen4Exp|MiniMaxM3Sparse)": "its attention chooses tokens "
+    "with an indexer (sparse attention), which Octavo does not compute",
+    r"^DeepseekV4": "it has compressed keys and values, and hyper-connections, which Octavo does "
+    "not compute",
     r"ForConditionalGeneration|Vision|VL|Llava|Image": "it processes images or other media, and "
     "Octavo's models process text",
     r"[Mm]oe|MoE|DeepseekV|Dbrx|MiMoV2|Laguna": "it is a mixture of experts of a kind "

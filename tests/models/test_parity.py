@@ -124,7 +124,7 @@ EVEN = DENSE | {"qk_nope_head_dim": 12, "kv_lora_rank": 26}
 MSCALE = YARN | {"mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 16.0}
 
 HYBRIDS = ("lfm2", "qwen3.5", "kimi-linear", "mamba-odd", "mamba2-odd", "rwkv7")
-MIXTURES = ("mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "gemma4-moe")
+MIXTURES = ("mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "gemma4-moe", "nemotron-h-latent")
 LATENTS = ("minicpm3-yarn", "deepseek-v3", "deepseek-v3-queries")
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -649,6 +649,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"q_lora_rank": 20, "attention_bias": True, "n_group": 3, "topk_group": 2}
         | {"linear_num_heads": 3, "linear_head_dim": 10, "linear_conv_kernel_dim": 3}
         | {"norm_topk_prob": False, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+    ),
+    "nemotron-h-latent": (
+        "NemotronHForCausalLM",
+        NEMOTRON_H
+        | {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]}
+        | {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+        | {"moe_shared_expert_intermediate_size": 28, "moe_latent_size": 13},
     ),
     "opt": ("OPTForCausalLM", OPT),
     "opt-350m": (

@@ -396,11 +396,7 @@ BAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2}
             BAMBA | {"attn_layer_indices": [2]},
             r"attn_layer_indices=\[2\].*2 layers",
         ),
-        (
-            "NemotronHForCausalLM",
-            {"n_routed_experts": 4, "moe_latent_size": 8},
-            r"moe_latent_size=8.*hidden state itself",
-        ),
+        ("NemotronHForCausalLM", {"n_routed_experts": 4, "moe_latent_size": 0}, r"latent_size=0"),
         ("Qwen3VLForConditionalGeneration", {"text_config": [1]}, r"text_config=\[1\].*object"),
         (
             "DeepseekV2ForCausalLM",
@@ -416,6 +412,11 @@ BAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2}
             "DeepseekV3ForCausalLM",
             {"first_k_dense_replace": 1, "n_routed_experts": 16, "topk_group": 3},
             r"topk_group=3.*fewer than 8 experts",
+        ),
+        (
+            "DeepseekV3ForCausalLM",
+            {"first_k_dense_replace": 2, "index_topk": 2048},
+            r"index_topk=2048.*indexer",
         ),
         (
             "DeepseekV3ForCausalLM",

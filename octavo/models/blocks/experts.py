@@ -88,6 +88,9 @@ class ExpertsSpec(BlockSpec):
     """Norm of the experts' input, which the router reads without it (Gemma 4)."""
     shared_gate: LinearSpec | None = None
     """Projection to one number, whose sigmoid is a factor of the shared block's result."""
+    latent: tuple[LinearSpec, LinearSpec] | None = None
+    """Projections to the experts' input and from the sum of their results (Nemotron-H); the router
+    and the shared block read the hidden state. Each rank computes them whole."""
     own: tuple[int, int] | None = None
     """Experts [begin, end) that a rank computes, if ranks divide the experts; None: all."""
 
@@ -114,7 +117,7 @@ class ExpertsSpec(BlockSpec):
 
     @property
     def hidden(self) -> int:
-        """Size of the result."""
+        """Size of an expert's result."""
         return self.down[0].whole_outputs
 
     def weights(self, names: Names) -> Iterator[Weight]:
@@ -122,6 +125,8 @@ class ExpertsSpec(BlockSpec):
         yield from self.router.weights(names.of("router"))
         if self.norm is not None:
             yield from self.norm.weights(names.of("norm"))
+        for name, projection in zip(("to_latent", "from_latent"), self.latent or (), strict=False):
+            yield from projection.weights(names.of(name))
         for index in range(*(self.own or (0, len(self.up)))):
             yield from self._without_bias(self.up[index]).weights(names.of(f"experts.{index}.up"))
             yield from self._without_bias(self.down[index]).weights(
@@ -193,6 +198,13 @@ class ExpertsSpec(BlockSpec):
             bias = parts.tensor(f"{name}_bias") if parts.has(f"{name}_bias") else None
             return ops.stack(weights, None if bias is None else bias.view((len(self.up), -1)))
 
+        latent = None
+        if self.latent is not None:
+            to_latent, from_latent = self.latent
+            latent = (
+                to_latent.build(parts.of("to_latent")),
+                from_latent.build(parts.of("from_latent")),
+            )
         top_k, divided = router.routing.top_k, None
         if self.own is not None:
             rows = parts.columns("expert_rows", top_k * self.hidden, (0, top_k * self.hidden))
@@ -222,4 +234,5 @@ class ExpertsSpec(BlockSpec):
             None if self.shared_gate is None else self.shared_gate.build(parts.of("shared_gate")),
             divided,
             None if self.norm is None else self.norm.build(parts.of("norm")),
+            latent,
         )

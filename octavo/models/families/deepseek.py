@@ -42,6 +42,7 @@ def read_latent(
         dense: as for `read_sparse_layers`.
         query_scale: factor of the queries.
     """
+    config.refuse("index_topk", None, "Octavo has no attention that chooses tokens with an indexer")
     layers = read_num_layers(config)
     rope = read_latent_rope(config, is_neox=is_neox)
     # Layers after the last one predict several tokens at once.

@@ -9,6 +9,7 @@ from octavo.kernels.routing import ExpertActivation
 from octavo.models.blocks.attention import AttentionSpec
 from octavo.models.blocks.base import BlockSpec
 from octavo.models.blocks.experts import ExpertsSpec
+from octavo.models.blocks.linear import LinearSpec
 from octavo.models.families.base import PLAIN, Heads, plain_mlp, read_activation
 from octavo.models.families.experts import ExpertNames, read_grouped_experts
 from octavo.models.families.mamba2 import mixers_spec
@@ -93,12 +94,21 @@ def read(config: ConfigJson) -> ModelSpec:
 
 def _read_experts(config: ConfigJson) -> ExpertsSpec:
     """Return experts without gates, and a block that all tokens use."""
-    config.refuse("moe_latent_size", None, "experts read the hidden state itself")
     config.refuse("mlp_bias", False, "experts have no biases")
     config.refuse("mlp_hidden_act", "relu2", "experts need relu2")
-    block = read_grouped_experts(config, _NAMES, ExpertActivation("relu2", gated=False))
+    hidden, latent = config.integer("hidden_size"), config.optional_integer("moe_latent_size", 1)
+    block = read_grouped_experts(
+        config.replaced("hidden_size", latent or hidden),
+        _NAMES,
+        ExpertActivation("relu2", gated=False),
+    )
+    if latent is not None:
+        down = LinearSpec((("mixer.fc1_latent_proj", latent),), hidden)
+        up = LinearSpec((("mixer.fc2_latent_proj", hidden),), latent)
+        router = replace(block.router, proj=replace(block.router.proj, inputs=hidden))
+        block = replace(block, router=router, latent=(down, up))
     inner = config.integer("moe_shared_expert_intermediate_size")
-    prefix, hidden = "mixer.shared_experts.", config.integer("hidden_size")
+    prefix = "mixer.shared_experts."
     shared = plain_mlp(f"{prefix}up_proj", f"{prefix}down_proj", hidden, inner, "relu2", bias=False)
     return replace(block, shared=shared)
 
