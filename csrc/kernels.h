@@ -695,10 +695,11 @@ struct RouteArgs {
   Score score;
   bool softmax_chosen;  // weights are the softmax of the chosen scores
   bool renormalize;  // weights are divided by their sum + epsilon, which is `least` or more
+  float tolerance;  // not 0: see `sparse_mixer_weight`
   float epsilon, least, scale;
 
   MEMBERS(logits, logits_stride, bias, factors, ids, weights, tokens, experts, top_k, groups, top_groups,
-          group_best, score, softmax_chosen, renormalize, epsilon, least, scale)
+          group_best, score, softmax_chosen, renormalize, tolerance, epsilon, least, scale)
   void resize(const StepSize& size) { tokens = size.rows; }
   Work work() const { return {double(tokens) * (experts * 4 + top_k * 8), 0.0}; }
 };

@@ -56,6 +56,21 @@ INLINE void choose_groups(const RouteArgs& a, float* choice, float* best, float*
       for (int64_t i = 0; i < size; i++) choice[g * size + i] = -INFINITY;
 }
 
+// Returns the weight of a chosen expert by SparseMixer (Liu et al., "GRIN", arXiv:2409.12136): the
+// softmax over it and those experts not chosen yet whose scores are near to its own.
+INLINE float sparse_mixer_weight(const RouteArgs& a, const float* scores, const float* choice,
+                                 int64_t id, float* copy) {
+  const float most = scores[id];
+  for (int64_t i = 0; i < a.experts; i++) {
+    const float magnitude = fabsf(scores[i]);
+    const bool far = (most - scores[i]) / (magnitude < most ? most : magnitude) > a.tolerance;
+    const bool taken = choice[i] == -INFINITY && scores[i] == scores[i];  // NaN spoils the weight
+    copy[i] = i != id && (taken || far) ? -INFINITY : scores[i];
+  }
+  softmax_row(copy, copy, a.experts, false);
+  return copy[id];
+}
+
 void route(const RouteArgs& a) {
   parallel_for(a.tokens, a.tokens * a.experts / W * (16 + 4 * a.top_k), [&](int64_t token) {
     float* scores = static_cast<float*>(scratch(4 * a.experts * sizeof(float)));
@@ -76,7 +91,7 @@ void route(const RouteArgs& a) {
         id = next;
       }
       ids[i] = int32_t(id);
-      weights[i] = scores[id];
+      weights[i] = a.tolerance ? sparse_mixer_weight(a, scores, choice, id, copy) : scores[id];
     }
     if (a.softmax_chosen) softmax_row(weights, weights, a.top_k, false);
     if (a.renormalize) {

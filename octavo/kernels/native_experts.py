@@ -68,6 +68,7 @@ class NativeExpertOps(NativeMemory):
             score=_SCORES[routing.score],
             softmax_chosen=routing.softmax_chosen,
             renormalize=routing.renormalize,
+            tolerance=routing.tolerance,
             epsilon=routing.epsilon,
             least=routing.least,
             scale=routing.scale,

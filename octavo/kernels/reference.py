@@ -678,6 +678,12 @@ class ReferenceOps:
             choice = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
         ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
         weights = scores.gather(1, ids)
+        if routing.tolerance:
+            for i in range(routing.top_k):
+                most, rest = weights[:, i : i + 1], scores.scatter(1, ids[:, :i], -torch.inf)
+                far = (most - scores) / scores.abs().maximum(most) > routing.tolerance
+                near = rest.masked_fill(far, -torch.inf).softmax(-1)
+                weights[:, i] = near.gather(1, ids[:, i : i + 1])[:, 0]
         if routing.softmax_chosen:
             weights = torch.softmax(weights, -1)
         if routing.renormalize:

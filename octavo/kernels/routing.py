@@ -22,6 +22,9 @@ class Routing:
         top_groups: number of these parts.
         group_best: number of the largest scores of a part whose sum is the part's score.
         softmax_chosen: True if the weights are the softmax of the chosen experts' scores.
+        tolerance: relative distance from a chosen score within which others join the softmax that
+            is the weight, if they are not chosen yet (SparseMixer, arXiv 2409.12136); 0: none of
+            this.
         renormalize: True if the weights are divided by their sum.
         epsilon: term of that sum.
         least: lower bound of the sum with the term.
@@ -34,6 +37,7 @@ class Routing:
     top_groups: int = 1
     group_best: int = 1
     softmax_chosen: bool = False
+    tolerance: float = 0.0
     renormalize: bool = False
     epsilon: float = 0.0
     least: float = 0.0

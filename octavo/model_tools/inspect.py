@@ -30,10 +30,15 @@ from octavo.kv_cache.sessions import SessionShape, find_hits
 from octavo.model_tools.opened import MODEL_HELP, OpenedModel, model_kwargs
 from octavo.models.blocks.attention import AttentionSpec
 from octavo.models.blocks.base import BlockSpec
+from octavo.models.blocks.experts import ExpertsSpec
 from octavo.models.blocks.gated_delta import GatedDeltaSpec
 from octavo.models.blocks.latent_attention import LatentAttentionSpec
+from octavo.models.blocks.mamba import MambaSpec
+from octavo.models.blocks.mamba2 import Mamba2Spec
 from octavo.models.blocks.mlp import MLPSpec
 from octavo.models.blocks.rwkv7 import ChannelMixSpec, TimeMixSpec
+from octavo.models.blocks.short_conv import ShortConvSpec
+from octavo.models.blocks.sum import SumSpec
 from octavo.models.forms import quant_method
 from octavo.models.loader import check_inputs
 from octavo.models.registry import read_spec
@@ -215,6 +220,7 @@ _BLOCK_KINDS: dict[type, str] = {
     ChannelMixSpec: "MLP",
     LatentAttentionSpec: "attention",
     MLPSpec: "MLP",
+    ExpertsSpec: "experts",
 }
 
 
@@ -240,6 +246,8 @@ def _describe_block(block: BlockSpec) -> str:
             f"latent attention ({block.num_heads} heads of {block.key_size} + {rotated} and "
             f"{block.value_size} of values, latents of {block.latent_size})"
         )
+    if isinstance(block, ChannelMixSpec):
+        return f"channel mix ({block.down.inputs:,} inner columns)"
     if isinstance(block, MLPSpec):
         gated = "gated " if block.gated else ""
         return f"MLP ({gated}{block.activation}, {block.down.inputs:,} inner columns)"
@@ -251,6 +259,20 @@ def _describe_block(block: BlockSpec) -> str:
         )
     if isinstance(block, TimeMixSpec):
         return f"time mix ({block.num_heads} heads of {block.head_size})"
+    if isinstance(block, Mamba2Spec):
+        return f"Mamba-2 ({block.num_heads} heads of {block.head_size} x {block.state_size})"
+    if isinstance(block, MambaSpec):
+        return f"Mamba ({block.out_proj.inputs:,} channels of {block.state_size})"
+    if isinstance(block, ShortConvSpec):
+        return f"short convolution ({block.conv.taps} tokens)"
+    if isinstance(block, ExpertsSpec):
+        shared = "" if block.shared is None else f", {block.shared.down.inputs:,} shared"
+        return (
+            f"experts ({block.router.routing.top_k} of {len(block.up)}, {block.inner:,} inner "
+            f"columns{shared})"
+        )
+    if isinstance(block, SumSpec):
+        return " beside ".join(_describe_block(term.block) for term in block.terms)
     return type(block).__name__
 
 

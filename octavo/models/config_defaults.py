@@ -59,6 +59,8 @@ _QWEN3_5 = _LLAMA | {"head_dim": 256, "num_key_value_heads": 4}
 _QWEN3_5 |= {"max_position_embeddings": 32768, "linear_conv_kernel_dim": 4}
 _QWEN3_5 |= {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
 _QWEN3_5 |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+_PHIMOE = _LLAMA | {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "num_local_experts": 16}
+_PHIMOE |= {"num_experts_per_tok": 2, "max_position_embeddings": 131072}
 _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
 _GPT_OSS_ROPE |= {"truncate": False, "original_max_position_embeddings": 4096}
 _GLM_MOE = _LLAMA | {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "n_routed_experts": 128}
@@ -242,6 +244,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"max_position_embeddings": 8192},
     "OlmoeForCausalLM": {"model_type": "olmoe", "num_experts": 64, "num_experts_per_tok": 8}
     | {"hidden_act": "silu", "rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+    "PhiMoEForCausalLM": {"model_type": "phimoe"} | _PHIMOE,
+    "PhimoeForCausalLM": {"model_type": "phimoe"} | _PHIMOE,
     "GptOssForCausalLM": {"model_type": "gpt_oss", "rms_norm_eps": 1e-5, "head_dim": 64}
     | {"num_key_value_heads": 8, "num_local_experts": 128, "num_experts_per_tok": 4}
     | {"sliding_window": 128, "max_position_embeddings": 131072}

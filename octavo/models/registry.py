@@ -68,6 +68,8 @@ _EXPERTS = (
     "MixtralForCausalLM",
     "NemotronHForCausalLM",
     "OlmoeForCausalLM",
+    "PhiMoEForCausalLM",
+    "PhimoeForCausalLM",
     "Qwen2MoeForCausalLM",
     "Qwen3MoeForCausalLM",
     "Qwen3NextForCausalLM",
@@ -211,11 +213,15 @@ _KINDS = {
     "encoder-decoder, and Octavo's models are decoders",
     r"^(DeepseekV32|GlmMoeDsa|Glm5Next|Qwen4Exp|MiniMaxM3Sparse)": "its attention chooses tokens "
     "with an indexer (sparse attention), which Octavo does not compute",
+    r"^MiMoV2": "its heads of keys and of values have different sizes, which Octavo does "
+    "not compute",
+    r"^Laguna": "its layers have different numbers of heads, and softplus gates, which Octavo does "
+    "not compute",
     r"^DeepseekV4": "it has compressed keys and values, and hyper-connections, which Octavo does "
     "not compute",
     r"ForConditionalGeneration|Vision|VL|Llava|Image": "it processes images or other media, and "
     "Octavo's models process text",
-    r"[Mm]oe|MoE|DeepseekV|Dbrx|MiMoV2|Laguna": "it is a mixture of experts of a kind "
+    r"[Mm]oe|MoE|DeepseekV|Dbrx": "it is a mixture of experts of a kind "
     "that Octavo does not compute",
     r"Zamba": "its layers share blocks, which Octavo does not compute",
     r"Mamba|Jamba|RWKV|Rwkv|Bamba|RecurrentGemma|FalconH1|Lfm[23]|Hybrid|Next": "it has "

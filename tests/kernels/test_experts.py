@@ -25,6 +25,7 @@ ROUTINGS = [
     Routing(3, "softmax", groups=5, top_groups=1, scale=16.0),
     Routing(3, "sqrt_softplus", renormalize=True, least=1.5),
     Routing(40, "softmax"),
+    Routing(2, "none", tolerance=0.4),
 ]
 SILU, CLAMPED = ExpertActivation("silu"), ExpertActivation("swigluoai", limit=0.7)
 PLAIN = ExpertActivation("relu2", gated=False)

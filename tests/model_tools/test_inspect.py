@@ -20,6 +20,8 @@ from octavo.model_tools.inspect import inspect
 from octavo.models.hub import local_folder
 from octavo.models.registry import read_spec
 from tests.gguf_files import convert
+from tests.models.harness import save_config
+from tests.models.test_parity import CASES
 
 STORIES = local_folder("octavo/stories")
 
@@ -82,6 +84,33 @@ def test_the_memory_plan_is_the_engines():
     assert found["kv_cache_nbytes_per_token"] == plan.block_nbytes / plan.block_size
     assert found["items"] == {item.name: item.nbytes for item in plan.items}
     assert found["max_model_len"] == 128
+
+
+@pytest.mark.parametrize(
+    ("case", "layer"),
+    [
+        ("lfm2", "2 x short convolution (3 tokens) + MLP (gated silu, 70 inner columns)"),
+        ("rwkv7", "3 x time mix (4 heads of 16) + channel mix (96 inner columns)"),
+        ("jamba", "2 x Mamba (96 channels of 16) + MLP (gated silu, 72 inner columns)"),
+        ("nemotron-h-latent", "2 x experts (3 of 6, 20 inner columns, 28 shared)"),
+        (
+            "falcon-h1",
+            "3 x Mamba-2 (6 heads of 16 x 12) beside attention (4 heads of 16, 2 of keys and "
+            "values) + MLP (gated silu, 72 inner columns)",
+        ),
+        (
+            "kimi-linear",
+            "1 x Kimi delta attention (2 heads of 16 x 16, 2 of queries and keys) + MLP (gated "
+            "silu, 72 inner columns)",
+        ),
+    ],
+)
+def test_layers_have_plain_names(case, layer, tmp_path):
+    save_config(tmp_path, *CASES[case])
+    found = inspect({"model": str(tmp_path), "load_format": "dummy", "skip_tokenizer_init": True})
+    assert layer in found["layers"]
+    assert "Spec" not in " ".join(found["layers"])
+    assert found["files"]["number"] == 0
 
 
 @pytest.fixture(scope="module")

@@ -683,6 +683,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "MixtralForCausalLM",
         SIZES | {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None},
     ),
+    "phimoe": (
+        "PhimoeForCausalLM",
+        SIZES
+        | {"num_local_experts": 5, "router_jitter_noise": 0.2, "sliding_window": 9}
+        | {"attention_bias": True, "lm_head_bias": True},
+    ),
+    "phimoe-longrope": (
+        "PhimoeForCausalLM",
+        SIZES
+        | {"num_local_experts": 7, "router_jitter_noise": 0.1}
+        | {
+            "rope_parameters": LONGROPE
+            | {"original_max_position_embeddings": 128, "short_mscale": 1.2, "long_mscale": 1.2}
+        },
+    ),
     "qwen2-moe": (
         "Qwen2MoeForCausalLM",
         SIZES

@@ -449,6 +449,7 @@ BAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2}
             r"linear_attn_config: full_attn_layers=\[1, 2\].*each of the layers 1 to 2 once",
         ),
         ("KimiLinearForCausalLM", {"mla_use_nope": False}, r"mla_use_nope=False.*positions"),
+        ("PhimoeForCausalLM", {"num_experts_per_tok": 3}, r"num_experts_per_tok=3.*two experts"),
         ("OlmoeForCausalLM", {"clip_qkv": 8.0}, r"clip_qkv=8.0"),
         ("OlmoeForCausalLM", {"num_experts": 7}, r"num_experts_per_tok=8.*at most 7"),
         ("OlmoeForCausalLM", {"num_experts": 5000}, r"num_experts=5000.*<= 4096"),
@@ -621,7 +622,7 @@ def test_the_architecture_by_the_kind_of_model(tmp_path: Path) -> None:
     assert set(DEFAULTS) == FAMILIES.keys() - {"MPTForCausalLM"}
     for name, defaults in DEFAULTS.items():
         missing = *STAND_INS, *OWN, "MptForCausalLM", "InternVLChatModel"
-        missing += ("Mistral4ForCausalLM",)
+        missing += ("Mistral4ForCausalLM", "PhiMoEForCausalLM")
         if name in missing or "Conditional" in name:
             continue  # transformers has no class for it, or another name, or another mapping
         assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[defaults["model_type"]] == name
@@ -748,6 +749,7 @@ def test_every_family_has_a_parity_case() -> None:
     elsewhere = {"MPTForCausalLM", "Gemma3nForConditionalGeneration"}
     elsewhere |= {"PaliGemmaForConditionalGeneration", "InternVLChatModel"}
     elsewhere |= {"Llama4ForConditionalGeneration"}  # with separate tests
+    elsewhere |= {"PhiMoEForCausalLM"}  # the published name
     elsewhere |= {"KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"}
     tested = {architecture for architecture, _ in (CASES | TEXT_PARTS).values()}
     tested |= {f"{name}ForConditionalGeneration" for name in WRAPPERS}
