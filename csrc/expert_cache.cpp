@@ -219,7 +219,8 @@ void ExpertCache::run(const ExpertLayer& layer, const ExpertsArgs& a) {
       Expert& expert = experts_[number];
       if (expert.failed) {
         busy_[expert.slot] = 0;
-        slots_[expert.slot] = expert.slot = -1;
+        slots_[expert.slot] = -1;
+        expert.slot = -1;
       }
       (expert.failed ? failed : ready).push_back(number - layer.first);
     }

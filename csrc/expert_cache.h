@@ -44,6 +44,9 @@ class ExpertCache {
   // of each expert, in the order of their positions in the file.
   void open(int file, std::vector<uint64_t> sums);
 
+  // Counts in other memory from now on.
+  void count_in(int64_t* counts) { counts_ = counts; }
+
   // Forgets all weights in memory.
   void release();
 
@@ -77,7 +80,7 @@ class ExpertCache {
 
   char* const memory_;
   const int64_t slot_nbytes_;
-  int64_t* const counts_;
+  int64_t* counts_;
   int file_ = -1;
   std::vector<uint64_t> sums_;
   std::vector<Expert> experts_;

@@ -317,6 +317,8 @@ NB_MODULE(_native, m) {
           nb::rv_policy::reference_internal, nb::kw_only(), nb::arg("begins"), nb::arg("nbytes"),
           nb::arg("down"))
       .def("open", &ExpertCache::open)
+      .def("count_in",
+           [](ExpertCache& cache, Address counts) { cache.count_in(at<int64_t>(counts)); })
       .def("release", &ExpertCache::release)
       .def("take_error", &ExpertCache::take_error);
 

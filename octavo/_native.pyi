@@ -101,6 +101,9 @@ class ExpertCache:
         `sums` has a checksum for each 2 MiB of each expert, in the order of the file.
         """
 
+    def count_in(self, counts: int, /) -> None:
+        """Count in other memory, int64 [4], from now on; no kernel may run."""
+
     def release(self) -> None:
         """Forget the weights in memory; no kernel may run."""
 

@@ -6,6 +6,7 @@ sizes, which the memory plan needs before loading, and the connection with a loa
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -17,9 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo import _native
-from octavo.errors import ConfigError
+from octavo.checkpoints.registry import open_checkpoint
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError, OctavoError
 from octavo.kernels.memory import map_memory, release_memory
-from octavo.models.weight_cache import ExpertFile
+from octavo.models.spec import ModelSpec
+from octavo.models.weight_cache import ExpertFile, WeightCache, weights_key
 from octavo.models.weights import Weight
 from octavo.system.tensor import HostTensor
 
@@ -136,8 +140,15 @@ class ExpertCache:
             for up in own[::2]:
                 assert up.expert is not None
                 begins[up.expert.index] = places[up.name].start
-            up, down = (weight.nbytes(dtype) for weight in own[:2])
-            self.layers[block] = self._native.add_layer(begins=begins, nbytes=up + down, down=up)
+            first, second = (weight.nbytes(dtype) for weight in own[:2])
+            self.layers[block] = self._native.add_layer(
+                begins=begins, nbytes=first + second, down=first
+            )
+
+    def count_in(self, counts: NDArray[np.int64]) -> None:
+        """Count in `counts` [4] from now on."""
+        self.counts = counts
+        self._native.count_in(counts.ctypes.data)
 
     def place(self, weight: Weight, begin: int) -> HostTensor:
         """Return the memory of an expert's weight in the first slot: uint8.
@@ -170,6 +181,26 @@ class ExpertCache:
         )
 
 
+def find_file(config: EngineConfig, spec: ModelSpec, path: Path, dtype: str) -> Path | None:
+    """Return a file for `describe_speed`, if there is one.
+
+    It is the file of packed weights, or the largest of the checkpoint before that is written.
+
+    Args:
+        config: the settings.
+        spec: the model, or a rank's part.
+        path: the model's folder or file.
+        dtype: type of the model.
+    """
+    with contextlib.suppress(OctavoError, OSError):
+        checkpoint = open_checkpoint(path, config.load.load_format)
+        cache, key = WeightCache.from_config(config), weights_key(spec, checkpoint, dtype)
+        if cache is not None and key is not None and cache.file(key).is_file():
+            return cache.file(key)
+        return max(checkpoint.weight_files, key=lambda file: file.stat().st_size, default=None)
+    return None
+
+
 def describe_speed(per_token: int, others: int, file: Path, num_threads: int) -> str:
     """Return the range of the expected tokens/s of one request, as a phrase.
 
@@ -185,8 +216,8 @@ def describe_speed(per_token: int, others: int, file: Path, num_threads: int) ->
     memory, disk = _memory_speed(num_threads), _disk_speed(file)
     fast = (per_token + others) / memory
     return (
-        f"; one request makes about {1 / (fast + per_token / disk):,.3g} tokens/s if all experts are"
-        f" read from the disk ({disk / 2**20:,.0f} MiB/s), at most {1 / fast:,.3g} if none is"
+        f"; one request makes about {1 / (fast + per_token / disk):,.3g} tokens/s if all experts"
+        f" are read from the disk ({disk / 2**20:,.0f} MiB/s), at most {1 / fast:,.3g} if none is"
     )
 
 

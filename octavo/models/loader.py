@@ -262,9 +262,7 @@ def build_model(spec: ModelSpec, parts: Parts) -> Model:
 class _Memory:
     """Memory of a model's weights: one mapping, so that huge pages are well filled."""
 
-    def __init__(
-        self, weights: list[Weight], dtype: str, ops: Ops, expert_slots: int = 0
-    ) -> None:
+    def __init__(self, weights: list[Weight], dtype: str, ops: Ops, expert_slots: int = 0) -> None:
         self._dtype = dtype
         self._places: dict[str, slice] = {}  # in the image
         nbytes = 0
@@ -297,7 +295,8 @@ class _Memory:
     def numpy(self) -> NDArray[np.uint8]:
         """Return the memory of all weights that are not in an expert cache."""
         assert self._memory is not None
-        return self._memory.numpy()
+        array: NDArray[np.uint8] = self._memory.numpy()
+        return array
 
     def place(self, weight: Weight) -> HostTensor | None:
         """Return a weight's memory, uint8; None for operations that do not pack weights."""

@@ -246,16 +246,19 @@ class WeightCache:
         except FileNotFoundError:
             return None
         except OSError as error:
-            return self._drop(file, f"cannot be opened ({error.strerror or error})")
+            self._drop(file, f"cannot be opened ({error.strerror or error})")
+            return None
         try:
             sums = _read_checked(descriptor, key, image, memory, num_threads, progress, whole)
             os.utime(descriptor)  # records the use
         except BaseException as error:
             os.close(descriptor)
             if isinstance(error, _DamagedError):
-                return self._drop(file, str(error))
+                self._drop(file, str(error))
+                return None
             if isinstance(error, OSError):
-                return self._drop(file, f"cannot be read ({error.strerror})")
+                self._drop(file, f"cannot be read ({error.strerror})")
+                return None
             raise
         return ExpertFile(file, descriptor, sums)
 
@@ -533,6 +536,8 @@ def read_ahead(config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint, dt
             files = checkpoint.weight_files
             key = weights_key(spec, checkpoint, dtype)
             if cache is not None and key is not None and cache.file(key).is_file():
+                if config.load.expert_cache is not None:  # most of the file is experts
+                    return
                 files = [cache.file(key)]
             for file in files:
                 left -= _read_file(file, left)

@@ -45,7 +45,7 @@ class Weight:
     """Type in memory of a weight that is not linear; None: the model's."""
 
     expert: ExpertOf | None = None
-    """Expert that has the weight; None: every token uses it. Weights of an expert are successive."""
+    """Expert that has the weight; None: none. Weights of an expert are successive."""
 
     @property
     def whole_rows(self) -> int:
