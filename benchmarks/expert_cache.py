@@ -5,8 +5,8 @@
 Makes a mixture with random weights (8 layers of 32 experts, of which a token uses 4; 1.5 MiB each),
 and decodes one request with room for different shares of the experts. The router is random too, so
 tokens use all experts about equally often: a trained model hits more often. Packed weights are in
-a temporary folder. `--cold` drops the system's copy of the file before each answer, as far as the
-system allows; otherwise reads come from memory if the machine has enough.
+a temporary folder. `--cold` drops the system's copy of the file again and again, so that reads come
+from the disk as with a model larger than memory; otherwise they come from memory.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -46,12 +47,13 @@ def make(folder: Path) -> None:
     Qwen3MoeForCausalLM(config).save_pretrained(folder)
 
 
-def drop(folder: Path) -> None:
-    """Drop the system's copies of the files in a folder."""
-    for file in folder.iterdir():
-        descriptor = os.open(file, os.O_RDONLY)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
+def keep_dropping(folder: Path, ends: threading.Event) -> None:
+    """Drop the system's copies of the files in a folder until an event."""
+    while not ends.wait(0.005):
+        for file in folder.iterdir():
+            descriptor = os.open(file, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
 
 
 def measure(folder: Path, packed: Path, nbytes: int | None, tokens: int, cold: bool) -> str:
@@ -61,11 +63,14 @@ def measure(folder: Path, packed: Path, nbytes: int | None, tokens: int, cold: b
     settings = {"weight_cache": str(packed), "expert_cache": nbytes, "max_model_len": 2048}
     with LLM(str(folder), skip_tokenizer_init=True, enable_prefix_caching=False, **settings) as llm:
         llm.generate([prompt], params, use_tqdm=False)
+        ends = threading.Event()
+        dropping = threading.Thread(target=keep_dropping, args=(packed, ends))
         if cold:
-            drop(packed)
+            dropping.start()
         before, begun = llm.stats(), time.perf_counter()
         llm.generate([prompt], params, use_tqdm=False)
         seconds, after = time.perf_counter() - begun, llm.stats()
+        ends.set()
     hits = after.expert_cache_hits - before.expert_cache_hits
     misses = after.expert_cache_misses - before.expert_cache_misses
     read = (after.expert_cache_bytes_read - before.expert_cache_bytes_read) / 2**20
@@ -78,7 +83,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tokens", type=int, default=64, help="tokens of the answer")
-    parser.add_argument("--cold", action="store_true", help="drop the system's copy of the file")
+    parser.add_argument("--cold", action="store_true", help="read from the disk")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder, packed = Path(name) / "model", Path(name) / "packed"

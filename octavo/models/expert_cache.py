@@ -1,7 +1,7 @@
 """Expert cache: the experts of a model stay in the file of packed weights, the most used in memory.
 
-The native part (csrc/expert_cache.h) reads missing experts while a step computes. Here are the
-sizes, which the memory plan needs before loading, and the connection with a loaded model.
+The native part (csrc/expert_cache.h) reads missing experts while a step computes. Here is its
+connection with a loaded model, and the speed to expect.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +19,9 @@ from numpy.typing import NDArray
 from octavo import _native
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.config import EngineConfig
-from octavo.errors import ConfigError, OctavoError
+from octavo.errors import OctavoError
 from octavo.kernels.memory import map_memory, release_memory
+from octavo.models.expert_sizes import ExpertSizes
 from octavo.models.spec import ModelSpec
 from octavo.models.weight_cache import ExpertFile, WeightCache, weights_key
 from octavo.models.weights import Weight
@@ -29,77 +29,6 @@ from octavo.system.tensor import HostTensor
 
 _PROBED = 2 * 2**20, 32, 0.25  # bytes of a read, number of reads, seconds at most
 _READERS = 8  # kReaders in csrc/expert_cache.cpp
-
-
-@dataclass(frozen=True)
-class ExpertSizes:
-    """Sizes of the experts of a model, or of a rank's part of it."""
-
-    count: int
-    """Number of experts of all blocks."""
-    nbytes: int
-    """Bytes of all experts."""
-    largest: int
-    """Bytes of the largest expert: those of a slot."""
-    least: int
-    """Slots that one token needs at once: its experts of one block."""
-    per_token: int
-    """Bytes of the experts that a token uses; of a rank with some of the experts, on average."""
-
-    @classmethod
-    def of(cls, weights: Iterable[Weight], dtype: str) -> ExpertSizes:
-        """Return the sizes of the experts among weights, for a model in `dtype`."""
-        experts: dict[tuple[str, int], int] = {}
-        blocks: dict[str, tuple[int, int]] = {}
-        for weight in weights:
-            if (expert := weight.expert) is not None:
-                key = expert.block, expert.index
-                experts[key] = experts.get(key, 0) + weight.nbytes(dtype)
-                blocks[expert.block] = expert.active, expert.count
-        own, per_token = dict.fromkeys(blocks, 0), 0.0
-        for (block, _), nbytes in experts.items():
-            active, count = blocks[block]
-            own[block] += 1
-            per_token += nbytes * active / count
-        return cls(
-            len(experts),
-            sum(experts.values()),
-            max(experts.values(), default=0),
-            max((min(own[block], active) for block, (active, _) in blocks.items()), default=0),
-            round(per_token),
-        )
-
-
-def divide_slots(size: int, ranks: Sequence[ExpertSizes], architecture: str) -> list[int]:
-    """Return the slots of each rank: the cache is divided like the bytes of the experts.
-
-    Args:
-        size: bytes of the cache, of all ranks.
-        ranks: the experts of each rank.
-        architecture: name of the model.
-
-    Raises:
-        ConfigError: the model has no experts, or the cache has no room for those of one token.
-    """
-    total = sum(rank.nbytes for rank in ranks)
-    if not total:
-        raise ConfigError(
-            f"expert_cache={size} is not supported with {architecture}, which has no experts; leave"
-            " it out."
-        )
-    slots, least = [], 0
-    for rank in ranks:
-        if not rank.nbytes:  # a stage without experts
-            slots.append(0)
-            continue
-        slots.append(min(rank.count, size * rank.nbytes // total // rank.largest))
-        least = max(least, -(-rank.least * rank.largest * total // rank.nbytes))
-    if size < least:
-        raise ConfigError(
-            f"expert_cache={size} has no room for the experts that one token uses in a layer; set "
-            f"it to at least {least:,} bytes ({-(-least // 2**20)} MiB)."
-        )
-    return slots
 
 
 class ExpertCache:

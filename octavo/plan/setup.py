@@ -11,7 +11,7 @@ from octavo.errors import ConfigError
 from octavo.kv_cache.groups import KVCacheGroup, make_kv_cache_groups, select_layers
 from octavo.kv_connector.layout import KVLayout
 from octavo.layers.step_table import StepSize
-from octavo.models.expert_cache import ExpertSizes, divide_slots
+from octavo.models.expert_sizes import ExpertSizes, divide_slots
 from octavo.models.spec import ModelSpec, divide_layers
 from octavo.models.state_cache import StateCache
 from octavo.plan.group_layout import GroupLayout

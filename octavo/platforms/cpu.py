@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, cast
 from octavo.config import cache_folder
 from octavo.errors import ConfigError
 from octavo.layers.step_table import StepLayout, input_batch_nbytes
-from octavo.models.expert_cache import describe_speed, find_file
 from octavo.models.heads import HeadsSpec, read_lm_head
 from octavo.plan.draft_sizes import suffix_nbytes
 from octavo.plan.memory import MemoryBudget, MemoryItem, Scratch
@@ -282,6 +281,8 @@ def _plan_experts(setup: WorkerSetup) -> tuple[int, str]:
     config, device = setup.config, setup.config.device
     if config.load.expert_cache is None:
         return 0, ""
+    from octavo.models.expert_cache import describe_speed, find_file
+
     ranks = [
         dataclasses.replace(setup, rank=Rank.of(i, device)) for i in range(setup.rank.world_size)
     ]

@@ -12,7 +12,7 @@ from octavo.errors import ConfigError
 from octavo.kernels.native import NativeOps
 from octavo.kernels.routing import ExpertActivation
 from octavo.models.blocks.base import Parts
-from octavo.models.expert_cache import ExpertSizes, divide_slots
+from octavo.models.expert_sizes import ExpertSizes, divide_slots
 from octavo.models.loader import LoadedWeights
 from octavo.models.weight_cache import WeightCache
 from octavo.system.tensor import from_numpy
