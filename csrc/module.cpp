@@ -16,6 +16,7 @@
 
 #include "barrier.h"
 #include "dispatch.h"
+#include "expert_cache.h"
 #include "inputs.h"
 #include "kv_pages.h"
 #include "philox.h"
@@ -135,6 +136,23 @@ void def_kernel(nb::module_& m, const char* name, void (*KernelTable::*kernel)(c
   Args{}.with_members([&]<class... T>(T&...) {
     def_kernel<Args, T...>(m, name, kernel, std::index_sequence_for<T...>());
   });
+}
+
+// Defines the kernel `experts` as a method of a layer that has its weights in a cache.
+template <class... T, size_t... I>
+void def_cached_experts(nb::class_<ExpertLayer>& layer, std::index_sequence<I...>) {
+  static const std::vector<std::string> names = split(ExpertsArgs::members);
+  layer.def(
+      "experts",
+      [](ExpertLayer& layer, typename Given<T>::Type... values) {
+        CachedExpertsArgs args;
+        args.with_members([&](T&... members) {
+          ((members = Given<T>::to(names[I].c_str(), values)), ...);
+        });
+        args.layer = &layer;
+        submit("experts", &cached_experts, args);
+      },
+      nb::kw_only(), nb::arg(names[I].c_str())...);
 }
 
 // Returns the pages wholly inside a read-only mapping of a file to the system.
@@ -279,6 +297,30 @@ NB_MODULE(_native, m) {
                      int64_t count) { automaton.add(at<const int32_t>(tokens), count); })
       .def("match", [](const SuffixAutomaton& automaton, Address tokens, int64_t count,
                        int64_t most) { return automaton.match(at<const int32_t>(tokens), count, most); });
+
+  nb::class_<ExpertLayer> expert_layer(m, "ExpertLayer");
+  ExpertsArgs{}.with_members([&]<class... T>(T&...) {
+    def_cached_experts<T...>(expert_layer, std::index_sequence_for<T...>());
+  });
+  nb::class_<ExpertCache>(m, "ExpertCache")
+      .def(
+          "__init__",
+          [](ExpertCache* self, Address memory, int64_t slot_nbytes, int64_t slots, Address counts) {
+            new (self) ExpertCache(at<char>(memory), slot_nbytes, slots, at<int64_t>(counts));
+          },
+          nb::kw_only(), nb::arg("memory"), nb::arg("slot_nbytes"), nb::arg("slots"), nb::arg("counts"))
+      .def(
+          "add_layer",
+          [](ExpertCache& cache, const std::vector<int64_t>& begins, int64_t nbytes, int64_t down) {
+            return cache.add_layer(begins, nbytes, down);
+          },
+          nb::rv_policy::reference_internal, nb::kw_only(), nb::arg("begins"), nb::arg("nbytes"),
+          nb::arg("down"))
+      .def("open", &ExpertCache::open)
+      .def("count_in",
+           [](ExpertCache& cache, Address counts) { cache.count_in(at<int64_t>(counts)); })
+      .def("release", &ExpertCache::release)
+      .def("take_error", &ExpertCache::take_error);
 
   m.def("share_rows", [](int64_t index, int64_t size) {
     if (recording) recording->share({index, size});

@@ -74,6 +74,42 @@ class Plan:
 
     def __len__(self) -> int: ...
 
+class ExpertLayer:
+    """The experts of one layer of an `ExpertCache`; it keeps the cache alive."""
+
+    def experts(self, **arguments: float) -> None:
+        """Compute as `kernels.experts`, with weights that the cache reads where needed."""
+
+class ExpertCache:
+    """Weights of experts in a file, of which some are in memory; see csrc/expert_cache.h."""
+
+    def __init__(self, *, memory: int, slot_nbytes: int, slots: int, counts: int) -> None:
+        """Use memory of `slots` experts; count hits, misses, bytes and failures in int64 [4]."""
+
+    def add_layer(self, *, begins: list[int], nbytes: int, down: int) -> ExpertLayer:
+        """Add a layer.
+
+        Args:
+            begins: position in the file of each expert; -1: another rank has it.
+            nbytes: bytes of an expert.
+            down: position of the second weight in an expert.
+        """
+
+    def open(self, descriptor: int, sums: list[int], /) -> None:
+        """Read from a file, whose descriptor the cache will close.
+
+        `sums` has a checksum for each 2 MiB of each expert, in the order of the file.
+        """
+
+    def count_in(self, counts: int, /) -> None:
+        """Count in other memory, int64 [4], from now on; no kernel may run."""
+
+    def release(self) -> None:
+        """Forget the weights in memory; no kernel may run."""
+
+    def take_error(self) -> str:
+        """Return what is wrong with the file, once after a failed read; else nothing."""
+
 def record_call(function: Callable[[int, int], object], /) -> None:
     """Add a call of `function(tokens, requests)` to the plan that records on this thread.
 

@@ -16,6 +16,7 @@ from octavo.config import (
     ServerConfig,
     SpeculativeConfig,
     config_fields,
+    is_size,
     section_fields,
 )
 from octavo.errors import EngineDeadError
@@ -59,7 +60,7 @@ def example(field):
         return (["no"] if field.default else []), not field.default
     if field.type == list[str]:
         return ["a", "b"], ["a", "b"]
-    if field.name.endswith("_bytes"):
+    if is_size(field.name):
         return ["2M"], 2 * 2**20
     if field.name == "kv_events_config":
         return ['{"enable_kv_cache_events": true}'], KVEventsConfig(enable_kv_cache_events=True)

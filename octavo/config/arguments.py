@@ -22,6 +22,7 @@ from octavo.config import (
     ConfigField,
     EngineConfig,
     config_fields,
+    is_size,
     optional_type,
     parse_size,
     section_doc,
@@ -100,7 +101,7 @@ def shown_default(field: ConfigField) -> object:
         return "on" if value else "off"
     if isinstance(value, float) and value.is_integer():
         return int(value)
-    if not field.name.endswith("_bytes"):
+    if not is_size(field.name):
         return value
     power = next(power for power in (3, 2, 1, 0) if value % 1024**power == 0)
     return f"{value // 1024**power}{' KMG'[power].strip()}"
@@ -324,7 +325,7 @@ def _choice_type(field: ConfigField) -> Callable[[str], Any]:
 
 def _value_type(name: str, plain: Any) -> dict[str, Any]:
     """Return argparse's options for parsing a value; the config parses sizes in bytes."""
-    if name.endswith("_bytes"):
+    if is_size(name):
         return {"metavar": "SIZE"}
     number = getattr(plain, "__origin__", plain)  # the type under `Annotated`
     if number is Literal:  # of one value
@@ -332,8 +333,8 @@ def _value_type(name: str, plain: Any) -> dict[str, Any]:
     if number is int:
         if name == "max_model_len":
             return {"type": _length, "metavar": "N"}
-        is_size = name.endswith(("_len", "_tokens", "_threshold", "_override"))
-        return {"type": _size if is_size else _whole, "metavar": "N"}
+        is_count = name.endswith(("_len", "_tokens", "_threshold", "_override"))
+        return {"type": _size if is_count else _whole, "metavar": "N"}
     if number is float:
         return {"type": float, "metavar": "X"}
     return {"metavar": "TEXT"}

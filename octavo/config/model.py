@@ -170,6 +170,13 @@ class LoadConfig(Section, frozen=True):
             " the free disk space."
         ),
     ] = None
+    expert_cache: Annotated[
+        PositiveInt | None,
+        Meta(
+            description="Memory for the experts of a mixture (16G ...); all experts stay in the"
+            " weight_cache folder, and are read when tokens need them. Default: all are in memory."
+        ),
+    ] = None
 
 
 def read_hub_address(model: str) -> tuple[str, str | None]:

@@ -103,7 +103,7 @@ def build_section(section: type[S], values: dict[str, Any]) -> S:
     for name, value in values.items():
         if name not in fields:
             raise ConfigError(_unknown(name, list(fields)))
-        if name.endswith("_bytes") and isinstance(value, str):
+        if is_size(name) and isinstance(value, str):
             value = parse_size(name, value)
         if fields[name].type == list[str]:
             value = _texts(name, value, fields[name].secret)
@@ -199,6 +199,11 @@ def _json(name: str, text: str) -> Any:
         raise ConfigError(
             f"{name}={text!r} is not valid JSON ({error}); check the shell's quotes."
         ) from None
+
+
+def is_size(name: str) -> bool:
+    """Return True if a setting is a number of bytes, which may be written as 4G."""
+    return name.endswith("_bytes") or name == "expert_cache"
 
 
 def parse_size(name: str, text: str) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.kv_connector.registry import get_connector
+from octavo.models.weight_cache import WeightCache
 from octavo.worker.platform import Platform
 
 _NATIVE = "`device=cpu`, without `attention_backend=triton`"
@@ -97,6 +98,40 @@ REQUIREMENTS = (
         ),
         "pipeline_parallel_size={config.device.pipeline_parallel_size} needs "
         "enable_prompt_embeds=false; change one of the two.",
+    ),
+    Requirement(
+        "`expert_cache`",
+        _NATIVE,
+        lambda config, platform: (
+            config.load.expert_cache is not None and not _is_native(config, platform)
+        ),
+        "expert_cache works on device=cpu only, without Triton; leave it out.",
+    ),
+    Requirement(
+        "`expert_cache`",
+        "a `weight_cache` folder",
+        lambda config, platform: (
+            config.load.expert_cache is not None and WeightCache.from_config(config) is None
+        ),
+        "expert_cache keeps the experts in the weight_cache folder; set weight_cache to a folder.",
+    ),
+    Requirement(
+        "`expert_cache`",
+        "another `load_format` than `dummy`",
+        lambda config, platform: (
+            config.load.expert_cache is not None and config.load.load_format == "dummy"
+        ),
+        "expert_cache needs the weights of a checkpoint; leave out one of expert_cache and "
+        "load_format=dummy.",
+    ),
+    Requirement(
+        "`expert_cache`",
+        "no `kv_transfer_config`",
+        lambda config, platform: (
+            config.load.expert_cache is not None and config.cache.kv_transfer_config is not None
+        ),
+        "expert_cache is not supported with kv_transfer_config: keys and values would be saved even"
+        " if an expert could not be read; leave out one of the two.",
     ),
     Requirement(
         "`kv_transfer_config`",

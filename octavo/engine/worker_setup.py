@@ -65,6 +65,7 @@ def make_worker_setup(
         ),
         rank=Rank.of(0, config.device),
     )
+    _ = setup.expert_slots  # rejects an expert_cache that does not fit the model
     setup = _with_draft(setup)
     if config.cache.kv_transfer_config is not None:
         setup = _with_connector(setup, engine_index)

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo._native import ExpertLayer
 from octavo.kernels.routing import ExpertActivation, Gate, Routing
 from octavo.system.tensor import HostTensor, Tensor
 
@@ -165,11 +166,13 @@ class StackedWeight:
         weights: weight of each expert, all of one shape and form; None: another rank has it.
         bias: [experts, n] in the model's dtype; None: no bias.
         addresses: int64 [experts]: the addresses of the packed weights; 0: none.
+        cached: the layer of an expert cache that has the weights; None: all are in memory.
     """
 
     weights: tuple[PackedWeight | QuantizedWeight | None, ...]
     bias: Tensor | None
     addresses: Tensor
+    cached: ExpertLayer | None = None
 
     @property
     def first(self) -> PackedWeight | QuantizedWeight:
@@ -755,8 +758,12 @@ class Ops(Protocol):
         self,
         weights: Sequence[PackedWeight | QuantizedWeight | None],
         bias: Tensor | None = None,
+        cached: ExpertLayer | None = None,
     ) -> StackedWeight:
-        """Return the weights of all experts for `experts`; nothing is copied."""
+        """Return the weights of all experts for `experts`; nothing is copied.
+
+        With `cached`, the layer of an expert cache, the weights only tell shape and form.
+        """
         ...
 
     def route(

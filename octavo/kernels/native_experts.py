@@ -33,9 +33,11 @@ class NativeExpertOps(NativeMemory):
         self,
         weights: Sequence[PackedWeight | QuantizedWeight | None],
         bias: Tensor | None = None,
+        cached: _native.ExpertLayer | None = None,
     ) -> StackedWeight:
         addresses = [0 if weight is None else weight.data.data_ptr() for weight in weights]
-        return StackedWeight(tuple(weights), bias, from_numpy(np.array(addresses, np.int64)))
+        table = from_numpy(np.array(addresses, np.int64))
+        return StackedWeight(tuple(weights), bias, table, cached)
 
     def route(
         self,
@@ -101,7 +103,8 @@ class NativeExpertOps(NativeMemory):
         if down is not None:
             out = self._result(out, tokens * top_k, down.first.n, dtype=x.dtype)
         places = self._empty(tokens, top_k, dtype="int32")
-        kernels.experts(
+        compute = kernels.experts if stacked.cached is None else stacked.cached.experts
+        compute(
             x=x.data_ptr(),
             x_stride=x.stride(0),
             ids=ids.data_ptr(),

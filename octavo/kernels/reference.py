@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from octavo._native import ExpertLayer
 from octavo.kernels.base import (
     Arrived,
     Codes,
@@ -648,7 +649,9 @@ class ReferenceOps:
         self,
         weights: Sequence[PackedWeight | QuantizedWeight | None],
         bias: Tensor | None = None,
+        cached: ExpertLayer | None = None,
     ) -> StackedWeight:
+        assert cached is None, "only the native operations read experts from a file"
         addresses = [0 if weight is None else weight.data.data_ptr() for weight in weights]
         return StackedWeight(tuple(weights), bias, torch.tensor(addresses))
 

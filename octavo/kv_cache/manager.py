@@ -449,12 +449,16 @@ class KVCacheManager:
         """
         if self._requests or self._copies:
             return False
+        self.forget_prefixes()
+        return True
+
+    def forget_prefixes(self) -> None:
+        """Forget all known prefixes; requests keep their blocks."""
         for load in self._loads.values():
             load.start = -1
         self.pool.forget_all()
         if self.states is not None:
             self.states.forget_all()
-        return True
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
         """Check the records against the requests that should hold blocks. O(blocks).

@@ -6,6 +6,7 @@ import math
 import pkgutil
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,9 @@ from octavo.kernels.memory import map_memory, release_memory
 from octavo.layers.shared import SharedBuffers
 from octavo.models.base import Model
 from octavo.models.blocks.base import Parts
+from octavo.models.expert_cache import ExpertCache
 from octavo.models.spec import ModelSpec
-from octavo.models.weight_cache import Progress, WeightCache, weights_key
+from octavo.models.weight_cache import Image, Progress, WeightCache, weights_key
 from octavo.models.weights import Weight
 from octavo.quantization.base import IntArray, Part, TensorError
 from octavo.system.tensor import HostTensor, Tensor, empty, itemsize, numpy_dtype
@@ -39,6 +41,7 @@ def load_model(
     cache: WeightCache | None = None,
     keep: list[LoadedWeights] | None = None,
     shared: SharedBuffers | None = None,
+    expert_slots: int = 0,
 ) -> Model:
     """Load a model.
 
@@ -55,11 +58,14 @@ def load_model(
         progress: called while tensors are loaded.
         cache: stores packed weights for the next start.
         shared: the buffers that ranks share, if the spec is a rank's part.
+        expert_slots: number of experts in memory, while all are in the cache's file; 0: all are in
+            memory.
         keep: a list to which the weights are added, so that they can be released and read again.
 
     Raises:
         ModelError: a tensor is missing, unexpected or has a wrong shape, a file is damaged, or a
             weight cannot be quantized.
+        ConfigError: the cache has no room for the experts.
     """
     weights = LoadedWeights(
         spec,
@@ -67,10 +73,12 @@ def load_model(
         dtype=dtype,
         ops=ops,
         cache=cache,
+        expert_slots=expert_slots,
     )
     loaded = weights.load(progress)
     length = max_model_len or spec.max_model_len
-    parts = Parts(loaded, ops, dtype=dtype, max_model_len=length, shared=shared)
+    experts = None if weights.experts is None else weights.experts.layers
+    parts = Parts(loaded, ops, dtype=dtype, max_model_len=length, shared=shared, cached=experts)
     model = build_model(spec, parts)
     if keep is not None:
         keep.append(weights)
@@ -93,6 +101,7 @@ class LoadedWeights:
         dtype: str,
         ops: Ops,
         cache: WeightCache | None,
+        expert_slots: int = 0,
     ) -> None:
         self._checkpoint, self._dtype, self._ops = checkpoint, dtype, ops
         self._weights = spec.weights()
@@ -100,9 +109,14 @@ class LoadedWeights:
         self._open = partial(checkpoint.open, spec.expected)
         self._key = partial(weights_key, spec, checkpoint, dtype)
         self._cache = cache if ops.packs_weights else None
-        self._memory = _Memory(self._weights, dtype, ops)
+        self._memory = _Memory(self._weights, dtype, ops, expert_slots)
         self._made_of: bytes | None = None
         """Key of the loaded weights."""
+
+    @property
+    def experts(self) -> ExpertCache | None:
+        """The experts; None: all are in memory."""
+        return self._memory.experts
 
     @property
     def nbytes(self) -> int:
@@ -112,7 +126,9 @@ class LoadedWeights:
     def load(self, progress: Progress | None = None) -> dict[str, _Loaded]:
         """Read the weights from the cache or the checkpoint; return them by name."""
         self._made_of = self._key() if self._ops.packs_weights else None
-        return self._read_cache(progress) or self._pack(progress)
+        if self.experts is None:
+            return self._read_cache(progress) or self._pack(progress)
+        return self._read_cache(progress) or self._pack_experts(progress)
 
     def release(self) -> None:
         """Release the memory to the system; the weights are zeros until they are read again."""
@@ -139,7 +155,10 @@ class LoadedWeights:
                     f"{self._checkpoint.path} has changed since the model was loaded. Put the "
                     "old files back, or load the new ones: sleep with level=2, then wake up."
                 )
-            self._pack(progress)
+            if self.experts is None:
+                self._pack(progress)
+            else:
+                self._pack_experts(progress)
 
     def _read_cache(self, progress: Progress | None) -> dict[str, _Loaded]:
         """Return the weights from the cache; empty if it does not have them."""
@@ -162,6 +181,34 @@ class LoadedWeights:
                 progress(done, total)
         if self._cache is not None and made_of is not None:
             self._memory.keep(self._cache, made_of, lambda: self._key() == made_of)
+        return loaded
+
+    def _pack_experts(self, progress: Progress | None) -> dict[str, _Loaded]:
+        """Return the weights from the checkpoint, and write the experts to the cache's file."""
+        made_of, cache, experts = self._made_of, self._cache, self.experts
+        assert made_of is not None, "no file has these weights"
+        assert cache is not None
+        assert experts is not None
+        experts.release()
+        tensors, loaded = self._open(), {}
+        total, done = sum(math.prod(weight.shape) for weight in self._weights), 0
+        with cache.create(made_of, self._memory.image, self._memory.numpy()) as writer:
+            for expert, weights in groupby(self._weights, lambda weight: weight.expert):
+                group = list(weights)
+                for weight in group:
+                    loaded[weight.name] = self._load(weight, tensors)
+                    done += math.prod(weight.shape)
+                    if progress is not None:
+                        progress(done, total)
+                if expert is not None:
+                    begin, end = self._memory.range_of(group)
+                    writer.write(begin, experts.memory.numpy()[: end - begin])
+            if self._key() != made_of:
+                raise ModelError(
+                    f"{self._checkpoint.path} has changed while it was read; start again."
+                )
+        experts.open(writer.file)
+        experts.release()
         return loaded
 
     def _load(self, weight: Weight, tensors: Tensors) -> _Loaded:
@@ -215,20 +262,47 @@ def build_model(spec: ModelSpec, parts: Parts) -> Model:
 class _Memory:
     """Memory of a model's weights: one mapping, so that huge pages are well filled."""
 
-    def __init__(self, weights: list[Weight], dtype: str, ops: Ops) -> None:
+    def __init__(self, weights: list[Weight], dtype: str, ops: Ops, expert_slots: int = 0) -> None:
         self._dtype = dtype
-        self._places: dict[str, slice] = {}
-        self.nbytes = 0
+        self._places: dict[str, slice] = {}  # in the image
+        nbytes = 0
         # Packed weights fill whole cache lines; stored first, they leave no gaps before the others.
         # Those with a type of their own have the largest numbers of the others.
         for weight in sorted(weights, key=lambda w: (w.kind != "linear", w.dtype is None)):
-            begin, self.nbytes = self.nbytes, self.nbytes + weight.nbytes(dtype)
-            self._places[weight.name] = slice(begin, self.nbytes)
-        self._memory = map_memory(self.nbytes) if ops.packs_weights else None
+            begin, nbytes = nbytes, nbytes + weight.nbytes(dtype)
+            self._places[weight.name] = slice(begin, nbytes)
+        groups = groupby(weights, lambda weight: weight.expert)
+        ranges = {key: self.range_of(list(group)) for key, group in groups if key is not None}
+        self._experts, self.experts = ranges, None
+        self.image = Image(nbytes, tuple(ranges.values()))
+        self._held = dict(self._places)  # in memory
+        if expert_slots:
+            self.experts = ExpertCache(weights, self._places, dtype, expert_slots)
+            left_out = 0
+            for weight in sorted(weights, key=lambda w: self._places[w.name].start):
+                place = self._places[weight.name]
+                self._held[weight.name] = slice(place.start - left_out, place.stop - left_out)
+                if weight.expert is not None:
+                    left_out += place.stop - place.start
+            nbytes -= left_out
+        self._memory = map_memory(nbytes) if ops.packs_weights else None
+        self.nbytes = nbytes + (0 if self.experts is None else self.experts.memory.nbytes)
+
+    def range_of(self, weights: list[Weight]) -> tuple[int, int]:
+        """Return the bytes [begin, end) of successive weights in the image."""
+        return self._places[weights[0].name].start, self._places[weights[-1].name].stop
+
+    def numpy(self) -> NDArray[np.uint8]:
+        """Return the memory of all weights that are not in an expert cache."""
+        assert self._memory is not None
+        array: NDArray[np.uint8] = self._memory.numpy()
+        return array
 
     def place(self, weight: Weight) -> HostTensor | None:
         """Return a weight's memory, uint8; None for operations that do not pack weights."""
-        return None if self._memory is None else self._memory[self._places[weight.name]]
+        if self.experts is not None and weight.expert is not None:
+            return self.experts.place(weight, self._experts[weight.expert][0])
+        return None if self._memory is None else self._memory[self._held[weight.name]]
 
     def wrap(self, weight: Weight) -> _Loaded:
         """Return a weight on its filled memory."""
@@ -241,7 +315,13 @@ class _Memory:
     def read(self, cache: WeightCache, key: bytes, progress: Progress | None) -> bool:
         """Fill all memory from a cache; return False if the cache does not have the weights."""
         assert self._memory is not None
-        found = cache.read(key, self._memory.numpy(), _native.num_threads(), progress)
+        memory, threads = self.numpy(), _native.num_threads()
+        if self.experts is None:
+            found = cache.read(key, memory, threads, progress, self.image)
+        else:
+            file = cache.read_without_experts(key, self.image, memory, threads, progress)
+            if found := file is not None:
+                self.experts.open(file)
         if not found:  # its contents are undefined now
             release_memory(self._memory)
         return found
@@ -250,11 +330,12 @@ class _Memory:
         """Release all memory to the system."""
         assert self._memory is not None, "these operations keep weights as they are"
         release_memory(self._memory)
+        if self.experts is not None:
+            self.experts.release()
 
     def keep(self, cache: WeightCache, key: bytes, still: Callable[[], bool]) -> None:
         """Write all memory into a cache, in the background."""
-        assert self._memory is not None
-        cache.keep(key, self._memory.numpy(), still)
+        cache.keep(key, self.numpy(), still, self.image)
 
 
 def _same_bytes(tensor: HostTensor, dtype: str) -> NDArray[Any]:

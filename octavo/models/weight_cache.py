@@ -3,7 +3,8 @@
 A file contains the memory of a loaded model (`octavo.models.loader`), a checksum for each chunk,
 and a digest of the checksums and of the key: the sources of the memory. A file that does not match
 is deleted and written again. The weights are copied from the file, not mapped: mapped files use
-small pages, or huge pages of the system's choice, which slows down every decode step.
+small pages, or huge pages of the system's choice, which slows down every decode step. Experts may
+stay in the file (`octavo.models.expert_cache`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -29,7 +31,7 @@ import octavo
 from octavo import _native
 from octavo.checkpoints.base import Checkpoint
 from octavo.config import EngineConfig, cache_folder
-from octavo.errors import ModelError, OctavoError
+from octavo.errors import ConfigError, ModelError, OctavoError
 from octavo.models.spec import ModelSpec
 from octavo.models.weights import Weight
 from octavo.quantization.plain import PLAIN
@@ -121,6 +123,38 @@ def _identity(file: Path) -> list[object]:
     return [str(path), info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns]
 
 
+@dataclass(frozen=True)
+class Image:
+    """Weights in a file, in their order."""
+
+    nbytes: int
+    experts: tuple[tuple[int, int], ...] = ()
+    """Bytes [begin, end) of each expert, ascending."""
+
+    def chunks(self) -> Iterator[tuple[int, int, bool]]:
+        """Yield the chunks that have a checksum: begin, end, and True for a part of an expert.
+
+        Each expert begins with a new chunk, so that it can be checked alone.
+        """
+        done = 0
+        for begin, end in (*self.experts, (self.nbytes, self.nbytes)):
+            for first, last, is_expert in ((done, begin, False), (begin, end, True)):
+                for at in range(first, last, _CHUNK):
+                    yield at, min(at + _CHUNK, last), is_expert
+            done = end
+
+
+@dataclass(frozen=True)
+class ExpertFile:
+    """Open file with the experts of a model."""
+
+    path: Path
+    descriptor: int
+    """The caller must close it."""
+    sums: list[int]
+    """Checksums of the chunks of all experts."""
+
+
 class WeightCache:
     """Folder of loaded weights; it belongs to the user, and all engines that name it share it.
 
@@ -158,7 +192,12 @@ class WeightCache:
         return sorted(self._folder.glob("*" + _SUFFIX))
 
     def read(
-        self, key: bytes, memory: Bytes, num_threads: int, progress: Progress | None = None
+        self,
+        key: bytes,
+        memory: Bytes,
+        num_threads: int,
+        progress: Progress | None = None,
+        image: Image | None = None,
     ) -> bool:
         """Read the weights of a key into `memory` [nbytes] with the given number of threads.
 
@@ -168,33 +207,110 @@ class WeightCache:
             True if the weights were read. False if the cache does not have them or the file is
             damaged; then the contents of `memory` are undefined.
         """
+        image = image or Image(len(memory))
+        found = self._read(key, image, memory, num_threads, progress, whole=True)
+        if found is not None:
+            os.close(found.descriptor)
+        return found is not None
+
+    def read_without_experts(
+        self,
+        key: bytes,
+        image: Image,
+        memory: Bytes,
+        num_threads: int,
+        progress: Progress | None = None,
+    ) -> ExpertFile | None:
+        """Read all weights but the experts', one after the other, into `memory`; see `read`.
+
+        Returns:
+            The open file with the experts, which are not checked; None if `read` returns False.
+        """
+        return self._read(key, image, memory, num_threads, progress, whole=False)
+
+    def _read(
+        self,
+        key: bytes,
+        image: Image,
+        memory: Bytes,
+        num_threads: int,
+        progress: Progress | None,
+        *,
+        whole: bool,
+    ) -> ExpertFile | None:
         file = self.file(key)
         try:
             check_private_folder(self._folder)
             # The cache writes neither links nor pipes.
             descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
-            return False
+            return None
         except OSError as error:
-            return self._drop(file, f"cannot be opened ({error.strerror or error})")
+            self._drop(file, f"cannot be opened ({error.strerror or error})")
+            return None
         try:
-            _read_checked(descriptor, key, memory, num_threads, progress)
+            sums = _read_checked(descriptor, key, image, memory, num_threads, progress, whole)
             os.utime(descriptor)  # records the use
-        except _DamagedError as error:
-            return self._drop(file, str(error))
-        except OSError as error:
-            return self._drop(file, f"cannot be read ({error.strerror})")
-        finally:
+        except BaseException as error:
             os.close(descriptor)
-        return True
+            if isinstance(error, _DamagedError):
+                self._drop(file, str(error))
+                return None
+            if isinstance(error, OSError):
+                self._drop(file, f"cannot be read ({error.strerror})")
+                return None
+            raise
+        return ExpertFile(file, descriptor, sums)
 
-    def _drop(self, file: Path, reason: str) -> bool:
+    def _drop(self, file: Path, reason: str) -> None:
         logger.warning("%s %s; packing the weights again", file, reason)
         with contextlib.suppress(OSError):
             file.unlink()
-        return False
 
-    def keep(self, key: bytes, memory: Bytes, still: Callable[[], bool]) -> None:
+    @contextlib.contextmanager
+    def create(self, key: bytes, image: Image, memory: Bytes) -> Iterator[ImageWriter]:
+        """Write weights whose experts are not in memory; other writers of the folder wait.
+
+        The file is complete when the context ends.
+
+        Args:
+            key: see `weights_key`.
+            image: the weights.
+            memory: all weights but the experts', one after the other, filled when the context ends.
+
+        Raises:
+            ConfigError: the folder cannot be used, or has no room.
+        """
+        nbytes = image.nbytes + _trailer_nbytes(image)
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            check_private_folder(self._folder)
+            with self._locked():
+                self._remove_unfinished()
+                most = self._make_room(nbytes)
+                if most < nbytes:
+                    raise ConfigError(
+                        f"expert_cache needs a file of {nbytes / 2**20:,.0f} MiB in "
+                        f"{self._folder}, which may hold {most / 2**20:,.0f} MiB; raise "
+                        "weight_cache_bytes, or set weight_cache to a folder of a larger disk."
+                    )
+                with self._new_file(key) as descriptor:
+                    writer = ImageWriter(self.file(key), descriptor, image)
+                    try:
+                        yield writer
+                        writer.finish(key, memory)
+                    except BaseException:
+                        os.close(writer.file.descriptor)
+                        raise
+        except OSError as error:
+            raise ConfigError(
+                f"expert_cache cannot write the packed weights to {self._folder} ({error}); set "
+                "weight_cache to another folder."
+            ) from None
+
+    def keep(
+        self, key: bytes, memory: Bytes, still: Callable[[], bool], image: Image | None = None
+    ) -> None:
         """Write loaded weights [nbytes] on a thread of lowest priority, for `read`.
 
         The interpreter waits for the thread before it exits.
@@ -204,6 +320,7 @@ class WeightCache:
             memory: the weights, which must not change until the thread ends.
             still: returns True if the key still matches the files, which may have changed while
                 they were read.
+            image: the places of the experts.
         """
 
         def write() -> None:
@@ -211,7 +328,7 @@ class WeightCache:
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
             try:
                 if still():
-                    self._write(key, memory)
+                    self._write(key, memory, image or Image(len(memory)))
             except (OSError, ModelError) as error:
                 logger.warning(
                     "packed weights cannot be kept in %s, so the next start packs them again (%s);"
@@ -223,32 +340,48 @@ class WeightCache:
         self.writer = threading.Thread(target=write, name="octavo-weight-cache")
         self.writer.start()
 
-    def _write(self, key: bytes, memory: Bytes) -> None:
+    def _write(self, key: bytes, memory: Bytes, image: Image) -> None:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_private_folder(self._folder)
         with self._locked():
             if self.file(key).exists():  # another process was faster
                 return
-            for left in self._folder.glob("*" + _UNFINISHED):  # by a process that died
-                left.unlink()
-            if not self._make_room(len(memory) + _trailer_nbytes(len(memory))):
+            self._remove_unfinished()
+            nbytes = image.nbytes + _trailer_nbytes(image)
+            if (most := self._make_room(nbytes)) < nbytes:
+                logger.info(
+                    "packed weights are not kept: they need %d MiB, and %s may hold %d MiB",
+                    nbytes // 2**20,
+                    self._folder,
+                    most // 2**20,
+                )
                 return
-            descriptor, name = tempfile.mkstemp(_UNFINISHED, dir=self._folder)
-            try:
-                with open(descriptor, "wb") as stream:
-                    sums = []
-                    for begin in range(0, len(memory), _CHUNK):
-                        chunk = memory[begin : begin + _CHUNK]
-                        sums.append(_sum(chunk))
-                        stream.write(chunk.data)
-                    stream.write(_trailer(key, sums))
-                    stream.flush()
-                    os.fsync(descriptor)
-                os.rename(name, self.file(key))
-            except BaseException:
-                os.unlink(name)
-                raise
+            with self._new_file(key) as descriptor:
+                sums = []
+                for begin, end, _ in image.chunks():
+                    sums.append(_sum(memory[begin:end]))
+                    _pwrite(descriptor, memory[begin:end].data, begin)
+                _pwrite(descriptor, _trailer(key, sums), image.nbytes)
         logger.debug("packed weights are kept in %s for the next start", self._folder)
+
+    @contextlib.contextmanager
+    def _new_file(self, key: bytes) -> Iterator[int]:
+        """Create a key's file: return a descriptor, which is closed when the context ends."""
+        descriptor, name = tempfile.mkstemp(_UNFINISHED, dir=self._folder)
+        try:
+            yield descriptor
+            os.fsync(descriptor)
+            os.rename(name, self.file(key))
+        except BaseException:
+            os.unlink(name)
+            raise
+        finally:
+            os.close(descriptor)
+
+    def _remove_unfinished(self) -> None:
+        """Remove what a process that died has left."""
+        for left in self._folder.glob("*" + _UNFINISHED):
+            left.unlink()
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -261,8 +394,11 @@ class WeightCache:
         finally:
             os.close(descriptor)
 
-    def _make_room(self, nbytes: int) -> bool:
-        """Delete the least recently used files until `nbytes` fit; False if they cannot fit."""
+    def _make_room(self, nbytes: int) -> int:
+        """Delete the least recently used files until `nbytes` fit; return the bytes that may fit.
+
+        Nothing is deleted if `nbytes` cannot fit.
+        """
         files = [(file, file.lstat()) for file in self.files()]
         held = sum(info.st_size for _, info in files)
         disk = os.statvfs(self._folder)
@@ -271,19 +407,51 @@ class WeightCache:
         most = (free + held) // 4 if self._most_nbytes is None else self._most_nbytes
         most = min(most, free + held - margin)
         if nbytes > most:
-            logger.info(
-                "packed weights are not kept: they need %d MiB, and %s may hold %d MiB",
-                nbytes // 2**20,
-                self._folder,
-                max(most, 0) // 2**20,
-            )
-            return False
+            return max(most, 0)
         for file, info in sorted(files, key=lambda item: item[1].st_mtime_ns):
             if held + nbytes <= most:
                 break
             file.unlink(missing_ok=True)
             held -= info.st_size
-        return True
+        return most
+
+
+class ImageWriter:
+    """Writer of a file whose experts arrive one after the other; see `WeightCache.create`."""
+
+    def __init__(self, path: Path, descriptor: int, image: Image) -> None:
+        self._image = image
+        self._sums: dict[int, int] = {}  # by the beginning of a chunk
+        self.file = ExpertFile(path, os.dup(descriptor), [])
+        """The written file, complete when the context has ended."""
+
+    def write(self, begin: int, expert: Bytes) -> None:
+        """Write the weights of the expert that begins at byte `begin`."""
+        for at in range(0, len(expert), _CHUNK):
+            self._sums[begin + at] = _sum(expert[at : at + _CHUNK])
+        _pwrite(self.file.descriptor, expert.data, begin)
+
+    def finish(self, key: bytes, memory: Bytes) -> None:
+        """Write the other weights, and the checksums."""
+        sums, done = [], 0
+        for begin, end, is_expert in self._image.chunks():
+            if is_expert:
+                sums.append(self._sums[begin])
+                self.file.sums.append(sums[-1])
+                continue
+            chunk = memory[done : done + end - begin]
+            done += len(chunk)
+            sums.append(_sum(chunk))
+            _pwrite(self.file.descriptor, chunk.data, begin)
+        _pwrite(self.file.descriptor, _trailer(key, sums), self._image.nbytes)
+
+
+def _pwrite(descriptor: int, data: memoryview | bytes, offset: int) -> None:
+    """Write all bytes."""
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(descriptor, view, offset)
+        view, offset = view[written:], offset + written
 
 
 class _DamagedError(Exception):
@@ -291,17 +459,23 @@ class _DamagedError(Exception):
 
 
 def _read_checked(
-    descriptor: int, key: bytes, memory: Bytes, num_threads: int, progress: Progress | None
-) -> None:
-    """Fill `memory`.
+    descriptor: int,
+    key: bytes,
+    image: Image,
+    memory: Bytes,
+    num_threads: int,
+    progress: Progress | None,
+    whole: bool,
+) -> list[int]:
+    """Fill `memory`, with or without the experts; return the checksums of all their chunks.
 
     Raises:
         _DamagedError: the file does not contain the complete weights of `key`.
     """
-    info, nbytes = os.fstat(descriptor), len(memory)
+    info, nbytes = os.fstat(descriptor), image.nbytes
     if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o022:
         raise _DamagedError("is not a file that only this user can write to")
-    size = _trailer_nbytes(nbytes)
+    size = _trailer_nbytes(image)
     if info.st_size != nbytes + size:
         raise _DamagedError(f"has {info.st_size} bytes instead of {nbytes + size}")
     trailer = os.pread(descriptor, size, nbytes)
@@ -309,18 +483,29 @@ def _read_checked(
     if trailer != _trailer(key, sums):
         raise _DamagedError("belongs to other weights or is damaged")
 
-    def read(index: int) -> bool:
-        chunk = memory[index * _CHUNK : (index + 1) * _CHUNK]
-        return os.preadv(descriptor, [chunk.data], index * _CHUNK) == len(chunk) and (
-            _sum(chunk) == sums[index]
-        )
+    chunks, done, of_experts = [], 0, []  # (place in the file, memory, checksum)
+    for (begin, end, is_expert), checksum in zip(image.chunks(), sums, strict=True):
+        if is_expert:
+            of_experts.append(checksum)
+        if whole or not is_expert:
+            chunks.append((begin, memory[done : done + end - begin], checksum))
+            done += end - begin
+    assert done == len(memory)
+
+    def read(item: tuple[int, Bytes, int]) -> int:
+        begin, chunk, checksum = item
+        read = os.preadv(descriptor, [chunk.data], begin)
+        return len(chunk) if read == len(chunk) and _sum(chunk) == checksum else 0
 
     with ThreadPoolExecutor(num_threads) as threads:
-        for index, good in enumerate(threads.map(read, range(len(sums))), 1):
-            if not good:
+        done = 0
+        for count in threads.map(read, chunks):
+            if not count:
                 raise _DamagedError("is damaged")
+            done += count
             if progress is not None:
-                progress(min(index * _CHUNK, nbytes), nbytes)
+                progress(done, len(memory))
+    return of_experts
 
 
 def _sum(chunk: Bytes) -> int:
@@ -334,8 +519,8 @@ def _trailer(key: bytes, sums: list[int]) -> bytes:
     return written + hashlib.sha256(key + written).digest()
 
 
-def _trailer_nbytes(nbytes: int) -> int:
-    return -(-nbytes // _CHUNK) * 8 + 32
+def _trailer_nbytes(image: Image) -> int:
+    return sum(1 for _ in image.chunks()) * 8 + 32
 
 
 def read_ahead(config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint, dtype: str) -> None:
@@ -351,6 +536,8 @@ def read_ahead(config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint, dt
             files = checkpoint.weight_files
             key = weights_key(spec, checkpoint, dtype)
             if cache is not None and key is not None and cache.file(key).is_file():
+                if config.load.expert_cache is not None:  # most of the file is experts
+                    return
                 files = [cache.file(key)]
             for file in files:
                 left -= _read_file(file, left)

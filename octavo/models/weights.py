@@ -13,6 +13,20 @@ from octavo.system.dtypes import DTYPE_NBYTES
 
 
 @dataclass(frozen=True)
+class ExpertOf:
+    """Expert that has a weight."""
+
+    block: str
+    """Prefix of the names of the block's weights, e.g. layers.0.mlp."""
+    index: int
+    """Number of the expert in its block."""
+    count: int
+    """Number of the block's experts, of all ranks."""
+    active: int
+    """Number of the block's experts that a token uses."""
+
+
+@dataclass(frozen=True)
 class Weight:
     """One tensor of the loaded model."""
 
@@ -29,6 +43,9 @@ class Weight:
     """Form of a linear weight; the others are plain."""
     dtype: str | None = None
     """Type in memory of a weight that is not linear; None: the model's."""
+
+    expert: ExpertOf | None = None
+    """Expert that has the weight; None: none. Weights of an expert are successive."""
 
     @property
     def whole_rows(self) -> int:

@@ -51,6 +51,13 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     drafting_paused: int = 0
     """1 while drafts do not pay at the current load; for several engines, the number of these."""
 
+    expert_cache_hits: int = 0
+    """Experts that a layer used and found in memory."""
+    expert_cache_misses: int = 0
+    """Experts that a layer used and read from the file."""
+    expert_cache_bytes_read: int = 0
+    """Bytes of these."""
+
     @property
     def num_ready_reqs(self) -> int:
         """Number of waiting requests that wait only for their turn."""
@@ -144,6 +151,24 @@ SCHEDULER_METRICS = (
         "state_snapshot_evictions",
         "Recurrent states that the prefix cache gave up for others.",
         "num_snapshot_evictions",
+    ),
+    SchedulerMetric(
+        "counter",
+        "expert_cache_hits",
+        "Experts that a step used in a layer and found in memory (expert_cache).",
+        "expert_cache_hits",
+    ),
+    SchedulerMetric(
+        "counter",
+        "expert_cache_misses",
+        "Experts that a step used in a layer and read from the disk (expert_cache).",
+        "expert_cache_misses",
+    ),
+    SchedulerMetric(
+        "counter",
+        "expert_cache_read_bytes",
+        "Bytes of experts that were read from the disk (expert_cache).",
+        "expert_cache_bytes_read",
     ),
     SchedulerMetric(
         "counter", "num_preemptions", "Preemptions of running requests.", "num_preemptions"

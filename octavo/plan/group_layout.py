@@ -17,7 +17,7 @@ SLOT_HEAD_NBYTES = _ALIGNMENT
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """Layout: tokens, drafts, outputs of stages, and the buffers of each stage, in this order."""
+    """Layout: tokens, drafts, outputs and buffers of stages, and counts, in this order."""
 
     size: StepSize
     """Size of the largest step."""
@@ -71,6 +71,11 @@ class GroupLayout:
     @property
     def nbytes(self) -> int:
         """Size of the whole memory in bytes."""
+        return self.expert_counts + self.rank.world_size * _ALIGNMENT
+
+    @property
+    def expert_counts(self) -> int:
+        """Offset of the counts of expert caches, a cache line of int64 for each rank."""
         return self.buffers_of(self.rank.num_stages)
 
     @property

@@ -11,6 +11,7 @@ from octavo.errors import ConfigError
 from octavo.kv_cache.groups import KVCacheGroup, make_kv_cache_groups, select_layers
 from octavo.kv_connector.layout import KVLayout
 from octavo.layers.step_table import StepSize
+from octavo.models.expert_sizes import ExpertSizes, divide_slots
 from octavo.models.spec import ModelSpec, divide_layers
 from octavo.models.state_cache import StateCache
 from octavo.plan.group_layout import GroupLayout
@@ -82,6 +83,27 @@ class WorkerSetup:
         if self.rank.num_stages == 1:
             return part
         return part.stage(*self.stage_layers)
+
+    @property
+    def expert_sizes(self) -> ExpertSizes:
+        """Sizes of this rank's experts."""
+        return ExpertSizes.of(self.part.weights(), self.dtype)
+
+    @cached_property
+    def expert_slots(self) -> int:
+        """Number of this rank's experts in memory; 0: all are.
+
+        Raises:
+            ConfigError: the model has no experts, or expert_cache is too small for one token.
+        """
+        size = self.config.load.expert_cache
+        if size is None:
+            return 0
+        ranks = [
+            replace(self, rank=Rank.of(number, self.config.device)).expert_sizes
+            for number in range(self.rank.world_size)
+        ]
+        return divide_slots(size, ranks, self.spec.architecture)[self.rank.number]
 
     @cached_property
     def stage_layers(self) -> tuple[int, int]:

@@ -24,6 +24,7 @@ from octavo.system.device import (
     numa_cpus,
     set_num_threads,
 )
+from octavo.system.distributed import Rank
 from octavo.system.dtypes import DTYPE_NBYTES
 from octavo.worker.platform import Platform, require_package
 
@@ -234,8 +235,11 @@ def memory_budget(
     if ranks > 1:  # a copy for the rank that samples: the logits are in the shared memory
         logits += setup.largest_step.samples * vocab_size * DTYPE_NBYTES["float32"]
     weights = loading = activations = 0
+    experts, note = _plan_experts(setup)
     for stage, scratch in zip(setup.stages, scratches, strict=True):  # the largest ranks
         spec = stage.part
+        if experts:
+            weights -= ranks * stage.expert_sizes.nbytes
         weights += ranks * spec.weight_nbytes(setup.dtype, setup.max_model_len)
         # Random weights are made whole, others are read in parts.
         made = config.load.load_format == "dummy"
@@ -258,6 +262,7 @@ def memory_budget(
                 "runtime", RUNTIME_NBYTES + WORKER_RUNTIME_NBYTES * config.num_worker_processes
             ),
             MemoryItem("weights", weights),
+            MemoryItem("experts", experts, note=note),
             MemoryItem("activations", activations, "step"),
             MemoryItem("logits", logits, "step"),
             MemoryItem(
@@ -269,6 +274,30 @@ def memory_budget(
         scratches=scratches,
         draft_scratch=draft_scratch,
     )
+
+
+def _plan_experts(setup: WorkerSetup) -> tuple[int, str]:
+    """Return the bytes of an expert cache, and what to expect from it; 0 without one."""
+    config, device = setup.config, setup.config.device
+    if config.load.expert_cache is None:
+        return 0, ""
+    from octavo.models.expert_cache import describe_speed, find_file
+
+    ranks = [
+        dataclasses.replace(setup, rank=Rank.of(i, device)) for i in range(setup.rank.world_size)
+    ]
+    sizes = [rank.expert_sizes for rank in ranks]
+    nbytes = sum(rank.expert_slots * size.largest for rank, size in zip(ranks, sizes, strict=True))
+    total, slots = sum(size.count for size in sizes), sum(rank.expert_slots for rank in ranks)
+    note = f" = {slots:,} of {total:,} experts"
+    file = find_file(config, setup.part, setup.model_path, setup.dtype)
+    if file is not None:
+        others = sum(rank.part.weight_nbytes(setup.dtype) for rank in ranks)
+        others -= sum(size.nbytes for size in sizes)
+        per_token = sum(size.per_token for size in sizes)
+        threads = device.num_threads or num_cpus()
+        note += describe_speed(per_token, others, file, threads)
+    return nbytes, note
 
 
 def _draft_nbytes(setup: WorkerSetup, draft: WorkerSetup, scratch: Scratch) -> int:

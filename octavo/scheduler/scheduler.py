@@ -130,6 +130,7 @@ class Scheduler:
         if connector is not None:
             self._loads = KVLoads(connector, config, self.kv_cache_manager)
         self._num_preemptions = 0
+        self._expert_counts = 0, 0, 0
         self._num_steps = 0
         self._num_scheduled_tokens = 0
 
@@ -298,6 +299,9 @@ class Scheduler:
         if step is None:
             return outputs
         result, num_requests = model_runner_output, len(self.requests)
+        self._expert_counts = max(self._expert_counts, result.expert_counts)
+        if result.forget_prefixes:
+            self.kv_cache_manager.forget_prefixes()
         self._note_success(step, result)
         sampled = dict(zip(result.req_ids, result.sampled_token_ids, strict=True))
         for request, start, num_sampled in step.entries:
@@ -437,6 +441,9 @@ class Scheduler:
             num_snapshots=0 if states is None else len(states.known),
             num_snapshot_evictions=0 if states is None else states.num_evictions,
             drafting_paused=int(drafting.lengths.paused),
+            expert_cache_hits=self._expert_counts[0],
+            expert_cache_misses=self._expert_counts[1],
+            expert_cache_bytes_read=self._expert_counts[2],
             num_expired_transfers=0 if self._connector is None else self._connector.num_expired,
         )
 

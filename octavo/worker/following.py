@@ -81,6 +81,8 @@ class FollowingRunner(ModelRunner):
         """Return an empty result: another rank samples."""
         if grammar is not None and self.setup.rank.drafts:
             self._note_forced(grammar)
+        if self._experts is not None:
+            self._log_experts(self._experts)
         return PendingOutput(ModelRunnerOutput(), _NONE, None)
 
     def _learn_tokens(self, scheduled: list[ScheduledRequest]) -> None:

@@ -62,6 +62,13 @@ class Group:
         if buffers is not None:
             buffers.attach(self.memory, layout.buffers_of(rank.stage))
 
+    @property
+    def expert_counts(self) -> NDArray[np.int64]:
+        """Counts of the expert caches of all ranks on this host: int64 [ranks, 8]."""
+        begin = self._layout.expert_counts
+        counts: NDArray[np.int64] = self.memory.data[begin : self._layout.nbytes].view(np.int64)
+        return counts.reshape(self._rank.world_size, -1)
+
     def connect(self, steps: StepRunner, received: Handed | None) -> StepRunner:
         """Return a runner that receives input from the previous stage and sends output to the next.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +24,7 @@ from octavo.messages import (
     ScheduledRequest,
     SchedulerOutput,
 )
+from octavo.models.expert_cache import ExpertCache
 from octavo.models.loader import LoadedWeights, load_model
 from octavo.models.weight_cache import WeightCache
 from octavo.observability.profiler import span
@@ -51,6 +53,12 @@ from octavo.worker.loading_bar import loading_bar
 from octavo.worker.platform import Platform
 from octavo.worker.spec_decode.base import Proposer, Target
 
+logger = logging.getLogger(__name__)
+
+_EXPERT_FAILED = (
+    "an expert of the model that it needs cannot be read from the file of packed weights; the log "
+    "has the reason"
+)
 _NO_DRAFT = -2  # no token, nor `UNKNOWN`
 
 Drafts = dict[str, list[int]]
@@ -167,9 +175,14 @@ class ModelRunner:
                 cache=WeightCache.from_config(config),
                 keep=self._weights,
                 shared=buffers,
+                expert_slots=setup.expert_slots,
             )
         self.group = Group(setup, buffers) if setup.rank.world_size > 1 else None
         """Memory shared with other ranks; None for one rank."""
+        self._experts = self._weights[0].experts
+        if self._experts is not None and self.group is not None:
+            self._experts.count_in(self.group.expert_counts[setup.rank.number, :4])
+        self._num_failed_experts = 0
         self._num_steps = 0
         """Number of the steps that computed tokens."""
         self.sampler = Sampler(self.ops)
@@ -378,7 +391,31 @@ class ModelRunner:
         pending = self._sample(step, grammar, output)
         if state.proposer is not None:
             state.proposer.observe(inputs, step.result)
+        if self._experts is not None:
+            self._note_experts(self._experts, output)
         return pending
+
+    def _note_experts(self, experts: ExpertCache, output: ModelRunnerOutput) -> None:
+        """Add the counts of all ranks' expert caches, and explain failures that they caused."""
+        counts = experts.counts if self.group is None else self.group.expert_counts.sum(0)
+        hits, misses, nbytes, failed = counts[:4].tolist()
+        output.expert_counts = hits, misses, nbytes
+        self._log_experts(experts)
+        if not failed:
+            return
+        for req_id, message in output.errors.items():
+            if message == NOT_FINITE:
+                output.errors[req_id] = _EXPERT_FAILED
+        # A request that failed may have computed several steps since the experts could not be read.
+        output.forget_prefixes = (
+            failed > self._num_failed_experts or _EXPERT_FAILED in output.errors.values()
+        )
+        self._num_failed_experts = failed
+
+    @staticmethod
+    def _log_experts(experts: ExpertCache) -> None:
+        if (error := experts.take_error()) is not None:
+            logger.error("%s", error)
 
     def _sample(
         self, step: _ComputedStep, grammar: GrammarOutput | None, output: ModelRunnerOutput

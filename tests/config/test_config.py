@@ -100,6 +100,7 @@ BAD = {
     "download_dir": [5],
     "weight_cache": [1, ""],
     "weight_cache_bytes": [0, "much"],
+    "expert_cache": [0, -1, "much"],
     "block_size": [0, 15, -16, "16", None, 16.5, True],
     "gpu_memory_utilization": [0, 1.01, -0.5, NAN, math.inf, "0.9", None, True],
     "kv_cache_memory_bytes": [0, -1, 1.5, "", "many", "4X", "-4G", "0G", "9" * 400, True, HUGE],

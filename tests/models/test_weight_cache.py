@@ -161,8 +161,8 @@ def test_the_disk_is_never_filled(
         cache = WeightCache(tmp_path, bound)
         disk = os.statvfs_result((4096, 4096, 2**20, free // 4096, free // 4096, *[0] * 5))
         monkeypatch.setattr(os, "statvfs", lambda _, disk=disk: disk)
-        assert cache._make_room(fits) == (fits > 0)
-        assert not cache._make_room(fits + 1)
+        assert cache._make_room(fits) == fits
+        assert cache._make_room(fits + 1) == fits
 
 
 @pytest.mark.parametrize("failing", ["write", "fsync", "folder"])

@@ -15,6 +15,7 @@ from octavo.models.weights import Names, Weight
 from octavo.system.distributed import Rank
 
 if TYPE_CHECKING:
+    from octavo._native import ExpertLayer
     from octavo.attention.base import AttentionBackend
     from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
     from octavo.layers.layer import Block
@@ -120,6 +121,7 @@ class Parts:
         dtype: type of weights and activations.
         max_model_len: longest context.
         shared: buffers in which ranks combine their results; None: one rank computes the model.
+        cached: the layers of an expert cache, by the names of the blocks.
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class Parts:
         dtype: str,
         max_model_len: int,
         shared: SharedBuffers | None = None,
+        cached: Mapping[str, ExpertLayer] | None = None,
     ) -> None:
         self.ops = ops
         self.dtype = dtype
@@ -137,6 +140,7 @@ class Parts:
         self.max_model_len = max_model_len
         self._shared = shared
         self._weights = weights
+        self._cached = cached or {}
         self._own = ""
         self._tables: dict[Table, Tensor] = {}
 
@@ -153,6 +157,11 @@ class Parts:
     def has(self, name: str) -> bool:
         """Return True if the block has a weight with this name."""
         return self._own + name in self._weights
+
+    @property
+    def cached_experts(self) -> ExpertLayer | None:
+        """The block's layer of the expert cache; None: all of its experts are in memory."""
+        return self._cached.get(self._own)
 
     def linear(self, name: str) -> PackedWeight | QuantizedWeight:
         """Return a packed weight."""

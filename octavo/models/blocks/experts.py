@@ -17,7 +17,7 @@ from octavo.models.blocks.base import BlockSpec, LargestStep
 from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.mlp import MLPSpec
 from octavo.models.blocks.norm import RMSNormSpec
-from octavo.models.weights import Names, Weight
+from octavo.models.weights import ExpertOf, Names, Weight
 from octavo.quantization.plain import PLAIN
 from octavo.system.distributed import Rank
 
@@ -127,11 +127,13 @@ class ExpertsSpec(BlockSpec):
             yield from self.norm.weights(names.of("norm"))
         for name, projection in zip(("to_latent", "from_latent"), self.latent or (), strict=False):
             yield from projection.weights(names.of(name))
-        for index in range(*(self.own or (0, len(self.up)))):
-            yield from self._without_bias(self.up[index]).weights(names.of(f"experts.{index}.up"))
-            yield from self._without_bias(self.down[index]).weights(
-                names.of(f"experts.{index}.down")
-            )
+        count, active = len(self.up), self.router.routing.top_k
+        for index in range(*(self.own or (0, count))):
+            expert = ExpertOf(names.own, index, count, active)
+            for name, stack in (("up", self.up), ("down", self.down)):
+                linear = self._without_bias(stack[index])
+                for weight in linear.weights(names.of(f"experts.{index}.{name}")):
+                    yield replace(weight, expert=expert)
         for name, stack in (("up_bias", self.up), ("down_bias", self.down)):
             if stack[0].bias:
                 biases = [
@@ -196,7 +198,8 @@ class ExpertsSpec(BlockSpec):
                 for i in range(len(self.up))
             ]
             bias = parts.tensor(f"{name}_bias") if parts.has(f"{name}_bias") else None
-            return ops.stack(weights, None if bias is None else bias.view((len(self.up), -1)))
+            bias = None if bias is None else bias.view((len(self.up), -1))
+            return ops.stack(weights, bias, parts.cached_experts)
 
         latent = None
         if self.latent is not None:
