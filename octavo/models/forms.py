@@ -18,7 +18,7 @@ from octavo.quantization.base import WeightForm
 from octavo.quantization.bitnet import read_bitnet
 from octavo.quantization.dequantized import Dequantized
 from octavo.quantization.plain import PLAIN
-from octavo.quantization.registry import FORMS, METHODS
+from octavo.quantization.registry import FORMS, METHODS, PLAIN_ROUTERS
 
 _QUANTIZED = ("quantization_config", "compression_config")
 """Fields of config.json that describe a quantized checkpoint."""
@@ -58,7 +58,7 @@ def assign(
                 f"quantization={setting}: the checkpoint is not quantized, and Octavo quantizes to "
                 f"{made} only; choose one of these, or leave the setting out."
             )
-        return _with_forms(spec, lambda module: form, online=True)
+        return _with_forms(spec, lambda module: form, keep_exact=True)
     described = config.section(name)
     method = described.get("quant_method")
     read = METHODS.get(method) if isinstance(method, str) else None
@@ -107,7 +107,7 @@ def assign(
                     return loaded(form)
         return PLAIN
 
-    return _with_forms(spec, choose)
+    return _with_forms(spec, choose, keep_exact=read in PLAIN_ROUTERS)
 
 
 def quant_method(config: ConfigJson) -> str | None:
@@ -170,7 +170,7 @@ def _with_forms(
     choose: Callable[[str], WeightForm],
     choose_table: Callable[[str], WeightForm | None] = lambda module: None,
     *,
-    online: bool = False,
+    keep_exact: bool = False,
 ) -> _Spec:
     """Return the spec, in which each linear weight has the form that `choose` returns for its name.
 
@@ -180,18 +180,18 @@ def _with_forms(
         spec: the model.
         choose: returns the form of a module.
         choose_table: returns the form of a table of tokens; None: it stays plain.
-        online: True if the checkpoint is not quantized; exact weights stay plain.
+        keep_exact: True if the weights of `LinearSpec.exact` stay plain.
     """
     made: dict[int, list[LayerSpec]] = {}
     layers = []
     for index, layer in enumerate(spec.layers):
         names = spec.layer_names.format(spec.first_layer + index)
-        new = _replace(layer, names, choose, online)
+        new = _replace(layer, names, choose, keep_exact)
         known = made.setdefault(id(layer), [])
         if new not in known:
             known.append(new)
         layers.append(known[known.index(new)])
-    others: _Spec = _replace(replace(spec, layers=()), "", choose, online)
+    others: _Spec = _replace(replace(spec, layers=()), "", choose, keep_exact)
     embed = replace(others.embed, form=choose_table(others.embed.module) or PLAIN)
     if (inputs := embed.layer_inputs) is not None:
         inputs = replace(inputs, form=choose_table(inputs.module) or PLAIN)
@@ -199,27 +199,27 @@ def _with_forms(
     return replace(others, layers=tuple(layers), embed=embed)
 
 
-def _replace(value: Any, prefix: str, choose: Callable[[str], WeightForm], online: bool) -> Any:
+def _replace(value: Any, prefix: str, choose: Callable[[str], WeightForm], keep_exact: bool) -> Any:
     """Return a block, or a tuple of blocks, with the forms of all linear weights within it.
 
     Args:
         value: any object; an object without linear weights is returned unchanged.
         prefix: prefix of the names of its modules in the checkpoint.
         choose: see `_with_forms`.
-        online: see `_with_forms`.
+        keep_exact: see `_with_forms`.
     """
     if isinstance(value, LinearSpec):
-        if online and value.exact:
+        if keep_exact and value.exact:
             return value
         forms = tuple(choose(f"{prefix}{module}") for module, _ in value.modules)
         return replace(value, forms=() if set(forms) == {PLAIN} else forms)
     if isinstance(value, tuple):
-        items = [_replace(item, prefix, choose, online) for item in value]
+        items = [_replace(item, prefix, choose, keep_exact) for item in value]
         same = all(new is old for new, old in zip(items, value, strict=True))
         return value if same else tuple(items)
     if is_dataclass(value) and not isinstance(value, type):
         new = {
-            f.name: _replace(getattr(value, f.name), prefix, choose, online) for f in fields(value)
+            f.name: _replace(getattr(value, f.name), prefix, choose, keep_exact) for f in fields(value)
         }
         changed = {name: item for name, item in new.items() if item is not getattr(value, name)}
         return replace(value, **changed) if changed else value

@@ -35,6 +35,8 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
+_LINEAR = ("proj", "lm_head", "w1", "w2", "w3", "proj_with_mqa", "gate")
+"""Ends of the names of linear modules."""
 E4M3 = ml_dtypes.float8_e4m3fn
 _TORCH = {E4M3: torch.float8_e4m3fn, ml_dtypes.bfloat16: torch.bfloat16}
 """Types of torch for those that numpy lacks."""
@@ -56,37 +58,42 @@ def pack_words(codes: Array, bits: int) -> Array:
 
 
 class Folders:
-    """A quantized Llama, and the same model with its dequantized weights.
+    """A quantized model, and the same model with its dequantized weights.
 
     Args:
         folder: where both are written.
         quantize: chooses the tensors of each module.
         sizes: fields of its config.json.
+        architecture: the model's.
         description: the quantization_config.
     """
 
     def __init__(
-        self, folder: Path, quantize: Quantize, sizes: dict[str, Any] = SIZES, **description: Any
+        self,
+        folder: Path,
+        quantize: Quantize,
+        sizes: dict[str, Any] = SIZES,
+        architecture: str = "LlamaForCausalLM",
+        **description: Any,
     ) -> None:
         self.quantized, self.plain = folder / "quantized", folder / "plain"
         rng = np.random.default_rng(0)
-        hf = make_hf("LlamaForCausalLM", **sizes)
-        state = {}
+        make_hf(architecture, **sizes).save_pretrained(self.plain)
+        file = self.plain / "model.safetensors"
+        state = safetensors.torch.load_file(file)
         self.tensors: dict[str, Array] = {}
-        for name, tensor in hf.state_dict().items():
+        for name, tensor in list(state.items()):
             module, _, kind = name.rpartition(".")
-            state[name] = tensor
             made = None
-            if module.endswith(("proj", "lm_head")) and kind == "weight":
+            if module.endswith(_LINEAR) and kind == "weight":
                 made = quantize(rng, module, *tensor.shape)
             if made is None:
                 self.tensors[name] = tensor.numpy()
                 continue
             stored, weight = made
             self.tensors |= {f"{module}.{kind}": array for kind, array in stored.items()}
-            state[name] = torch.from_numpy(weight.astype(np.float32))
-        hf.load_state_dict(state)
-        hf.save_pretrained(self.plain)
+            state[name] = torch.from_numpy(np.ascontiguousarray(weight, np.float32))
+        safetensors.torch.save_file(state, file)
         self.quantized.mkdir()
         self.description = description
         self.save()

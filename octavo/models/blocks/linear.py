@@ -42,7 +42,8 @@ class LinearSpec:
     alternate: bool = False
     """True if the rows of the single module are gate and up in turn (gpt-oss)."""
     exact: bool = False
-    """True if the engine does not quantize the weight of an unquantized checkpoint."""
+    """True for routers: the engine does not quantize the weight, and the tools of some methods leave
+    it plain."""
     parts: tuple[tuple[int, int], ...] | None = None
     """Outputs (begin, end) that a rank computes; None: all."""
     columns: tuple[int, int] | None = None
