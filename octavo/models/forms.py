@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
+from itertools import accumulate
 from typing import Any, TypeVar
 
 from octavo.checkpoints.config_json import ConfigJson
@@ -89,23 +90,22 @@ def assign(
         return _with_forms(spec, lambda module: by_name.get(module, PLAIN), by_name.get)
     lm_head = [module for module, _ in spec.head.lm_head.modules]
     left_out = [pattern for field in _LEFT_OUT for pattern in _texts(described, field)]
-
-    def matches(module: str, target: str) -> bool:
-        match target:
-            case "Linear":
-                return module not in lm_head
-            case "LMHead":
-                return module in lm_head
-        return _matches(module, target, described)
+    plain = _Targets(left_out, described)
+    targets = [(_Targets(texts, described), loaded(form)) for texts, form in groups]
 
     def choose(module: str) -> WeightForm:
         if spec.tied and module in lm_head:
             return PLAIN
-        if not any(_matches(module, pattern, described) for pattern in left_out):
-            for targets, form in groups:
-                if any(matches(module, target) for target in targets):
-                    return loaded(form)
-        return PLAIN
+        names = [module] + [
+            stored + module.removeprefix(own)
+            for own, stored in spec.prefixes
+            if module.startswith(own)
+        ]
+        texts = {text for name in names for text in _runs(name)}
+        texts.add("LMHead" if module in lm_head else "Linear")
+        if plain.match(names, texts):
+            return PLAIN
+        return next((form for target, form in targets if target.match(names, texts)), PLAIN)
 
     return _with_forms(spec, choose, keep_exact=read in PLAIN_ROUTERS)
 
@@ -123,14 +123,51 @@ def _texts(config: ConfigJson, field: str) -> list[str]:
     return value
 
 
-def _matches(module: str, pattern: str, config: ConfigJson) -> bool:
-    if not pattern.startswith("re:"):
-        return f".{pattern}." in f".{module}."
+class _Targets:
+    """Modules that a description names; see `Groups`.
+
+    Args:
+        texts: names, classes and regular expressions.
+        config: the description, for error messages.
+
+    Raises:
+        ModelError: a regular expression is not supported.
+    """
+
+    def __init__(self, texts: Sequence[str], config: ConfigJson) -> None:
+        self._texts = frozenset(texts)
+        self._patterns = [_pattern(text, config) for text in texts if text.startswith("re:")]
+
+    def match(self, names: Sequence[str], texts: Set[str]) -> bool:
+        """Return True if a module is among them.
+
+        Args:
+            names: the names that the module may have in a checkpoint.
+            texts: all consecutive parts of these, and the module's class.
+        """
+        if not self._texts.isdisjoint(texts):
+            return True
+        return any(pattern.match(name) for pattern in self._patterns for name in names)
+
+
+def _runs(name: str) -> Iterator[str]:
+    """Yield all consecutive parts of a name, joined."""
+    parts = name.split(".")
+    for begin in range(len(parts)):
+        yield from accumulate(parts[begin:], "{}.{}".format)
+
+
+def _pattern(text: str, config: ConfigJson) -> re.Pattern[str]:
+    """Return a compiled regular expression, without re:.
+
+    Raises:
+        ModelError: it is not supported.
+    """
     try:
-        return _compiled(pattern[3:]).match(module) is not None
+        return _compiled(text.removeprefix("re:"))
     except (re.error, RecursionError, OverflowError) as error:
         raise ModelError(
-            f"{config.where}: {pattern[:_MOST_SHOWN]!r} is not a regular expression that Octavo "
+            f"{config.where}: {text[:_MOST_SHOWN]!r} is not a regular expression that Octavo "
             f"supports ({reason_of(error)}); name the modules instead."
         ) from None
 
@@ -219,7 +256,8 @@ def _replace(value: Any, prefix: str, choose: Callable[[str], WeightForm], keep_
         return value if same else tuple(items)
     if is_dataclass(value) and not isinstance(value, type):
         new = {
-            f.name: _replace(getattr(value, f.name), prefix, choose, keep_exact) for f in fields(value)
+            f.name: _replace(getattr(value, f.name), prefix, choose, keep_exact)
+            for f in fields(value)
         }
         changed = {name: item for name, item in new.items() if item is not getattr(value, name)}
         return replace(value, **changed) if changed else value

@@ -35,7 +35,7 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-_LINEAR = ("proj", "lm_head", "w1", "w2", "w3", "proj_with_mqa", "gate")
+_LINEAR = ("proj", "lm_head", "w1", "w2", "w3", "proj_with_mqa", "_linear")
 """Ends of the names of linear modules."""
 E4M3 = ml_dtypes.float8_e4m3fn
 _TORCH = {E4M3: torch.float8_e4m3fn, ml_dtypes.bfloat16: torch.bfloat16}
@@ -57,6 +57,58 @@ def pack_words(codes: Array, bits: int) -> Array:
     return np.bitwise_or.reduce(grouped << shifts, -1).view(np.int32)
 
 
+def divide_experts(state: dict[str, Tensor], layout: str) -> dict[str, Tensor]:
+    """Return tensors of single experts in place of [experts, inputs, outputs] of all.
+
+    Args:
+        state: tensors by name.
+        layout: "halves" if the outputs of gate come before those of up, "turns" if they alternate.
+    """
+    divided = {}
+    for name, tensor in state.items():
+        prefix, _, last = name.rpartition(".experts.")
+        parts = ["down_proj"] if last.startswith("down") else ["gate_proj", "up_proj"]
+        if not prefix:
+            divided[name] = tensor
+            continue
+        kind = "bias" if last.endswith("bias") else "weight"
+        for index, expert in enumerate(tensor):
+            rows = expert.T if kind == "weight" else expert
+            for part, own in enumerate(parts):
+                count = len(rows) // len(parts)
+                chosen = rows[part :: len(parts)]
+                if layout == "halves":
+                    chosen = rows[part * count : (part + 1) * count]
+                divided[f"{prefix}.experts.{index}.{own}.{kind}"] = chosen.contiguous()
+    return divided
+
+
+def stack_experts(state: dict[str, Tensor], layout: str) -> dict[str, Tensor]:
+    """Return the tensors that `divide_experts` has divided."""
+    stacked: dict[str, Any] = {}
+    for name, tensor in state.items():
+        match = re.fullmatch(r"(.*\.experts\.)\d+\.(gate|up|down)_proj\.(weight|bias)", name)
+        if match is None:
+            stacked[name] = tensor
+        elif match[2] == "up":  # after its gate
+            whole = stacked[f"{match[1]}gate_up_proj{'_bias' * (match[3] == 'bias')}"]
+            pair = [whole.pop(), tensor]
+            whole.append(
+                torch.cat(pair) if layout == "halves" else torch.stack(pair, 1).flatten(0, 1)
+            )
+        else:
+            own = "down_proj" if match[2] == "down" else "gate_up_proj"
+            stacked.setdefault(f"{match[1]}{own}{'_bias' * (match[3] == 'bias')}", []).append(
+                tensor
+            )
+    return {
+        name: tensor
+        if isinstance(tensor, Tensor)
+        else torch.stack([expert if expert.ndim == 1 else expert.T for expert in tensor])
+        for name, tensor in stacked.items()
+    }
+
+
 class Folders:
     """A quantized model, and the same model with its dequantized weights.
 
@@ -65,6 +117,7 @@ class Folders:
         quantize: chooses the tensors of each module.
         sizes: fields of its config.json.
         architecture: the model's.
+        stacked: layout of stacked experts that the quantized model divides, see `divide_experts`.
         description: the quantization_config.
     """
 
@@ -74,6 +127,7 @@ class Folders:
         quantize: Quantize,
         sizes: dict[str, Any] = SIZES,
         architecture: str = "LlamaForCausalLM",
+        stacked: str = "",
         **description: Any,
     ) -> None:
         self.quantized, self.plain = folder / "quantized", folder / "plain"
@@ -81,6 +135,8 @@ class Folders:
         make_hf(architecture, **sizes).save_pretrained(self.plain)
         file = self.plain / "model.safetensors"
         state = safetensors.torch.load_file(file)
+        if stacked:
+            state = divide_experts(state, stacked)
         self.tensors: dict[str, Array] = {}
         for name, tensor in list(state.items()):
             module, _, kind = name.rpartition(".")
@@ -88,12 +144,12 @@ class Folders:
             if module.endswith(_LINEAR) and kind == "weight":
                 made = quantize(rng, module, *tensor.shape)
             if made is None:
-                self.tensors[name] = tensor.numpy()
+                self.tensors[name] = tensor.contiguous().numpy()
                 continue
             stored, weight = made
             self.tensors |= {f"{module}.{kind}": array for kind, array in stored.items()}
             state[name] = torch.from_numpy(np.ascontiguousarray(weight, np.float32))
-        safetensors.torch.save_file(state, file)
+        safetensors.torch.save_file(stack_experts(state, stacked) if stacked else state, file)
         self.quantized.mkdir()
         self.description = description
         self.save()
