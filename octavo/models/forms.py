@@ -223,7 +223,10 @@ def _with_forms(
     layers = []
     for index, layer in enumerate(spec.layers):
         names = spec.layer_names.format(spec.first_layer + index)
-        new = _replace(layer, names, choose, keep_exact)
+        try:
+            new = _replace(layer, names, choose, keep_exact)
+        except ModelError as error:
+            raise ModelError(f"{names.removesuffix('.')}: {error}") from None
         known = made.setdefault(id(layer), [])
         if new not in known:
             known.append(new)

@@ -171,14 +171,14 @@ class Folders:
 
         A model that is read from the cache of packed weights has the same bits.
         """
-        got, want = _logits(self.quantized), _logits(self.plain)
+        got, want = logits(self.quantized), logits(self.plain)
         error = (got - want).norm() / want.norm()
         assert 0 < error < 0.2, error  # unrelated logits: 1.4
         if cache_folder is None:
             return
         cache = WeightCache(cache_folder, 2**30)
         for _ in range(2):  # written, then read
-            assert torch.equal(_logits(self.quantized, cache=cache), got)
+            assert torch.equal(logits(self.quantized, cache=cache), got)
             if cache.writer is not None:
                 cache.writer.join()
         assert len(list(cache.files())) == 1
@@ -248,5 +248,5 @@ def _weights(folder: Path, rank: Rank | None) -> dict[str, Array]:
     return {name: np.concatenate(parts) for name, parts in found.items()}
 
 
-def _logits(folder: Path, **options: Any) -> Tensor:
+def logits(folder: Path, **options: Any) -> Tensor:
     return generate(load(folder, **options), make_prompts(VOCAB, (20,)), 1).logits[0]

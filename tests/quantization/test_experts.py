@@ -1,5 +1,6 @@
 """Mixtures of experts in the layouts of published quantized checkpoints."""
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from octavo.errors import ConfigError, ModelError
+from octavo.errors import ModelError
 from octavo.system.distributed import Rank
-from tests.models.harness import generate, load, make_hf, make_prompts, save_and_load
+from tests.models.harness import load, make_hf, spec_of
 from tests.quantization import test_awq, test_compressed_tensors, test_fp4, test_fp8, test_gptq
-from tests.quantization.harness import Array, Folders, Quantize
+from tests.quantization.harness import Folders, Quantize, logits
 from tests.quantization.test_compressed_tensors import TOKENS
 
 SIZES: dict[str, Any] = {
@@ -39,7 +40,7 @@ GPT_OSS = "GptOssForCausalLM", SIZES | {
     "num_local_experts": 5, "sliding_window": 16,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
 }  # fmt: skip
-GRANITE = "GraniteMoeForCausalLM", SIZES | {"num_local_experts": 5}
+GRANITE = "GraniteMoeForCausalLM", SIZES | {"num_local_experts": 5, "attention_multiplier": 0.1}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
 BLOCKS = FP8 | {"weight_block_size": [48, 64]}
@@ -144,3 +145,43 @@ def test_the_kernels_have_the_weights(name: str, tmp_path: Path) -> None:
     folders.assert_same_weights(Rank(1, 2))
     folders.assert_same_weights(Rank(1, 2, splits_experts=True))
     folders.assert_same_logits()
+
+
+EXPERT = "model.layers.1.mlp.experts.3."
+DAMAGES: list[tuple[str, dict[str, Any], str]] = [
+    (f"{EXPERT}.*", {}, r"lacks 3 tensors .*experts\.3\.gate_proj\.weight"),
+    (f"{EXPERT}up_proj.weight_scale_inv", {}, f"{EXPERT}up_proj.weight_scale_inv is missing"),
+    ("", {"num_experts": 4}, r"holds \d+ tensors .*experts\.4\."),
+    ("", {"num_experts": 6}, r"lacks 6 tensors .*experts\.5\."),
+    ("", {"moe_intermediate_size": 96}, r"gate_proj\.weight has shape .*requires \[96, 128\]"),
+]
+"""Pattern of missing tensors, fields of config.json, and the error."""
+
+
+def test_damaged_checkpoints(tmp_path: Path) -> None:
+    folders = CASES["qwen3 fp8"].make(tmp_path)
+    good, file = folders.tensors, folders.quantized / "config.json"
+    for pattern, fields, message in DAMAGES:
+        folders.tensors = {k: v for k, v in good.items() if not re.fullmatch(pattern, k)}
+        folders.save()
+        file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+        with pytest.raises(ModelError, match=message):
+            load(folders.quantized)
+    for module in ("up_proj", "down_proj"):
+        folders.save(modules_to_not_convert=[f"{EXPERT}{module}"])
+        forms = r"\(fp8-48x64 in mlp\.experts\.0\.\w+, plain in mlp\.experts\.3\."
+        with pytest.raises(ModelError, match=rf"^model\.layers\.1: .* forms {forms}{module}\)"):
+            load(folders.quantized)
+
+
+@pytest.mark.parametrize("model", [LLAMA4, GPT_OSS, GRANITE], ids=lambda model: model[0])
+def test_stacked_experts_are_quantized_while_loading(model: Any, tmp_path: Path) -> None:
+    architecture, sizes = model
+    make_hf(architecture, **sizes).save_pretrained(tmp_path)
+    want = logits(tmp_path)
+    for name in ("int8", "int4", "fp8"):
+        spec = spec_of(tmp_path, quantization=name)
+        own = [weight for weight in spec.weights() if ".experts." in weight.name]
+        assert {weight.form.name for weight in own} == {name}
+        got = logits(tmp_path, quantization=name)
+        assert 0 < (got - want).norm() / want.norm() < 0.2
