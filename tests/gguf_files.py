@@ -830,7 +830,8 @@ def _write_arrays(
     for name, x in arrays.items():
         chosen = next((t for part, t in (types or {"": "f32"}).items() if part in name), "f32")
         in_float32 = r"position|ssm_(conv1d|a$|d$|norm)|shortconv\.conv|time_mix_w[12]"
-        if x.ndim != 2 or re.search(in_float32, name):
+        is_matrix = x.ndim == 2 or name.endswith(("_exps.weight", "_b.weight"))
+        if not is_matrix or re.search(in_float32, name):
             chosen = "f32"
         tensors[name] = TYPES[chosen], x.shape, quantize(np.ascontiguousarray(x), chosen)
     write_gguf(path, metadata, tensors)

@@ -11,7 +11,8 @@ import pytest
 
 from octavo.errors import ModelError
 from octavo.system.distributed import Rank
-from tests.models.harness import load, make_hf, spec_of
+from tests.models.harness import load, make_hf, save_config, spec_of
+from tests.models.test_parity import CASES as CONFIGS
 from tests.quantization import test_awq, test_compressed_tensors, test_fp4, test_fp8, test_gptq
 from tests.quantization.harness import Folders, Quantize, logits
 from tests.quantization.test_compressed_tensors import TOKENS
@@ -185,3 +186,17 @@ def test_stacked_experts_are_quantized_while_loading(model: Any, tmp_path: Path)
         assert {weight.form.name for weight in own} == {name}
         got = logits(tmp_path, quantization=name)
         assert 0 < (got - want).norm() / want.norm() < 0.2
+
+
+def test_a_list_may_have_the_names_of_the_whole_model(tmp_path: Path) -> None:
+    """A model that also reads pictures calls its text part language_model."""
+    architecture, sizes = CONFIGS["qwen3.5-moe"]
+    save_config(tmp_path, architecture, sizes)
+    file = tmp_path / "config.json"
+    plain = [f"model.language_model.layers.0.{name}" for name in ("linear_attn", "mlp.gate")]
+    described = BLOCKS | {"modules_to_not_convert": plain}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": described}))
+    forms = {w.name: w.form.name for w in spec_of(tmp_path).weights() if w.kind == "linear"}
+    own = {name: form for name, form in forms.items() if name.startswith("layers.0.")}
+    quantized = {name for name, form in own.items() if form != "plain"}
+    assert quantized == {name for name in own if ".experts." in name or ".shared." in name}

