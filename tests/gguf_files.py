@@ -199,7 +199,6 @@ NAMES = {
     "mixer.up_proj": "ffn_up",
     "mixer.down_proj": "ffn_down",
     # Granite 4, Bamba, Falcon-H1, Jamba
-    "shared_mlp.output_linear": "ffn_down",
     "feed_forward.gate_proj": "ffn_gate",
     "feed_forward.up_proj": "ffn_up",
     "feed_forward.down_proj": "ffn_down",
@@ -207,11 +206,30 @@ NAMES = {
     # Mixtures of experts
     "mlp.gate": "ffn_gate_inp",
     "mlp.router": "ffn_gate_inp",
-    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
-    "mlp.shared_expert.up_proj": "ffn_up_shexp",
-    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.gate.wg": "ffn_gate_inp",
+    "feed_forward.gate": "ffn_gate_inp",
+    "block_sparse_moe.router": "ffn_gate_inp",
+    "router.proj": "ffn_gate_inp",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
 }
+for _part in ("gate", "up", "down"):
+    for _shared in ("shared_expert", "shared_experts", "shared_mlp"):
+        NAMES[f"mlp.{_shared}.{_part}_proj"] = f"ffn_{_part}_shexp"
+NAMES |= {  # Latent attention, Qwen3-Next
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
+    "linear_attn.in_proj_ba": "ssm_ba",
+}
+_WHOLE = {"e_score_correction_bias": "exp_probs_b.bias", "expert_bias": "exp_probs_b.bias"}
+_WHOLE |= {"per_expert_scale": "ffn_down_exps.scale", "sinks": "attn_sinks.weight"}
+"""Names of tensors by the last part of their names in Hugging Face's form."""
 for _mixer in ("mixer", "mamba"):
     NAMES |= {f"{_mixer}.{part}_proj": f"ssm_{part}" for part in ("in", "x", "dt", "out")}
     NAMES |= {f"{_mixer}.conv1d": "ssm_conv1d", f"{_mixer}.norm": "ssm_norm"}
@@ -225,7 +243,8 @@ SANDWICH = {
 _SANDWICHES = ("gemma2", "gemma3", "gemma3n", "gemma4", "olmo2", "exaone4", "muse-glimmer")
 OTHER_NAMES = dict.fromkeys(_SANDWICHES, SANDWICH)
 OTHER_NAMES["qwen35"] = {"post_attention_layernorm": "post_attention_norm"}
-OTHER_NAMES["gpt-oss"] = OTHER_NAMES["qwen35"]
+for _kind in ("gpt-oss", "qwen35moe", "qwen3next", "glm4moe"):
+    OTHER_NAMES[_kind] = OTHER_NAMES["qwen35"]
 OTHER_NAMES["seed_oss"] = {"post_attention_layernorm": "post_attention_norm"}
 OTHER_NAMES["glm4"] = {
     "post_self_attn_layernorm": "post_attention_norm",
@@ -233,9 +252,12 @@ OTHER_NAMES["glm4"] = {
 }
 PERMUTED = ("llama", "granite", "granite_swa", "minicpm", "smollm3", "mistral3", "internlm2")
 PERMUTED += ("arcee", "olmo", "xverse", "muse-glimmer", "granitehybrid", "nemotron_h")
+PERMUTED += ("granitemoe",)
 SHIFTED = dict.fromkeys(("gemma", "gemma2", "gemma3", "nemotron"), "norm.weight")
-SHIFTED["muse-glimmer"] = SHIFTED["qwen35"] = "layernorm.weight"
+SHIFTED["muse-glimmer"] = "layernorm.weight"
+SHIFTED |= dict.fromkeys(("qwen35", "qwen35moe", "qwen3next"), "layernorm.weight")
 ROTATED = ("phi2", "gptneox", "chatglm", "glm4", "cohere2", "stablelm", "nemotron")
+ROTATED += ("glm4moe", "qwen3next")
 """Architectures for which the number of rotated elements is written."""
 NO_HEAD_SIZE = (
     "phi2",
@@ -248,9 +270,12 @@ NO_HEAD_SIZE = (
     "mpt",
     "chatglm",
 )
-MIXTURES = ("llama", "qwen2moe", "qwen3moe", "olmoe", "gpt-oss")
+MIXTURES = ("llama", "qwen2moe", "qwen3moe", "olmoe", "gpt-oss", "lfm2moe", "qwen35moe")
+MIXTURES += ("qwen3next", "granitemoe", "granitehybrid", "gemma4", "glm4moe", "deepseek2")
+MIXTURES += ("ernie4_5-moe", "hunyuan-moe")
+WITHOUT_INNER = ("llama", "granitemoe", "granitehybrid")
 NO_HEAD_SIZE += ("stablelm", "granite", "granite_swa", "minicpm", "mamba2", "granitehybrid")
-NO_HEAD_SIZE += ("mamba", "jamba")
+NO_HEAD_SIZE += ("mamba", "jamba", "granitemoe", "deepseek2", "minicpm3")
 """Facts of llama.cpp's converter, stated again so that a mistake in Octavo's tables is found."""
 
 
@@ -284,7 +309,7 @@ def _fields(config: Any, kind: str, rope: Mapping[str, Any], size: int) -> dict[
         "attention.head_count": get("num_attention_heads") or 0,
         "attention.head_count_kv": get("num_kv_heads", "num_key_value_heads"),
         "attention.layer_norm_rms_epsilon": config.norm_eps
-        if kind == "lfm2"
+        if kind in ("lfm2", "lfm2moe")
         else get("rms_norm_eps"),
         "attention.layer_norm_epsilon": get("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
         or {"nemotron": get("norm_eps"), "olmo": 1e-5}.get(kind),
@@ -292,13 +317,15 @@ def _fields(config: Any, kind: str, rope: Mapping[str, Any], size: int) -> dict[
         "attn_logit_softcapping": get("attn_logit_softcapping"),
         "final_logit_softcapping": get("final_logit_softcapping"),
     } | rope_fields(rope)
-    count = get("num_experts", "num_local_experts")
+    count = get("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     if count and kind in MIXTURES:
-        fields |= {"expert_count": count, "expert_used_count": config.num_experts_per_tok}
-        if kind != "llama":
+        used = get("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk")
+        fields |= {"expert_count": count}
+        fields["expert_used_count"] = used[0] if isinstance(used, list) else used
+        if kind not in WITHOUT_INNER:
             size_of = get("moe_intermediate_size", "intermediate_size")
             fields["expert_feed_forward_length"] = size_of
-        shared = get("shared_expert_intermediate_size")
+        shared = get("shared_expert_intermediate_size", "shared_intermediate_size")
         fields["expert_shared_feed_forward_length"] = shared
     if "rope_theta" in rope and kind not in ("phi2", "gptneox", "falcon", "stablelm"):
         fields["rope.freq_base"] = float(rope["rope_theta"])
@@ -315,8 +342,30 @@ def _fields(config: Any, kind: str, rope: Mapping[str, Any], size: int) -> dict[
         ]
     if kind == "granite_swa" and (thetas := get("layer_rope_theta")):
         fields["attention.rope_pattern"] = [theta > 0 for theta in thetas]
+    if get("kv_lora_rank"):
+        fields |= _latent_attention(config, kind)
     match kind:
-        case "granite" | "granite_swa" | "minicpm":
+        case "glm4moe" | "deepseek2":
+            softmax = type(config).__name__ == "DeepseekV2Config"
+            if kind == "glm4moe" or softmax:  # of others the bias tells
+                fields["expert_gating_func"] = 1 if softmax else 2
+            normed = getattr(config, "norm_topk_prob", False)
+            fields["expert_weights_norm"] = normed if normed or kind == "glm4moe" else None
+            fields["expert_shared_count"] = config.n_shared_experts
+            fields["expert_weights_scale"] = config.routed_scaling_factor
+            fields["leading_dense_block_count"] = get("first_k_dense_replace") or 1
+            fields["expert_group_count"] = config.n_group
+            fields["expert_group_used_count"] = config.topk_group
+        case "ernie4_5-moe":
+            fields["expert_shared_count"] = config.moe_num_shared_experts
+            fields["leading_dense_block_count"] = config.moe_layer_start_index
+            fields["interleave_moe_layer_step"] = config.moe_layer_interval
+            shared = config.intermediate_size // config.num_key_value_heads
+            fields["expert_shared_feed_forward_length"] = shared
+        case "hunyuan-moe":
+            fields["expert_shared_count"] = 1
+            fields["expert_shared_feed_forward_length"] = config.intermediate_size
+        case "granite" | "granite_swa" | "granitemoe" | "minicpm":
             if kind != "minicpm":
                 fields["attention.scale"] = config.attention_multiplier
             fields["embedding_scale"] = config.embedding_multiplier
@@ -344,10 +393,11 @@ def _fields(config: Any, kind: str, rope: Mapping[str, Any], size: int) -> dict[
             fields["logit_scale"] = config.output_multiplier
         case "bitnet":
             fields |= {"rope.scaling.type": "linear", "rope.scaling.factor": 1.0}
-        case "qwen35":
+        case "qwen35" | "qwen35moe" | "qwen3next":
             linear = [layer == "linear_attention" for layer in config.layer_types]
             rotated = int(size * rope["partial_rotary_factor"])
-            fields["rope.dimension_sections"] = {8: [2, 1, 1, 0]}[rotated]
+            if kind != "qwen3next":
+                fields["rope.dimension_sections"] = {8: [2, 1, 1, 0]}[rotated]
             fields["rope.dimension_count"] = rotated
             fields["ssm.conv_kernel"] = config.linear_conv_kernel_dim
             fields["ssm.state_size"] = config.linear_key_head_dim
@@ -357,7 +407,10 @@ def _fields(config: Any, kind: str, rope: Mapping[str, Any], size: int) -> dict[
             fields["ssm.inner_size"] = heads * config.linear_value_head_dim
             fields["attention.recurrent_layers"] = linear
             fields["full_attention_interval"] = linear.index(False) + 1
-        case "lfm2":
+        case "lfm2" | "lfm2moe":
+            if kind == "lfm2moe":
+                fields["leading_dense_block_count"] = config.num_dense_layers
+                fields["expert_gating_func"] = 2
             fields["attention.head_count_kv"] = [
                 0 if layer == "conv" else config.num_key_value_heads for layer in config.layer_types
             ]
@@ -426,6 +479,35 @@ def _fields(config: Any, kind: str, rope: Mapping[str, Any], size: int) -> dict[
         case "mistral3" if "llama_4_scaling_beta" in rope:
             fields["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
     return {f"{kind}.{key}": value for key, value in fields.items() if value is not None}
+
+
+def _latent_attention(config: Any, kind: str) -> dict[str, Any]:
+    """Return the metadata of latent attention: new files have one head of keys and values."""
+    rope = config.qk_rope_head_dim
+    size = config.qk_nope_head_dim + rope
+    fields: dict[str, Any] = {
+        "attention.q_lora_rank": config.q_lora_rank,
+        "attention.kv_lora_rank": config.kv_lora_rank,
+        "rope.dimension_count": rope,
+        "attention.key_length": size,
+    }
+    if _has_old_layout(config):
+        value = None if kind == "minicpm3" else config.v_head_dim
+        return fields | {"attention.value_length": value}
+    mscale = config.rope_parameters.get("mscale_all_dim")
+    return fields | {
+        "attention.head_count_kv": 1,
+        "attention.key_length": config.kv_lora_rank + rope,
+        "attention.value_length": config.kv_lora_rank,
+        "attention.key_length_mla": size,
+        "attention.value_length_mla": config.v_head_dim,
+        "rope.scaling.yarn_log_multiplier": mscale and 0.1 * mscale,
+    }
+
+
+def _has_old_layout(config: Any) -> bool:
+    """Return True for models whose files have kv_b_proj as a whole: those of DeepSeek V2 had."""
+    return type(config).__name__ in ("DeepseekV2Config", "MiniCPM3Config")
 
 
 def _state_spaces(config: Any, kind: str) -> dict[str, Any]:
@@ -595,9 +677,9 @@ def convert(
     heads = getattr(config, "num_attention_heads", 1)
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     metadata = {"general.architecture": kind} | VOCABULARY | _fields(config, kind, rope, size)
-    if kind == "lfm2":
+    if kind == "lfm2" or (kind == "lfm2moe" and config.num_dense_layers):
         inner = model.model.layers[0].feed_forward.w1.out_features
-        metadata["lfm2.feed_forward_length"] = inner
+        metadata[f"{kind}.feed_forward_length"] = inner
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     if rope.get("rope_type") == "llama3":
         plain = rope["rope_theta"] ** -(np.arange(0, size, 2) / size)
@@ -641,10 +723,11 @@ def convert(
             x = x.T
         if kind in SHIFTED and name.endswith(SHIFTED[kind]):
             x = x + np.float32(1)
-        if kind == "qwen35":
+        if kind in ("qwen35", "qwen35moe", "qwen3next"):
             if name.endswith(("q_norm.weight", "k_norm.weight", "model.norm.weight")):
                 x = x + np.float32(1)
-            if "linear_attn." in name and "linear_attn.norm" not in name:
+            reordered = "linear_attn." in name and "linear_attn.norm" not in name
+            if reordered and kind != "qwen3next":
                 x = tiled(x, name, config)
         if x.ndim == 3 and "conv" in stored:
             x = x[:, 0]
@@ -654,9 +737,33 @@ def convert(
             x = x[:, None]
         if stored in ("mamba.norm", "mixer.norm"):
             x = x.reshape(metadata[f"{kind}.ssm.group_count"], -1)
+        sparse = f"{kind}.expert_count" in metadata and kind != "jamba"
         if stored == "shared_mlp.input_linear":
             for part, half in zip(("gate", "up"), np.split(x, 2), strict=True):
-                arrays[f"{layer}ffn_{part}.{suffix}"] = half
+                arrays[f"{layer}ffn_{part}{'_shexp' * sparse}.{suffix}"] = half
+        elif stored == "shared_mlp.output_linear":
+            arrays[f"{layer}ffn_down{'_shexp' * sparse}.{suffix}"] = x
+        elif stored == "self_attn.kv_b_proj" and not _has_old_layout(config):
+            key = config.qk_nope_head_dim
+            each = x.reshape(heads, key + config.v_head_dim, -1)
+            arrays[f"{layer}attn_k_b.{suffix}"] = each[:, :key].swapaxes(1, 2)
+            arrays[f"{layer}attn_v_b.{suffix}"] = each[:, key:]
+        elif stored == "linear_attn.in_proj_qkvz":
+            groups, group = config.linear_num_key_heads, config.linear_num_value_heads
+            sizes = [config.linear_key_head_dim] * 2
+            sizes += [config.linear_value_head_dim * group // groups] * 2
+            each = np.split(x.reshape(groups, sum(sizes), -1), np.cumsum(sizes)[:-1], 1)
+            parts = [part.reshape(-1, x.shape[1]) for part in each]
+            arrays[f"{layer}attn_qkv.{suffix}"] = np.concatenate(parts[:3])
+            arrays[f"{layer}attn_gate.{suffix}"] = parts[3]
+        elif suffix in _WHOLE:
+            number = re.search(r"layers\.(\d+)\.", name)
+            assert number is not None
+            arrays[f"blk.{number[1]}.{_WHOLE[suffix]}"] = x.reshape(-1)
+        elif stored == "router" and suffix == "scale":
+            arrays[f"{layer}ffn_gate_inp.scale"] = x
+        elif suffix == "gate_up_proj" and kind in ("gemma4", "qwen3next"):
+            arrays[f"{layer}ffn_gate_up_exps.weight"] = x
         elif kind == "gpt-oss" and stored == "mlp.experts":  # rows of gate and up in turn
             x = x if suffix.endswith("_bias") else x.swapaxes(1, 2)
             kind_of = "bias" if suffix.endswith("_bias") else "weight"
@@ -665,7 +772,7 @@ def convert(
             else:
                 arrays[f"{layer}ffn_gate_exps.{kind_of}"] = x[:, ::2]
                 arrays[f"{layer}ffn_up_exps.{kind_of}"] = x[:, 1::2]
-        elif stored.endswith("mlp.experts"):  # of gate and up: gate, then up
+        elif stored.endswith("experts"):  # of gate and up: gate, then up
             parts = ("gate", "up") if suffix == "gate_up_proj" else ("down",)
             for part, rows in zip(parts, np.split(x, len(parts), 1), strict=True):
                 arrays[f"{layer}ffn_{part}_exps.weight"] = rows
@@ -677,8 +784,6 @@ def convert(
             arrays[f"{layer}ssm_d"] = x
         elif suffix == "dt_bias":
             arrays[f"{layer}ssm_dt.bias"] = x
-        elif suffix == "sinks":
-            arrays[f"{layer}attn_sinks.weight"] = x
         elif suffix == "correct_output_scale":
             number = module.split(".")[-2]
             arrays[f"blk.{number}.altup_correct_scale.weight"] = x
@@ -725,7 +830,8 @@ def _write_arrays(
     for name, x in arrays.items():
         chosen = next((t for part, t in (types or {"": "f32"}).items() if part in name), "f32")
         in_float32 = r"position|ssm_(conv1d|a$|d$|norm)|shortconv\.conv|time_mix_w[12]"
-        if x.ndim != 2 or re.search(in_float32, name):
+        is_matrix = x.ndim == 2 or name.endswith(("_exps.weight", "_b.weight"))
+        if not is_matrix or re.search(in_float32, name):
             chosen = "f32"
         tensors[name] = TYPES[chosen], x.shape, quantize(np.ascontiguousarray(x), chosen)
     write_gguf(path, metadata, tensors)

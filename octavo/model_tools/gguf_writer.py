@@ -48,10 +48,13 @@ _NUMBERS |= {"q8_0": 8, "q4_k": 12, "q5_k": 13, "q6_k": 14}
 _NOT_WRITTEN = frozenset({"bitnet", "exaone", "internlm2", "muse-glimmer", "paddleocr", "qwen2vl"})
 _NOT_WRITTEN |= {"qwen3vl", "xverse", "mamba", "mamba2", "jamba", "granitehybrid", "falcon-h1"}
 _NOT_WRITTEN |= {"nemotron_h", "rwkv7"}
-_NOT_WRITTEN |= {"llama with experts", "qwen2moe", "qwen3moe", "olmoe", "gpt-oss"}
+_NOT_WRITTEN |= {
+    kind for kind in ARCHITECTURES if "expert_count" in ARCHITECTURES[kind].fields.values()
+}
+_NOT_WRITTEN |= {"minicpm3"}
 """Architectures that are read only: llama.cpp computes another activation (bitnet), they have state
-spaces, the mixers of RWKV or experts, they are parts of models, or their models in Hugging Face's
-form have other names than those of Llama."""
+spaces, the mixers of RWKV, experts or latent attention, they are parts of models, or their models
+in Hugging Face's form have other names than those of Llama."""
 WRITTEN: tuple[str, ...] = tuple(kind for kind in ARCHITECTURES if kind not in _NOT_WRITTEN)
 """Architectures that are written, by `general.architecture`."""
 _OTHER_KINDS = {

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
+from itertools import accumulate
 from typing import Any, TypeVar
 
 from octavo.checkpoints.config_json import ConfigJson
@@ -18,7 +19,7 @@ from octavo.quantization.base import WeightForm
 from octavo.quantization.bitnet import read_bitnet
 from octavo.quantization.dequantized import Dequantized
 from octavo.quantization.plain import PLAIN
-from octavo.quantization.registry import FORMS, METHODS
+from octavo.quantization.registry import FORMS, METHODS, PLAIN_ROUTERS
 
 _QUANTIZED = ("quantization_config", "compression_config")
 """Fields of config.json that describe a quantized checkpoint."""
@@ -58,7 +59,7 @@ def assign(
                 f"quantization={setting}: the checkpoint is not quantized, and Octavo quantizes to "
                 f"{made} only; choose one of these, or leave the setting out."
             )
-        return _with_forms(spec, lambda module: form, online=True)
+        return _with_forms(spec, lambda module: form, keep_exact=True)
     described = config.section(name)
     method = described.get("quant_method")
     read = METHODS.get(method) if isinstance(method, str) else None
@@ -89,25 +90,24 @@ def assign(
         return _with_forms(spec, lambda module: by_name.get(module, PLAIN), by_name.get)
     lm_head = [module for module, _ in spec.head.lm_head.modules]
     left_out = [pattern for field in _LEFT_OUT for pattern in _texts(described, field)]
-
-    def matches(module: str, target: str) -> bool:
-        match target:
-            case "Linear":
-                return module not in lm_head
-            case "LMHead":
-                return module in lm_head
-        return _matches(module, target, described)
+    plain = _Targets(left_out, described)
+    targets = [(_Targets(texts, described), loaded(form)) for texts, form in groups]
 
     def choose(module: str) -> WeightForm:
         if spec.tied and module in lm_head:
             return PLAIN
-        if not any(_matches(module, pattern, described) for pattern in left_out):
-            for targets, form in groups:
-                if any(matches(module, target) for target in targets):
-                    return loaded(form)
-        return PLAIN
+        names = [module] + [
+            stored + module.removeprefix(own)
+            for own, stored in spec.prefixes
+            if module.startswith(own)
+        ]
+        texts = {text for name in names for text in _runs(name)}
+        texts.add("LMHead" if module in lm_head else "Linear")
+        if plain.match(names, texts):
+            return PLAIN
+        return next((form for target, form in targets if target.match(names, texts)), PLAIN)
 
-    return _with_forms(spec, choose)
+    return _with_forms(spec, choose, keep_exact=read in PLAIN_ROUTERS)
 
 
 def quant_method(config: ConfigJson) -> str | None:
@@ -123,14 +123,51 @@ def _texts(config: ConfigJson, field: str) -> list[str]:
     return value
 
 
-def _matches(module: str, pattern: str, config: ConfigJson) -> bool:
-    if not pattern.startswith("re:"):
-        return f".{pattern}." in f".{module}."
+class _Targets:
+    """Modules that a description names; see `Groups`.
+
+    Args:
+        texts: names, classes and regular expressions.
+        config: the description, for error messages.
+
+    Raises:
+        ModelError: a regular expression is not supported.
+    """
+
+    def __init__(self, texts: Sequence[str], config: ConfigJson) -> None:
+        self._texts = frozenset(texts)
+        self._patterns = [_pattern(text, config) for text in texts if text.startswith("re:")]
+
+    def match(self, names: Sequence[str], texts: Set[str]) -> bool:
+        """Return True if a module is among them.
+
+        Args:
+            names: the names that the module may have in a checkpoint.
+            texts: all consecutive parts of these, and the module's class.
+        """
+        if not self._texts.isdisjoint(texts):
+            return True
+        return any(pattern.match(name) for pattern in self._patterns for name in names)
+
+
+def _runs(name: str) -> Iterator[str]:
+    """Yield all consecutive parts of a name, joined."""
+    parts = name.split(".")
+    for begin in range(len(parts)):
+        yield from accumulate(parts[begin:], "{}.{}".format)
+
+
+def _pattern(text: str, config: ConfigJson) -> re.Pattern[str]:
+    """Return a compiled regular expression, without re:.
+
+    Raises:
+        ModelError: it is not supported.
+    """
     try:
-        return _compiled(pattern[3:]).match(module) is not None
+        return _compiled(text.removeprefix("re:"))
     except (re.error, RecursionError, OverflowError) as error:
         raise ModelError(
-            f"{config.where}: {pattern[:_MOST_SHOWN]!r} is not a regular expression that Octavo "
+            f"{config.where}: {text[:_MOST_SHOWN]!r} is not a regular expression that Octavo "
             f"supports ({reason_of(error)}); name the modules instead."
         ) from None
 
@@ -170,7 +207,7 @@ def _with_forms(
     choose: Callable[[str], WeightForm],
     choose_table: Callable[[str], WeightForm | None] = lambda module: None,
     *,
-    online: bool = False,
+    keep_exact: bool = False,
 ) -> _Spec:
     """Return the spec, in which each linear weight has the form that `choose` returns for its name.
 
@@ -180,18 +217,21 @@ def _with_forms(
         spec: the model.
         choose: returns the form of a module.
         choose_table: returns the form of a table of tokens; None: it stays plain.
-        online: True if the checkpoint is not quantized; exact weights stay plain.
+        keep_exact: True if the weights of `LinearSpec.exact` stay plain.
     """
     made: dict[int, list[LayerSpec]] = {}
     layers = []
     for index, layer in enumerate(spec.layers):
         names = spec.layer_names.format(spec.first_layer + index)
-        new = _replace(layer, names, choose, online)
+        try:
+            new = _replace(layer, names, choose, keep_exact)
+        except ModelError as error:
+            raise ModelError(f"{names.removesuffix('.')}: {error}") from None
         known = made.setdefault(id(layer), [])
         if new not in known:
             known.append(new)
         layers.append(known[known.index(new)])
-    others: _Spec = _replace(replace(spec, layers=()), "", choose, online)
+    others: _Spec = _replace(replace(spec, layers=()), "", choose, keep_exact)
     embed = replace(others.embed, form=choose_table(others.embed.module) or PLAIN)
     if (inputs := embed.layer_inputs) is not None:
         inputs = replace(inputs, form=choose_table(inputs.module) or PLAIN)
@@ -199,27 +239,28 @@ def _with_forms(
     return replace(others, layers=tuple(layers), embed=embed)
 
 
-def _replace(value: Any, prefix: str, choose: Callable[[str], WeightForm], online: bool) -> Any:
+def _replace(value: Any, prefix: str, choose: Callable[[str], WeightForm], keep_exact: bool) -> Any:
     """Return a block, or a tuple of blocks, with the forms of all linear weights within it.
 
     Args:
         value: any object; an object without linear weights is returned unchanged.
         prefix: prefix of the names of its modules in the checkpoint.
         choose: see `_with_forms`.
-        online: see `_with_forms`.
+        keep_exact: see `_with_forms`.
     """
     if isinstance(value, LinearSpec):
-        if online and value.exact:
+        if keep_exact and value.exact:
             return value
         forms = tuple(choose(f"{prefix}{module}") for module, _ in value.modules)
         return replace(value, forms=() if set(forms) == {PLAIN} else forms)
     if isinstance(value, tuple):
-        items = [_replace(item, prefix, choose, online) for item in value]
+        items = [_replace(item, prefix, choose, keep_exact) for item in value]
         same = all(new is old for new, old in zip(items, value, strict=True))
         return value if same else tuple(items)
     if is_dataclass(value) and not isinstance(value, type):
         new = {
-            f.name: _replace(getattr(value, f.name), prefix, choose, online) for f in fields(value)
+            f.name: _replace(getattr(value, f.name), prefix, choose, keep_exact)
+            for f in fields(value)
         }
         changed = {name: item for name, item in new.items() if item is not getattr(value, name)}
         return replace(value, **changed) if changed else value

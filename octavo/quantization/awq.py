@@ -65,9 +65,19 @@ def read_awq(config: ConfigJson) -> Groups:
         raise config.error("modules_to_not_convert", "it must be a list of names of modules")
     config.flag("zero_point", True)
     return [
-        ([f"re:.*{re.escape(text)}" for text in plain], PLAIN),
+        ([_to_pattern(text) for text in plain], PLAIN),
         (["Linear"], read_form(config)),
     ]
+
+
+def _to_pattern(text: str) -> str:
+    """Return the regular expression for the names that contain a text.
+
+    It must begin before an expert's number: "gate" stands for the router then, not for the
+    projections of all experts. vLLM reads it in this way, too.
+    """
+    text = re.escape(text)
+    return rf"re:(?!.*experts\.\d).*{text}|.*(?={text}).*experts\.\d"
 
 
 def read_form(config: ConfigJson) -> AWQ:

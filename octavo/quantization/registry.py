@@ -45,3 +45,5 @@ METHODS: dict[str, Reader] = {
 }
 """Readers of config.json's quantization_config, by `quant_method`. A mapping has the forms of
 modules by their names, the embedding among them; other modules are plain."""
+PLAIN_ROUTERS: tuple[Reader, ...] = (read_awq, read_gptq, read_fp8)
+"""Readers of methods whose tools leave routers plain without saying so."""

@@ -35,6 +35,8 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
+_LINEAR = ("proj", "lm_head", "w1", "w2", "w3", "proj_with_mqa", "_linear")
+"""Ends of the names of linear modules."""
 E4M3 = ml_dtypes.float8_e4m3fn
 _TORCH = {E4M3: torch.float8_e4m3fn, ml_dtypes.bfloat16: torch.bfloat16}
 """Types of torch for those that numpy lacks."""
@@ -55,38 +57,99 @@ def pack_words(codes: Array, bits: int) -> Array:
     return np.bitwise_or.reduce(grouped << shifts, -1).view(np.int32)
 
 
+def divide_experts(state: dict[str, Tensor], layout: str) -> dict[str, Tensor]:
+    """Return tensors of single experts in place of [experts, inputs, outputs] of all.
+
+    Args:
+        state: tensors by name.
+        layout: "halves" if the outputs of gate come before those of up, "turns" if they alternate.
+    """
+    divided = {}
+    for name, tensor in state.items():
+        prefix, _, last = name.rpartition(".experts.")
+        parts = ["down_proj"] if last.startswith("down") else ["gate_proj", "up_proj"]
+        if not prefix:
+            divided[name] = tensor
+            continue
+        kind = "bias" if last.endswith("bias") else "weight"
+        for index, expert in enumerate(tensor):
+            rows = expert.T if kind == "weight" else expert
+            for part, own in enumerate(parts):
+                count = len(rows) // len(parts)
+                chosen = rows[part :: len(parts)]
+                if layout == "halves":
+                    chosen = rows[part * count : (part + 1) * count]
+                divided[f"{prefix}.experts.{index}.{own}.{kind}"] = chosen.contiguous()
+    return divided
+
+
+def stack_experts(state: dict[str, Tensor], layout: str) -> dict[str, Tensor]:
+    """Return the tensors that `divide_experts` has divided."""
+    stacked: dict[str, Any] = {}
+    for name, tensor in state.items():
+        match = re.fullmatch(r"(.*\.experts\.)\d+\.(gate|up|down)_proj\.(weight|bias)", name)
+        if match is None:
+            stacked[name] = tensor
+        elif match[2] == "up":  # after its gate
+            whole = stacked[f"{match[1]}gate_up_proj{'_bias' * (match[3] == 'bias')}"]
+            pair = [whole.pop(), tensor]
+            whole.append(
+                torch.cat(pair) if layout == "halves" else torch.stack(pair, 1).flatten(0, 1)
+            )
+        else:
+            own = "down_proj" if match[2] == "down" else "gate_up_proj"
+            stacked.setdefault(f"{match[1]}{own}{'_bias' * (match[3] == 'bias')}", []).append(
+                tensor
+            )
+    return {
+        name: tensor
+        if isinstance(tensor, Tensor)
+        else torch.stack([expert if expert.ndim == 1 else expert.T for expert in tensor])
+        for name, tensor in stacked.items()
+    }
+
+
 class Folders:
-    """A quantized Llama, and the same model with its dequantized weights.
+    """A quantized model, and the same model with its dequantized weights.
 
     Args:
         folder: where both are written.
         quantize: chooses the tensors of each module.
         sizes: fields of its config.json.
+        architecture: the model's.
+        stacked: layout of stacked experts that the quantized model divides, see `divide_experts`.
         description: the quantization_config.
     """
 
     def __init__(
-        self, folder: Path, quantize: Quantize, sizes: dict[str, Any] = SIZES, **description: Any
+        self,
+        folder: Path,
+        quantize: Quantize,
+        sizes: dict[str, Any] = SIZES,
+        architecture: str = "LlamaForCausalLM",
+        stacked: str = "",
+        **description: Any,
     ) -> None:
         self.quantized, self.plain = folder / "quantized", folder / "plain"
         rng = np.random.default_rng(0)
-        hf = make_hf("LlamaForCausalLM", **sizes)
-        state = {}
+        make_hf(architecture, **sizes).save_pretrained(self.plain)
+        file = self.plain / "model.safetensors"
+        state = safetensors.torch.load_file(file)
+        if stacked:
+            state = divide_experts(state, stacked)
         self.tensors: dict[str, Array] = {}
-        for name, tensor in hf.state_dict().items():
+        for name, tensor in list(state.items()):
             module, _, kind = name.rpartition(".")
-            state[name] = tensor
             made = None
-            if module.endswith(("proj", "lm_head")) and kind == "weight":
+            if module.endswith(_LINEAR) and kind == "weight":
                 made = quantize(rng, module, *tensor.shape)
             if made is None:
-                self.tensors[name] = tensor.numpy()
+                self.tensors[name] = tensor.contiguous().numpy()
                 continue
             stored, weight = made
             self.tensors |= {f"{module}.{kind}": array for kind, array in stored.items()}
-            state[name] = torch.from_numpy(weight.astype(np.float32))
-        hf.load_state_dict(state)
-        hf.save_pretrained(self.plain)
+            state[name] = torch.from_numpy(np.ascontiguousarray(weight, np.float32))
+        safetensors.torch.save_file(stack_experts(state, stacked) if stacked else state, file)
         self.quantized.mkdir()
         self.description = description
         self.save()
@@ -108,14 +171,14 @@ class Folders:
 
         A model that is read from the cache of packed weights has the same bits.
         """
-        got, want = _logits(self.quantized), _logits(self.plain)
+        got, want = logits(self.quantized), logits(self.plain)
         error = (got - want).norm() / want.norm()
         assert 0 < error < 0.2, error  # unrelated logits: 1.4
         if cache_folder is None:
             return
         cache = WeightCache(cache_folder, 2**30)
         for _ in range(2):  # written, then read
-            assert torch.equal(_logits(self.quantized, cache=cache), got)
+            assert torch.equal(logits(self.quantized, cache=cache), got)
             if cache.writer is not None:
                 cache.writer.join()
         assert len(list(cache.files())) == 1
@@ -185,5 +248,5 @@ def _weights(folder: Path, rank: Rank | None) -> dict[str, Array]:
     return {name: np.concatenate(parts) for name, parts in found.items()}
 
 
-def _logits(folder: Path, **options: Any) -> Tensor:
+def logits(folder: Path, **options: Any) -> Tensor:
     return generate(load(folder, **options), make_prompts(VOCAB, (20,)), 1).logits[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 _NAMES = {
     "model.embed_tokens": "token_embd",
@@ -35,16 +35,59 @@ def _experts(router: str, prefix: str, gate: str, up: str, down: str) -> dict[st
 
 _EXPERTS = _experts("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj")
 _MIXTRAL = _experts("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2")
-_SHARED_EXPERT = {
-    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
-    "mlp.shared_expert.up_proj": "ffn_up_shexp",
-    "mlp.shared_expert.down_proj": "ffn_down_shexp",
-    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+_PARTS = ("gate", "up", "down")
+
+
+def _shared(prefix: str) -> dict[str, str]:
+    """Return the names of the block that all tokens use."""
+    return {f"{prefix}.{part}_proj": f"ffn_{part}_shexp" for part in _PARTS}
+
+
+_SHARED_EXPERT = _shared("mlp.shared_expert") | {"mlp.shared_expert_gate": "ffn_gate_inp_shexp"}
+_GROUPED_EXPERTS = {  # DeepSeek and GLM
+    **_EXPERTS,
+    **_shared("mlp.shared_experts"),
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+}
+_GRANITE_EXPERTS = {
+    **_experts(
+        "block_sparse_moe.router.layer",
+        "block_sparse_moe.experts",
+        *(f"{part}_proj" for part in _PARTS),
+    ),
+    **_shared("shared_mlp"),
+    "shared_mlp.output_linear": "ffn_down_shexp",
 }
 _EXPERT_FIELDS = {
     "num_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
+}
+_GROUPED_FIELDS = {
+    "n_routed_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "n_shared_experts": "expert_shared_count",
+    "first_k_dense_replace": "leading_dense_block_count",
+    "routed_scaling_factor": "expert_weights_scale",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+}
+_SHARED_SIZE = {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
+_LATENT = {
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
+    "self_attn.k_b_proj": "attn_k_b",
+    "self_attn.v_b_proj": "attn_v_b",
+}
+_LATENT_FIELDS = {
+    "q_lora_rank": "attention.q_lora_rank",
+    "kv_lora_rank": "attention.kv_lora_rank",
+    "qk_rope_head_dim": "rope.dimension_count",
 }
 _HEAD_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
 _OUT_NORMS = {
@@ -103,7 +146,9 @@ _SELF_ATTENTION = {
     "self_attention.dense": "attn_output",
 }
 
-_LINEAR_ATTENTION = {  # Qwen3.5
+_LINEAR_ATTENTION = {  # Qwen3-Next and Qwen3.5
+    "linear_attn.in_proj_qkvz": "ssm_in",
+    "linear_attn.in_proj_ba": "ssm_ba",
     "linear_attn.in_proj_qkv": "attn_qkv",
     "linear_attn.in_proj_z": "attn_gate",
     "linear_attn.in_proj_b": "ssm_beta",
@@ -133,6 +178,25 @@ _LFM2 = {
     "feed_forward.w2": "ffn_down",
     "feed_forward.w3": "ffn_up",
 }
+
+_LFM2_FIELDS = {
+    "norm_eps": "attention.layer_norm_rms_epsilon",
+    "conv_L_cache": "shortconv.l_cache",
+}
+_QWEN_HYBRID = {
+    **_NAMES,
+    **_HEAD_NORMS,
+    **_LINEAR_ATTENTION,
+    "post_attention_layernorm": "post_attention_norm",
+}
+_QWEN_HYBRID_FIELDS = {
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
+    "full_attention_interval": "full_attention_interval",
+}
+_QWEN_HYBRID_NORMS = ("layernorm.weight", "q_norm.weight", "k_norm.weight", "model.norm.weight")
 
 _RWKV7 = {
     "model.embeddings": "token_embd",
@@ -248,11 +312,17 @@ class Architecture:
     tiled: bool = False
     """True if the converter has reordered the heads of values of linear attention: the first one of
     each head of keys, then the second ones, and so on."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """Function of the router's logits; see `SCORES`."""
     constants: Mapping[str, str] = field(default_factory=dict)
     """Fields of the config that are not in the metadata, and the layers' tensors that repeat their
     number; an empty field: 1."""
 
 
+SCORES = {"softmax": 1, "sigmoid": 2}
+"""Values of expert_gating_func."""
+FUSED_EXPERTS = "ffn_gate_up_exps"
+"""Tensor with the rows of gate and up of each expert; some files have it in place of the two."""
 EXPERT = re.compile(r"(?<=experts)\.(\d+)\.")
 """Index of an expert in the name of a module."""
 
@@ -298,7 +368,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2moe": Architecture(
         "Qwen2MoeForCausalLM",
         _NAMES | _EXPERTS | _SHARED_EXPERT,
-        _EXPERT_FIELDS | {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"},
+        _EXPERT_FIELDS | _SHARED_SIZE,
     ),
     "qwen3moe": Architecture(
         "Qwen3MoeForCausalLM",
@@ -328,28 +398,70 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3vl": Architecture("Qwen3VLForConditionalGeneration", _NAMES | _HEAD_NORMS),
     "qwen35": Architecture(
         "Qwen3_5ForCausalLM",
-        _NAMES
-        | _HEAD_NORMS
-        | _LINEAR_ATTENTION
-        | {"post_attention_layernorm": "post_attention_norm"},
-        {
-            "linear_conv_kernel_dim": "ssm.conv_kernel",
-            "linear_key_head_dim": "ssm.state_size",
-            "linear_num_key_heads": "ssm.group_count",
-            "linear_num_value_heads": "ssm.time_step_rank",
-            "full_attention_interval": "full_attention_interval",
-        },
+        _QWEN_HYBRID,
+        _QWEN_HYBRID_FIELDS,
         norm_shift=1.0,
-        shifted=("layernorm.weight", "q_norm.weight", "k_norm.weight", "model.norm.weight"),
+        shifted=_QWEN_HYBRID_NORMS,
         predicts=True,
         tiled=True,
+    ),
+    "qwen35moe": Architecture(
+        "Qwen3_5MoeForCausalLM",
+        _QWEN_HYBRID | _EXPERTS | _SHARED_EXPERT,
+        _QWEN_HYBRID_FIELDS | _EXPERT_FIELDS | _SHARED_SIZE,
+        norm_shift=1.0,
+        shifted=_QWEN_HYBRID_NORMS,
+        predicts=True,
+        tiled=True,
+    ),
+    "qwen3next": Architecture(
+        "Qwen3NextForCausalLM",
+        _QWEN_HYBRID | _EXPERTS | _SHARED_EXPERT,
+        _QWEN_HYBRID_FIELDS | _EXPERT_FIELDS | _SHARED_SIZE,
+        norm_shift=1.0,
+        shifted=_QWEN_HYBRID_NORMS,
+        predicts=True,
+    ),
+    "glm4moe": Architecture(
+        "Glm4MoeForCausalLM",
+        _NAMES
+        | _HEAD_NORMS
+        | _GROUPED_EXPERTS
+        | {"post_attention_layernorm": "post_attention_norm"},
+        _GROUPED_FIELDS,
+        predicts=True,
+        scores="sigmoid",
+    ),
+    "deepseek2": Architecture(
+        "DeepseekV2ForCausalLM",
+        _NAMES | _LATENT | _GROUPED_EXPERTS,
+        _LATENT_FIELDS | _GROUPED_FIELDS,
+        {"q_lora_rank": None},
+        predicts=True,
+    ),
+    "minicpm3": Architecture(
+        "MiniCPM3ForCausalLM",
+        _NAMES | _LATENT,
+        _LATENT_FIELDS,
+        # llama.cpp has the factors of the published model.
+        {"scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 256},
     ),
     "lfm2": Architecture(
         "Lfm2ForCausalLM",
         _LFM2,
-        {"norm_eps": "attention.layer_norm_rms_epsilon", "conv_L_cache": "shortconv.l_cache"},
+        _LFM2_FIELDS,
         {"block_auto_adjust_ff_dim": False},
         varying=("attention.head_count_kv",),
+    ),
+    "lfm2moe": Architecture(
+        "Lfm2MoeForCausalLM",
+        _LFM2
+        | _experts("feed_forward.gate", "feed_forward.experts", "w1", "w3", "w2")
+        | {"feed_forward.expert_bias": "exp_probs_b.bias"},
+        _LFM2_FIELDS | _EXPERT_FIELDS | {"num_dense_layers": "leading_dense_block_count"},
+        {"norm_topk_prob": True},
+        varying=("attention.head_count_kv",),
+        scores="sigmoid",
     ),
     "rwkv7": Architecture(
         "RWKV7ForCausalLM",
@@ -406,6 +518,26 @@ ARCHITECTURES: dict[str, Architecture] = {
         | {"shared_intermediate_size": "expert_shared_feed_forward_length"},
         {"num_local_experts": 0, "split_shared_mlp": True},
         varying=("attention.head_count_kv",),
+        permuted=True,
+    ),
+    "granitehybrid with experts": Architecture(
+        "GraniteMoeHybridForCausalLM",
+        _GRANITE_HYBRID | _GRANITE_EXPERTS,
+        _GRANITE
+        | _MAMBA2_FIELDS
+        | {"shared_intermediate_size": "expert_shared_feed_forward_length"}
+        | {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
+        {"split_experts": True},
+        varying=("attention.head_count_kv",),
+        permuted=True,
+    ),
+    "granitemoe": Architecture(
+        "GraniteMoeSharedForCausalLM",
+        _NAMES | _GRANITE_EXPERTS,
+        _GRANITE
+        | {"shared_intermediate_size": "expert_shared_feed_forward_length"}
+        | {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
+        {"split_experts": True},
         permuted=True,
     ),
     "falcon-h1": Architecture(
@@ -482,6 +614,37 @@ ARCHITECTURES: dict[str, Architecture] = {
             "num_kv_shared_layers": "attention.shared_kv_layers",
         },
         {"final_logit_softcapping": None, "hidden_size_per_layer_input": 0},
+        windowed=True,
+        window_by_layer=True,
+        varying=("feed_forward_length", "attention.head_count_kv"),
+    ),
+    "gemma4 with experts": Architecture(
+        "Gemma4ForCausalLM",
+        _NAMES
+        | _SANDWICH
+        | _HEAD_NORMS
+        | _LAYER_INPUTS
+        | {
+            "layer_scalar": "layer_output_scale.weight",
+            "router.proj": "ffn_gate_inp",
+            "router.scale": "ffn_gate_inp.scale",
+            "router.per_expert_scale": "ffn_down_exps.scale",
+            "experts.gate_up_proj": f"{FUSED_EXPERTS}.weight",
+            "experts.down_proj": "ffn_down_exps.weight",
+            "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+            "post_feedforward_layernorm_1": "post_ffw_norm_1",
+            "post_feedforward_layernorm_2": "post_ffw_norm_2",
+        },
+        {
+            "final_logit_softcapping": "final_logit_softcapping",
+            "hidden_size_per_layer_input": "embedding_length_per_layer_input",
+            "num_kv_shared_layers": "attention.shared_kv_layers",
+            "num_experts": "expert_count",
+            "top_k_experts": "expert_used_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+        },
+        {"final_logit_softcapping": None, "hidden_size_per_layer_input": 0}
+        | {"enable_moe_block": True},
         windowed=True,
         window_by_layer=True,
         varying=("feed_forward_length", "attention.head_count_kv"),
@@ -597,6 +760,21 @@ ARCHITECTURES: dict[str, Architecture] = {
         "SeedOssForCausalLM", _NAMES | {"post_attention_layernorm": "post_attention_norm"}
     ),
     "ernie4_5": Architecture("Ernie4_5ForCausalLM"),
+    "ernie4_5-moe": Architecture(
+        "Ernie4_5_MoeForCausalLM",
+        _NAMES
+        | _EXPERTS
+        | _shared("mlp.shared_experts")
+        | {"mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias"},
+        {
+            "moe_num_experts": "expert_count",
+            "moe_k": "expert_used_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+            "moe_num_shared_experts": "expert_shared_count",
+            "moe_layer_start_index": "leading_dense_block_count",
+            "moe_layer_interval": "interleave_moe_layer_step",
+        },
+    ),
     "paddleocr": Architecture("PaddleOCRVLForConditionalGeneration"),
     "hunyuan-dense": Architecture(
         "HunYuanDenseV1ForCausalLM",
@@ -604,6 +782,22 @@ ARCHITECTURES: dict[str, Architecture] = {
         | {
             "self_attn.query_layernorm": "attn_q_norm",
             "self_attn.key_layernorm": "attn_k_norm",
+        },
+    ),
+    "hunyuan-moe": Architecture(
+        "HunYuanMoEV1ForCausalLM",
+        _NAMES
+        | _EXPERTS
+        | _shared("mlp.shared_mlp")
+        | {
+            "mlp.gate.wg": "ffn_gate_inp",
+            "self_attn.query_layernorm": "attn_q_norm",
+            "self_attn.key_layernorm": "attn_k_norm",
+        },
+        {
+            "num_experts": "expert_count",
+            "moe_topk": "expert_used_count",
+            "intermediate_size": "expert_feed_forward_length",
         },
     ),
     "internlm2": Architecture("LlamaForCausalLM", permuted=True),

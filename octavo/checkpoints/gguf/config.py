@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from octavo.checkpoints.gguf.architectures import ARCHITECTURES
+from octavo.checkpoints.gguf.architectures import ARCHITECTURES, SCORES
 from octavo.checkpoints.gguf.tokenizer import NO_TOKEN
 from octavo.errors import ModelError
 
@@ -181,7 +181,11 @@ class Description:
             del config["num_attention_heads"], config["num_key_value_heads"]
         if heads:
             config.setdefault("head_dim", max(1, config.get("hidden_size", 0) // heads))
-        self._check_value_size("", config.get("head_dim"))
+        if "kv_lora_rank" in config:
+            config |= self._latent_attention(config, shapes.keys())
+            del config["head_dim"]
+        else:
+            self._check_value_size("", config.get("head_dim"))
         config |= {
             "architectures": [self.architecture.name],
             "vocab_size": vocab_size,
@@ -195,6 +199,8 @@ class Description:
             config |= self._gemma4(config, shapes.keys(), rope_factors.get("rope_freqs", []))
         if self.kind == "gemma3n":
             config |= self._gemma3n(config, shapes.get("blk.0.laurel_l.weight", ()))
+        if "expert_count" in self.architecture.fields.values():
+            config |= self._routing()
         config |= self._special(config, in_layers)
         for name in ("bos", "eos", "pad"):
             if (token := self._token(name)) is not None:
@@ -308,13 +314,15 @@ class Description:
         if longer is None and attention not in (None, 1):
             raise self.error(f"rope.scaling.attn_factor={attention} is not supported")
         log_multiplier = self.number("rope.scaling.yarn_log_multiplier")
-        if log_multiplier and (self.kind != "mistral3" or kind != "yarn"):
+        if log_multiplier and (self.kind not in ("mistral3", "deepseek2") or kind != "yarn"):
             raise self.error(f"rope.scaling.yarn_log_multiplier={log_multiplier} is not supported")
         if kind == "linear":
             return {"rope_type": kind, "factor": known["factor"]}
         if kind == "yarn":
             fields = {name: value for name, value in known.items() if value is not None}
-            if log_multiplier:
+            if log_multiplier and self.kind == "deepseek2":  # times 0.1 in these files
+                fields |= dict.fromkeys(("mscale", "mscale_all_dim"), 10 * log_multiplier)
+            elif log_multiplier:
                 fields |= {"mscale": 1.0, "mscale_all_dim": log_multiplier}
             return {"rope_type": kind} | fields
         if not factors:
@@ -341,14 +349,30 @@ class Description:
                 layers = config.get("num_hidden_layers")
                 scalar = _LARGE_GEMMAS.get((self.kind, layers), default)
                 return {"query_pre_attn_scalar": scalar}
-            case "qwen35":
+            case "qwen35" | "qwen35moe":
                 return self._linear_attention(config)
+            case "qwen3next":
+                split = "ssm_in.weight" not in in_layers  # old files have the model's own tensor
+                return self._linear_attention(config) | {"split_qkvz": split}
+            case "glm4moe":
+                return {"use_qk_norm": "attn_q_norm.weight" in in_layers}
+            case "deepseek2" if "exp_probs_b.bias" in in_layers:
+                return {"architectures": ["DeepseekV3ForCausalLM"]}
+            case "deepseek2" if config.get("n_group", 1) > 1:
+                return {"topk_method": "group_limited_greedy"}
+            case "ernie4_5-moe":
+                self.number("expert_shared_feed_forward_length")  # it is not the shared size
+            case "hunyuan-moe":
+                self.number("expert_shared_feed_forward_length")
+                self.number("feed_forward_length")
+                if (count := self.number("expert_shared_count")) not in (None, 1):
+                    raise self.error(f"expert_shared_count={count} is not supported")
             case "rwkv7":
                 # The file says 0 heads.
                 hidden, size = config.get("hidden_size", 0), config.get("head_dim")
                 heads = max(1, hidden // size) if size else 1
                 return {"num_attention_heads": heads, "num_key_value_heads": heads}
-            case "lfm2":
+            case "lfm2" | "lfm2moe":
                 heads, count = self._heads_by_layer(config)
                 kinds = ["full_attention" if number else "conv" for number in heads]
                 return {"num_key_value_heads": count, "layer_types": kinds}
@@ -428,6 +452,40 @@ class Description:
                     )
                 return {"attn_config": attention, "expansion_ratio": inner // hidden}
         return {}
+
+    def _routing(self) -> dict[str, Any]:
+        """Return the fields of a router.
+
+        Raises:
+            ModelError: the function of its logits is not the architecture's.
+        """
+        scores, biased = self.number("expert_gating_func"), self.architecture.scores
+        if self.kind != "deepseek2" and scores not in (None, 0, SCORES[biased]):
+            raise self.error(f"{self.kind}.expert_gating_func={scores} is not {biased}")
+        normed = self._flag("expert_weights_norm", False)
+        written = normed or self.kind in ("deepseek2", "glm4moe")  # the others always are
+        return {"norm_topk_prob": normed} if written else {}
+
+    def _latent_attention(self, config: Mapping[str, Any], tensors: Set[str]) -> dict[str, Any]:
+        """Return the fields of latent attention, which may be described as one of few large heads.
+
+        Args:
+            config: the other fields.
+            tensors: names of all tensors.
+        """
+        key = self.number("attention.key_length_mla") or config.get("head_dim", 0)
+        value = self.number("attention.value_length_mla")
+        if value is None:
+            value = self.number("attention.value_length")
+        heads = config.get("num_attention_heads") or 1
+        fields = {
+            "num_key_value_heads": heads,
+            "qk_nope_head_dim": key - config.get("qk_rope_head_dim", 0),
+            "v_head_dim": value or config.get("hidden_size", 0) // heads,
+            "split_kv_b": "blk.0.attn_k_b.weight" in tensors,
+        }
+        self.number("attention.value_length")
+        return fields
 
     def _linear_attention(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of Qwen3.5's linear attention."""

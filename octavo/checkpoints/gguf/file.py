@@ -19,6 +19,7 @@ from octavo.checkpoints.config_json import ConfigJson
 from octavo.checkpoints.gguf.architectures import (
     EXPERT,
     FUSED,
+    FUSED_EXPERTS,
     FUSED_MODULES,
     Architecture,
     stored_name,
@@ -48,6 +49,8 @@ _QUERIES_KEYS_VALUES = ("in_proj_qkv.weight", "conv1d.weight")
 """The same with rows for queries and keys before them."""
 _OUTPUTS = "linear_attn.out_proj"
 """End of the name of a module whose inputs are these heads."""
+_GROUPED = ("in_proj_qkvz.weight", "in_proj_ba.weight")
+"""Ends of the names of tensors whose rows are in the order of groups of heads, as in the model."""
 _MOST_PARTS = 1000
 _MOST_EXPERTS = 4096
 _MOST_FACTORS = 2**16
@@ -230,7 +233,10 @@ class GGUFFile:
         """Names of modules in this file; see `Architecture.names`."""
         names = self._described.architecture.names
         if f"blk.0.{FUSED}.weight" in self._tensors and FUSED not in names.values():
-            return {**names, **dict.fromkeys(FUSED_MODULES, FUSED)}
+            names = {**names, **dict.fromkeys(FUSED_MODULES, FUSED)}
+        if any(name.endswith(f".{FUSED_EXPERTS}.weight") for name in self._tensors):
+            separate = ("ffn_gate_exps", "ffn_up_exps")
+            names = {m: FUSED_EXPERTS if name in separate else name for m, name in names.items()}
         return names
 
     def _stored_name(self, name: str) -> str:
@@ -423,13 +429,15 @@ def _expert_places(tensor: GGUFTensor, sources: list[Source], count: int) -> dic
     Args:
         tensor: the tensor of all experts.
         sources: tensors of single experts.
-        count: number of all experts.
+        count: number of the tensors of all experts.
 
     Raises:
         ModelError: the shape or type does not match.
     """
     shape, dtype = _stored_form(tensor)
-    required = count, *sources[0].shape
+    ends = list(dict.fromkeys(EXPERT.split(source.name)[-1] for source in sources))
+    count //= len(ends)  # gate and up may be one tensor
+    required = count, len(ends) * sources[0].shape[0], *sources[0].shape[1:]
     if shape != required:
         raise ModelError(
             f"{tensor.file}: {tensor.name} has shape {list(shape)}, but the metadata requires "
@@ -440,11 +448,12 @@ def _expert_places(tensor: GGUFTensor, sources: list[Source], count: int) -> dic
             f"{tensor.file}: {tensor.name} has type {tensor.type.upper()}; supported here: "
             f"{', '.join(sources[0].dtypes)}."
         )
-    size, places = tensor.nbytes // count, {}
+    size, places = tensor.nbytes // count // len(ends), {}
     for source in sources:
         found = EXPERT.search(source.name)
         assert found is not None
-        begin = tensor.begin + int(found[1]) * size
+        end = ends.index(source.name[found.end() :])
+        begin = tensor.begin + (int(found[1]) * len(ends) + end) * size
         places[source.name] = Place(tensor, begin, size, source.shape, dtype)
     return places
 
@@ -485,7 +494,7 @@ class GGUFTensors:
                 raise ModelError(f"{stored.file}: {stored.name} has {rows} rows for {heads} heads.")
             halves = data.reshape(heads, rows // heads // 2, 2, -1)
             data = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(-1)
-        if source.transform == "by_group":
+        if source.transform == "by_group" and not source.name.endswith(_GROUPED):
             data = _by_group(data.reshape(shape[0], -1), source).reshape(-1)
         if self._heads.linear_values > self._heads.linear_keys:
             data = self._by_key_head(source.name, data, shape, dtype)
@@ -504,6 +513,8 @@ class GGUFTensors:
                 raise ModelError(f"{stored.file}: {stored.name} has numbers that are not below 0.")
             return from_numpy(np.log(-floats).reshape(shape))
         tensor: HostTensor = from_numpy(data).view(dtype).view(shape)
+        if source.index is not None:
+            tensor = tensor[source.index]
         return tensor.T if source.transform == "transpose" else tensor
 
     def _by_key_head(

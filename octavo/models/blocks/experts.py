@@ -18,6 +18,7 @@ from octavo.models.blocks.linear import LinearSpec
 from octavo.models.blocks.mlp import MLPSpec
 from octavo.models.blocks.norm import RMSNormSpec
 from octavo.models.weights import ExpertOf, Names, Weight
+from octavo.quantization.base import WeightForm
 from octavo.quantization.plain import PLAIN
 from octavo.system.distributed import Rank
 
@@ -101,13 +102,17 @@ class ExpertsSpec(BlockSpec):
             ModelError: the experts' weights have several forms.
         """
         for stack in (self.up, self.down):
-            forms = {form for linear in stack for form in linear.forms or (PLAIN,)}
-            if len(forms) > 1:
-                module = stack[0].modules[0][0]
+            found: dict[WeightForm, str] = {}
+            for linear in stack:
+                forms = linear.forms or (PLAIN,) * len(linear.modules)
+                for form, (module, _) in zip(forms, linear.modules, strict=True):
+                    found.setdefault(form, module)
+            if len(found) > 1:
+                each = ", ".join(f"{form.name} in {module}" for form, module in found.items())
                 raise ModelError(
-                    f"{module}: the experts of a layer have weights of several forms "
-                    f"({', '.join(sorted(form.name for form in forms))}), which Octavo does not "
-                    "support; use a checkpoint with one form, or dequantize it."
+                    f"the experts of a layer have weights of several forms ({each}), which Octavo "
+                    "does not support; correct the fields that name modules, or use a checkpoint "
+                    "with one form."
                 )
 
     @property

@@ -43,9 +43,9 @@ class LatentAttentionSpec(BlockSpec):
     """Projection to the queries; None if `in_proj` computes them."""
     kv_norm: RMSNormSpec
     """Norm of the latent."""
-    kv_b_proj: LinearSpec
-    """Projection from the latent to each head's key and value in turn. Its two parts are used
-    separately, as plain weights."""
+    kv_b_proj: tuple[LinearSpec, ...]
+    """Projection from the latent to each head's key and value in turn, whose two parts are used
+    separately, as plain weights; or both parts: that of keys, transposed, and that of values."""
     o_proj: LinearSpec
     num_heads: int
     key_size: int
@@ -122,20 +122,24 @@ class LatentAttentionSpec(BlockSpec):
         quantized.
         """
         is_key = part == "key"
-        first, size = (0, self.key_size) if is_key else (self.key_size, self.value_size)
-        both, (begin, end) = self.key_size + self.value_size, self._heads
+        size = self.key_size if is_key else self.value_size
+        outputs, inputs = (self.latent_size, size) if is_key else (size, self.latent_size)
+        separate = len(self.kv_b_proj) > 1
+        both, first = self.key_size + self.value_size, 0 if is_key else self.key_size
+        if separate:
+            both, first, size = outputs, 0, outputs
+        begin, end = self._heads
         rows = tuple((h * both + first, h * both + first + size) for h in range(begin, end))
-        form = self.kv_b_proj.forms[0] if self.kv_b_proj.forms else PLAIN
+        proj = self.kv_b_proj[0 if is_key else -1]
+        form = proj.forms[0] if proj.forms else PLAIN
         stored = form if isinstance(form, Dequantized) else Dequantized(form)
         plain = PLAIN if isinstance(form, FromFloats) else stored
-        spec = replace(self.kv_b_proj.split(*rows), forms=(plain,))
-        (weight,) = spec.weights(names.of(f"{part}_heads"))
-        outputs, inputs = (self.latent_size, size) if is_key else (size, self.latent_size)
+        (weight,) = replace(proj.split(*rows), forms=(plain,)).weights(names.of(f"{part}_heads"))
         return replace(
             weight,
             shape=(self._num_own * outputs, inputs),
             whole=None if self.heads is None else self.num_heads * outputs,
-            form=TransposedHeads(plain, self._num_own) if is_key else plain,
+            form=TransposedHeads(plain, self._num_own) if is_key and not separate else plain,
         )
 
     def caches(self) -> tuple[LatentCache]:

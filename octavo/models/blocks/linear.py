@@ -42,7 +42,8 @@ class LinearSpec:
     alternate: bool = False
     """True if the rows of the single module are gate and up in turn (gpt-oss)."""
     exact: bool = False
-    """True if the engine does not quantize the weight of an unquantized checkpoint."""
+    """True for routers: the engine does not quantize the weight, and some methods leave it
+    plain."""
     parts: tuple[tuple[int, int], ...] | None = None
     """Outputs (begin, end) that a rank computes; None: all."""
     columns: tuple[int, int] | None = None
@@ -172,9 +173,16 @@ class LinearSpec:
                     source = replace(source, shape=(inputs, rows), transform="transpose")
                 if self.expert is not None:
                     index, count = self.expert
-                    stacked = source.name.removesuffix(".weight").replace(".bias", "_bias")
-                    shape = (count, *source.shape)
-                    source = replace(source, name=stacked, shape=shape, index=index)
+                    stacked = source.name.replace(".weight.weight", ".weight")
+                    if stacked == source.name:
+                        stacked = stacked.removesuffix(".weight").replace(".bias", "_bias")
+                    source = replace(
+                        source,
+                        name=stacked,
+                        shape=(count, *source.shape),
+                        other_shapes=tuple((count, *shape) for shape in source.other_shapes),
+                        index=index,
+                    )
                 sources.append(source if parts is None else replace(source, parts=parts))
         return tuple(sources)
 

@@ -17,6 +17,7 @@ from octavo.models.families.base import (
     read_layer_types,
     read_num_layers,
 )
+from octavo.models.forms import quant_method
 
 MOST_EXPERTS = 4096
 _MOST_IN_ALL = 2**16
@@ -46,6 +47,14 @@ class ExpertNames:
     shared_gate: str | None = None
     choice_bias: str | None = None
     """Tensor of the router's bias for the choice."""
+
+
+def has_modules_of_experts(config: ConfigJson) -> bool:
+    """Return True if each expert has modules of its own, though plain checkpoints stack them.
+
+    Tools that quantize linear modules divide the stacks; of the stacked formats mxfp4 is known.
+    """
+    return quant_method(config) not in (None, "mxfp4") or config.flag("split_experts", False)
 
 
 def read_gate(config: ConfigJson, field: str, default: str | None = None) -> Gate:

@@ -69,18 +69,17 @@ def read_qwen3_next(config: ConfigJson) -> ModelSpec:
 
     Its projections store the parts of each head of keys together.
     """
-    delta = _make_delta(config, ("in_proj_qkvz",), ("in_proj_ba",))
+    split = config.flag("split_qkvz", False)  # GGUF
+    in_proj = ("in_proj_qkv", "in_proj_z") if split else ("in_proj_qkvz",)
+    delta = _make_delta(config, in_proj, ("in_proj_ba",))
     group = delta.num_heads // delta.num_key_heads
     values = group * delta.value_size
     parts = (delta.key_size, delta.key_size, values, values)
-    spec = _read_qwen(
-        config,
-        replace(
-            delta,
-            in_proj=_by_group(delta.in_proj, delta.num_key_heads, parts),
-            rates_proj=_by_group(delta.rates_proj, delta.num_key_heads, (group, group)),
-        ),
-    )
+    rates_proj = _by_group(delta.rates_proj, delta.num_key_heads, (group, group))
+    delta = replace(delta, rates_proj=rates_proj)
+    if not split:
+        delta = replace(delta, in_proj=_by_group(delta.in_proj, delta.num_key_heads, parts))
+    spec = _read_qwen(config, delta)
     if config.integer("num_experts", "num_local_experts", default=0, least=0) == 0:
         return spec
     num_experts = read_num_experts(config, "num_experts", "num_local_experts")

@@ -5,19 +5,25 @@ from __future__ import annotations
 from octavo.checkpoints.config_json import ConfigJson
 from octavo.kernels.routing import ExpertActivation, Routing
 from octavo.models.families.base import read_num_layers, read_windows
-from octavo.models.families.experts import ExpertNames, experts, read_num_experts, read_top_k
+from octavo.models.families.experts import (
+    ExpertNames,
+    experts,
+    has_modules_of_experts,
+    read_num_experts,
+    read_top_k,
+)
 from octavo.models.families.llama import LlamaLike, read_llama_rope
 from octavo.models.spec import ModelSpec
 
 _NAMES = ExpertNames(router="mlp.router", experts="mlp.experts.", up=("gate_up_proj",))
 _SPLIT = ExpertNames(router="mlp.router")
-"""Modules of GGUF files, in which each expert has matrices of its own."""
+"""Modules of files in which each expert has matrices of its own."""
 
 
 def read(config: ConfigJson) -> ModelSpec:
     """Read gpt-oss."""
     config.refuse("swiglu_alpha", 1.702, "the factor in the sigmoid is 1.702")
-    split = config.flag("split_experts", False)
+    split = has_modules_of_experts(config)
     num_experts = read_num_experts(config, "num_local_experts", "num_experts")
     top_k = read_top_k(config, num_experts, "num_experts_per_tok", "experts_per_token")
     block = experts(

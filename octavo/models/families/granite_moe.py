@@ -21,20 +21,29 @@ _NAMES = ExpertNames(
     shared_up=("input_linear",),
     shared_down="output_linear",
 )
+_SPLIT = replace(
+    _NAMES,
+    experts="block_sparse_moe.experts.{}.",
+    up=("gate_proj", "up_proj"),
+    down="down_proj",
+    shared_up=("gate_proj", "up_proj"),
+)
+"""Modules of GGUF files."""
 
 
 def granite_experts(config: ConfigJson, shared_inner: int = 0) -> ExpertsSpec:
     """Return the experts of all Granites; `shared_inner` as in `experts`."""
     num_experts = read_num_experts(config, "num_local_experts")
     top_k = read_top_k(config, num_experts, "num_experts_per_tok")
+    split = config.flag("split_experts", False)
     return experts(
         config,
         Routing(top_k, "none", softmax_chosen=True),
         num_experts=num_experts,
         inner=config.integer("intermediate_size"),
-        names=_NAMES,
+        names=_SPLIT if split else _NAMES,
         shared_inner=shared_inner,
-        stacked="rows",
+        stacked="none" if split else "rows",
     )
 
 

@@ -45,13 +45,19 @@ def read_latent_attention(config: ConfigJson, rope: RopeSpec | None) -> LatentAt
     if rank is None and bias:
         raise config.error("attention_bias", "biases need a q_lora_rank")
     first = ("q_proj", queries) if rank is None else ("q_a_proj", rank)
+    kv_b = ((f"{module}kv_b_proj", heads * (key + value), latent),)
+    if config.flag("split_kv_b", False):  # GGUF
+        kv_b = (
+            (f"{module}k_b_proj", heads * latent, key),
+            (f"{module}v_b_proj", heads * value, latent),
+        )
     latents = (f"{module}kv_a_proj_with_mqa", latent + rope_size)
     return LatentAttentionSpec(
         in_proj=LinearSpec(((f"{module}{first[0]}", first[1]), latents), hidden, bias),
         q_norm=None if rank is None else RMSNormSpec(f"{module}q_a_layernorm", rank, _LATENT_EPS),
         q_b_proj=None if rank is None else LinearSpec(((f"{module}q_b_proj", queries),), rank),
         kv_norm=RMSNormSpec(f"{module}kv_a_layernorm", latent, _LATENT_EPS),
-        kv_b_proj=LinearSpec(((f"{module}kv_b_proj", heads * (key + value)),), latent),
+        kv_b_proj=tuple(LinearSpec(((name, rows),), inputs) for name, rows, inputs in kv_b),
         o_proj=LinearSpec(((f"{module}o_proj", hidden),), heads * value, bias),
         num_heads=heads,
         key_size=key,

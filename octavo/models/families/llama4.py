@@ -17,6 +17,7 @@ from octavo.models.families.base import read_layer_types, read_num_layers, text_
 from octavo.models.families.experts import (
     ExpertNames,
     experts,
+    has_modules_of_experts,
     read_indices,
     read_num_experts,
     read_top_k,
@@ -31,19 +32,22 @@ _NAMES = ExpertNames(
     up=("gate_up_proj",),
     shared="feed_forward.shared_expert.",
 )
+_SPLIT = replace(_NAMES, experts="feed_forward.experts.{}.", up=("gate_proj", "up_proj"))
+"""Modules of quantized checkpoints."""
 
 
 def _read_feed_forwards(config: ConfigJson) -> tuple[ExpertsSpec | None, ...]:
     num_experts = read_num_experts(config, "num_local_experts")
+    split = has_modules_of_experts(config)
     inner, count = config.integer("intermediate_size"), read_num_layers(config)
     block = experts(
         config,
         Routing(read_top_k(config, num_experts, "num_experts_per_tok"), "sigmoid"),
         num_experts=num_experts,
         inner=inner,
-        names=_NAMES,
+        names=_SPLIT if split else _NAMES,
         shared_inner=inner,
-        stacked="conv1d",
+        stacked="none" if split else "conv1d",
         on_input=True,
     )
     step = config.integer("interleave_moe_layer_step", default=1)

@@ -49,6 +49,17 @@ QWEN35 |= {"linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value
 QWEN35["layer_types"] = ["linear_attention", "full_attention", "linear_attention"]
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24}
 FALCON_H1 = MAMBA | {"head_dim": 16, "mamba_d_ssm": 128, "mamba_norm_before_gate": False}
+FEW = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LOCAL = {"num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 80}
+GROUPS: dict[str, Any] = {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 3}
+GROUPS |= {"topk_group": 2, "moe_intermediate_size": 32, "n_shared_experts": 2}
+GROUPS |= {"first_k_dense_replace": 1, "routed_scaling_factor": 1.5}
+GRANITE = {"logits_scaling": 2.0, "attention_multiplier": 0.3, "embedding_multiplier": 3.0}
+GRANITE |= {"residual_multiplier": 0.5}
+LATENT = {"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 24}
+LATENT |= {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16}
+MSCALE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 16.0}
+MSCALE |= {"original_max_position_embeddings": 64, "mscale": 0.7, "mscale_all_dim": 0.7}
 FACTORS = {
     "embedding_multiplier": 2.0,
     "lm_head_multiplier": 0.5,
@@ -310,6 +321,72 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "lfm2moe": (
+        "Lfm2MoeForCausalLM",
+        {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
+        | FEW
+        | {"num_dense_layers": 1},
+    ),
+    "glm4moe": (
+        "Glm4MoeForCausalLM",
+        GLM | GROUPS | {"use_qk_norm": True, "attention_bias": True, "num_nextn_predict_layers": 0},
+    ),
+    "glm4moe plain": (
+        "Glm4MoeForCausalLM",
+        GLM | GROUPS | {"norm_topk_prob": False, "num_nextn_predict_layers": 0},
+    ),
+    "qwen35moe": (
+        "Qwen3_5MoeForCausalLM",
+        QWEN35 | FEW | {"shared_expert_intermediate_size": 64},
+    ),
+    "qwen3next": (
+        "Qwen3NextForCausalLM",
+        QWEN35
+        | FEW
+        | {"shared_expert_intermediate_size": 64, "pad_token_id": 0}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ),
+    "granitemoe": ("GraniteMoeSharedForCausalLM", GRANITE | LOCAL),
+    "granitehybrid experts": (
+        "GraniteMoeHybridForCausalLM",
+        MAMBA
+        | GRANITE
+        | LOCAL
+        | {"layer_types": ["mamba", "attention", "mamba"], "num_hidden_layers": 3}
+        | {"position_embedding_type": "nope"},
+    ),
+    "gemma4 experts": (
+        "Gemma4ForCausalLM",
+        GEMMA4
+        | FEW
+        | {"enable_moe_block": True, "top_k_experts": 2, "hidden_size_per_layer_input": 0}
+        | {"layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "deepseek2": ("DeepseekV3ForCausalLM", LATENT | GROUPS | {"rope_parameters": MSCALE}),
+    "deepseek2 softmax": (
+        "DeepseekV2ForCausalLM",
+        LATENT
+        | GROUPS
+        | {"q_lora_rank": None, "topk_method": "group_limited_greedy"}
+        | {"norm_topk_prob": False},
+    ),
+    "deepseek2 glm": (
+        "Glm4MoeLiteForCausalLM",
+        LATENT | GROUPS | {"num_nextn_predict_layers": 0, "pad_token_id": 0},
+    ),
+    "minicpm3": (
+        "MiniCPM3ForCausalLM",
+        LATENT | {"v_head_dim": 16, "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256},
+    ),
+    "ernie4_5-moe": (
+        "Ernie4_5_MoeForCausalLM",
+        {"num_hidden_layers": 3, "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 32}
+        | {"moe_num_shared_experts": 2, "pad_token_id": 0},
+    ),
+    "hunyuan-moe": (
+        "HunYuanMoEV1ForCausalLM",
+        {"head_dim": 32, "num_experts": 5, "moe_topk": [2, 2], "pad_token_id": 0},
+    ),
     "llama experts": (
         "MixtralForCausalLM",
         {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None},
@@ -399,10 +476,16 @@ def test_mixed_types(tmp_path: Path) -> None:
         np.testing.assert_allclose(logprobs(llm), alone, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "chatglm", "falcon new", "internlm2", "gemma4"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("gpt2", "chatglm", "falcon new", "internlm2", "gemma4"),
+        *("gemma4 experts", "qwen3next", "deepseek2"),
+    ],
+)
 def test_blocks_of_other_layouts(kind: str, tmp_path: Path) -> None:
-    """Blocks of tensors that are transposed, fused, grouped or permuted have the same order; tables
-    of inputs of layers may have blocks."""
+    """Blocks of tensors that are transposed, fused, grouped, permuted or of all experts have the
+    same order; tables of inputs of layers may have blocks."""
     found = []
     for name, types in (("float", None), ("blocks", {"": "q8_0"})):
         make(kind, tmp_path / f"{name}.gguf", types)
