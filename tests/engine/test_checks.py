@@ -12,6 +12,7 @@ from octavo.platforms.cuda import CUDAPlatform
 TRITON = {"attention_backend": "triton"}
 DRAFT = {"speculative_config": {"model": "octavo/stories-draft", "num_speculative_tokens": 2}}
 STAGES = {"pipeline_parallel_size": 2}
+CACHE = {"expert_cache": "1G", "weight_cache": "/tmp/packed"}
 CONNECTOR = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
 CASES = [
     (TRITON | {"enable_sleep_mode": True}, "enable_sleep_mode works with device=cpu"),
@@ -24,6 +25,10 @@ CASES = [
     (TRITON | STAGES, "pipeline_parallel_size=2 needs device=cpu"),
     (STAGES | DRAFT, "pipeline_parallel_size=2 needs no draft model"),
     (STAGES | {"enable_prompt_embeds": True}, "pipeline_parallel_size=2 needs enable_prompt_emb"),
+    (TRITON | CACHE, "expert_cache works on device=cpu only"),
+    (CACHE | {"weight_cache": "off"}, "expert_cache keeps the experts in the weight_cache folder"),
+    (CACHE | {"load_format": "dummy"}, "expert_cache needs the weights of a checkpoint"),
+    (CACHE | {"kv_transfer_config": CONNECTOR}, "expert_cache is not supported with kv_transfer"),
     (
         {"kv_transfer_config": CONNECTOR, "enable_prefix_caching": False},
         "kv_transfer_config needs enable_prefix_caching",
