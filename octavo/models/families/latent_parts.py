@@ -45,6 +45,7 @@ def read_latent_attention(config: ConfigJson, rope: RopeSpec | None) -> LatentAt
     if rank is None and bias:
         raise config.error("attention_bias", "biases need a q_lora_rank")
     first = ("q_proj", queries) if rank is None else ("q_a_proj", rank)
+    kv_b: tuple[tuple[str, int, int], ...]
     kv_b = ((f"{module}kv_b_proj", heads * (key + value), latent),)
     if config.flag("split_kv_b", False):  # GGUF
         kv_b = (
