@@ -75,11 +75,26 @@ class Experts {
   // True if the product with gate and up applies the activation itself.
   bool whole_panels() const { return a_.gated == Gated::none || width() % kernels().panel == 0; }
 
+  // Calls f with the pairs [begin, end) of each process, and with the process's index.
+  template <class F>
+  void for_slots(F f) const {
+    if (!a_.slot_tokens) return f(0, a_.tokens * a_.top_k, a_.own_slot);
+    for (int64_t slot = 0; slot < a_.slots; slot++) {
+      const int64_t begin = slot * a_.slot_size;
+      f(begin * a_.top_k, (begin + a_.slot_tokens[slot]) * a_.top_k, slot);
+    }
+  }
+
   // Sorts pairs of a token and an expert by expert, in order of the tokens.
   void sort() {
-    const int64_t pairs = a_.tokens * a_.top_k;
+    int64_t pairs = 0;
     std::vector<int64_t> next(a_.experts + 1, 0);
-    for (int64_t i = 0; i < pairs; i++) next[a_.ids[i] + 1]++;
+    for_slots([&](int64_t begin, int64_t end, int64_t slot) {
+      for (int64_t i = begin; i < end; i++) next[a_.ids[i] + 1]++;
+      if (a_.counts && slot == a_.own_slot)
+        for (int64_t i = begin; i < end; i++) a_.counts[a_.ids[i]]++;
+      pairs += end - begin;
+    });
     const uint64_t* weights = a_.up ? a_.up : a_.down;
     for (int64_t expert = 0, first = 0; expert < a_.experts; expert++) {
       const int64_t rows = next[expert + 1];
@@ -88,11 +103,13 @@ class Experts {
       next[expert + 1] = first += rows;
     }
     pairs_.resize(pairs);
-    for (int64_t i = 0; i < pairs; i++) {
-      const int64_t row = next[a_.ids[i]]++;
-      pairs_[row] = i;
-      a_.places[i] = int32_t(row);
-    }
+    for_slots([&](int64_t begin, int64_t end, int64_t) {
+      for (int64_t i = begin; i < end; i++) {
+        const int64_t row = next[a_.ids[i]]++;
+        pairs_[row] = i;
+        a_.places[i] = int32_t(row);
+      }
+    });
   }
 
   // Adds the tasks of a product with `n` outputs (gated: of gates).
@@ -192,7 +209,16 @@ class Experts {
 }  // namespace
 
 void experts(const ExpertsArgs& a) {
-  if (a.tokens > 0) Experts(a).run();
+  if (a.tokens > 0 || a.slot_tokens) Experts(a).run();
+}
+
+void send_tokens(const SendTokensArgs& a) {
+  const int64_t row = a.hidden * size_of(a.dtype);
+  for (int64_t i = 0; i < a.tokens; i++)
+    memcpy(at<char>(a.x_out, i * row), at<char>(a.x, i * a.x_stride * size_of(a.dtype)), row);
+  memcpy(a.ids_out, a.ids, a.tokens * a.top_k * sizeof(int32_t));
+  if (a.factors) memcpy(a.factors_out, a.factors, a.tokens * a.top_k * sizeof(float));
+  *a.tokens_out = int32_t(a.tokens);
 }
 
 }  // namespace octavo

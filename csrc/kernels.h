@@ -706,6 +706,9 @@ struct RouteArgs {
 
 // Feed-forward blocks of experts: inner = act(x * up^T) or act(gate) * up, and out = inner * down^T.
 // Rows of inner and out belong to pairs of a token and an expert, sorted by expert.
+//
+// With `slot_tokens` the tokens are those of several processes. x, ids, factors and places then have
+// equal parts of `slot_size` tokens, one for each process, of which only the first tokens exist.
 struct ExpertsArgs {
   const void* x;  // [tokens, hidden]
   int64_t x_stride;
@@ -728,11 +731,14 @@ struct ExpertsArgs {
   Unary activation;  // if not gated
   float limit;  // as in LinearArgs
   DType dtype;
+  int64_t* counts;  // [experts] or null: the numbers of this process's pairs are added
+  const int32_t* slot_tokens;  // [slots]: tokens of each process; null: `tokens` of this one
+  int64_t slots, slot_size, own_slot;
 
   MEMBERS(x, x_stride, ids, factors, places, up, down, up_bias, down_bias, inner, out, inner_stride,
           out_stride, tokens, top_k, experts, hidden, up_outputs, down_inputs, down_outputs, up_group,
           down_group, up_order, down_order, up_plain, down_plain, up_format, down_format, gated,
-          activation, limit, dtype)
+          activation, limit, dtype, counts, slot_tokens, slots, slot_size, own_slot)
   void resize(const StepSize& size) { tokens = size.rows; }
   Work work() const {
     // Each distinct expert's weights are read once; those of quantized ones count as bytes.
@@ -744,9 +750,28 @@ struct ExpertsArgs {
   }
 };
 
+// Copies the input of `experts` to this process's part of the memory of several processes.
+struct SendTokensArgs {
+  const void* x;  // [tokens, hidden]
+  int64_t x_stride;
+  const int32_t* ids;  // [tokens, top_k]
+  const float* factors;  // [tokens, top_k] or null
+  void* x_out;  // [tokens, hidden]
+  int32_t* ids_out;
+  float* factors_out;
+  int32_t* tokens_out;  // receives the number of tokens
+  int64_t tokens, hidden, top_k;
+  DType dtype;
+
+  MEMBERS(x, x_stride, ids, factors, x_out, ids_out, factors_out, tokens_out, tokens, hidden, top_k,
+          dtype)
+  void resize(const StepSize& size) { tokens = size.rows; }
+  Work work() const { return {2.0 * tokens * hidden * size_of(dtype), 0.0}; }
+};
+
 // out = the sum of a token's rows of x times their weights, from first to last.
 struct SumExpertsArgs {
-  const void* x;  // [tokens * top_k, dim]
+  const void* x;  // [tokens * top_k, dim]; with slots, the rows of all processes
   const int32_t* places;  // [tokens, top_k]: rows of x
   const float* weights;  // [tokens, top_k], or null: 1
   void* out;  // [tokens, dim]
@@ -841,6 +866,7 @@ struct Wkv7Args {
   KERNEL(ssd, SsdArgs)                    \
   KERNEL(route, RouteArgs)                \
   KERNEL(experts, ExpertsArgs)            \
+  KERNEL(send_tokens, SendTokensArgs)     \
   KERNEL(sum_experts, SumExpertsArgs)    \
   KERNEL(token_shift, TokenShiftArgs)     \
   KERNEL(wkv7, Wkv7Args)                  \
@@ -876,5 +902,6 @@ void sort_descending(uint64_t* keys, int64_t count);
 
 void top_k(const TopKArgs& a);
 void experts(const ExpertsArgs& a);
+void send_tokens(const SendTokensArgs& a);
 
 }  // namespace octavo

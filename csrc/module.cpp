@@ -348,11 +348,17 @@ NB_MODULE(_native, m) {
       },
       nb::kw_only(), nb::arg("barrier"), nb::arg("ranks"), nb::arg("timeout"));
   m.def("break_group", [](Address barrier) { break_group(at<SharedBarrier>(barrier)); });
+  // Only while no process waits at the barrier
+  m.def("mend_group", [](Address barrier) {
+    at<SharedBarrier>(barrier)->arrived.store(0);
+    at<SharedBarrier>(barrier)->broken.store(0);
+  });
   m.def("group_broken", [](Address barrier) { return at<SharedBarrier>(barrier)->broken.load() != 0; });
 
   m.def("counter_post", [](Address counter, uint32_t value) {
     counter_post(at<SharedCounter>(counter), value);
   });
+  m.def("counter_value", [](Address counter) { return at<SharedCounter>(counter)->value.load(); });
   m.def("counter_reached", [](Address counter, uint32_t value) {
     return counter_reached(*at<SharedCounter>(counter), value);
   });

@@ -205,9 +205,13 @@ def break_group(barrier: int, /) -> None:
     """End all present and future waiting at a barrier."""
 
 def group_broken(barrier: int, /) -> bool: ...
+def mend_group(barrier: int, /) -> None:
+    """Make a broken barrier usable again, while no process waits at it."""
+
 def counter_post(counter: int, value: int, /) -> None:
     """Set a 32-bit counter in shared memory; see csrc/barrier.h."""
 
+def counter_value(counter: int, /) -> int: ...
 def counter_reached(counter: int, value: int, /) -> bool: ...
 def counter_wait(*, counter: int, value: int, barrier: int, timeout: float) -> None:
     """Wait until a counter reaches a value or the barrier's group breaks; `timeout` in seconds."""

@@ -123,6 +123,16 @@ examples:
   octavo quality model-Q4_K_M.gguf --base ./folder --text book.txt --picture quality.png
 """,
     ),
+    "experts": (
+        "show how often each expert of a model is chosen, as a heat map",
+        "%(prog)s MODEL [--prompt TEXT] [--text FILE] [flags]",
+        """\
+examples:
+  octavo experts ./mixture
+  octavo experts ./mixture --prompt "Once upon a time" --tokens 64
+  octavo experts ./mixture --text book.txt --json
+""",
+    ),
     "convert": (
         "write a quantized checkpoint for Octavo, vLLM or llama.cpp",
         "%(prog)s MODEL OUT --to FORM [flags]",

@@ -26,6 +26,7 @@ The tree::
     |-- EngineDeadError                     the engine process has ended; names the root cause
     |   |-- EngineStoppedError              a signal held the engine or one of its workers
     |   `-- NodeMissingError                the machine of an engine is missing
+    |-- StepLostError                       a step was cut off, and the engine computes it again
     `-- BenchError                          a benchmark cannot be run; names the missing part
         `-- DatasetError (ValueError)       a data set is unusable; names file, line and field
 """
@@ -120,6 +121,10 @@ class NotFoundError(RequestError):
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message, param, code or "model_not_found")
+
+
+class StepLostError(OctavoError):
+    """Error of a step that another engine's death cut off, and that can be scheduled again."""
 
 
 class StepFailedError(RequestError):

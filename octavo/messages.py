@@ -450,6 +450,17 @@ class GrammarOutput(msgspec.Struct, array_like=True):
     steps use them as drafts."""
 
 
+class ExpertLoad(msgspec.Struct, array_like=True):
+    """Tokens of experts, by layer; a layer without experts has zeros."""
+
+    num_experts: int = 0
+    """Most experts of a layer."""
+    tokens: list[int] = []
+    """Choices of all experts together."""
+    most: list[int] = []
+    """Choices of the most chosen expert."""
+
+
 class ModelRunnerOutput(msgspec.Struct, array_like=True):
     """Result of one step, in the order of `req_ids`."""
 
@@ -468,6 +479,8 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True):
     """Experts found in memory, read from the file, and bytes read, since the start."""
     forget_prefixes: bool = False
     """True if some keys and values of the cache are unusable: experts could not be read."""
+    expert_load: ExpertLoad | None = None
+    """Sums over all steps of the tokens of experts; None: the model has none."""
 
 
 class UtilityCall(msgspec.Struct, array_like=True):

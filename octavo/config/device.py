@@ -57,7 +57,8 @@ class DeviceConfig(Section, frozen=True):
         bool,
         Meta(
             description="Divide the experts of each layer among the tensor_parallel_size processes,"
-            " instead of the columns of each expert; the bits stay the same."
+            " instead of the columns of each expert, or among the data_parallel_size engines; the"
+            " bits stay the same."
         ),
     ] = False
     pipeline_parallel_size: Annotated[

@@ -125,6 +125,45 @@ class EngineConfig(Section, frozen=True):
             self.speculation.speculative_config.check()
         self._check_executor()
 
+    @property
+    def divides_experts(self) -> bool:
+        """True if several engines divide the experts of a model."""
+        return self.device.enable_expert_parallel and self.parallel.data_parallel_size > 1
+
+    def _check_expert_parallel(self) -> None:
+        size, engines = self.device.tensor_parallel_size, self.parallel.data_parallel_size
+        if size == 1 and engines == 1:
+            raise ConfigError(
+                "enable_expert_parallel divides experts among the processes of "
+                "tensor_parallel_size or among the engines of data_parallel_size, and both are 1; "
+                "set one to 2 or more, or leave the other out."
+            )
+        if engines == 1:
+            return
+        which = f"enable_expert_parallel with data_parallel_size={engines}"
+        backend, parallel = self.executor_backend, self.parallel
+        for is_wrong, setting in (
+            (size > 1, f"tensor_parallel_size={size}"),
+            (
+                self.device.pipeline_parallel_size > 1,
+                f"pipeline_parallel_size={self.device.pipeline_parallel_size}",
+            ),
+            (backend != "uni", f"distributed_executor_backend={backend}"),
+            (parallel.enable_elastic_ep, "enable_elastic_ep"),
+            (parallel.external, "an external load balancer (data_parallel_rank)"),
+            (parallel.data_parallel_hybrid_lb, "data_parallel_hybrid_lb"),
+            (
+                parallel.num_local_engines < engines,
+                f"data_parallel_size_local={parallel.data_parallel_size_local}",
+            ),
+            (self.device.attention_backend == "triton", "attention_backend=triton"),
+        ):
+            if is_wrong:
+                raise ConfigError(
+                    f"{which} divides the experts among engines of one process each, all on this "
+                    f"machine's CPU, and is not supported with {setting}; leave out one of them."
+                )
+
     def _check_executor(self) -> None:
         backend = self.executor_backend
         if backend == "uni" and self.world_size > 1:
@@ -138,11 +177,8 @@ class EngineConfig(Section, frozen=True):
                 "enable_sequence_parallel divides norms among the processes of "
                 "tensor_parallel_size, and that is 1; set it to 2 or more, or leave the other out."
             )
-        if self.device.enable_expert_parallel and self.device.tensor_parallel_size == 1:
-            raise ConfigError(
-                "enable_expert_parallel divides experts among the processes of "
-                "tensor_parallel_size, and that is 1; set it to 2 or more, or leave the other out."
-            )
+        if self.device.enable_expert_parallel:
+            self._check_expert_parallel()
         layers, stages = self.device.pipeline_layers, self.device.pipeline_parallel_size
         if layers is not None and layers.count(",") + 1 != stages:
             raise ConfigError(

@@ -86,6 +86,7 @@ def make_engine_core(
     warm_spare: bool | None = False,
     engine_index: int = 0,
     memory_limit: int | None = None,
+    expert_memory: str | None = None,
     listeners: Sequence[StepListener] = (),
     wake: Callable[[], object] = lambda: None,
     platform: Platform | None = None,
@@ -102,6 +103,7 @@ def make_engine_core(
         warm_spare: True to reserve memory for a spare process; None: only if it costs no KV cache.
         engine_index: see `EngineCoreOutputs`.
         memory_limit: bytes that the engine may use; None: its share of the free memory.
+        expert_memory: memory of the engines that divide the experts; see `ExpertGroup`.
         listeners: observers of the steps, in addition to those that the settings name.
         wake: called, on another thread, when an idle core has work again.
         platform: the device that computes; None: the config's.
@@ -122,6 +124,7 @@ def make_engine_core(
     profiler = None if directory is None else Profiler(directory)
     if spec.left_out:
         logger.info("%s is run as a text model, without %s", spec.architecture, spec.left_out)
+    setup = replace(setup, expert_memory=expert_memory)
     config, budget = setup.config, setup.max_num_batched_tokens
     checkpoint = open_checkpoint(model_path, config.load.load_format)
     for stage in setup.stages:
@@ -164,6 +167,8 @@ def make_engine_core(
             _log_plan(plan, details)
             _log_hits(config, plan, kv_cache, budget, details)
         executor.initialize_kv_cache(kv_cache)
+        if executor.wave is not None:
+            executor.wave.watch(wake)
         connector, transfers = _connect_workers(setup, executor, wake)
         scheduler = Scheduler(
             config.scheduler,

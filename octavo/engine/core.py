@@ -18,6 +18,7 @@ from octavo.errors import (
     ProfilerError,
     RequestError,
     SleepError,
+    StepLostError,
     UnsupportedError,
 )
 from octavo.executor.base import Executor, StepHandle
@@ -27,6 +28,7 @@ from octavo.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
+    ExpertLoad,
     FinishReason,
     GrammarOutput,
     ModelRunnerOutput,
@@ -125,6 +127,8 @@ class EngineCore:
         """True if `wake_up` must load the same weights that `sleep` freed."""
         self._outputs: list[EngineCoreOutput] = []
         """Outputs that `step` has not returned yet."""
+        self._expert_load: ExpertLoad | None = None
+        """Load of the experts after the last step."""
         self._listeners = listeners
 
     def add_request(self, core_request: EngineCoreRequest) -> None:
@@ -194,7 +198,13 @@ class EngineCore:
             or self.scheduler.has_requests()
             or (self.structured_output is not None and self.structured_output.has_finished)
             or (self.transfers is not None and self.transfers.has_finished)
+            or self._is_wanted
         )
+
+    @property
+    def _is_wanted(self) -> bool:
+        """True if other engines wait for this one's experts."""
+        return self.executor.wave is not None and self.executor.wave.wanted
 
     def wait(self, seconds: float) -> None:
         """Wait for loads of blocks or the compilation of grammars, if there is no other work.
@@ -250,7 +260,9 @@ class EngineCore:
                     took = True
                 self._sample(newest, self._ask_grammars(newest))
             free = len(self._in_flight) < self.executor.max_in_flight
-            if took or not free or not self.scheduler.has_requests():
+            if took or not free:
+                break
+            if not self.scheduler.has_requests() and (self._in_flight or not self._is_wanted):
                 break
             self._schedule_step()
         return took
@@ -260,7 +272,7 @@ class EngineCore:
         outputs, self._outputs = self._outputs, []
         return EngineCoreOutputs(
             outputs=outputs,
-            stats=self.scheduler.make_stats(),
+            stats=self.stats(),
             timestamp=self._clock(),
             engine_index=self._engine_index,
         )
@@ -337,6 +349,9 @@ class EngineCore:
             with span("wait") as note:
                 note(step=step.number)
                 result = step.result.result()
+        except StepLostError:
+            self._notify_result(step.number, begun, failed=True)
+            self._outputs += self.scheduler.repeat_step(step.work)
         except (EngineDeadError, MemoryError):
             raise  # after a MemoryError the state of the process is unknown
         except Exception as error:
@@ -349,6 +364,7 @@ class EngineCore:
             with span("update_from_output") as note:
                 note(step=step.number, requests=len(step.work.scheduled_reqs))
                 self._outputs += self.scheduler.update_from_output(step.work, result)
+                self._expert_load = result.expert_load or self._expert_load
         # Not before: an interrupt (Ctrl-C) while waiting must not lose the step.
         self._in_flight.popleft()
 
@@ -375,7 +391,11 @@ class EngineCore:
 
     def stats(self) -> SchedulerStats:
         """Return the state and counters of the scheduler."""
-        return self.scheduler.make_stats()
+        stats, load = self.scheduler.make_stats(), self._expert_load
+        if load is not None:
+            stats.num_experts = load.num_experts
+            stats.expert_tokens, stats.most_expert_tokens = load.tokens, load.most
+        return stats
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False

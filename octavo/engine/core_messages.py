@@ -46,6 +46,8 @@ class CoreProcessSetup(msgspec.Struct):
     engine_index: int = 0
     memory_limit: int | None = None
     """Bytes that the process may use; None: its share of the free memory."""
+    expert_memory: str | None = None
+    """Memory of the engines that divide the experts; see `ExpertGroup`."""
     clock_epoch: float = 0.0
     """`clock.epoch` of the parent."""
     reached_by: ReachedBy | None = None

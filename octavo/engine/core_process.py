@@ -43,6 +43,7 @@ from octavo.engine.core_messages import (
 from octavo.engine.head import ENGINE_IN, ENGINE_OUT, HELLO, connect
 from octavo.engine.record import StepRecorder
 from octavo.errors import EngineDeadError, EngineStoppedError, OctavoError
+from octavo.executor.base import Wave
 from octavo.executor.registry import get_executor_class
 from octavo.messages import EngineCoreRequest, UtilityCall, UtilityResult
 from octavo.models.registry import read_spec
@@ -111,6 +112,7 @@ def main() -> None:
             warm_spare=setup.warm_spare,
             engine_index=setup.engine_index,
             memory_limit=setup.memory_limit,
+            expert_memory=setup.expert_memory,
             listeners=[] if recorder is None else [StepRecorder(recorder.put)],
             wake=lambda: inputs.put([]),  # an empty abort
         )
@@ -119,7 +121,7 @@ def main() -> None:
         gc.freeze()
         loaded.set()
         output_queue.put((READY, CoreReady(plan, core.executor.pids)))
-        _BusyLoop(core, inputs, output_queue).run()
+        _BusyLoop(core, inputs, output_queue, core.executor.wave).run()
         core.shutdown()
         if recorder is not None:
             recorder.close()
@@ -162,8 +164,10 @@ class _BusyLoop:
         core: EngineCore,
         inputs: queue.SimpleQueue[object],
         outputs: queue.SimpleQueue[tuple[bytes, msgspec.Struct] | None],
+        wave: Wave | None = None,
     ) -> None:
         self._core = core
+        self._wave = wave
         self._inputs = inputs
         self._outputs = outputs
         self._running = True
@@ -181,6 +185,8 @@ class _BusyLoop:
             if not checked:
                 core.check_integrity()  # the core is idle: the check delays no step
                 checked = True
+            if self._wave is not None:
+                self._wave.sleep()
             self._handle(self._next_input())
 
     def _next_input(self) -> object:

@@ -66,12 +66,36 @@ def make_worker_setup(
         rank=Rank.of(0, config.device),
     )
     _ = setup.expert_slots  # rejects an expert_cache that does not fit the model
+    if config.divides_experts:
+        _check_divided_experts(setup)
+        size = config.parallel.data_parallel_size
+        setup = replace(setup, expert_rank=Rank(engine_index, size))
     setup = _with_draft(setup)
     if config.cache.kv_transfer_config is not None:
         setup = _with_connector(setup, engine_index)
     if setup.rank.world_size > 1:
         _check_parallel(setup)
     return setup
+
+
+def _check_divided_experts(setup: WorkerSetup) -> None:
+    """Check the model and the settings of engines that divide the experts.
+
+    Raises:
+        ConfigError: a setting does not fit.
+    """
+    config = setup.config
+    which = f"enable_expert_parallel with data_parallel_size={config.parallel.data_parallel_size}"
+    for name, value in (
+        ("kv_transfer_config", config.cache.kv_transfer_config is not None),
+        ("enable_sleep_mode", config.model.enable_sleep_mode),
+        ("expert_cache", config.load.expert_cache is not None),
+    ):
+        if value:
+            raise ConfigError(
+                f"{which} is not supported with {name}: the engines step together; leave out one "
+                "of the two."
+            )
 
 
 def _with_draft(setup: WorkerSetup) -> WorkerSetup:

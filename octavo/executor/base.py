@@ -43,6 +43,26 @@ class StepHandle(Protocol):
         ...
 
 
+class Wave(Protocol):
+    """Steps that this engine must take part in, since other engines need its experts.
+
+    A step without requests takes part without tokens.
+    """
+
+    @property
+    def wanted(self) -> bool:
+        """True if others wait for this engine."""
+        ...
+
+    def watch(self, wake: Callable[[], object]) -> None:
+        """Call `wake`, on a thread, when others want this engine after a call of `sleep`."""
+        ...
+
+    def sleep(self) -> None:
+        """Note that this engine has nothing to do, and must be woken."""
+        ...
+
+
 class Executor(ABC):
     """Interface that runs steps in the order of submission."""
 
@@ -85,6 +105,11 @@ class Executor(ABC):
             UnsupportedError: workers have no such method, or an argument or result cannot be
                 transferred between processes.
         """
+
+    @property
+    def wave(self) -> Wave | None:
+        """Steps of the engines that divide the experts with this one; None: there are none."""
+        return None
 
     @property
     def pids(self) -> list[int]:

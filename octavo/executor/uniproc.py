@@ -14,7 +14,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from octavo.executor.base import Executor, find_method
+from octavo.executor.base import Executor, Wave, find_method
 from octavo.kv_cache.groups import KVCacheConfig
 from octavo.messages import (
     GrammarOutput,
@@ -47,6 +47,11 @@ class UniProcExecutor(Executor):
         except BaseException:
             self._thread.shutdown(wait=False)
             raise
+
+    @property
+    def wave(self) -> Wave | None:
+        """Implement `Executor`."""
+        return self._worker.runner.expert_group
 
     def measure_memory(self) -> MemoryBudget:
         """Implement `Executor`."""

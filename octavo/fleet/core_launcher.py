@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
+import weakref
 from pathlib import Path
 
 import msgspec
 
 from octavo.config import EngineConfig
 from octavo.engine.core_messages import CoreProcessSetup, CoreReady
-from octavo.errors import reason_of
+from octavo.errors import ConfigError, reason_of
 from octavo.fleet.process import CoreProcess
 from octavo.plan.memory_plan import MemoryPlan
 
@@ -55,6 +57,9 @@ class CoreLauncher:
         log_level: minimum level that a process logs.
         log_format: "text" or "json".
         record: the recording that the processes add to, if any.
+
+    Raises:
+        ConfigError: engines that divide experts do not work on this system.
     """
 
     def __init__(
@@ -78,6 +83,16 @@ class CoreLauncher:
         self._log_level, self._log_format = log_level, log_format
         self._record = record
         self._spare = process
+        self._expert_memory: str | None = None
+        if config.divides_experts:
+            if not hasattr(os, "memfd_create"):
+                raise ConfigError(
+                    "enable_expert_parallel with data_parallel_size of more than 1 works on Linux "
+                    "only; leave one of them out."
+                )
+            descriptor = os.memfd_create("octavo-experts", os.MFD_CLOEXEC)
+            weakref.finalize(self, os.close, descriptor)
+            self._expert_memory = f"/proc/{os.getpid()}/fd/{descriptor}"
 
     def launch(self, ready: CoreReady | None, engine_index: int = 0) -> CoreProcess:
         """Start a process.
@@ -117,6 +132,7 @@ class CoreLauncher:
             warm_spare=warm_spare,
             memory_limit=memory_limit,
             engine_index=engine_index,
+            expert_memory=self._expert_memory,
             log_level=self._log_level,
             log_format=self._log_format,
             record=self._record,

@@ -84,6 +84,7 @@ class DataParallelClient:
         processed."""
         self._last_read = -1
         parallel = config.parallel
+        self._divides_experts = config.divides_experts
         self._is_elastic = parallel.enable_elastic_ep
         self._num_threads = config.device.num_threads or num_cpus()
         self._local = parallel.num_local_engines
@@ -126,6 +127,7 @@ class DataParallelClient:
                 engine_index=index,
                 first=first,
                 number=self._first + index,
+                is_held_up=partial(self._is_held_up, index),
             )
 
         self._make = make
@@ -359,6 +361,11 @@ class DataParallelClient:
         if self._hub is not None:
             self._hub.close()
 
+    def _is_held_up(self, index: int) -> bool:
+        """Return True if an engine waits for the experts of one that is not up."""
+        others = (s for i, s in self._supervisors.items() if i != index)
+        return self._divides_experts and not all(supervisor.up for supervisor in others)
+
     def _alive(self) -> Iterator[tuple[int, Supervisor]]:
         """Return the engines that run or are being started."""
         return (item for item in self._supervisors.items() if item[0] not in self._gone)
@@ -496,11 +503,13 @@ class DataParallelClient:
     async def _give_up(self, index: int, error: EngineDeadError) -> None:
         """Stop restarting an engine; raise `error` if it was the last, or was never ready.
 
+        Engines that divide the experts cannot continue without it.
+
         If others are left, an engine without a node restarts when a node joins.
         """
         others = self._supervisors.keys() - self._gone.keys() - self._leaving - {index}
         missing = isinstance(error, NodeMissingError)
-        if not others or not (missing or self.ready.done()):
+        if not others or not (missing or self.ready.done()) or self._divides_experts:
             raise error
         logger.error("engine %d stays down, the others serve: %s", self._first + index, error)
         self._gone[index] = error

@@ -111,6 +111,7 @@ class Supervisor:
         first: answer of the first of several engines; all use its memory plan.
         number: number of the engine among those of all servers, for log lines; None: there is only
             one.
+        is_held_up: returns True while the engine may stand still, since it waits for another one.
     """
 
     def __init__(
@@ -125,7 +126,9 @@ class Supervisor:
         engine_index: int = 0,
         first: CoreReady | None = None,
         number: int | None = None,
+        is_held_up: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._is_held_up = is_held_up
         self._launcher = launcher
         self._unfinished = unfinished
         self._max_restarts = max_restarts
@@ -516,7 +519,7 @@ class Supervisor:
                 since_spare = 0.0
             stats = await self._ask(client, interval)
             waits = stats.num_running_reqs + stats.num_waiting_reqs > stats.num_held_reqs
-            stuck = waits and stats.num_scheduled_tokens == num_scheduled
+            stuck = waits and not self._is_held_up() and stats.num_scheduled_tokens == num_scheduled
             stalled = stalled + interval if stuck else 0.0
             if stalled >= self._progress_timeout:
                 client.process.kill(f"no step for {stalled:.1f} s although requests are waiting")
@@ -539,7 +542,7 @@ class Supervisor:
         answer, silent = asyncio.ensure_future(client.call_utility("stats")), 0.0
         try:
             while not (await asyncio.wait({answer}, timeout=interval))[0]:
-                if self._listening and not self._num_changes:
+                if self._listening and not self._num_changes and not self._is_held_up():
                     silent += interval
                 self._process.kill_if_stopped(interval, self._progress_timeout / 2)
                 if silent >= self._progress_timeout:

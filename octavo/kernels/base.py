@@ -180,6 +180,21 @@ class StackedWeight:
         return next(weight for weight in self.weights if weight is not None)
 
 
+@dataclass(frozen=True, slots=True)
+class TokenSlots:
+    """Tokens of several processes, each with a slot of the same size in one tensor.
+
+    Attributes:
+        counts: int32 [slots]: the tokens in each slot, at its beginning.
+        size: tokens that fit in a slot.
+        own: slot of this process.
+    """
+
+    counts: Tensor
+    size: int
+    own: int
+
+
 class HostCopy(Protocol):
     """Numbers on their way from a device to the host."""
 
@@ -799,6 +814,8 @@ class Ops(Protocol):
         factors: Tensor | None = None,
         inner: Tensor | None = None,
         out: Tensor | None = None,
+        counts: Tensor | None = None,
+        slots: TokenSlots | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute the feed-forward blocks of the chosen experts, down(act(up(x))).
 
@@ -814,6 +831,9 @@ class Ops(Protocol):
             factors: float32 [T, K]: factors of x; None: 1.
             inner: memory for the results of the first product: [T * K, I], of any row stride.
             out: memory for those of the second product: [T * K, N].
+            counts: int64 [E]: the pairs of each expert are added; on a CPU only.
+            slots: the tokens of several processes, which T covers whole; `counts` is of those of
+                this process. On a CPU only.
 
         Returns:
             The results of the last product; and the row of each pair in them, int32 [T, K].
@@ -826,7 +846,7 @@ class Ops(Protocol):
         """Sum the rows x [T * K, N] of each token, times weights, from first to last: [T, N].
 
         Args:
-            x: results of `experts`.
+            x: results of `experts`; it may have rows of other tokens.
             places: int32 [T, K]: rows of x.
             weights: float32 [T, K]; None: 1.
             out: memory for the result.

@@ -8,7 +8,7 @@ import numpy as np
 
 from octavo import _native
 from octavo._native import kernels
-from octavo.kernels.base import PackedWeight, QuantizedWeight, StackedWeight
+from octavo.kernels.base import PackedWeight, QuantizedWeight, StackedWeight, TokenSlots
 from octavo.kernels.native_base import (
     DTYPE_CODES,
     GATES,
@@ -87,6 +87,8 @@ class NativeExpertOps(NativeMemory):
         factors: Tensor | None = None,
         inner: Tensor | None = None,
         out: Tensor | None = None,
+        counts: Tensor | None = None,
+        slots: TokenSlots | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute all as one set of tasks, see csrc/experts.cpp."""
         check_rows(x)
@@ -96,6 +98,10 @@ class NativeExpertOps(NativeMemory):
         assert ids.is_contiguous()
         assert factors is None or (factors.shape == ids.shape and factors.is_contiguous())
         assert activation.gated or activation.name == "relu2"
+        assert counts is None or (
+            counts.dtype == "int64" and counts.shape == (len(stacked.weights),)
+        )
+        assert slots is None or len(slots.counts) * slots.size == tokens
         if up is not None:
             width = up.first.n // (2 if activation.gated else 1)
             inner = self._result(inner, tokens * top_k, width, dtype=x.dtype)
@@ -125,6 +131,11 @@ class NativeExpertOps(NativeMemory):
             activation=_RELU2,
             limit=activation.limit,
             dtype=DTYPE_CODES[x.dtype],
+            counts=0 if counts is None else counts.data_ptr(),
+            slot_tokens=0 if slots is None else slots.counts.data_ptr(),
+            slots=0 if slots is None else len(slots.counts),
+            slot_size=0 if slots is None else slots.size,
+            own_slot=0 if slots is None else slots.own,
             **self._stacked("up", up, x.shape[1], x.dtype),
             **self._stacked("down", down, inner.shape[1], x.dtype),
         )
@@ -164,7 +175,7 @@ class NativeExpertOps(NativeMemory):
     ) -> Tensor:
         check_rows(x)
         tokens, top_k = places.shape
-        assert x.shape[0] == tokens * top_k
+        assert x.shape[0] >= tokens * top_k
         assert places.dtype == "int32"
         assert weights is None or weights.shape == places.shape
         out = self._result(out, tokens, x.shape[1], dtype=x.dtype)

@@ -33,6 +33,7 @@ from octavo.kernels.base import (
     StackedWeight,
     StateRates,
     StateSlots,
+    TokenSlots,
     Wkv7Inputs,
     Wkv7Parameters,
 )
@@ -705,18 +706,22 @@ class ReferenceOps:
         factors: Tensor | None = None,
         inner: Tensor | None = None,
         out: Tensor | None = None,
+        counts: Tensor | None = None,
+        slots: TokenSlots | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Sort the pairs by expert, and multiply the rows of one expert after the other."""
+        assert counts is None, "on a CPU only"
+        assert slots is None, "on a CPU only"
         top_k, stacked = ids.shape[1], up or down
         assert stacked is not None
         order = ids.flatten().sort(stable=True).indices
         places = torch.empty_like(order)
         places[order] = torch.arange(len(order), device=order.device)
-        counts = torch.bincount(ids.flatten(), minlength=len(stacked.weights)).tolist()
+        lengths = torch.bincount(ids.flatten(), minlength=len(stacked.weights)).tolist()
         rows = order // top_k
         results = []
-        for expert, begin in enumerate(accumulate([0, *counts[:-1]])):
-            own = slice(begin, begin + counts[expert])
+        for expert, begin in enumerate(accumulate([0, *lengths[:-1]])):
+            own = slice(begin, begin + lengths[expert])
             if stacked.weights[expert] is None:
                 results.append((own, None, None))
                 continue

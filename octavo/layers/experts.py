@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from octavo.kernels.base import Ops, StackedWeight
 from octavo.kernels.routing import ExpertActivation, Routing
+from octavo.layers.expert_exchange import ExpertExchange
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import MLP
 from octavo.layers.norm import Norm
@@ -72,6 +73,10 @@ class Experts:
     """Norm of the experts' input, which the router reads without it."""
     latent: tuple[Linear, Linear] | None = None
     """Projections to the experts' input, and from the sum of their results."""
+    exchange: ExpertExchange | None = None
+    """Exchange with the engines that compute the other experts; None: there are no others."""
+    counts: Tensor | None = None
+    """Sums over all steps of the tokens that chose each expert: int64 [experts]; None: unknown."""
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """Map [T, hidden_size] to [T, hidden_size]."""
@@ -95,14 +100,24 @@ class Experts:
         ops, divided = self.ops, self.divided
         factors = weights if self.router.on_input else None
         after = None if self.router.on_input else weights
-        if divided is None:
-            rows, places = ops.experts(x, ids, self.up, self.down, self.activation, factors)
-            return ops.sum_experts(rows, places, after)
         tokens, top_k = ids.shape
+        if self.exchange is not None:
+            self.exchange.send(x, ids, factors)
+            rows, places = self.serve()
+            begin = self.exchange.slots.own * self.exchange.slots.size
+            return ops.sum_experts(rows, places[begin : begin + tokens], after)
+        counts = self.counts
+        if divided is None:
+            rows, places = ops.experts(
+                x, ids, self.up, self.down, self.activation, factors, counts=counts
+            )
+            return ops.sum_experts(rows, places, after)
         if divided.rows is not None:
             whole, _ = divided.rows.empty(tokens, x.dtype)
             rows = whole.view((tokens * top_k, -1))
-            _, places = ops.experts(x, ids, self.up, self.down, self.activation, factors, out=rows)
+            _, places = ops.experts(
+                x, ids, self.up, self.down, self.activation, factors, out=rows, counts=counts
+            )
             divided.rows.join()
             return ops.sum_experts(rows, places, after)
         assert divided.inner is not None
@@ -110,10 +125,38 @@ class Experts:
         columns, (begin, end) = divided.inner
         whole, _ = columns.empty(tokens, x.dtype)
         inner = whole.view((tokens * top_k, -1))
-        ops.experts(x, ids, self.up, None, self.activation, factors, inner[:, begin:end])
+        ops.experts(
+            x, ids, self.up, None, self.activation, factors, inner[:, begin:end], counts=counts
+        )
         columns.join()
         rows, places = ops.experts(x, ids, None, self.down, self.activation, inner=inner)
         whole, own = divided.result.empty(tokens, x.dtype)
         ops.sum_experts(rows, places, after, own)
         divided.result.join()
         return whole
+
+    def serve(self) -> tuple[Tensor, Tensor]:
+        """Compute this engine's experts for the tokens of all engines.
+
+        Returns:
+            The rows of all pairs, and the row of each pair, int32 [tokens of all slots, K].
+        """
+        exchange = self.exchange
+        assert exchange is not None
+        hidden, top_k = self.down.first.n, self.router.routing.top_k
+        x, ids, factors = exchange.inputs(hidden, top_k)
+        rows = exchange.results(hidden, top_k)
+        exchange.join()
+        _, places = self.ops.experts(
+            x,
+            ids,
+            self.up,
+            self.down,
+            self.activation,
+            factors if self.router.on_input else None,
+            out=rows,
+            counts=self.counts,
+            slots=exchange.slots,
+        )
+        exchange.join()
+        return rows, places

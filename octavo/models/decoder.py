@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from octavo.layers.experts import Experts
 from octavo.layers.layer import Layer
 from octavo.layers.step import StepContext
 from octavo.models.blocks.base import Parts
@@ -34,13 +35,18 @@ class DecoderModel:
             self.layer_inputs = None if inputs is None else inputs.build(of_inputs)
         self.streams = None if spec.streams is None else spec.streams.build(parts.of("streams"))
         self.layers: list[Layer] = []
+        self.mixtures: list[tuple[int, Experts]] = []
+        """Mixtures of experts in the order of the forward pass, with the indices of their layers in
+        this stage."""
         first = 0
         used: list[tuple[int, ...]] = []
         for i, layer in enumerate(spec.layers):
             own = tuple(range(first, first + len(layer.caches())))
             first += len(own)
             used.append(own if layer.cache_layer is None else used[layer.cache_layer])
+            built = len(parts.mixtures)
             self.layers.append(layer.build(parts.of(f"layers.{i}"), used[i]))
+            self.mixtures += [(i, mixture) for mixture in parts.mixtures[built:]]
         self._add, self._join_ranks = parts.ops.add, parts.join_ranks
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
@@ -69,6 +75,16 @@ class DecoderModel:
         step.handed = x, residual, step.layer_inputs
         self._join_ranks()  # the next step may begin with the buffer that this one ends with
         return x
+
+    @property
+    def exchanges(self) -> bool:
+        """True if other engines compute some of the experts."""
+        return any(mixture.exchange is not None for _, mixture in self.mixtures)
+
+    def serve_experts(self) -> None:
+        """Take part in the mixtures of a step of other engines, without tokens."""
+        for _, mixture in self.mixtures:
+            mixture.serve()
 
     def begin(self, input_ids: Tensor, step: StepContext) -> Tensor:
         """Return the first layer's input."""

@@ -17,6 +17,7 @@ from octavo.checkpoints.base import Checkpoint, Source, Tensors
 from octavo.errors import ModelError
 from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
 from octavo.kernels.memory import map_memory, release_memory
+from octavo.layers.expert_exchange import ExpertExchange
 from octavo.layers.shared import SharedBuffers
 from octavo.models.base import Model
 from octavo.models.blocks.base import Parts
@@ -42,6 +43,7 @@ def load_model(
     keep: list[LoadedWeights] | None = None,
     shared: SharedBuffers | None = None,
     expert_slots: int = 0,
+    exchange: ExpertExchange | None = None,
 ) -> Model:
     """Load a model.
 
@@ -60,6 +62,7 @@ def load_model(
         shared: the buffers that ranks share, if the spec is a rank's part.
         expert_slots: number of experts in memory, while all are in the cache's file; 0: all are in
             memory.
+        exchange: exchange with other engines, if the spec has a share of the experts.
         keep: a list to which the weights are added, so that they can be released and read again.
 
     Raises:
@@ -78,7 +81,15 @@ def load_model(
     loaded = weights.load(progress)
     length = max_model_len or spec.max_model_len
     experts = None if weights.experts is None else weights.experts.layers
-    parts = Parts(loaded, ops, dtype=dtype, max_model_len=length, shared=shared, cached=experts)
+    parts = Parts(
+        loaded,
+        ops,
+        dtype=dtype,
+        max_model_len=length,
+        shared=shared,
+        cached=experts,
+        exchange=exchange,
+    )
     model = build_model(spec, parts)
     if keep is not None:
         keep.append(weights)

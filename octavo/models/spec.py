@@ -96,6 +96,26 @@ class ModelSpec:
         )
         return part._without_others(self) if rank.splits_experts else part
 
+    def split_experts(self, rank: Rank) -> ModelSpec:
+        """Return the model with an engine's share of the experts; all else is whole.
+
+        Raises:
+            ConfigError: the model has no experts, or fewer than there are engines.
+        """
+        if rank.size == 1:
+            return self
+        layers = {
+            id(layer): layer.with_blocks([block.split_experts(rank) for block in layer.blocks])
+            for layer in self.distinct_layers
+        }
+        part = replace(self, layers=tuple(layers[id(layer)] for layer in self.layers))
+        if part.layers == self.layers:
+            raise ConfigError(
+                f"enable_expert_parallel with data_parallel_size={rank.size} divides experts, and "
+                f"{self.architecture} has none; leave it out."
+            )
+        return part._without_others(self)
+
     def _without_others(self, whole: ModelSpec) -> ModelSpec:
         """Return this part of a model; it does not read the names that only other parts need."""
         names, own = ({s.name for w in m.weights() for s in w.sources} for m in (whole, self))

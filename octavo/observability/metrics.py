@@ -214,7 +214,7 @@ class EngineMetrics:
         for stat in SCHEDULER_METRICS:
             kind = Gauge if stat.kind == "gauge" else Counter
             family = self._family(kind, stat.name, stat.help, [*_LABELS, *stat.labels])
-            if "position" not in stat.labels:
+            if "" not in stat.labels.values():
                 family.labels(**self._labels, **stat.labels)
         tokens = _buckets_1_2_5(max_model_len)
         for metric in _METRICS:
@@ -259,13 +259,17 @@ class EngineMetrics:
         for metric in SCHEDULER_METRICS:
             family = self._families[metric.name]
             value, before = getattr(stats, metric.field), getattr(last, metric.field)
-            if metric.kind == "gauge":
-                family.labels(**self._labels, **metric.labels).set(value)
-            elif not isinstance(value, list):
-                family.labels(**self._labels, **metric.labels).inc(value - before)
-            else:
+            if isinstance(value, list):
+                (name,) = metric.labels
                 for i, (new, old) in enumerate(zip_longest(value, before, fillvalue=0)):
-                    family.labels(**self._labels, position=str(i)).inc(new - old)
+                    if name == "layer" and not stats.expert_tokens[i : i + 1] > [0]:
+                        continue  # it has no experts
+                    child = family.labels(**self._labels, **{name: str(i)})
+                    child.set(new) if metric.kind == "gauge" else child.inc(new - old)
+            elif metric.kind == "gauge":
+                family.labels(**self._labels, **metric.labels).set(value)
+            else:
+                family.labels(**self._labels, **metric.labels).inc(value - before)
 
     def keep_stats(self, stats: SchedulerStats) -> None:
         """Record the scheduler's state for `load` only; another process counts it."""

@@ -50,6 +50,12 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     """Number of these given up for other states."""
     drafting_paused: int = 0
     """1 while drafts do not pay at the current load; for several engines, the number of these."""
+    num_experts: int = 0
+    """Most experts of a layer; 0 without experts, or if they are not counted."""
+    expert_tokens: list[int] = []
+    """Choices of all experts of a layer together, by layer; 0 for a layer without experts."""
+    most_expert_tokens: list[int] = []
+    """Choices of the most chosen expert of each layer."""
 
     expert_cache_hits: int = 0
     """Experts that a layer used and found in memory."""
@@ -73,15 +79,30 @@ class SchedulerStats(msgspec.Struct, array_like=True):
         """Number of accepted drafts by their place; empty before the first draft."""
         return self.num_accepted_tokens_per_pos if self.num_drafts else []
 
+    @property
+    def expert_max_shares(self) -> list[float]:
+        """Share of the most chosen expert in the choices of each layer; 0 without choices."""
+        pairs = zip(self.most_expert_tokens, self.expert_tokens, strict=True)
+        return [most / tokens if tokens else 0.0 for most, tokens in pairs]
+
+    @property
+    def expert_balancedness(self) -> list[float]:
+        """Mean of the experts' loads over the largest load of each layer: 1 is perfect."""
+        return [
+            1 / (share * self.num_experts) if share else 0.0 for share in self.expert_max_shares
+        ]
+
     @staticmethod
     def join(parts: Sequence[SchedulerStats]) -> SchedulerStats:
         """Return the stats of several engines as if they were one."""
         total = SchedulerStats()
         for name in SchedulerStats.__struct_fields__:
             values = [getattr(part, name) for part in parts]
-            if name == "num_accepted_tokens_per_pos":
+            if isinstance(values[0], list):
                 columns = itertools.zip_longest(*values, fillvalue=0)
-                total.num_accepted_tokens_per_pos = [sum(column) for column in columns]
+                setattr(total, name, [sum(column) for column in columns])
+            elif name == "num_experts":
+                total.num_experts = max(values)
             else:
                 setattr(total, name, sum(values))
         if total.num_total_blocks:
@@ -98,7 +119,8 @@ class SchedulerMetric(NamedTuple):
     field: str
     """Attribute of `SchedulerStats`."""
     labels: Mapping[str, str] = {}
-    """Labels in addition to those of every metric. For a list, `position` counts its items."""
+    """Labels in addition to those of every metric. For a list, the one without a value counts its
+    items."""
 
 
 SCHEDULER_METRICS = (
@@ -221,6 +243,27 @@ SCHEDULER_METRICS = (
         "spec_decode_drafting_paused",
         "1 while drafting is paused because it does not pay at this load.",
         "drafting_paused",
+    ),
+    SchedulerMetric(
+        "counter",
+        "expert_tokens",
+        "Choices of the experts of a layer by tokens.",
+        "expert_tokens",
+        {"layer": ""},
+    ),
+    SchedulerMetric(
+        "gauge",
+        "expert_max_share",
+        "Share of the most chosen expert in all choices of a layer since the start.",
+        "expert_max_shares",
+        {"layer": ""},
+    ),
+    SchedulerMetric(
+        "gauge",
+        "expert_balancedness",
+        "Mean of the experts' loads over the largest one of a layer since the start.",
+        "expert_balancedness",
+        {"layer": ""},
     ),
 )
 """Metrics of the scheduler; a new one needs a field of `SchedulerStats` and a row here."""

@@ -16,12 +16,14 @@ class Scratch:
         logits: exact bytes of the arena for its logits and their intermediate results.
         kernels: upper bound of the bytes that the kernels keep.
         shared: bytes of the buffers that all ranks share.
+        exchanged: bytes of the rows that engines with divided experts exchange.
     """
 
     activations: int
     logits: int
     kernels: int
     shared: int = 0
+    exchanged: int = 0
 
     @classmethod
     def most(cls, found: Sequence[Scratch]) -> Scratch:

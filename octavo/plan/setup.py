@@ -70,6 +70,10 @@ class WorkerSetup:
     """Identity of the model, for KV connectors; see `KVLayout.model`."""
     group: int | None = None
     """Inherited descriptor of the ranks' memory of `group_nbytes` bytes."""
+    expert_rank: Rank = ALONE
+    """Position of the engine among those that divide the experts."""
+    expert_memory: str | None = None
+    """Path of the memory of these engines."""
 
     @property
     def kv_cache_dtype(self) -> str:
@@ -79,7 +83,7 @@ class WorkerSetup:
     @cached_property
     def part(self) -> ModelSpec:
         """Part of the model that this rank computes."""
-        part = self.spec.split(self.rank)
+        part = self.spec.split(self.rank).split_experts(self.expert_rank)
         if self.rank.num_stages == 1:
             return part
         return part.stage(*self.stage_layers)

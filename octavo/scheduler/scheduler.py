@@ -327,15 +327,30 @@ class Scheduler:
         be dropped, and the other running requests start again. The prefix cache forgets all
         blocks, since some were never filled.
         """
+        return self._drop_step(scheduler_output, message)
+
+    def repeat_step(self, scheduler_output: SchedulerOutput) -> list[EngineCoreOutput]:
+        """Drop the oldest step in flight; compute its requests again from their tokens.
+
+        The others are treated as by `fail_step`.
+        """
+        return self._drop_step(scheduler_output, None)
+
+    def _drop_step(
+        self, scheduler_output: SchedulerOutput, message: str | None
+    ) -> list[EngineCoreOutput]:
+        """Drop the oldest step in flight; with a message, fail its requests."""
         outputs, step = self._end_step(scheduler_output)
         if step is None or not step.entries:
             # Dropped when an earlier step failed: nothing scheduled since relies on this one.
             return outputs
         if self._connector is not None:
             self._connector.steps_failed()
-        for request, _, _ in step.entries:
-            if not request.status.finished:
-                outputs.append(self._fail(request, message, "StepFailedError"))
+        if message is None:
+            step.drop()
+        else:
+            failing = [request for request, _, _ in step.entries if not request.status.finished]
+            outputs += [self._fail(r, message, "StepFailedError") for r in failing]
         self._drop_finished_from_running()
         self._preempt_all()
         for later in self._in_flight:

@@ -171,6 +171,11 @@ class GroupMemory:
         return descriptor
 
     @staticmethod
+    def size(nbytes: int, num_stages: int = 1) -> int:
+        """Return the size of the memory with its header."""
+        return _header_nbytes(num_stages) + nbytes
+
+    @staticmethod
     def end(descriptor: int, num_stages: int) -> None:
         """End all present and future waiting in the memory of a descriptor with an error."""
         from octavo import _native
@@ -231,6 +236,11 @@ class Counter:
     def post(self, value: int) -> None:
         """Set the value; earlier writes are visible to processes that read it."""
         self._native.counter_post(self._address, value & 0xFFFFFFFF)
+
+    @property
+    def value(self) -> int:
+        """The value, modulo 2**32."""
+        return self._native.counter_value(self._address)
 
     def reached(self, value: int) -> bool:
         """Return True if the counter has reached a value."""

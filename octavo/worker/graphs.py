@@ -78,6 +78,14 @@ class StepRunner(Protocol):
         ...
 
 
+class ExpertSteps(StepRunner, Protocol):
+    """Runner of a model whose experts several engines divide."""
+
+    def serve(self) -> None:
+        """Compute this engine's experts in a step of other engines."""
+        ...
+
+
 class EagerSteps:
     """Runner that calls the layers one after the other from Python.
 
@@ -122,6 +130,11 @@ class EagerSteps:
 
     def put_tokens(self, tokens: Tensor) -> None:
         """Do nothing: the next step's inputs contain the tokens."""
+
+    def serve(self) -> None:
+        """Implement `ExpertSteps`."""
+        assert isinstance(self.model, DecoderModel)
+        self.model.serve_experts()
 
     def context(
         self, table: StepTable[Tensor], max_query_len: int, max_seq_len: int
@@ -212,6 +225,10 @@ class CapturedSteps:
             with ops.record(self._plan, logits):
                 self._logits = eager.model.head(self._hidden, table.logits_indices)
         self._kept = step.kept
+        self._service = _native.Plan()
+        if isinstance(eager.model, DecoderModel) and eager.model.exchanges:
+            with ops.record(self._service, activations):
+                eager.model.serve_experts()
 
     def buffers(self, num_tokens: int, num_reqs: int) -> StepBuffers:
         """Implement `StepRunner`."""
@@ -219,6 +236,12 @@ class CapturedSteps:
 
     def put_tokens(self, tokens: Tensor) -> None:
         """Do nothing: the next step's inputs contain the tokens."""
+
+    def serve(self) -> None:
+        """Implement `ExpertSteps`."""
+        self._service.run(
+            1, 0, 0
+        )  # no call reads the number of rows; calls without rows are left out
 
     def run(self, inputs: StepInputs, params: NDArray[np.void] | None) -> StepResult:
         """Implement `StepRunner`."""

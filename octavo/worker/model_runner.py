@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +40,9 @@ from octavo.sampling.vllm_config import VllmConfig
 from octavo.sampling.vllm_logits_processors import make_processor
 from octavo.system.device import cpu_memory
 from octavo.system.tensor import Tensor
-from octavo.worker.graphs import EagerSteps, StepResult, StepRunner
+from octavo.worker.expert_group import ExpertGroup, make_exchange
+from octavo.worker.expert_loads import ExpertLoads
+from octavo.worker.graphs import EagerSteps, ExpertSteps, StepResult, StepRunner
 from octavo.worker.group import Group, make_buffers, make_received
 from octavo.worker.input_batch import (
     UNKNOWN,
@@ -163,7 +166,7 @@ class ModelRunner:
                 lambda kind: make_processor(kind, vllm_config, device),
             ),
         ]
-        buffers = make_buffers(setup)
+        buffers, exchange = make_buffers(setup), make_exchange(setup)
         with loading_bar(config.model.model, shown=setup.rank.number == 0) as progress:
             self.model = load_model(
                 setup.part,
@@ -176,6 +179,7 @@ class ModelRunner:
                 keep=self._weights,
                 shared=buffers,
                 expert_slots=setup.expert_slots,
+                exchange=exchange,
             )
         self.group = Group(setup, buffers) if setup.rank.world_size > 1 else None
         """Memory shared with other ranks; None for one rank."""
@@ -183,6 +187,13 @@ class ModelRunner:
         if self._experts is not None and self.group is not None:
             self._experts.count_in(self.group.expert_counts[setup.rank.number, :4])
         self._num_failed_experts = 0
+        self.expert_group: ExpertGroup | None = None
+        """Engines that divide the experts; None: this one has all."""
+        if exchange is not None:
+            assert setup.expert_memory is not None
+            self.expert_group = ExpertGroup(setup.expert_memory, exchange)
+        self.expert_loads = ExpertLoads.of(self.model, self.ops, setup.stage_layers[0])
+        """Numbers of tokens by expert; None: the model has none, or they are not counted."""
         self._num_steps = 0
         """Number of the steps that computed tokens."""
         self.sampler = Sampler(self.ops)
@@ -346,6 +357,8 @@ class ModelRunner:
             if not scheduled:
                 announce({})
                 self._step = None
+                if self.expert_group is not None:
+                    self.expert_group.serve(cast("ExpertSteps", self.state.steps).serve)
                 return
             self._num_steps += 1
             state, drafts = self.state, self._find_drafts(scheduled)
@@ -363,7 +376,11 @@ class ModelRunner:
                 params = metadata.params if metadata.plain else None
         with span("forward") as note:
             note(rows=inputs.size.tokens)
-            result = state.steps.run(inputs, params)
+            if self.expert_group is None:
+                result = state.steps.run(inputs, params)
+            else:
+                step, repeats = partial(state.steps.run, inputs, params), not self.setup.has_states
+                result = self.expert_group.run(step, repeats=repeats)
         prompt_logprobs = self._compute_prompt_logprobs(inputs, result.hidden)
         self._step = _ComputedStep(inputs, result, metadata, prompt_logprobs, drafts)
 
@@ -387,6 +404,7 @@ class ModelRunner:
             prompt_logprobs=step.prompt_logprobs,
             num_draft_tokens={req_id: len(tokens) for req_id, tokens in step.drafts.items()},
             errors=errors,
+            expert_load=None if self.expert_loads is None else self.expert_loads.summary(),
         )
         pending = self._sample(step, grammar, output)
         if state.proposer is not None:

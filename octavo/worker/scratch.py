@@ -27,6 +27,7 @@ from octavo.plan.setup import WorkerSetup
 from octavo.sampling.sizes import kernel_nbytes
 from octavo.system.device import num_cpus
 from octavo.system.tensor import Tensor
+from octavo.worker.expert_group import make_exchange
 from octavo.worker.graphs import CapturedSteps, EagerSteps
 from octavo.worker.group import make_buffers
 from octavo.worker.input_batch import StepBuffers
@@ -81,6 +82,7 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend) -> Scratch:
         dtype=dtype,
         max_model_len=1,
         shared=(buffers := make_buffers(setup)),
+        exchange=(exchange := make_exchange(setup)),
     )
     kv = KVCacheConfig(1, config.cache.block_size, setup.kv_cache_groups)
     layout = StepLayout(setup.largest_step, 1, len(kv.groups), spec.step_arrays)
@@ -111,7 +113,8 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend) -> Scratch:
     rows = max(tokens, setup.largest_step.samples)
     kernels += _native.linear_scratch(rows, inputs, threads)
     shared = 0 if buffers is None else buffers.nbytes
-    return Scratch(activations.peak, logits.peak, kernels, shared)
+    exchanged = 0 if exchange is None else exchange.nbytes
+    return Scratch(activations.peak, logits.peak, kernels, shared, exchanged)
 
 
 def check_caches(setup: WorkerSetup, backend: AttentionBackend) -> None:

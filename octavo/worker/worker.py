@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from octavo.errors import StepLostError
 from octavo.kv_cache.groups import KVCacheConfig
 from octavo.messages import GrammarOutput, KVConnectorOutput, SchedulerOutput
 from octavo.observability.profiler import drain_kernels, span
@@ -107,6 +108,16 @@ class Worker:
         drain_kernels()
         return output
 
+    def expert_loads(self) -> list[tuple[int, list[int]]]:
+        """Return the tokens of each expert over all steps, with the layer's index.
+
+        Ranks with the same layers count the same; only the first of them answers.
+        """
+        runner = self.runner
+        if runner.expert_loads is None or runner.setup.rank.index > 0:
+            return []
+        return runner.expert_loads.by_layer()
+
     def sleep(self) -> None:
         """Release the memory of weights and KV cache to the system.
 
@@ -141,7 +152,9 @@ class Worker:
         In a group of ranks every failure is an `EngineDeadError`: a rank does not know the state
         of the others.
         """
-        if self.runner.group is not None:
+        if isinstance(error, StepLostError):
+            return error
+        if self.runner.group is not None or self.runner.expert_group is not None:
             return group_failure(error)
         return self._platform.cause(self.device, error)
 
@@ -155,4 +168,6 @@ class Worker:
         if self._transfers is not None:
             self._transfers.shutdown()
             self._transfers = None
+        if self._runner is not None and self._runner.expert_group is not None:
+            self._runner.expert_group.shutdown()
         self._runner = None

@@ -177,10 +177,31 @@ def test_profiles_are_of_one_process():
 
 
 def test_rows_of_one_process_are_not_divided():
-    for name in ("enable_sequence_parallel", "enable_expert_parallel"):
-        message = refused(**{name: True})
-        assert name in message
-        assert "tensor_parallel_size, and that is 1; set it to 2" in message
+    message = refused(enable_sequence_parallel=True)
+    assert "enable_sequence_parallel" in message
+    assert "tensor_parallel_size, and that is 1; set it to 2" in message
+    message = refused(enable_expert_parallel=True)
+    assert "tensor_parallel_size or among the engines of data_parallel_size, and both" in message
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"distributed_executor_backend": "mp"},
+        {"enable_elastic_ep": True},
+        {"data_parallel_rank": 1},
+        {"data_parallel_hybrid_lb": True},
+        {"data_parallel_size_local": 1},
+        {"attention_backend": "triton"},
+    ],
+    ids=lambda setting: next(iter(setting)),
+)
+def test_engines_that_divide_experts_have_one_process_each(setting):
+    message = refused(enable_expert_parallel=True, data_parallel_size=2, **setting)
+    assert message.startswith("enable_expert_parallel with data_parallel_size=2 divides")
+    assert next(iter(setting)) in message
 
 
 def cases(table):

@@ -1,6 +1,9 @@
 """Batch invariance: one request, one answer, bit for bit, with any other requests."""
 
+import os
 import random
+import signal
+import threading
 from dataclasses import dataclass
 
 import pytest
@@ -353,6 +356,30 @@ def test_plainest_kernels_agree_with_themselves():
             assert answers(llm, [*others(8), *TARGETS])[-2:] == reference
     finally:
         native.set_isa(best)
+
+
+@pytest.mark.parametrize("case", ["qwen3-moe", "granite-hybrid-moe"])
+def test_engines_that_divide_the_experts(case, tmp_path):
+    """One engine with all experts, and two with a part each, also when one of them dies."""
+    architecture, config = CASES[case]
+    make_hf(architecture, **config | {"max_position_embeddings": 256}).save_pretrained(tmp_path)
+    prompts = [[i % VOCAB for i in tokens(seed, 5 + 20 * seed)] for seed in range(6)]
+    requests = [(ids, params(0.9 * (i % 2))) for i, ids in enumerate(prompts)]
+    settings = {"dtype": "bfloat16", "max_model_len": 256, "skip_tokenizer_init": True}
+    with LLM(str(tmp_path), **settings, max_num_seqs=1) as llm:
+        expected = answers(llm, requests)
+    settings |= {"data_parallel_size": 2, "enable_expert_parallel": True, "num_threads": 1}
+    with LLM(str(tmp_path), **settings, kv_cache_memory_bytes=2**20) as llm:
+        assert answers(llm, requests) == expected
+        assert answers(llm, requests[3:4]) == expected[3:4]
+        assert llm.stats().num_experts > 1
+        for victim, seconds in ((0, 0.05), (1, 0.3)):
+            victim = llm._client.pids[victim]
+            timer = threading.Timer(seconds, os.kill, (victim, signal.SIGKILL))
+            timer.start()
+            assert answers(llm, requests * 2) == expected * 2
+            timer.join()
+        assert answers(llm, requests) == expected
 
 
 FAMILIES = {  # with blocks that the model of the other tests does not have

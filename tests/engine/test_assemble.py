@@ -144,6 +144,32 @@ def test_prompt_embeds_lack_the_ids_that_some_models_need(case, tmp_path):
         set_up_worker(config, spec, tmp_path, CPUPlatform(), 64)
 
 
+TRANSFER = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+TRANSFER |= {"kv_connector_extra_config": {"cpu_bytes_to_use": 2**20}}
+
+
+@pytest.mark.parametrize(
+    ("case", "settings", "message"),
+    [
+        ("llama", {}, "divides experts, and LlamaForCausalLM has none"),
+        ("mixtral", {"data_parallel_size": 6}, "more than the 5 experts of a layer; lower it to 5"),
+        ("mixtral", {"enable_sleep_mode": True}, "not supported with enable_sleep_mode"),
+        ("mixtral", {"expert_cache": "1G"}, "not supported with expert_cache"),
+        (
+            "mixtral",
+            {"kv_transfer_config": TRANSFER},
+            "not supported with kv_transfer_config",
+        ),
+    ],
+)
+def test_engines_that_cannot_divide_experts(case, settings, message, tmp_path):
+    spec = save_config(tmp_path, *CASES[case])
+    settings = {"data_parallel_size": 2, "enable_expert_parallel": True} | settings
+    config = EngineConfig.from_kwargs(model=str(tmp_path), **settings)
+    with pytest.raises(ConfigError, match=message):
+        _ = set_up_worker(config, spec, tmp_path, CPUPlatform(), 64).part
+
+
 def test_blocks_need_the_native_kernels():
     types = {"model.layers.0.mlp.down_proj": "q4_0", "model.layers.1.mlp.down_proj": "q8_0"}
     described = ConfigJson({"quantization_config": {"quant_method": "gguf", "types": types}}, "")

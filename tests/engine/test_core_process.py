@@ -503,7 +503,7 @@ from octavo.engine import core_process
 from tests.plan.plans import make_plan
 
 class Core:
-    executor = SimpleNamespace(pids=[7], register_failure_callback=lambda callback: None)
+    executor = SimpleNamespace(pids=[7], wave=None, register_failure_callback=lambda callback: None)
     def has_work(self):
         return False
     def check_integrity(self):

@@ -5,6 +5,7 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import combinations, pairwise
 from pathlib import Path
 
@@ -16,12 +17,15 @@ from torch import Tensor
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.errors import ConfigError, ModelError
 from octavo.kernels.native import NativeOps
+from octavo.layers.expert_exchange import ExpertExchange
 from octavo.layers.shared import SharedBuffers
+from octavo.models.decoder import DecoderModel
 from octavo.models.loader import load_model
 from octavo.models.spec import divide_layers
 from octavo.models.weight_cache import weights_key
 from octavo.quantization.int4 import SMALL
 from octavo.system.distributed import GroupMemory, Rank
+from octavo.worker.expert_group import ExpertGroup
 from tests.gguf_files import convert
 from tests.models.harness import Runner, load, make_hf, save_config, spec_of
 from tests.models.test_parity import CASES, MIXTURES, QWEN3_5, TEXT_PARTS, VOCAB
@@ -155,6 +159,43 @@ def test_experts_are_divided(case: str, form: str | None, tmp_path: Path) -> Non
             tmp_path, size, "bfloat16", form, splits_rows=splits_rows, splits_experts=True
         )
         assert all(map(torch.equal, got, expected))
+
+
+@pytest.mark.parametrize("case", MIXTURES)
+def test_engines_divide_the_experts(case: str, tmp_path: Path) -> None:
+    """Engines with requests of their own: each has the bits of one process, in every order."""
+    architecture, config = CASES[case]
+    make_hf(architecture, **config).save_pretrained(tmp_path)
+    expected = run(load(tmp_path, "bfloat16"), lambda: None)
+    spec, memory, left = spec_of(tmp_path), tmp_path / "memory", [0, 1]
+    memory.touch()
+
+    def compute(index: int) -> list[Tensor]:
+        rank = Rank(index, 2)
+        exchange = ExpertExchange(rank, TOKENS, "bfloat16")
+        model = load_model(
+            spec.split_experts(rank),
+            open_checkpoint(tmp_path),
+            dtype="bfloat16",
+            ops=NativeOps(),
+            exchange=exchange,
+        )
+        assert isinstance(model, DecoderModel)
+        group, results = ExpertGroup(str(memory), exchange), []
+        group.serve(model.serve_experts)  # no one wants it yet
+        runner = Runner(model, 2, TOKENS)
+        for scheduled in script()[index:]:  # different numbers of steps
+            step = partial(runner.step, scheduled)
+            results += [logits.clone() for logits in group.run(step).values()]
+        left.remove(index)
+        while left:
+            group.serve(model.serve_experts)
+        return results
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(compute, range(2))
+    assert all(map(torch.equal, first, expected))
+    assert len(second) < len(first)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,9 @@ NAMES = {
     "spec_decode_num_accepted_tokens",
     "spec_decode_num_accepted_tokens_per_pos",
     "spec_decode_drafting_paused",
+    "expert_tokens",
+    "expert_max_share",
+    "expert_balancedness",
     "prompt_tokens",
     "prompt_tokens_cached",
     "prompt_tokens_by_source",
@@ -255,6 +258,18 @@ def test_drafts(metrics):
     assert read(metrics, "spec_decode_drafting_paused") == 0
     metrics.record_scheduler_stats(SchedulerStats(num_steps=1, drafting_paused=1))  # restarted
     assert read(metrics, "spec_decode_drafting_paused") == 1
+
+
+def test_loads_of_experts(metrics):
+    loads = SchedulerStats(
+        num_steps=1, num_experts=8, expert_tokens=[40, 0, 80], most_expert_tokens=[5, 0, 40]
+    )
+    metrics.record_scheduler_stats(loads)
+    assert read(metrics, "expert_tokens_total", layer="2") == 80
+    assert read(metrics, "expert_max_share", layer="2") == 0.5
+    assert read(metrics, "expert_balancedness", layer="0") == 1.0
+    assert read(metrics, "expert_balancedness", layer="2") == 0.25
+    assert 'layer="1"' not in metrics.render().decode()  # it has no experts
 
 
 def test_tokens_of_a_step(metrics):

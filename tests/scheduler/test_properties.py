@@ -193,14 +193,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.engine.update()
 
     @precondition(lambda self: self.engine.in_flight)
-    @rule(rarely=st.sampled_from([False, False, True]))
-    def step_fails(self, rarely):
+    @rule(rarely=st.sampled_from([False, False, True]), is_lost=st.booleans())
+    def step_fails(self, rarely, is_lost):
         if rarely:
             work, _ = self.engine.in_flight.popleft()
             # The result of an empty step, or of one dropped after an earlier failure, cannot be
             # lost: later writes came after it.
             is_missed = work.scheduled_reqs and self.scheduler._in_flight[0].entries
-            for output in self.scheduler.fail_step(work, "the step failed"):
+            scheduler = self.scheduler
+            for output in (
+                scheduler.repeat_step(work)
+                if is_lost
+                else scheduler.fail_step(work, "the step failed")
+            ):
                 self.engine.outputs[output.request_id].append(output)
             if is_missed:
                 self.engine.executor.forget()

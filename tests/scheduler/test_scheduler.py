@@ -922,6 +922,24 @@ class TestFailedStep:
         assert engine.tokens("b") == engine.tokens("c")
         check_tokens(engine, c)
 
+    @pytest.mark.parametrize("depth", [1, 2, 3])
+    def test_a_lost_step_is_scheduled_again(self, depth):
+        engine = FakeEngine(depth=depth, max_num_batched_tokens=16)
+        added = [engine.add(name, range(16), max_tokens=6) for name in "ab"]
+        for _ in range(4):
+            engine.step()
+        while len(engine.in_flight) < depth:
+            engine.schedule()
+        work, _ = engine.in_flight.popleft()
+        assert work.scheduled_reqs
+        assert engine.scheduler.repeat_step(work) == []
+        engine.scheduler.check_integrity()
+        engine.executor.memory.clear()
+        engine.run()
+        for request in added:
+            check_tokens(engine, request)
+            assert len(engine.tokens(request.request_id)) == 6
+
     def test_an_empty_step(self):
         engine = FakeEngine()
         assert engine.scheduler.fail_step(engine.scheduler.schedule(), "no") == []

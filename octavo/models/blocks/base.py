@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from octavo._native import ExpertLayer
     from octavo.attention.base import AttentionBackend
     from octavo.kernels.base import Ops, PackedWeight, QuantizedWeight
+    from octavo.layers.expert_exchange import ExpertExchange
+    from octavo.layers.experts import Experts
     from octavo.layers.layer import Block
     from octavo.layers.shared import BufferRows, Columns, SharedBuffers
     from octavo.system.tensor import HostTensor, Tensor
@@ -77,6 +79,14 @@ class BlockSpec(ABC):
         """Return the index of the layer whose caches the block reads; None: it has its own."""
         return None
 
+    def split_experts(self, rank: Rank) -> BlockSpec:
+        """Return the block with an engine's share of its experts, if it has some.
+
+        Raises:
+            ConfigError: there are fewer experts than engines.
+        """
+        return self
+
     def in_stage(self, begin: int) -> BlockSpec:
         """Return the block in a stage of which `begin` is the first layer."""
         return self
@@ -122,6 +132,7 @@ class Parts:
         max_model_len: longest context.
         shared: buffers in which ranks combine their results; None: one rank computes the model.
         cached: the layers of an expert cache, by the names of the blocks.
+        exchange: exchange with other engines, if they divide the experts.
     """
 
     def __init__(
@@ -133,11 +144,15 @@ class Parts:
         max_model_len: int,
         shared: SharedBuffers | None = None,
         cached: Mapping[str, ExpertLayer] | None = None,
+        exchange: ExpertExchange | None = None,
     ) -> None:
         self.ops = ops
         self.dtype = dtype
         """Type of the model, and of all weights that are not quantized."""
         self.max_model_len = max_model_len
+        self.exchange = exchange
+        self.mixtures: list[Experts] = []
+        """All mixtures of experts that were built, in the order of the forward pass."""
         self._shared = shared
         self._weights = weights
         self._cached = cached or {}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from octavo.checkpoints.base import Source
-from octavo.errors import ModelError
+from octavo.errors import ConfigError, ModelError
 from octavo.kernels.routing import ExpertActivation, Routing
 from octavo.models.blocks.base import BlockSpec, LargestStep
 from octavo.models.blocks.linear import LinearSpec
@@ -94,6 +94,8 @@ class ExpertsSpec(BlockSpec):
     and the shared block read the hidden state. Each rank computes them whole."""
     own: tuple[int, int] | None = None
     """Experts [begin, end) that a rank computes, if ranks divide the experts; None: all."""
+    exchanged: bool = False
+    """True if the other experts are those of other engines; see `ExpertExchange`."""
 
     def __post_init__(self) -> None:
         """Check that one form describes all experts of a product.
@@ -166,7 +168,8 @@ class ExpertsSpec(BlockSpec):
         """
         from octavo import _native
 
-        rows, widest = min(largest.num_tokens, _MOST_ROWS), max(self.hidden, self.inner)
+        tokens = _MOST_ROWS if self.exchanged else largest.num_tokens  # also those of others
+        rows, widest = min(tokens, _MOST_ROWS), max(self.hidden, self.inner)
         numbers = rows * (self.hidden + self.up[0].outputs)
         return largest.num_threads * (4 * numbers + _native.linear_scratch(rows, widest, 1))
 
@@ -189,6 +192,20 @@ class ExpertsSpec(BlockSpec):
             down=tuple(linear.split(outputs) for linear in self.down),
             shared=shared,
         )
+
+    def split_experts(self, rank: Rank) -> ExpertsSpec:
+        """Return the block with an engine's share of the experts; all else is whole.
+
+        Raises:
+            ConfigError: there are fewer experts than engines.
+        """
+        if rank.size > len(self.up):
+            raise ConfigError(
+                f"data_parallel_size={rank.size} with enable_expert_parallel is more than the "
+                f"{len(self.up)} experts of a layer; lower it to {len(self.up)}, or leave out "
+                "enable_expert_parallel."
+            )
+        return replace(self, own=rank.share(len(self.up)), exchanged=True)
 
     def build(self, parts: Parts, caches: tuple[int, ...]) -> Experts:
         """Implement `BlockSpec`."""
@@ -214,7 +231,7 @@ class ExpertsSpec(BlockSpec):
                 from_latent.build(parts.of("from_latent")),
             )
         top_k, divided = router.routing.top_k, None
-        if self.own is not None:
+        if self.own is not None and not self.exchanged:
             rows = parts.columns("expert_rows", top_k * self.hidden, (0, top_k * self.hidden))
             divided = Divided(rows=rows)
         elif self.up[0].parts is not None:
@@ -224,7 +241,10 @@ class ExpertsSpec(BlockSpec):
                 inner=(inner, self.up[0].parts[0]),
                 result=parts.columns("expert_result", self.hidden, self.down[0].parts[0]),
             )
-        return Experts(
+        exchange = parts.exchange if self.exchanged else None
+        if exchange is not None:
+            exchange.reserve(self.hidden, top_k)
+        live = Experts(
             ops,
             Router(
                 router.proj.build(own.of("proj")),
@@ -243,4 +263,7 @@ class ExpertsSpec(BlockSpec):
             divided,
             None if self.norm is None else self.norm.build(parts.of("norm")),
             latent,
+            exchange,
         )
+        parts.mixtures.append(live)
+        return live

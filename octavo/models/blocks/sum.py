@@ -74,6 +74,11 @@ class SumSpec(BlockSpec):
         """Return the sum of the rank's parts of the terms."""
         return SumSpec(tuple(replace(term, block=term.block.split(rank)) for term in self.terms))
 
+    def split_experts(self, rank: Rank) -> SumSpec:
+        """Implement `BlockSpec`."""
+        terms = [replace(term, block=term.block.split_experts(rank)) for term in self.terms]
+        return SumSpec(tuple(terms))
+
     def build(self, parts: Parts, caches: tuple[int, ...]) -> Sum:
         """Implement `BlockSpec`."""
         from octavo.layers.sum import LiveTerm, Sum

@@ -1,0 +1,130 @@
+"""Exchange of rows among engines that divide the experts of a model.
+
+Each engine computes requests of its own, and some experts of every layer. At a mixture all engines
+meet twice: after the first barrier each computes its experts for the tokens of all, and after the
+second one each sums the results of its own tokens. An engine without a step takes part without
+tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from octavo import _native
+from octavo.kernels.base import TokenSlots
+from octavo.kernels.memory import placeholder
+from octavo.kernels.native_base import DTYPE_CODES
+from octavo.system.distributed import GroupMemory, Rank
+from octavo.system.tensor import HostTensor, Tensor, from_numpy, itemsize
+
+_ALIGNMENT = 64  # a cache line
+
+
+class ExpertExchange:
+    """Rows of all engines of a group, in memory that they share.
+
+    The mixtures reserve them when they are built, so their sizes follow from the model alone. All
+    layers use the same memory, one after the other.
+
+    Args:
+        rank: this engine among those of the group.
+        most_tokens: tokens of an engine's largest step.
+        dtype: type of activations.
+    """
+
+    def __init__(self, rank: Rank, most_tokens: int, dtype: str) -> None:
+        self.rank = rank
+        self._most_tokens, self._dtype = most_tokens, dtype
+        self._hidden = self._top_k = 0
+        """Largest of all mixtures."""
+        self._memory: GroupMemory | None = None
+        self._begin = 0
+
+    def reserve(self, hidden: int, top_k: int) -> None:
+        """Make room for a mixture: `top_k` rows of `hidden` numbers for each token."""
+        assert self._memory is None, "memory is reserved before it is attached"
+        self._hidden, self._top_k = max(self._hidden, hidden), max(self._top_k, top_k)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all slots."""
+        return self._most_tokens * self.rank.size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        return sum(map(_aligned, self._sizes))
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        """Bytes of the counts, x, experts, factors and results, in this order."""
+        row, pairs = self._hidden * itemsize(self._dtype), self.tokens * self._top_k
+        return 4 * self.rank.size, self.tokens * row, 4 * pairs, 4 * pairs, pairs * row
+
+    def attach(self, memory: GroupMemory, begin: int) -> None:
+        """Place the rows in a group's memory, from byte `begin` on."""
+        assert begin % _ALIGNMENT == 0
+        assert begin + self.nbytes <= len(memory.data), "the group's memory is too small"
+        self._memory, self._begin = memory, begin
+
+    def _tensor(self, part: int, shape: tuple[int, ...], dtype: str) -> HostTensor:
+        if self._memory is None:
+            return placeholder(*shape, dtype=dtype)
+        begin = self._begin + sum(map(_aligned, self._sizes[:part]))
+        nbytes = int(np.prod(shape)) * itemsize(dtype)
+        return from_numpy(self._memory.data[begin : begin + nbytes]).view(dtype).view(shape)
+
+    @property
+    def slots(self) -> TokenSlots:
+        """The slots: one for each engine."""
+        counts = self._tensor(0, (self.rank.size,), "int32")
+        return TokenSlots(counts, self._most_tokens, self.rank.index)
+
+    def inputs(self, hidden: int, top_k: int) -> tuple[HostTensor, HostTensor, HostTensor]:
+        """Return x [T, H], experts int32 [T, K] and factors float32 [T, K] of all slots."""
+        return (
+            self._tensor(1, (self.tokens, hidden), self._dtype),
+            self._tensor(2, (self.tokens, top_k), "int32"),
+            self._tensor(3, (self.tokens, top_k), "float32"),
+        )
+
+    def results(self, hidden: int, top_k: int) -> HostTensor:
+        """Return the rows of all pairs: [T * K, H]."""
+        return self._tensor(4, (self.tokens * top_k, hidden), self._dtype)
+
+    def send(self, x: Tensor, ids: Tensor, factors: Tensor | None) -> None:
+        """Copy x [T, H], experts [T, K] and factors [T, K] of this engine's step to its slot."""
+        (tokens, hidden), top_k, slots = x.shape, ids.shape[1], self.slots
+        begin, end = slots.own * slots.size, (slots.own + 1) * slots.size
+        assert tokens <= slots.size
+        assert ids.is_contiguous()
+        assert factors is None or factors.is_contiguous()
+        own = [tensor[begin:end] for tensor in self.inputs(hidden, top_k)]
+        _native.kernels.send_tokens(
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            ids=ids.data_ptr(),
+            factors=0 if factors is None else factors.data_ptr(),
+            x_out=own[0].data_ptr(),
+            ids_out=own[1].data_ptr(),
+            factors_out=own[2].data_ptr(),
+            tokens_out=slots.counts[slots.own :].data_ptr(),
+            tokens=tokens,
+            hidden=hidden,
+            top_k=top_k,
+            dtype=DTYPE_CODES[x.dtype],
+        )
+
+    def send_nothing(self) -> None:
+        """Note that this engine has no tokens."""
+        self._tensor(0, (self.rank.size,), "int32").numpy()[self.rank.index] = 0
+
+    def join(self) -> None:
+        """Wait until all engines have come here."""
+        if self._memory is None:  # a recording that only measures memory
+            return
+        self._memory.barrier()
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

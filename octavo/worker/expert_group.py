@@ -1,0 +1,193 @@
+"""Engines that divide the experts of a model: they step together, in waves.
+
+A wave begins when one of the engines has a step. Until it ends, each engine takes part in every
+step, with tokens of its own or without. All of this is in shared memory: the number of the last
+step that an engine has begun wakes the others, and the barriers of `ExpertExchange` keep them
+together.
+
+When an engine dies, the others wait for the new one. Engines that have come together are a
+generation; each new one begins with all of them between two steps. An engine whose step was cut off
+computes it again from its inputs, which gives the same bits. With recurrent states, which a step
+changes, the scheduler repeats its requests from their tokens instead.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from octavo import _native
+from octavo.errors import StepLostError
+from octavo.layers.expert_exchange import ExpertExchange
+from octavo.plan.setup import WorkerSetup
+from octavo.system.distributed import COUNTER_NBYTES, Counter, GroupMemory
+
+T = TypeVar("T")
+
+# Interval at which an idle engine looks for changes that wake no one.
+_LOOK_SECONDS = 0.1
+# Interval of looking for the other engines while they come together.
+_MEET_SECONDS = 0.002
+
+
+def make_exchange(setup: WorkerSetup) -> ExpertExchange | None:
+    """Return the exchange of an engine's mixtures; None if it has all experts."""
+    if setup.expert_rank.size == 1:
+        return None
+    return ExpertExchange(setup.expert_rank, setup.max_num_batched_tokens, setup.dtype)
+
+
+class ExpertGroup:
+    """This engine's place in the group. All methods but `wanted` and `watch` are for one thread.
+
+    Args:
+        path: memory of the group, an empty file at first.
+        exchange: exchange of the built model.
+
+    Raises:
+        ConfigError: the other engines do not compute the same model.
+        OSError: the memory cannot be opened.
+    """
+
+    def __init__(self, path: str, exchange: ExpertExchange) -> None:
+        rank = exchange.rank
+        header = (1 + 2 * rank.size) * COUNTER_NBYTES
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            nbytes = header + exchange.nbytes
+            if os.fstat(descriptor).st_size == 0:
+                os.ftruncate(descriptor, GroupMemory.size(nbytes))
+            self._memory = GroupMemory(descriptor, nbytes, rank)
+        finally:
+            os.close(descriptor)
+        counters = [self._memory.counter(i * COUNTER_NBYTES) for i in range(1 + 2 * rank.size)]
+        self._begun: Counter = counters[0]
+        """Number of the last step of this generation that an engine has begun."""
+        self._came = counters[1 : 1 + rank.size]
+        """Generation that each engine has come to: it uses nothing of an earlier one any more."""
+        self._mended = counters[1 + rank.size :]
+        """Generation for which each engine has mended the barrier."""
+        exchange.attach(self._memory, header)
+        self._exchange, self._index = exchange, rank.index
+        self._is_met = False
+        """True while this engine belongs to a generation."""
+        self._steps = 0
+        """Number of steps in this generation."""
+        self._idle = threading.Event()
+        self._watcher: threading.Thread | None = None
+        self._is_over = False
+
+    @property
+    def wanted(self) -> bool:
+        """True if others wait for this engine."""
+        if self._is_met:
+            return self._memory.broken or self._begun.reached(self._steps + 1)
+        return max(came.value for came in self._came) > 0
+
+    def run(self, step: Callable[[], T], *, repeats: bool = True) -> T:
+        """Run a step with tokens; run it again if an engine dies meanwhile.
+
+        Args:
+            step: the step.
+            repeats: False if a step that was cut off cannot run again.
+
+        Raises:
+            StepLostError: an engine has died, and the step cannot run again.
+        """
+        while True:
+            self._meet()
+            try:
+                return self._begin(step)
+            except _native.GroupError as error:
+                self._is_met = False
+                if not repeats:
+                    raise StepLostError("an engine died that has a part of the experts") from error
+
+    def serve(self, step: Callable[[], object]) -> None:
+        """Run a step without tokens, if others wait for this engine."""
+        while self.wanted:
+            self._meet()
+            if not self.wanted:
+                return
+            self._exchange.send_nothing()
+            try:
+                self._begin(step)
+                return
+            except _native.GroupError:
+                self._is_met = False
+
+    def _begin(self, step: Callable[[], T]) -> T:
+        self._steps += 1
+        self._begun.post(self._steps)
+        return step()
+
+    def _meet(self) -> None:
+        """Wait until all engines have come to a new generation, unless there is one.
+
+        An engine that is new ends the generation of the one that it replaces. All engines leave the
+        barrier, then all mend it, and then the generation begins. Each does all of the work, so
+        none depends on another one that may die.
+        """
+        if self._is_met:
+            if not self._memory.broken:
+                return
+            self._is_met = False
+        newest = max(came.value for came in self._came)
+        own = self._came[self._index].value
+        generation = newest + (own == newest)
+        while True:
+            self._came[self._index].post(generation)
+            generation = self._gather(generation, self._came, breaks=True)
+            if generation != self._came[self._index].value:
+                continue
+            _native.mend_group(self._memory.barrier_address)
+            self._begun.post(0)
+            self._mended[self._index].post(generation)
+            generation = self._gather(generation, self._mended, breaks=False)
+            if generation == self._came[self._index].value:
+                break
+        self._is_met, self._steps = True, 0
+
+    def _gather(self, generation: int, counters: list[Counter], *, breaks: bool) -> int:
+        """Wait until all counters reach a generation; return the newest one, if that is later."""
+        while not all(counter.reached(generation) for counter in counters):
+            newest = max(came.value for came in self._came)
+            if newest != generation:
+                return newest
+            if breaks:
+                self._memory.break_()
+            time.sleep(_MEET_SECONDS)
+        return generation
+
+    def watch(self, wake: Callable[[], object]) -> None:
+        """Call `wake`, on a thread, when others want this engine after a call of `sleep`."""
+        self._watcher = threading.Thread(target=self._watch, args=(wake,), daemon=True)
+        self._watcher.start()
+
+    def shutdown(self) -> None:
+        """End the thread of `watch`."""
+        self._is_over = True
+        self._idle.set()
+        if self._watcher is not None:
+            self._watcher.join()
+
+    def sleep(self) -> None:
+        """Note that this engine has nothing to do, and must be woken."""
+        self._idle.set()
+
+    def _watch(self, wake: Callable[[], object]) -> None:
+        while not self._is_over:
+            self._idle.wait()
+            self._idle.clear()
+            while not (self.wanted or self._is_over):
+                if self._is_met:
+                    try:
+                        self._begun.wait(self._steps + 1, timeout=_LOOK_SECONDS)
+                    except _native.GroupError:  # too late, or broken
+                        continue
+                else:
+                    time.sleep(_LOOK_SECONDS)
+            wake()

@@ -1,0 +1,109 @@
+"""Engines that divide experts: they step together, and survive each other's deaths."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from octavo.errors import ConfigError
+from octavo.layers.expert_exchange import ExpertExchange
+from octavo.system.distributed import Rank
+from octavo.worker.expert_group import ExpertGroup
+
+
+class DeadError(Exception):
+    """The end of an engine's thread, in the middle of a step."""
+
+
+class Engine:
+    """Engine with three barriers in a step, of which it may die at one."""
+
+    def __init__(self, path, index, size=3):
+        self.exchange = ExpertExchange(Rank(index, size), 4, "float32")
+        self.exchange.reserve(8, 2)
+        self.group = ExpertGroup(str(path), self.exchange)
+        self.begun = self.done = 0
+
+    def step(self, dies_at=3):
+        self.begun += 1
+        for barrier in range(3):
+            if barrier == dies_at:
+                raise DeadError
+            self.exchange.join()
+        self.done += 1
+        return self.done
+
+    def serve_until(self, end):
+        while not end.is_set():
+            self.group.serve(self.step)
+
+
+@pytest.fixture
+def memory(tmp_path):
+    path = tmp_path / "memory"
+    path.touch()
+    return path
+
+
+def test_engines_without_work_take_part(memory):
+    engines, end = [Engine(memory, index) for index in range(3)], threading.Event()
+    assert not any(engine.group.wanted for engine in engines)
+    woken = threading.Event()
+    engines[2].group.watch(woken.set)
+    engines[2].group.sleep()
+    with ThreadPoolExecutor(3) as threads:
+        waiting = threads.submit(engines[0].group.run, engines[0].step)
+        assert woken.wait(5)
+        others = [threads.submit(engine.serve_until, end) for engine in engines[1:]]
+        assert waiting.result(10) == 1
+        assert [engines[0].group.run(engines[0].step) for _ in range(50)] == list(range(2, 52))
+        end.set()
+        for other in others:
+            other.result(10)
+    assert [engine.done for engine in engines] == [51] * 3
+    assert not any(engine.group.wanted for engine in engines)
+    engines[2].group.sleep()
+    woken.clear()
+    assert not woken.wait(0.3)
+    engines[2].group.shutdown()
+
+
+@pytest.mark.parametrize("barrier", range(3))
+def test_a_step_that_was_cut_off_is_repeated(memory, barrier):
+    """An engine dies in a step, and its replacement dies at once, or comes to stay."""
+    engines, end = [Engine(memory, index) for index in range(3)], threading.Event()
+    with ThreadPoolExecutor(4) as threads:
+        others = [threads.submit(engine.serve_until, end) for engine in engines[:1]]
+        runs = threads.submit(lambda: [engines[1].group.run(engines[1].step) for _ in range(9)])
+        for _ in range(2):
+            with pytest.raises(DeadError):
+                engines[2].group.run(lambda: engines[2].step(barrier))
+            engines[2] = Engine(memory, 2)
+        others.append(threads.submit(engines[2].serve_until, end))
+        assert runs.result(20) == list(range(1, 10))
+        end.set()
+        for other in others:
+            other.result(10)
+    assert engines[1].begun > 9
+    assert engines[0].done >= engines[1].done
+
+
+def test_an_engine_dies_while_all_are_idle(memory):
+    engines, end = [Engine(memory, index, 2) for index in range(2)], threading.Event()
+    with ThreadPoolExecutor(1) as thread:
+        other = thread.submit(engines[1].serve_until, end)
+        assert engines[0].group.run(engines[0].step) == 1
+        engines[0] = Engine(memory, 0, 2)
+        assert engines[0].group.wanted  # the other one must learn of it
+        assert engines[0].group.run(engines[0].step) == 1
+        end.set()
+        other.result(10)
+    assert engines[1].done == 2
+
+
+def test_other_models_are_refused(memory):
+    Engine(memory, 0)
+    other = ExpertExchange(Rank(1, 3), 4, "float32")
+    other.reserve(16, 2)
+    with pytest.raises(ConfigError, match="do not compute the same model"):
+        ExpertGroup(str(memory), other)
