@@ -198,6 +198,7 @@ void ExpertCache::run(const ExpertLayer& layer, const ExpertsArgs& a) {
     }
     ready.clear();
     octavo::experts(part);
+    part.counts = nullptr;  // all pairs are counted now
   };
 
   bool computed = false;

@@ -67,6 +67,7 @@ def test_same_answers(folder: Path, expected: list[Any], settings: dict[str, Any
         stats, plan = llm.stats(), llm.llm_engine.memory_plan
         assert stats.expert_cache_misses > 0
         assert stats.expert_cache_bytes_read > size
+        loads = stats.expert_tokens  # of the same tokens, however often their experts are read
         assert 0 < plan.nbytes("experts") <= size
         planned = plan.nbytes("weights") + plan.nbytes("experts")
     if "num_threads" in settings:
@@ -75,6 +76,7 @@ def test_same_answers(folder: Path, expected: list[Any], settings: dict[str, Any
         assert answers(llm) == expected
         stats, whole = llm.stats(), llm.llm_engine.memory_plan
         assert stats.expert_cache_hits > stats.expert_cache_misses
+        assert stats.expert_tokens == loads
         assert whole.nbytes("weights") + whole.nbytes("experts") > planned
 
 
