@@ -157,6 +157,7 @@ class EngineConfig(Section, frozen=True):
                 f"data_parallel_size_local={parallel.data_parallel_size_local}",
             ),
             (self.device.attention_backend == "triton", "attention_backend=triton"),
+            (self.load.expert_cache is not None, "expert_cache"),
         ):
             if is_wrong:
                 raise ConfigError(

@@ -195,6 +195,7 @@ def test_rows_of_one_process_are_not_divided():
         {"data_parallel_hybrid_lb": True},
         {"data_parallel_size_local": 1},
         {"attention_backend": "triton"},
+        {"expert_cache": "1G"},
     ],
     ids=lambda setting: next(iter(setting)),
 )
