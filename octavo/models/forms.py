@@ -23,6 +23,8 @@ from octavo.quantization.registry import FORMS, METHODS, PLAIN_ROUTERS
 
 _QUANTIZED = ("quantization_config", "compression_config")
 """Fields of config.json that describe a quantized checkpoint."""
+_CLASSES = {"Linear", "LMHead"}
+"""Texts that stand for all modules of a class."""
 _MOST_WAYS = 2**21
 """Limit of the ways in which a name could match a pattern: each takes nanoseconds."""
 _LONG_NAME = 60  # characters of a module's name
@@ -92,6 +94,8 @@ def assign(
     left_out = [pattern for field in _LEFT_OUT for pattern in _texts(described, field)]
     plain = _Targets(left_out, described)
     targets = [(_Targets(texts, described), loaded(form)) for texts, form in groups]
+    # A model may have tens of thousands of modules: their names are divided only if lists need it.
+    has_names = plain.has_names or any(target.has_names for target, _ in targets)
 
     def choose(module: str) -> WeightForm:
         if spec.tied and module in lm_head:
@@ -101,7 +105,7 @@ def assign(
             for own, stored in spec.prefixes
             if module.startswith(own)
         ]
-        texts = {text for name in names for text in _runs(name)}
+        texts = {text for name in names for text in _runs(name)} if has_names else set()
         texts.add("LMHead" if module in lm_head else "Linear")
         if plain.match(names, texts):
             return PLAIN
@@ -136,6 +140,8 @@ class _Targets:
 
     def __init__(self, texts: Sequence[str], config: ConfigJson) -> None:
         self._texts = frozenset(texts)
+        self.has_names = not self._texts <= _CLASSES
+        """True if some of the texts are names of modules."""
         self._patterns = [_pattern(text, config) for text in texts if text.startswith("re:")]
 
     def match(self, names: Sequence[str], texts: Set[str]) -> bool:
