@@ -76,6 +76,8 @@ class _StepInFlight:
     handle: StepHandle
     result: Future[ModelRunnerOutput] | None = None
     """Result of the step; None: its sampling still waits for the bitmask of grammars."""
+    is_lost: bool = False
+    """True if its requests are computed again, since an earlier step was lost."""
 
 
 class EngineCore:
@@ -318,6 +320,8 @@ class EngineCore:
     def _ask_grammars(self, step: _StepInFlight) -> GrammarOutput | None:
         """Return the tokens that a step's grammars allow; all earlier results must be known."""
         assert self.structured_output is not None
+        if step.is_lost:
+            return None
         with span("grammar") as note:
             note(step=step.number)
             try:
@@ -351,6 +355,8 @@ class EngineCore:
                 result = step.result.result()
         except StepLostError:
             self._notify_result(step.number, begun, failed=True)
+            for later in self._in_flight:
+                later.is_lost = True
             self._outputs += self.scheduler.repeat_step(step.work)
         except (EngineDeadError, MemoryError):
             raise  # after a MemoryError the state of the process is unknown

@@ -177,9 +177,10 @@ class _BusyLoop:
         core, checked = self._core, True
         while self._running:
             if core.has_work():
-                checked = False
                 while not self._inputs.empty():
                     self._handle(self._inputs.get())
+                # A step for the requests of other engines changes nothing that is checked.
+                checked = checked and self._wave is not None and not core.scheduler.has_requests()
                 self._outputs.put((OUTPUTS, core.step()))
                 continue
             if not checked:

@@ -480,8 +480,13 @@ class DataParallelClient:
                 await supervisor.abort_requests([i for i in answers if placed(i) != index])
 
     def _can_serve(self, but: int) -> bool:
-        """Return True if another engine serves."""
-        return any(self._supervisors[i].serving for i in self._candidates(but))
+        """Return True if another engine serves.
+
+        Engines that divide the experts do not while one is missing.
+        """
+        return not self._divides_experts and any(
+            self._supervisors[i].serving for i in self._candidates(but)
+        )
 
     async def _move(self, index: int, request_ids: set[str]) -> int:
         """Move requests of an engine to others; return the number of their answers."""

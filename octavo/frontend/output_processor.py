@@ -425,7 +425,8 @@ class OutputProcessor:
             _take_statistics(state, output)
         if output.num_computed_tokens:
             group.num_computed_tokens = output.num_computed_tokens
-            group.num_cached_tokens = output.num_cached_tokens
+            if state.index == 0:
+                group.num_cached_tokens = output.num_cached_tokens
         if output.new_prompt_logprobs is not None and state.prompt_logprobs is not None:
             rows = output.new_prompt_logprobs
             state.prompt_logprobs.append_rows(rows.token_ids, rows.logprobs, rows.ranks)

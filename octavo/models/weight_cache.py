@@ -13,11 +13,13 @@ import contextlib
 import fcntl
 import hashlib
 import logging
+import math
 import os
 import stat
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -44,6 +46,7 @@ _VERSION = 4  # of the loader's layout of memory, and of the checksums
 _CHUNK = 2 * 2**20
 # Odd, so that each bit of a word changes the sum; distinct, so that the order of words does.
 _FACTORS = np.arange(1, _CHUNK // 4, 2, dtype=np.uint64)
+_STARTED = time.time()  # files that were used later belong to running engines, such as other ranks
 _SUFFIX, _UNFINISHED, _LOCK = ".weights", ".unfinished", "lock"
 # Space that the cache always leaves free: a share of the disk, and at least a number of bytes.
 _MARGIN_SHARE, _MARGIN_NBYTES = 0.05, 2**30
@@ -287,7 +290,7 @@ class WeightCache:
             check_private_folder(self._folder)
             with self._locked():
                 self._remove_unfinished()
-                most = self._make_room(nbytes)
+                most = self._make_room(nbytes, used_since=_STARTED)
                 if most < nbytes:
                     raise ConfigError(
                         f"expert_cache needs a file of {nbytes / 2**20:,.0f} MiB in "
@@ -394,20 +397,22 @@ class WeightCache:
         finally:
             os.close(descriptor)
 
-    def _make_room(self, nbytes: int) -> int:
+    def _make_room(self, nbytes: int, used_since: float = math.inf) -> int:
         """Delete the least recently used files until `nbytes` fit; return the bytes that may fit.
 
-        Nothing is deleted if `nbytes` cannot fit.
+        Nothing is deleted if `nbytes` cannot fit. Files that were used after the time `used_since`
+        stay.
         """
         files = [(file, file.lstat()) for file in self.files()]
         held = sum(info.st_size for _, info in files)
+        kept = sum(info.st_size for _, info in files if info.st_mtime >= used_since)
         disk = os.statvfs(self._folder)
         free = disk.f_bavail * disk.f_frsize
         margin = max(int(disk.f_blocks * disk.f_frsize * _MARGIN_SHARE), _MARGIN_NBYTES)
         most = (free + held) // 4 if self._most_nbytes is None else self._most_nbytes
         most = min(most, free + held - margin)
-        if nbytes > most:
-            return max(most, 0)
+        if nbytes > most - kept:
+            return max(most - kept, 0)
         for file, info in sorted(files, key=lambda item: item[1].st_mtime_ns):
             if held + nbytes <= most:
                 break

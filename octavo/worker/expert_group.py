@@ -20,10 +20,16 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from octavo import _native
-from octavo.errors import StepLostError
+from octavo.errors import EngineDeadError, StepLostError
 from octavo.layers.expert_exchange import ExpertExchange
 from octavo.plan.setup import WorkerSetup
-from octavo.system.distributed import COUNTER_NBYTES, Counter, GroupMemory
+from octavo.system.distributed import (
+    COUNTER_NBYTES,
+    STAGE_TIMEOUT,
+    Counter,
+    GroupMemory,
+    group_failure,
+)
 
 T = TypeVar("T")
 
@@ -60,7 +66,8 @@ class ExpertGroup:
             nbytes = header + exchange.nbytes
             if os.fstat(descriptor).st_size == 0:
                 os.ftruncate(descriptor, GroupMemory.size(nbytes))
-            self._memory = GroupMemory(descriptor, nbytes, rank)
+            # A step may take long. The engine that replaces a dead one ends the waiting.
+            self._memory = GroupMemory(descriptor, nbytes, rank, timeout=STAGE_TIMEOUT)
         finally:
             os.close(descriptor)
         counters = [self._memory.counter(i * COUNTER_NBYTES) for i in range(1 + 2 * rank.size)]
@@ -96,6 +103,7 @@ class ExpertGroup:
 
         Raises:
             StepLostError: an engine has died, and the step cannot run again.
+            EngineDeadError: the step has failed, so this engine must end.
         """
         while True:
             self._meet()
@@ -105,6 +113,8 @@ class ExpertGroup:
                 self._is_met = False
                 if not repeats:
                     raise StepLostError("an engine died that has a part of the experts") from error
+            except Exception as error:
+                raise self._fail(error) from error
 
     def serve(self, step: Callable[[], object]) -> None:
         """Run a step without tokens, if others wait for this engine."""
@@ -118,6 +128,17 @@ class ExpertGroup:
                 return
             except _native.GroupError:
                 self._is_met = False
+            except Exception as error:
+                raise self._fail(error) from error
+
+    def _fail(self, error: Exception) -> EngineDeadError:
+        """End the generation, since this engine has failed within a step; return the error.
+
+        Else a later step of this engine would complete the barriers of a step of the others.
+        """
+        self._is_met = False
+        self._memory.break_()
+        return group_failure(error)
 
     def _begin(self, step: Callable[[], T]) -> T:
         self._steps += 1

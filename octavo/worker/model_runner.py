@@ -409,16 +409,21 @@ class ModelRunner:
         pending = self._sample(step, grammar, output)
         if state.proposer is not None:
             state.proposer.observe(inputs, step.result)
-        if self._experts is not None:
-            self._note_experts(self._experts, output)
+        if self.setup.config.load.expert_cache is not None:
+            self._note_experts(output)
         return pending
 
-    def _note_experts(self, experts: ExpertCache, output: ModelRunnerOutput) -> None:
+    def _note_experts(self, output: ModelRunnerOutput) -> None:
         """Add the counts of all ranks' expert caches, and explain failures that they caused."""
-        counts = experts.counts if self.group is None else self.group.expert_counts.sum(0)
+        if self.group is not None:
+            counts = self.group.expert_counts.sum(0)
+        else:
+            assert self._experts is not None
+            counts = self._experts.counts
         hits, misses, nbytes, failed = counts[:4].tolist()
         output.expert_counts = hits, misses, nbytes
-        self._log_experts(experts)
+        if self._experts is not None:
+            self._log_experts(self._experts)
         if not failed:
             return
         for req_id, message in output.errors.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from octavo.errors import StepLostError
+from octavo.errors import EngineDeadError, StepLostError
 from octavo.kv_cache.groups import KVCacheConfig
 from octavo.messages import GrammarOutput, KVConnectorOutput, SchedulerOutput
 from octavo.observability.profiler import drain_kernels, span
@@ -152,9 +152,9 @@ class Worker:
         In a group of ranks every failure is an `EngineDeadError`: a rank does not know the state
         of the others.
         """
-        if isinstance(error, StepLostError):
+        if isinstance(error, StepLostError | EngineDeadError):
             return error
-        if self.runner.group is not None or self.runner.expert_group is not None:
+        if self.runner.group is not None:
             return group_failure(error)
         return self._platform.cause(self.device, error)
 

@@ -361,7 +361,7 @@ BAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2}
         ("FalconMambaForCausalLM", {"conv_kernel": 9}, r"conv_kernel=9.*<= 8"),
         (
             "Qwen3MoeForCausalLM",
-            {"num_hidden_layers": 4096, "num_experts": 4096},
+            {"num_hidden_layers": 4096.0, "num_experts": 4096},
             r"num_experts=4096.*4096 layers may have 65536 experts together",
         ),
         (

@@ -153,6 +153,18 @@ def test_least_recently_used_goes_first(cache: WeightCache, tmp_path: Path) -> N
     assert cache.file(b"a").exists(), "nothing goes for what would not fit all the same"
 
 
+def test_files_in_use_stay(cache: WeightCache, tmp_path: Path) -> None:
+    """What other ranks have just written does not make room for an expert cache."""
+    cache = WeightCache(tmp_path / "cache", 3 * 5000)
+    for key in (b"old", b"rank 0"):
+        keep(cache, key, memory(4096))
+    os.utime(cache.file(b"old"), (1, 1))
+    assert cache._make_room(10_000, used_since=2) >= 10_000
+    assert not cache.file(b"old").exists()
+    assert cache._make_room(15_000, used_since=2) < 15_000
+    assert cache.file(b"rank 0").exists()
+
+
 def test_the_disk_is_never_filled(
     cache: WeightCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

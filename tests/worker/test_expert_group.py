@@ -5,13 +5,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, EngineDeadError
 from octavo.layers.expert_exchange import ExpertExchange
 from octavo.system.distributed import Rank
 from octavo.worker.expert_group import ExpertGroup
 
 
-class DeadError(Exception):
+class DeadError(BaseException):
     """The end of an engine's thread, in the middle of a step."""
 
 
@@ -66,6 +66,24 @@ def test_engines_without_work_take_part(memory):
     woken.clear()
     assert not woken.wait(0.3)
     engines[2].group.shutdown()
+
+
+def test_an_engine_that_fails_holds_no_barrier(memory):
+    """Its next step, already queued, does not meet the others in the middle of their step."""
+    engines, end = [Engine(memory, index, 2) for index in range(2)], threading.Event()
+
+    def fail():
+        engines[0].exchange.join()
+        raise ValueError("no memory")
+
+    with ThreadPoolExecutor(2) as threads:
+        other = threads.submit(engines[1].serve_until, end)
+        with pytest.raises(EngineDeadError, match="ValueError: no memory"):
+            engines[0].group.run(fail)
+        assert engines[0].group.run(engines[0].step) == 1
+        end.set()
+        other.result(10)
+    assert engines[1].done == 1, "the step that failed is not complete"
 
 
 @pytest.mark.parametrize("barrier", range(3))

@@ -183,7 +183,7 @@ class Description:
             config.setdefault("head_dim", max(1, config.get("hidden_size", 0) // heads))
         if "kv_lora_rank" in config:
             config |= self._latent_attention(config, shapes.keys())
-            del config["head_dim"]
+            config.pop("head_dim", None)
         else:
             self._check_value_size("", config.get("head_dim"))
         config |= {
@@ -200,7 +200,7 @@ class Description:
         if self.kind == "gemma3n":
             config |= self._gemma3n(config, shapes.get("blk.0.laurel_l.weight", ()))
         if "expert_count" in self.architecture.fields.values():
-            config |= self._routing()
+            config |= self._routing(in_layers)
         config |= self._special(config, in_layers)
         for name in ("bos", "eos", "pad"):
             if (token := self._token(name)) is not None:
@@ -357,7 +357,13 @@ class Description:
             case "glm4moe":
                 return {"use_qk_norm": "attn_q_norm.weight" in in_layers}
             case "deepseek2" if "exp_probs_b.bias" in in_layers:
-                return {"architectures": ["DeepseekV3ForCausalLM"]}
+                # Files of 2025 have no groups. Of these models only DeepSeek's own have some.
+                groups = (8, 4) if config.get("n_routed_experts") == 256 else (1, 1)
+                return {
+                    "architectures": ["DeepseekV3ForCausalLM"],
+                    "n_group": config.get("n_group", groups[0]),
+                    "topk_group": config.get("topk_group", groups[1]),
+                }
             case "deepseek2" if config.get("n_group", 1) > 1:
                 return {"topk_method": "group_limited_greedy"}
             case "ernie4_5-moe":
@@ -453,15 +459,20 @@ class Description:
                 return {"attn_config": attention, "expansion_ratio": inner // hidden}
         return {}
 
-    def _routing(self) -> dict[str, Any]:
+    def _routing(self, in_layers: Set[str]) -> dict[str, Any]:
         """Return the fields of a router.
+
+        Args:
+            in_layers: names of the tensors of all layers, without the layers' prefixes.
 
         Raises:
             ModelError: the function of its logits is not the architecture's.
         """
-        scores, biased = self.number("expert_gating_func"), self.architecture.scores
-        if self.kind != "deepseek2" and scores not in (None, 0, SCORES[biased]):
-            raise self.error(f"{self.kind}.expert_gating_func={scores} is not {biased}")
+        given, scores = self.number("expert_gating_func"), self.architecture.scores
+        if self.kind == "deepseek2":
+            scores = "sigmoid" if "exp_probs_b.bias" in in_layers else "softmax"
+        if given not in (None, 0, SCORES[scores]):
+            raise self.error(f"{self.kind}.expert_gating_func={given} is not {scores}")
         normed = self._flag("expert_weights_norm", False)
         written = normed or self.kind in ("deepseek2", "glm4moe")  # the others always are
         return {"norm_topk_prob": normed} if written else {}

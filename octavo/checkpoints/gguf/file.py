@@ -498,6 +498,8 @@ class GGUFTensors:
             data = _by_group(data.reshape(shape[0], -1), source).reshape(-1)
         if self._heads.linear_values > self._heads.linear_keys:
             data = self._by_key_head(source.name, data, shape, dtype)
+        if source.index is not None:
+            data, shape = data.reshape(shape[0], -1)[source.index], shape[1:]
         if stored.type in REPACKED:
             data = repack(data, stored.type)
         factor = self._nvfp4_factors.get(stored.name.removesuffix(".weight"))
@@ -513,8 +515,6 @@ class GGUFTensors:
                 raise ModelError(f"{stored.file}: {stored.name} has numbers that are not below 0.")
             return from_numpy(np.log(-floats).reshape(shape))
         tensor: HostTensor = from_numpy(data).view(dtype).view(shape)
-        if source.index is not None:
-            tensor = tensor[source.index]
         return tensor.T if source.transform == "transpose" else tensor
 
     def _by_key_head(

@@ -68,10 +68,12 @@ def read_num_experts(config: ConfigJson, *names: str) -> int:
     Raises:
         ModelError: all layers together would have too many experts.
     """
-    count, layers = config.integer(*names, most=MOST_EXPERTS), config.get("num_hidden_layers")
-    if layers is None:  # Nemotron-H
+    count = config.integer(*names, most=MOST_EXPERTS)
+    if config.has("num_hidden_layers"):
+        layers = config.integer("num_hidden_layers")
+    else:  # Nemotron-H
         layers = len(config.get("layers_block_type", "hybrid_override_pattern") or ())
-    if type(layers) is int and layers * count > _MOST_IN_ALL:
+    if layers * count > _MOST_IN_ALL:
         raise config.error(
             next(name for name in names if config.has(name)),
             f"{layers} layers may have {_MOST_IN_ALL} experts together",

@@ -58,6 +58,36 @@ def read(kind: str, metadata: dict[str, Any]) -> tuple[dict[str, Any], set[str]]
     return found, recorder.read
 
 
+def deepseek2(count: int, *tensors: str, **more: Any) -> dict[str, Any]:
+    """Return the config of a model with `count` experts."""
+    keys = {key: SIZES[key] for key in list(SIZES)[:5]} | {
+        "attention.kv_lora_rank": 8,
+        "expert_count": count,
+        "expert_used_count": 2,
+    }
+    data = {"general.architecture": "deepseek2"} | {f"deepseek2.{k}": v for k, v in keys.items()}
+    data |= {f"deepseek2.{key}": value for key, value in more.items()}
+    shapes = dict.fromkeys((f"blk.1.{name}" for name in tensors), (count,))
+    return Description(Path("m.gguf"), data).config(100, True, shapes, {})
+
+
+def test_groups_of_experts_that_old_files_lack() -> None:
+    bias = "exp_probs_b.bias"
+    groups = [(c["n_group"], c["topk_group"]) for c in (deepseek2(n, bias) for n in (256, 384))]
+    assert groups == [(8, 4), (1, 1)]
+    given = deepseek2(256, bias, expert_group_count=2, expert_group_used_count=1)
+    assert (given["n_group"], given["topk_group"]) == (2, 1)
+
+
+def test_scores_of_experts_fit_the_tensors() -> None:
+    assert deepseek2(8, expert_gating_func=1)["architectures"] == ["DeepseekV2ForCausalLM"]
+    deepseek2(8, "exp_probs_b.bias", expert_gating_func=2)
+    with pytest.raises(ModelError, match="expert_gating_func=2 is not softmax"):
+        deepseek2(8, expert_gating_func=2)
+    with pytest.raises(ModelError, match="expert_gating_func=1 is not sigmoid"):
+        deepseek2(8, "exp_probs_b.bias", expert_gating_func=1)
+
+
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_any_value_of_any_key(kind: str) -> None:
     own = SIZES if ARCHITECTURES[kind].windowed else {k: SIZES[k] for k in list(SIZES)[:5]}
