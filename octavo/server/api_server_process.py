@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import shutil
@@ -28,6 +27,7 @@ from octavo.server.serve import END_SIGNALS, serve
 from octavo.server.state import ServerState
 from octavo.system import clock
 from octavo.system.device import signal_at_parents_end
+from octavo.system.garbage import exempt_present_objects
 from octavo.system.logs import setup_logging
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ def main() -> int:
 
     state = ServerState(config, setup.engine_config, start)
     state.created = setup.created
-    gc.freeze()
+    exempt_present_objects()
     try:
         with (
             socket.socket(fileno=setup.listener) as listener,

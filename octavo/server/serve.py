@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import signal
 import socket
@@ -21,6 +20,7 @@ from octavo.server.http_state import HttpState
 from octavo.server.listen import address_of, client_address, tls_context
 from octavo.server.protocol import KEEP_ALIVE_TIMEOUT, make_protocol
 from octavo.server.state import ServerState
+from octavo.system.garbage import exempt_present_objects
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def serve_engine(
         state = ServerState(
             config, engine_config, lambda: start_engine(config, engine_config, processes)
         )
-        gc.freeze()  # modules stay: collections need not scan them while answers stream
+        exempt_present_objects()  # modules stay
         return runner.run(serve(state, listener))
 
 

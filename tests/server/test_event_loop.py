@@ -5,8 +5,9 @@ is the loop's own work, or that of another thread which kept the interpreter's l
 requests. Other work of the machine stops them, too, which is not the request's fault. So the time
 for which one of this process' threads was ready to run but had no core is subtracted (Linux counts
 it for each thread in `schedstat`). The rest is the same at every try, except noise, so the shortest
-of some tries counts. A virtual machine may be slow for seconds, because of its neighbours, so each
-try waits longer than the one before.
+of some tries counts. The limit is 50 ms, and proportionally more on a slower processor. A virtual
+machine may be slow for seconds, because of its neighbours, so each try waits longer than the one
+before.
 """
 
 import asyncio
@@ -26,12 +27,13 @@ import torch
 
 from octavo.config import EngineConfig
 from octavo.system.device import SWITCH_INTERVAL
+from octavo.system.garbage import exempt_present_objects
 from octavo.text import chat_template, template_client
 from octavo.text.template_client import TemplateClient
 from tests.server import fake_engine
 from tests.server.fake_engine import Call, FakeAsyncLLM, make_tokenizer, with_server
 
-MAX_HOLD = 0.05
+LOOP_SECONDS = 0.015  # a million turns of an empty loop on a processor of 2024
 TRIES = 8
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGE = {"role": "user", "content": "hello there"}
@@ -39,6 +41,20 @@ OLLAMA_CALL = {
     "role": "assistant",
     "tool_calls": [{"function": {"name": "f", "arguments": {"a": {"b": 1}}}}],
 }
+
+
+def turn_a_million_times():
+    """Return the seconds of the fastest of some tries."""
+    seconds = []
+    for _ in range(5):
+        begun = time.thread_time()
+        for _ in range(10**6):
+            pass
+        seconds.append(time.thread_time() - begun)
+    return min(seconds)
+
+
+MAX_HOLD = 0.05 * max(1.0, turn_a_million_times() / LOOP_SECONDS)
 
 
 def waited():
@@ -95,13 +111,14 @@ def hold_of(path, body, statuses, **engine):
             if holds[-1] < MAX_HOLD:
                 return
 
-    interval = sys.getswitchinterval()
-    gc.freeze()  # as the server does
+    interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
+    exempt_present_objects()  # as the server does
     sys.setswitchinterval(SWITCH_INTERVAL)
     try:
         with_server(scenario, engine=partial(FakeAsyncLLM, **engine), max_num_queued_reqs=2000)
     finally:
         gc.unfreeze()
+        gc.set_threshold(*thresholds)
         sys.setswitchinterval(interval)
     return min(holds)
 

@@ -1,0 +1,14 @@
+"""Garbage collections in a server, which stop all of its threads."""
+
+import gc
+
+
+def exempt_present_objects() -> None:
+    """Exempt all present objects from garbage collections, and collect old objects rarely.
+
+    A collection of old objects visits those of all requests: 200,000 take about 50 ms. It comes
+    after 7,000,000 new objects instead of 70,000. Meanwhile the objects of a large request have
+    been freed, since they are in no cycles. Collections of young objects come as often as usual.
+    """
+    gc.freeze()
+    gc.set_threshold(700, 10, 1000)
