@@ -89,7 +89,6 @@ def _check_divided_experts(setup: WorkerSetup) -> None:
     for name, value in (
         ("kv_transfer_config", config.cache.kv_transfer_config is not None),
         ("enable_sleep_mode", config.model.enable_sleep_mode),
-        ("expert_cache", config.load.expert_cache is not None),
     ):
         if value:
             raise ConfigError(

@@ -74,7 +74,8 @@ def draw_model(rng: random.Random, family: str | None = None) -> tuple[str, dict
     inner = rng.choice((*_SIZES, 2000, rng.randint(1, 500)))
     ids = {"vocab_size": vocab_size, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     tied = {"tie_word_embeddings": rng.random() < 0.5}
-    if family in ("Glm", "Glm4", "Phi", "Nemotron", "StableLm", "Glm4Moe"):
+    quarters = ("Glm", "Glm4", "Phi", "Nemotron", "StableLm", "Glm4Moe", "Qwen3_5", "Qwen3Next")
+    if family in quarters:
         head = max(8, head // 8 * 8)  # a half or a quarter of it is rotated, in pairs
     if family == "CodeGen":
         heads = 4 * kv_heads  # of four parts

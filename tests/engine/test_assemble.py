@@ -154,7 +154,6 @@ TRANSFER |= {"kv_connector_extra_config": {"cpu_bytes_to_use": 2**20}}
         ("llama", {}, "divides experts, and LlamaForCausalLM has none"),
         ("mixtral", {"data_parallel_size": 6}, "more than the 5 experts of a layer; lower it to 5"),
         ("mixtral", {"enable_sleep_mode": True}, "not supported with enable_sleep_mode"),
-        ("mixtral", {"expert_cache": "1G"}, "not supported with expert_cache"),
         (
             "mixtral",
             {"kv_transfer_config": TRANSFER},

@@ -569,7 +569,6 @@ def test_layers_that_predict_several_tokens(tmp_path: Path) -> None:
             {"ssm.inner_size": 100},
             "inner_size=100 is no multiple of ssm.time_st",
         ),
-        ("granitehybrid", {"expert_count": 8}, "granitehybrid.expert_count=8 is not supported"),
         ("granitehybrid", {"attention.head_count_kv": [0, 2]}, "a whole number for each of 3"),
         ("nemotron_h", {"attention.head_count_kv": [0, 1, 2, 0]}, "has several numbers other"),
     ],
