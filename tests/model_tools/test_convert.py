@@ -196,7 +196,8 @@ READ_ONLY = (
     "falcon-h1",
     "nemotron_h",
     "rwkv7",
-    *("qwen2moe", "qwen3moe", "olmoe", "gpt-oss"),
+    *("qwen2moe", "qwen3moe", "olmoe", "gpt-oss", "lfm2moe", "glm4moe", "qwen35moe", "qwen3next"),
+    *("granitemoe", "gemma4 experts", "deepseek2", "minicpm3", "ernie4_5-moe", "hunyuan-moe"),
     "muse-glimmer",
     "exaone",
     "internlm2",
@@ -211,7 +212,7 @@ READ_ONLY = (
 KINDS |= {
     name: model
     for name, model in MODELS.items()
-    if name.split()[0] not in (*KINDS, *READ_ONLY, "minicpm", "mistral3")
+    if {name, name.split()[0]}.isdisjoint({*KINDS, *READ_ONLY, "minicpm", "mistral3"})
 }
 KINDS |= {name: MODELS[name] for name in ("mistral3 long", "phi3 longrope", "qwen2 yarn")}
 OTHER_SIZES = {name: {"num_key_value_heads": 4} for name in ("gpt2", "gptneox", "bloom", "mpt")}
