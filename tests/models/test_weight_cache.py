@@ -154,7 +154,7 @@ def test_least_recently_used_goes_first(cache: WeightCache, tmp_path: Path) -> N
 
 
 def test_files_in_use_stay(cache: WeightCache, tmp_path: Path) -> None:
-    """What other ranks have just written does not make room for an expert cache."""
+    """Files that other ranks have just written are not deleted for an expert cache."""
     cache = WeightCache(tmp_path / "cache", 3 * 5000)
     for key in (b"old", b"rank 0"):
         keep(cache, key, memory(4096))

@@ -5,9 +5,8 @@ is the loop's own work, or that of another thread which kept the interpreter's l
 requests. Other work of the machine stops them, too, which is not the request's fault. So the time
 for which one of this process' threads was ready to run but had no core is subtracted (Linux counts
 it for each thread in `schedstat`). The rest is the same at every try, except noise, so the shortest
-of some tries counts. The limit is 50 ms, and proportionally more on a slower processor. A virtual
-machine may be slow for seconds, because of its neighbours, so each try waits longer than the one
-before.
+of some tries counts. A virtual machine may be slow for seconds, because of its neighbours, so each
+try waits longer than the one before.
 """
 
 import asyncio
@@ -33,7 +32,7 @@ from octavo.text.template_client import TemplateClient
 from tests.server import fake_engine
 from tests.server.fake_engine import Call, FakeAsyncLLM, make_tokenizer, with_server
 
-LOOP_SECONDS = 0.015  # a million turns of an empty loop on a processor of 2024
+MAX_HOLD = 0.05
 TRIES = 8
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGE = {"role": "user", "content": "hello there"}
@@ -41,20 +40,6 @@ OLLAMA_CALL = {
     "role": "assistant",
     "tool_calls": [{"function": {"name": "f", "arguments": {"a": {"b": 1}}}}],
 }
-
-
-def turn_a_million_times():
-    """Return the seconds of the fastest of some tries."""
-    seconds = []
-    for _ in range(5):
-        begun = time.thread_time()
-        for _ in range(10**6):
-            pass
-        seconds.append(time.thread_time() - begun)
-    return min(seconds)
-
-
-MAX_HOLD = 0.05 * max(1.0, turn_a_million_times() / LOOP_SECONDS)
 
 
 def waited():
@@ -260,7 +245,7 @@ def test_a_slow_template(monkeypatch):
 
 def test_the_watchdog_sees_what_holds_the_loop():
     async def scenario():
-        for work in (lambda: sum(range(10**7)), lambda: time.sleep(2 * MAX_HOLD)):
+        for work in (lambda: sum(range(10**7)), lambda: time.sleep(0.1)):
             with Watchdog() as watchdog:
                 await asyncio.sleep(0.02)
                 work()

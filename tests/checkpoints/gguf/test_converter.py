@@ -104,4 +104,4 @@ def test_logits(kind: str, tmp_path: Path) -> None:
         found.append(runner.step({0: PROMPT})[0].log_softmax(-1))
     torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-4)
     # The bits change the choice of experts for few tokens.
-    assert torch.nn.functional.cosine_similarity(found[1], expected).median() > 0.999
+    assert torch.nn.functional.cosine_similarity(found[1], expected).mean() > 0.999
