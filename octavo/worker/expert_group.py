@@ -132,12 +132,11 @@ class ExpertGroup:
                 raise self._fail(error) from error
 
     def _fail(self, error: Exception) -> EngineDeadError:
-        """End the generation, since this engine has failed within a step; return the error.
+        """Leave the generation, since this engine has failed within a step; return the error.
 
         Else a later step of this engine would complete the barriers of a step of the others.
         """
         self._is_met = False
-        self._memory.break_()
         return group_failure(error)
 
     def _begin(self, step: Callable[[], T]) -> T:

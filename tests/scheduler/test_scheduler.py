@@ -349,7 +349,9 @@ class TestPreemption:
         ]
         assert again[0] == 16
         assert set(again) != {16}, "it finds more than at first"
-        assert {o.num_cached_tokens for o in engine.outputs["b"] if o.first_scheduled_time} == {16}
+        told = [o for o in engine.outputs["b"] if o.first_scheduled_time]
+        assert {o.num_cached_tokens for o in told} == {16}
+        assert told[-2].num_preemptions, "before the last output, which has all statistics"
         assert {output.num_cached_tokens for output in engine.outputs["a"]} == {0}
         assert b.first_scheduled_time == 5.0
 
