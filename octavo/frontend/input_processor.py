@@ -19,6 +19,7 @@ from octavo.frontend.core_params import KV_TRANSFER_PARAMS, make_core_params
 from octavo.frontend.prompt_embeds import PROMPT_EMBEDS_OFF, check_embeds, read_tensor
 from octavo.messages import EngineCoreRequest, GuardSpec, PromptEmbeds, RequestOptions
 from octavo.sampling_params import MAX_CACHE_SALT_LENGTH, SamplingParams
+from octavo.system.offload import pieces
 from octavo.text.markers import marker_tokens
 from octavo.text.tokenizer import MAX_TOKENS, Tokenizer, is_longer
 
@@ -156,7 +157,8 @@ class InputProcessor:
             if given is None:
                 assert text is not None
                 given = self._encode(text, params, add_special_tokens)
-            self._check_ids("prompt", given)
+            for piece in pieces(given):
+                self._check_ids("prompt", piece)
             ids = given[self._kept(len(given), params)]
         max_tokens = self._max_tokens(len(ids), params)
         seed = self._derive_seed(request_id) if params.seed is None else params.seed
@@ -416,7 +418,7 @@ def _int_list(ids: object) -> list[int]:
         ids = ids.tolist()
     if isinstance(ids, Sequence) and not isinstance(ids, str | bytes):
         listed = list(ids)
-        if set(map(type, listed)) <= {int}:
+        if all(set(map(type, piece)) == {int} for piece in pieces(listed)):
             return listed
         if not any(isinstance(i, bool) for i in listed):
             try:

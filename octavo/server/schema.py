@@ -42,6 +42,7 @@ from octavo.server.chat_messages import (
 from octavo.server.errors import show
 from octavo.server.old_functions import check_choice
 from octavo.server.structured_outputs import StructuredOutputsBody
+from octavo.system.offload import pieces
 from octavo.text.tokenizer import MAX_TOKENS
 
 MAX_TOKEN_ID = 2**31 - 1
@@ -89,7 +90,10 @@ def check_token_ids(value: object, param: str) -> list[int]:
     """
     if not isinstance(value, list) or not value:
         raise RequestError(f"{param}={show(value)} is not a list of token ids.", param)
-    if set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= MAX_TOKEN_ID:
+    if all(
+        set(map(type, piece)) == {int} and min(piece) >= 0 and max(piece) <= MAX_TOKEN_ID
+        for piece in pieces(value)
+    ):
         return value
     for i, token in enumerate(value):
         if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID:
