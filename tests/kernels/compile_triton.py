@@ -17,8 +17,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from octavo.kernels.base import Codes, QuantFormat
-from octavo.kernels.triton import activation, gemm, kv_write, norm, quantized, sample, tokens
+from octavo.kernels.base import Codes, PackedWeight, QuantFormat, StackedWeight
+from octavo.kernels.triton import (
+    activation,
+    experts,
+    gemm,
+    kv_write,
+    norm,
+    quantized,
+    sample,
+    tokens,
+)
 from octavo.kernels.triton.attention import attention, prefill
 
 target = GPUTarget("cuda", 0, 32)
@@ -71,9 +80,13 @@ def kernels(dtype: torch.dtype) -> None:
     for gate in ("silu", "gelu_tanh") if old else ("gelu", "relu2") if half else ("sigmoid",):
         activation.act_and_mul(x, gate)
     activation.gelu(x, "none")
+    if old:
+        activation.act_and_mul(x, "swigluoai", 7.0)
     for rows in (64 if half and not old else 1, 4096):
         wide = zeros(rows, 4096, dtype=dtype)
         gemm.linear(wide, zeros(4096, 4096, dtype=dtype), None, dtype, upcast=False)
+        plain = PackedWeight(zeros(4096, 4096, dtype=dtype), 4096, 4096, "", 0)
+        mixture(wide, plain)
         if rows != 64:
             products(wide)
     x, long = zeros(1, 8192, dtype=dtype), zeros(1024, 8192, dtype=dtype)
@@ -152,6 +165,23 @@ def products(x: torch.Tensor) -> None:
         part = Codes(codes, scales, zeros(n, groups, dtype=torch.uint8))
         weight = quantized.pack(n, k, format, group, [part], None)
         quantized.linear(x, weight, None, x.dtype, upcast=False)
+        if format in ("int4_zeros", "int8"):
+            mixture(x, weight)
+
+
+def mixture(x: torch.Tensor, weight: PackedWeight | quantized.CodesWeight) -> None:
+    """Launch the product of 8 experts with one form of weights, and the sum of their results."""
+    addresses, rows = zeros(8, dtype=torch.int64), len(x) * 2
+    one: tuple[Any, ...] = (weight,) * 8, zeros(8, weight.n, dtype=x.dtype), addresses
+    stacked = StackedWeight(*one)
+    if isinstance(weight, quantized.CodesWeight):
+        orders = zeros(8, weight.k, dtype=torch.int32)
+        more = {"scales": addresses, "zeros": addresses, "orders": orders}
+        stacked = experts.StackedCodes(*one, **more)
+    places, order = zeros(len(x), 2, dtype=torch.int32), zeros(rows, dtype=torch.int64)
+    pairs = experts.Pairs(places.flatten(), order, places, zeros(9, dtype=torch.int64))
+    results = experts.multiply(x, order, stacked, pairs, upcast=False)
+    experts.sum_experts(results, places, zeros(len(x), 2))
 
 
 for capability in sys.argv[1:]:

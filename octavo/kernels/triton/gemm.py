@@ -126,7 +126,7 @@ def add_splits(parts: Tensor, bias: Tensor | None, out: Tensor) -> None:
 
 
 @triton.jit
-def _add_split(
+def add_split(
     a_at,
     b_at,
     k_at,
@@ -201,7 +201,7 @@ def _linear(
     for split in range(tl.program_id(1), splits, tl.num_programs(1)):
         begin = split * each
         end = tl.minimum(begin + each, steps)
-        total += _add_split(
+        total += add_split(
             a_at, b_at, k_at, begin, end, k, m_in, n_in, UPCAST, WHOLE, TILE_R, TILE_N, TILE_K
         )
     if APART:
@@ -209,7 +209,8 @@ def _linear(
     store(out, total, bias, m_at, n_at, rows, n, HAS_BIAS)
 
 
-def _tile(rows: int, element_size: int, shared: int) -> Tile:
+def tile_of(rows: int, element_size: int, shared: int) -> Tile:
+    """Return the tile for a number of rows; `shared` is as of `shared_memory`."""
     if element_size == 4:
         return Tile(16, 64, 64, 4, 3, True) if rows <= 16 else Tile(64, 64, 32, 4, 4, rows <= 256)
     if rows <= 16:
@@ -233,7 +234,7 @@ def linear(
     out = torch.empty(rows, n, dtype=out_dtype, device=x.device)
     if not rows:
         return out
-    tile = _tile(rows, x.element_size(), shared_memory(x.device))
+    tile = tile_of(rows, x.element_size(), shared_memory(x.device))
     splits = count_splits(n, k, _LONGEST_SPLIT)
     apart = tile.apart and splits > 1
     parts, added = out, bias

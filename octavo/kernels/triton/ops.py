@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from octavo._native import ExpertLayer
 from octavo.errors import ConfigError
 from octavo.kernels.base import (
     Codes,
@@ -18,12 +19,14 @@ from octavo.kernels.base import (
     PackedWeight,
     QuantFormat,
     QuantizedWeight,
+    StackedWeight,
+    TokenSlots,
 )
 from octavo.kernels.reference import ReferenceOps, into
-from octavo.kernels.routing import Gate
+from octavo.kernels.routing import ExpertActivation, Gate
 from octavo.kernels.torch_tensors import torch_dtype
 from octavo.kernels.triton import activation as _activation
-from octavo.kernels.triton import gemm, norm, quantized, sample
+from octavo.kernels.triton import experts, gemm, norm, quantized, sample
 from octavo.system.tensor import HostTensor
 
 
@@ -124,6 +127,42 @@ class TritonOps(ReferenceOps):
 
     def gelu(self, x: Tensor, approximate: Gelu, out: Tensor | None = None) -> Tensor:
         return into(out, _activation.gelu(x, approximate))
+
+    def stack(
+        self,
+        weights: Sequence[PackedWeight | QuantizedWeight | None],
+        bias: Tensor | None = None,
+        cached: ExpertLayer | None = None,
+    ) -> StackedWeight:
+        assert cached is None, "only the native operations read experts from a file"
+        return experts.stack(weights, bias)
+
+    def experts(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        up: StackedWeight | None,
+        down: StackedWeight | None,
+        activation: ExpertActivation,
+        factors: Tensor | None = None,
+        inner: Tensor | None = None,
+        out: Tensor | None = None,
+        counts: Tensor | None = None,
+        slots: TokenSlots | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Run one kernel for each product."""
+        assert counts is None, "on a CPU only"
+        assert slots is None, "on a CPU only"
+        given = None if up is not None else inner
+        result, places = experts.experts(
+            x, ids, up, down, activation, factors, given, upcast=self.upcast
+        )
+        return into(inner if down is None else out, result), places
+
+    def sum_experts(
+        self, x: Tensor, places: Tensor, weights: Tensor | None, out: Tensor | None = None
+    ) -> Tensor:
+        return into(out, experts.sum_experts(x, places, weights))
 
     def sample(self, x: Tensor, params: NDArray[np.void]) -> Tensor:
         """Run one program for each row, without sorting."""
