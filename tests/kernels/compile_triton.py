@@ -9,6 +9,7 @@ interpreter ignores types: code that runs there may fail to compile.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from octavo.kernels.triton import (
     sample,
     tokens,
 )
-from octavo.kernels.triton.attention import attention, prefill
+from octavo.kernels.triton.attention import Step, attention, prefill
 
 target = GPUTarget("cuda", 0, 32)
 compiled: set[str] = set()
@@ -61,6 +62,14 @@ def compile_instead(
 
 
 JITFunction.run = compile_instead  # type: ignore[method-assign]
+SHARED: dict[str, Any] = {
+    "query_start_loc": zeros(5, dtype=torch.int32),
+    "seq_lens": zeros(4, dtype=torch.int32),
+    "block_table": zeros(4, 8, dtype=torch.int32),
+    "scale": 0.1,
+    "native_fp8": True,
+    "upcast": False,
+}
 
 
 def kernels(dtype: torch.dtype) -> None:
@@ -103,7 +112,7 @@ def kernels(dtype: torch.dtype) -> None:
         query, key, value = qkv.split_with_sizes([heads, kv_heads, kv_heads], dim=1)
         cache_dtype = torch.uint8 if format else dtype
         cache = zeros(8, 2, page, kv_heads, head_size, dtype=cache_dtype)
-        slots, ints = zeros(4, dtype=torch.int64), zeros(5, dtype=torch.int32)
+        slots = zeros(4, dtype=torch.int64)
         kv_write.write_kv(key, value, cache, slots, format=format)
         kv_write.write_kv(
             key,
@@ -116,36 +125,46 @@ def kernels(dtype: torch.dtype) -> None:
             cos_sin_cache=zeros(32, head_size),
             is_neox=head_size != 80,
         )
-        given: dict[str, Any] = {
-            "sliding_window": None,
-            "logits_soft_cap": None,
-            "alibi_slopes": None,
-            "sinks": None,
-        }
-        shared: dict[str, Any] = {
-            "query": query,
-            "kv_cache": cache,
-            "query_start_loc": ints,
-            "seq_lens": ints[:4],
-            "block_table": zeros(4, 8, dtype=torch.int32),
-            "out": torch.empty_like(query),
-            "scale": 0.1,
-            "format": format,
-            "native_fp8": target.arch >= 89,
-            "upcast": False,
-            **given | features,
-        }
-        prefill(**shared)
-        for rows, programs in (("one", 4), ("decode", 1), ("tiles", 1)):
-            attention(
-                **shared,
-                rows=rows,  # type: ignore[arg-type]
-                split=256,
-                max_splits=8,
-                programs=programs,
-                workspace=zeros(2**20),
-                block_m=64 if rows == "tiles" else 16,
-            )
+        step = Step(
+            query=query,
+            kv_cache=cache,
+            out=torch.empty_like(query),
+            format=format,
+            **SHARED,
+            **features,
+        )
+        attend(step, ("one", 4), ("decode", 1), ("tiles", 1))
+    if old or not half:
+        latents(zeros(4, 16, 576, dtype=dtype), 512, 1 if old else 0)
+
+
+def attend(step: Step, *variants: tuple[Any, int]) -> None:
+    """Launch attention, for rows of some kinds shared by some programs."""
+    step = replace(step, native_fp8=target.arch >= 89)
+    prefill(step)
+    for rows, programs in variants:
+        attention(
+            step,
+            rows=rows,
+            split=256,
+            max_splits=8,
+            programs=programs,
+            workspace=zeros(2**20),
+            block_m=64 if rows == "tiles" else 16,
+        )
+
+
+def latents(query: torch.Tensor, value_size: int, format: int) -> None:
+    """Launch the kernels of latent attention."""
+    size, dtype = query.shape[2], query.dtype
+    cache = zeros(8, 16, size, dtype=torch.uint8 if format else dtype)
+    slots = zeros(4, dtype=torch.int64)
+    kv_write.write_latents(query[:, 0], cache, format, slots)
+    out = zeros(4, 16, value_size, dtype=dtype)
+    step = Step(query=query, kv_cache=cache, out=out, format=format, **SHARED)
+    attend(step, ("one", 4), ("tiles", 1))
+    weight = PackedWeight(zeros(16 * 512, 128, dtype=dtype), 16 * 512, 128, "", 0)
+    gemm.head_linear(query[:, :, :128], weight, 16, zeros(4, 16, 512, dtype=dtype), upcast=False)
 
 
 def products(x: torch.Tensor) -> None:

@@ -28,6 +28,8 @@ KERNELS = {
     "_gather",
     "_sum_experts",
     "_rotate_and_write",
+    "_write_latents",
+    "_head_linear",
     "_attention",
     "_prefill",
     "_merge_splits",

@@ -105,9 +105,7 @@ def test_forms(format: QuantFormat, group: int, ordered: bool) -> None:
     """Each pair has the bits of two products and an activation."""
     mixture = Mixture(3, 96, 64, SILU, "float32")
     mixture.up_bias, mixture.down_bias = mixture.up_bias / 9, mixture.down_bias / 9
-    up, down = mixture.stacked(
-        ops, packer(ops, format, group, ordered), lambda t: t, range(3)
-    )
+    up, down = mixture.stacked(ops, packer(ops, format, group, ordered), lambda t: t, range(3))
     x, ids, _ = mixture.rows(5, 2)
     rows, places = ops.experts(x, ids, up, down, SILU)
     assert sorted(places.flatten().tolist()) == list(range(10))

@@ -203,9 +203,7 @@ def _experts_int8(
         n_at = (tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
         n_in = n_at < n
         weight = _pointer(addresses, expert, tl.int8)
-        acc = quantized.dot_int8(
-            x, weight, row, n_at, m_in, n_in, k, WHOLE, TILE_R, TILE_N, TILE_K
-        )
+        acc = quantized.dot_int8(x, weight, row, n_at, m_in, n_in, k, WHOLE, TILE_R, TILE_N, TILE_K)
         y = acc.to(tl.float32) * tl.load(x_scales + row, mask=m_in, other=0.0)[None, :]
         own = _pointer(scales, expert, tl.float32)
         y *= tl.load(own + n_at, mask=n_in, other=0.0)[:, None]
@@ -400,9 +398,7 @@ def multiply(
         ordered = torch.empty(rows, weight.k, dtype=x.dtype, device=x.device)
         grid = rows, triton.cdiv(weight.k, _BLOCK)
         orders = stacked.orders
-        _gather[grid](
-            x, sources, pairs.ids, orders, ordered, weight.k, x.stride(0), BLOCK=_BLOCK
-        )
+        _gather[grid](x, sources, pairs.ids, orders, ordered, weight.k, x.stride(0), BLOCK=_BLOCK)
         args = ordered, torch.arange(rows, device=x.device), stacked, pairs, out
     if weight.format == "int8":  # type: ignore[union-attr]
         _multiply_int8(*args)

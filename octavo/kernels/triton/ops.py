@@ -85,6 +85,12 @@ class TritonOps(ReferenceOps):
             return into(out, y if bias is None else y + bias)
         return super().linear(x, weight, bias, out_dtype, out)
 
+    def head_linear(
+        self, x: Tensor, weight: PackedWeight, num_heads: int, out: Tensor | None = None
+    ) -> Tensor:
+        """Use one tile for every number of rows."""
+        return gemm.head_linear(x, weight, num_heads, out, upcast=self.upcast)
+
     def pack_quantized(
         self,
         n: int,
