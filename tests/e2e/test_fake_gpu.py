@@ -147,6 +147,7 @@ def test_steps_never_wait(llama: str, llm: LLM, gpu: FakeGpu) -> None:
         ("gemma2", False, {"hidden_size": 32, "intermediate_size": 32}),
         ("gpt2", False, {"n_embd": 32, "n_inner": 32}),
         ("gpt-oss", False, {"hidden_size": 32}),
+        ("deepseek-v3", False, {"hidden_size": 32, "intermediate_size": 32}),
     ],
 )
 def test_steps_of_other_kinds_never_wait(
