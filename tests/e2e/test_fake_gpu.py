@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -147,11 +148,15 @@ def test_steps_never_wait(llama: str, llm: LLM, gpu: FakeGpu) -> None:
         ("gemma2", False, {"hidden_size": 32, "intermediate_size": 32}),
         ("gpt2", False, {"n_embd": 32, "n_inner": 32}),
         ("gpt-oss", False, {"hidden_size": 32}),
-        ("deepseek-v3", False, {"hidden_size": 32, "intermediate_size": 32}),
+        ("kimi-linear", False, {"layer_types": ["linear_attention", "full_attention"]}),
+        ("qwen3.5", False, {"layer_types": ["linear_attention", "full_attention"]}),
+        ("mamba2-odd", False, {"hidden_size": 35}),
+        ("mamba-odd", True, {"hidden_size": 35}),
+        ("rwkv7", False, {"hidden_size": 32}),
     ],
 )
 def test_steps_of_other_kinds_never_wait(
-    case: str, enforce_eager: bool, sizes: dict[str, int], tmp_path: Path, gpu: FakeGpu
+    case: str, enforce_eager: bool, sizes: dict[str, Any], tmp_path: Path, gpu: FakeGpu
 ) -> None:
     model, params = folder(case, tmp_path, **sizes), [PLAIN, GREEDY, GREEDY]
     expected, replays = ids(run(model, params, device="cpu")), gpu.replays

@@ -18,7 +18,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from octavo.kernels.base import Codes, PackedWeight, QuantFormat, StackedWeight
+from octavo.kernels.base import (
+    Codes,
+    PackedWeight,
+    QuantFormat,
+    StackedWeight,
+    StateRates,
+    Wkv7Inputs,
+    Wkv7Parameters,
+)
 from octavo.kernels.triton import (
     activation,
     experts,
@@ -30,6 +38,8 @@ from octavo.kernels.triton import (
     tokens,
 )
 from octavo.kernels.triton.attention import Step, attention, prefill
+from octavo.kernels.triton.ops import TritonOps
+from octavo.models.state_cache import StateMetadata
 
 target = GPUTarget("cuda", 0, 32)
 compiled: set[str] = set()
@@ -188,6 +198,24 @@ def products(x: torch.Tensor) -> None:
             mixture(x, weight)
 
 
+def states(dtype: torch.dtype) -> None:
+    """Launch the operations with recurrent states, of the sizes of published models."""
+    ops, ints = TritonOps("meta"), zeros(5, dtype=torch.int32)
+    slots = StateMetadata(ints, ints[:4], ints[:4], ints[:4])
+    x, state = zeros(4, 512, dtype=dtype), zeros(2, 4 * 128 * 128)
+    ops.causal_conv(x, zeros(512, 4, dtype=dtype), None, state, slots, "silu")
+    ops.token_shift(x, zeros(6, 512), state, slots)
+    rows, a = x.view(4, 4, 128), zeros(512)
+    ops.gated_delta_rule(rows, rows, rows, x[:, :4], x[:, :4], a[:4], a[:4], state, slots)
+    ops.gated_delta_rule(rows, rows, rows, x, x[:, :4], a[:4], a, state, slots)
+    rates, heads = StateRates(a[:8], a[:8], a[:8]), x.view(4, 8, 64)
+    ops.ssd(heads, x[:, :8], rows[:, :1], rows[:, :1], rates, state, slots)
+    rates = StateRates(zeros(16, 512), a, a)
+    ops.selective_scan(x, x, x[:, :16], x[:, :16], x, rates, state, slots)
+    parameters = Wkv7Parameters(a, a, a, a, a, 1e-5)
+    ops.wkv7(Wkv7Inputs(*[heads] * 6, (heads, heads)), parameters, state, slots)
+
+
 def mixture(x: torch.Tensor, weight: PackedWeight | quantized.CodesWeight) -> None:
     """Launch the product of 8 experts with one form of weights, and the sum of their results."""
     addresses, rows = zeros(8, dtype=torch.int64), len(x) * 2
@@ -208,6 +236,7 @@ for capability in sys.argv[1:]:
     kernels(torch.bfloat16)
     if target.arch >= 90:
         kernels(torch.float32)
+    states(torch.bfloat16 if target.arch < 90 else torch.float32)
     logits, ids = zeros(3, 128256), zeros(3, dtype=torch.int64)
     sample.sample(logits, zeros(3, 4, dtype=torch.int64), ids)
     sample.apply_bitmask(logits, zeros(3, 4008, dtype=torch.int32), ids)

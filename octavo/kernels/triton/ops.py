@@ -22,15 +22,16 @@ from octavo.kernels.base import (
     StackedWeight,
     TokenSlots,
 )
-from octavo.kernels.reference import ReferenceOps, into
+from octavo.kernels.reference import into
 from octavo.kernels.routing import ExpertActivation, Gate
 from octavo.kernels.torch_tensors import torch_dtype
 from octavo.kernels.triton import activation as _activation
 from octavo.kernels.triton import experts, gemm, norm, quantized, sample
+from octavo.kernels.triton.states import TritonStateOps
 from octavo.system.tensor import HostTensor
 
 
-class TritonOps(ReferenceOps):
+class TritonOps(TritonStateOps):
     """Implementation of `Ops` for CUDA, or for a CPU by Triton's interpreter.
 
     Args:
