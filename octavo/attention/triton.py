@@ -35,28 +35,46 @@ _MIXED_PROGRAMS = 4  # in a step with prefill chunks, where most programs are id
 _WORKSPACE_FLOATS = 2**18
 
 
-def write_rotated_kv(
-    key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, rotary: Rotary | None
-) -> None:
-    """Implement `AttentionBackend.write_kv` for caches [blocks, 2, block_size, KVH, D]."""
-    cells, format = _cells(kv_cache)
-    if rotary is None:
-        write_kv(key, value, cells, slot_mapping, format=format)
-    else:
-        write_kv(
-            key,
-            value,
-            cells,
-            slot_mapping,
-            format=format,
-            query=rotary.query,
-            positions=rotary.positions,
-            cos_sin_cache=rotary.cos_sin_cache,
-            is_neox=rotary.is_neox,
-        )
+class PagedCaches:
+    """Caches on the device, [blocks, 2, block_size, KVH, D]; part of the backends for CUDA."""
+
+    pads_blocks = False
+
+    def typed(self, memory: Tensor, dtype: str) -> Tensor:
+        """Implement `AttentionBackend`."""
+        return memory.view(torch_dtype(dtype))
+
+    def scratch_nbytes(self, largest: LargestAttention) -> int:
+        """Return 0: attention uses memory of the device, which is measured."""
+        return 0
+
+    def write_kv(
+        self,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        rotary: Rotary | None = None,
+    ) -> None:
+        """Store in one launch, together with the rotary embedding."""
+        cells, format = _cells(kv_cache)
+        if rotary is None:
+            write_kv(key, value, cells, slot_mapping, format=format)
+        else:
+            write_kv(
+                key,
+                value,
+                cells,
+                slot_mapping,
+                format=format,
+                query=rotary.query,
+                positions=rotary.positions,
+                cos_sin_cache=rotary.cos_sin_cache,
+                is_neox=rotary.is_neox,
+            )
 
 
-class TritonAttention:
+class TritonAttention(PagedCaches):
     """Implementation of `AttentionBackend` for CUDA.
 
     A row's result does not depend on the other rows of a step. With `batch_invariant` it does not
@@ -70,7 +88,6 @@ class TritonAttention:
     """
 
     name = "triton"
-    pads_blocks = False
 
     def __init__(
         self, device: torch.device, max_model_len: int, *, batch_invariant: bool = False
@@ -100,25 +117,6 @@ class TritonAttention:
             )
         _check_dtype(dtype)
         return (num_blocks, 2, block_size, num_kv_heads, head_size)
-
-    def typed(self, memory: Tensor, dtype: str) -> Tensor:
-        """Implement `AttentionBackend`."""
-        return memory.view(torch_dtype(dtype))
-
-    def scratch_nbytes(self, largest: LargestAttention) -> int:
-        """Return 0: attention uses memory of the device, which is measured."""
-        return 0
-
-    def write_kv(
-        self,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        slot_mapping: Tensor,
-        rotary: Rotary | None = None,
-    ) -> None:
-        """Store in one launch, together with the rotary embedding."""
-        write_rotated_kv(key, value, kv_cache, slot_mapping, rotary)
 
     def forward(
         self,

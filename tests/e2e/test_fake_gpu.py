@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from octavo import LLM, SamplingParams
+from octavo.errors import ConfigError
 from octavo.frontend.input_processor import InputProcessor
 from octavo.kernels.reference import ReferenceOps
 from octavo.kernels.torch_tensors import from_torch
@@ -22,6 +23,7 @@ from octavo.quantization.base import PackedShape
 from octavo.quantization.gptq import GPTQ
 from octavo.quantization.int4 import GROUP_SIZE
 from octavo.system.tensor import from_numpy
+from octavo.worker import model_runner
 from tests.drafts import SETTINGS, Drafter
 from tests.e2e.test_triton import folder
 from tests.fake_gpu import CUDA, FakeGpu
@@ -180,6 +182,27 @@ def test_settings(settings: dict[str, object], llama: str, gpu: FakeGpu) -> None
     expected = ids(run(llama, params, device="cpu", **on_cpu))
     assert ids(run(llama, params, gpu, device="cuda", **settings)) == expected
     assert bool(gpu.waits) == ("attention_backend" in settings), "the reference looks at lengths"
+
+
+@pytest.mark.parametrize(
+    ("case", "settings", "message"),
+    [
+        ("llama", {"kv_cache_dtype": "int8"}, "kv_cache_dtype=int8 .* use fp8_e4m3"),
+        ("gemma4-moe", {}, "blocks of different sizes; use attention_backend=cpu or reference"),
+    ],
+)
+def test_what_is_not_supported_is_said_before_loading(
+    case: str,
+    settings: dict[str, str],
+    message: str,
+    tmp_path: Path,
+    gpu: FakeGpu,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = folder(case, tmp_path, layer_types=["sliding_attention", "full_attention"])
+    monkeypatch.setattr(model_runner, "load_model", lambda *_, **__: pytest.fail("too late"))
+    with pytest.raises(ConfigError, match=message):
+        run(model, [GREEDY], device="cuda", **settings)
 
 
 def test_int8(llama: str, gpu: FakeGpu) -> None:
