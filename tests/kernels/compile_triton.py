@@ -27,6 +27,7 @@ from octavo.kernels.base import (
     Wkv7Inputs,
     Wkv7Parameters,
 )
+from octavo.kernels.routing import Routing
 from octavo.kernels.triton import (
     activation,
     experts,
@@ -34,6 +35,7 @@ from octavo.kernels.triton import (
     kv_write,
     norm,
     quantized,
+    routing,
     sample,
     tokens,
 )
@@ -227,6 +229,10 @@ def mixture(x: torch.Tensor, weight: PackedWeight | quantized.CodesWeight) -> No
         stacked = experts.StackedCodes(*one, **more)
     places, order = zeros(len(x), 2, dtype=torch.int32), zeros(rows, dtype=torch.int64)
     pairs = experts.Pairs(places.flatten(), order, places, zeros(9, dtype=torch.int64))
+    scores = zeros(len(x), 8)
+    rules = Routing(2, "softmax", groups=2, tolerance=0.1, renormalize=True)
+    routing.route(scores, rules, scores[0], scores[0])
+    routing.route(scores, Routing(4, "sqrt_softplus", softmax_chosen=True), None, None)
     results = experts.multiply(x, order, stacked, pairs, upcast=False)
     experts.sum_experts(results, places, zeros(len(x), 2))
 

@@ -27,6 +27,7 @@ KERNELS = {
     "_experts_int8",
     "_gather",
     "_sum_experts",
+    "_route",
     "_rotate_and_write",
     "_write_latents",
     "_head_linear",

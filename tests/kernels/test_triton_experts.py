@@ -12,9 +12,9 @@ from torch import Tensor
 
 from octavo.kernels.base import Codes, Ops, QuantFormat
 from octavo.kernels.reference import ReferenceOps
-from octavo.kernels.routing import ExpertActivation
+from octavo.kernels.routing import ExpertActivation, Routing
 from octavo.system.tensor import HostTensor
-from tests.kernels.test_experts import CLAMPED, PLAIN, SILU, Mixture
+from tests.kernels.test_experts import CLAMPED, PLAIN, ROUTINGS, SILU, Mixture, router_results
 from tests.kernels.test_triton_quantized import random_codes
 
 pytest.importorskip("triton", reason="the package triton is not installed")
@@ -48,6 +48,22 @@ def mix(
     rows, places = table.experts(x, ids, up, down, mixture.activation)
     result: Tensor = table.sum_experts(rows, places, weights)
     return result
+
+
+@pytest.mark.filterwarnings("ignore:(invalid value|All-NaN):RuntimeWarning")
+@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+def test_route(routing: Routing) -> None:
+    """Ties, NaN in some and in all scores, and large numbers are in the first rows."""
+    logits, bias, factors = (torch.tensor(x) for x in router_results())
+    logits = logits[:12]
+    for terms in (None, bias):
+        got, truth = (table.route(logits, routing, terms, factors) for table in (ops, reference))
+        assert torch.equal(got[0], truth[0])
+        torch.testing.assert_close(got[1], truth[1], rtol=1e-5, atol=1e-7, equal_nan=True)
+    alone = ops.route(logits[7:8], routing, bias)
+    together = ops.route(logits, routing, bias)
+    assert all(torch.equal(one[0], all[7]) for one, all in zip(alone, together, strict=True))
+    assert ops.route(logits[:0], routing)[0].shape == (0, routing.top_k)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,26 @@ def tanh(x):
 
 
 @triton.jit
+def sigmoid(x):
+    """Compute by the exponential of a negative number, which does not overflow."""
+    e = tl.exp(-tl.abs(x))
+    return tl.where(x < 0.0, e, 1.0) / (1.0 + e)
+
+
+@triton.jit
+def softplus(x):
+    """Return log(1 + e^x), with a small relative error for every x.
+
+    log(1 + e) is log(u) e / (u - 1) with u = 1 + e rounded (Goldberg, "What every computer
+    scientist should know about floating-point arithmetic", theorem 4).
+    """
+    e = tl.exp(-tl.abs(x))
+    u = 1.0 + e
+    log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
+    return tl.where(x < 0.0, 0.0, x) + log1p
+
+
+@triton.jit
 def _activate(x, KIND: tl.constexpr):
     if KIND == "silu":
         e = tl.exp(-tl.abs(x))
@@ -29,14 +49,11 @@ def _activate(x, KIND: tl.constexpr):
     elif KIND == "gelu_tanh":
         y = 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
     elif KIND == "sigmoid":
-        e = tl.exp(-tl.abs(x))
-        y = tl.where(x < 0.0, e, 1.0) / (1.0 + e)
+        y = sigmoid(x)
     elif KIND == "relu2":
         y = tl.where(x > 0.0, x * x, 0.0)
     elif KIND == "swigluoai":
-        z = 1.702 * x
-        e = tl.exp(-tl.abs(z))
-        y = x * tl.where(z < 0.0, e, 1.0) / (1.0 + e)
+        y = x * sigmoid(1.702 * x)
     else:
         tl.static_assert(KIND == "gelu")
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))

@@ -23,10 +23,11 @@ from octavo.kernels.base import (
     TokenSlots,
 )
 from octavo.kernels.reference import into
-from octavo.kernels.routing import ExpertActivation, Gate
+from octavo.kernels.routing import ExpertActivation, Gate, Routing
 from octavo.kernels.torch_tensors import torch_dtype
 from octavo.kernels.triton import activation as _activation
 from octavo.kernels.triton import experts, gemm, norm, quantized, sample
+from octavo.kernels.triton import routing as _routing
 from octavo.kernels.triton.states import TritonStateOps
 from octavo.system.tensor import HostTensor
 
@@ -143,6 +144,15 @@ class TritonOps(TritonStateOps):
     ) -> StackedWeight:
         assert cached is None, "only the native operations read experts from a file"
         return experts.stack(weights, bias)
+
+    def route(
+        self,
+        logits: Tensor,
+        routing: Routing,
+        bias: Tensor | None = None,
+        factors: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        return _routing.route(logits, routing, bias, factors)
 
     def experts(
         self,

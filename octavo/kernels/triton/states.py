@@ -16,28 +16,10 @@ from torch import Tensor
 
 from octavo.kernels.base import ConvActivation, StateRates, StateSlots, Wkv7Inputs, Wkv7Parameters
 from octavo.kernels.reference import ReferenceOps, into
+from octavo.kernels.triton.activation import sigmoid, softplus
 
 _CHANNELS = 256  # of a program of `causal_conv` and `token_shift`
 _COLUMNS = 32  # of a program's tile of a state
-
-
-@triton.jit
-def _softplus(x):
-    """Return log(1 + e^x), with a small relative error for every x.
-
-    log(1 + e) is log(u) e / (u - 1) with u = 1 + e rounded (Goldberg, "What every computer
-    scientist should know about floating-point arithmetic", theorem 4).
-    """
-    e = tl.exp(-tl.abs(x))
-    u = 1.0 + e
-    log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
-    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) + log1p
-
-
-@triton.jit
-def _sigmoid(x):
-    e = tl.exp(-tl.abs(x))
-    return tl.where(x < 0.0, e, 1.0) / (1.0 + e)
 
 
 @triton.jit
@@ -131,7 +113,7 @@ def _causal_conv(
     if HAS_BIAS:
         total += tl.load(bias + at, mask=mask, other=0.0).to(tl.float32)
     if SILU:
-        total *= _sigmoid(total)
+        total *= sigmoid(total)
     tl.store(out + token.to(tl.int64) * channels + at, total.to(out.dtype.element_ty), mask=mask)
 
 
@@ -226,10 +208,10 @@ def _gated_delta_rule(
         k = _row(key, token, key_stride, of_key, i_in)
         k *= 1.0 / tl.sqrt(tl.sum(k * k, axis=0) + 1e-6)
         v = _row(value, token, value_stride, head * VALUE_SIZE + j, j_in)
-        g = tl.exp(-rate * _softplus(_row(decay, token, decay_stride, of_decay, decay_in) + shift))
+        g = tl.exp(-rate * softplus(_row(decay, token, decay_stride, of_decay, decay_in) + shift))
         b = tl.load(beta + token.to(tl.int64) * beta_stride + head).to(tl.float32)
         s *= g[:, None]
-        u = beta_scale * _sigmoid(b) * (v - tl.sum(k[:, None] * s, axis=0))
+        u = beta_scale * sigmoid(b) * (v - tl.sum(k[:, None] * s, axis=0))
         s += k[:, None] * u[None, :]
         y = tl.sum(q[:, None] * s, axis=0) / tl.sqrt(KEY_SIZE + 0.0)
         to = out + token.to(tl.int64) * out_stride + head * VALUE_SIZE + j
@@ -284,7 +266,7 @@ def _ssd(
         token = begin + step
         v = _row(x, token, x_stride, head * HEAD_SIZE + j, j_in)
         time = tl.load(dt + token.to(tl.int64) * dt_stride + head).to(tl.float32)
-        time = _softplus(time + shift)
+        time = softplus(time + shift)
         time = tl.where(time < dt_min, dt_min, tl.where(time > dt_max, dt_max, time))
         added = _row(b, token, b_stride, of_group, i_in)
         s = tl.exp(-rate * time) * s + added[:, None] * (time * v)[None, :]
@@ -337,13 +319,13 @@ def _selective_scan(
     for step in range(tl.load(query_start_loc + request + 1) - begin):
         token = begin + step
         v = _row(x, token, x_stride, j, j_in)
-        time = _softplus(_row(dt, token, dt_stride, j, j_in) + shift)
+        time = softplus(_row(dt, token, dt_stride, j, j_in) + shift)
         added = _row(b, token, b_stride, i, i_in)
         s = tl.exp(-rates * time[None, :]) * s + added[:, None] * (time * v)[None, :]
         read = _row(c, token, c_stride, i, i_in)
         y = tl.sum(read[:, None] * s, axis=0) + through * v
         g = _row(gate, token, gate_stride, j, j_in)
-        y *= g * _sigmoid(g)
+        y *= g * sigmoid(g)
         to = out + token.to(tl.int64) * channels + j
         tl.store(to, y.to(out.dtype.element_ty), mask=j_in)
         _store_state(state, slots, snapshots, token, state_stride, at, mask, s)
@@ -403,13 +385,13 @@ def _wkv7(
     for step in range(tl.load(query_start_loc + request + 1) - begin):
         token = begin + step
         r = _row(receptance, token, receptance_stride, of_head, own)
-        w = _sigmoid(_row(decay, token, decay_stride, of_head, own))
+        w = sigmoid(_row(decay, token, decay_stride, of_head, own))
         w = tl.exp(-0.6065306597126334 * w)  # e ** (-1 / 2)
         k = _row(key, token, key_stride, of_head, own)
         v = _row(value, token, value_stride, of_head, own)
-        a = _sigmoid(_row(rate, token, rate_stride, of_head, own))
+        a = sigmoid(_row(rate, token, rate_stride, of_head, own))
         if HAS_FIRST:
-            share = _sigmoid(_row(first_share, token, first_share_stride, of_head, own))
+            share = sigmoid(_row(first_share, token, first_share_stride, of_head, own))
             v += share * (_row(first, token, first_stride, of_head, own) - v)
         kappa = k * removing
         norm = tl.sqrt(tl.sum(kappa * kappa, axis=0))
