@@ -31,6 +31,7 @@ class FlashInferAttention(NoLatents, PagedCaches):
     """
 
     name = "flashinfer"
+    pads_blocks = False
 
     def __init__(self, device: torch.device) -> None:
         workspace = torch.empty(_WORKSPACE_NBYTES, dtype=torch.uint8, device=device)

@@ -25,7 +25,7 @@ MIN_SPLIT = 256
 """Minimum number of positions of a split of the KV."""
 
 _FORMATS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
-_MAX_HEAD_SIZE, _MAX_LATENT_SIZE = 256, 576
+_MAX_HEAD_SIZE, _MAX_LATENT_SIZE = 512, 576
 # Rows of a program for decode rows, and of every program with `batch_invariant`.
 _DECODE_ROWS, _INVARIANT_ROWS = 16, 64
 _PROGRAMS_PER_CORE = 2  # number that fits a core of every GPU: all run at once
@@ -37,8 +37,6 @@ _WORKSPACE_FLOATS = 2**18
 
 class PagedCaches:
     """Caches on the device, [blocks, 2, block_size, KVH, D]; part of the backends for CUDA."""
-
-    pads_blocks = False
 
     def typed(self, memory: Tensor, dtype: str) -> Tensor:
         """Implement `AttentionBackend`."""
@@ -88,6 +86,7 @@ class TritonAttention(PagedCaches):
     """
 
     name = "triton"
+    pads_blocks = True
 
     def __init__(
         self, device: torch.device, max_model_len: int, *, batch_invariant: bool = False

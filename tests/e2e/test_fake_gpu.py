@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,7 @@ def test_steps_never_wait(llama: str, llm: LLM, gpu: FakeGpu) -> None:
         ("gemma2", False, {"hidden_size": 32, "intermediate_size": 32}),
         ("gpt2", False, {"n_embd": 32, "n_inner": 32}),
         ("gpt-oss", False, {"hidden_size": 32}),
+        ("gemma4-moe", False, {"layer_types": ["sliding_attention", "full_attention"]}),
         ("kimi-linear", False, {"layer_types": ["linear_attention", "full_attention"]}),
         ("qwen3.5", False, {"layer_types": ["linear_attention", "full_attention"]}),
         ("mamba2-odd", False, {"hidden_size": 35}),
@@ -185,24 +187,26 @@ def test_settings(settings: dict[str, object], llama: str, gpu: FakeGpu) -> None
 
 
 @pytest.mark.parametrize(
-    ("case", "settings", "message"),
+    ("changes", "message"),
     [
-        ("llama", {"kv_cache_dtype": "int8"}, "kv_cache_dtype=int8 .* use fp8_e4m3"),
-        ("gemma4-moe", {}, "blocks of different sizes; use attention_backend=cpu or reference"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype=int8 .* use fp8_e4m3"),
+        ({"head_dim": 514}, "head_size=514: .* use attention_backend=reference"),
     ],
 )
 def test_what_is_not_supported_is_said_before_loading(
-    case: str,
-    settings: dict[str, str],
+    changes: dict[str, Any],
     message: str,
+    llama: str,
     tmp_path: Path,
     gpu: FakeGpu,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = folder(case, tmp_path, layer_types=["sliding_attention", "full_attention"])
     monkeypatch.setattr(model_runner, "load_model", lambda *_, **__: pytest.fail("too late"))
+    config = json.loads(Path(llama, "config.json").read_text()) | changes
+    Path(tmp_path, "config.json").write_text(json.dumps(config))
+    settings = {"kv_cache_dtype": changes.get("kv_cache_dtype", "auto"), "load_format": "dummy"}
     with pytest.raises(ConfigError, match=message):
-        run(model, [GREEDY], device="cuda", **settings)
+        run(str(tmp_path), [GREEDY], device="cuda", **settings)
 
 
 def test_int8(llama: str, gpu: FakeGpu) -> None:

@@ -117,9 +117,9 @@ def kernels(dtype: torch.dtype) -> None:
     cases: list[tuple[int, int, dict[str, Any]]] = [
         (128, 0, {"sliding_window": 100, "logits_soft_cap": 30.0, "sinks": zeros(8, dtype=dtype)}),
         (80, 1, {"alibi_slopes": zeros(heads)}),
-        (256, 2, {}),
+        (512, 2 if half else 0, {}),
     ]
-    for head_size, format, features in cases[:2] if old else cases[2:] if half else cases[:1]:
+    for head_size, format, features in cases[:2] if old else cases[2:] if half else cases[::2]:
         qkv = zeros(4, heads + 2 * kv_heads, head_size, dtype=dtype)
         query, key, value = qkv.split_with_sizes([heads, kv_heads, kv_heads], dim=1)
         cache_dtype = torch.uint8 if format else dtype

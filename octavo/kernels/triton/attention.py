@@ -635,8 +635,8 @@ class Step:
 
     Attributes:
         query: [T, H, D].
-        kv_cache: [blocks, 2, block_size, KVH, D], dense, or latents [blocks, block_size, D], with
-            any stride of blocks; uint8 for a cache in FP8.
+        kv_cache: [blocks, 2, block_size, KVH, D], or latents [blocks, block_size, D], with any
+            stride of blocks; uint8 for a cache in FP8.
         query_start_loc: int32 [R + 1].
         seq_lens: int32 [R].
         block_table: int32 [R, blocks].
