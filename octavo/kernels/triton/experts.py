@@ -409,7 +409,7 @@ def multiply(
 
 def _rows_of_expert(pairs: Pairs) -> int:
     """Return the mean number of rows of an expert, which chooses the tile."""
-    return triton.cdiv(len(pairs.order), pairs.experts)
+    return -(-len(pairs.order) // pairs.experts)
 
 
 def _common(stacked: StackedWeight, pairs: Pairs, tile: gemm.Tile) -> dict[str, Any]:
