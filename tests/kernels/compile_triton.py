@@ -107,7 +107,8 @@ def kernels(dtype: torch.dtype) -> None:
         wide = zeros(rows, 4096, dtype=dtype)
         gemm.linear(wide, zeros(4096, 4096, dtype=dtype), None, dtype, upcast=False)
         plain = PackedWeight(zeros(4096, 4096, dtype=dtype), 4096, 4096, "", 0)
-        mixture(wide, plain)
+        if rows == 4096:
+            mixture(wide, plain)
         if rows != 64:
             products(wide)
     x, long = zeros(1, 8192, dtype=dtype), zeros(1024, 8192, dtype=dtype)
@@ -119,7 +120,7 @@ def kernels(dtype: torch.dtype) -> None:
         (80, 1, {"alibi_slopes": zeros(heads)}),
         (512, 2 if half else 0, {}),
     ]
-    for head_size, format, features in cases[:2] if old else cases[2:] if half else cases[::2]:
+    for head_size, format, features in cases[:2] if old else cases[2:]:
         qkv = zeros(4, heads + 2 * kv_heads, head_size, dtype=dtype)
         query, key, value = qkv.split_with_sizes([heads, kv_heads, kv_heads], dim=1)
         cache_dtype = torch.uint8 if format else dtype
@@ -145,7 +146,7 @@ def kernels(dtype: torch.dtype) -> None:
             **SHARED,
             **features,
         )
-        attend(step, ("one", 4), ("decode", 1), ("tiles", 1))
+        attend(step, ("one", 4), ("tiles", 1), *([("decode", 1)] if old else []))
     if old or not half:
         latents(zeros(4, 16, 576, dtype=dtype), 512, 1 if old else 0)
 
@@ -174,7 +175,7 @@ def latents(query: torch.Tensor, value_size: int, format: int) -> None:
     kv_write.write_latents(query[:, 0], cache, format, slots)
     out = zeros(4, 16, value_size, dtype=dtype)
     step = Step(query=query, kv_cache=cache, out=out, format=format, **SHARED)
-    attend(step, ("one", 4), ("tiles", 1))
+    attend(step, ("one", 4), *([("tiles", 1)] if dtype == torch.bfloat16 else []))
     weight = PackedWeight(zeros(16 * 512, 128, dtype=dtype), 16 * 512, 128, "", 0)
     gemm.head_linear(query[:, :, :128], weight, 16, zeros(4, 16, 512, dtype=dtype), upcast=False)
 
