@@ -147,7 +147,7 @@ def kernels(dtype: torch.dtype) -> None:
             **features,
         )
         attend(step, ("one", 4), ("tiles", 1), *([("decode", 1)] if old else []))
-    if old or not half:
+    if half:
         latents(zeros(4, 16, 576, dtype=dtype), 512, 1 if old else 0)
 
 
@@ -175,7 +175,7 @@ def latents(query: torch.Tensor, value_size: int, format: int) -> None:
     kv_write.write_latents(query[:, 0], cache, format, slots)
     out = zeros(4, 16, value_size, dtype=dtype)
     step = Step(query=query, kv_cache=cache, out=out, format=format, **SHARED)
-    attend(step, ("one", 4), *([("tiles", 1)] if dtype == torch.bfloat16 else []))
+    attend(step, ("one", 4), ("tiles", 1))
     weight = PackedWeight(zeros(16 * 512, 128, dtype=dtype), 16 * 512, 128, "", 0)
     gemm.head_linear(query[:, :, :128], weight, 16, zeros(4, 16, 512, dtype=dtype), upcast=False)
 
@@ -197,7 +197,7 @@ def products(x: torch.Tensor) -> None:
         part = Codes(codes, scales, zeros(n, groups, dtype=torch.uint8))
         weight = quantized.pack(n, k, format, group, [part], None)
         quantized.linear(x, weight, None, x.dtype, upcast=False)
-        if format in ("int4_zeros", "int8"):
+        if format in ("int4_zeros", "int8") and x.dtype == torch.bfloat16:
             mixture(x, weight)
 
 
