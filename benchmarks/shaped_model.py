@@ -179,6 +179,10 @@ def make(folder: Path, shape: str) -> None:
             ],
         }
     config.save_pretrained(folder)
+    if "layer_types" in fields:  # transformers saves other names than released configs have
+        saved = json.loads((folder / "config.json").read_text())
+        saved["layer_types"] = fields["layer_types"]
+        (folder / "config.json").write_text(json.dumps(saved, indent=2))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(_BUILTIN / name, folder)
     _write(folder, _shapes(model, config))
