@@ -63,6 +63,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "model_type": "granitemoehybrid",
         "vocab_size": 100352,
         "hidden_size": 768,
+        "intermediate_size": 2048,
         "shared_intermediate_size": 2048,
         "num_hidden_layers": 32,
         "num_attention_heads": 12,
