@@ -165,6 +165,26 @@ class EngineConfig(Section, frozen=True):
                     f"machine's CPU, and is not supported with {setting}; leave out one of them."
                 )
 
+    def _check_eplb(self) -> None:
+        device = self.device
+        if not device.enable_eplb:
+            if device.eplb_config is not None:
+                raise ConfigError(
+                    "eplb_config has no effect without enable_eplb; add enable_eplb, or leave "
+                    "eplb_config out."
+                )
+            return
+        if not device.enable_expert_parallel:
+            raise ConfigError(
+                "enable_eplb moves experts between the processes of enable_expert_parallel; add "
+                "enable_expert_parallel, or leave enable_eplb out."
+            )
+        if self.load.expert_cache is not None:
+            raise ConfigError(
+                "enable_eplb is not supported with expert_cache, which keeps each process's "
+                "experts in a file of its own; leave out one of them."
+            )
+
     def _check_executor(self) -> None:
         backend = self.executor_backend
         if backend == "uni" and self.world_size > 1:
@@ -180,6 +200,7 @@ class EngineConfig(Section, frozen=True):
             )
         if self.device.enable_expert_parallel:
             self._check_expert_parallel()
+        self._check_eplb()
         layers, stages = self.device.pipeline_layers, self.device.pipeline_parallel_size
         if layers is not None and layers.count(",") + 1 != stages:
             raise ConfigError(
