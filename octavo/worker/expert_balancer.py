@@ -104,6 +104,8 @@ class ExpertBalancer:
         self._logged: Loads = self.loads.copy()
         self._window: Loads = self.loads
         """Loads that the current rebalancing is for."""
+        self.process_tokens = 0.0, 0.0
+        """Mean and maximum of the tokens of a rank in the last window, over all layers."""
         self._left: list[int] = []
         """Layers that it has not come to yet."""
         self._move: _Move | None = None
@@ -138,6 +140,8 @@ class ExpertBalancer:
         if self.config.log_balancedness and self._index == 0:
             self._log(done)
         window = self._take_window(done)
+        if window is not None:
+            self.process_tokens = self._balance(window)
         if window is not None and self._move is None and not self._left and self._all_ready(step):
             self._window, self._left = window, list(range(len(self._layers)))
         if self._move is not None:
@@ -201,15 +205,22 @@ class ExpertBalancer:
         if done == 0 or done % self.config.log_balancedness_interval:
             return
         steps, self._logged = self.loads - self._logged, self.loads.copy()
-        of_layers = [layer.rank_loads(row) for layer, row in zip(self._layers, steps, strict=True)]
-        mean = sum(float(loads.mean()) for loads in of_layers)
-        most = sum(float(loads.max()) for loads in of_layers)
+        mean, most = self._balance(steps)
         logger.info(
             "EPLB step %d: avg_tokens=%.2f, max_tokens=%.2f, balancedness=%.4f",
             done,
             mean,
             most,
             mean / most if most else 1.0,
+        )
+
+    def _balance(self, loads: Loads) -> tuple[float, float]:
+        """Return the mean and the maximum of the ranks' loads, over all layers."""
+        pairs = zip(self._layers, loads, strict=True)
+        of_layers = [layer.rank_loads(row) for layer, row in pairs]
+        return (
+            sum(float(each.mean()) for each in of_layers),
+            sum(float(each.max()) for each in of_layers),
         )
 
     def _begin_move(self, index: int) -> None:

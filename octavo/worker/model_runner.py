@@ -19,6 +19,7 @@ from octavo.kernels.memory import release_memory
 from octavo.kv_cache.groups import KVCacheConfig
 from octavo.messages import (
     CoreSamplingParams,
+    ExpertLoad,
     GrammarOutput,
     LogprobsLists,
     ModelRunnerOutput,
@@ -433,7 +434,7 @@ class ModelRunner:
             prompt_logprobs=step.prompt_logprobs,
             num_draft_tokens={req_id: len(tokens) for req_id, tokens in step.drafts.items()},
             errors=errors,
-            expert_load=None if self.expert_loads is None else self.expert_loads.summary(),
+            expert_load=self._expert_load(),
         )
         pending = self._sample(step, grammar, output)
         if state.proposer is not None:
@@ -441,6 +442,16 @@ class ModelRunner:
         if self.setup.config.load.expert_cache is not None:
             self._note_experts(output)
         return pending
+
+    def _expert_load(self) -> ExpertLoad | None:
+        """Return the loads of the experts, and their balance; None: they are not counted."""
+        if self.expert_loads is None:
+            return None
+        load = self.expert_loads.summary()
+        if self.balancer is not None:
+            load.num_rearrangements = self.balancer.num_switches
+            load.process_tokens = self.balancer.process_tokens
+        return load
 
     def _note_experts(self, output: ModelRunnerOutput) -> None:
         """Add the counts of all ranks' expert caches, and explain failures that they caused."""

@@ -142,7 +142,7 @@ def test_copies_of_an_expert_divide_its_rows(isa: str, parts: int) -> None:
     mixture, ops = Mixture(5, 64, 64, SILU, "bfloat16"), NativeOps()
     up, down = mixture.stacked(ops, ops.pack_weight, from_torch, range(5))
     for tokens in (1, 2, 60, 900):
-        x, ids, weights = mixture.rows(tokens, 3)
+        x, ids, _ = mixture.rows(tokens, 3)
         whole, places = ops.experts(from_torch(x), from_torch(ids), up, down, SILU)
         found = torch.full_like(as_torch(whole), torch.nan)
         counts = np.bincount(ids.numpy().ravel(), minlength=5)

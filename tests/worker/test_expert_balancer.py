@@ -82,7 +82,9 @@ class Ranked:
         for layer, mixture in enumerate(self.mixtures):
             shares = mixture.placed.shares.numpy()
             for expert in range(self.experts):
-                addresses = [stack.addresses.numpy()[expert] for stack in (mixture.up, mixture.down)]
+                addresses = [
+                    stack.addresses.numpy()[expert] for stack in (mixture.up, mixture.down)
+                ]
                 assert all(addresses) or not any(addresses)
                 if addresses[0]:
                     for address, part in zip(addresses, content(layer, expert), strict=True):
