@@ -114,11 +114,6 @@ def _check_balanced_experts(setup: WorkerSetup) -> None:
             "leave it out."
         )
     ranks = max(setup.rank.size, setup.expert_rank.size)
-    if ranks == 1:  # each stage is one process
-        raise ConfigError(
-            "enable_eplb balances the experts of a layer among processes, and each layer has one; "
-            "set tensor_parallel_size or data_parallel_size to 2 or more, or leave it out."
-        )
     redundant = setup.config.device.redundant_experts
 
     def fits(number: int) -> bool:

@@ -231,9 +231,9 @@ class ExpertBalancer:
         if (target == layer.placement).all():
             return
         self._move = move = self._make_move(index, target)
-        if self._index == 0:
+        if self._index == 0 and logger.isEnabledFor(logging.DEBUG):
             before, after = (rank_loads(loads, at).max() for at in (layer.placement, target))
-            logger.info(
+            logger.debug(
                 "EPLB moves %d experts of %s: the largest load of %d processes falls from %.0f to "
                 "%.0f tokens, of %d",
                 move.num_experts,
@@ -414,6 +414,7 @@ class _Move:
 def _bytes(weight: PackedWeight | QuantizedWeight) -> Bytes:
     """Return the memory of a weight."""
     data: Bytes = weight.data.view("uint8").numpy().reshape(-1)
+    assert data.ctypes.data == weight.data.data_ptr(), "the weight is not one piece of memory"
     return data
 
 

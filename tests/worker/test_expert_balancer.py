@@ -206,7 +206,7 @@ def test_reloaded_weights_are_where_they_were_at_first():
 def test_the_balancedness_is_logged(caplog):
     config = CONFIG | {"log_balancedness": True, "log_balancedness_interval": 5}
     ranks = [Ranked(index, 2, 6, 0, config) for index in range(2)]
-    with caplog.at_level(logging.INFO, expert_balancer.__name__):
+    with caplog.at_level(logging.DEBUG, expert_balancer.__name__):
         run_ranks(ranks, 100)
     lines = [r.getMessage() for r in caplog.records if "balancedness" in r.getMessage()]
     assert [line.split(":")[0] for line in lines] == [f"EPLB step {i}" for i in range(5, 100, 5)]
