@@ -20,7 +20,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,7 @@ from octavo.kernels.base import PackedWeight, PlacedExperts, QuantizedWeight
 from octavo.layers.experts import Experts
 from octavo.plan.balance_layout import BalanceLayout, LayerSlots
 from octavo.system.distributed import COUNTER_NBYTES, Counter, GroupMemory, Rank
-from octavo.system.tensor import from_numpy
+from octavo.system.tensor import HostTensor, from_numpy
 from octavo.worker.expert_placement import Loads, Placement, balance, first_placement, rank_loads
 from octavo.worker.graphs import StepResult, StepRunner
 from octavo.worker.input_batch import StepInputs
@@ -255,8 +255,8 @@ class ExpertBalancer:
             sender = int((current == expert).any(1).argmax())
             counts[sender] += 1
             if sender == self._index:
-                (slot,) = np.flatnonzero(current[sender] == expert)
-                outgoing += layer.pieces(int(slot), staged[expert], outgoing=True)
+                (held,) = np.flatnonzero(current[sender] == expert).tolist()
+                outgoing += layer.pieces(held, staged[expert], outgoing=True)
         own = target[self._index]
         for slot in np.flatnonzero(own != current[self._index]).tolist():
             incoming += layer.pieces(slot, staged[int(own[slot])], outgoing=False)
@@ -343,7 +343,9 @@ class _Layer:
             if up is not None and down is not None
         ]
         """Up and down of each slot."""
-        self._tables = mixture.up.addresses.numpy(), mixture.down.addresses.numpy()
+        self._tables = [
+            cast("HostTensor", stacked.addresses).numpy() for stacked in (mixture.up, mixture.down)
+        ]
         self._shares: NDArray[np.int32] = np.ones((slots.experts, 2), np.int32)
         mixture.placed = PlacedExperts(from_numpy(loads[: slots.experts]), from_numpy(self._shares))
         self.placement = self.first
@@ -413,7 +415,7 @@ class _Move:
 
 def _bytes(weight: PackedWeight | QuantizedWeight) -> Bytes:
     """Return the memory of a weight."""
-    data: Bytes = weight.data.view("uint8").numpy().reshape(-1)
+    data: Bytes = cast("HostTensor", weight.data).view("uint8").numpy().reshape(-1)
     assert data.ctypes.data == weight.data.data_ptr(), "the weight is not one piece of memory"
     return data
 
