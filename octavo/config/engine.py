@@ -142,6 +142,12 @@ class EngineConfig(Section, frozen=True):
             return
         which = f"enable_expert_parallel with data_parallel_size={engines}"
         backend, parallel = self.executor_backend, self.parallel
+        if parallel.enable_elastic_ep:
+            raise ConfigError(
+                f"{which} divides the experts among a fixed number of engines, since all of them "
+                "take part in each step, and is not supported with enable_elastic_ep; leave out "
+                "one of them, or start the server again to change data_parallel_size."
+            )
         for is_wrong, setting in (
             (size > 1, f"tensor_parallel_size={size}"),
             (
@@ -149,7 +155,6 @@ class EngineConfig(Section, frozen=True):
                 f"pipeline_parallel_size={self.device.pipeline_parallel_size}",
             ),
             (backend != "uni", f"distributed_executor_backend={backend}"),
-            (parallel.enable_elastic_ep, "enable_elastic_ep"),
             (parallel.external, "an external load balancer (data_parallel_rank)"),
             (parallel.data_parallel_hybrid_lb, "data_parallel_hybrid_lb"),
             (
