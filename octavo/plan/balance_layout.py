@@ -33,7 +33,7 @@ class LayerSlots:
 
 @dataclass(frozen=True)
 class BalanceLayout:
-    """Layout: two counters for each rank, two placements, and the moving experts of a layer."""
+    """Layout: three counters for each rank, two placements, and the moving experts of a layer."""
 
     layers: tuple[LayerSlots, ...]
     """Mixtures in the order of the forward pass."""
@@ -66,6 +66,11 @@ class BalanceLayout:
         return self.ranks * COUNTER_NBYTES
 
     @property
+    def decisions(self) -> int:
+        """Offset of a counter of each rank: the checksum of the placement that it moves to."""
+        return 2 * self.ranks * COUNTER_NBYTES
+
+    @property
     def placement_ends(self) -> list[int]:
         """End of each layer's part of a placement: int32 [ranks, slots]."""
         return list(accumulate(self.ranks * layer.slots for layer in self.layers))
@@ -73,13 +78,13 @@ class BalanceLayout:
     def placement(self, version: int) -> tuple[int, int]:
         """Return the bytes [begin, end) of a placement; those of two versions are kept."""
         nbytes = 4 * self.placement_ends[-1]
-        begin = 2 * self.ranks * COUNTER_NBYTES + version % 2 * _aligned(nbytes)
+        begin = 3 * self.ranks * COUNTER_NBYTES + version % 2 * _aligned(nbytes)
         return begin, begin + nbytes
 
     @property
     def staging(self) -> int:
         """Offset of the moving experts."""
-        return 2 * self.ranks * COUNTER_NBYTES + 2 * _aligned(4 * self.placement_ends[-1])
+        return 3 * self.ranks * COUNTER_NBYTES + 2 * _aligned(4 * self.placement_ends[-1])
 
     @property
     def nbytes(self) -> int:

@@ -17,6 +17,7 @@ A step copies `_STEP_NBYTES` at most, so no step takes much longer.
 from __future__ import annotations
 
 import logging
+import zlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.config.device import EplbConfig
+from octavo.errors import EngineDeadError
 from octavo.kernels.base import PackedWeight, PlacedExperts, QuantizedWeight
 from octavo.layers.experts import Experts
 from octavo.plan.balance_layout import BalanceLayout, LayerSlots
@@ -94,6 +96,7 @@ class ExpertBalancer:
         self._begin = 0
         self._versions: list[Counter] = []
         self._ready: list[Counter] = []
+        self._decisions: list[Counter] = []
         self._version = 0
         """Number of switches to a new placement."""
         self._step = 0
@@ -115,9 +118,9 @@ class ExpertBalancer:
         """Use a group's memory, from byte `begin` on."""
         layout = self.layout
         self._memory, self._begin = memory, begin
-        self._versions, self._ready = (
+        self._versions, self._ready, self._decisions = (
             [memory.counter(begin + offset + i * COUNTER_NBYTES) for i in range(layout.ranks)]
-            for offset in (layout.versions, layout.ready)
+            for offset in (layout.versions, layout.ready, layout.decisions)
         )
 
     @property
@@ -131,7 +134,11 @@ class ExpertBalancer:
         return self._version
 
     def advance(self) -> None:
-        """Do the part of the next step. All ranks call this before each step that they share."""
+        """Do the part of the next step. All ranks call this before each step that they share.
+
+        Raises:
+            EngineDeadError: ranks have decided differently.
+        """
         self._step += 1
         step, done = self._step, self._step - 1
         if not self._is_ready and not self._source.is_busy:
@@ -231,6 +238,7 @@ class ExpertBalancer:
         if (target == layer.placement).all():
             return
         self._move = move = self._make_move(index, target)
+        self._decisions[self._index].post(move.checksum)
         if self._index == 0 and logger.isEnabledFor(logging.DEBUG):
             before, after = (rank_loads(loads, at).max() for at in (layer.placement, target))
             logger.debug(
@@ -277,6 +285,8 @@ class ExpertBalancer:
             _copy(move.outgoing, tick)
             return
         if tick == move.num_outgoing:
+            if any(counter.value != move.checksum for counter in self._decisions):
+                raise EngineDeadError("ranks have counted different loads of experts")
             self._switch(move)
         tick -= move.num_outgoing
         _copy(move.incoming, tick)
@@ -406,6 +416,11 @@ class _Move:
     tick: int = 0
     """Number of steps since the beginning."""
     has_switched: bool = False
+
+    @property
+    def checksum(self) -> int:
+        """Checksum of the layer and its new placement."""
+        return zlib.crc32(self.target.tobytes(), self.layer)
 
     @property
     def num_experts(self) -> int:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from octavo import _native
 from octavo.config.device import EplbConfig
 from octavo.errors import EngineDeadError, ModelError
 from octavo.kernels.base import PackedWeight
@@ -134,7 +135,11 @@ def run_ranks(ranks, steps, busy_until=0):
         seen = []
         for step in range(steps):
             rank.source.is_busy = step < busy_until and rank.rank.index == 0
-            rank.balancer.advance()
+            try:
+                rank.balancer.advance()
+            except EngineDeadError:
+                group.break_()
+                raise
             rank.compute(step)
             seen.append([placement.copy() for placement in rank.balancer.placements])
             group.barrier()
@@ -185,6 +190,21 @@ def test_the_window_has_the_last_steps():
                 assert found[0, 0] == sum(range(max(0, done - window), done))
             balancer.loads[0, 0] += done
         assert len(balancer._earlier) <= window // interval + 1
+
+
+def test_ranks_that_disagree_compute_nothing():
+    """A rank that has counted other tokens would leave out experts, or compute them twice."""
+    ranks = [Ranked(index, 2, 6, 0, CONFIG) for index in range(2)]
+    count, before = ranks[1].compute, ranks[1].covered()
+
+    def miscount(seed):
+        count(seed)
+        ranks[1].balancer.loads[:, 5] += 1000
+
+    ranks[1].compute = miscount
+    with pytest.raises((EngineDeadError, _native.GroupError), match=r"different loads|has failed"):
+        run_ranks(ranks, 100)
+    assert ranks[1].covered() == before
 
 
 def test_reloaded_weights_are_where_they_were_at_first():
