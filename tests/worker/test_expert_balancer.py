@@ -275,13 +275,15 @@ def test_an_engine_dies_in_any_step_of_a_move(memory, victim):
             steps, barrier, end = 9 + round_, round_ % 2, threading.Event()
 
             def run(steps=steps, barrier=barrier, end=end):
-                for _ in range(steps):
+                try:
+                    for _ in range(steps):
+                        engines[victim].group.run(engines[victim].step)
+                    with pytest.raises(DeadError):
+                        engines[victim].group.run(lambda: engines[victim].step(barrier))
+                    engines[victim] = Engine(memory, victim)
                     engines[victim].group.run(engines[victim].step)
-                with pytest.raises(DeadError):
-                    engines[victim].group.run(lambda: engines[victim].step(barrier))
-                engines[victim] = Engine(memory, victim)
-                engines[victim].group.run(engines[victim].step)
-                end.set()
+                finally:
+                    end.set()
 
             futures = [threads.submit(run)]
             futures += [threads.submit(engines[i].serve_until, end) for i in others]
