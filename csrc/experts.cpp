@@ -93,13 +93,14 @@ class Experts {
       for (int64_t i = begin; i < end; i++) next[a_.ids[i] + 1]++;
       if (a_.counts && slot == a_.own_slot)
         for (int64_t i = begin; i < end; i++) a_.counts[a_.ids[i]]++;
+      if (a_.loads)
+        for (int64_t i = begin; i < end; i++) a_.loads[a_.ids[i]]++;
       pairs += end - begin;
     });
     const uint64_t* weights = a_.up ? a_.up : a_.down;
     for (int64_t expert = 0, first = 0; expert < a_.experts; expert++) {
       const int64_t rows = next[expert + 1];
-      for (int64_t i = 0; weights[expert] && i < rows; i += kMostRows)
-        units_.push_back({expert, first + i, std::min(kMostRows, rows - i)});
+      if (weights[expert]) add_units(expert, first, rows);
       next[expert + 1] = first += rows;
     }
     pairs_.resize(pairs);
@@ -110,6 +111,19 @@ class Experts {
         a_.places[i] = int32_t(row);
       }
     });
+  }
+
+  // Adds the units of an expert's rows: all, or this process's part of them. The numbers of rows of the
+  // parts differ by one at most; which part has fewer depends on the expert.
+  void add_units(int64_t expert, int64_t first, int64_t rows) {
+    int64_t begin = 0, end = rows;
+    if (a_.shares) {
+      const int64_t part = a_.shares[2 * expert], parts = a_.shares[2 * expert + 1];
+      const int64_t more = expert % parts;
+      begin = (rows * part + more) / parts, end = (rows * (part + 1) + more) / parts;
+    }
+    for (int64_t i = begin; i < end; i += kMostRows)
+      units_.push_back({expert, first + i, std::min(kMostRows, end - i)});
   }
 
   // Adds the tasks of a product with `n` outputs (gated: of gates).

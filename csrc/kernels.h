@@ -734,11 +734,14 @@ struct ExpertsArgs {
   int64_t* counts;  // [experts] or null: the numbers of this process's pairs are added
   const int32_t* slot_tokens;  // [slots]: tokens of each process; null: `tokens` of this one
   int64_t slots, slot_size, own_slot;
+  int64_t* loads;  // [experts] or null: the numbers of all processes' pairs are added
+  const int32_t* shares;  // [experts, 2] or null: of an expert that several processes have, the part of
+                          // the rows that this one computes, and the number of parts
 
   MEMBERS(x, x_stride, ids, factors, places, up, down, up_bias, down_bias, inner, out, inner_stride,
           out_stride, tokens, top_k, experts, hidden, up_outputs, down_inputs, down_outputs, up_group,
           down_group, up_order, down_order, up_plain, down_plain, up_format, down_format, gated,
-          activation, limit, dtype, counts, slot_tokens, slots, slot_size, own_slot)
+          activation, limit, dtype, counts, slot_tokens, slots, slot_size, own_slot, loads, shares)
   void resize(const StepSize& size) { tokens = size.rows; }
   Work work() const {
     // Each distinct expert's weights are read once; those of quantized ones count as bytes.

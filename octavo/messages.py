@@ -459,6 +459,11 @@ class ExpertLoad(msgspec.Struct, array_like=True):
     """Choices of all experts together."""
     most: list[int] = []
     """Choices of the most chosen expert."""
+    num_rearrangements: int = 0
+    """Number of changes of the place of a layer's experts."""
+    process_tokens: tuple[float, float] = (0.0, 0.0)
+    """Mean and maximum of the choices that a process computes, over all layers; of the last window
+    of the balancing."""
 
 
 class ModelRunnerOutput(msgspec.Struct, array_like=True):

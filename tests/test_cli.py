@@ -11,6 +11,7 @@ import octavo
 from octavo import cli
 from octavo.config import (
     EngineConfig,
+    EplbConfig,
     KVEventsConfig,
     KVTransferConfig,
     ServerConfig,
@@ -68,6 +69,8 @@ def example(field):
         return ['{"kv_connector": "A"}'], KVTransferConfig(kv_connector="A")
     if field.name == "speculative_config":
         return ['{"method": "suffix"}'], SpeculativeConfig(method="suffix")
+    if field.name == "eplb_config":
+        return ['{"window_size": 5}'], EplbConfig(window_size=5)
     if field.name == "hf_overrides":
         return ['{"a": {"b": 1}}'], {"a": {"b": 1}}
     if field.name == "gpu_memory_utilization":
@@ -92,7 +95,13 @@ def example(field):
 ALL_FIELDS = [*config_fields(EngineConfig), *section_fields(ServerConfig, "server")]
 
 
-NEED_RANKS = ("enable_expert_parallel", "enable_sequence_parallel")
+NEEDED = {
+    "enable_expert_parallel": ["-tp", "2"],
+    "enable_sequence_parallel": ["-tp", "2"],
+    "enable_eplb": ["-tp", "2", "-ep"],
+    "eplb_config": ["-tp", "2", "-ep", "--enable-eplb"],
+}
+"""Other flags that a setting needs."""
 
 
 @pytest.mark.parametrize("field", ALL_FIELDS, ids=lambda f: f.name)
@@ -102,7 +111,7 @@ def test_every_setting_has_a_flag(served, field):
     if field.type is bool:
         flag = flag.replace("--", "--no-", 1) if words else flag
         words = []
-    needed = ["-tp", "2"] if field.name in NEED_RANKS else []
+    needed = NEEDED.get(field.name, [])
     for spelling in (flag, "--" + flag[2:].replace("-", "_")):
         served.clear()
         assert cli.main(["serve", spelling, *words, *needed]) == 0

@@ -78,10 +78,6 @@ FOREIGN: dict[str, Foreign] = {
             "each process reads only its own experts, always; leave it out",
             enable_ep_weight_filter=EITHER,
         ),
-        _group(
-            "experts are not moved between processes by their load; leave it out",
-            enable_eplb=False,
-        ),
         _group("a step is one batch, and is never split in two", enable_dbo=False),
         _group("models with hyper-connections are not supported", enable_hc_sp=False),
         _group(
@@ -141,7 +137,6 @@ FOREIGN: dict[str, Foreign] = {
             "one kernel computes experts, and the first process has the first ones; leave it out",
             all2all_backend=ANY,
             expert_placement_strategy=ANY,
-            eplb_config=ANY,
         ),
         _group(
             "it tunes enable_dbo, which is not supported",
@@ -607,6 +602,16 @@ DRAFT = {
 }
 """Keys of speculative_config that only vLLM has."""
 
+EPLB = {
+    setting.name: setting
+    for setting in [
+        *_group("there is one policy; leave it out", policy="default"),
+        *_group("experts always move while steps run", use_async=EITHER),
+        *_group("experts always move through shared memory", communicator=ANY),
+    ]
+}
+"""Keys of eplb_config that only vLLM has."""
+
 SECTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "structured_outputs_config": (
         "backend",
@@ -707,15 +712,16 @@ def translate(kwargs: Mapping[str, Any]) -> dict[str, Any]:
         )
     if _typed(size) not in (None, 0):
         _put(settings, "kv_transfer_config", _offloading(size), "kv_offloading_size")
-    draft = _typed(settings.get("speculative_config"))
-    if isinstance(draft, dict):
-        for name in draft.keys() & DRAFT.keys():
-            _refuse_unless_harmless(DRAFT[name], f"speculative_config.{name}", draft[name])
-        settings["speculative_config"] = {
-            name: "mtp" if name == "method" and value in MTP_METHODS else value
-            for name, value in draft.items()
-            if name not in DRAFT
-        }
+    for setting, foreign in (("speculative_config", DRAFT), ("eplb_config", EPLB)):
+        given = _typed(settings.get(setting))
+        if isinstance(given, dict):
+            for name in given.keys() & foreign.keys():
+                _refuse_unless_harmless(foreign[name], f"{setting}.{name}", given[name])
+            settings[setting] = {
+                name: "mtp" if name == "method" and value in MTP_METHODS else value
+                for name, value in given.items()
+                if name not in foreign
+            }
     for name, (key, target, ignored) in SECTIONS.items():
         section = _typed(settings.pop(name, None))
         if _is_empty(section):

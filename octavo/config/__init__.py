@@ -9,7 +9,7 @@ programs (Ray, Triton) are read where they matter.
 from __future__ import annotations
 
 from octavo.config.cache import CacheConfig, KVEventsConfig, KVTransferConfig
-from octavo.config.device import DeviceConfig
+from octavo.config.device import DeviceConfig, EplbConfig
 from octavo.config.engine import EngineConfig, build_sections, config_fields, section_doc
 from octavo.config.environment import (
     ADMIN_KEY_VARIABLE,
@@ -62,6 +62,7 @@ __all__ = [
     "DeviceConfig",
     "ENVIRONMENT",
     "EngineConfig",
+    "EplbConfig",
     "HIDDEN",
     "KVEventsConfig",
     "KVTransferConfig",

@@ -4,9 +4,25 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+import msgspec
 from msgspec import Meta
 
 from octavo.config.section import PositiveInt, Section
+
+
+class EplbConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Balancing of the experts' loads among processes. Names are vLLM's."""
+
+    window_size: PositiveInt = 1000
+    """Number of the last steps whose loads count."""
+    step_interval: PositiveInt = 3000
+    """Number of steps from one rebalancing to the next."""
+    num_redundant_experts: Annotated[int, Meta(ge=0)] = 0
+    """Number of copies of a layer's experts in addition to the experts, of all processes."""
+    log_balancedness: bool = False
+    """Log the mean load of a process over the largest."""
+    log_balancedness_interval: PositiveInt = 1
+    """Number of steps from one line of the log to the next."""
 
 
 class DeviceConfig(Section, frozen=True):
@@ -61,6 +77,20 @@ class DeviceConfig(Section, frozen=True):
             " bits stay the same."
         ),
     ] = False
+    enable_eplb: Annotated[
+        bool,
+        Meta(
+            description="Move experts between the processes or engines of enable_expert_parallel"
+            " while they serve, so that all have about the same load; the bits stay the same."
+        ),
+    ] = False
+    eplb_config: Annotated[
+        EplbConfig | None,
+        Meta(
+            description='Settings of enable_eplb, as JSON: {"window_size": 1000, "step_interval":'
+            ' 3000, "num_redundant_experts": 0, "log_balancedness": false}; these are the defaults.'
+        ),
+    ] = None
     pipeline_parallel_size: Annotated[
         int,
         Meta(
@@ -89,3 +119,13 @@ class DeviceConfig(Section, frozen=True):
             description="Use only the cores and the memory of this NUMA node; default: no binding."
         ),
     ] = None
+
+    @property
+    def eplb(self) -> EplbConfig | None:
+        """Settings of the balancing of experts; None: they stay where they are."""
+        return (self.eplb_config or EplbConfig()) if self.enable_eplb else None
+
+    @property
+    def redundant_experts(self) -> int:
+        """Number of copies of a layer's experts in addition to the experts."""
+        return 0 if self.eplb is None else self.eplb.num_redundant_experts

@@ -142,6 +142,12 @@ class EngineConfig(Section, frozen=True):
             return
         which = f"enable_expert_parallel with data_parallel_size={engines}"
         backend, parallel = self.executor_backend, self.parallel
+        if parallel.enable_elastic_ep:
+            raise ConfigError(
+                f"{which} divides the experts among a fixed number of engines, since all of them "
+                "take part in each step, and is not supported with enable_elastic_ep; leave out "
+                "one of them, or start the server again to change data_parallel_size."
+            )
         for is_wrong, setting in (
             (size > 1, f"tensor_parallel_size={size}"),
             (
@@ -149,7 +155,6 @@ class EngineConfig(Section, frozen=True):
                 f"pipeline_parallel_size={self.device.pipeline_parallel_size}",
             ),
             (backend != "uni", f"distributed_executor_backend={backend}"),
-            (parallel.enable_elastic_ep, "enable_elastic_ep"),
             (parallel.external, "an external load balancer (data_parallel_rank)"),
             (parallel.data_parallel_hybrid_lb, "data_parallel_hybrid_lb"),
             (
@@ -164,6 +169,26 @@ class EngineConfig(Section, frozen=True):
                     f"{which} divides the experts among engines of one process each, all on this "
                     f"machine's CPU, and is not supported with {setting}; leave out one of them."
                 )
+
+    def _check_eplb(self) -> None:
+        device = self.device
+        if not device.enable_eplb:
+            if device.eplb_config is not None:
+                raise ConfigError(
+                    "eplb_config has no effect without enable_eplb; add enable_eplb, or leave "
+                    "eplb_config out."
+                )
+            return
+        if not device.enable_expert_parallel:
+            raise ConfigError(
+                "enable_eplb moves experts between the processes of enable_expert_parallel; add "
+                "enable_expert_parallel, or leave enable_eplb out."
+            )
+        if self.load.expert_cache is not None:
+            raise ConfigError(
+                "enable_eplb is not supported with expert_cache, which keeps each process's "
+                "experts in a file of its own; leave out one of them."
+            )
 
     def _check_executor(self) -> None:
         backend = self.executor_backend
@@ -180,6 +205,7 @@ class EngineConfig(Section, frozen=True):
             )
         if self.device.enable_expert_parallel:
             self._check_expert_parallel()
+        self._check_eplb()
         layers, stages = self.device.pipeline_layers, self.device.pipeline_parallel_size
         if layers is not None and layers.count(",") + 1 != stages:
             raise ConfigError(

@@ -401,6 +401,8 @@ class EngineCore:
         if load is not None:
             stats.num_experts = load.num_experts
             stats.expert_tokens, stats.most_expert_tokens = load.tokens, load.most
+            stats.num_expert_rearrangements = load.num_rearrangements
+            stats.mean_process_tokens, stats.most_process_tokens = load.process_tokens
         return stats
 
     def reset_prefix_cache(

@@ -69,7 +69,10 @@ def make_worker_setup(
     if config.divides_experts:
         _check_divided_experts(setup)
         size = config.parallel.data_parallel_size
-        setup = replace(setup, expert_rank=Rank(engine_index, size))
+        rank = Rank(engine_index, size, redundant_experts=config.device.redundant_experts)
+        setup = replace(setup, expert_rank=rank)
+    if config.device.enable_eplb:
+        _check_balanced_experts(setup)
     setup = _with_draft(setup)
     if config.cache.kv_transfer_config is not None:
         setup = _with_connector(setup, engine_index)
@@ -95,6 +98,40 @@ def _check_divided_experts(setup: WorkerSetup) -> None:
                 f"{which} is not supported with {name}: the engines step together; leave out one "
                 "of the two."
             )
+
+
+def _check_balanced_experts(setup: WorkerSetup) -> None:
+    """Check that experts and copies can be divided evenly among processes.
+
+    Raises:
+        ConfigError: they cannot, or the model has no experts.
+    """
+    found = (weight.expert for weight in setup.spec.weights())
+    counts = sorted({expert.count for expert in found if expert is not None})
+    if not counts:
+        raise ConfigError(
+            f"enable_eplb balances the loads of experts, and {setup.spec.architecture} has none; "
+            "leave it out."
+        )
+    ranks = max(setup.rank.size, setup.expert_rank.size)
+    redundant = setup.config.device.redundant_experts
+
+    def fits(number: int) -> bool:
+        return all((n + number) % ranks == 0 and number <= n * (ranks - 1) for n in counts)
+
+    if fits(redundant):
+        return
+    most = counts[0] * (ranks - 1)
+    below = next((n for n in range(min(redundant, most), -1, -1) if fits(n)), None)
+    above = next((n for n in range(redundant, most + 1) if fits(n)), None)
+    sizes = " or ".join(str(n) for n in (below, above) if n is not None)
+    fix = f"set it to {sizes}" if sizes else "change the number of processes"
+    experts = " and ".join(map(str, counts))
+    raise ConfigError(
+        f"eplb_config: with num_redundant_experts={redundant}, the {experts} experts of a layer "
+        f"and their copies cannot be divided evenly among {ranks} processes, each with different "
+        f"experts; {fix}, or leave out enable_eplb."
+    )
 
 
 def _with_draft(setup: WorkerSetup) -> WorkerSetup:

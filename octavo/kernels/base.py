@@ -195,6 +195,20 @@ class TokenSlots:
     own: int
 
 
+@dataclass(frozen=True, slots=True)
+class PlacedExperts:
+    """Place of a layer's experts, which may change between steps, and their loads.
+
+    Attributes:
+        loads: int64 [E]: the pairs of each expert are added, those of all processes.
+        shares: int32 [E, 2]: if several processes have an expert, the part of its rows that this
+            one computes, and the number of parts.
+    """
+
+    loads: Tensor
+    shares: Tensor
+
+
 class HostCopy(Protocol):
     """Numbers on their way from a device to the host."""
 
@@ -816,6 +830,7 @@ class Ops(Protocol):
         out: Tensor | None = None,
         counts: Tensor | None = None,
         slots: TokenSlots | None = None,
+        placed: PlacedExperts | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute the feed-forward blocks of the chosen experts, down(act(up(x))).
 
@@ -834,6 +849,8 @@ class Ops(Protocol):
             counts: int64 [E]: the pairs of each expert are added; on a CPU only.
             slots: the tokens of several processes, which T covers whole; `counts` is of those of
                 this process. On a CPU only.
+            placed: the place of the experts, if it may change; None: each is in one process. On a
+                CPU only.
 
         Returns:
             The results of the last product; and the row of each pair in them, int32 [T, K].

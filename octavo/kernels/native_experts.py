@@ -8,7 +8,13 @@ import numpy as np
 
 from octavo import _native
 from octavo._native import kernels
-from octavo.kernels.base import PackedWeight, QuantizedWeight, StackedWeight, TokenSlots
+from octavo.kernels.base import (
+    PackedWeight,
+    PlacedExperts,
+    QuantizedWeight,
+    StackedWeight,
+    TokenSlots,
+)
 from octavo.kernels.native_base import (
     DTYPE_CODES,
     GATES,
@@ -89,6 +95,7 @@ class NativeExpertOps(NativeMemory):
         out: Tensor | None = None,
         counts: Tensor | None = None,
         slots: TokenSlots | None = None,
+        placed: PlacedExperts | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute all as one set of tasks, see csrc/experts.cpp."""
         check_rows(x)
@@ -136,6 +143,8 @@ class NativeExpertOps(NativeMemory):
             slots=0 if slots is None else len(slots.counts),
             slot_size=0 if slots is None else slots.size,
             own_slot=0 if slots is None else slots.own,
+            loads=0 if placed is None else placed.loads.data_ptr(),
+            shares=0 if placed is None else placed.shares.data_ptr(),
             **self._stacked("up", up, x.shape[1], x.dtype),
             **self._stacked("down", down, inner.shape[1], x.dtype),
         )

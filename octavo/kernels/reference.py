@@ -28,6 +28,7 @@ from octavo.kernels.base import (
     OnlineFormat,
     Ops,
     PackedWeight,
+    PlacedExperts,
     QuantFormat,
     QuantizedWeight,
     StackedWeight,
@@ -708,10 +709,12 @@ class ReferenceOps:
         out: Tensor | None = None,
         counts: Tensor | None = None,
         slots: TokenSlots | None = None,
+        placed: PlacedExperts | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Sort the pairs by expert, and multiply the rows of one expert after the other."""
         assert counts is None, "on a CPU only"
         assert slots is None, "on a CPU only"
+        assert placed is None, "on a CPU only"
         top_k, stacked = ids.shape[1], up or down
         assert stacked is not None
         order = ids.flatten().sort(stable=True).indices

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.kernels.base import Ops, StackedWeight
+from octavo.kernels.base import Ops, PlacedExperts, StackedWeight
 from octavo.kernels.routing import ExpertActivation, Routing
 from octavo.layers.expert_exchange import ExpertExchange
 from octavo.layers.linear import Linear
@@ -77,6 +77,8 @@ class Experts:
     """Exchange with the engines that compute the other experts; None: there are no others."""
     counts: Tensor | None = None
     """Sums over all steps of the tokens that chose each expert: int64 [experts]; None: unknown."""
+    placed: PlacedExperts | None = None
+    """Place of the experts in several processes, if it may change."""
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """Map [T, hidden_size] to [T, hidden_size]."""
@@ -116,7 +118,15 @@ class Experts:
             whole, _ = divided.rows.empty(tokens, x.dtype)
             rows = whole.view((tokens * top_k, -1))
             _, places = ops.experts(
-                x, ids, self.up, self.down, self.activation, factors, out=rows, counts=counts
+                x,
+                ids,
+                self.up,
+                self.down,
+                self.activation,
+                factors,
+                out=rows,
+                counts=counts,
+                placed=self.placed,
             )
             divided.rows.join()
             return ops.sum_experts(rows, places, after)
@@ -157,6 +167,7 @@ class Experts:
             out=rows,
             counts=self.counts,
             slots=exchange.slots,
+            placed=self.placed,
         )
         exchange.join()
         return rows, places

@@ -26,7 +26,14 @@ from octavo.models.spec import ModelSpec
 from octavo.models.weight_cache import Image, Progress, WeightCache, weights_key
 from octavo.models.weights import Weight
 from octavo.quantization.base import IntArray, Part, TensorError
-from octavo.system.tensor import HostTensor, Tensor, empty, itemsize, numpy_dtype
+from octavo.system.tensor import (
+    HostTensor,
+    Tensor,
+    empty,
+    from_numpy,
+    itemsize,
+    numpy_dtype,
+)
 
 _Loaded = Tensor | PackedWeight | QuantizedWeight
 
@@ -141,10 +148,20 @@ class LoadedWeights:
             return self._read_cache(progress) or self._pack(progress)
         return self._read_cache(progress) or self._pack_experts(progress)
 
+    @property
+    def is_busy(self) -> bool:
+        """True while a thread writes the weights to the cache: they must not change."""
+        writer = None if self._cache is None else self._cache.writer
+        return writer is not None and writer.is_alive()
+
+    def wait(self) -> None:
+        """Wait until the weights may change."""
+        if self._cache is not None and self._cache.writer is not None:
+            self._cache.writer.join()
+
     def release(self) -> None:
         """Release the memory to the system; the weights are zeros until they are read again."""
-        if self._cache is not None and self._cache.writer is not None:
-            self._cache.writer.join()  # it reads them
+        self.wait()
         self._memory.release()
 
     def reload(self, progress: Progress | None = None, *, same: bool) -> None:
@@ -224,29 +241,73 @@ class LoadedWeights:
 
     def _load(self, weight: Weight, tensors: Tensors) -> _Loaded:
         """Return a weight from the checkpoint: packed, if it is linear."""
-        parts, whole = _read(weight, tensors)
-        out = self._memory.place(weight)
-        result: _Loaded
-        if weight.kind == "linear":
-            try:
-                result = weight.form.pack(self._ops, parts, weight.packed(self._dtype), out)
-            except TensorError as error:
-                raise _with_module(error, weight.sources[0]) from None
-        else:
-            dtype = weight.dtype or self._dtype
-            whole_weight = (
-                empty(*weight.shape, dtype=dtype)
-                if out is None
-                else out.view(dtype).view(weight.shape)
-            )
-            np.concatenate(
-                [_same_bytes(tensor, dtype) for (tensor,) in parts],
-                out=_same_bytes(whole_weight, dtype),
-            )
-            result = self._ops.to_device(whole_weight)
-        for tensor in whole:
-            tensors.done(tensor)
-        return result
+        return _load(weight, tensors, self._memory.place(weight), self._dtype, self._ops)
+
+
+class ExpertReader:
+    """Reader of single experts, which replace loaded ones. It implements `ExpertSource`.
+
+    Args:
+        spec: the whole model.
+        checkpoint: its tensors.
+        dtype: type of weights and activations.
+        ops: the table of operations.
+        loaded: the loaded weights.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, checkpoint: Checkpoint, dtype: str, ops: Ops, loaded: LoadedWeights
+    ) -> None:
+        self._spec, self._checkpoint, self._dtype, self._ops = spec, checkpoint, dtype, ops
+        self._loaded = loaded
+        self._tensors: Tensors | None = None
+        self._weights: dict[tuple[str, int], list[Weight]] = {}
+
+    @property
+    def is_busy(self) -> bool:
+        """See `LoadedWeights`."""
+        return self._loaded.is_busy
+
+    def wait(self) -> None:
+        """See `LoadedWeights`."""
+        self._loaded.wait()
+
+    def load(self, block: str, index: int, up: NDArray[np.uint8], down: NDArray[np.uint8]) -> None:
+        """Implement `ExpertSource`."""
+        if self._tensors is None:
+            self._tensors = self._checkpoint.open(self._spec.expected)
+            for weight in self._spec.weights():
+                if weight.expert is not None:
+                    key = weight.expert.block, weight.expert.index
+                    self._weights.setdefault(key, []).append(weight)
+        for weight, out in zip(self._weights[block, index], (up, down), strict=True):
+            _load(weight, self._tensors, from_numpy(out), self._dtype, self._ops)
+
+
+def _load(
+    weight: Weight, tensors: Tensors, out: HostTensor | None, dtype: str, ops: Ops
+) -> _Loaded:
+    """Return a weight from the checkpoint, in the memory `out`: packed, if it is linear."""
+    parts, whole = _read(weight, tensors)
+    result: _Loaded
+    if weight.kind == "linear":
+        try:
+            result = weight.form.pack(ops, parts, weight.packed(dtype), out)
+        except TensorError as error:
+            raise _with_module(error, weight.sources[0]) from None
+    else:
+        dtype = weight.dtype or dtype
+        whole_weight = (
+            empty(*weight.shape, dtype=dtype) if out is None else out.view(dtype).view(weight.shape)
+        )
+        np.concatenate(
+            [_same_bytes(tensor, dtype) for (tensor,) in parts],
+            out=_same_bytes(whole_weight, dtype),
+        )
+        result = ops.to_device(whole_weight)
+    for tensor in whole:
+        tensors.done(tensor)
+    return result
 
 
 def check_inputs(weights: Iterable[Weight]) -> None:

@@ -56,6 +56,12 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     """Choices of all experts of a layer together, by layer; 0 for a layer without experts."""
     most_expert_tokens: list[int] = []
     """Choices of the most chosen expert of each layer."""
+    num_expert_rearrangements: int = 0
+    """Number of changes of the place of a layer's experts, to balance the loads of processes."""
+    mean_process_tokens: float = 0.0
+    """Mean of the choices that a process computes, in the last window of the balancing."""
+    most_process_tokens: float = 0.0
+    """Maximum of these choices, of each layer, over all layers."""
 
     expert_cache_hits: int = 0
     """Experts that a layer used and found in memory."""
@@ -91,6 +97,12 @@ class SchedulerStats(msgspec.Struct, array_like=True):
         return [
             1 / (share * self.num_experts) if share else 0.0 for share in self.expert_max_shares
         ]
+
+    @property
+    def eplb_balancedness(self) -> float:
+        """Mean load of a process over the largest one: 1 is perfect; 0 if it is unknown."""
+        most = self.most_process_tokens
+        return self.mean_process_tokens / most if most else 0.0
 
     @staticmethod
     def join(parts: Sequence[SchedulerStats]) -> SchedulerStats:
@@ -264,6 +276,18 @@ SCHEDULER_METRICS = (
         "Mean of the experts' loads over the largest one of a layer since the start.",
         "expert_balancedness",
         {"layer": ""},
+    ),
+    SchedulerMetric(
+        "gauge",
+        "eplb_balancedness",
+        "Mean load of a process over the largest one, in the last window of enable_eplb.",
+        "eplb_balancedness",
+    ),
+    SchedulerMetric(
+        "counter",
+        "eplb_rearrangements",
+        "Changes of the place of a layer's experts by enable_eplb.",
+        "num_expert_rearrangements",
     ),
 )
 """Metrics of the scheduler; a new one needs a field of `SchedulerStats` and a row here."""

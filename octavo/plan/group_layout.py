@@ -17,7 +17,8 @@ SLOT_HEAD_NBYTES = _ALIGNMENT
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """Layout: tokens, drafts, outputs and buffers of stages, and counts, in this order."""
+    """Layout: tokens, drafts, outputs and buffers of stages, counts, and memory for the balancing
+    of experts, in this order."""
 
     size: StepSize
     """Size of the largest step."""
@@ -33,6 +34,8 @@ class GroupLayout:
     """Bytes of a stage's output for one token."""
     buffers: Sequence[int]
     """Bytes of each stage's buffers."""
+    balancing: Sequence[int] = ()
+    """Bytes of each stage's memory for the balancing of experts, if they are balanced."""
 
     @property
     def token_numbers(self) -> int:
@@ -71,7 +74,12 @@ class GroupLayout:
     @property
     def nbytes(self) -> int:
         """Size of the whole memory in bytes."""
-        return self.expert_counts + self.rank.world_size * _ALIGNMENT
+        return self.balancing_of(self.rank.num_stages)
+
+    def balancing_of(self, stage: int) -> int:
+        """Return the offset of a stage's memory for the balancing of experts."""
+        begin = self.expert_counts + self.rank.world_size * _ALIGNMENT
+        return begin + sum(self.balancing[:stage])
 
     @property
     def expert_counts(self) -> int:

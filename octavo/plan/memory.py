@@ -16,7 +16,8 @@ class Scratch:
         logits: exact bytes of the arena for its logits and their intermediate results.
         kernels: upper bound of the bytes that the kernels keep.
         shared: bytes of the buffers that all ranks share.
-        exchanged: bytes of the rows that engines with divided experts exchange.
+        exchanged: bytes of the rows that engines with divided experts exchange, and of experts that
+            move among them.
     """
 
     activations: int

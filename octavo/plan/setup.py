@@ -14,6 +14,7 @@ from octavo.layers.step_table import StepSize
 from octavo.models.expert_sizes import ExpertSizes, divide_slots
 from octavo.models.spec import ModelSpec, divide_layers
 from octavo.models.state_cache import StateCache
+from octavo.plan.balance_layout import BalanceLayout
 from octavo.plan.group_layout import GroupLayout
 from octavo.plan.memory import Scratch
 from octavo.structured_output.base import MAX_FORCED
@@ -110,6 +111,15 @@ class WorkerSetup:
         return divide_slots(size, ranks, self.spec.architecture)[self.rank.number]
 
     @cached_property
+    def balance_layout(self) -> BalanceLayout | None:
+        """Layout of the memory for the balancing of this rank's experts; None: they never move."""
+        if self.config.device.eplb is None:
+            return None
+        ranks = max(self.rank.size, self.expert_rank.size)
+        layout = BalanceLayout.of(self.part.weights(), self.dtype, ranks)
+        return layout if layout.layers else None
+
+    @cached_property
     def stage_layers(self) -> tuple[int, int]:
         """Layers (begin, end) of this rank."""
         asked = self.config.device.pipeline_layers
@@ -201,7 +211,16 @@ class WorkerSetup:
             rank=self.rank,
             handed_nbytes=self.spec.handed_numbers * DTYPE_NBYTES[self.dtype],
             buffers=[scratch.shared for scratch in self.scratches],
+            balancing=self._balancing,
         )
+
+    @cached_property
+    def _balancing(self) -> list[int]:
+        """Bytes of each stage's memory for the balancing of experts."""
+        if self.config.device.eplb is None:
+            return []
+        layouts = [stage.balance_layout for stage in self.stages]
+        return [0 if layout is None else layout.nbytes for layout in layouts]
 
     @property
     def max_in_flight(self) -> int:

@@ -246,6 +246,8 @@ def memory_budget(
         loads = setup.spec if made else spec
         loading += ranks * loads.loading_nbytes(setup.dtype, made=made)
         activations += ranks * (scratch.activations + scratch.kernels)
+        if (layout := stage.balance_layout) is not None and config.device.eplb is not None:
+            rows += ranks * layout.rank_nbytes(config.device.eplb)
         # Logits, and the same size again: for those of prompt tokens, of which fewer are in a step,
         # or for a copy before changes, if logprobs are requested.
         logits += ranks * 2 * scratch.logits

@@ -58,6 +58,8 @@ class Rank:
     splits_experts: bool = False
     """True if each process computes some experts as a whole; otherwise it computes some columns of
     all."""
+    redundant_experts: int = 0
+    """Number of copies of a layer's experts that there are in addition to the experts."""
 
     @classmethod
     def of(cls, number: int, device: DeviceConfig) -> Rank:
@@ -72,6 +74,7 @@ class Rank:
             reduces,
             splits_rows=device.enable_sequence_parallel,
             splits_experts=device.enable_expert_parallel,
+            redundant_experts=device.redundant_experts,
         )
 
     @property
@@ -109,6 +112,14 @@ class Rank:
         each, more = divmod(n, self.size)
         begin = self.index * each + min(self.index, more)
         return begin, begin + each + (self.index < more)
+
+    def experts(self, n: int) -> tuple[int, ...]:
+        """Return the experts, of n of a layer, that it has at first, in ascending order.
+
+        Copies of the first experts follow the last one. All are divided evenly if there are any.
+        """
+        begin, end = self.share(n + self.redundant_experts)
+        return tuple(sorted(expert % n for expert in range(begin, end)))
 
 
 ALONE = Rank()

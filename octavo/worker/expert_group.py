@@ -8,7 +8,8 @@ together.
 When an engine dies, the others wait for the new one. Engines that have come together are a
 generation; each new one begins with all of them between two steps. An engine whose step was cut off
 computes it again from its inputs, which gives the same bits. With recurrent states, which a step
-changes, the scheduler repeats its requests from their tokens instead.
+changes, the scheduler repeats its requests from their tokens instead. Where experts have moved, a
+generation begins with the newest placement that an engine has used; see `ExpertBalancer.settle`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from octavo.system.distributed import (
     GroupMemory,
     group_failure,
 )
+from octavo.worker.expert_balancer import ExpertBalancer
 
 T = TypeVar("T")
 
@@ -52,18 +54,23 @@ class ExpertGroup:
     Args:
         path: memory of the group, an empty file at first.
         exchange: exchange of the built model.
+        balancer: balances the experts of the engines; None: they stay where they are.
 
     Raises:
         ConfigError: the other engines do not compute the same model.
+        ModelError: experts that have moved to this engine cannot be read.
         OSError: the memory cannot be opened.
     """
 
-    def __init__(self, path: str, exchange: ExpertExchange) -> None:
+    def __init__(
+        self, path: str, exchange: ExpertExchange, balancer: ExpertBalancer | None = None
+    ) -> None:
         rank = exchange.rank
         header = (1 + 2 * rank.size) * COUNTER_NBYTES
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             nbytes = header + exchange.nbytes
+            nbytes += 0 if balancer is None else balancer.layout.nbytes
             if os.fstat(descriptor).st_size == 0:
                 os.ftruncate(descriptor, GroupMemory.size(nbytes))
             # A step may take long. The engine that replaces a dead one ends the waiting.
@@ -78,6 +85,10 @@ class ExpertGroup:
         self._mended = counters[1 + rank.size :]
         """Generation for which each engine has mended the barrier."""
         exchange.attach(self._memory, header)
+        self._balancer = balancer
+        if balancer is not None:
+            balancer.attach(self._memory, header + exchange.nbytes)
+            balancer.settle()  # reads experts before others wait for this engine
         self._exchange, self._index = exchange, rank.index
         self._is_met = False
         """True while this engine belongs to a generation."""
@@ -142,6 +153,8 @@ class ExpertGroup:
     def _begin(self, step: Callable[[], T]) -> T:
         self._steps += 1
         self._begun.post(self._steps)
+        if self._balancer is not None:
+            self._balancer.advance()
         return step()
 
     def _meet(self) -> None:
@@ -163,6 +176,11 @@ class ExpertGroup:
             generation = self._gather(generation, self._came, breaks=True)
             if generation != self._came[self._index].value:
                 continue
+            if self._balancer is not None:
+                try:
+                    self._balancer.settle()
+                except Exception as error:
+                    raise self._fail(error) from error
             _native.mend_group(self._memory.barrier_address)
             self._begun.post(0)
             self._mended[self._index].post(generation)

@@ -40,7 +40,8 @@ class ExpertLoads:
 
     def summary(self) -> ExpertLoad:
         """Return the sums and the maxima by layer."""
-        load = ExpertLoad(self.counts.shape[1], *([0] * (self.layers[-1] + 1) for _ in range(2)))
+        zeros = [0] * (self.layers[-1] + 1)
+        load = ExpertLoad(self.counts.shape[1], tokens=zeros, most=zeros.copy())
         sums, most = self.counts.sum(1).tolist(), self.counts.max(1).tolist()
         for layer, tokens, largest in zip(self.layers, sums, most, strict=True):
             load.tokens[layer] += tokens

@@ -69,6 +69,11 @@ class Group:
         counts: NDArray[np.int64] = self.memory.data[begin : self._layout.nbytes].view(np.int64)
         return counts.reshape(self._rank.world_size, -1)
 
+    @property
+    def balancing(self) -> int:
+        """Offset of the stage's memory for the balancing of experts."""
+        return self._layout.balancing_of(self._rank.stage)
+
     def connect(self, steps: StepRunner, received: Handed | None) -> StepRunner:
         """Return a runner that receives input from the previous stage and sends output to the next.
 

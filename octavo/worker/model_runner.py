@@ -12,12 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo import _native
+from octavo.checkpoints.base import Checkpoint
 from octavo.checkpoints.registry import open_checkpoint
 from octavo.kernels.base import HostCopy
 from octavo.kernels.memory import release_memory
 from octavo.kv_cache.groups import KVCacheConfig
 from octavo.messages import (
     CoreSamplingParams,
+    ExpertLoad,
     GrammarOutput,
     LogprobsLists,
     ModelRunnerOutput,
@@ -25,8 +27,9 @@ from octavo.messages import (
     ScheduledRequest,
     SchedulerOutput,
 )
+from octavo.models.decoder import DecoderModel
 from octavo.models.expert_cache import ExpertCache
-from octavo.models.loader import LoadedWeights, load_model
+from octavo.models.loader import ExpertReader, LoadedWeights, load_model
 from octavo.models.weight_cache import WeightCache
 from octavo.observability.profiler import span
 from octavo.plan.setup import WorkerSetup
@@ -40,6 +43,7 @@ from octavo.sampling.vllm_config import VllmConfig
 from octavo.sampling.vllm_logits_processors import make_processor
 from octavo.system.device import cpu_memory
 from octavo.system.tensor import Tensor
+from octavo.worker.expert_balancer import BalancedSteps, ExpertBalancer
 from octavo.worker.expert_group import ExpertGroup, make_exchange
 from octavo.worker.expert_loads import ExpertLoads
 from octavo.worker.graphs import EagerSteps, ExpertSteps, StepResult, StepRunner
@@ -170,9 +174,12 @@ class ModelRunner:
         ]
         buffers, exchange = make_buffers(setup), make_exchange(setup)
         with loading_bar(config.model.model, shown=setup.rank.number == 0) as progress:
+            checkpoint = open_checkpoint(
+                setup.model_path, config.load.load_format, config.model.seed
+            )
             self.model = load_model(
                 setup.part,
-                open_checkpoint(setup.model_path, config.load.load_format, config.model.seed),
+                checkpoint,
                 dtype=setup.dtype,
                 max_model_len=setup.max_model_len,
                 ops=self.ops,
@@ -189,11 +196,16 @@ class ModelRunner:
         if self._experts is not None and self.group is not None:
             self._experts.count_in(self.group.expert_counts[setup.rank.number, :4])
         self._num_failed_experts = 0
+        self.balancer = self._make_balancer(checkpoint)
+        """Balancer of the loads of the experts; None: experts stay where they are."""
         self.expert_group: ExpertGroup | None = None
         """Engines that divide the experts; None: this one has all."""
         if exchange is not None:
             assert setup.expert_memory is not None
-            self.expert_group = ExpertGroup(setup.expert_memory, exchange)
+            self.expert_group = ExpertGroup(setup.expert_memory, exchange, self.balancer)
+        elif self.balancer is not None:
+            assert self.group is not None
+            self.balancer.attach(self.group.memory, self.group.balancing)
         self.expert_loads = ExpertLoads.of(self.model, self.ops, setup.stage_layers[0])
         """Numbers of tokens by expert; None: the model has none, or they are not counted."""
         self._num_steps = 0
@@ -223,6 +235,20 @@ class ModelRunner:
         """State that `initialize_kv_cache` created."""
         assert self._state is not None, "call initialize_kv_cache first"
         return self._state
+
+    def _make_balancer(self, checkpoint: Checkpoint) -> ExpertBalancer | None:
+        setup, config = self.setup, self.setup.config.device.eplb
+        layout = setup.balance_layout
+        if layout is None or config is None:
+            return None
+        assert isinstance(self.model, DecoderModel)
+        return ExpertBalancer(
+            [mixture for _, mixture in self.model.mixtures],
+            layout,
+            setup.rank if setup.expert_rank.size == 1 else setup.expert_rank,
+            config,
+            ExpertReader(setup.spec, checkpoint, setup.dtype, self.ops, self._weights[0]),
+        )
 
     def initialize_kv_cache(self, kv: KVCacheConfig) -> None:
         """Allocate the KV cache and the buffers of steps; capture steps.
@@ -255,6 +281,8 @@ class ModelRunner:
         with loading_bar(setup.config.model.model, shown=setup.rank.number == 0) as progress:
             for weights in self._weights:
                 weights.reload(progress, same=same)
+        if self.balancer is not None:
+            self.balancer.reset()
         self._released = False
 
     def _make_caches(self, kv: KVCacheConfig) -> tuple[list[Tensor], list[Any]]:
@@ -293,6 +321,8 @@ class ModelRunner:
             self.progress,
         )
         steps = self.platform.make_steps(setup, self.ops, eager, batch, capture=capture)
+        if self.balancer is not None and self.expert_group is None:
+            steps = BalancedSteps(steps, self.balancer)
         if self.group is not None:
             steps = self.group.connect(steps, received)
         sampling = SamplingState(max_num_seqs, setup.spec.vocab_size, self._plugins)
@@ -415,7 +445,7 @@ class ModelRunner:
             prompt_logprobs=step.prompt_logprobs,
             num_draft_tokens={req_id: len(tokens) for req_id, tokens in step.drafts.items()},
             errors=errors,
-            expert_load=None if self.expert_loads is None else self.expert_loads.summary(),
+            expert_load=self._expert_load(),
         )
         pending = self._sample(step, grammar, output)
         if state.proposer is not None:
@@ -423,6 +453,16 @@ class ModelRunner:
         if self.setup.config.load.expert_cache is not None:
             self._note_experts(output)
         return pending
+
+    def _expert_load(self) -> ExpertLoad | None:
+        """Return the loads of the experts, and their balance; None: they are not counted."""
+        if self.expert_loads is None:
+            return None
+        load = self.expert_loads.summary()
+        if self.balancer is not None:
+            load.num_rearrangements = self.balancer.num_switches
+            load.process_tokens = self.balancer.process_tokens
+        return load
 
     def _note_experts(self, output: ModelRunnerOutput) -> None:
         """Add the counts of all ranks' expert caches, and explain failures that they caused."""

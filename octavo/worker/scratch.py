@@ -114,6 +114,8 @@ def measure_scratch(setup: WorkerSetup, asked: AttentionBackend) -> Scratch:
     kernels += _native.linear_scratch(rows, inputs, threads)
     shared = 0 if buffers is None else buffers.nbytes
     exchanged = 0 if exchange is None else exchange.nbytes
+    if exchange is not None and setup.balance_layout is not None:
+        exchanged += setup.balance_layout.nbytes
     return Scratch(activations.peak, logits.peak, kernels, shared, exchanged)
 
 

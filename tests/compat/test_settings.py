@@ -35,6 +35,18 @@ def test_what_asks_for_nothing_is_dropped(name, value):
     assert config_of(**{name: value}) == EngineConfig()
 
 
+def test_parts_of_eplb_config_that_change_nothing_are_dropped():
+    ranks = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_eplb": True}
+    ours = {"window_size": 100, "num_redundant_experts": 2}
+    theirs = {**ours, "use_async": True, "policy": "default", "communicator": "nixl"}
+    meant = config_of(**ranks, eplb_config=ours)
+    assert meant.device.redundant_experts == 2
+    assert config_of(**ranks, eplb_config=theirs) == meant
+    assert config_of(**ranks, eplb_config=json.dumps(theirs)) == meant
+    with pytest.raises(ConfigError, match=r"eplb_config\.policy='swift' is not supported"):
+        config_of(**ranks, eplb_config={**ours, "policy": "swift"})
+
+
 def test_parts_of_speculative_config_that_ask_for_nothing_are_dropped():
     ours = {"method": "ngram", "num_speculative_tokens": 3}
     theirs = {**ours, "draft_tensor_parallel_size": 1, "enforce_eager": True, "revision": None}

@@ -13,6 +13,7 @@ from octavo.config import (
     BUILTIN_MODEL,
     ENVIRONMENT,
     EngineConfig,
+    EplbConfig,
     LoadConfig,
     ModelConfig,
     SchedulerConfig,
@@ -121,6 +122,12 @@ BAD = {
     "tensor_parallel_mode": ["fast", None, 1],
     "enable_sequence_parallel": ["yes", 1, None],
     "enable_expert_parallel": ["yes", 1, None],
+    "enable_eplb": ["yes", 1, None],
+    "eplb_config": [
+        *("text", 5, [], {}, {"window": 5}, {"window_size": 0}, {"window_size": 1.5}),
+        *({"step_interval": 0}, {"num_redundant_experts": -1}, {"log_balancedness": 1}),
+        *({"log_balancedness_interval": 0}, {"policy": "swift"}),
+    ],
     "pipeline_parallel_size": [0, -1, 1.5, "2", None],
     "pipeline_layers": ["", "0,3", "1,,2", "a", 3, "2,"],
     "data_parallel_size": [0, -1, 1.5, "2", None],
@@ -203,6 +210,19 @@ def test_engines_that_divide_experts_have_one_process_each(setting):
     message = refused(enable_expert_parallel=True, data_parallel_size=2, **setting)
     assert message.startswith("enable_expert_parallel with data_parallel_size=2 divides")
     assert next(iter(setting)) in message
+
+
+def test_experts_move_between_processes_only():
+    message = refused(enable_eplb=True)
+    assert "add enable_expert_parallel" in message
+    message = refused(eplb_config={"num_redundant_experts": 2})
+    assert "eplb_config has no effect without enable_eplb" in message
+    ranks = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_eplb": True}
+    message = refused(expert_cache="1G", **ranks)
+    assert "enable_eplb is not supported with expert_cache" in message
+    config = EngineConfig.from_kwargs(**ranks)
+    assert config.device.eplb == EplbConfig()
+    assert config.device.redundant_experts == 0
 
 
 def cases(table):

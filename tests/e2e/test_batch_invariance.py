@@ -367,25 +367,68 @@ def test_plainest_kernels_agree_with_themselves():
 @pytest.mark.parametrize("case", ["qwen3-moe", "granite-hybrid-moe"])
 def test_engines_that_divide_the_experts(case, tmp_path):
     """One engine with all experts, and two with a part each, also when one of them dies."""
-    architecture, config = CASES[case]
-    make_hf(architecture, **config | {"max_position_embeddings": 256}).save_pretrained(tmp_path)
-    prompts = [[i % VOCAB for i in tokens(seed, 5 + 20 * seed)] for seed in range(6)]
-    requests = [(ids, params(0.9 * (i % 2))) for i, ids in enumerate(prompts)]
-    settings = {"dtype": "bfloat16", "max_model_len": 256, "skip_tokenizer_init": True}
-    with LLM(str(tmp_path), **settings, max_num_seqs=1) as llm:
-        expected = answers(llm, requests)
-    settings |= {"data_parallel_size": 2, "enable_expert_parallel": True, "num_threads": 1}
-    with LLM(str(tmp_path), **settings, kv_cache_memory_bytes=2**20) as llm:
+    requests, expected = save_mixture(case, tmp_path)
+    settings = MIXTURE | {"data_parallel_size": 2}
+    with LLM(str(tmp_path), **settings) as llm:
         assert answers(llm, requests) == expected
         assert answers(llm, requests[3:4]) == expected[3:4]
         assert llm.stats().num_experts > 1
-        for victim, seconds in ((0, 0.05), (1, 0.3)):
-            victim = llm._client.pids[victim]
-            timer = threading.Timer(seconds, os.kill, (victim, signal.SIGKILL))
-            timer.start()
-            assert answers(llm, requests * 2) == expected * 2
-            timer.join()
-        assert answers(llm, requests) == expected
+        check_deaths(llm, requests, expected)
+
+
+# Decisions from the tokens of one step, so that experts move all the time.
+EPLB = {"window_size": 1, "step_interval": 2}
+
+
+@pytest.mark.parametrize(
+    ("case", "redundant", "processes"),
+    [
+        ("qwen3-moe", 1, {"tensor_parallel_size": 2}),
+        ("qwen3-moe", 3, {"data_parallel_size": 2}),
+        ("granite-hybrid-moe", 1, {"data_parallel_size": 2}),
+    ],
+    ids=str,
+)
+def test_experts_that_move_between_steps(case, redundant, processes, tmp_path):
+    """Before, during and after moves, also when an engine dies in the middle of one."""
+    requests, expected = save_mixture(case, tmp_path)
+    eplb = EPLB | {"num_redundant_experts": redundant}
+    settings = MIXTURE | processes | {"enable_eplb": True, "eplb_config": eplb}
+    with LLM(str(tmp_path), **settings, weight_cache="off") as llm:
+        for _ in range(3):
+            assert answers(llm, requests) == expected
+        assert answers(llm, requests[3:4]) == expected[3:4]
+        stats = llm.stats()
+        assert stats.num_expert_rearrangements > 5
+        assert 0.5 <= stats.eplb_balancedness <= 1
+        if "data_parallel_size" in processes:
+            check_deaths(llm, requests, expected)
+
+
+MIXTURE = {"dtype": "bfloat16", "max_model_len": 256, "skip_tokenizer_init": True}
+MIXTURE |= {"num_threads": 1, "enable_expert_parallel": True, "kv_cache_memory_bytes": 2**20}
+
+
+def save_mixture(case, folder):
+    """Save a small mixture; return requests and the answers of one process."""
+    architecture, config = CASES[case]
+    make_hf(architecture, **config | {"max_position_embeddings": 256}).save_pretrained(folder)
+    prompts = [[i % VOCAB for i in tokens(seed, 5 + 20 * seed)] for seed in range(6)]
+    requests = [(ids, params(0.9 * (i % 2))) for i, ids in enumerate(prompts)]
+    settings = {"dtype": "bfloat16", "max_model_len": 256, "skip_tokenizer_init": True}
+    with LLM(str(folder), **settings, max_num_seqs=1) as llm:
+        return requests, answers(llm, requests)
+
+
+def check_deaths(llm, requests, expected):
+    """Kill engines while they compute."""
+    for victim, seconds in ((0, 0.05), (1, 0.3)):
+        victim = llm._client.pids[victim]
+        timer = threading.Timer(seconds, os.kill, (victim, signal.SIGKILL))
+        timer.start()
+        assert answers(llm, requests * 2) == expected * 2
+        timer.join()
+    assert answers(llm, requests) == expected
 
 
 FAMILIES = {  # with blocks that the model of the other tests does not have

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -167,6 +168,33 @@ def test_engines_that_cannot_divide_experts(case, settings, message, tmp_path):
     config = EngineConfig.from_kwargs(model=str(tmp_path), **settings)
     with pytest.raises(ConfigError, match=message):
         _ = set_up_worker(config, spec, tmp_path, CPUPlatform(), 64).part
+
+
+@pytest.mark.parametrize(
+    ("case", "settings", "redundant", "message"),
+    [
+        ("llama", {"tensor_parallel_size": 2}, 0, "balances the loads of experts, and Llama"),
+        (
+            "mixtral",
+            {"tensor_parallel_size": 2},
+            0,
+            "the 5 experts .* 2 proc.* to 1, or leave",
+        ),
+        ("mixtral", {"tensor_parallel_size": 2}, 2, "num_redundant_experts=2.* to 1 or 3, or"),
+        ("mixtral", {"data_parallel_size": 2}, 4, "num_redundant_experts=4.* to 3 or 5, or"),
+        ("mixtral", {"data_parallel_size": 2}, 7, "num_redundant_experts=7.* to 5, or"),
+        ("mixtral", {"data_parallel_size": 2}, 3, None),
+        ("mixtral", {"tensor_parallel_size": 5}, 20, None),
+    ],
+)
+def test_experts_that_cannot_be_divided_evenly(case, settings, redundant, message, tmp_path):
+    spec = save_config(tmp_path, *CASES[case])
+    settings |= {"enable_expert_parallel": True, "enable_eplb": True}
+    settings |= {"eplb_config": {"num_redundant_experts": redundant}}
+    expected = nullcontext() if message is None else pytest.raises(ConfigError, match=message)
+    with expected:
+        config = EngineConfig.from_kwargs(model=str(tmp_path), **settings)
+        set_up_worker(config, spec, tmp_path, CPUPlatform(), 64)
 
 
 def test_blocks_need_the_native_kernels():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from octavo.kernels import native
-from octavo.kernels.base import Ops, StackedWeight
+from octavo.kernels.base import Ops, PlacedExperts, StackedWeight
 from octavo.kernels.native import NativeOps
 from octavo.kernels.reference import ReferenceOps
 from octavo.kernels.routing import ExpertActivation, Routing
@@ -140,6 +140,37 @@ def test_experts(isa: str, sizes: tuple[int, ...], dtype: str, activation: Any) 
         up, down = mixture.stacked(ops, ops.pack_weight, from_torch, own)
         _, places = ops.experts(*given, up, down, activation, out=out)
     assert torch.equal(as_torch(ops.sum_experts(out, places, from_torch(weights))), result)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_copies_of_an_expert_divide_its_rows(isa: str, parts: int) -> None:
+    """Every row is computed once, by one of the processes that have the expert."""
+    mixture, ops = Mixture(5, 64, 64, SILU, "bfloat16"), NativeOps()
+    up, down = mixture.stacked(ops, ops.pack_weight, from_torch, range(5))
+    for tokens in (1, 2, 60, 900):
+        x, ids, _ = mixture.rows(tokens, 3)
+        whole, places = ops.experts(from_torch(x), from_torch(ids), up, down, SILU)
+        found = torch.full_like(as_torch(whole), torch.nan)
+        counts = np.bincount(ids.numpy().ravel(), minlength=5)
+        loads, computed = np.zeros(5, np.int64), np.zeros((parts, 5), np.int64)
+        for part in range(parts):
+            shares = from_numpy(np.full((5, 2), (part, parts), np.int32))
+            out = from_torch(torch.full_like(found, torch.nan))
+            placed = PlacedExperts(from_numpy(loads), shares)
+            _, same = ops.experts(
+                from_torch(x), from_torch(ids), up, down, SILU, out=out, placed=placed
+            )
+            assert (same.numpy() == places.numpy()).all()
+            own = ~as_torch(out).isnan().any(1)
+            assert as_torch(out)[~own].isnan().all()
+            assert found[own].isnan().all(), "no row is computed twice"
+            found[own] = as_torch(out)[own]
+            chosen = np.empty(tokens * 3, np.int64)
+            chosen[places.numpy().ravel()] = ids.numpy().ravel()
+            computed[part] = np.bincount(chosen[own.numpy()], minlength=5)
+        assert torch.equal(found, as_torch(whole))
+        assert (loads == parts * counts).all()
+        assert (computed.max(0) - computed.min(0) <= 1).all(), "the parts are even"
 
 
 def forms(ops: NativeOps) -> dict[str, Form]:

@@ -36,6 +36,8 @@ NAMES = {
     "expert_tokens",
     "expert_max_share",
     "expert_balancedness",
+    "eplb_balancedness",
+    "eplb_rearrangements",
     "prompt_tokens",
     "prompt_tokens_cached",
     "prompt_tokens_by_source",
@@ -265,13 +267,21 @@ def test_drafts(metrics):
 
 def test_loads_of_experts(metrics):
     loads = SchedulerStats(
-        num_steps=1, num_experts=8, expert_tokens=[40, 0, 80], most_expert_tokens=[5, 0, 40]
+        num_steps=1,
+        num_experts=8,
+        expert_tokens=[40, 0, 80],
+        most_expert_tokens=[5, 0, 40],
+        num_expert_rearrangements=6,
+        mean_process_tokens=30.0,
+        most_process_tokens=40.0,
     )
     metrics.record_scheduler_stats(loads)
     assert read(metrics, "expert_tokens_total", layer="2") == 80
     assert read(metrics, "expert_max_share", layer="2") == 0.5
     assert read(metrics, "expert_balancedness", layer="0") == 1.0
     assert read(metrics, "expert_balancedness", layer="2") == 0.25
+    assert read(metrics, "eplb_balancedness") == 0.75
+    assert read(metrics, "eplb_rearrangements_total") == 6
     assert 'layer="1"' not in metrics.render().decode()  # it has no experts
 
 

@@ -1,6 +1,7 @@
 """Engines that divide experts: they step together, and survive each other's deaths."""
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -111,6 +112,8 @@ def test_an_engine_dies_while_all_are_idle(memory):
     with ThreadPoolExecutor(1) as thread:
         other = thread.submit(engines[1].serve_until, end)
         assert engines[0].group.run(engines[0].step) == 1
+        while engines[1].done < 1:  # it may still be leaving the last barrier
+            time.sleep(0.001)
         engines[0] = Engine(memory, 0, 2)
         assert engines[0].group.wanted  # the other one must learn of it
         assert engines[0].group.run(engines[0].step) == 1

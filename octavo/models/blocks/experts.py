@@ -92,8 +92,8 @@ class ExpertsSpec(BlockSpec):
     latent: tuple[LinearSpec, LinearSpec] | None = None
     """Projections to the experts' input and from the sum of their results (Nemotron-H); the router
     and the shared block read the hidden state. Each rank computes them whole."""
-    own: tuple[int, int] | None = None
-    """Experts [begin, end) that a rank computes, if ranks divide the experts; None: all."""
+    own: tuple[int, ...] | None = None
+    """Experts that a rank has, in ascending order, if ranks divide the experts; None: all."""
     exchanged: bool = False
     """True if the other experts are those of other engines; see `ExpertExchange`."""
 
@@ -135,7 +135,7 @@ class ExpertsSpec(BlockSpec):
         for name, projection in zip(("to_latent", "from_latent"), self.latent or (), strict=False):
             yield from projection.weights(names.of(name))
         count, active = len(self.up), self.router.routing.top_k
-        for index in range(*(self.own or (0, count))):
+        for index in range(count) if self.own is None else self.own:
             expert = ExpertOf(names.own, index, count, active)
             for name, stack in (("up", self.up), ("down", self.down)):
                 linear = self._without_bias(stack[index])
@@ -182,7 +182,7 @@ class ExpertsSpec(BlockSpec):
         """
         shared = None if self.shared is None else self.shared.split(replace(rank, reduces=False))
         if rank.splits_experts:
-            return replace(self, own=rank.share(len(self.up)), shared=shared)
+            return replace(self, own=rank.experts(len(self.up)), shared=shared)
         part = begin, end = rank.share(self.inner)
         both = (part, (self.inner + begin, self.inner + end)) if self.activation.gated else (part,)
         outputs = rank.share(self.hidden)
@@ -205,18 +205,18 @@ class ExpertsSpec(BlockSpec):
                 f"{len(self.up)} experts of a layer; lower it to {len(self.up)}, or leave out "
                 "enable_expert_parallel."
             )
-        return replace(self, own=rank.share(len(self.up)), exchanged=True)
+        return replace(self, own=rank.experts(len(self.up)), exchanged=True)
 
     def build(self, parts: Parts, caches: tuple[int, ...]) -> Experts:
         """Implement `BlockSpec`."""
         from octavo.layers.experts import Divided, Experts, Router
 
         ops, router, own = parts.ops, self.router, parts.of("router")
-        first, end = self.own or (0, len(self.up))
+        have = range(len(self.up)) if self.own is None else frozenset(self.own)
 
         def stack(name: str) -> StackedWeight:
             weights = [
-                parts.of(f"experts.{i}.{name}").linear("weight") if first <= i < end else None
+                parts.of(f"experts.{i}.{name}").linear("weight") if i in have else None
                 for i in range(len(self.up))
             ]
             bias = parts.tensor(f"{name}_bias") if parts.has(f"{name}_bias") else None
