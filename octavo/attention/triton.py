@@ -152,6 +152,7 @@ class TritonAttention(NoLatents):
             "out": out,
             "scale": params.scale,
             "sliding_window": params.sliding_window,
+            "chunk_size": params.chunk_size,
             "logits_soft_cap": params.logits_soft_cap,
             "alibi_slopes": params.alibi_slopes,
             "sinks": params.sinks,

@@ -105,6 +105,7 @@ def kernels(dtype: torch.dtype) -> None:
         )
         given: dict[str, Any] = {
             "sliding_window": None,
+            "chunk_size": None,
             "logits_soft_cap": None,
             "alibi_slopes": None,
             "sinks": None,

@@ -97,6 +97,7 @@ def _prefill_tiles(
     ROW: tl.constexpr,
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
+    LOCAL_CHUNK: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     ALIBI: tl.constexpr,
     FP8: tl.constexpr,
@@ -147,6 +148,8 @@ def _prefill_tiles(
             seen = rows[:, None] & (distance <= 0)
             if WINDOW:
                 seen = seen & (distance > -WINDOW)
+            if LOCAL_CHUNK:
+                seen = seen & (n[None, :] >= (positions // LOCAL_CHUNK * LOCAL_CHUNK)[:, None])
             logits = tl.where(seen, logits, float("-inf"))
         new = tl.maximum(largest, tl.max(logits, axis=1) * factor)
         base = tl.where(new == float("-inf"), 0.0, new)
@@ -179,8 +182,10 @@ def _prefill(
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
+    LOCAL_CHUNK: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     ALIBI: tl.constexpr,
     SINKS: tl.constexpr,
@@ -221,6 +226,8 @@ def _prefill(
         begin = 0
         if WINDOW:
             begin = tl.maximum(0, first - WINDOW + 1)
+        if LOCAL_CHUNK:
+            begin = first // LOCAL_CHUNK * LOCAL_CHUNK
         slopes = rows
         if ALIBI:
             slopes = tl.load(alibi_slopes + heads, mask=rows, other=0.0)
@@ -233,7 +240,7 @@ def _prefill(
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         from_n = begin // BLOCK_N * BLOCK_N
         ROW: tl.constexpr = KV_HEADS * HEAD_SIZE
-        if WINDOW == 0:
+        if WINDOW == 0 and LOCAL_CHUNK == 0:
             # All rows see the tiles before the first query's.
             whole = (first + 1) // BLOCK_N * BLOCK_N
             largest, total, acc = _prefill_tiles(
@@ -258,6 +265,7 @@ def _prefill(
                 ROW,
                 PAGE,
                 WINDOW,
+                LOCAL_CHUNK,
                 SOFT_CAP,
                 ALIBI,
                 FP8,
@@ -290,6 +298,7 @@ def _prefill(
             ROW,
             PAGE,
             WINDOW,
+            LOCAL_CHUNK,
             SOFT_CAP,
             ALIBI,
             FP8,
@@ -309,6 +318,7 @@ def _prefill(
         # Rows without a query have a total of 0.
         result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
         out_at = out + tokens[:, None] * out_token_stride + heads[:, None] * out_head_stride
+        at = at & (d < VALUE_SIZE)[None, :]
         tl.store(out_at + d[None, :], result.to(out.dtype.element_ty), mask=at)
 
 
@@ -337,8 +347,10 @@ def _attention(
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
+    LOCAL_CHUNK: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     ALIBI: tl.constexpr,
     SINKS: tl.constexpr,
@@ -398,6 +410,8 @@ def _attention(
         begin = 0
         if WINDOW:
             begin = tl.maximum(0, context + first_query - WINDOW + 1)
+        if LOCAL_CHUNK:
+            begin = (context + first_query) // LOCAL_CHUNK * LOCAL_CHUNK
         first_split = begin // SPLIT
         end_split = tl.cdiv(end, SPLIT)
         programs = tl.num_programs(2)
@@ -438,6 +452,8 @@ def _attention(
                 seen = rows[:, None] & (distance <= 0)
                 if WINDOW:
                     seen = seen & (distance > -WINDOW)
+                if LOCAL_CHUNK:
+                    seen = seen & (n[None, :] >= (positions // LOCAL_CHUNK * LOCAL_CHUNK)[:, None])
                 logits = tl.where(seen, logits, float("-inf"))
                 new = tl.maximum(split_largest, tl.max(logits, axis=1))
                 base = tl.where(new == float("-inf"), 0.0, new)
@@ -481,7 +497,7 @@ def _attention(
                 + heads[:, None] * out_head_stride
                 + d[None, :],
                 result.to(out.dtype.element_ty),
-                mask=rows[:, None] & dims[None, :],
+                mask=rows[:, None] & (d < VALUE_SIZE)[None, :],
             )
 
 
@@ -497,8 +513,9 @@ def _merge_splits(
     out_head_stride,
     max_splits,
     HEADS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    LOCAL_CHUNK: tl.constexpr,
     SINKS: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -514,6 +531,8 @@ def _merge_splits(
     first_split = 0
     if WINDOW:
         first_split = tl.maximum(0, seq_len - WINDOW) // SPLIT
+    if LOCAL_CHUNK:
+        first_split = (seq_len - 1) // LOCAL_CHUNK * LOCAL_CHUNK // SPLIT
     end_split = tl.cdiv(seq_len, SPLIT)
     if (query_len == 1) & (end_split - first_split > 1):
         d = tl.arange(0, BLOCK_D)
@@ -560,7 +579,7 @@ def _merge_splits(
         tl.store(
             to + d[None, :] + one[:, None],
             (acc / total[:, None]).to(out.dtype.element_ty),
-            mask=(d < HEAD_SIZE)[None, :],
+            mask=(d < VALUE_SIZE)[None, :],
         )
 
 
@@ -584,6 +603,7 @@ def attention(
     *,
     scale: float,
     sliding_window: int | None,
+    chunk_size: int | None,
     logits_soft_cap: float | None,
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
@@ -605,9 +625,10 @@ def attention(
         query_start_loc: int32 [R + 1].
         seq_lens: int32 [R].
         block_table: int32 [R, blocks].
-        out: [T, H, D], written.
+        out: [T, H, V], written; V is the size of the values.
         scale: factor of the logits.
         sliding_window: positions visible, or None.
+        chunk_size: positions of a chunk, or None.
         logits_soft_cap: or None.
         alibi_slopes: float32 [H], or None.
         sinks: [H] in the query's dtype, or None.
@@ -663,8 +684,10 @@ def attention(
         GROUP=group,
         KV_HEADS=kv_heads,
         HEAD_SIZE=head_size,
+        VALUE_SIZE=out.shape[2],
         PAGE=page,
         WINDOW=window,
+        LOCAL_CHUNK=chunk_size or 0,
         SOFT_CAP=logits_soft_cap is not None,
         ALIBI=alibi_slopes is not None,
         SINKS=sinks is not None,
@@ -691,8 +714,9 @@ def attention(
             out.stride(1),
             max_splits,
             HEADS=heads,
-            HEAD_SIZE=head_size,
+            VALUE_SIZE=out.shape[2],
             WINDOW=window,
+            LOCAL_CHUNK=chunk_size or 0,
             SINKS=sinks is not None,
             SPLIT=split,
             BLOCK_D=block_d,
@@ -724,6 +748,7 @@ def prefill(
     *,
     scale: float,
     sliding_window: int | None,
+    chunk_size: int | None,
     logits_soft_cap: float | None,
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
@@ -758,8 +783,10 @@ def prefill(
         GROUP=group,
         KV_HEADS=kv_heads,
         HEAD_SIZE=head_size,
+        VALUE_SIZE=out.shape[2],
         PAGE=page,
         WINDOW=sliding_window or 0,
+        LOCAL_CHUNK=chunk_size or 0,
         SOFT_CAP=logits_soft_cap is not None,
         ALIBI=alibi_slopes is not None,
         SINKS=sinks is not None,
