@@ -138,7 +138,7 @@ LONG = ((300, 1), (1, 1), (128, 1), (257, 1))
 
 @pytest.mark.parametrize(
     ("cores", "features"),
-    [(1000, {}), (4, {}), (1000, {"window": 200}), (1000, {"chunk": 180, "small": 9})]
+    [(1000, {}), (4, {}), (1000, {"window": 200}), (1000, {"chunk": 180, "small": 9})],
 )
 def test_sharing_out_splits_changes_no_bit(
     cores: int, features: dict[str, int], monkeypatch: pytest.MonkeyPatch

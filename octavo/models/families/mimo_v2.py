@@ -70,7 +70,9 @@ def read(config: ConfigJson) -> ModelSpec:
         windows=windows,
         ropes=tuple(full if window is None else local for window in windows),
         value_size=value_size if value_size < heads.head_size else None,
-        value_scale=1.0 if (scale := config.optional_number("attention_value_scale")) is None else scale,
+        value_scale=1.0
+        if (scale := config.optional_number("attention_value_scale")) is None
+        else scale,
         sinks="self_attn.attention_sink_bias",
         feed_forwards=read_sparse_layers(config, block, default=kinds),
         ignored=(r"model\.mtp\..*",),
