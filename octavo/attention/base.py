@@ -222,7 +222,8 @@ class AttentionBackend(Protocol):
             query: [T, H, D]; head h reads KV head h * KVH // H.
             kv_cache: the layer's cache.
             metadata: the step.
-            out: [T, H, V], written; V is the size of the values. Query and out may have any strides of tokens and heads.
+            out: [T, H, V], written; V is the size of the values. Query and out may have any
+                strides of tokens and heads.
             params: the layer's parameters.
         """
         ...

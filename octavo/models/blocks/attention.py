@@ -94,8 +94,8 @@ class AttentionSpec(BlockSpec):
     chunk_size: int | None = None
     """Number of positions of a chunk: a token sees only those of its own (Llama 4); None: none."""
     value_size: int | None = None
-    """Number of elements of a head of values, at most `head_size`; None: that of keys. The cache has
-    room for `head_size` elements of each (MiMo V2)."""
+    """Number of elements of a head of values, at most `head_size`; None: that of keys. The cache
+    has room for `head_size` elements of each (MiMo V2)."""
     value_scale: float = 1.0
     """Factor of the values (MiMo V2)."""
     soft_cap: float | None = None
