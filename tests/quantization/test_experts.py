@@ -24,9 +24,8 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": False, "num_experts_per_tok": 4,
 }  # fmt: skip
 QWEN3 = "Qwen3MoeForCausalLM", SIZES | {"num_experts": 5, "moe_intermediate_size": 64}
-QWEN2 = "Qwen2MoeForCausalLM", {name: value for name, value in SIZES.items() if name != "head_dim"} | {
-    "num_experts": 5, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
-}  # fmt: skip
+QWEN2_SIZES = {name: value for name, value in QWEN3[1].items() if name != "head_dim"}
+QWEN2 = "Qwen2MoeForCausalLM", QWEN2_SIZES | {"shared_expert_intermediate_size": 64}
 MIXTRAL = "MixtralForCausalLM", SIZES | {"num_local_experts": 5, "sliding_window": None}
 LATENT = {name: value for name, value in SIZES.items() if name != "head_dim"} | {
     "num_key_value_heads": 4, "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 16,
