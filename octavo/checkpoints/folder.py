@@ -157,10 +157,8 @@ def _split_experts(
     architecture have a tensor for each expert. It is divided unless the model, or another stage of
     it, expects it whole.
     """
-    own = {source.name for source in expected.sources}
-    wanted = {
-        stored for name in own | {*expected.elsewhere} for stored in expected.stored_names(name)
-    }
+    names = {source.name for source in expected.sources} | expected.elsewhere
+    wanted = {stored for name in names for stored in expected.stored_names(name)}
     tensors: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
         prefix, _, last = name.rpartition(".")

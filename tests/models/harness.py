@@ -1,8 +1,6 @@
 """Runner of a model without the engine: KV caches, block tables, prefill and decode steps."""
 
-import copy
 import re
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -12,7 +10,6 @@ import transformers
 import transformers.models.llama.modeling_llama  # early: see `few_objects_to_search`
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from octavo.attention.base import AttentionBackend, AttentionMetadata
 from octavo.attention.cpu import CPUAttention
@@ -327,51 +324,16 @@ def make_prompts(vocab_size: int, lengths: tuple[int, ...], seed: int = 0) -> li
     return [torch.randint(3, vocab_size, (n,), generator=generator).tolist() for n in lengths]
 
 
-class InFloat64(TorchFunctionMode):
-    """Computation of a model in float64 where transformers converts numbers to float32.
-
-    It fails if an operation has a result in float32.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        def wide(x: Any) -> Any:
-            return torch.float64 if x is torch.float32 else x
-
-        if func is Tensor.float:
-            func = Tensor.double
-        named = {name: wide(x) for name, x in (kwargs or {}).items()}
-        result = func(*map(wide, args), **named)
-        assert not isinstance(result, Tensor) or result.dtype != torch.float32, func
-        return result
-
-
 def assert_same_as_hf(
-    hf_model: Any,
-    prompts: list[list[int]],
-    generated: Generated,
-    atol: float = 1e-4,
-    *,
-    in_float64: bool = False,
+    hf_model: Any, prompts: list[list[int]], generated: Generated, atol: float = 1e-4
 ) -> None:
     """Check that greedy tokens and logprobs equal those of transformers.
 
     transformers computes each prompt with the generated tokens after it in one pass. If its
     greatest logit is always the next of these tokens, it would have generated the same.
-
-    Args:
-        hf_model: the model of transformers, in float32.
-        prompts: the prompts.
-        generated: Octavo's answers to them.
-        atol: largest difference of logprobs.
-        in_float64: True to compute transformers' model in float64, where its float32 is as far from
-            that as Octavo's, so that their difference may be larger than either error.
     """
-    if in_float64:
-        hf_model = copy.deepcopy(hf_model).double()
     for prompt, tokens, logits in zip(prompts, generated.tokens, generated.logits, strict=True):
-        with torch.inference_mode(), InFloat64() if in_float64 else nullcontext():
+        with torch.inference_mode():
             out = hf_model(torch.tensor([prompt + tokens[:-1]]), use_cache=False)
         expected = out.logits[0, len(prompt) - 1 :].float()
         torch.testing.assert_close(
