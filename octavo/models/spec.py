@@ -217,7 +217,7 @@ class ModelSpec:
         blocks = [block for layer in self.distinct_layers for block in layer.blocks]
         return any(
             isinstance(block, AttentionSpec)
-            and not (block.sinks is block.chunk_size is block.value_size is None)
+            and (block.sinks, block.chunk_size, block.value_size) != (None, None, None)
             for block in blocks
         )
 
